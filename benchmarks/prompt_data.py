@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from quadriga.cli.make_data import run_make_data
-from quadriga.config.schema import ArithmeticDataConfig
+from quadriga.config.commands import ArithmeticDataConfig
 from quadriga.data import PromptDataset, PromptLoader
 from quadriga.models import load_tokenizer
 

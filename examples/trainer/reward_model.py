@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification
 
 from quadriga import load_config
 from quadriga.cli.make_data import run_make_data
-from quadriga.config.schema import ArithmeticDataConfig
+from quadriga.config.commands import ArithmeticDataConfig
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.observability.quiet import silence_libraries
 from quadriga.trainer.main import run_training

@@ -72,8 +72,9 @@ if TYPE_CHECKING:
         RayWorkerGroup,
         create_colocated_worker_cls,
     )
+    from quadriga.config.commands import GenerateConfig, SFTConfig
     from quadriga.config.loading import load_config
-    from quadriga.config.schema import GenerateConfig, SFTConfig, TrainConfig
+    from quadriga.config.schema import TrainConfig
     from quadriga.errors import InputError, QuadrigaError
     from quadriga.protocol import DataProto, DataProtoConfig, DataProtoFuture, DataProtoItem
     from quadriga.single_controller import (

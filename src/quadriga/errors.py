@@ -49,6 +49,7 @@ anyone, so characters that control a terminal or cannot be encoded are escaped.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 _COLORS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 """Control sequences such as colors, which Ray's messages contain."""
@@ -61,6 +62,16 @@ def printable(text: str) -> str:
     Lines and tabs stay. Lone surrogates, which no encoding can write, are escaped too.
     """
     return _UNPRINTABLE.sub(lambda m: m[0].encode("unicode_escape").decode(), _COLORS.sub("", text))
+
+
+def nearest_name(name: str, known: Iterable[str], *, least: float = 0.6) -> str | None:
+    """Return the known name that is most similar to a misspelt one; None if none is similar.
+
+    `least`: the smallest similarity, from 0 to 1.
+    """
+    import difflib  # only when a name is wrong
+
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=least)), None)
 
 
 def _restore(

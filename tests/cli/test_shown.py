@@ -96,5 +96,5 @@ def test_data_make_names_invalid_settings(capsys, tmp_path):
     assert main(["data", "make", f"output={tmp_path}", "min_steps=3", "max_steps=2"]) == 2
     assert "min_steps=3" in capsys.readouterr().err
     assert main(["data", "make", f"output={tmp_path}", "train_size=0"]) == 2
-    limits = "at least 1 and at most 5e+06"
+    limits = "at least 1 and at most 5000000"
     assert capsys.readouterr().err == f"error: train_size must be {limits}, got 0\n"

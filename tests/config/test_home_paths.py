@@ -10,23 +10,20 @@ import pytest
 
 from quadriga.cli.commands import COMMANDS, PLANNED
 from quadriga.cli.main import main
-from quadriga.config.convert import walk_keys
+from quadriga.config.commands import EvalConfig, GenerateConfig, SFTConfig
+from quadriga.config.convert import is_settings, walk_keys
 from quadriga.config.loading import load_config, to_yaml
 from quadriga.config.paths import PathSettings, expand_home
 from quadriga.config.schema import (
     AlgorithmConfig,
     DataConfig,
     DatasetClassConfig,
-    EvalConfig,
-    GenerateConfig,
     ModelConfig,
     RewardConfig,
     SamplerConfig,
-    SFTConfig,
     TrainConfig,
     TrainerConfig,
 )
-from quadriga.config.setting_types import is_settings
 from quadriga.errors import CheckpointError, ConfigError, DataError
 from quadriga.models.folder import with_absolute_paths
 from quadriga.trainer.checkpoints import checkpoint_to_resume, inputs_of

@@ -62,7 +62,10 @@ def test_ranks_can_be_written_as_numbers_and_ranges(written):
         (["placement.critic=[0-1]"], "placement.critic and placement.actor both name rank 0"),
         (["placement.actor=[0-2]"], "no role uses rank 3 of the 4 ranks"),
         (["placement.ref=[2-3]", "placement.actor=[0-1]"], "placement.ref is set, but the run"),
-        (["placement.actor=1.5"], "placement.actor must be a list of integers or texts, got 1.5"),
+        (
+            ["placement.actor=1.5"],
+            "placement.actor must be a list of integers or texts or null, got 1.5",
+        ),
     ],
 )
 def test_wrong_ranks_are_named(overrides, message):

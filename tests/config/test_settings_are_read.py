@@ -50,9 +50,9 @@ READERS = {
         "expert_tensor_parallel_size": (MEGATRON, "engine.expert_tensor_parallel_size"),
         "sequence_parallel": (MEGATRON, "engine.sequence_parallel"),
         "distributed_optimizer": ("engines/megatron/engine.py", "engine.distributed_optimizer"),
-        "use_dynamic_bsz": ("config/schema/model.py", "self.use_dynamic_bsz"),
+        "use_dynamic_bsz": ("config/schema.py", "self.use_dynamic_bsz"),
         "max_tokens_per_micro_batch": (
-            "config/schema/model.py",
+            "config/schema.py",
             "self.max_tokens_per_micro_batch",
         ),
         "tensor_parallel_size": (

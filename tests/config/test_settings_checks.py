@@ -6,7 +6,6 @@ from typing import get_args
 
 import pytest
 
-from quadriga.config.checks.ranges import RANGES, leaves
 from quadriga.config.checks.settings import (
     KnownNames,
     check_data_settings,
@@ -14,21 +13,21 @@ from quadriga.config.checks.settings import (
     check_sft_settings,
     check_train_settings,
 )
+from quadriga.config.commands import (
+    ArithmeticDataConfig,
+    GenerateConfig,
+    SFTConfig,
+)
 from quadriga.config.loading import load_config
 from quadriga.config.schema import (
     AggregationName,
-    ArithmeticDataConfig,
     BackendName,
     CorrectionLevel,
     CorrectionMode,
-    DemoConfig,
-    EvalConfig,
     FilterMode,
-    GenerateConfig,
     KLName,
     LrSchedulerName,
     SampledKLName,
-    SFTConfig,
     TrainConfig,
     TrainerConfig,
     UnderFilled,
@@ -210,11 +209,11 @@ def test_unknown_names_and_choices_name_the_nearest(override, words):
         ("actor_rollout_ref.actor.policy_loss.clip_ratio_c=1", "clip_ratio_c must be above 1, got"),
         ("trainer.total_training_steps=0", "total_training_steps must be at least 1, got 0"),
         ("trainer.total_epochs=0", "trainer.total_epochs must be at least 1, got 0"),
-        (f"{SAMPLING}.top_p=0", "top_p must be above 0 and at most 1, got 0.0"),
+        (f"{SAMPLING}.top_p=0", "top_p must be above 0 and at most 1, got 0"),
         (f"{SAMPLING}.top_p=1.1", "top_p must be above 0 and at most 1, got 1.1"),
-        ("algorithm.lam=2", "algorithm.lam must be at least 0 and at most 1, got 2.0"),
-        ("critic.optim.betas=[0.9,1.0]", "betas must be at least 0 and below 1, got 1.0"),
-        ("critic.optim.lr=nan", "critic.optim.lr must be at least 0, got nan"),
+        ("algorithm.lam=2", "algorithm.lam must be at least 0 and at most 1, got 2"),
+        ("critic.optim.betas=[0.9,1.0]", "betas[1] must be at least 0 and below 1, got 1.0"),
+        ("critic.optim.lr=nan", "critic.optim.lr must be a finite number, got nan"),
         ("critic.optim.lr=inf", "critic.optim.lr must be a finite number, got inf"),
         ("actor_rollout_ref.actor.entropy_coeff=nan", "entropy_coeff must be a finite number, got"),
         ("trainer.device_memory_gb=inf", "device_memory_gb must be a finite number, got inf"),
@@ -308,7 +307,7 @@ def test_the_momentum_is_of_muon_only():
     assert f"{ACTOR}.optim.momentum=0.9 is read by {ACTOR}.optim.name=muon only, but" in words
     check_train_settings(load_config(TrainConfig, [momentum, f"{ACTOR}.optim.name=muon"]))
     words = error_of(check_train_settings, TrainConfig, ["critic.optim.momentum=1"])
-    assert "critic.optim.momentum must be at least 0 and below 1, got 1.0" in words
+    assert "critic.optim.momentum must be at least 0 and below 1, got 1" in words
 
 
 def test_generate_settings():
@@ -324,16 +323,8 @@ def test_a_settings_object_made_in_python_is_checked_too():
     with pytest.raises(ConfigError, match=r"trainer\.backend must be one of ray, local") as caught:
         check_train_settings(config)
     assert caught.value.nearest == "ray"
-    with pytest.raises(ConfigError, match="operations must be one of"):
+    with pytest.raises(ConfigError, match=r"operations\[1\] must be one of"):
         check_data_settings(ArithmeticDataConfig(operations=["+", "/"]))
-
-
-def test_every_range_belongs_to_an_existing_setting():
-    schemas = (
-        TrainConfig, SFTConfig, GenerateConfig, EvalConfig, ArithmeticDataConfig, DemoConfig,
-    )  # fmt: skip
-    keys = [key for cls in schemas for key, _ in leaves(cls())]
-    assert [n for n in RANGES if not any(key.split(".")[-1] == n for key in keys)] == []
 
 
 def test_choices_equal_the_tables_of_higher_layers():

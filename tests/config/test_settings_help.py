@@ -7,18 +7,18 @@ from typing import Literal
 
 import pytest
 
-from quadriga.config.convert import walk_keys
-from quadriga.config.describe import as_written, help_text, settings_of
-from quadriga.config.loading import load_config
-from quadriga.config.schema import (
+from quadriga.config.commands import (
     AlgorithmsConfig,
     ArithmeticDataConfig,
     DemoConfig,
     EvalConfig,
     GenerateConfig,
     SFTConfig,
-    TrainConfig,
 )
+from quadriga.config.convert import walk_keys
+from quadriga.config.describe import as_written, help_text, settings_of
+from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
 
 SCHEMAS = (TrainConfig, SFTConfig, GenerateConfig, EvalConfig, ArithmeticDataConfig, DemoConfig)
 

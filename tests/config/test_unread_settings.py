@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from quadriga.config.checks.settings import KnownNames, check_sft_settings, check_train_settings
+from quadriga.config.commands import SFTConfig
 from quadriga.config.loading import load_config
-from quadriga.config.schema import SFTConfig, TrainConfig
+from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 
 KNOWN = KnownNames(estimators=frozenset({"gae"}), estimators_with_values=frozenset({"gae"}))

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from quadriga.config.schema import SFTConfig, TrainConfig
+from quadriga.config.commands import SFTConfig
+from quadriga.config.schema import TrainConfig
 from quadriga.data import token_cache
 from quadriga.data.chat import check_template_arguments, encode_chats
 from quadriga.data.conversations.pairs import PairDataset

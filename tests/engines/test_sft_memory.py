@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from quadriga.config.commands import SFTConfig
 from quadriga.config.loading import load_config
-from quadriga.config.schema import SFTConfig
 from quadriga.data.conversations.sft import ConversationLengths
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.models.tiny import TinyModel, write_tiny_model

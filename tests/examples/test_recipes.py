@@ -17,17 +17,17 @@ from quadriga.config.checks.settings import (
     check_sft_settings,
     check_train_settings,
 )
-from quadriga.config.loading import load_config
-from quadriga.config.plan import batch_plan
-from quadriga.config.role_ranks import num_ranks
-from quadriga.config.schema import (
+from quadriga.config.commands import (
     ArithmeticDataConfig,
     EvalConfig,
     GenerateConfig,
     RMConfig,
     SFTConfig,
-    TrainConfig,
 )
+from quadriga.config.loading import load_config
+from quadriga.config.plan import batch_plan
+from quadriga.config.role_ranks import num_ranks
+from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.trainer.evaluation.generate import run_generation
 from quadriga.trainer.main import run_training

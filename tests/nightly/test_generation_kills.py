@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from quadriga.cli.make_data import run_make_data
+from quadriga.config.commands import ArithmeticDataConfig
 from quadriga.config.loading import load_config
-from quadriga.config.schema import ArithmeticDataConfig
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 PROMPTS = 48

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quadriga.cli.demo import DemoCommand, data_command, sft_command, train_command
-from quadriga.config.schema import DemoConfig
+from quadriga.config.commands import DemoConfig
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 

@@ -8,7 +8,6 @@ import pytest
 
 from quadriga.cli.make_data import run_make_data
 from quadriga.config.loading import load_config
-from quadriga.config.schema import ArithmeticDataConfig, GenerateConfig
 from quadriga.trainer.evaluation.generate import run_generation
 
 ENGINES = [name for name in ("vllm", "sglang") if importlib.util.find_spec(name) is not None]

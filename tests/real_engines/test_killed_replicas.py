@@ -9,7 +9,7 @@ import pytest
 
 from quadriga.cli.make_data import run_make_data
 from quadriga.config.loading import load_config
-from quadriga.config.schema import ArithmeticDataConfig, TrainConfig
+from quadriga.config.schema import TrainConfig
 from quadriga.protocol import fields
 from quadriga.trainer.ppo import RayPPOTrainer
 

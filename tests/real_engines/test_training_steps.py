@@ -7,13 +7,7 @@ from agreement import ENGINES, ENGINES_AND_MODELS, check_agreement, write_model
 
 from quadriga.cli.make_data import run_make_data
 from quadriga.config.loading import load_config
-from quadriga.config.schema import (
-    ArithmeticDataConfig,
-    EngineConfig,
-    ModelConfig,
-    OptimConfig,
-    TrainConfig,
-)
+from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig, TrainConfig
 from quadriga.engines import build_engine
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.rollout import build_rollout

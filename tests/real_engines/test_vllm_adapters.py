@@ -10,14 +10,7 @@ from agreement import GREEDY, requests, write_model
 
 from quadriga.cli.make_data import run_make_data
 from quadriga.config.loading import load_config
-from quadriga.config.schema import (
-    ArithmeticDataConfig,
-    EngineConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimConfig,
-    TrainConfig,
-)
+from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig, TrainConfig
 from quadriga.engines import build_engine
 from quadriga.errors import ModelError, WorkerError
 from quadriga.models.adapters.lora import is_stored_part

@@ -7,8 +7,9 @@ import importlib.util
 import pytest
 import torch
 
+from quadriga.config.commands import EvalConfig
 from quadriga.config.loading import load_config
-from quadriga.config.schema import EvalConfig, RewardConfig
+from quadriga.config.schema import RewardConfig
 from quadriga.errors import ConfigError, DataError, FieldError, InputError
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager, functions

@@ -9,9 +9,10 @@ import os
 import pytest
 
 from quadriga.cli.main import main
+from quadriga.config.commands import GenerateConfig
 from quadriga.config.loading import load_config
 from quadriga.config.reading import read_settings_file
-from quadriga.config.schema import GenerateConfig, TrainConfig
+from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(60)

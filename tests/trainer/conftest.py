@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from run_cases import Task, metrics_of_run, two_steps
 
+from quadriga.config.commands import ArithmeticDataConfig
 from quadriga.config.loading import load_config
-from quadriga.config.schema import ArithmeticDataConfig
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from run_cases import Task, timeless
 
+from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.loading import load_config
-from quadriga.config.schema import RMConfig, SFTConfig
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.trainer.fine_tuning.rm import run_rm
 from quadriga.trainer.fine_tuning.sft import run_sft

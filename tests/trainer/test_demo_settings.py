@@ -8,7 +8,7 @@ import pytest
 
 from quadriga.cli.demo import run_demo, train_command
 from quadriga.config.loading import load_config
-from quadriga.config.schema import DemoConfig, TrainConfig
+from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, InputError
 from quadriga.rollout.vllm import options
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from quadriga.cli.main import main
+from quadriga.config.commands import EvalConfig
 from quadriga.config.loading import load_config
-from quadriga.config.schema import EvalConfig
 from quadriga.data import rows as data_rows
 from quadriga.data import token_cache
 from quadriga.errors import ConfigError, DataError, RewardError, RolloutAbilityError

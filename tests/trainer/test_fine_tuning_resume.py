@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from quadriga.checkpoint.folders import complete_checkpoints, latest_checkpoint
 from quadriga.checkpoint.marker import read_marker
 from quadriga.cli.main import main
+from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.loading import load_config
-from quadriga.config.schema import RMConfig, SFTConfig
 from quadriga.errors import CheckpointError, ConfigError
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.trainer.fine_tuning.rm import run_rm

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quadriga.config.commands import GenerateConfig
 from quadriga.config.loading import load_config
 from quadriga.config.role_ranks import trainer_settings
-from quadriga.config.schema import GenerateConfig
 from quadriga.errors import ConfigError, InputError, RolloutError
 from quadriga.observability import jsonl
 from quadriga.observability.jsonl import read_jsonl

@@ -6,8 +6,9 @@ import pytest
 from run_cases import two_steps
 
 from quadriga.cli.main import main
+from quadriga.config.commands import GenerateConfig
 from quadriga.config.loading import load_config
-from quadriga.config.schema import GenerateConfig, TrainConfig
+from quadriga.config.schema import TrainConfig
 from quadriga.trainer.evaluation import responses
 from quadriga.trainer.evaluation.responses import load_prompts
 from quadriga.trainer.memory.generation import (

@@ -12,8 +12,8 @@ import torch
 from replica_groups import Future
 
 import quadriga.rollout
+from quadriga.config.commands import EvalConfig, GenerateConfig
 from quadriga.config.loading import load_config
-from quadriga.config.schema import EvalConfig, GenerateConfig
 from quadriga.errors import ConfigError, InputError, RolloutDiedError
 from quadriga.protocol import fields
 from quadriga.rollout.guard import GuardedRollout

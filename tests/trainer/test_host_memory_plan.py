@@ -7,8 +7,9 @@ from run_cases import two_steps
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
+from quadriga.config.commands import GenerateConfig, RMConfig, SFTConfig
 from quadriga.config.loading import load_config
-from quadriga.config.schema import GenerateConfig, RMConfig, SFTConfig, TrainConfig
+from quadriga.config.schema import TrainConfig
 from quadriga.data.conversations.pairs import PairLengths
 from quadriga.data.conversations.sft import ConversationLengths
 from quadriga.errors import ConfigError

@@ -10,8 +10,9 @@ from peft import PeftModel
 from run_cases import timeless
 from transformers import AutoModelForCausalLM
 
+from quadriga.config.commands import SFTConfig
 from quadriga.config.loading import load_config
-from quadriga.config.schema import SFTConfig, TrainConfig
+from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, InputError
 from quadriga.trainer.memory.plan import memory_plan
 from quadriga.trainer.preflight import check_sft_config, check_train_config

@@ -6,8 +6,9 @@ import logging
 
 import pytest
 
+from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.loading import load_config
-from quadriga.config.schema import RMConfig, SFTConfig, TrainConfig
+from quadriga.config.schema import TrainConfig
 from quadriga.trainer.checks.engines import warn_of_offloads
 from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.trainer.preflight import check_rm_config, check_sft_config

@@ -6,8 +6,9 @@ import psutil
 import pytest
 
 from processes import command_line
+from quadriga.config.commands import SFTConfig
 from quadriga.config.loading import load_config
-from quadriga.config.schema import SFTConfig, TrainConfig
+from quadriga.config.schema import TrainConfig
 from quadriga.errors import RewardError
 from quadriga.trainer.fine_tuning.sft import SFTTrainer
 from quadriga.trainer.main import run_training

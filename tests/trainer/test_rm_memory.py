@@ -7,8 +7,8 @@ import json
 import pytest
 
 from quadriga.cli.main import main
+from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.loading import load_config
-from quadriga.config.schema import RMConfig, SFTConfig
 from quadriga.errors import ConfigError
 from quadriga.trainer.fine_tuning.rm import load_pairs
 from quadriga.trainer.fine_tuning.sft import load_sft_rows

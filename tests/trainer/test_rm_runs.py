@@ -11,8 +11,8 @@ from run_cases import timeless
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from quadriga.algorithms.pairwise_loss import pairwise_loss
+from quadriga.config.commands import RMConfig
 from quadriga.config.loading import load_config
-from quadriga.config.schema import RMConfig
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import ConfigError, DataError, InputError
 from quadriga.observability.jsonl import read_jsonl

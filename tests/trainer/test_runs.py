@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from run_cases import fail_in_step_two, timeless
 
+from quadriga.config.commands import GenerateConfig
 from quadriga.config.loading import load_config
-from quadriga.config.schema import GenerateConfig, TrainConfig
+from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.observability.jsonl import read_jsonl
 

@@ -10,8 +10,9 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from quadriga.cli.main import main
+from quadriga.config.commands import SFTConfig
 from quadriga.config.loading import load_config
-from quadriga.config.schema import SFTConfig, TrainConfig
+from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, ModelError
 from quadriga.models import check_vocabulary
 from quadriga.trainer.ingredients import load_ingredients

@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from quadriga.config.commands import SFTConfig
 from quadriga.config.loading import load_config
-from quadriga.config.schema import ModelConfig, SFTConfig
+from quadriga.config.schema import ModelConfig
 from quadriga.data.conversations.sft import SFTDataset
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import ConfigError, DataError, ModelError

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from quadriga.cli.main import main
+from quadriga.config.commands import SFTConfig
 from quadriga.config.loading import load_config
-from quadriga.config.schema import SFTConfig
 from quadriga.trainer.fine_tuning.sft import SFTTrainer
 from quadriga.trainer.memory.machine import gib_apart
 from quadriga.trainer.memory.sft import sft_memory_plan

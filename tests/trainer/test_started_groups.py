@@ -10,8 +10,9 @@ import pytest
 
 from quadriga.backends import BACKENDS, get_backend
 from quadriga.backends.local.backend import LocalBackend
+from quadriga.config.commands import GenerateConfig, SFTConfig
 from quadriga.config.loading import load_config
-from quadriga.config.schema import GenerateConfig, SFTConfig, TrainConfig
+from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, UnknownNameError, WorkerDiedError, WorkerMethodError
 from quadriga.protocol import DataProto
 from quadriga.rollout.hf import HFRollout

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from quadriga.config.commands import EvalConfig, GenerateConfig, RMConfig, SFTConfig
 from quadriga.config.loading import load_config
-from quadriga.config.schema import EvalConfig, GenerateConfig, RMConfig, SFTConfig, TrainConfig
+from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.trainer.evaluation.generate import run_generation
 from quadriga.trainer.evaluation.run import run_evaluation

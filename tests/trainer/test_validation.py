@@ -10,8 +10,9 @@ import torch
 
 from quadriga.checkpoint.marker import read_marker
 from quadriga.config.checks.settings import check_train_settings
+from quadriga.config.commands import EvalConfig
 from quadriga.config.loading import load_config
-from quadriga.config.schema import EvalConfig, TrainConfig
+from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, RewardError
 from quadriga.protocol import DataProto, fields
 from quadriga.trainer.evaluation.run import run_evaluation

@@ -10,9 +10,10 @@ import pytest
 from fine_tuning_cases import six_steps
 from run_cases import two_steps
 
+from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.loading import load_config
 from quadriga.config.paths import absolute_paths
-from quadriga.config.schema import RewardConfig, RMConfig, SFTConfig, TrainConfig
+from quadriga.config.schema import RewardConfig, TrainConfig
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.trainer.fine_tuning.rm import RMTrainer
 from quadriga.trainer.fine_tuning.sft import SFTTrainer

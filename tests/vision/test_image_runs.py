@@ -9,8 +9,9 @@ import pytest
 import vision_cases as cases
 
 from quadriga.cli.main import main
+from quadriga.config.commands import GenerateConfig
 from quadriga.config.loading import load_config
-from quadriga.config.schema import GenerateConfig, ModelConfig, TrainConfig
+from quadriga.config.schema import ModelConfig, TrainConfig
 from quadriga.data import PromptDataset, token_cache
 from quadriga.models import load_tokenizer
 from quadriga.observability.jsonl import read_jsonl

@@ -9,6 +9,7 @@ import torch
 from group_cases import norm_in_float64
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from quadriga.config.commands import RMConfig
 from quadriga.config.schema import (
     ActorConfig,
     ActorRolloutRefConfig,
@@ -16,7 +17,6 @@ from quadriga.config.schema import (
     EngineConfig,
     ModelConfig,
     OptimConfig,
-    RMConfig,
     RolloutConfig,
 )
 from quadriga.protocol import DataProto, fields

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from quadriga.config.schema import (
+from quadriga.config.commands import (
     AlgorithmsConfig,
     ArithmeticDataConfig,
     DemoConfig,
@@ -15,8 +15,8 @@ from quadriga.config.schema import (
     GenerateConfig,
     RMConfig,
     SFTConfig,
-    TrainConfig,
 )
+from quadriga.config.schema import TrainConfig
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

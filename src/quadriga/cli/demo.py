@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from quadriga.cli.make_data import run_make_data
-from quadriga.config.checks.ranges import check_values
 from quadriga.config.checks.settings import check_sft_settings, check_train_settings
+from quadriga.config.commands import ArithmeticDataConfig, DemoConfig, SFTConfig
+from quadriga.config.convert import check_values
 from quadriga.config.loading import load_config
-from quadriga.config.schema import ArithmeticDataConfig, DemoConfig, SFTConfig, TrainConfig
+from quadriga.config.schema import TrainConfig
 from quadriga.observability.samples import Sample, read_samples
 from quadriga.trainer.fine_tuning.sft import SFTResult, run_sft
 from quadriga.trainer.main import run_training

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.config.checks.settings import check_data_settings
-from quadriga.config.schema import ArithmeticDataConfig
+from quadriga.config.commands import ArithmeticDataConfig
 
 if TYPE_CHECKING:
     from quadriga.models import TinyModel

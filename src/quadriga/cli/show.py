@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from quadriga.config.schema import GenerateConfig, RMConfig, SFTConfig, TrainConfig
+from quadriga.config.commands import GenerateConfig, RMConfig, SFTConfig
+from quadriga.config.schema import TrainConfig
 
 if TYPE_CHECKING:
     from quadriga.algorithms.catalog import AlgorithmEntry

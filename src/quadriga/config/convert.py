@@ -1,40 +1,139 @@
-"""Convert plain values to settings objects, and check keys and types on the way.
+"""Convert plain values to settings objects, and check their keys, types, choices and ranges.
 
 `build(TrainConfig, {"data": {"seed": 3}})` returns a frozen `TrainConfig`; its sections are frozen
-dataclasses too. Types are checked strictly: `true` and `1.5` are not integers, and the text "3" is
-not a number. The only conversion is from an integer to a float.
+dataclasses too. Pydantic checks each value against the type of its setting. Types are strict:
+`true` and `1.5` are not integers, and the text "3" is not a number. The only conversion is from an
+integer to a float.
+
+A type is a runtime annotation: a class (`int`), a generic (`list[str]`), a union (`int | None`), a
+`Literal`, or one of these with a range (`Annotated[int, Ge(1)]`). These have no common base class,
+so such a value is typed `object` here.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import functools
+import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from quadriga.config.schema import Infinite
 from quadriga.config.secrets import mask_secrets
-from quadriga.config.setting_types import (
-    ANYTHING,
-    allows_none,
-    choices_of,
-    field_types,
-    is_free_form,
-    is_settings,
-    is_switch,
-    is_union,
-    switch_names,
-    type_name,
-    without_none,
-)
-from quadriga.errors import ConfigError, UnknownSettingError
+from quadriga.errors import ConfigError, UnknownSettingError, nearest_name
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
 MAX_SHOWN = 200  # characters of a key or a value in a message
-NEAR = 0.7  # smallest similarity of the last parts of two keys for a "did you mean"
+
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+_OUT_OF_RANGE = {"greater_than_equal", "greater_than", "less_than_equal", "less_than"}
+_WORDS: dict[object, tuple[str, str]] = {
+    int: ("an integer", "integers"),
+    float: ("a number", "numbers"),
+    str: ("text", "texts"),
+    bool: ("true or false", "true/false values"),
+    list: ("a list", "lists"),
+    dict: ("a mapping", "mappings"),
+    typing.Any: ("a value", "values"),
+}
+"""Type -> its name for one value, and for several."""
+
+
+def is_settings(kind: object) -> typing.TypeGuard[type]:
+    """Return whether a type is a section of settings, that is, a dataclass."""
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
+
+
+@functools.cache
+def field_types(cls: type) -> dict[str, object]:
+    """Return field name → type for a class of settings, with string annotations resolved."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def is_free_form(kind: object) -> bool:
+    """Return whether a type accepts any keys, as `Options` does."""
+    return kind is typing.Any or typing.get_origin(_bare(kind)) is dict
+
+
+def holds_text(kind: object) -> bool:
+    """Return whether a setting holds one text: `str`, a `Literal` of texts, or either or None."""
+    return _bare(kind) is str or typing.get_origin(_bare(kind)) is typing.Literal
+
+
+def type_name(kind: object, *, many: bool = False) -> str:
+    """Return a type in words: "an integer or null", "a list of 2 numbers", "one of ray, local"."""
+    if _allows_none(kind):
+        return f"{type_name(_bare(kind))} or null"
+    kind = _bare(kind)
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if choices := choices_of(kind):
+        return " or ".join(choices) if many else "one of " + ", ".join(choices)
+    if _is_union(kind):
+        return " or ".join(type_name(one, many=many) for one in inner)
+    if origin in (list, tuple):
+        size = f"{len(inner)} " if origin is tuple and Ellipsis not in inner else ""
+        return f"a list of {size}{type_name(inner[0], many=True)}"
+    return _WORDS[origin or kind][many] if (origin or kind) in _WORDS else _name(kind)
+
+
+def range_of(kind: object) -> str:
+    """Return the range of a number, or of each number of a list: "above 0 and at most 1"."""
+    inner = typing.get_args(_bare(kind))
+    if typing.get_origin(_bare(kind)) in (list, tuple):
+        return range_of(inner[0])
+    bounds = [
+        f"{word} {getattr(bound, name)}"
+        for bound in _metadata(kind)
+        for name, word in _BOUNDS.items()
+        if hasattr(bound, name)
+    ]
+    return " and ".join(bounds)
+
+
+def choices_of(kind: object) -> tuple[str, ...]:
+    """Return the closed list of choices of a setting; () if it has none.
+
+    `Literal["ray", "local"] | None` → ("ray", "local"); `bool | Literal["a"]` → ("true", "false",
+    "a").
+    """
+    kind = _bare(kind)
+    if typing.get_origin(kind) is typing.Literal:
+        return typing.get_args(kind)
+    found = [choices_of(one) for one in typing.get_args(kind)] if _is_union(kind) else []
+    names = tuple(name for choices in found for name in choices)
+    return ("true", "false", *names) if names and bool in typing.get_args(kind) else names
+
+
+def _bare(kind: object) -> object:
+    """Return `int` for `int | None`, `Annotated[int, Ge(1)]` and `Annotated[int, Ge(1)] | None`."""
+    if _is_union(kind):
+        members = tuple(member for member in typing.get_args(kind) if member is not type(None))
+        kind = typing.Union[members]  # noqa: UP007 — `X | Y` needs its members in the source
+    return typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind
+
+
+def _metadata(kind: object) -> tuple[object, ...]:
+    kinds = typing.get_args(kind) if _is_union(kind) else (kind,)
+    return tuple(one for member in kinds for one in getattr(member, "__metadata__", ()))
+
+
+def _is_union(kind: object) -> bool:
+    return typing.get_origin(kind) in (typing.Union, types.UnionType)
+
+
+def _allows_none(kind: object) -> bool:
+    return _is_union(kind) and type(None) in typing.get_args(kind)
+
+
+def _name(kind: object) -> str:
+    return str(getattr(kind, "__name__", kind))
 
 
 def walk_keys(cls: type, prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -46,15 +145,25 @@ def walk_keys(cls: type, prefix: str = "") -> Iterator[tuple[str, object]]:
             yield from walk_keys(kind, f"{key}.")
 
 
+def leaves(config: DataclassInstance, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield (dotted key, value) for every setting of an object, sections excluded."""
+    for field in dataclasses.fields(config):
+        value, key = getattr(config, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield from leaves(value, f"{key}.")
+        else:
+            yield key, value
+
+
 def type_of_key(cls: type, key: str) -> object:
-    """Return the type of a dotted key; `ANYTHING` for a key below free-form options.
+    """Return the type of a dotted key; `Any` for a key below free-form options.
 
     Raises `UnknownSettingError` if there is no such key.
     """
     kind: object = cls
     for part in key.split("."):
         if is_free_form(kind):
-            return ANYTHING
+            return typing.Any
         fields = field_types(kind) if is_settings(kind) else {}
         if part not in fields:
             raise unknown_setting(cls, key)
@@ -66,19 +175,12 @@ def unknown_setting(cls: type, key: str, where: str = "") -> UnknownSettingError
     """Return the error for a key that does not exist; its message names the nearest key, else the
     keys of its section."""
     near = nearest_key(cls, key) if len(key) <= MAX_SHOWN else None
-    hint = f"; did you mean {near}?" if near else _known_in_section(cls, key)
+    hint = f"; did you mean {near}?" if near else "; --help lists every setting"
+    section = key.rpartition(".")[0]
+    kind = dict(walk_keys(cls)).get(section)
+    if not near and is_settings(kind):
+        hint = f"; section {section} has {', '.join(field_types(kind))}"
     return UnknownSettingError(f"{where}no setting {cut(key)}{hint}", key=key, nearest=near)
-
-
-def _known_in_section(cls: type, key: str) -> str:
-    """Return the settings beside a key that does not exist, for a message."""
-    kind: object = cls
-    *sections, _ = key.split(".")
-    for name in sections:
-        kind = field_types(kind).get(name) if is_settings(kind) else None
-    if not sections or not is_settings(kind):
-        return "; --help lists every setting"
-    return f"; section {'.'.join(sections)} has {', '.join(field_types(kind))}"
 
 
 def nearest_key(cls: type, key: str) -> str | None:
@@ -87,169 +189,132 @@ def nearest_key(cls: type, key: str) -> str | None:
     1. A key that ends with `key`: the user left out the sections.
        `optim.lr` → `actor_rollout_ref.actor.optim.lr`
     2. A setting that `key` begins with: the user added a part. `data.seed.x` → `data.seed`
-    3. The key with the most similar last part; between equal last parts, the similarity of the
-       whole keys decides. `trainer.sed` → `trainer.seed` and not `data.seed`
+    3. The most similar last part, and of the keys that end with it the most similar one.
+       `trainer.sed` → `trainer.seed` and not `data.seed`
     """
-    keys = [name for name, _ in walk_keys(cls)]
-    longer = [name for name in keys if name.endswith(f".{key}")]
-    shorter = [name for name in keys if key.startswith(f"{name}.") and not _is_section(keys, name)]
+    kinds = dict(walk_keys(cls))
+    longer = [name for name in kinds if name.endswith(f".{key}")]
+    shorter = [n for n, kind in kinds.items() if key.startswith(f"{n}.") and not is_settings(kind)]
     if longer or shorter:
         return (longer or shorter)[0]
-    leaf = key.rpartition(".")[2]
-
-    def similarity(name: str) -> tuple[float, float]:
-        return _ratio(leaf, name.rpartition(".")[2]), _ratio(key, name)
-
-    near = [name for name in keys if similarity(name)[0] >= NEAR]
-    return max(near, key=lambda name: sum(similarity(name)), default=None)
+    last = {name: name.rpartition(".")[2] for name in kinds}
+    near = nearest_name(key.rpartition(".")[2], last.values(), least=0.7)
+    return nearest_name(key, [name for name in kinds if last[name] == near], least=0.0)
 
 
-def _is_section(keys: list[str], name: str) -> bool:
-    return any(other.startswith(f"{name}.") for other in keys)
+def build(cls: type[T], values: Mapping[str, object], where: str = "", prefix: str = "") -> T:
+    """Return a settings object from nested plain values; settings not given keep their defaults.
+
+    Args:
+        where: the beginning of every error message ("run.yaml: ").
+        prefix: the beginning of every key ("actor_rollout_ref.rollout.options.").
+
+    Raises:
+        UnknownSettingError, ConfigError: names the key, the value and what is allowed.
+    """
+    return _section(cls, cls(), values, prefix, where)
 
 
-def _ratio(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
+def _section(root: type, default: T, values: object, prefix: str, where: str) -> T:
+    """Return `default` with the given values replaced.
+
+    The starting point is an object and not its class, because two sections of one class may have
+    different defaults: `actor.optim.lr` is 1e-6 and `critic.optim.lr` is 1e-5. `root` is the whole
+    class, because the nearest key to a misspelt one may be in another section.
+    """
+    section = prefix.rstrip(".") or "settings"
+    if not isinstance(values, Mapping):
+        raise _wrong(section, "a section of settings", values, where)
+    kinds = field_types(type(default))
+    given: dict[str, object] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if name not in kinds:
+            raise unknown_setting(root, key, where)
+        if is_settings(kinds[name]):
+            given[name] = _section(root, getattr(default, name), value, f"{key}.", where)
+            continue
+        if isinstance(value, str) and _bare(kinds[name]) in _LISTS_OF_TEXT:
+            value = [value] if value else []  # data.train_files=a.parquet, data.train_files=
+        given[name] = checked(kinds[name], value, key, where)
+    try:
+        return dataclasses.replace(default, **given)
+    except ConfigError:
+        raise
+    except (ValueError, TypeError) as error:  # `__post_init__` of a section of a user
+        raise ConfigError(f"{where}{section}: {error}", key=section) from error
 
 
-def check_choice(key: str, value: object, allowed: Iterable[str], where: str = "") -> None:
+_LISTS_OF_TEXT = (list[str], list[int | str], tuple[str, ...])
+
+
+def check_values(config: DataclassInstance) -> None:
+    """Raise `ConfigError` for the first setting that has the wrong type, is out of range or not one
+    of its choices. `build` has checked that; a settings object that a program makes is unchecked.
+    """
+    kinds = dict(walk_keys(type(config)))
+    for key, value in leaves(config):
+        checked(kinds[key], value, key)
+
+
+def checked(kind: object, value: object, key: str, where: str = "") -> object:
+    """Return the value of one setting. Raises `ConfigError` if it is not of type `kind`."""
+    if isinstance(value, list) and typing.get_origin(_bare(kind)) is tuple:
+        value = tuple(value)
+    if isinstance(value, Mapping):
+        value = {str(name): item for name, item in value.items()}
+    try:
+        return _adapter(kind).validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+    for step in first["loc"]:  # to the element of a list or a mapping
+        if isinstance(value, list | tuple) and isinstance(step, int) and step < len(value):
+            kinds = typing.get_args(_bare(kind))
+            kind = kinds[0] if kinds[-1] is Ellipsis or len(kinds) == 1 else kinds[step]
+            value, key = value[step], f"{key}[{step}]"
+        elif isinstance(value, dict) and step in value:
+            kind, value, key = typing.get_args(_bare(kind))[1], value[step], f"{key}.{step}"
+    if first["type"] == "finite_number":
+        raise _wrong(key, "a finite number", value, where)
+    if first["type"] in _OUT_OF_RANGE:
+        raise _wrong(key, range_of(kind), value, where)
+    if choices := choices_of(kind):
+        raise _no_choice(key, value, choices, where)
+    raise _wrong(key, type_name(kind), value, where)
+
+
+@functools.cache
+def _adapter(kind: object) -> TypeAdapter[object]:
+    infinite = Infinite() in _metadata(kind)
+    config = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=infinite)
+    return TypeAdapter(kind, config=config)  # type: ignore[arg-type]  # an annotation
+
+
+def check_choice(key: str, value: object, allowed: Iterable[str]) -> None:
     """Raise `ConfigError`, naming the nearest choice, unless `value` is one of `allowed`."""
-    allowed = list(allowed)
-    if value not in allowed:
-        raise _no_choice(key, value, allowed, where)
+    if value not in (allowed := list(allowed)):
+        raise _no_choice(key, value, allowed, "")
 
 
-def check_switch(key: str, value: object, kind: object, where: str = "") -> None:
-    """Raise `ConfigError` unless `value` is a boolean or a name of `kind` (`is_switch`)."""
-    # A list of choices with booleans would accept 1, because True == 1.
-    names = switch_names(kind)
-    if not isinstance(value, bool) and value not in names:
-        raise _no_choice(key, value, ["true", "false", *names], where)
-
-
-def _no_choice(key: str, value: object, allowed: list[str], where: str) -> ConfigError:
-    near = difflib.get_close_matches(cut(str(value)), allowed, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+def _no_choice(key: str, value: object, allowed: Iterable[str], where: str) -> ConfigError:
+    near = nearest_name(cut(str(value)), allowed)
+    hint = f"; did you mean {near}?" if near else ""
     shown = mask_secrets(cut(repr(value))) if isinstance(value, str) else _as_written(value)
     return ConfigError(
         f"{where}{key} must be one of {', '.join(allowed)}, got {shown}{hint}",
         key=key,
         value=value,
-        nearest=near[0] if near else None,
+        nearest=near,
     )
 
 
-def build(cls: type[T], values: Mapping[str, object], where: str = "") -> T:
-    """Return a settings object from nested plain values; settings not given keep their defaults.
-
-    `where` is the beginning of every error message ("run.yaml: "). Raises `UnknownSettingError` and
-    `ConfigError`.
-    """
-    return _Builder(cls, where).section(cls(), values, "")
-
-
-class _Builder:
-    """Builds the sections of one settings class.
-
-    It keeps the root class, because the nearest key to a misspelt one may be in another section.
-    """
-
-    def __init__(self, root: type, where: str) -> None:
-        self.root, self.where = root, where
-
-    def section(self, default: T, values: object, prefix: str) -> T:
-        """Return `default` with the given values replaced.
-
-        The starting point is an object and not its class, because two sections of one class may
-        have different defaults: `actor.optim.lr` is 1e-6 and `critic.optim.lr` is 1e-5.
-        """
-        if not isinstance(values, Mapping):
-            raise self.wrong(prefix.rstrip(".") or "settings", "a section of settings", values)
-        kinds = field_types(type(default))
-        given: dict[str, object] = {}
-        for name, value in values.items():
-            if name not in kinds:
-                raise unknown_setting(self.root, f"{prefix}{name}", self.where)
-            if is_settings(kinds[name]):
-                given[name] = self.section(getattr(default, name), value, f"{prefix}{name}.")
-            else:
-                given[name] = self.value(kinds[name], value, f"{prefix}{name}")
-        try:
-            return dataclasses.replace(default, **given)
-        except ConfigError:
-            raise
-        except (ValueError, TypeError) as error:  # `__post_init__` of a section of a user
-            name = prefix.rstrip(".")
-            raise ConfigError(f"{self.where}{name}: {error}", key=name) from error
-
-    def value(self, kind: object, value: object, key: str) -> object:
-        """Return the value of one setting, or raise `ConfigError` if it is not of type `kind`."""
-        if kind is ANYTHING or (value is None and allows_none(kind)):
-            return value
-        inner = without_none(kind)
-        origin = typing.get_origin(inner)
-        if origin is typing.Literal:
-            check_choice(key, value, choices_of(inner), self.where)
-            return value
-        if is_switch(inner):
-            check_switch(key, value, inner, self.where)
-            return value
-        if is_union(inner):
-            if type(value) not in typing.get_args(inner):
-                raise self.wrong(key, type_name(kind), value)
-            return value
-        if origin is dict:
-            return self.mapping(inner, value, key)
-        if origin in (list, tuple):
-            return self.sequence(inner, value, key)
-        return self.scalar(inner, value, key, type_name(kind))
-
-    def scalar(self, kind: object, value: object, key: str, expected: str) -> object:
-        """Return a number, text or boolean; an integer becomes a float where a float is needed."""
-        is_bool = isinstance(value, bool)  # a case of its own: `isinstance(True, int)` is true
-        if kind is float and isinstance(value, int) and not is_bool:
-            return float(value)
-        if is_bool != (kind is bool) or not (isinstance(kind, type) and isinstance(value, kind)):
-            raise self.wrong(key, expected, value)
-        return value
-
-    def mapping(self, kind: object, value: object, key: str) -> dict[str, object]:
-        """Return a free-form mapping with its values checked."""
-        if not isinstance(value, Mapping):
-            raise self.wrong(key, type_name(kind), value)
-        inner = typing.get_args(kind)[1]
-        return {str(k): self.value(inner, v, f"{key}.{k}") for k, v in value.items()}
-
-    def sequence(self, kind: object, value: object, key: str) -> list[object] | tuple[object, ...]:
-        """Return a list or tuple with its elements checked. One text is a list of it, "" is []."""
-        if isinstance(value, str) and kind in (list[str], list[int | str], tuple[str, ...]):
-            value = [value] if value else []  # data.train_files=a.parquet, data.train_files=
-        if not isinstance(value, list | tuple):
-            raise self.wrong(key, type_name(kind), value)
-        kinds = self.element_kinds(kind, value, key)
-        pairs = enumerate(zip(kinds, value, strict=True))
-        items = [self.value(one, v, f"{key}[{i}]") for i, (one, v) in pairs]
-        return tuple(items) if typing.get_origin(kind) is tuple else items
-
-    def element_kinds(
-        self, kind: object, value: list[object] | tuple[object, ...], key: str
-    ) -> list[object]:
-        """Return the type of each element. Raises `ConfigError` for a tuple of another length."""
-        inner = typing.get_args(kind)
-        if typing.get_origin(kind) is list or (len(inner) == 2 and inner[1] is Ellipsis):
-            return [inner[0]] * len(value)
-        if len(inner) != len(value):
-            raise self.wrong(key, type_name(kind), value)
-        return list(inner)
-
-    def wrong(self, key: str, expected: str, value: object) -> ConfigError:
-        """Return the error for a value of the wrong type."""
-        return ConfigError(
-            f"{self.where}{key} must be {expected}, got {_as_written(value)}",
-            key=key,
-            expected=expected,
-            value=value,
-        )
+def _wrong(key: str, expected: str, value: object, where: str) -> ConfigError:
+    return ConfigError(
+        f"{where}{key} must be {expected}, got {_as_written(value)}",
+        key=key,
+        expected=expected,
+        value=value,
+    )
 
 
 def _as_written(value: object) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quadriga.config.setting_types import field_types, type_name
+from quadriga.config.convert import field_types, range_of, type_name
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -42,7 +42,9 @@ def settings_of(config: DataclassInstance, prefix: str = "") -> Iterator[Setting
             yield from settings_of(value, f"{key}.")
         else:
             meaning = comments.get(field.name, "").replace("None:", "null:")
-            yield Setting(key, type_name(kinds[field.name]), as_written(value), meaning)
+            kind, allowed = type_name(kinds[field.name]), range_of(kinds[field.name])
+            kind = f"{kind}, {allowed}" if allowed else kind
+            yield Setting(key, kind, as_written(value), meaning)
 
 
 def help_text(config: DataclassInstance) -> str:

@@ -19,12 +19,19 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from quadriga.config.convert import build, cut, type_of_key, unknown_setting
+from quadriga.config.convert import (
+    build,
+    cut,
+    holds_text,
+    is_free_form,
+    is_settings,
+    type_of_key,
+    unknown_setting,
+)
 from quadriga.config.paths import expand_home
 from quadriga.config.reading import check_interpolations, check_override, read_settings_file
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import is_secret_name, mask_secrets
-from quadriga.config.setting_types import holds_text, is_free_form, is_settings
 from quadriga.config.writing import Plain, remember_given, to_plain
 from quadriga.config.writing import to_yaml as to_yaml
 from quadriga.errors import ConfigError, UnknownSettingError

@@ -16,13 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from quadriga.config.schema import (
-    EngineConfig,
-    PlacementConfig,
-    RanksConfig,
-    TrainConfig,
-    TrainerConfig,
-)
+from quadriga.config.commands import RanksConfig
+from quadriga.config.schema import EngineConfig, PlacementConfig, TrainConfig, TrainerConfig
 from quadriga.errors import ConfigError
 
 REWARD_MODEL = "reward_model"

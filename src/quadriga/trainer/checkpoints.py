@@ -20,9 +20,10 @@ import yaml
 from quadriga.checkpoint.files import digest_file, digest_json
 from quadriga.checkpoint.folders import newest_undamaged_checkpoint, step_folder
 from quadriga.checkpoint.marker import change_info, read_marker, verify_checkpoint
+from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.loading import to_yaml
 from quadriga.config.role_ranks import has_reward_model
-from quadriga.config.schema import ModelConfig, RMConfig, RunConfig, SFTConfig, TrainConfig
+from quadriga.config.schema import ModelConfig, RunConfig, TrainConfig
 from quadriga.errors import CheckpointError, InputError
 from quadriga.models.folder import local_folder
 from quadriga.observability.run_folder import CHECKPOINTS, RunFolder

@@ -15,9 +15,10 @@ from quadriga.config.checks.settings import (
     check_sft_settings,
     check_train_settings,
 )
+from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.paths import expand_home
 from quadriga.config.role_ranks import has_reward_model, num_ranks
-from quadriga.config.schema import ActorConfig, RewardConfig, RMConfig, SFTConfig, TrainConfig
+from quadriga.config.schema import ActorConfig, RewardConfig, TrainConfig
 from quadriga.engines import ENGINES
 from quadriga.engines.optimizers import check_optimizer_packages
 from quadriga.errors import ConfigError, DataError, ModelError

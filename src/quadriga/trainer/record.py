@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Literal
 from quadriga.algorithms.importance import mismatch_of_statistics
 from quadriga.algorithms.partial import merge_partials
 from quadriga.checkpoint.folders import restore_folder, set_aside_after
-from quadriga.config.schema import RMConfig, RMTrainerConfig, SFTConfig, TrainConfig
+from quadriga.config.commands import RMConfig, RMTrainerConfig, SFTConfig
+from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import mask_secrets
 from quadriga.observability.metrics import MetricSet
 from quadriga.observability.plots import plot_learning_curve

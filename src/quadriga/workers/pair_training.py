@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from quadriga.config.schema import RMConfig
+from quadriga.config.commands import RMConfig
 from quadriga.data.conversations.pairs import MARGINS
 from quadriga.engines.base import VALUES
 from quadriga.errors import LengthError, WorkerError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from quadriga.cli.make_data import run_make_data
+from quadriga.config.commands import ArithmeticDataConfig
 from quadriga.config.loading import load_config
-from quadriga.config.schema import ArithmeticDataConfig
 
 
 def verl_settings(task: Path, folder: Path) -> dict:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Container
 
+from quadriga.config.commands import SFTConfig
 from quadriga.config.plan import mini_batch_prompts
 from quadriga.config.role_ranks import data_ranks, num_ranks, roles_of
-from quadriga.config.schema import SFTConfig, TrainConfig
+from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 
 _ACTOR = "actor_rollout_ref.actor"

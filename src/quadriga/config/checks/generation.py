@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from quadriga.config.checks.ranges import check_values, leaves
 from quadriga.config.checks.replicas import check_replicas_are_read
 from quadriga.config.checks.trained_part import check_whole_model
-from quadriga.config.describe import as_written
-from quadriga.config.schema import (
+from quadriga.config.commands import (
     EvalConfig,
     GenerateConfig,
     GenerationConfig,
-    SamplingConfig,
     SFTConfig,
     SFTTrainerConfig,
 )
+from quadriga.config.convert import check_values, leaves
+from quadriga.config.describe import as_written
+from quadriga.config.schema import SamplingConfig
 from quadriga.errors import ConfigError
 
 OUTPUTS = (".jsonl", ".parquet")

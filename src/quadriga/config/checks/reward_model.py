@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from quadriga.config.checks.engine import check_engine_ranks
-from quadriga.config.checks.ranges import check_values
 from quadriga.config.checks.settings import KnownNames
 from quadriga.config.checks.trained_part import check_one_part
 from quadriga.config.checks.unread import check_unread_optim, check_warmup_of_run
-from quadriga.config.convert import check_choice
-from quadriga.config.schema import RMConfig
+from quadriga.config.commands import RMConfig
+from quadriga.config.convert import check_choice, check_values
 from quadriga.errors import ConfigError
 
 

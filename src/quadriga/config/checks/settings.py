@@ -17,7 +17,6 @@ from quadriga.config.checks.generation import (
     check_sampling,
     check_sft_validation,
 )
-from quadriga.config.checks.ranges import check_values
 from quadriga.config.checks.replicas import check_replicas
 from quadriga.config.checks.reward import check_reward_model_settings
 from quadriga.config.checks.trained_part import check_one_part, check_trained_parts
@@ -29,7 +28,8 @@ from quadriga.config.checks.unread import (
     check_unread_update,
     check_warmup_of_run,
 )
-from quadriga.config.convert import check_choice
+from quadriga.config.commands import ArithmeticDataConfig, SFTConfig
+from quadriga.config.convert import check_choice, check_values
 from quadriga.config.describe import as_written
 from quadriga.config.role_ranks import (
     REWARD_MODEL,
@@ -39,13 +39,7 @@ from quadriga.config.role_ranks import (
     role_pools,
     roles_of,
 )
-from quadriga.config.schema import (
-    ArithmeticDataConfig,
-    CriticConfig,
-    ModelConfig,
-    SFTConfig,
-    TrainConfig,
-)
+from quadriga.config.schema import CriticConfig, ModelConfig, TrainConfig
 from quadriga.errors import ConfigError
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -6,16 +6,10 @@ a file may hold them for the runs in which the feature is on.
 
 from __future__ import annotations
 
+from quadriga.config.commands import SFTConfig
 from quadriga.config.describe import as_written
 from quadriga.config.plan import batch_plan, mini_batch_prompts
-from quadriga.config.schema import (
-    ActorConfig,
-    DataConfig,
-    EngineConfig,
-    OptimConfig,
-    SFTConfig,
-    TrainConfig,
-)
+from quadriga.config.schema import ActorConfig, DataConfig, EngineConfig, OptimConfig, TrainConfig
 from quadriga.errors import ConfigError
 
 _ACTOR = "actor_rollout_ref.actor"

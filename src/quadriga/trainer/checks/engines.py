@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.plan import batch_plan
 from quadriga.config.role_ranks import (
     REWARD_MODEL,
@@ -15,15 +16,7 @@ from quadriga.config.role_ranks import (
     reference_engine,
     role_pools,
 )
-from quadriga.config.schema import (
-    EngineConfig,
-    ModelConfig,
-    OptimConfig,
-    RMConfig,
-    RunConfig,
-    SFTConfig,
-    TrainConfig,
-)
+from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from quadriga.engines import check_engine
 from quadriga.errors import ConfigError
 from quadriga.trainer.memory.machine import planned_device

@@ -10,16 +10,9 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from quadriga.config.commands import GenerationConfig, RMConfig, SFTConfig
 from quadriga.config.role_ranks import has_reward_model, reference_engine
-from quadriga.config.schema import (
-    EngineConfig,
-    GenerationConfig,
-    ModelConfig,
-    RMConfig,
-    SamplingConfig,
-    SFTConfig,
-    TrainConfig,
-)
+from quadriga.config.schema import EngineConfig, ModelConfig, SamplingConfig, TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.models.context_window import LongestSequence, check_context_window
 from quadriga.models.vocabulary import check_stop_tokens, check_vocabulary

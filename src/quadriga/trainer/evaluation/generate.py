@@ -8,7 +8,7 @@ from itertools import islice
 from typing import overload
 
 from quadriga.config.checks.settings import check_generate_settings
-from quadriga.config.schema import GenerateConfig
+from quadriga.config.commands import GenerateConfig
 from quadriga.data.images.prompts import TAG
 from quadriga.errors import ConfigError
 from quadriga.protocol import fields

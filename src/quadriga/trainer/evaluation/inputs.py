@@ -10,8 +10,8 @@ from pathlib import Path
 import yaml
 
 from quadriga.checkpoint.files import digest_file, digest_json
+from quadriga.config.commands import GenerateConfig, GenerationConfig
 from quadriga.config.loading import to_yaml
-from quadriga.config.schema import GenerateConfig, GenerationConfig
 from quadriga.models.folder import local_folder
 from quadriga.trainer.checkpoints import (
     changed_words,

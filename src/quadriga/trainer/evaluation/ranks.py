@@ -7,13 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from quadriga.config.commands import GenerationConfig
 from quadriga.config.role_ranks import trainer_settings
-from quadriga.config.schema import (
-    ActorRolloutRefConfig,
-    GenerationConfig,
-    RolloutConfig,
-    RolloutEngineConfig,
-)
+from quadriga.config.schema import ActorRolloutRefConfig, RolloutConfig, RolloutEngineConfig
 from quadriga.models.folder import with_absolute_paths
 from quadriga.protocol import DataProto
 from quadriga.trainer.checks.engines import check_device

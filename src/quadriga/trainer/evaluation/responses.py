@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from quadriga.config.commands import GenerationConfig
 from quadriga.config.convert import check_choice
-from quadriga.config.schema import GenerationConfig
 from quadriga.errors import RolloutError
 from quadriga.models.folder import check_model_folder
 from quadriga.observability.console import RunConsole

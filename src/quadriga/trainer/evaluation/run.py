@@ -19,8 +19,8 @@ from pathlib import Path
 
 from quadriga.checkpoint.files import write_json
 from quadriga.config.checks.settings import check_eval_settings
+from quadriga.config.commands import EvalConfig
 from quadriga.config.loading import to_yaml
-from quadriga.config.schema import EvalConfig
 from quadriga.errors import ConfigError
 from quadriga.observability.jsonl import JsonlFile, cannot_write
 from quadriga.protocol import fields

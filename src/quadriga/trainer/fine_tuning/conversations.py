@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quadriga.config.schema import SFTConfig, SFTDataConfig
+from quadriga.config.commands import SFTConfig, SFTDataConfig
 from quadriga.data.conversations.turns import turn_end_ids
 from quadriga.models.folder import end_token_ids
 from quadriga.protocol import fields, pad_dataproto_to_divisor, unpad_dataproto

@@ -16,8 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from quadriga.config.checks.unread import check_warmup_of_run
+from quadriga.config.commands import RMConfig
 from quadriga.config.paths import absolute_paths
-from quadriga.config.schema import RMConfig
 from quadriga.models.folder import local_folder, with_absolute_paths
 from quadriga.protocol import DataProto, fields, pad_dataproto_to_divisor, unpad_dataproto
 from quadriga.trainer.fine_tuning.one_group import (

@@ -18,14 +18,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quadriga.config.checks.unread import check_warmup_of_run
+from quadriga.config.commands import SFTConfig
 from quadriga.config.paths import absolute_paths
-from quadriga.config.schema import (
-    ActorConfig,
-    ActorRolloutRefConfig,
-    DataConfig,
-    RolloutConfig,
-    SFTConfig,
-)
+from quadriga.config.schema import ActorConfig, ActorRolloutRefConfig, DataConfig, RolloutConfig
 from quadriga.models.folder import with_absolute_paths
 from quadriga.protocol import DataProto
 from quadriga.trainer.checks.sequence_checks import check_sft_data

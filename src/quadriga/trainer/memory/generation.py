@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from quadriga.config.commands import GenerationConfig
 from quadriga.config.role_ranks import RolePool, trainer_settings
-from quadriga.config.schema import GenerationConfig, TrainConfig
+from quadriga.config.schema import TrainConfig
 from quadriga.rollout import ranks_of_copy
 from quadriga.rollout.memory import (
     GeneratedRows,

@@ -10,7 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from quadriga.config.schema import EngineConfig, RMConfig, SFTConfig
+from quadriga.config.commands import RMConfig, SFTConfig
+from quadriga.config.schema import EngineConfig
 from quadriga.engines.base import HeadKind
 from quadriga.engines.memory.passes import passes_counted_once
 from quadriga.engines.memory.states import TrainingMemory

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from quadriga.config.commands import RMConfig
 from quadriga.config.role_ranks import RolePool
-from quadriga.config.schema import RMConfig, TrainConfig
+from quadriga.config.schema import TrainConfig
 from quadriga.data.conversations.pairs import PairLengths
 from quadriga.engines.memory.engines import engine_memory
 from quadriga.engines.memory.passes import Rows

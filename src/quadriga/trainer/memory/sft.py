@@ -9,14 +9,9 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from quadriga.config.commands import SFTConfig
 from quadriga.config.role_ranks import RolePool
-from quadriga.config.schema import (
-    ActorRolloutRefConfig,
-    EngineConfig,
-    RolloutConfig,
-    SFTConfig,
-    TrainConfig,
-)
+from quadriga.config.schema import ActorRolloutRefConfig, EngineConfig, RolloutConfig, TrainConfig
 from quadriga.engines.memory.engines import engine_memory
 from quadriga.engines.memory.passes import Rows
 from quadriga.rollout.memory import (

@@ -11,8 +11,9 @@ from quadriga.algorithms.advantages import get_advantage
 from quadriga.algorithms.policy_losses import ALIASES, POLICY_LOSSES
 from quadriga.compat.verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY
 from quadriga.compat.verl.config import VerlConfig, setting
+from quadriga.config.commands import EvalConfig, GenerateConfig, SFTConfig
 from quadriga.config.role_ranks import with_roles
-from quadriga.config.schema import EvalConfig, GenerateConfig, SFTConfig, TrainConfig
+from quadriga.config.schema import TrainConfig
 from quadriga.config.verl.settings import plain_values, translate
 from quadriga.config.verl.table import ESTIMATOR, TRAIN, Row, to
 from quadriga.errors import ConfigError

@@ -41,7 +41,8 @@ from quadriga.compat.verl.training.trainer_names import (
     VerlTrainerNames,
     check_methods_of_subclass,
 )
-from quadriga.config.schema import EvalConfig, GenerateConfig, SFTConfig, TrainConfig
+from quadriga.config.commands import EvalConfig, GenerateConfig, SFTConfig
+from quadriga.config.schema import TrainConfig
 from quadriga.config.verl.table import EVAL, GENERATE, SFT
 from quadriga.errors import ConfigError
 from quadriga.trainer.roles.placement import Role
