@@ -149,7 +149,7 @@ def test_unknown_key_names_the_nearest(override, nearest):
         ("data.train_batch_size=true", "data.train_batch_size must be an integer, got true"),
         ("data.shuffle=1", "data.shuffle must be true or false, got 1"),
         ("data.seed=x", "data.seed must be an integer or null, got the text 'x'"),
-        ("actor_rollout_ref.actor.optim.betas=[0.5]", "betas must be a list of 2 numbers, got [0.5]"),
+        ("critic.optim.betas=[0.5]", "betas must be a list of 2 numbers, got [0.5]"),
         ("data.train_files=[1]", "data.train_files[0] must be text, got 1"),
         ("algorithm.options=3", "algorithm.options must be a mapping, got 3"),
         ("data=null", "data is a section of settings and cannot be null"),

@@ -55,10 +55,3 @@ def test_the_demo_trains_adapters_or_all_weights() -> None:
         policy = load_config(TrainConfig, command.overrides).actor_rollout_ref
         assert policy.model.lora.rank == rank
         assert policy.actor.optim.lr == (3e-4 if rank is None else 3e-3)
-
-
-def test_a_demo_with_adapters_of_no_size_makes_no_data(tmp_path) -> None:
-    config = load_config(DemoConfig, [f"output={tmp_path / 'demo'}", "lora_rank=0"])
-    with pytest.raises(ConfigError, match="lora_rank must be at least 1"):
-        run_demo(config)
-    assert not (tmp_path / "demo").exists()

@@ -323,7 +323,7 @@ def _as_written(value: object) -> str:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
-    shown = mask_secrets(cut(repr(value)))
+    shown = mask_secrets(cut(repr(list(value) if isinstance(value, tuple) else value)))
     return f"the text {shown}" if isinstance(value, str) else shown
 
 
