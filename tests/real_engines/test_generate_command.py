@@ -7,6 +7,7 @@ import importlib.util
 import pytest
 
 from quadriga.cli.make_data import run_make_data
+from quadriga.config.commands import ArithmeticDataConfig, GenerateConfig
 from quadriga.config.loading import load_config
 from quadriga.trainer.evaluation.generate import run_generation
 

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from quadriga.cli.make_data import run_make_data
+from quadriga.config.commands import ArithmeticDataConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.protocol import fields

@@ -6,6 +6,7 @@ import pytest
 from agreement import ENGINES, ENGINES_AND_MODELS, check_agreement, write_model
 
 from quadriga.cli.make_data import run_make_data
+from quadriga.config.commands import ArithmeticDataConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig, TrainConfig
 from quadriga.engines import build_engine

@@ -9,6 +9,7 @@ import torch
 from agreement import GREEDY, requests, write_model
 
 from quadriga.cli.make_data import run_make_data
+from quadriga.config.commands import ArithmeticDataConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig, TrainConfig
 from quadriga.engines import build_engine

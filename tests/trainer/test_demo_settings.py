@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.cli.demo import run_demo, train_command
+from quadriga.config.commands import DemoConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, InputError
