@@ -94,27 +94,6 @@ def test_gae_skips_observations():
     assert returns.tolist() == [[1.5, 0.0, 0.0, 4.0]]
 
 
-def test_reinforce_plus_plus_by_hand():
-    _, returns = compute_advantages(
-        "reinforce_plus_plus",
-        token_level_rewards_BT=torch.tensor([[1.0, 9.0, 4.0]]),
-        response_mask_BT=torch.tensor([[1, 0, 1]]),
-        gamma=0.5,
-    )
-    assert returns.tolist() == [[3.0, 0.0, 4.0]]
-
-
-def test_remax_subtracts_the_reward_of_the_greedy_response():
-    advantages, returns = compute_advantages(
-        "remax",
-        token_level_rewards_BT=torch.tensor([[1.0, 2.0, 0.0]]),
-        response_mask_BT=torch.tensor([[1, 1, 0]]),
-        reward_baselines_B=torch.tensor([0.5]),
-    )
-    assert advantages.tolist() == [[2.5, 1.5, 0.0]]
-    assert returns.tolist() == [[3.0, 2.0, 0.0]]
-
-
 def test_gdpo_normalises_each_component_separately():
     # Two groups. Component 0 is 100 times as large as component 1, but has the same weight.
     components = torch.tensor([[0.0, 0.0], [200.0, 2.0], [0.0, 2.0], [200.0, 0.0]])
@@ -127,14 +106,6 @@ def test_gdpo_normalises_each_component_separately():
         whiten_advantages=False,
     )
     assert advantages[:, 0].tolist() == pytest.approx([-(2**0.5), 2**0.5, 0.0, 0.0], abs=2e-6)
-
-
-def test_reinforce_plus_plus_baseline_whitens_centred_rewards():
-    # Groups (0, 2) and (1, 1): −1, 1, 0, 0, each at two tokens. The variance of these eight
-    # numbers is 4 / 7.
-    got = per_sample("reinforce_plus_plus_baseline", [0.0, 2.0, 1.0, 1.0], ["a", "a", "b", "b"])
-    step = (7 / 4) ** 0.5
-    assert got == pytest.approx([-step, step, 0.0, 0.0], abs=1e-6)
 
 
 def test_reinforce_plus_plus_whitens_returns_over_the_batch():

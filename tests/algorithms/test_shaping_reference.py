@@ -7,42 +7,14 @@ import statistics
 
 import algorithm_reference as ref
 import pytest
-import torch
 from algorithm_cases import Case, cases
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from quadriga.algorithms.importance import importance_correction, mismatch_metrics
 from quadriga.algorithms.shaping import (
-    add_to_last_token,
-    drop_truncated,
-    overlong_penalty,
     shape_rewards,
     zero_variance_metrics,
 )
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=9), st.integers(1, 30), st.integers(1, 30))
-def test_overlong_penalty(lengths: list[int], longest: int, buffer: int) -> None:
-    buffer = min(buffer, longest)
-    got = overlong_penalty(
-        torch.tensor(lengths), max_length=longest, buffer_length=buffer, penalty_factor=1.5
-    )
-    for length, penalty in zip(lengths, got.tolist(), strict=True):
-        over = max(0, length - (longest - buffer))
-        assert penalty == pytest.approx(-1.5 * min(1.0, over / buffer))
-
-
-@settings(max_examples=40, deadline=None)
-@given(cases)
-def test_amounts_at_the_last_generated_token(case: Case) -> None:
-    rewards = case.rewards.nan_to_num()
-    got = add_to_last_token(rewards, case.mask, case.baselines)
-    for i, positions in enumerate(ref.token_positions(case.mask)):
-        for t in range(case.mask.shape[1]):
-            more = float(case.baselines[i]) if positions and t == positions[-1] else 0.0
-            assert got[i, t].item() == pytest.approx(float(rewards[i, t]) + more)
 
 
 @settings(max_examples=40, deadline=None)
@@ -65,18 +37,6 @@ def test_clipping_and_whitening(limit: float | None, whiten: bool, case: Case) -
     for i, ms in enumerate(case.mask.tolist()):
         for t, m in enumerate(ms):
             assert got[i, t].item() == pytest.approx(rows[i][t] if m else 0.0, rel=1e-6, abs=1e-7)
-
-
-@settings(max_examples=40, deadline=None)
-@given(cases, st.randoms(use_true_random=False))
-def test_truncated_samples(case: Case, random) -> None:
-    truncated = [random.random() < 0.4 for _ in case.groups]
-    got = drop_truncated(case.mask, torch.tensor(truncated))
-    want = [
-        [bool(m) and not cut for m in row]
-        for row, cut in zip(case.mask.tolist(), truncated, strict=True)
-    ]
-    assert got.tolist() == want
 
 
 @settings(max_examples=40, deadline=None)
