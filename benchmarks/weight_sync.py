@@ -14,8 +14,6 @@ rank and the median over syncs after the first, which makes the plan:
   without the weights that are being put together.
 
 `gather` is the way without a plan: every rank gathers each weight with `DTensor.full_tensor()`.
-`hybrid` executes the changes of layout of HybridFlow (arXiv 2409.19256, table 2) on all ranks:
-counted bytes, and those of the formula.
 """
 
 from __future__ import annotations
@@ -40,18 +38,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from quadriga.parallel.distributed import init_distributed
-from quadriga.parallel.layouts import Model, Stored, Weight, by_name, parallel_layout, slices
 from quadriga.rollout.base import tensor_digest
 from quadriga.weight_sync import WeightReceiver, WeightSender, WeightSync, needs_of
-from quadriga.weight_sync.channels import CollectiveChannel
 from quadriga.weight_sync.joined import JoinedReceiver, JoinedSender
-from quadriga.weight_sync.planning.grouping import (
-    HybridDegrees,
-    generation_layout,
-    transition_volume,
-)
-from quadriga.weight_sync.planning.plan import plan
-from quadriga.weight_sync.transport import TensorsInMemory, Transport
 
 ROWS, COLUMNS = 1024, 512  # 2 MiB each
 BUCKET = 8 << 20
@@ -61,6 +50,7 @@ Figures = dict[str, float]
 class Target:
     """A rollout engine without computation."""
 
+    name, version = "benchmark", -1
     abilities = SimpleNamespace(exposes_weights=True)
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -69,6 +59,7 @@ class Target:
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         for name, weight in stream:
             self.weights[name].copy_(weight)
+        self.version = version
 
     def weights_digest(self) -> dict[str, int]:
         return {name: tensor_digest(weight) for name, weight in self.weights.items()}
@@ -83,10 +74,8 @@ class Source:
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self.weights = weights
 
-    def shard_stream(self) -> Iterator[tuple[str, Tensor]]:
+    def shard_stream(self, part: str = "merged") -> Iterator[tuple[str, Tensor]]:
         yield from self.weights.items()
-
-    state_stream = shard_stream
 
 
 def resident(name: str) -> int:
@@ -151,44 +140,8 @@ def together(rank: int, ranks: int, count: int, repeats: int, port: int, out: st
         return 0
 
     found["gather"] = measured(gather, repeats)
-    found["hybrid"] = [hybrid(rank, degrees) for degrees in hybrid_cases(ranks)]
     Path(f"{out}.{rank}").write_text(json.dumps(found))
     dist.destroy_process_group()
-
-
-def hybrid_cases(ranks: int) -> list[HybridDegrees]:
-    sizes = [n for n in (1, 2, 4, 8) if ranks % n == 0]
-    return [
-        HybridDegrees(t, p, ranks // (t * p), t_g, p_g)
-        for t in sizes for p in sizes if ranks % (t * p) == 0
-        for t_g in sizes for p_g in sizes if t % t_g == 0 and p % p_g == 0
-    ]  # fmt: skip
-
-
-def hybrid(rank: int, degrees: HybridDegrees) -> dict[str, object]:
-    """Change the layout of 8 layers on all ranks; return counted bytes and those of the formula."""
-    weights = by_name(Weight(f"{i}", (256, 64)) for i in range(8))
-
-    def stored(stages: int) -> tuple[Stored, ...]:
-        return tuple(Stored(name, (name,), 0, stage=int(name) * stages // 8) for name in weights)
-
-    training = parallel_layout(Model(weights, stored(degrees.pipeline)), degrees.training)
-    model = Model(weights, ())
-    generation = generation_layout(stored(degrees.gen_pipeline), model, degrees)
-    current = plan(training, generation)
-    full = {name: torch.randn(256, 64) for name in weights}
-    own = {t.name: full[t.name][slices(t.pieces[0].box)] for t in training.ranks[rank]}
-    dtypes = dict.fromkeys(weights, torch.float32)
-    group, cpu = dist.group.WORLD, torch.device("cpu")
-    channel = CollectiveChannel(group, cpu, current.rounds(BUCKET), dtypes)
-    transport = Transport(current, rank, TensorsInMemory(own), channel, dtypes, cpu)
-    for _ in transport.run(BUCKET):
-        pass
-    return {
-        "degrees (t, p, d, t_g, p_g)": list(vars(degrees).values()),
-        "received": transport.traffic.received,
-        "formula": float(transition_volume("hybridflow", degrees) * training.num_bytes),
-    }
 
 
 def apart(
@@ -228,7 +181,7 @@ def alone(rank: int, count: int, repeats: int, out: str) -> None:
     source = Source({f"w{i}": torch.randn(ROWS, COLUMNS) for i in range(count)})
     copying = WeightSync(source, Target(source.weights))
     target = Target(source.weights)
-    sender, receiver = WeightSender(source, BUCKET), WeightReceiver(target)
+    sender, receiver = WeightSender(source, "merged", BUCKET), WeightReceiver(target)
 
     def buckets(version: int) -> int:
         sizes = 0
@@ -291,24 +244,19 @@ def measure(ranks: int, count: int, repeats: int, folder: Path) -> dict[str, obj
     arguments = (half, count, repeats, free_ports(2), tickets, str(out))
     mp.spawn(apart, args=arguments, nprocs=2 * half)
     result["joined"] = slowest(read(out, range(half, 2 * half)), "joined") | {"formula_mb": whole}
-    hybrids = [case for figures in found for case in figures["hybrid"]]
-    equal = all(case["received"] == case["formula"] for case in hybrids)
-    result["hybrid"] = {"cases": found[0]["hybrid"], "equal_on_all_ranks": equal}
     return result
 
 
 def goals(result: dict) -> dict[str, object]:
     """Counted bytes must be those of the formulas. Times are figures without a goal."""
     names = ("one process", "buckets", "shared_memory", "collective", "joined")
-    found = {
+    return {
         f"bytes of {name}": {
             "value": result[name]["received_mb"],
             "met": result[name]["received_mb"] == result[name]["formula_mb"],
         }
         for name in names
     }
-    equal = result["hybrid"]["equal_on_all_ranks"]
-    return found | {"bytes of hybrid": {"value": equal, "met": equal}}
 
 
 def main() -> None:

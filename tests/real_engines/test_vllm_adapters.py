@@ -19,8 +19,7 @@ from quadriga.observability.jsonl import read_jsonl
 from quadriga.rollout import build_rollout
 from quadriga.trainer.main import run_training
 from quadriga.weight_sync import WeightSync, needs_of
-from quadriga.weight_sync.adapters import source_of
-from quadriga.weight_sync.probe import probe_ids, trained_scores
+from quadriga.weight_sync.verification import probe_ids, trained_scores
 from training_step import train_once
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -44,8 +43,8 @@ def test_log_probabilities_are_those_of_the_trainer_with_adapters_of_five_steps(
     merged = build_rollout("hf", config.frozen(), dtype="float32")
     try:
         to_hf = WeightSync(trainer, merged)
-        first = WeightSync(source_of(trainer, "unmerged"), ours)
-        later = WeightSync(source_of(trainer, "adapters"), ours)
+        first = WeightSync(trainer, ours, "unmerged")
+        later = WeightSync(trainer, ours, "adapters")
         assert needs_of(ours).part == "unmerged"
         base = first.run(1)
         assert needs_of(ours, holds_base=True).part == "adapters"
@@ -59,7 +58,7 @@ def test_log_probabilities_are_those_of_the_trainer_with_adapters_of_five_steps(
             assert ours.version == version
             probes = probe_ids(ours.abilities, version)
             found = ours.score(probes, torch.ones_like(probes))[:, 1:]
-            expected = trained_scores(trainer, probes)
+            expected = trained_scores(trainer, ours.abilities, version)
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
             out, of_hf = (each.generate(prompt_ids, mask, GREEDY, seeds) for each in (ours, merged))
             assert torch.equal(out.response_ids, of_hf.response_ids)
@@ -143,6 +142,6 @@ def _check_a_fault_is_named(trainer, ours):
 
     train_once(trainer, tokens=20)
     with pytest.raises(WorkerError, match="differs between trainer and rollout") as raised:
-        WeightSync(source_of(trainer, "adapters"), Lossy(ours)).run(8)
+        WeightSync(trainer, Lossy(ours)).run(8, "adapters")
     assert raised.value.tensors == ("base_model.model.model.layers.1.mlp.up_proj.lora_B.weight",)
     assert all(map(is_stored_part, raised.value.tensors))

@@ -141,14 +141,13 @@ def test_wrong_names_and_shapes_are_refused(engine):
 
 def test_the_shards_of_one_rank_are_shared(folder):
     from quadriga.engines.fsdp import FSDPEngine
-    from quadriga.weight_sync.sources import own_weights
 
     engine = build_rollout("hf", ModelConfig(path=folder), dtype="float32")
     trainer = FSDPEngine(
         ModelConfig(path=folder), EngineConfig(dtype="float32"), OptimConfig(lr=0.01)
     )
     whole = [
-        (name, t.to_local() if hasattr(t, "to_local") else t) for name, t in own_weights(trainer)
+        (name, t.to_local() if hasattr(t, "to_local") else t) for name, t in trainer.shard_stream()
     ]
     assert engine.share_weights(whole, 1) > 0
     batch = {

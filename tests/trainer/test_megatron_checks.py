@@ -238,14 +238,9 @@ def test_the_plan_has_what_ranks_receive_when_training_becomes_generation(train_
     assert found.received == whole - found.training
     assert (found.whole, found.generating, found.ranks.replicas) == (whole, whole, 2)
     assert resharding(config, "cuda").received == found.received / 2  # bfloat16
-    lines = resharding_lines(config, "cpu")
-    assert [line.split(",")[0].strip() for line in lines[3:]] == [
-        "DS-Chat", "HybridFlow-V", "HybridFlow",
-    ]  # fmt: skip
-    ds_chat, _, hybridflow = ([float(x) for x in line.split()[-3:]] for line in lines[3:])
-    assert ds_chat[0] == pytest.approx(whole * 3 / 4 / 2**20, rel=1e-3)
-    assert hybridflow == [pytest.approx(whole / 2 / 2**20, rel=1e-3),
-                          pytest.approx(whole / 2**20, rel=1e-3), 0]  # fmt: skip
+    line = resharding_lines(config, "cpu")[-1].removeprefix("  this run")
+    sizes = (found.received, found.generating, found.training)
+    assert [float(x) for x in line.split()] == pytest.approx([n / 2**20 for n in sizes], rel=1e-3)
     apart = [*more, "placement.actor=[0-1]", "placement.rollout=[2-3]", "placement.critic=[0-1]"]
     assert resharding(load_config(TrainConfig, [*train_overrides, *apart]), "cpu") is None
 
@@ -278,11 +273,6 @@ def test_ranks_that_generate_together_receive_only_their_parts(
         assert found.received == found.generating - trained
     else:  # neighbours: each has one stage, and half of it is not in its half of the rows
         assert found.received > found.whole / 5
-    if tensor == 2:
-        this_run, *_, hybridflow = (
-            [float(x) for x in line.split()[-3:]] for line in resharding_lines(config, "cpu")[2:]
-        )
-        assert this_run[1] == pytest.approx(hybridflow[1], rel=0.08)  # and norms are on both ranks
 
 
 def test_the_default_of_a_degree_equals_its_value(train_overrides, available):

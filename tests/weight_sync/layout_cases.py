@@ -18,7 +18,6 @@ from quadriga.parallel.layouts import (
 )
 
 HEADS, GROUPS, HEAD, HIDDEN, INNER, VOCAB, EXPERTS = 8, 4, 2, 10, 16, 21, 4
-RANKS = (1, 2, 4, 8, 16)
 
 
 def fsdp_layout(weights, shards, replicas=1, tied=None):
@@ -182,7 +181,7 @@ class Ranks:
         }
         self.peak = dict.fromkeys((*plan.source.ranks, *plan.target.ranks), 0)
         self.received = dict.fromkeys(self.peak, 0)
-        self.sent = dict.fromkeys(self.peak, 0)
+        self.local = dict.fromkeys(self.peak, 0)
 
     def run(self, bucket_bytes):
         held, before = dict.fromkeys(self.peak, 0), []
@@ -191,10 +190,11 @@ class Ranks:
             for t in current.transfers:
                 values = self.source[t.source][t.read.tensor][slices(t.read.box)].copy()
                 packed.append((t, values))
-                if not t.is_local:
+                if t.is_local:
+                    self.local[t.target] += t.num_bytes
+                else:
                     assert values.size * (t.num_bytes // max(values.size, 1)) == t.num_bytes
                     self._hold(held, t, t.num_bytes)
-                    self.sent[t.source] += t.num_bytes
                     self.received[t.target] += t.num_bytes
             self._write(before, held)
             before = packed

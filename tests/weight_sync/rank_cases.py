@@ -10,46 +10,22 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from fakes import Source, Target
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig
+from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import WorkerError
 from quadriga.parallel.distributed import init_distributed
 from quadriga.parallel.layouts import slices
+from quadriga.rollout import build_rollout
 from quadriga.rollout.base import tensor_digest
 from quadriga.weight_sync import WeightSync
-from quadriga.weight_sync.channels import CollectiveChannel, SharedMemoryChannel
-from quadriga.weight_sync.planning.plan import plan
-from quadriga.weight_sync.transport import TensorsInMemory, Transport
-
-
-class Abilities:
-    exposes_weights = True
-
-
-class Target:
-    """A rollout engine without computation."""
-
-    abilities = Abilities()
-
-    def __init__(self, weights, dtype=None):
-        self.weights = {n: torch.zeros_like(w, dtype=dtype) for n, w in weights.items()}
-        self.version = -1
-        self.order = []
-
-    def update_weights(self, stream, version):
-        for name, weight in stream:
-            self.weights[name].copy_(weight)
-            self.order.append(name)
-        self.version = version
-
-    def weights_digest(self):
-        return {name: tensor_digest(weight) for name, weight in self.weights.items()}
-
-    def weight_dtypes(self):
-        return {name: weight.dtype for name, weight in self.weights.items()}
+from quadriga.weight_sync.transport import CollectiveChannel, SharedMemoryChannel, Transport
+from training_step import train_once
 
 
 class ShardedTarget(Target):
@@ -59,6 +35,7 @@ class ShardedTarget(Target):
         super().__init__(weights)
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.order = []
         self.change = change or (lambda name, part: part)
         self.held = {name: self.weights[name][slices(box)].clone() for name, box in self.boxes()}
 
@@ -85,28 +62,6 @@ class ShardedTarget(Target):
             dist.all_gather(parts, part, group=self.group)
             self.weights[name].copy_(torch.cat(parts))
         return super().weights_digest()
-
-
-class Source:
-    """A training engine without computation: full tensors, or shards on a mesh."""
-
-    def __init__(self, weights, tied=None, change=None):
-        self.weights, self.tied = weights, tied or {}
-        self.change = change or (lambda stream: stream)
-
-    def state_stream(self):
-        return self.change(self._stream())
-
-    def _stream(self):
-        for name, weight in self.weights.items():
-            yield name, weight
-            if name in self.tied:
-                yield self.tied[name], weight
-
-
-class Sharded(Source):
-    def shard_stream(self):
-        return self.change(self._stream())
 
 
 def model_weights():
@@ -142,13 +97,9 @@ def start(rank: int, ranks: int, port: int) -> None:
 def rank_main(rank: int, ranks: int, work: str, port: int) -> None:
     """Everything that needs real processes, in one start of them."""
     start(rank, ranks, port)
-    found = {"syncs": syncs(ranks), "memory": memory(ranks), "hybrid": {}}
+    found = {"syncs": syncs(ranks), "memory": memory(ranks)}
     flat = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
     found["sabotage"] = sabotages(flat, model_weights())
-    for size in (2, 4):
-        group = dist.new_group(list(range(size)))
-        if rank < size:
-            found["hybrid"][size] = hybrid(rank, size, group)
     found["divided"] = divided(rank, flat)
     end(rank, work, found)
 
@@ -161,7 +112,7 @@ def divided(rank: int, mesh):
         made = [dist.new_group(group) for group in groups]
         own = next(g for g, ranks in zip(made, groups, strict=True) if rank in ranks)
         target = ShardedTarget(weights, own)
-        sync = WeightSync(Sharded(sharded(weights, mesh, [Shard(0)])), target, bucket_bytes=256)
+        sync = WeightSync(Source(sharded(weights, mesh, [Shard(0)])), target, bucket_bytes=256)
         reports = [sync.run(version) for version in (1, 2)]
         digests = target.weights_digest()
         equal = all(digests[n] == tensor_digest(w) for n, w in weights.items())
@@ -171,7 +122,7 @@ def divided(rank: int, mesh):
         found[name] += (large[0] <= 16 * rank < large[1],)
     wrong = ShardedTarget(weights, own, change=lambda n, w: w + 1 if n == "large" else w)
     try:
-        WeightSync(Sharded(sharded(weights, mesh, [Shard(0)])), wrong).run(1)
+        WeightSync(Source(sharded(weights, mesh, [Shard(0)])), wrong).run(1)
     except WorkerError as error:
         found["wrong"] = error.tensors
     return found
@@ -189,7 +140,6 @@ def syncs(ranks: int):
     square = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
     weights = model_weights()
     sources = {
-        "one dimension": (flat, [Shard(0)]),
         "hybrid": (square, [Replicate(), Shard(0)]),
         "two dimensions": (square, [Shard(0), Shard(0)]),
         "whole": (flat, [Replicate()]),
@@ -197,8 +147,8 @@ def syncs(ranks: int):
     found = {}
     for name, (mesh, placements) in sources.items():
         for transport in ("shared_memory", "collective"):
-            for bucket in (256, 1 << 20):
-                source = Sharded(sharded(weights, mesh, placements), {"embed": "head"})
+            for bucket in (256, 1 << 20) if name == "hybrid" else (256,):
+                source = Source(sharded(weights, mesh, placements), {"embed": "head"})
                 target = Target({**weights, "head": weights["embed"]})
                 sync = WeightSync(source, target, bucket_bytes=bucket, transport=transport)
                 sync.run(1)
@@ -216,7 +166,7 @@ def sabotages(mesh, weights):
     """What each mistake between transport and rollout engine raises."""
     faults = {}
     for kind in ("stale", "part", "moved"):
-        source = Sharded(sharded(weights, mesh, [Shard(0)]))
+        source = Source(sharded(weights, mesh, [Shard(0)]))
         target = Target(weights)
         sync = WeightSync(source, target)
         sync.run(1)
@@ -246,35 +196,20 @@ def spoil(kind, update, stream, version):
     update(changed(), version)
 
 
-def hybrid(rank: int, ranks: int, group):
-    """Execute HybridFlow's plans on `ranks` processes; count bytes."""
-    from test_grouping import CASES, training_and_generation
+class InMemory:
+    """A reader of weights that are all there, without digests."""
 
-    return [
-        (degrees, *reshard(rank, group, *training_and_generation(degrees)))
-        for degrees in CASES
-        if degrees.world_size == ranks
-    ]
+    def __init__(self, weights):
+        self.weights = weights
 
+    def advance(self, weight):
+        """Do nothing."""
 
-def reshard(rank: int, group, training, generation):
-    """Return (bytes sent, received, in place or copied; whether the shards are right)."""
-    current = plan(training, generation)
-    full = {
-        name: torch.arange(float(i * 100), i * 100 + 16).view(weight.shape)
-        for i, (name, weight) in enumerate(training.weights.items())
-    }
-    dtypes = dict.fromkeys(full, torch.float32)
-    own = {t.name: full[t.name][slices(t.pieces[0].box)].clone() for t in training.ranks[rank]}
-    channel = CollectiveChannel(group, torch.device("cpu"), current.rounds(128), dtypes)
-    transport = Transport(current, rank, TensorsInMemory(own), channel, dtypes, torch.device("cpu"))
-    made = dict(transport.run(128))
-    right = all(
-        torch.equal(made[t.name], full[t.name][slices(t.pieces[0].box)])
-        for t in generation.ranks[rank]
-    )
-    traffic = transport.traffic
-    return traffic.sent, traffic.received, traffic.in_place + traffic.copied, right
+    def tensor(self, name):
+        return self.weights[name]
+
+    def finish(self):
+        """Do nothing."""
 
 
 class Allocations(TorchDispatchMode):
@@ -310,38 +245,60 @@ class Allocations(TorchDispatchMode):
 
 
 def memory(ranks: int):
-    """The peak of allocated bytes for each channel and bucket size, with storage and without."""
+    """The peak of allocated bytes for each channel and bucket size."""
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
     weights = {f"w{i}": torch.randn(256, 64) for i in range(12)}  # 64 KiB each
-    source = Sharded(sharded(weights, mesh, [Shard(0)]))
+    source = Source(sharded(weights, mesh, [Shard(0)]))
     found = {}
     for bucket in (16 << 10, 128 << 10):
         for kind in ("collective", "shared_memory"):
-            for storage in (False, True):
-                found[kind, bucket, storage] = peak(source, weights, kind, bucket, storage)
+            found[kind, bucket] = peak(source, weights, kind, bucket)
     return found
 
 
-def peak(source, weights, kind, bucket, storage):
+def peak(source, weights, kind, bucket):
     target = Target(weights)
     sync = WeightSync(source, target, bucket_bytes=bucket, transport=kind)
     sync.run(1)
-    current = sync._plan
-    dtypes = target.weight_dtypes()
-    group = dist.group.WORLD
-    own = {name: weight.to_local() for name, weight in source.weights.items()}
-    shared = 0
-    given = target.weights if storage else {}
+    described, current = sync._described, sync._plan
+    group, shared = dist.group.WORLD, 0
+    own = InMemory({name: weight.to_local() for name, weight in source.weights.items()})
     rounds, cpu = current.rounds(bucket), torch.device("cpu")
     with Allocations() as counted:
         if kind == "collective":
-            channel = CollectiveChannel(group, cpu, rounds, dtypes)
+            channel = CollectiveChannel(group, cpu, rounds, described.dtypes)
         else:
-            channel = SharedMemoryChannel(group, rounds, dtypes)
-            shared = 2 * channel._size
-        transport = Transport(
-            current, group.rank(), TensorsInMemory(own), channel, dtypes, cpu, given
-        )
+            channel = SharedMemoryChannel(group, rounds, described.dtypes)
+            shared = 2 * channel.size
+        transport = Transport(current, group.rank(), own, channel, described.dtypes, cpu)
         for _ in transport.run(bucket):
             pass
-    return counted.peak + shared, current.peak_bytes(bucket)[group.rank()]
+    return counted.peak + shared
+
+
+def engine_main(rank: int, ranks: int, folder: str, work: str, port: int) -> None:
+    """Weight syncs from a real training engine to the hf rollout of each process."""
+    start(rank, ranks, port)
+    found = {
+        "plain": engine_sync(folder, LoraConfig()),
+        "adapters": engine_sync(folder, LoraConfig(rank=3)),
+    }
+    end(rank, work, found)
+
+
+def engine_sync(folder, lora):
+    """Sync a model that made a step; return (largest difference, tensors that were not sent, bytes
+    that this rank received, bytes of all names, version)."""
+    torch.manual_seed(0)
+    model = ModelConfig(path=folder, lora=lora)
+    engine = FSDPEngine(
+        model, EngineConfig(), OptimConfig(lr=0.01), min_unit_parameters=1, total_steps=4
+    )
+    train_once(engine)
+    rollout = build_rollout("hf", ModelConfig(path=folder))
+    report = WeightSync(engine, rollout, bucket_bytes=4096).run(3)
+    held, sent = rollout.module.state_dict(), dict(engine.state_stream())
+    assert sent.keys() == held.keys()
+    largest = max(float((sent[name] - held[name]).abs().max()) for name in held)
+    missing, received = report.tensors - len(held), report.traffic.received
+    return largest, missing, received, report.num_bytes, rollout.version

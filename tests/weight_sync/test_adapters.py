@@ -15,14 +15,15 @@ from quadriga.rollout import build_rollout, check_adapters, loads_adapters
 from quadriga.rollout.base import tensor_digest
 from quadriga.testing import write_reference_model
 from quadriga.weight_sync import WeightReceiver, WeightSender, WeightSync, needs_of
-from quadriga.weight_sync.adapters import source_of
-from quadriga.weight_sync.probe import probe_ids, trained_scores
+from quadriga.weight_sync.verification import probe_ids, trained_scores
 
 RANK = 3
 
 
 class HoldsAdapters:
     """The reference engine with A and B of each linear layer beside its weights."""
+
+    name = "holds adapters"
 
     def __init__(self, folder):
         self.inner = build_rollout("hf", ModelConfig(path=folder), dtype="float32")
@@ -82,7 +83,9 @@ def step(trainer):
 def agree(trainer, target, version):
     ids = probe_ids(target.abilities, version)
     found = target.score(ids, torch.ones_like(ids))[:, 1:]
-    torch.testing.assert_close(found, trained_scores(trainer, ids), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        found, trained_scores(trainer, target.abilities, version), atol=1e-4, rtol=0
+    )
     assert target.version == version
 
 
@@ -90,16 +93,16 @@ class TestOneProcess:
     def test_the_base_is_sent_once_and_later_syncs_send_the_adapters(self, both):
         trainer, target = both
         assert needs_of(target).part == "unmerged"
-        first = WeightSync(source_of(trainer, "unmerged"), target).run(1)
+        first = WeightSync(trainer, target, "unmerged").run(1)
         agree(trainer, target, 1)
-        later = WeightSync(source_of(trainer, "adapters"), target)
+        later = WeightSync(trainer, target, "adapters")
         assert needs_of(target, holds_base=True).part == "adapters"
         for version in (2, 3):
-            before = trained_scores(trainer, probe_ids(target.abilities, version))
+            before = trained_scores(trainer, target.abilities, version)
             step(trainer)
             report = later.run(version)
             agree(trainer, target, version)
-            after = trained_scores(trainer, probe_ids(target.abilities, version))
+            after = trained_scores(trainer, target.abilities, version)
             assert (after - before).abs().max() > 1e-3
             adapted = [n for n in trainer.module.state_dict() if "lora" in n]
             assert report.tensors == len(adapted)
@@ -109,11 +112,11 @@ class TestOneProcess:
     @pytest.mark.parametrize("part", ["lora_A", "lora_B"])
     def test_an_adapter_that_is_lost_is_named(self, both, part):
         trainer, target = both
-        WeightSync(source_of(trainer, "unmerged"), target).run(1)
+        WeightSync(trainer, target, "unmerged").run(1)
         step(trainer)
         target.loses = f"layers.1.self_attn.k_proj.{part}"
         with pytest.raises(WorkerError, match="differs between trainer and rollout") as raised:
-            WeightSync(source_of(trainer, "adapters"), target).run(2)
+            WeightSync(trainer, target, "adapters").run(2)
         assert raised.value.tensors == (stored_part("model.layers.1.self_attn.k_proj", part),)
 
     def test_a_base_that_is_lost_is_named(self, both):
@@ -121,30 +124,28 @@ class TestOneProcess:
         target.base["model.norm.weight"] += 1
         target.loses = "model.norm.weight"
         with pytest.raises(WorkerError) as raised:
-            WeightSync(source_of(trainer, "unmerged"), target).run(1)
+            WeightSync(trainer, target, "unmerged").run(1)
         assert raised.value.tensors == ("model.norm.weight",)
 
     def test_merged_weights_are_sent_to_an_engine_without_adapters(self, both):
         trainer, target = both
         step(trainer)
         assert needs_of(target.inner).part == "merged"
-        WeightSync(source_of(trainer, "merged"), target.inner).run(4)
+        WeightSync(trainer, target.inner, "merged").run(4)
         agree(trainer, target.inner, 4)
 
-    def test_an_engine_that_cannot_send_adapters_is_refused(self, both):
-        with pytest.raises(WorkerError, match=r"cannot send them; set rollout\.load_adapters=fal"):
-            source_of(object(), "adapters")
+    def test_an_engine_without_adapters_is_refused(self, both):
         trainer, target = both
         trainer._part = replace(trainer._part, adapter=None)
         trainer._weights.part = trainer._part
         with pytest.raises(ConfigError, match=r"the trained model has none; set model\.lora or"):
-            WeightSync(source_of(trainer, "unmerged"), target).run(1)
+            WeightSync(trainer, target, "unmerged").run(1)
 
 
 def test_buckets_to_another_process_have_the_adapters_only(both):
     trainer, target = both
     receiver = WeightReceiver(target)
-    senders = {p: WeightSender(source_of(trainer, p), 1 << 12) for p in ("unmerged", "adapters")}
+    senders = {p: WeightSender(trainer, p, 1 << 12) for p in ("unmerged", "adapters")}
     sizes = []
     for version in (1, 2, 3):
         step(trainer)

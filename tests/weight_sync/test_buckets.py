@@ -7,44 +7,14 @@ from itertools import pairwise
 
 import pytest
 import torch
+from fakes import Source, Target
 
 from quadriga.config.schema import ModelConfig
 from quadriga.errors import RolloutError, WorkerError
 from quadriga.rollout import build_rollout
-from quadriga.rollout.base import SamplingParams, tensor_digest
+from quadriga.rollout.base import SamplingParams
 from quadriga.rollout.guard import GuardedRollout
 from quadriga.weight_sync import WeightReceiver, WeightSender, needs_of
-
-
-class Abilities:
-    exposes_weights = True
-
-
-class Source:
-    def __init__(self, weights):
-        self.weights = weights
-
-    def state_stream(self):
-        yield from self.weights.items()
-
-
-class Target:
-    abilities = Abilities()
-
-    def __init__(self, weights):
-        self.weights = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-        self.version = -1
-
-    def update_weights(self, stream, version):
-        for name, weight in stream:
-            self.weights[name].copy_(weight)
-        self.version = version
-
-    def weights_digest(self):
-        return {name: tensor_digest(weight) for name, weight in self.weights.items()}
-
-    def weight_dtypes(self):
-        return {name: weight.dtype for name, weight in self.weights.items()}
 
 
 def weights():
@@ -62,7 +32,8 @@ def weights():
 
 
 def rounds(sent, target, limit, version=7):
-    sender = WeightSender(Source(sent), limit)
+    source = sent if isinstance(sent, Source) else Source(sent)
+    sender = WeightSender(source, "merged", limit)
     return [[bucket] for bucket in sender.send(needs_of(target), version)]
 
 
@@ -114,19 +85,13 @@ def test_one_element_with_strides_behind_single_bytes():
 
 
 def test_a_tied_name_is_written_with_its_weight():
-    class Tied(Source):
-        def state_stream(self):
-            for name, weight in self.weights.items():
-                yield name, weight
-                yield "head", weight
-
     sent = {"embed": torch.randn(4)}
     target = Target({"embed": torch.zeros(4), "head": torch.zeros(4)})
     receiver = WeightReceiver(target)
-    found = list(WeightSender(Tied(sent), 1024).send(needs_of(target), 1))
-    assert [part.batch["weight_bytes"].numel() for part in found] == [16, 0], "sent once"
-    for part in found:
-        receiver.receive([part])
+    found = rounds(Source(sent, {"embed": "head"}), target, 1024)
+    assert [part.batch["weight_bytes"].numel() for [part] in found] == [16, 0], "sent once"
+    for parts in found:
+        receiver.receive(parts)
     receiver.finish()
     assert torch.equal(target.weights["head"], sent["embed"])
 
@@ -153,9 +118,10 @@ def test_boxes_that_were_sent_twice_in_one_bucket_are_named():
     target = Target(sent)
     [data], _ = rounds(sent, target, 4096)
     header = data.meta_info["header"]
-    data.meta_info["header"] = replace(header, boxes=header.boxes * 2)
+    data.meta_info["header"] = replace(header, transfers=header.transfers * 2)
+    data.batch["weight_bytes"] = data.batch["weight_bytes"].repeat(1, 2)
     receiver = WeightReceiver(target)
-    with pytest.raises(WorkerError, match=r"box .* of 'a' was sent twice"):
+    with pytest.raises(WorkerError, match=r"box .* of weight 'a' was sent twice"):
         receiver.receive([data])
 
 

@@ -9,12 +9,13 @@ import torch
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
-from quadriga.errors import WorkerError
+from quadriga.errors import RolloutDiedError, WorkerError
 from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import tensor_digest
+from quadriga.rollout.guard import GuardedRollout
 from quadriga.weight_sync import WeightSync
-from quadriga.weight_sync.probe import ScoreProbe
+from quadriga.weight_sync.verification import ScoreProbe
 from training_step import train_once
 
 LAYER = "model.layers.1."
@@ -33,32 +34,26 @@ def engine(model_folder):
 class Hidden:
     """A rollout engine in bfloat16 that does not expose its weights.
 
-    `fault` changes what its own model gets; the caller cannot see that.
+    `fault` changes what its own model gets; the caller cannot see that. `lost` changes what arrives
+    at its process, of which it has receipts.
     """
+
+    name = "hidden"
 
     def __init__(self, folder, fault=lambda weights: weights):
         self.engine = build_rollout("hf", ModelConfig(path=folder), dtype="bfloat16")
         self.abilities = replace(self.engine.abilities, exposes_weights=False)
         self.score, self.weight_dtypes = self.engine.score, self.engine.weight_dtypes
-        self.fault = fault
+        self.fault, self.lost, self.digests = fault, lambda weights: weights, {}
+
+    @property
+    def version(self):
+        return self.engine.version
 
     def update_weights(self, stream, version):
-        weights = self.fault(dict(stream))
-        self.engine.update_weights(weights.items(), version)
-
-
-class Reporting(Hidden):
-    """The same, with a fault on the way to its processes."""
-
-    def __init__(self, folder, fault=lambda weights: weights):
-        super().__init__(folder, fault)
-        self.digests = {}
-
-    def update_weights(self, stream, version):
-        weights = self.fault(dict(stream))
-        dtypes = self.weight_dtypes()
-        self.digests |= {n: tensor_digest(w.to(dtypes[n])) for n, w in weights.items()}
-        self.engine.update_weights(weights.items(), version)
+        dtypes, weights = self.weight_dtypes(), self.lost(dict(stream))
+        self.digests |= {n: tensor_digest(w.to(dtypes.get(n))) for n, w in weights.items()}
+        self.engine.update_weights(self.fault(weights).items(), version)
 
     def received_digests(self):
         return self.digests
@@ -125,7 +120,7 @@ def test_a_first_sync_that_broke_off_may_be_repeated(engine, model_folder):
         return weights
 
     sync = WeightSync(engine, Hidden(model_folder, breaks_once))
-    with pytest.raises(ConnectionError):
+    with pytest.raises(RolloutDiedError, match="does not answer"):
         sync.run(1)
     sync.run(1)
 
@@ -136,8 +131,9 @@ def test_a_change_is_above_the_rounding_of_a_weight(model_folder, values):
     hidden.fault = lambda weights: seen.extend(weights.values()) or {}
     weight = torch.tensor(values, dtype=torch.bfloat16)
     with pytest.raises(WorkerError, match="changes no log-probability"):
-        ScoreProbe(hidden).update_weights([("empty", weight[:0] if weight.ndim else torch.ones(0)),
-                                           ("bias", weight)], 1)  # fmt: skip
+        empty = weight[:0] if weight.ndim else torch.ones(0)
+        probe = ScoreProbe(GuardedRollout(hidden))
+        probe.update_weights([("empty", empty), ("bias", weight)], 1)
     assert not torch.equal(seen[1], seen[2])
 
 
@@ -147,7 +143,7 @@ def test_a_weight_of_one_element_is_proven(model_folder):
     seen = []
     hidden.fault = lambda weights: seen.extend(weights.values()) or {}
     with pytest.raises(WorkerError, match="changes no log-probability"):
-        ScoreProbe(hidden).update_weights([("bias", torch.ones(1))], 1)
+        ScoreProbe(GuardedRollout(hidden)).update_weights([("bias", torch.ones(1))], 1)
     assert torch.equal(torch.cat(seen).isfinite(), torch.tensor([True, True]))
     assert seen[0] != seen[1]
 
@@ -173,10 +169,10 @@ def test_a_weight_that_becomes_stale_is_found_by_the_scores(engine, model_folder
 
 @pytest.mark.parametrize("name", SOME)
 def test_receipts_name_a_stale_weight_at_once(engine, model_folder, name):
-    reporting = Reporting(model_folder)
-    sync = WeightSync(engine, reporting)
+    hidden = Hidden(model_folder)
+    sync = WeightSync(engine, hidden)
     sync.run(1)
-    reporting.fault = without(name)
+    hidden.lost = without(name)
     with torch.no_grad():  # a change far below the rounding of the scores
         for weight in engine.module.parameters():
             weight.mul_(1.01)

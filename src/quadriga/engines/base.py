@@ -5,13 +5,14 @@ Shapes: B rows, P prompt columns, R response columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, Protocol
 
 from torch import Tensor
 
 from quadriga.checkpoint.files import SavedFile
+from quadriga.checkpoint.shards import Block
 from quadriga.models.vision.rows import MultiModalRows
 
 HeadKind = Literal["lm", "value", "score"]
@@ -36,6 +37,12 @@ LOG_PROBS = "log_probs"  # nats, log-probability of the response token
 ENTROPY = "entropy"  # nats, of the distribution over the vocabulary
 FULL_KL = "full_kl"  # nats, KL(policy ‖ reference) over the vocabulary
 VALUES = "values"  # reward, expected return
+
+WeightPart = Literal["merged", "unmerged", "adapters"]
+"""What a weight sync sends of a model: see `TrainEngine.shard_stream`."""
+
+OwnWeights = Generator[tuple[str, Tensor | Block], None, None]
+"""What a rank has of each weight, by checkpoint name."""
 
 SKIPPED_STEPS = "skipped_steps"
 """Metric of `train_step`: the optimizer steps that were skipped so far."""
@@ -141,7 +148,26 @@ class TrainEngine(Protocol):
     def state_stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (checkpoint name, full tensor) of every weight.
 
-        All ranks must exhaust the iterator, because gathering a tensor is a collective.
+        A tied name follows its weight, with the same tensor. All ranks must exhaust the iterator,
+        because gathering a tensor is a collective.
+        """
+        ...
+
+    def shard_stream(self, part: WeightPart = "merged") -> OwnWeights:
+        """Yield `state_stream` with what this rank has of each weight, so that no rank gathers it:
+        a `DTensor`, a block, which may be empty, or the whole tensor.
+
+        All ranks must exhaust it, and close it if they cannot: the engine may have loaded its
+        weights for it. Adapters are yielded for a rollout engine that holds them beside its
+        weights. B is multiplied by the scaling:
+
+            part         what is yielded
+            merged       W + B A of every layer
+            unmerged     W of every layer, then A and B
+            adapters     A and B
+
+        Raises:
+            ConfigError: the model has no adapters to yield.
         """
         ...
 

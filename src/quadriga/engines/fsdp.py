@@ -36,7 +36,16 @@ from quadriga.checkpoint.rank_state import (
     save_rank_state,
 )
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
-from quadriga.engines.base import SKIPPED_STEPS, Batch, HeadKind, LossFn, Outputs, TrainEngine
+from quadriga.engines.base import (
+    SKIPPED_STEPS,
+    Batch,
+    HeadKind,
+    LossFn,
+    Outputs,
+    OwnWeights,
+    TrainEngine,
+    WeightPart,
+)
 from quadriga.engines.loading import LoadedModel, exported_tokenizer, in_local_folders, load_sharded
 from quadriga.engines.micro_batches import (
     dummy_batch,
@@ -278,15 +287,12 @@ class FSDPEngine:
         with self._on_device("parameters"):
             yield from self._weights.stream(adapted=self._token_model.adapted)
 
-    def shard_stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield `state_stream` with the shards of this rank; all ranks must exhaust it."""
+    def shard_stream(self, part: WeightPart = "merged") -> OwnWeights:
         with self._on_device("parameters"):
-            yield from self._weights.shard_stream(adapted=self._token_model.adapted)
-
-    def unmerged_stream(self, *, base: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield the adapters, and before them the base model; all ranks must exhaust it."""
-        with self._on_device("parameters"):
-            yield from self._weights.unmerged_stream(base=base)
+            if part == "merged":
+                yield from self._weights.shard_stream(adapted=self._token_model.adapted)
+            else:
+                yield from self._weights.unmerged_stream(base=part == "unmerged")
 
     def _state(self) -> dict[str, Tensor]:
         shards = self._weights.trained_shards()

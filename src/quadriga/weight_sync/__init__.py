@@ -1,13 +1,12 @@
 """Copy the weights of a training engine to a rollout engine, and verify that all of them arrived.
 
-- `planning`: the plan of who sends what to whom, generation groups without redundancy.
-- `channels`, `transport`: execute a plan between processes.
-- `sources`, `digests`: read the training engine. `verification`, `probe`: compare it with the
-  rollout engine.
+- `plan`: which rank sends which part of which weight to whom, from two layouts.
+- `sources`: read the training engine.
+- `transport`: execute a plan between processes.
+- `verification`: compare the rollout engine with the training engine.
 - `sync`: to a rollout engine in the same process.
-- `buckets`: to rollout engines in other processes, in batches of bounded size.
-- `adapters`: for a rollout engine that holds adapters, only these are sent.
-- `joined`: the same over a process group that joins the ranks of both.
+- `joined`: to rollout engines in other processes, over a process group that joins both groups.
+- `buckets`: the same in batches of bounded size, of which a receiver may be lost.
 - `worker`: the methods of the policy's worker that the controller calls.
 
 May import every package below `weight_sync` in docs/architecture.md. Names load
@@ -26,7 +25,7 @@ _HOME = {
     "WeightReceiver": "buckets",
     "WeightSender": "buckets",
     "WeightSync": "sync",
-    "compare_digests": "digests",
+    "compare_digests": "verification",
     "needs_of": "sync",
 }
 
@@ -35,10 +34,10 @@ __all__ = list(_HOME)
 if TYPE_CHECKING:
     from quadriga.weight_sync.buckets import WeightReceiver as WeightReceiver
     from quadriga.weight_sync.buckets import WeightSender as WeightSender
-    from quadriga.weight_sync.digests import compare_digests as compare_digests
     from quadriga.weight_sync.sync import SyncReport as SyncReport
     from quadriga.weight_sync.sync import WeightNeeds as WeightNeeds
     from quadriga.weight_sync.sync import WeightSync as WeightSync
     from quadriga.weight_sync.sync import needs_of as needs_of
+    from quadriga.weight_sync.verification import compare_digests as compare_digests
 else:
     __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -5,7 +5,8 @@ produces      batches of one row; the controller passes them on by reference
 checks        the digest of each weight of the training engine against what the rollout holds
 
 Every rank of the trainer sends the part of each weight that it has, by a plan whose only target is
-rank N, which stands for all ranks of the rollout: each of them reads every batch.
+rank N, which stands for all ranks of the rollout: each of them reads every batch. So a receiver may
+be lost meanwhile, which the others do not notice.
 
 Example: 2 ranks have the rows 0 to 3 and 3 to 5 of weights a and b with 5 rows of 4 bytes. With a
 bucket of 64 bytes, half of it is in flight while the other half is packed:
@@ -20,49 +21,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from quadriga.engines.base import TrainEngine, WeightPart
 from quadriga.errors import WorkerError
 from quadriga.parallel.distributed import rank, world_size
-from quadriga.parallel.layouts import Box, count, shape_of, slices, whole
+from quadriga.parallel.layouts import count, shape_of, slices, whole
 from quadriga.protocol import DataProto
-from quadriga.weight_sync.channels import copy_bytes, typed
-from quadriga.weight_sync.digests import digest_of_shares
-from quadriga.weight_sync.planning.plan import Plan, Round, listed_names, plan
-from quadriga.weight_sync.sources import (
-    ShardedSource,
-    SourceReader,
-    SourceWeights,
-    WeightSource,
-    describe,
-    own_weights,
-)
-from quadriga.weight_sync.sync import WeightNeeds, scores_of, whole_on
-from quadriga.weight_sync.verification import VerifiedTarget, WeightTarget
+from quadriga.rollout.base import RolloutEngine
+from quadriga.rollout.guard import GuardedRollout
+from quadriga.weight_sync.plan import Plan, Round, Transfer, listed_names, plan
+from quadriga.weight_sync.sources import SourceReader, SourceWeights, describe
+from quadriga.weight_sync.sync import WeightNeeds, whole_on
+from quadriga.weight_sync.transport import Assembly, copy_bytes, typed
+from quadriga.weight_sync.verification import VerifiedTarget, trained_scores
 
 _BYTES = "weight_bytes"
 _HEADER = "header"
-
-
-@dataclass(frozen=True)
-class _Box:
-    """One box of a weight in a bucket.
-
-    `names`: the checkpoint name, and those that are tied to it. `start`: its first byte.
-    """
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    box: Box
-    start: int
-
-    @property
-    def weight(self) -> str:
-        return self.names[0]
 
 
 @dataclass(frozen=True)
@@ -70,11 +48,11 @@ class _Verification:
     """What one rank of the trainer tells for the comparison.
 
     Attributes:
-        shares: name → (share of this rank in its digest, elements of the weight).
+        shares: weight → share of this rank in its digest.
         scores: of the probe tokens of this version, if the rollout exposes no weights.
     """
 
-    shares: Mapping[str, tuple[int, int]]
+    shares: Mapping[str, int]
     scores: Tensor | None
 
 
@@ -86,14 +64,16 @@ class _Header:
         version: of the weights.
         index: number of the round.
         sender: rank of the trainer.
-        boxes: in the order of their bytes.
+        transfers: the boxes in the bucket, in the order of their bytes.
+        weights: all weights, in the first bucket of a rank.
         verification: in the last bucket of a rank.
     """
 
     version: int
     index: int
     sender: int
-    boxes: tuple[_Box, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    weights: SourceWeights | None = None
     verification: _Verification | None = None
 
     def batch(self, data: Tensor) -> DataProto:
@@ -104,12 +84,12 @@ class WeightSender:
     """Sends the weights of a training engine in buckets. All ranks have one, and use it together.
 
     Args:
-        source: the training engine.
+        part: what is sent; see `TrainEngine.shard_stream`.
         bucket_bytes: the memory for weights in flight.
     """
 
-    def __init__(self, source: WeightSource | ShardedSource, bucket_bytes: int) -> None:
-        self._source, self._bucket_bytes = source, bucket_bytes
+    def __init__(self, source: TrainEngine, part: WeightPart, bucket_bytes: int) -> None:
+        self._source, self._part, self._bucket_bytes = source, part, bucket_bytes
         self._described: SourceWeights | None = None
         self._plan: Plan | None = None
 
@@ -122,62 +102,53 @@ class WeightSender:
             needs: of the rollout. The weights are rounded to its dtypes before they are sent.
             version: the version of these weights.
         """
-        self._described = self._described or describe(self._source)
+        self._described = self._described or describe(self._source, self._part)
         weights = self._described.sent_as(needs.dtypes)
         if self._plan is None or self._plan.source.weights != weights.layout.weights:
             self._plan = plan(weights.layout, whole_on(weights, [world_size()]))
-        index = 0
-        with closing(own_weights(self._source)) as stream:
+        told = SourceWeights(replace(weights.layout, ranks={}), weights.dtypes, {})
+        header = _Header(version, 0, rank(), weights=told)
+        with closing(self._source.shard_stream(self._part)) as stream:
             reader = SourceReader(stream, weights, rank())
             for current in self._plan.rounds(self._bucket_bytes):
-                boxes, data = _packed(current, reader, weights)
-                yield _Header(version, index, rank(), boxes).batch(data)
-                index += 1
+                transfers, data = _packed(current, reader, weights)
+                yield replace(header, transfers=transfers).batch(data)
+                header = _Header(version, header.index + 1, rank())
             reader.finish()
-        sizes = {n: count(whole(w.shape)) for n, w in weights.layout.weights.items()}
-        shares = {name: (reader.shares[w], sizes[w]) for name, w in weights.names()}
-        scores = None if needs.probe is None else scores_of(self._source, needs.probe, version)
-        last = _Header(version, index, rank(), verification=_Verification(shares, scores))
+        scores = trained_scores(self._source, needs.probe, version)
+        last = replace(header, verification=_Verification(reader.shares, scores))
         yield last.batch(torch.zeros(0, dtype=torch.uint8))
 
 
 def _packed(
     current: Round, reader: SourceReader, weights: SourceWeights
-) -> tuple[tuple[_Box, ...], Tensor]:
-    """Return this rank's boxes of a round and their bytes, in host memory."""
-    own = [t for t in current.transfers if t.source == rank()]
+) -> tuple[tuple[Transfer, ...], Tensor]:
+    """Return this rank's transfers of a round and their bytes, in host memory."""
+    own = tuple(t for t in current.transfers if t.source == rank())
     data = torch.empty(sum(t.num_bytes for t in own), dtype=torch.uint8)
-    boxes = []
     start = 0
     for transfer in current.transfers:
         reader.advance(transfer.weight)  # on every rank, because it can be a collective
         if transfer.source == rank():
-            name = transfer.weight
-            dtype, shape = weights.dtypes[name], weights.layout.weights[name].shape
             values = reader.tensor(transfer.read.tensor)[slices(transfer.read.box)]
-            copy_bytes(data[start : start + transfer.num_bytes], values.to(dtype))
-            names = (name, *weights.tied_to(name))
-            boxes.append(_Box(names, shape, dtype, transfer.box, start))
-            start += transfer.num_bytes
-    return tuple(boxes), data
+            stop = start + transfer.num_bytes
+            copy_bytes(data[start:stop], values.to(weights.dtypes[transfer.weight]))
+            start = stop
+    return own, data
 
 
 class WeightReceiver:
-    """Copies buckets into a rollout engine, then compares digests.
+    """Copies buckets into a rollout engine, then compares digests."""
 
-    Args:
-        target: the rollout engine.
-    """
-
-    def __init__(self, target: WeightTarget) -> None:
+    def __init__(self, target: RolloutEngine | GuardedRollout) -> None:
         self._verified = VerifiedTarget(target)
         self._version: int | None = None
+        self._weights: SourceWeights | None = None
         self._forget()
 
     def _forget(self) -> None:
         self._index = 0
-        self._made: dict[str, Tensor] = {}
-        self._missing: dict[str, int] = {}
+        self._assembly = Assembly(torch.device("cpu"))
         self._told: list[_Verification] = []
 
     def receive(self, parts: Sequence[DataProto]) -> None:
@@ -196,16 +167,20 @@ class WeightReceiver:
             self._check(header, sender)
         self._index += 1
         self._told = [h.verification for h in headers if h.verification is not None]
+        if headers[0].weights is not None:
+            self._weights = headers[0].weights
+            sizes = {n: count(whole(w.shape)) for n, w in self._weights.layout.weights.items()}
+            self._assembly.missing = {name: size for name, size in sizes.items() if size}
         complete = [
-            box
+            item
             for part, header in zip(parts, headers, strict=True)
-            if header.boxes
-            for box in self._written(header, part.batch[_BYTES][0])
+            if header.transfers
+            for item in self._written(header, part.batch[_BYTES][0])
         ]
         if complete:
-            made = [(box.names, self._made.pop(box.weight)) for box in complete]
-            stream = ((name, tensor) for names, tensor in made for name in names)
-            self._verified.update_weights(stream, headers[0].version)
+            assert self._weights is not None
+            stream = self._weights.with_tied(iter(complete))
+            self._verified.update(stream, headers[0].version)
 
     def finish(self) -> int:
         """Compare the digests of all weights, or the scores of probe tokens, and return the
@@ -214,12 +189,11 @@ class WeightReceiver:
         Raises:
             WorkerError: no bucket was received, a weight was not sent, or weights differ.
         """
-        version, missing, told = self._version, self._missing, self._told
+        version, lacking, told = self._version, list(self._assembly.missing), self._told
         self._version = None
         self._forget()
-        if version is None:
+        if version is None or self._weights is None:
             raise WorkerError("finish_weights was called, but no bucket of weights was received")
-        lacking = [name for name, left in missing.items() if left]
         if lacking or not told:
             raise WorkerError(
                 f"weight sync to version {version} ended before all buckets were received; "
@@ -227,11 +201,8 @@ class WeightReceiver:
                 version=version,
                 tensors=tuple(lacking),
             )
-        sent = {
-            name: digest_of_shares([one.shares[name][0] for one in told], elements)
-            for name, (_, elements) in told[0].shares.items()
-        }
-        self._verified.compare(sent, told[0].scores, version)
+        sums = {name: sum(one.shares[name] for one in told) for name in told[0].shares}
+        self._verified.compare(self._weights.digests(sums), told[0].scores, version)
         return version
 
     def _check(self, header: _Header, sender: int) -> None:
@@ -247,26 +218,18 @@ class WeightReceiver:
                 version=self._version,
             )
 
-    def _written(self, header: _Header, flat: Tensor) -> Iterator[_Box]:
-        """Write the boxes of a bucket; yield those that complete a weight."""
-        for part in header.boxes:
-            if part.weight not in self._missing:
-                self._made[part.weight] = torch.empty(part.shape, dtype=part.dtype)
-                self._missing[part.weight] = count(whole(part.shape))
-            self._missing[part.weight] -= count(part.box)
-            if self._missing[part.weight] < 0:
-                raise WorkerError(
-                    f"weight sync to version {self._version}: box {part.box} of {part.weight!r} "
-                    "was sent twice",
-                    tensor=part.weight,
-                    tensors=(part.weight,),
-                    version=self._version,
-                )
-            stop = part.start + count(part.box) * part.dtype.itemsize
-            values = typed(flat[part.start : stop], part.dtype)
-            self._made[part.weight][slices(part.box)] = values.view(shape_of(part.box))
-            if not self._missing[part.weight]:
-                yield part
+    def _written(self, header: _Header, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Write the boxes of a bucket; yield the weights that they complete."""
+        assert self._weights is not None
+        start = 0
+        for transfer in header.transfers:
+            name, stop = transfer.weight, start + transfer.num_bytes
+            shape, dtype = self._weights.layout.weights[name].shape, self._weights.dtypes[name]
+            values = typed(flat[start:stop], dtype).view(shape_of(transfer.box))
+            done = self._assembly.write(name, transfer.box, values, shape, dtype)
+            if done is not None:
+                yield name, done
+            start = stop
 
 
 def _header(part: DataProto) -> _Header:

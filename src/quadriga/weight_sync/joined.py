@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
+from quadriga.engines.base import TrainEngine, WeightPart
 from quadriga.errors import CollectiveError
 from quadriga.parallel.distributed import (
     Collectives,
@@ -33,23 +34,19 @@ from quadriga.parallel.distributed import (
     serve_store,
     world_size,
 )
-from quadriga.parallel.layouts import count, whole
-from quadriga.weight_sync.adapters import WeightPart, source_of
-from quadriga.weight_sync.channels import CollectiveChannel
-from quadriga.weight_sync.digests import digest_of_shares
-from quadriga.weight_sync.planning.plan import Plan, plan
-from quadriga.weight_sync.probe import PROBE_ROWS, probe_ids
-from quadriga.weight_sync.sources import (
-    ShardedSource,
-    SourceReader,
-    SourceWeights,
-    WeightSource,
-    describe,
-    own_weights,
+from quadriga.rollout.base import RolloutEngine
+from quadriga.rollout.guard import GuardedRollout
+from quadriga.weight_sync.plan import Plan, plan
+from quadriga.weight_sync.sources import SourceReader, SourceWeights, describe
+from quadriga.weight_sync.sync import WeightNeeds, whole_on
+from quadriga.weight_sync.transport import CollectiveChannel, Traffic, Transport
+from quadriga.weight_sync.verification import (
+    PROBE_ROWS,
+    VerifiedTarget,
+    probe_ids,
+    signed,
+    trained_scores,
 )
-from quadriga.weight_sync.sync import WeightNeeds, scores_of, whole_on, with_tied
-from quadriga.weight_sync.transport import Reader, TensorsInMemory, Traffic, Transport
-from quadriga.weight_sync.verification import VerifiedTarget, WeightTarget
 
 TIMEOUT = timedelta(seconds=600)
 _LOOPBACK = "127.0.0.1"
@@ -77,11 +74,6 @@ class Ticket:
     needs: WeightNeeds
     bucket_bytes: int
 
-    def plan(self) -> Plan:
-        """Return the plan, which every rank computes for itself."""
-        ranks = range(self.senders, self.senders + self.receivers)
-        return plan(self.weights.layout, whole_on(self.weights, ranks))
-
 
 class _Joined:
     """This rank's membership in the joined group. It is made at the first sync, and kept."""
@@ -95,19 +87,17 @@ class _Joined:
         self.traffic = Traffic()
         """What this rank did in the last sync."""
 
-    def _run(self, ticket: Ticket, own: int, reader: Reader, target: VerifiedTarget | None) -> None:
-        group = self._joined(ticket, own)
-        if self._plan is None or self._plan.source.weights != ticket.weights.layout.weights:
-            self._plan = ticket.plan()
-        dtypes, limit = ticket.weights.dtypes, ticket.bucket_bytes
-        channel = CollectiveChannel(group, self._device, self._plan.rounds(limit), dtypes)
-        transport = Transport(self._plan, own, reader, channel, dtypes, self._device)
-        stream = with_tied(transport.run(limit), ticket.weights)
-        if target is not None:
-            target.update_weights(stream, ticket.version)
-        for _ in stream:  # a sender receives nothing, but must take part in every round
-            pass
+    def _run(self, ticket: Ticket, own: int, read: SourceReader | None) -> Transport:
+        """Return this rank's part of a sync."""
+        group, weights = self._joined(ticket, own), ticket.weights
+        if self._plan is None or self._plan.source.weights != weights.layout.weights:
+            receivers = range(ticket.senders, ticket.senders + ticket.receivers)
+            self._plan = plan(weights.layout, whole_on(weights, receivers))
+        rounds = self._plan.rounds(ticket.bucket_bytes)
+        channel = CollectiveChannel(group, self._device, rounds, weights.dtypes)
+        transport = Transport(self._plan, own, read, channel, weights.dtypes, self._device)
         self.traffic = transport.traffic
+        return transport
 
     def _joined(self, ticket: Ticket, own: int) -> Collectives:
         key = (ticket.address, ticket.port, own)
@@ -129,11 +119,7 @@ class JoinedSender(_Joined):
     """The side of the actor. All ranks have one, and use it together."""
 
     def __init__(
-        self,
-        source: WeightSource | ShardedSource,
-        *,
-        bucket_bytes: int,
-        device: str | torch.device,
+        self, source: TrainEngine, *, bucket_bytes: int, device: str | torch.device
     ) -> None:
         super().__init__(device)
         self._source, self._bucket_bytes = source, bucket_bytes
@@ -144,7 +130,7 @@ class JoinedSender(_Joined):
         """Return the ticket of a sync to ranks with these needs, on rank 0; None on the others."""
         part = needs[0].part
         if part not in self._described:
-            self._described[part] = describe(source_of(self._source, part))
+            self._described[part] = describe(self._source, part)
         described = self._described[part]
         if rank():
             return None
@@ -159,21 +145,23 @@ class JoinedSender(_Joined):
 
     def send(self, ticket: Ticket) -> None:
         """Send this rank's part of the weights, then its shares of the digests."""
-        weights = ticket.weights
-        with closing(own_weights(source_of(self._source, ticket.needs.part))) as stream:
-            reader = SourceReader(stream, weights, rank())
-            self._run(ticket, rank(), reader, None)
-        shares = [digest_of_shares([share], 0) for share in reader.shares.values()]
+        with closing(self._source.shard_stream(ticket.needs.part)) as stream:
+            reader = SourceReader(stream, ticket.weights, rank())
+            for _ in self._run(ticket, rank(), reader).run(ticket.bucket_bytes):
+                pass  # a sender receives nothing, but must take part in every round
+        shares = [signed(share) for share in reader.shares.values()]
         self._all_reduce(torch.tensor(shares, device=self._device))
-        if ticket.needs.probe is not None:
-            scores = scores_of(self._source, ticket.needs.probe, ticket.version)
+        scores = trained_scores(self._source, ticket.needs.probe, ticket.version)
+        if scores is not None:
             self._all_reduce(scores.to(self._device) * float(rank() == 0))
 
 
 class JoinedReceiver(_Joined):
     """The side of the rollout. All ranks have one, and use it together."""
 
-    def __init__(self, target: WeightTarget, *, device: str | torch.device) -> None:
+    def __init__(
+        self, target: RolloutEngine | GuardedRollout, *, device: str | torch.device
+    ) -> None:
         super().__init__(device)
         self._verified = VerifiedTarget(target)
 
@@ -183,23 +171,22 @@ class JoinedReceiver(_Joined):
         Raises:
             WorkerError: weights were not received, or differ. Names them.
         """
-        own, weights = ticket.senders + rank(), ticket.weights
-        self._verified.begin(ticket.version)
-        self._run(ticket, own, TensorsInMemory({}), self._verified)
-        elements = {n: count(whole(w.shape)) for n, w in weights.layout.weights.items()}
-        zeros = torch.zeros(len(elements), dtype=torch.int64, device=self._device)
-        totals = self._all_reduce(zeros).tolist()
+        weights, version = ticket.weights, ticket.version
+        self._verified.begin(version)
+        transport = self._run(ticket, ticket.senders + rank(), None)
+        stream = weights.with_tied(transport.run(ticket.bucket_bytes))
+        self._verified.update(stream, version)
+        for _ in stream:  # an engine need not read to the end
+            pass
+        zeros = torch.zeros(len(weights.layout.weights), dtype=torch.int64, device=self._device)
+        sums = dict(zip(weights.layout.weights, self._all_reduce(zeros).tolist(), strict=True))
         scores = None
         if ticket.needs.probe is not None:
-            ids = probe_ids(ticket.needs.probe, ticket.version)
-            zeros = torch.zeros(PROBE_ROWS, ids.shape[1] - 1, device=self._device)
+            columns = probe_ids(ticket.needs.probe, version).shape[1] - 1
+            zeros = torch.zeros(PROBE_ROWS, columns, device=self._device)
             scores = self._all_reduce(zeros).cpu()
-        digests = {
-            name: total + size for (name, size), total in zip(elements.items(), totals, strict=True)
-        }
-        sent = {name: digests[weight] for name, weight in weights.names()}
-        self._verified.compare(sent, scores, ticket.version)
-        return ticket.version
+        self._verified.compare(weights.digests(sums), scores, version)
+        return version
 
 
 def served_store(nodes: set[str], size: int) -> tuple[TCPStore, tuple[str, int]]:

@@ -3,55 +3,30 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from quadriga.checkpoint.shards import Block, block_of
+from quadriga.checkpoint.shards import block_of
+from quadriga.engines.base import OwnWeights, TrainEngine, WeightPart
 from quadriga.errors import WorkerError
 from quadriga.parallel.distributed import gather_over_ranks, rank
-from quadriga.parallel.layouts import Box, Layout, StoredTensor, Weight, slices, stored_box
-from quadriga.weight_sync.digests import box_digest
-from quadriga.weight_sync.planning.plan import Slot, canonical_boxes
-
-OwnWeights = Generator[tuple[str, Tensor | Block], None, None]
-"""What a rank has of each weight, by checkpoint name."""
-
-
-class WeightSource(Protocol):
-    """The part of a `TrainEngine` that sends weights."""
-
-    def state_stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (checkpoint name, full tensor) of every weight. A tied name follows its weight,
-        with the same tensor."""
-        ...
-
-
-@runtime_checkable
-class ShardedSource(Protocol):
-    """A training engine that can give its shards, so that no rank gathers a weight for sending."""
-
-    def shard_stream(self) -> Iterator[tuple[str, Tensor]] | Iterator[tuple[str, Tensor | Block]]:
-        """Yield what `state_stream` yields, in its order, but a sharded weight as a `DTensor` or as
-        the block of this rank, which may be empty."""
-        ...
-
-
-def own_weights(source: WeightSource | ShardedSource) -> OwnWeights:
-    """Yield (checkpoint name, `DTensor`, block or full tensor) of this rank.
-
-    All ranks must exhaust it, and close it if they cannot: the engine may have loaded its weights
-    for it.
-    """
-    if isinstance(source, ShardedSource):
-        yield from source.shard_stream()
-    else:
-        yield from source.state_stream()
+from quadriga.parallel.layouts import (
+    Box,
+    Layout,
+    StoredTensor,
+    Weight,
+    count,
+    slices,
+    stored_box,
+    whole,
+)
+from quadriga.weight_sync.plan import Slot, canonical_boxes
+from quadriga.weight_sync.verification import box_digest, signed
 
 
 @dataclass(frozen=True)
@@ -75,12 +50,11 @@ class SourceWeights:
             name: Weight(name, weight.shape, dtypes[name].itemsize)
             for name, weight in self.layout.weights.items()
         }
-        layout = Layout(weights, self.layout.ranks, self.layout.tied)
-        return SourceWeights(layout, dtypes, self.nodes)
+        return SourceWeights(replace(self.layout, weights=weights), dtypes, self.nodes)
 
-    def tied_to(self, weight: str) -> list[str]:
-        """Return the names that are tied to a weight."""
-        return self._tied.get(weight, [])
+    def names_of(self, weight: str) -> list[str]:
+        """Return the name of a weight, and those that are tied to it."""
+        return [weight, *self._tied.get(weight, ())]
 
     @cached_property
     def _tied(self) -> dict[str, list[str]]:
@@ -89,42 +63,36 @@ class SourceWeights:
             found.setdefault(weight, []).append(name)
         return found
 
-    def names(self) -> Iterator[tuple[str, str]]:
-        """Yield (checkpoint name, weight that has its elements), tied names included."""
-        yield from ((name, name) for name in self.layout.weights)
-        yield from self.layout.tied.items()
+    def digests(self, shares: Mapping[str, int]) -> dict[str, int]:
+        """Return the digest of each name, from the sum of its shares over all ranks."""
+        return {
+            name: signed(shares[weight.name]) + count(whole(weight.shape))
+            for weight in self.layout.weights.values()
+            for name in self.names_of(weight.name)
+        }
+
+    def with_tied(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield each weight, and directly after it the names that are tied to it."""
+        return ((name, tensor) for weight, tensor in stream for name in self.names_of(weight))
 
 
-@dataclass(frozen=True)
-class _Own:
-    """A weight as one rank has it: `box` of a weight of this shape; or the name of its weight."""
-
-    name: str
-    shape: tuple[int, ...] = ()
-    dtype: torch.dtype = torch.float32
-    box: Box = ()
-    tied_to: str | None = None
-
-
-def describe(source: WeightSource | ShardedSource) -> SourceWeights:
-    """Return what all ranks of a training engine have.
+def describe(engine: TrainEngine, part: WeightPart) -> SourceWeights:
+    """Return what all ranks of a training engine have of a part of its weights.
 
     Waits for: the other ranks. It goes through the weights once, without copying them.
 
     Raises:
         WorkerError: a name occurs twice, or ranks have weights of other shapes or dtypes.
     """
-    gathered = gather_over_ranks((list(_own(source)), socket.gethostname()))
+    gathered = gather_over_ranks((list(_own(engine.shard_stream(part))), socket.gethostname()))
     weights: dict[str, Weight] = {}
     dtypes: dict[str, torch.dtype] = {}
     tied: dict[str, str] = {}
     ranks: dict[int, tuple[StoredTensor, ...]] = {}
     for number, (found, _) in enumerate(gathered):
-        tensors = []
-        for own in found:
-            if own.tied_to is not None:
-                tied[own.name] = own.tied_to
-                continue
+        tied |= {own.name: own.tied_to for own in found if own.tied_to}
+        held = [own for own in found if not own.tied_to]
+        for own in held:
             weight = Weight(own.name, own.shape, own.dtype.itemsize)
             if weights.setdefault(own.name, weight) != weight:
                 raise WorkerError(
@@ -134,30 +102,36 @@ def describe(source: WeightSource | ShardedSource) -> SourceWeights:
                     rank=number,
                 )
             dtypes[own.name] = own.dtype
-            tensors.append(stored_box(own.name, own.box))
-        ranks[number] = tuple(tensors)
+        ranks[number] = tuple(stored_box(own.name, own.box) for own in held)
     nodes = {number: node for number, (_, node) in enumerate(gathered)}
     return SourceWeights(Layout(weights, ranks, tied), dtypes, nodes)
 
 
-def _own(source: WeightSource | ShardedSource) -> Iterator[_Own]:
+@dataclass(frozen=True)
+class _Own:
+    """A weight as one rank has it: `box` of a weight of this shape; or the name of its weight."""
+
+    name: str
+    tied_to: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    box: Box = ()
+
+
+def _own(weights: OwnWeights) -> Iterator[_Own]:
     seen: set[str] = set()
     last_name, last = "", None
-    with closing(own_weights(source)) as stream:
+    with closing(weights) as stream:
         for name, tensor in stream:
-            if name in seen:
-                raise _twice(name)
-            seen.add(name)
+            _check_once(name, seen)
             if tensor is last:
                 yield _Own(name, tied_to=last_name)
                 continue
             last_name, last = name, tensor
             block = block_of(tensor, rank())
-            box = tuple(
-                (start, start + size)
-                for start, size in zip(block.offset, block.data.shape, strict=True)
-            )
-            yield _Own(name, block.shape, block.data.dtype, box)
+            spans = zip(block.offset, block.data.shape, strict=True)
+            box = tuple((start, start + size) for start, size in spans)
+            yield _Own(name, "", block.shape, block.data.dtype, box)
 
 
 class SourceReader:
@@ -167,20 +141,23 @@ class SourceReader:
     rank must go to every weight.
 
     Args:
-        stream: `own_weights` of the engine.
+        stream: `shard_stream` of the engine.
         weights: of all ranks, in the dtypes in which they are sent.
         rank: this rank in the layout.
     """
 
     def __init__(self, stream: OwnWeights, weights: SourceWeights, rank: int) -> None:
         self._stream, self._weights = stream, weights
-        self._boxes = _by_weight(canonical_boxes(weights.layout)[rank])
+        self._boxes: dict[str, list[tuple[Box, Slot]]] = {}
+        for name, box, slot in canonical_boxes(weights.layout)[rank]:
+            self._boxes.setdefault(name, []).append((box, slot))
         self._seen: set[str] = set()
         self._name, self._tensor = "", torch.empty(0)
         self.shares = dict.fromkeys(weights.layout.weights, 0)
         """Weight → this rank's share of its digest, modulo 2^64."""
 
     def advance(self, weight: str) -> None:
+        """Go to a weight. Every rank goes to every weight, in the order of the plan."""
         while weight != self._name:
             if not self._next():
                 raise WorkerError(
@@ -190,6 +167,7 @@ class SourceReader:
                 )
 
     def tensor(self, name: str) -> Tensor:
+        """Return what this rank has of the weight."""
         assert name == self._name, (name, self._name)
         return self._tensor
 
@@ -201,9 +179,7 @@ class SourceReader:
     def _next(self) -> bool:
         """Go to the next weight; return False at the end."""
         for name, tensor in self._stream:
-            if name in self._seen:
-                raise _twice(name)
-            self._seen.add(name)
+            _check_once(name, self._seen)
             if name in self._weights.layout.tied:
                 continue
             if name not in self.shares:
@@ -221,16 +197,9 @@ class SourceReader:
         return False
 
 
-def _by_weight(
-    boxes: Sequence[tuple[str, Box, Slot]],
-) -> dict[str, list[tuple[Box, Slot]]]:
-    found: dict[str, list[tuple[Box, Slot]]] = {}
-    for name, box, slot in boxes:
-        found.setdefault(name, []).append((box, slot))
-    return found
-
-
-def _twice(name: str) -> WorkerError:
-    return WorkerError(
-        f"the training engine yielded weight {name!r} twice", tensor=name, tensors=(name,)
-    )
+def _check_once(name: str, seen: set[str]) -> None:
+    if name in seen:
+        raise WorkerError(
+            f"the training engine yielded weight {name!r} twice", tensor=name, tensors=(name,)
+        )
+    seen.add(name)

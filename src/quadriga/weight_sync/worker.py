@@ -15,10 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from quadriga.config.schema import ActorRolloutRefConfig
-    from quadriga.engines.base import TrainEngine
+    from quadriga.engines.base import TrainEngine, WeightPart
     from quadriga.rollout.base import RolloutEngine
     from quadriga.weight_sync import WeightNeeds, WeightReceiver, WeightSender, WeightSync
-    from quadriga.weight_sync.adapters import WeightPart
     from quadriga.weight_sync.joined import JoinedReceiver, JoinedSender, Ticket
 
 
@@ -61,13 +60,13 @@ class PolicyWeights(Worker):
     def _sync_here(self) -> int:
         """Copy the weights of this version to the rollout engine of this process."""
         from quadriga.weight_sync import WeightSync
-        from quadriga.weight_sync.adapters import source_of
 
         part = self.weight_needs().part
         if part not in self._syncs:
             self._syncs[part] = WeightSync(
-                source_of(self._engine("actor"), part),
+                self._engine("actor"),
                 self._rollout(),
+                part,
                 bucket_bytes=self._bucket_bytes,
                 transport=self.config.rollout.weight_transport,
                 device=self.device,
@@ -94,13 +93,11 @@ class PolicyWeights(Worker):
         """Yield this rank's part of the actor's weights in buckets, for a rollout in other
         processes, which has these needs. The weight version rises."""
         from quadriga.weight_sync import WeightSender
-        from quadriga.weight_sync.adapters import source_of
 
         self._count_version()
         part = needs.part
         if part not in self._senders:
-            source = source_of(self._engine("actor"), part)
-            self._senders[part] = WeightSender(source, self._bucket_bytes)
+            self._senders[part] = WeightSender(self._engine("actor"), part, self._bucket_bytes)
         yield from self._senders[part].send(needs, self.weight_version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -22,11 +22,11 @@ from quadriga.single_controller import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from quadriga.weight_sync.planning.grouping import copies_of_actor, groups_of_copies
 from quadriga.weight_sync.worker import PolicyWeights
 from quadriga.workers.method_fields import COMPUTE_LOG_PROB, COMPUTE_REF_LOG_PROB, UPDATE_ACTOR
 from quadriga.workers.runtime import (
     RankRuntime,
+    groups_of_copies,
     prepare_rank,
     register_engine_ranks,
     register_groups,
@@ -310,11 +310,10 @@ class ActorRolloutRefWorker(PolicyWeights):
 
     def _copies(self) -> list[tuple[int, ...]]:
         """Return the ranks that hold each copy of the rollout's weights together."""
-        rollout, engine = self.config.rollout, self.config.actor.engine
+        rollout = self.config.rollout
+        engine = self.config.actor.engine if self.uses("actor") else None
         copy = ranks_of_copy(rollout.name, rollout.options)
-        if not self.uses("actor"):
-            return groups_of_copies(1, 1, self.world_size, copy)
-        return copies_of_actor(engine, self.world_size, copy)
+        return groups_of_copies(engine, self.world_size, copy)
 
     def _temperature(self) -> float:
         """Return the temperature at which log-probabilities are computed.

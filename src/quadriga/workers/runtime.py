@@ -36,6 +36,34 @@ def register_data_ranks(worker: Worker, mesh: str, size: int) -> None:
     worker._register_dispatch_collect_info(mesh, dp_rank=part, is_collect=position == 0)
 
 
+def groups_of_copies(engine: EngineConfig | None, ranks: int, copy: int) -> list[tuple[int, ...]]:
+    """Return the ranks that hold each copy of the rollout's weights together.
+
+    With strides where each tensor-parallel shard of the actor is then a part of the rank's shard of
+    the rollout, so that nothing is held twice (HybridFlow, arXiv 2409.19256, section 5.3), else
+    neighbours. Neighbours of the FSDP engine that divide tokens have whole layers, so they are in
+    one copy.
+
+    Args:
+        engine: of the actor on these ranks; None: they generate only.
+        copy: ranks of a copy, which divide the ranks.
+    """
+    # 4 tensor-parallel ranks with a quarter each, copies of 2 ranks with a half each:
+    #
+    #   training           quarter 0   quarter 1   quarter 2   quarter 3
+    #   (0, 2) and (1, 3)  half 0      half 0      half 1      half 1     each contains the quarter
+    #   (0, 1) and (2, 3)  half 0      half 1      half 0      half 1     those of 1 and 2 do not
+    tensor = 1 if engine is None else engine.tensor_parallel_size
+    if engine is not None and engine.name == "fsdp" and engine.model_parallel_size > tensor:
+        tensor = 1
+    block, step = (tensor, tensor // copy) if tensor % copy == 0 else (copy, 1)
+    return [
+        tuple(range(first + start, first + block, step))
+        for first in range(0, ranks, block)
+        for start in range(step)
+    ]
+
+
 def register_groups(worker: Worker, mesh: str, groups: Sequence[tuple[int, ...]]) -> None:
     """Register a mesh in which the ranks of a group receive the same rows, and the first of them
     returns the result. All groups have one size.

@@ -27,7 +27,16 @@ from quadriga.checkpoint.files import SavedFile
 from quadriga.checkpoint.rank_state import load_rank_state, read_scalars, save_rank_state
 from quadriga.checkpoint.shards import Block
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
-from quadriga.engines.base import SKIPPED_STEPS, Batch, HeadKind, LossFn, Outputs, TrainEngine
+from quadriga.engines.base import (
+    SKIPPED_STEPS,
+    Batch,
+    HeadKind,
+    LossFn,
+    Outputs,
+    OwnWeights,
+    TrainEngine,
+    WeightPart,
+)
 from quadriga.engines.loading import in_local_folders
 from quadriga.engines.megatron.families import check_sizes, megatron_model
 from quadriga.engines.megatron.model import MicroBatch, Pipeline, transformer_config
@@ -272,8 +281,8 @@ class MegatronEngine:
         with self._on_device("parameters"), torch.no_grad():
             yield from self._weights.stream(self._detached())
 
-    def shard_stream(self) -> Iterator[tuple[str, Tensor | Block]]:
-        """Yield `state_stream` with the blocks of this rank; all ranks must exhaust it."""
+    def shard_stream(self, part: WeightPart = "merged") -> OwnWeights:
+        assert part == "merged", "adapters are refused by `check_settings`"
         with self._on_device("parameters"), torch.no_grad():
             yield from self._weights.shard_stream(self._detached())
 

@@ -1,8 +1,6 @@
 """What ranks receive and hold when an actor on Megatron-core becomes a rollout on the same ranks.
 
-The numbers of a run are those of the plan that its weight syncs execute
-(`weight_sync.planning.plan`). Those of other designs are the formulas of table 2 of HybridFlow
-(arXiv 2409.19256, §5.4).
+The numbers are those of the plan that the weight syncs of the run execute (`weight_sync.plan`).
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import get_args
 
 import torch
 from transformers import PreTrainedConfig
@@ -20,33 +17,20 @@ from quadriga.config.schema import TrainConfig
 from quadriga.engines.loading import simulated_model
 from quadriga.engines.megatron.families import check_sizes, megatron_model, padded_vocabulary
 from quadriga.engines.megatron.settings import degrees_of, sizes_of
-from quadriga.errors import ConfigError
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.layouts import (
     Degrees,
+    Layout,
     Model,
     Weight,
     parallel_layout,
     replicated_layout,
 )
 from quadriga.rollout import ranks_of_copy
-from quadriga.weight_sync.planning.grouping import (
-    Design,
-    HybridDegrees,
-    copies_of_actor,
-    layout_of_copies,
-    peak_memory,
-    redundancy,
-    transition_volume,
-)
-from quadriga.weight_sync.planning.plan import plan
+from quadriga.weight_sync.plan import plan
+from quadriga.workers.runtime import groups_of_copies
 
 MIB = 2**20
-_NAMES: dict[Design, str] = {
-    "ds-chat": "DS-Chat",
-    "hybridflow-v": "HybridFlow-V",
-    "hybridflow": "HybridFlow",
-}
 
 
 @dataclass(frozen=True)
@@ -109,8 +93,10 @@ def resharding(config: TrainConfig, device_type: str) -> Resharding | None:
     generation = replicated_layout(weights.values(), training.ranks)
     if together > 1:
         parts = _rollout_model(model_config, weights, together)
-        groups = copies_of_actor(engine, len(training.ranks), together)
-        generation = layout_of_copies(parts, groups)
+        shards = parallel_layout(parts, Degrees(tensor=together)).ranks
+        groups = groups_of_copies(engine, len(training.ranks), together)
+        held = {rank: shards[i] for group in groups for i, rank in enumerate(group)}
+        generation = Layout(parts.weights, held)
     found = plan(training, generation)
     whole = sum(weight.num_bytes for weight in weights.values())
     return Resharding(
@@ -135,31 +121,18 @@ def _rollout_model(config: PreTrainedConfig, weights: Mapping[str, Weight], rank
 
 
 def resharding_lines(config: TrainConfig, device_type: str) -> list[str]:
-    """Return the same as lines of a table, with the formulas of other designs; [] if it is None."""
+    """Return the same as lines of a table; [] if it is None."""
     found = resharding(config, device_type)
     if found is None:
         return []
     at = found.ranks
     parts = max(at.expert, at.spread)
     experts = f" × {parts} (experts)" if parts > 1 else ""
-    lines = [
+    sizes = (found.received, found.generating, found.training)
+    return [
         f"weights of a rank in MiB, model {found.whole / MIB:.4g}: trained by {at.tensor} (tensor) "
         f"× {at.pipeline} (stages){experts} × {at.replicas} (replicas), generated with by "
         f"{found.gen_tensor}",
         f"  {'':<26}{'received':>10}{'generate':>10}{'beside':>10}",
-        _line("this run", found.received, found.generating, found.training),
+        f"  {'this run':<26}" + "".join(f"{size / MIB:>10.4g}" for size in sizes),
     ]
-    try:
-        degrees = HybridDegrees(at.tensor, at.pipeline, at.replicas * at.expert, found.gen_tensor)
-    except ConfigError as error:
-        return [*lines, f"  no formulas: {error}"]
-    whole = found.whole
-    for design in get_args(Design):
-        shares = (f(design, degrees) for f in (transition_volume, peak_memory, redundancy))
-        name = f"{_NAMES[design]}, by formula"
-        lines.append(_line(name, *(round(share * whole) for share in shares)))
-    return lines
-
-
-def _line(name: str, *sizes: int) -> str:
-    return f"  {name:<26}" + "".join(f"{size / MIB:>10.4g}" for size in sizes)

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from quadriga.errors import WorkerError
 from quadriga.parallel.layouts import (
     Box,
     Layout,
+    Piece,
     Weight,
     count,
     difference,
@@ -104,35 +105,9 @@ class Plan:
                 found[transfer.source, transfer.target] += transfer.num_bytes
         return found
 
-    def sent_bytes(self, rank: int) -> int:
-        """Return the bytes that a rank sends to other processes."""
-        return sum(size for (source, _), size in self.link_bytes.items() if source == rank)
-
     def received_bytes(self, rank: int) -> int:
         """Return the bytes that a rank receives from other processes."""
         return sum(size for (_, target), size in self.link_bytes.items() if target == rank)
-
-    def local_bytes(self, rank: int) -> int:
-        """Return the bytes that a rank copies in its own memory."""
-        return sum(t.num_bytes for t in self.transfers if t.is_local and t.source == rank)
-
-    def redundant_bytes(self, rank: int) -> int:
-        """Return the bytes that a rank stores for training and not for generation.
-
-        It must keep them beside the weights that it generates with. What it stores for both can be
-        in one place.
-        """
-        if rank not in self.source.ranks:
-            return 0
-        own = [piece for tensor in self.source.ranks[rank] for piece in tensor.pieces]
-        wanted = _boxes_by_weight(self.target, rank)
-        rest = 0
-        for piece in own:
-            left = [piece.box]
-            for box in wanted[piece.weight]:
-                left = [part for old in left for part in _without(old, box)]
-            rest += sum(map(count, left)) * self.source.weights[piece.weight].itemsize
-        return rest
 
     def rounds(self, bucket_bytes: int) -> Iterator[Round]:
         """Yield the transfers in rounds, in order.
@@ -159,17 +134,6 @@ class Plan:
         if current:
             yield Round(tuple(current), dict(staged))
 
-    def peak_bytes(self, bucket_bytes: int) -> Counter[int]:
-        """Return rank → the most bytes in its buffers at one time, with two rounds in memory."""
-        peak: Counter[int] = Counter()
-        before: Mapping[int, int] = {}
-        for current in self.rounds(bucket_bytes):
-            for rank in (*before, *current.staged):
-                both = before.get(rank, 0) + current.staged.get(rank, 0)
-                peak[rank] = max(peak[rank], both)
-            before = current.staged
-        return peak
-
 
 def plan(source: Layout, target: Layout, nodes: Mapping[int, str] | None = None) -> Plan:
     """Return the transfers that give every target rank its weights.
@@ -183,37 +147,35 @@ def plan(source: Layout, target: Layout, nodes: Mapping[int, str] | None = None)
             `tensor` (the first one), `tensors` (all of them).
     """
     _check_weights(source, target)
-    owners = _owners(source)
-    wanted = _wanted(target)
-    nodes = nodes or {}
+    owners, nodes = _owners(source), nodes or {}
     sent: Counter[int] = Counter()
     transfers: list[tuple[int, Transfer]] = []
-    remote: list[_Wanted] = []
+    remote: list[_Remote] = []
     missing: dict[str, None] = {}
-    for want in wanted:
-        rest = [want.box]
-        available = owners[source.tied.get(want.weight, want.weight)]
+    for want in _wanted(target):
+        rest = [want.piece.box]
+        available = owners[source.tied.get(want.piece.weight, want.piece.weight)]
         for box, stores in available.items():
-            store = stores.get(want.rank)
-            if store is not None and rest:
+            if want.rank in stores and rest:
                 found, rest = _cut(rest, box)
                 for part in found:
-                    transfers.append((want.order, _transfer(want, part, want.rank, box, store)))
+                    own = want.transfer(part, want.rank, box, stores[want.rank])
+                    transfers.append((want.order, own))
         for box, stores in available.items():
             if rest:
                 found, rest = _cut(rest, box)
-                remote += [want.of(part, box, stores) for part in found]
+                remote += [_Remote(want, part, box, stores) for part in found]
         if rest:
-            missing[want.weight] = None
+            missing[want.piece.weight] = None
     if missing:
         raise _unowned(list(missing))
     # The largest first, so that the small ones level out the differences.
-    for want in sorted(remote, key=lambda w: -w.num_bytes):
-        near = [r for r in want.stores if want.rank in nodes and nodes.get(r) == nodes[want.rank]]
-        owner = min(near or want.stores, key=lambda r: (sent[r], r))
-        sent[owner] += want.num_bytes
-        found_part = _transfer(want, want.box, owner, want.owned, want.stores[owner])
-        transfers.append((want.order, found_part))
+    for item in sorted(remote, key=lambda item: -item.num_bytes):
+        want, owned_by = item.want, item.stores
+        near = [r for r in owned_by if want.rank in nodes and nodes.get(r) == nodes[want.rank]]
+        owner = min(near or owned_by, key=lambda r: (sent[r], r))
+        sent[owner] += item.num_bytes
+        transfers.append((want.order, want.transfer(item.part, owner, item.box, owned_by[owner])))
     transfers.sort(key=lambda item: (item[0], item[1].target, item[1].box))
     return Plan(source, target, tuple(transfer for _, transfer in transfers))
 
@@ -249,38 +211,39 @@ def canonical_boxes(layout: Layout) -> dict[int, list[tuple[str, Box, Slot]]]:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A box that a rank stores, and later the owners of it."""
+    """A piece of a tensor that a rank stores in the target."""
 
     order: int
     rank: int
-    weight: str
-    box: Box
-    write: Slot
+    tensor: str
+    piece: Piece
     itemsize: int
-    owned: Box = ()
-    stores: Mapping[int, Slot] = field(default_factory=dict)
 
-    def of(self, part: Box, owned: Box, stores: Mapping[int, Slot]) -> _Wanted:
-        write = Slot(self.write.tensor, moved(part, self.box, self.write.box))
-        return _Wanted(
-            self.order, self.rank, self.weight, part, write, self.itemsize, owned, stores
+    def transfer(self, part: Box, owner: int, owned: Box, store: Slot) -> Transfer:
+        """Return the transfer of a part of it from an owner, which stores `owned` there."""
+        return Transfer(
+            owner,
+            self.rank,
+            self.piece.weight,
+            part,
+            Slot(store.tensor, moved(part, owned, store.box)),
+            Slot(self.tensor, moved(part, self.piece.box, self.piece.at)),
+            count(part) * self.itemsize,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Remote:
+    """A part of a wanted piece, and the ranks that store a box with it."""
+
+    want: _Wanted
+    part: Box
+    box: Box
+    stores: Mapping[int, Slot]
 
     @property
     def num_bytes(self) -> int:
-        return count(self.box) * self.itemsize
-
-
-def _transfer(want: _Wanted, part: Box, owner: int, owned: Box, store: Slot) -> Transfer:
-    return Transfer(
-        owner,
-        want.rank,
-        want.weight,
-        part,
-        Slot(store.tensor, moved(part, owned, store.box)),
-        Slot(want.write.tensor, moved(part, want.box, want.write.box)),
-        count(part) * want.itemsize,
-    )
+        return count(self.part) * self.want.itemsize
 
 
 def _owners(layout: Layout) -> Mapping[str, dict[Box, dict[int, Slot]]]:
@@ -298,12 +261,7 @@ def _wanted(target: Layout) -> list[_Wanted]:
     order = {name: index for index, name in enumerate(target.weights)}
     return [
         _Wanted(
-            order[piece.weight],
-            rank,
-            piece.weight,
-            piece.box,
-            Slot(tensor.name, piece.at),
-            target.weights[piece.weight].itemsize,
+            order[piece.weight], rank, tensor.name, piece, target.weights[piece.weight].itemsize
         )
         for rank, tensors in target.ranks.items()
         for tensor in tensors
@@ -323,19 +281,6 @@ def _cut(rest: Sequence[Box], box: Box) -> tuple[list[Box], list[Box]]:
             found.append(part)
             left += difference(old, part)
     return found, left
-
-
-def _without(old: Box, box: Box) -> list[Box]:
-    part = intersection(old, box)
-    return [old] if part is None else difference(old, part)
-
-
-def _boxes_by_weight(layout: Layout, rank: int) -> Mapping[str, list[Box]]:
-    found: dict[str, list[Box]] = defaultdict(list)
-    for tensor in layout.ranks.get(rank, ()):
-        for piece in tensor.pieces:
-            found[piece.weight].append(piece.box)
-    return found
 
 
 def _check_weights(source: Layout, target: Layout) -> None:
