@@ -33,8 +33,8 @@ from ray.experimental import get_object_locations
 from quadriga import DataProto, Dispatch, Worker, register
 from quadriga.backends.ray import RayBackend
 from quadriga.backends.ray.calls.row_store import StoreName
-from quadriga.protocol.columns.column import RemoteColumn
-from quadriga.protocol.values.storage import traffic
+from quadriga.protocol.columns import RemoteColumn
+from quadriga.protocol.storage import traffic
 
 WIDTH = 4096
 """Columns of float32: a row has 16 KiB."""

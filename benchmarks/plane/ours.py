@@ -14,7 +14,7 @@ from plane import raw, step
 from plane.measure import WARM, repeat
 from quadriga.backends import get_backend
 from quadriga.protocol import DataProto
-from quadriga.protocol.values.storage import traffic
+from quadriga.protocol.storage import traffic
 from quadriga.single_controller import Dispatch, Worker, register
 
 

@@ -15,10 +15,10 @@ from typing import Any
 from quadriga.backends.ray.process.memory import FULL_EVERY_IN_CONTROLLER, collect_rarely
 from quadriga.protocol import DataProto, Origin, use_store
 from quadriga.protocol.boundary import pack_argument, unpack_result
-from quadriga.protocol.columns.column import RemoteColumn
-from quadriga.protocol.columns.remote_batch import RemoteArrays, RemoteBatch
-from quadriga.protocol.values.field_spec import FieldSpec
-from quadriga.protocol.values.rows import RowMap, Shard
+from quadriga.protocol.columns import RemoteColumn
+from quadriga.protocol.contents import RemoteArrays, RemoteBatch
+from quadriga.protocol.rows import RowMap, Shard
+from quadriga.protocol.values import FieldSpec
 
 
 class FakeHandle:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quadriga.protocol import DataProto
-from quadriga.protocol.values.storage import traffic
+from quadriga.protocol.storage import traffic
 from quadriga.single_controller import Dispatch, Worker, register
 
 WIDTH = 16384  # float32 columns: a row weighs 64 KiB

@@ -23,7 +23,7 @@ from quadriga.backends.ray.calls.row_store import servers
 from quadriga.backends.ray.cluster import this_node
 from quadriga.errors import LostObjectError, QuadrigaError
 from quadriga.protocol import DataProto
-from quadriga.protocol.values.storage import traffic
+from quadriga.protocol.storage import traffic
 
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 ROW = 4 * WIDTH

@@ -28,8 +28,7 @@ from quadriga.backends.ray.calls.submission import is_plain
 from quadriga.errors import LostObjectError, WorkerMethodError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.protocol.boundary import pack_argument
-from quadriga.protocol.values import operations as values
-from quadriga.protocol.values.storage import traffic
+from quadriga.protocol.storage import traffic
 
 KB, MB = 2**10, 2**20
 
@@ -241,7 +240,7 @@ def test_batches_of_every_kind_come_back(echo, name):
 
 
 def same(a: DataProto, b: DataProto) -> bool:
-    return values.same(parts(a), parts(b))
+    return same(parts(a), parts(b))
 
 
 def parts(data: DataProto) -> tuple[object, ...]:

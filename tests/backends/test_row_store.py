@@ -21,7 +21,7 @@ from quadriga.backends.ray.calls.row_store import RowStore, make_store, servers
 from quadriga.backends.ray.calls.store import RayStore
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto
-from quadriga.protocol.values.cut import cut
+from quadriga.protocol.storage import cut
 
 
 @pytest.fixture(scope="module")

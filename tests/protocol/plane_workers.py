@@ -12,8 +12,8 @@ import torch
 from tensordict import TensorDictBase
 
 from quadriga.protocol import DataProto
-from quadriga.protocol.values import operations
-from quadriga.protocol.values.storage import traffic
+from quadriga.protocol.storage import traffic
+from quadriga.protocol.values import clone_value
 from quadriga.single_controller import (
     Dispatch,
     Worker,
@@ -170,7 +170,7 @@ class Plane(Worker):
             h for h in (data.batch, data.non_tensor_batch) if h is not None and len(h.keys())
         ]
         value = half[next(iter(half.keys()))]
-        seen = operations.clone(value)
+        seen = clone_value(value)
         leaves = value.values(True, True) if isinstance(value, TensorDictBase) else [value]
         for leaf in leaves:
             if isinstance(leaf, np.ndarray):

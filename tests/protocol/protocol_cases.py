@@ -14,8 +14,7 @@ from tensordict import TensorDict
 
 from quadriga.protocol import DataProto, Origin
 from quadriga.protocol.boundary import pack_result, unpack_result
-from quadriga.protocol.values import operations
-from quadriga.protocol.values.operations import object_array
+from quadriga.protocol.values import object_array, same
 
 
 def shard(data: DataProto, ranks: int, method: str = "make") -> DataProto:
@@ -122,4 +121,4 @@ def same_value(a, b) -> bool:
     """Return whether values are deeply equal, float8 included."""
     if isinstance(a, torch.Tensor) and not a.is_nested and a.dtype == torch.float8_e4m3fn:
         return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-    return operations.same(a, b)
+    return same(a, b)

@@ -9,8 +9,8 @@ import threading
 import pytest
 import torch
 
-from quadriga.protocol.values import buffer_pool
-from quadriga.protocol.values.buffer_pool import POOLED_BYTES, Pool, empty
+from quadriga.protocol import values
+from quadriga.protocol.values import POOLED_BYTES, Pool, pooled_empty
 
 MIB = 2**20
 
@@ -18,22 +18,22 @@ MIB = 2**20
 @pytest.fixture
 def pool(monkeypatch):
     new = Pool(kept_bytes=8 * MIB)
-    monkeypatch.setattr(buffer_pool, "_pool", new)
+    monkeypatch.setattr(values, "_pool", new)
     return new
 
 
 def test_memory_is_used_again_after_its_tensor_is_dropped(pool):
-    first = empty((MIB,), torch.int32)
+    first = pooled_empty((MIB,), torch.int32)
     address = first.data_ptr()
     assert address % 64 == 0
     del first
     assert pool.kept_bytes == 4 * MIB
-    again = empty((MIB // 2,), torch.int64)
+    again = pooled_empty((MIB // 2,), torch.int64)
     assert again.data_ptr() == address and pool.kept_bytes == 0
 
 
 def test_memory_above_the_limit_is_not_kept(pool):
-    large = empty((8 * MIB + 1,), torch.uint8)
+    large = pooled_empty((8 * MIB + 1,), torch.uint8)
     del large
     assert pool.kept_bytes == 0
 
@@ -55,12 +55,12 @@ def test_memory_above_the_limit_is_not_kept(pool):
     ids=["slice", "dtype", "numpy", "storage", "jagged"],
 )
 def test_a_view_keeps_the_memory(pool, view_of, numbers):
-    tensor = empty((MIB,), torch.int32).fill_(7)
+    tensor = pooled_empty((MIB,), torch.int32).fill_(7)
     view = view_of(tensor)
     del tensor
     gc.collect()
     assert pool.kept_bytes == 0
-    empty((MIB,), torch.int32).fill_(0)  # must use other memory
+    pooled_empty((MIB,), torch.int32).fill_(0)  # must use other memory
     assert numbers(view) == [7, 7]
     before = pool.kept_bytes
     del view
@@ -69,16 +69,19 @@ def test_a_view_keeps_the_memory(pool, view_of, numbers):
 
 
 def test_small_tensors_are_allocated_by_torch(pool):
-    small = empty((POOLED_BYTES // 4 - 1,), torch.float32)
+    small = pooled_empty((POOLED_BYTES // 4 - 1,), torch.float32)
     del small
     assert pool.kept_bytes == 0
 
 
 def test_the_least_recently_acquired_size_is_dropped_first(pool):
-    three, four = empty((2 * MIB + 1,), torch.uint8), empty((3 * MIB + 1,), torch.uint8)
+    three, four = (
+        pooled_empty((2 * MIB + 1,), torch.uint8),
+        pooled_empty((3 * MIB + 1,), torch.uint8),
+    )
     del three, four
     assert pool.kept_bytes == 7 * MIB
-    two = empty((MIB + 1,), torch.uint8)
+    two = pooled_empty((MIB + 1,), torch.uint8)
     del two
     assert pool.kept_bytes == 6 * MIB  # 3 MiB were dropped, 4 and 2 are kept
 
@@ -88,7 +91,7 @@ def test_threads_never_share_memory(pool):
 
     def work(number):
         for _ in range(200):
-            mine = empty((POOLED_BYTES,), torch.uint8).fill_(number)
+            mine = pooled_empty((POOLED_BYTES,), torch.uint8).fill_(number)
             if int(mine.min()) != number or int(mine.max()) != number:
                 wrong.append(number)
 
@@ -101,5 +104,5 @@ def test_threads_never_share_memory(pool):
 
 
 def test_tensors_over_the_pool_can_be_pickled(pool):
-    tensor = empty((POOLED_BYTES // 8,), torch.int64).fill_(3)
+    tensor = pooled_empty((POOLED_BYTES // 8,), torch.int64).fill_(3)
     assert torch.equal(pickle.loads(pickle.dumps(tensor)), tensor)

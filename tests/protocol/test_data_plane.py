@@ -14,10 +14,9 @@ from plane_workers import WIDTH, Plane, bag, is_unchanged, spoil
 from protocol_cases import ARRAYS, TENSORS, same_value
 
 from quadriga.errors import LostObjectError, WorkerMethodError
-from quadriga.protocol import DataProto, message, parallel_put, use_store
-from quadriga.protocol.columns.remote_batch import RemoteBatch
-from quadriga.protocol.values import storage
-from quadriga.protocol.values.storage import traffic
+from quadriga.protocol import DataProto, message, parallel_put, storage, use_store
+from quadriga.protocol.contents import RemoteBatch
+from quadriga.protocol.storage import traffic
 
 BIG_ROW = 4 * WIDTH
 

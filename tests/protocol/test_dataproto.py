@@ -15,8 +15,8 @@ from quadriga.protocol import (
     pad_dataproto_to_divisor,
     unpad_dataproto,
 )
-from quadriga.protocol.columns.remote_batch import RemoteBatch
-from quadriga.protocol.values.jagged import build
+from quadriga.protocol.contents import RemoteBatch
+from quadriga.protocol.values import build_jagged
 
 
 def six() -> DataProto:
@@ -26,7 +26,7 @@ def six() -> DataProto:
         {
             "x": torch.arange(6),
             "xy": torch.stack([torch.arange(6.0), 10 * torch.arange(6.0)], dim=1),
-            "rag": build(ragged, torch.tensor([0, 0, 1, 3, 6, 10, 15])),
+            "rag": build_jagged(ragged, torch.tensor([0, 0, 1, 3, 6, 10, 15])),
         },
         {"s": list("abcdef"), "half": np.arange(6) / 2},
         {"temperature": 0.7},

@@ -13,7 +13,7 @@ from test_small_fields import RANK, CountingStore
 
 from quadriga.protocol import DataProto
 from quadriga.protocol.boundary import pack_argument, pack_result, unpack_argument, unpack_result
-from quadriga.protocol.values import operations
+from quadriga.protocol.values import same
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_fields_arrive_on_the_cpu(defaults, tmp_path, way, rows):
     defaults()
     arrived = ROWS[rows](way(data, tmp_path))
     for key, value in expected.items():
-        assert operations.same(arrived.batch[key], value), key
+        assert same(arrived.batch[key], value), key
 
 
 def test_values_by_themselves_arrive_on_the_cpu(defaults):

@@ -10,7 +10,7 @@ import torch
 
 from quadriga.protocol import DataProto, message, use_store
 from quadriga.protocol.boundary import pack_argument, pack_result, unpack_argument, unpack_result
-from quadriga.protocol.values.storage import CONTROLLER, InProcessStore, Origin, traffic
+from quadriga.protocol.storage import CONTROLLER, InProcessStore, Origin, traffic
 from quadriga.workers.method_fields import (
     COMPUTE_LOG_PROB,
     COMPUTE_VALUES,

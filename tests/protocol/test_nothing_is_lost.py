@@ -13,7 +13,7 @@ from quadriga.errors import FieldError
 from quadriga.protocol import DataProto, Origin
 from quadriga.protocol.boundary import pack_argument, pack_result, unpack_argument, unpack_result
 from quadriga.protocol.containers import walk
-from quadriga.protocol.values import operations
+from quadriga.protocol.values import same
 
 
 def sent(data, store):
@@ -47,7 +47,7 @@ def test_structured_arrays_keep_their_fields(store):
     for found in (sent(data, store), sent(sent(data, store)[[2, 0]], store)):
         assert found.non_tensor_batch["v"].dtype == kind
     assert sent(data, store)[[2, 0]].non_tensor_batch["v"].tobytes() == array[[2, 0]].tobytes()
-    assert operations.same(pickle.loads(pickle.dumps(data)).non_tensor_batch["v"], array)
+    assert same(pickle.loads(pickle.dumps(data)).non_tensor_batch["v"], array)
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,10 @@ from quadriga.backends.ray.calls.store import RayStore
 from quadriga.errors import FieldError
 from quadriga.protocol import DataProto
 from quadriga.protocol.boundary import pack_argument
-from quadriga.protocol.columns.remote_batch import RemoteBatch
-from quadriga.protocol.values.encode import encode
-from quadriga.protocol.values.operations import object_array
-from quadriga.protocol.values.storage import traffic
+from quadriga.protocol.contents import RemoteBatch
+from quadriga.protocol.encoding import encode
+from quadriga.protocol.storage import traffic
+from quadriga.protocol.values import object_array
 from quadriga.single_controller import Dispatch, register
 
 

@@ -9,7 +9,7 @@ import torch
 
 from quadriga.errors import FieldError
 from quadriga.protocol import DataProto, collate_fn
-from quadriga.protocol.values import jagged
+from quadriga.protocol.values import equal_jagged
 
 
 def positions() -> list[torch.Tensor]:
@@ -56,6 +56,6 @@ def test_other_ragged_dimensions_do_not_fit(form):
     other = torch.nested.nested_tensor_from_jagged(torch.zeros(4, 3), torch.arange(5))
     with pytest.raises(FieldError, match="field 'p' cannot be concatenated"):
         DataProto.concat([form(batch()), form(DataProto.from_dict({"p": other}))])
-    assert not jagged.equal(batch().batch["p"], other)
+    assert not equal_jagged(batch().batch["p"], other)
     with pytest.raises(FieldError, match="'p' is ragged in dimension 2"):
         form(batch()).unfold_column_chunks(2, ["p"])

@@ -9,9 +9,9 @@ import torch
 from quadriga.backends.ray import cluster
 from quadriga.backends.ray.calls import store as ray_store
 from quadriga.errors import LostObjectError
-from quadriga.protocol.columns.column import RemoteColumn, fetch, row_map_of_shard
-from quadriga.protocol.values.encode import encode
-from quadriga.protocol.values.storage import Origin
+from quadriga.protocol.columns import RemoteColumn, fetch, row_map_of_shard
+from quadriga.protocol.encoding import encode
+from quadriga.protocol.storage import Origin
 
 MB = 2**20
 

@@ -12,12 +12,11 @@ from protocol_cases import shard
 from tensordict import TensorDict
 
 from quadriga.errors import FieldError, LostObjectError
-from quadriga.protocol import DataProto, Origin, message, pad_dataproto_to_divisor
+from quadriga.protocol import DataProto, Origin, message, pad_dataproto_to_divisor, storage
 from quadriga.protocol.boundary import pack_argument, pack_result, unpack_argument, unpack_result
-from quadriga.protocol.columns.remote_batch import RemoteBatch
-from quadriga.protocol.values import storage
-from quadriga.protocol.values.decode import decode
-from quadriga.protocol.values.storage import traffic
+from quadriga.protocol.contents import RemoteBatch
+from quadriga.protocol.encoding import decode
+from quadriga.protocol.storage import traffic
 
 
 def batch(n: int = 8) -> DataProto:
@@ -79,7 +78,7 @@ def test_prefetch_waits_once(store, monkeypatch):
     waits = []
     fetch_many = storage.fetch_many
     monkeypatch.setattr(
-        "quadriga.protocol.columns.column.fetch_many",
+        "quadriga.protocol.columns.fetch_many",
         lambda hs: waits.append(len(hs)) or fetch_many(hs),
     )
     data = shard(batch(), 4)
@@ -101,7 +100,7 @@ def test_threads_that_read_at_the_same_time_get_one_value(store, monkeypatch):
 
     data = shard(batch(), 4)
     traffic.reset()
-    monkeypatch.setattr("quadriga.protocol.columns.column.decode", slow)
+    monkeypatch.setattr("quadriga.protocol.columns.decode", slow)
     with ThreadPoolExecutor(threads) as pool:
         found = list(pool.map(lambda _: data.batch["wide"], range(threads)))
     monkeypatch.undo()

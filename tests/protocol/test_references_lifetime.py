@@ -19,9 +19,9 @@ from quadriga.protocol import (
     use_store,
 )
 from quadriga.protocol.boundary import pack_argument, pack_result, unpack_argument
-from quadriga.protocol.columns.remote_batch import RemoteBatch
-from quadriga.protocol.values import operations
-from quadriga.protocol.values.storage import InProcessStore, traffic
+from quadriga.protocol.contents import RemoteBatch
+from quadriga.protocol.storage import InProcessStore, traffic
+from quadriga.protocol.values import same
 
 
 def batch(n: int = 8) -> DataProto:
@@ -263,8 +263,6 @@ def test_values_compare_deeply():
     loop.append(loop)
     other: list = [1]
     other.append(other)
-    assert operations.same(loop, other)
-    assert not operations.same([1, {"a": 2}], [1, {"a": 3}])
-    assert not operations.same(1, 1.0) and not operations.same(
-        torch.ones(2), torch.ones(2).double()
-    )
+    assert same(loop, other)
+    assert not same([1, {"a": 2}], [1, {"a": 3}])
+    assert not same(1, 1.0) and not same(torch.ones(2), torch.ones(2).double())

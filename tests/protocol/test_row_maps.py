@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quadriga.protocol import Origin
-from quadriga.protocol.values.rows import RowIndices, RowMap, RowRange, Shard, concat, row_map_of
+from quadriga.protocol.rows import RowIndices, RowMap, RowRange, Shard, concat, row_map_of
 
 WRITER = Origin("actor", 0, "make")
 

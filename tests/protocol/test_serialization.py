@@ -16,9 +16,9 @@ from tensordict import NonTensorData, TensorDict
 from quadriga.errors import FieldError
 from quadriga.protocol import DataProto, Origin, message
 from quadriga.protocol.boundary import pack_argument, pack_result, unpack_argument, unpack_result
-from quadriga.protocol.values import jagged, operations
-from quadriga.protocol.values.encode import encode, encode_tensor
-from quadriga.protocol.values.rows import RowIndices
+from quadriga.protocol.encoding import encode, encode_tensor
+from quadriga.protocol.rows import RowIndices
+from quadriga.protocol.values import is_jagged, object_array, same, take_value
 
 
 @pytest.fixture(params=["inline", "stored"])
@@ -42,7 +42,7 @@ def send(request, store, monkeypatch):
 def test_tensors_are_received_equal_and_writable(send, kind):
     value = TENSORS[kind]
     back = send(DataProto.from_dict({"v": value})).batch["v"]
-    assert same_value(value.contiguous() if not jagged.is_jagged(value) else value, back)
+    assert same_value(value.contiguous() if not is_jagged(value) else value, back)
     for leaf in back.values(True, True) if isinstance(back, TensorDict) else [back]:
         if leaf.is_nested:
             leaf.values().zero_()
@@ -56,7 +56,7 @@ def test_chosen_rows_of_every_kind(send, kind):
     back = send(DataProto.from_dict({"v": value}))[[3, 1, 1]].batch["v"]
     if kind == "float8":
         value, back = value.view(torch.uint8), back.view(torch.uint8)
-    assert operations.same(operations.take(value, RowIndices(np.array([3, 1, 1]))), back)
+    assert same(take_value(value, RowIndices(np.array([3, 1, 1]))), back)
 
 
 @pytest.mark.parametrize("kind", ARRAYS)
@@ -64,7 +64,7 @@ def test_arrays_are_received_equal_and_writable(send, kind):
     value = ARRAYS[kind]
     back = send(DataProto.from_dict(non_tensors={"v": value})).non_tensor_batch["v"]
     assert back.dtype == value.dtype and back.shape == value.shape
-    assert operations.same(value, back)
+    assert same(value, back)
     back[0] = back[1]
 
 
@@ -99,9 +99,9 @@ def test_tensors_are_sent_without_gradient(send):
 )
 def test_tensors_in_meta_info_and_outside_batches(send, tensor):
     data = send(DataProto(meta_info={"deep": [{"t": tensor}]}))
-    assert operations.same(tensor.detach(), data.meta_info["deep"][0]["t"])
+    assert same(tensor.detach(), data.meta_info["deep"][0]["t"])
     bare = send({"x": (tensor, 1), "y": [None, "s"]})
-    assert operations.same(tensor.detach(), bare["x"][0]) and bare["y"] == [None, "s"]
+    assert same(tensor.detach(), bare["x"][0]) and bare["y"] == [None, "s"]
 
 
 def test_pickling_copies_no_tensor_and_does_not_use_the_pickle_format_of_torch():
@@ -145,7 +145,7 @@ def test_plain_tensordicts_are_sent(store):
         unpack_argument(pack_argument(td)),
         unpack_result(pickle.loads(pickle.dumps(pack_result(td, Origin("a", 0, "m"))))),
     ):
-        assert isinstance(back, TensorDict) and operations.same(td, back)
+        assert isinstance(back, TensorDict) and same(td, back)
         back["v"] += 1
     assert td["v"].tolist() == [0, 1, 2, 3]
 
@@ -168,7 +168,7 @@ def test_rows_of_classes_of_a_script_are_left_to_the_transport():
     finally:
         Weird.__module__ = before
     assert spec.kind == "raw" and payload is ARRAYS["script classes"]
-    lock = operations.object_array([threading.Lock()])
+    lock = object_array([threading.Lock()])
     assert encode(lock, "v")[0].kind == "raw"
 
 
@@ -184,7 +184,7 @@ def test_cuda_tensors_are_received_on_the_current_device(send):
     back = send(data.to("cuda"))
     assert back.batch["v"].device == torch.device("cuda", torch.cuda.current_device())
     assert back.batch["rag"].device.type == "cuda"
-    assert back.batch["v"].tolist() == [0, 1] and operations.same(nested, back.batch["rag"])
+    assert back.batch["v"].tolist() == [0, 1] and same(nested, back.batch["rag"])
     back.batch["v"] += 1
     assert data.batch["v"].tolist() == [0, 1]
 

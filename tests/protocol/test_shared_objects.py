@@ -7,7 +7,7 @@ import torch
 
 from quadriga.protocol import DataProto
 from quadriga.protocol.boundary import pack_arguments, unpack_argument
-from quadriga.protocol.values.storage import InProcessStore
+from quadriga.protocol.storage import InProcessStore
 
 KB = 1024
 

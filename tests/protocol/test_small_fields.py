@@ -9,8 +9,8 @@ import torch
 from quadriga.protocol import DataProto
 from quadriga.protocol.boundary import pack_argument, pack_result, unpack_argument, unpack_result
 from quadriga.protocol.message import Inline
-from quadriga.protocol.values import operations
-from quadriga.protocol.values.storage import InProcessStore, Origin, traffic
+from quadriga.protocol.storage import InProcessStore, Origin, traffic
+from quadriga.protocol.values import same
 
 RANK = Origin("actor", 0, "make")
 
@@ -36,9 +36,8 @@ def batch(columns: int) -> DataProto:
 
 
 def is_equal(a: DataProto, b: DataProto) -> bool:
-    return all(operations.same(a.batch[key], b.batch[key]) for key in ("x0", "x1")) and all(
-        operations.same(a.non_tensor_batch[key], b.non_tensor_batch[key])
-        for key in a.non_tensor_batch
+    return all(same(a.batch[key], b.batch[key]) for key in ("x0", "x1")) and all(
+        same(a.non_tensor_batch[key], b.non_tensor_batch[key]) for key in a.non_tensor_batch
     )
 
 

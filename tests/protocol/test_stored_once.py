@@ -11,12 +11,13 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from quadriga.protocol import DataProto
+from quadriga.protocol import DataProto, columns
 from quadriga.protocol.boundary import pack_argument, unpack_argument
-from quadriga.protocol.values import operations, stored_once
-from quadriga.protocol.values.encode import encode
-from quadriga.protocol.values.rows import RowRange
-from quadriga.protocol.values.storage import InProcessStore, traffic
+from quadriga.protocol.columns import _Kept, _kept, _parts, _sources, note_part, remember_stored
+from quadriga.protocol.encoding import encode
+from quadriga.protocol.rows import RowRange
+from quadriga.protocol.storage import InProcessStore, traffic
+from quadriga.protocol.values import clone_value, same
 
 JAGGED = torch.nested.nested_tensor([torch.ones(i + 1) for i in range(4)], layout=torch.jagged)
 VALUES = {
@@ -35,15 +36,15 @@ def stored_by(data: DataProto, parts: int, store=None) -> int:
     stored = traffic.reset().stored_bytes
     joined = DataProto.concat(received)
     for key in [] if data.batch is None else data.batch.keys():
-        assert operations.same(joined.batch[key], operations.clone(data.batch[key]))
+        assert same(joined.batch[key], clone_value(data.batch[key]))
     for key in data.non_tensor_batch:
-        assert operations.same(joined.non_tensor_batch[key], data.non_tensor_batch[key])
+        assert same(joined.non_tensor_batch[key], data.non_tensor_batch[key])
     return stored
 
 
 @pytest.mark.parametrize("kind", VALUES)
 def test_four_calls_store_the_bytes_once(store, kind):
-    data = DataProto.from_dict({"v": operations.clone(VALUES[kind])})
+    data = DataProto.from_dict({"v": clone_value(VALUES[kind])})
     first = stored_by(data, 2)
     assert first > 0 and [stored_by(data, 2) for _ in range(3)] == [0, 0, 0]
     assert stored_by(data.select(["v"]).rename("v", "w"), 2) == 0
@@ -84,7 +85,7 @@ def test_an_array_that_shares_memory_with_a_tensor_is_written(store):
 
 def test_stored_bytes_are_released_with_the_tensor(store):
     gc.collect()
-    before = len(stored_once._sources), len(stored_once._parts)
+    before = len(_sources), len(_parts)
     data = DataProto.from_dict({"x": torch.arange(4.0)})
     stored_by(data, 2)
     assert store.objects_held == 2
@@ -94,7 +95,7 @@ def test_stored_bytes_are_released_with_the_tensor(store):
     del data
     gc.collect()
     assert store.objects_held == 0
-    assert (len(stored_once._sources), len(stored_once._parts)) == before
+    assert (len(_sources), len(_parts)) == before
 
 
 def test_a_part_of_a_long_tensor_does_not_keep_its_bytes_in_the_store(store):
@@ -106,8 +107,8 @@ def test_a_part_of_a_long_tensor_does_not_keep_its_bytes_in_the_store(store):
 
 
 def test_the_oldest_stored_bytes_are_released_above_the_limit(store, monkeypatch):
-    monkeypatch.setattr(stored_once, "KEPT_BYTES", 40)
-    monkeypatch.setattr(stored_once, "_kept", stored_once._Kept())
+    monkeypatch.setattr(columns, "KEPT_STORED_BYTES", 40)
+    monkeypatch.setattr(columns, "_kept", _Kept())
     first, second = (DataProto.from_dict({"x": torch.arange(4.0)}) for _ in range(2))
     assert [stored_by(data, 1) for data in (first, second, first)] == [16, 16, 0]
     third = DataProto.from_dict({"x": torch.arange(4.0)})
@@ -138,19 +139,19 @@ def test_threads_that_send_one_batch_note_its_rows_together(store, monkeypatch):
     spec = encode(value, "v")[0]
     rows = [value[i : i + 8] for i in range(0, 64, 8)]
     for i, part in enumerate(rows):
-        stored_once.note_part(part, value, RowRange(8 * i, 8 * i + 8))
-    monkeypatch.setattr(stored_once, "_kept", stored_once._Kept())
+        note_part(part, value, RowRange(8 * i, 8 * i + 8))
+    monkeypatch.setattr(columns, "_kept", _Kept())
 
     def send(thread):
         for turn in range(200):
             part = rows[(thread + turn) % len(rows)]
-            stored_once.remember(part, spec, store.put(0, 10), turn % 3)
+            remember_stored(part, spec, store.put(0, 10), turn % 3)
 
     try:
         with ThreadPoolExecutor(8) as threads:
             list(threads.map(send, range(8)))
     finally:
         sys.setswitchinterval(interval)
-    copies = stored_once._sources.get(value)
+    copies = _sources.get(value)
     assert copies.rows == sum(stop - start for _, (start, stop) in copies.by_rows)
-    assert stored_once._kept._nbytes == 8 * 200 * 10
+    assert _kept._nbytes == 8 * 200 * 10

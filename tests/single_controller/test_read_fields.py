@@ -10,7 +10,7 @@ import torch
 from quadriga.backends import get_backend
 from quadriga.errors import DispatchError
 from quadriga.protocol import DataProto, fields
-from quadriga.protocol.values.storage import traffic
+from quadriga.protocol.storage import traffic
 from quadriga.single_controller import (
     Dispatch,
     Worker,

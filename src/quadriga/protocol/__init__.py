@@ -1,20 +1,17 @@
 """Batches, and how they are sent: `DataProto`, `DataProtoFuture`, field names, padding. No Ray.
 
-- `dataproto.py`: the container; its operations call the folders below.
-- `columns/`: the fields of a batch, local or remote.
-- `values/`: one field: rows, encoding, storage.
-- `ops/`: what a batch can do besides selecting and concatenating rows.
-- `batch_file/`: the format of batch files.
-- `message.py`, `boundary.py`, `future.py`: a batch as it is sent; values at the process boundary;
-  results of calls that have not returned.
-- `batch_shapes.py`, `fields.py`, `containers.py`: functions around a batch; the names of all
-  fields; nested containers.
-- `threads.py`: waiting in a thread, for programs with an event loop.
+- `storage.py`: handles and stores. `rows.py`: row maps. `values.py`: one local value.
+- `encoding.py`: a value as it is sent. `columns.py`: remote fields. `contents.py`: the two halves of
+  a batch. `describe.py`, `disk.py`: a batch as text and in a file.
+- `message.py`, `dataproto.py`, `boundary.py`, `future.py`: a batch as it is sent; the container;
+  values at the process boundary; results of calls that have not returned.
+- `fields.py`, `containers.py`, `threads.py`: names of all fields; nested containers; waiting in a
+  thread.
 
-Imports: `values` ← `columns`, `batch_file` ← `ops`, `message.py` ← `dataproto.py` ← `boundary.py` ←
-`future.py`.
-Of the rest of quadriga only `errors` and `lazy` are imported. Public names load when they are first
-used, so that importing this package imports neither torch nor tensordict.
+Each file imports only from those before it in this order: `storage`, `rows`, `values`, `encoding`,
+`columns`, `contents`, `describe`, `disk`, `message`, `dataproto`, `boundary`, `future`.
+Of the rest of quadriga only `errors`, `files` and `lazy` are imported. Public names load when they
+are first used, so that importing this package imports neither torch nor tensordict.
 """
 
 from __future__ import annotations
@@ -25,41 +22,41 @@ from quadriga.lazy import lazy_names
 
 _HOME = {
     "DataProto": "dataproto",
-    "DataProtoConfig": "config",
+    "DataProtoConfig": "dataproto",
     "DataProtoFuture": "future",
-    "DataProtoItem": "columns.contents",
-    "Origin": "values.storage",
+    "DataProtoItem": "contents",
+    "Origin": "storage",
     "as_completed": "future",
-    "collate_fn": "batch_shapes",
-    "current_store": "values.storage",
-    "fold_batch_dim": "batch_shapes",
-    "pad_dataproto_to_divisor": "batch_shapes",
-    "parallel_put": "values.storage",
-    "unfold_batch_dim": "batch_shapes",
-    "union_numpy_dict": "ops.join",
-    "union_tensor_dict": "ops.join",
-    "unpad_dataproto": "batch_shapes",
-    "use_store": "values.storage",
+    "collate_fn": "dataproto",
+    "current_store": "storage",
+    "fold_batch_dim": "dataproto",
+    "pad_dataproto_to_divisor": "dataproto",
+    "parallel_put": "storage",
+    "unfold_batch_dim": "dataproto",
+    "union_numpy_dict": "contents",
+    "union_tensor_dict": "contents",
+    "unpad_dataproto": "dataproto",
+    "use_store": "storage",
 }
 
 __all__ = list(_HOME)
 
 if TYPE_CHECKING:
-    from quadriga.protocol.batch_shapes import collate_fn as collate_fn
-    from quadriga.protocol.batch_shapes import fold_batch_dim as fold_batch_dim
-    from quadriga.protocol.batch_shapes import pad_dataproto_to_divisor as pad_dataproto_to_divisor
-    from quadriga.protocol.batch_shapes import unfold_batch_dim as unfold_batch_dim
-    from quadriga.protocol.batch_shapes import unpad_dataproto as unpad_dataproto
-    from quadriga.protocol.columns.contents import DataProtoItem as DataProtoItem
-    from quadriga.protocol.config import DataProtoConfig as DataProtoConfig
+    from quadriga.protocol.contents import DataProtoItem as DataProtoItem
+    from quadriga.protocol.contents import union_numpy_dict as union_numpy_dict
+    from quadriga.protocol.contents import union_tensor_dict as union_tensor_dict
     from quadriga.protocol.dataproto import DataProto as DataProto
+    from quadriga.protocol.dataproto import DataProtoConfig as DataProtoConfig
+    from quadriga.protocol.dataproto import collate_fn as collate_fn
+    from quadriga.protocol.dataproto import fold_batch_dim as fold_batch_dim
+    from quadriga.protocol.dataproto import pad_dataproto_to_divisor as pad_dataproto_to_divisor
+    from quadriga.protocol.dataproto import unfold_batch_dim as unfold_batch_dim
+    from quadriga.protocol.dataproto import unpad_dataproto as unpad_dataproto
     from quadriga.protocol.future import DataProtoFuture as DataProtoFuture
     from quadriga.protocol.future import as_completed as as_completed
-    from quadriga.protocol.ops.join import union_numpy_dict as union_numpy_dict
-    from quadriga.protocol.ops.join import union_tensor_dict as union_tensor_dict
-    from quadriga.protocol.values.storage import Origin as Origin
-    from quadriga.protocol.values.storage import current_store as current_store
-    from quadriga.protocol.values.storage import parallel_put as parallel_put
-    from quadriga.protocol.values.storage import use_store as use_store
+    from quadriga.protocol.storage import Origin as Origin
+    from quadriga.protocol.storage import current_store as current_store
+    from quadriga.protocol.storage import parallel_put as parallel_put
+    from quadriga.protocol.storage import use_store as use_store
 else:
     __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -17,20 +17,24 @@ from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
 
-from quadriga.protocol import message
-from quadriga.protocol.batch_shapes import PADDING_FIELD
-from quadriga.protocol.columns import column as columns
-from quadriga.protocol.columns.column import Column, RemoteColumn, is_remote, local_value
-from quadriga.protocol.columns.contents import Contents, MetaInfo
+from quadriga.protocol import columns, message
+from quadriga.protocol.columns import (
+    Column,
+    RemoteColumn,
+    find_stored,
+    is_remote,
+    local_value,
+    remember_stored,
+    session_of,
+    source_of,
+)
 from quadriga.protocol.containers import walk
-from quadriga.protocol.dataproto import DataProto, class_and_attributes, from_message
+from quadriga.protocol.contents import Contents, MetaInfo
+from quadriga.protocol.dataproto import PADDING_FIELD, DataProto, class_and_attributes, from_message
+from quadriga.protocol.encoding import decode_leaf, encode, encode_leaf
 from quadriga.protocol.message import Inline, Message, has_raw_rows, message_of
-from quadriga.protocol.values import stored_once
-from quadriga.protocol.values.decode import decode_leaf
-from quadriga.protocol.values.encode import encode, encode_leaf
-from quadriga.protocol.values.field_spec import FieldSpec, LocalValue, Payload
-from quadriga.protocol.values.rows import RowMap
-from quadriga.protocol.values.storage import (
+from quadriga.protocol.rows import RowMap
+from quadriga.protocol.storage import (
     CONTROLLER,
     Handle,
     Origin,
@@ -38,19 +42,16 @@ from quadriga.protocol.values.storage import (
     current_store,
     snapshot,
     traffic,
-    use_store,
 )
+from quadriga.protocol.values import FieldSpec, LocalValue, Payload
 
 __all__ = [
     "Deferred",
-    "Origin",
-    "current_store",
     "pack_argument",
     "pack_arguments",
     "pack_result",
     "unpack_argument",
     "unpack_result",
-    "use_store",
     "wait_for_arguments",
     "with_fields",
 ]
@@ -205,14 +206,14 @@ class Packer:
         if not self._reuse:
             return None
         if self._session is None:
-            self._session = stored_once.session(self.store)
-        return stored_once.find(value, spec, payload, self._session)
+            self._session = session_of(self.store)
+        return find_stored(value, spec, payload, self._session)
 
     def _is_waiting(self, value: LocalValue, stored: RemoteColumn) -> bool:
         """Return whether the same rows of the same tensor wait already: they get one handle."""
         if not self._reuse:
             return False
-        source, rows = stored_once.place(value)
+        source, rows = source_of(value)
         first = self._first.setdefault((id(source), rows), stored)
         if first is not stored:
             self._same.append((stored, first))
@@ -231,7 +232,7 @@ class Packer:
                 stored.handles = (handle,)
                 traffic.stored(nbytes)
                 if self._reuse and value is not None:
-                    stored_once.remember(value, stored.spec, handle, self._session)
+                    remember_stored(value, stored.spec, handle, self._session)
         for stored, first in self._same:
             stored.handles = first.handles
         self._first, self._same = {}, []

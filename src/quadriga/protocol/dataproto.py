@@ -1,38 +1,357 @@
-"""`DataProto`: the container of everything that is sent between controller and workers.
-
-An operation on rows has two steps: the index becomes a `RowSelection` (values/row_index.py), and
-the selection is applied to every column (columns/). Remote columns only change where their rows
-are found, so the same code handles local and remote fields.
-"""
+"""Settings of `DataProto` for a process."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from numpy.typing import NDArray
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from torch import Tensor
+from torch.utils.data import DataLoader
 
-from quadriga.errors import LengthError
-from quadriga.protocol.columns import contents as halves
-from quadriga.protocol.columns.contents import (
+from quadriga.errors import FieldError, LengthError, ProtocolError
+from quadriga.protocol import columns, describe, disk
+from quadriga.protocol import contents as halves
+from quadriga.protocol.columns import Column, Columns, local_value
+from quadriga.protocol.contents import (
     ArrayHalf,
     Contents,
     DataProtoItem,
     MetaInfo,
+    RemoteBatch,
     TensorHalf,
+    union_contents,
 )
-from quadriga.protocol.columns.remote_batch import RemoteBatch
-from quadriga.protocol.config import DataProtoConfig
 from quadriga.protocol.message import Message, pack_for_pickle, unpack
-from quadriga.protocol.ops import construct, describe, disk, join
-from quadriga.protocol.ops.split import LoaderSettings, mini_batch_rows, unfold_column_chunks
-from quadriga.protocol.values import row_index
-from quadriga.protocol.values.row_index import RowIndex
-from quadriga.protocol.values.rows import RowIndices, RowSelection, chunk_bounds
+from quadriga.protocol.rows import (
+    RowIndex,
+    RowIndices,
+    RowRange,
+    RowSelection,
+    chunk_bounds,
+    from_index,
+    from_slice,
+    padded,
+    repeated,
+    row_number,
+)
+from quadriga.protocol.storage import Array
+from quadriga.protocol.values import (
+    LocalValue,
+    as_tensordict,
+    build_jagged,
+    jagged_parts,
+    object_array,
+    ragged_dim,
+    tensors_of,
+)
+
+
+class _CheckedSettings(type):
+    """Makes `DataProtoConfig.auto_padding = True` a checked assignment."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        if name == "auto_padding" and not isinstance(value, bool):
+            raise ProtocolError(
+                f"DataProtoConfig.auto_padding: expected True or False, got {value!r} "
+                f"({type(value).__name__})"
+            )
+        super().__setattr__(name, value)
+
+
+class DataProtoConfig(metaclass=_CheckedSettings):
+    """Settings of `DataProto` for this process.
+
+    `auto_padding`: if True, a batch that does not divide by the number of ranks is padded for the
+    call, and the result is unpadded. `from_dict(..., auto_padding=True)` sets the same for a single
+    batch. Default: False.
+    """
+
+    auto_padding: bool = False
+    auto_padding_key = "_auto_padding"
+    auto_padding_keys = (auto_padding_key, "_verl_auto_padding")
+    """The keys of `meta_info` that allow padding. Programs written for verl set the second one."""
+
+
+Tensors = torch.Tensor | TensorDictBase
+
+
+def check_dicts(
+    tensors: Mapping[str, Tensors], non_tensors: Mapping[str, object], num_batch_dims: int
+) -> tuple[TensorDict | None, ArrayHalf]:
+    """Return the two halves of a batch from plain dicts. Types and lengths are checked."""
+    if num_batch_dims < 1:
+        raise LengthError(f"expected at least one batch dimension, got {num_batch_dims=}")
+    if num_batch_dims > 1 and non_tensors:
+        raise LengthError(
+            f"non-tensors have one batch dimension, got {num_batch_dims=} "
+            f"with non-tensors {list(non_tensors)}"
+        )
+    _check_mapping("tensors", tensors)
+    _check_mapping("non_tensors", non_tensors)
+    for key, value in tensors.items():
+        _check_tensor(key, value, num_batch_dims)
+    batch_size = _common_size(tensors, num_batch_dims)
+    batch = None if batch_size is None else as_tensordict(tensors, batch_size, None)
+    return batch, {key: as_array(key, value) for key, value in non_tensors.items()}
+
+
+def _check_mapping(name: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise FieldError(f"{name}: expected a dict of fields by name, got {type(value).__name__}")
+    for key in value:
+        if not isinstance(key, str):
+            raise FieldError(f"{name}: expected field names, got {key!r} ({type(key).__name__})")
+
+
+def _check_tensor(key: str, value: object, num_batch_dims: int) -> None:
+    if not isinstance(value, torch.Tensor | TensorDictBase):
+        raise FieldError(
+            f"field '{key}' in tensors is a {type(value).__name__}, not a tensor; "
+            "lists and arrays go into non_tensors",
+            field=key,
+        )
+    if len(value.shape) < num_batch_dims:
+        raise FieldError(
+            f"field '{key}' has shape {list(value.shape)}; "
+            f"it needs at least {num_batch_dims} batch dimension(s)",
+            field=key,
+        )
+
+
+def _common_size(tensors: Mapping[str, Tensors], num_batch_dims: int) -> tuple[int, ...] | None:
+    first: tuple[str, tuple[int, ...]] | None = None
+    for key, value in tensors.items():
+        size = tuple(value.shape[:num_batch_dims])
+        if first is None:
+            first = (key, size)
+        elif size != first[1]:
+            raise LengthError(
+                f"all fields of a batch have the same length: '{first[0]}' has {list(first[1])}, "
+                f"'{key}' has {list(size)}",
+                field=key,
+            )
+    return None if first is None else first[1]
+
+
+def as_array(key: str, value: object) -> Array:
+    """Return a numpy array as it is, a list or tuple as a one-dimensional object array."""
+    if isinstance(value, np.ndarray):
+        return value
+    if isinstance(value, list | tuple):
+        return object_array(value)
+    hint = "it goes into tensors" if isinstance(value, torch.Tensor) else "wrap it in a list"
+    raise FieldError(
+        f"field '{key}' in non_tensors is a {type(value).__name__}, "
+        f"not a numpy array or a list; {hint}",
+        field=key,
+    )
+
+
+def sort_by_type(
+    data: Mapping[str, object],
+) -> tuple[dict[str, Tensors], dict[str, object]]:
+    """Separate tensors from everything else that can be a field."""
+    _check_mapping("data", data)
+    tensors: dict[str, Tensors] = {}
+    arrays: dict[str, object] = {}
+    for key, value in data.items():
+        if isinstance(value, torch.Tensor | TensorDictBase):
+            tensors[key] = value
+        elif isinstance(value, np.ndarray | list | tuple):
+            arrays[key] = value
+        else:
+            raise FieldError(
+                f"field '{key}': expected a tensor, a numpy array or a list, got "
+                f"{type(value).__name__}. Settings belong in meta_info",
+                field=key,
+            )
+    return tensors, arrays
+
+
+def split_tensordict(
+    tensor_dict: TensorDictBase | None, meta_info: MetaInfo | None, num_batch_dims: int
+) -> Contents:
+    """Return the contents of a `TensorDict` that may have non-tensors."""
+    meta = dict(meta_info or {})
+    if tensor_dict is None:
+        return Contents(None, {}, meta)
+    tensors: dict[str, Tensors] = {}
+    arrays: ArrayHalf = {}
+    for key, value in tensors_of(tensor_dict).items():
+        if isinstance(value, NonTensorStack):
+            arrays[key] = object_array(value.tolist())
+        elif isinstance(value, NonTensorData):
+            meta[key] = value.data
+        else:
+            tensors[key] = value
+    batch, _ = check_dicts(tensors, {}, num_batch_dims)
+    if batch is None and not arrays and tensor_dict.batch_size:
+        batch = TensorDict({}, batch_size=tensor_dict.batch_size[:num_batch_dims])
+    return Contents(batch, arrays, meta)
+
+
+def join_tensordict(contents: Contents) -> TensorDict:
+    """Return one `TensorDict`: tensors, arrays as `NonTensorStack`, settings as `NonTensorData`.
+
+    Raises `FieldError` when two of them have the same name.
+    """
+    fields: dict[str, object] = {} if contents.batch is None else dict(contents.batch.items())
+    size = [contents.rows] if contents.batch is None else list(contents.batch.batch_size)
+    for key, array in contents.arrays.items():
+        _check_free(key, fields)
+        fields[key] = NonTensorStack(*[NonTensorData(item) for item in array])
+    for key, value in contents.meta.items():
+        _check_free(key, fields)
+        fields[key] = NonTensorData(value, batch_size=size)
+    return TensorDict(fields, batch_size=size)
+
+
+def _check_free(key: str, taken: Mapping[str, object]) -> None:
+    if key in taken:
+        raise FieldError(
+            f"'{key}' names two fields of different kinds; a TensorDict has one name space",
+            field=key,
+        )
+
+
+LoaderSettings: TypeAlias = Mapping[str, Any]
+"""Keyword arguments of `torch.utils.data.DataLoader`."""
+
+
+def unfold_column_chunks(contents: Contents, n_split: int, split_keys: Sequence[str]) -> Contents:
+    """Turn every row into `n_split` rows.
+
+    Fields in `split_keys` are fetched and split along dimension 1, rows of all others are repeated;
+    remote ones stay remote. Raises `FieldError` for an unknown key, `LengthError` where dimension 1
+    does not divide.
+    """
+    if n_split < 1:
+        raise LengthError(f"expected at least 1 part to split columns into, got {n_split}")
+    batch, arrays, meta = contents
+    tensors, objects = halves.tensor_columns(batch), halves.array_columns(arrays)
+    known = [*tensors, *objects]
+    for key in split_keys:
+        if key not in known:
+            raise halves.missing(key, known, "the batch")
+    halves.prefetch(batch, arrays, split_keys)
+    selection = RowIndices(np.repeat(np.arange(contents.rows, dtype=np.int64), n_split))
+    cache = columns.TakeCache()
+
+    def unfold(half: Columns) -> dict[str, Column]:
+        others = {key: column for key, column in half.items() if key not in split_keys}
+        taken = columns.take(others, selection, cache)
+        return {
+            key: taken[key] if key in taken else _split_value(key, local_value(column), n_split)
+            for key, column in half.items()
+        }
+
+    new_batch = None
+    if batch is not None:
+        new_batch = halves.make_batch(batch, unfold(tensors), len(selection))
+    return Contents(new_batch, halves.make_arrays(unfold(objects)), dict(meta))
+
+
+def _split_value(key: str, value: LocalValue, n_split: int) -> LocalValue:
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        return _split_jagged(key, value, n_split)
+    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype == object:
+        return _split_objects(key, value, n_split)
+    if isinstance(value, TensorDictBase):
+        raise FieldError(f"field '{key}' is a nested TensorDict and has no columns", field=key)
+    if len(value.shape) < 2 or value.shape[1] % n_split:
+        raise LengthError(
+            f"field '{key}' with shape {list(value.shape)} has no dimension 1 that divides into "
+            f"{n_split} columns",
+            field=key,
+        )
+    return value.reshape(value.shape[0] * n_split, value.shape[1] // n_split, *value.shape[2:])
+
+
+def _split_objects(key: str, value: NDArray[Any], n_split: int) -> NDArray[Any]:
+    """Split every row, a list, tuple or array, into `n_split` rows of the same type."""
+    pieces: list[object] = []
+    for row, entries in enumerate(value):
+        if not isinstance(entries, list | tuple | np.ndarray) or np.ndim(entries) == 0:
+            raise LengthError(
+                f"row {row} of field '{key}' is a {type(entries).__name__} and has no columns; "
+                "only rows that are lists, tuples or arrays can be split",
+                field=key,
+            )
+        if len(entries) % n_split:
+            raise LengthError(
+                f"row {row} of field '{key}' has {len(entries)} columns, which do not divide into "
+                f"{n_split}",
+                field=key,
+            )
+        size = len(entries) // n_split
+        pieces += [entries[i * size : (i + 1) * size] for i in range(n_split)]
+    # `np.array(pieces)` would make columns of entries of equal length.
+    result = np.empty(len(pieces), dtype=object)
+    result[:] = pieces
+    return result
+
+
+def _split_jagged(key: str, value: torch.Tensor, n_split: int) -> torch.Tensor:
+    """Split every row into `n_split` rows: the same values with more offsets."""
+    if ragged_dim(value) > 1:
+        raise FieldError(
+            f"field '{key}' is ragged in dimension {ragged_dim(value)}; only columns of "
+            "fields that are dense or ragged in dimension 1 can be split",
+            field=key,
+        )
+    # Rows of 2, 0 and 4 numbers have offsets 0 2 2 6; split in two they have 0 1 2 2 2 4 6.
+    values, offsets = jagged_parts(value)
+    lengths = offsets.diff()
+    odd = torch.nonzero(lengths % n_split).flatten().tolist()
+    if odd:
+        raise LengthError(
+            f"row {odd[0]} of jagged field '{key}' has {int(lengths[odd[0]])} columns, which do "
+            f"not divide into {n_split}",
+            field=key,
+        )
+    # lengths 2 0 4, n_split 2: starts [[0, 0 + 1], [2, 2 + 0], [2, 2 + 2]] → 0 1 2 2 2 4, then 6.
+    steps = torch.arange(n_split, device=offsets.device)
+    starts = offsets[:-1, None] + (lengths // n_split)[:, None] * steps
+    return build_jagged(values, torch.cat([starts.flatten(), offsets[-1:]]).to(offsets.dtype))
+
+
+def mini_batch_rows(
+    length: int, size: int, epochs: int, seed: int | None, loader_kwargs: LoaderSettings
+) -> Iterator[list[int]]:
+    """Yield `length // size * epochs` lists of row numbers.
+
+    Raises `LengthError` at the call, not at the first iteration, unless `size` divides `length`.
+    """
+    if size < 1 or length % size:
+        raise LengthError(
+            f"{length} rows do not divide into mini-batches of {size}: "
+            f"{length} = {size} × {length // max(size, 1)} + {length % max(size, 1)}"
+        )
+    return _draw(length, size, epochs, seed, loader_kwargs)
+
+
+def _draw(
+    length: int, size: int, epochs: int, seed: int | None, loader_kwargs: LoaderSettings
+) -> Iterator[list[int]]:
+    if length == 0:
+        return
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    loader: DataLoader[list[int]] = DataLoader(
+        cast(Any, range(length)),  # a range has the two methods that a DataLoader calls
+        batch_size=size,
+        collate_fn=list,
+        generator=generator,
+        **loader_kwargs,
+    )
+    for _ in range(epochs):
+        yield from loader
+
 
 MaybeNone: TypeAlias = Any
 """None where a batch has no tensors. Not spelled `None`, so that code which knows that its batch
@@ -66,7 +385,7 @@ class DataProto:
         meta_info: MetaInfo | None = None,
     ) -> None:
         if type(batch) is dict:
-            batch = construct.check_dicts(batch, {}, 1)[0]
+            batch = check_dicts(batch, {}, 1)[0]
         self.batch = batch
         self.non_tensor_batch = {} if non_tensor_batch is None else non_tensor_batch
         self.meta_info = {} if meta_info is None else meta_info
@@ -89,7 +408,7 @@ class DataProto:
         meta = dict(meta_info or {})
         if auto_padding:
             meta[DataProtoConfig.auto_padding_key] = True
-        batch, arrays = construct.check_dicts(tensors or {}, non_tensors or {}, num_batch_dims)
+        batch, arrays = check_dicts(tensors or {}, non_tensors or {}, num_batch_dims)
         return cls(batch, arrays, meta)
 
     @classmethod
@@ -100,7 +419,7 @@ class DataProto:
         auto_padding: bool = False,
     ) -> Self:
         """Return a batch of one dict; tensors, and arrays or lists, are separated by type."""
-        tensors, arrays = construct.sort_by_type(data)
+        tensors, arrays = sort_by_type(data)
         return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
 
     @classmethod
@@ -112,11 +431,11 @@ class DataProto:
     ) -> Self:
         """Return a batch of a `TensorDict`. A `NonTensorStack` becomes an array, a `NonTensorData`
         becomes an entry of `meta_info`."""
-        return cls(*construct.split_tensordict(tensor_dict, meta_info, num_batch_dims))
+        return cls(*split_tensordict(tensor_dict, meta_info, num_batch_dims))
 
     def to_tensordict(self) -> TensorDict:
         """Return the inverse of `from_tensordict`. Fetches every field."""
-        return construct.join_tensordict(self.contents)
+        return join_tensordict(self.contents)
 
     def check_consistency(self) -> None:
         """Raise `LengthError` or `FieldError` unless all fields have one length and known types."""
@@ -148,9 +467,9 @@ class DataProto:
 
     def __getitem__(self, index: Any) -> Any:
         """Return a `DataProtoItem` for `data[int]`, a batch for slices, lists, arrays and masks."""
-        row = row_index.row_number(index, len(self))
+        row = row_number(index, len(self))
         if row is None:
-            return self.take_rows(row_index.from_index(index, len(self)))
+            return self.take_rows(from_index(index, len(self)))
         return DataProtoItem(*halves.row(self.batch, self.non_tensor_batch, row), self.meta_info)
 
     def __iter__(self) -> Iterator[DataProtoItem]:
@@ -166,15 +485,15 @@ class DataProto:
         self, start: int | None = None, end: int | None = None, step: int | None = None
     ) -> Self:
         """Return rows `start:end:step`. Local tensors are views if `step` is 1."""
-        return self.take_rows(row_index.from_slice(slice(start, end, step), len(self)))
+        return self.take_rows(from_slice(slice(start, end, step), len(self)))
 
     def select_idxs(self, idxs: RowIndex) -> Self:
         """Return the rows of a list, numpy array or tensor of row numbers, or of a bool mask."""
-        return self.take_rows(row_index.from_index(idxs, len(self)))
+        return self.take_rows(from_index(idxs, len(self)))
 
     def reorder(self, indices: RowIndex) -> None:
         """Replace the rows by those of `indices` (length N or any other), in place."""
-        self._take_in_place(row_index.from_index(indices, len(self)))
+        self._take_in_place(from_index(indices, len(self)))
 
     def _take_in_place(self, selection: RowSelection) -> None:
         taken = halves.take(self.batch, self.non_tensor_batch, selection)
@@ -188,7 +507,7 @@ class DataProto:
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | torch.Tensor | np.ndarray) -> Self:
         """Repeat row `i` `repeat_times[i]` times. Raises `LengthError` unless every row has one."""
-        return self.take_rows(row_index.repeated(repeat_times, len(self)))
+        return self.take_rows(repeated(repeat_times, len(self)))
 
     def chunk(self, chunks: int) -> list[Self]:
         """Split into `chunks` parts of equal length, in order.
@@ -220,7 +539,7 @@ class DataProto:
         A key of both must have equal values; otherwise `ConflictError` names it and nothing is
         changed. Lengths must be equal, otherwise `LengthError`.
         """
-        joined = join.union(self.contents, other.contents)
+        joined = union_contents(self.contents, other.contents)
         self.batch, self.non_tensor_batch, self.meta_info = joined
         return self
 
@@ -297,7 +616,7 @@ class DataProto:
 
     def padding(self, padding_size: int, padding_candidate: str = "last") -> None:
         """Append copies of the "first" or "last" row in place. `LengthError` for an empty batch."""
-        self._take_in_place(row_index.padded(len(self), padding_size, padding_candidate))
+        self._take_in_place(padded(len(self), padding_size, padding_candidate))
 
     def to(self, device: torch.device | str) -> Self:
         """Move all tensors to a device, fetching those that are remote, and return self."""
@@ -373,3 +692,134 @@ def _build(kind: type[D], contents: Contents, attributes: Mapping[str, object]) 
     vars(data).update(attributes)
     DataProto.__init__(data, *contents)
     return data
+
+
+PADDING_FIELD = "__padding__"
+"""Array of bool that marks the rows that a call has added. A call within it adds underscores."""
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """Repeat rows from the front until the length divides. Return `(padded, pad_size)`.
+
+    An empty batch is returned as it is: it has no row to repeat.
+    """
+    if size_divisor < 1:
+        raise LengthError(f"expected a divisor of at least 1 to pad a batch to, got {size_divisor}")
+    length = len(data)
+    pad_size = -length % size_divisor
+    if length == 0 or pad_size == 0:
+        return data, 0
+    # 3 rows to a multiple of 8: rows 0 1 2 0 1 2 0 1.
+    rows = np.arange(length + pad_size, dtype=np.int64) % length
+    return data.take_rows(RowIndices(rows)), pad_size
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """Return the batch without its last `pad_size` rows."""
+    if not 0 <= pad_size <= len(data):
+        raise LengthError(f"cannot remove {pad_size} padding rows from a batch of {len(data)} rows")
+    return data.take_rows(RowRange(0, len(data) - pad_size)) if pad_size else data
+
+
+def padding_marks(data: DataProto) -> dict[str, np.ndarray]:
+    """Return the arrays of a batch that mark padding, by name. There are none if no call has added
+    rows."""
+    arrays = data.non_tensor_batch
+    names = [name for name in arrays if name.startswith(PADDING_FIELD)]
+    return {name: np.asarray(arrays[name], dtype=bool) for name in names}
+
+
+def padding_rows(data: DataProto) -> Tensor:
+    """Return [B] bool: whether a row is padding."""
+    marked = np.zeros(len(data), dtype=bool)
+    for values in padding_marks(data).values():
+        marked |= values
+    return torch.from_numpy(marked)
+
+
+def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
+    """Return the batch of single rows. Rows of different shapes become a jagged tensor.
+
+    `meta_info` is that of the first row. Raises `LengthError` for an empty list.
+    """
+    if not items:
+        raise LengthError("collate_fn: expected at least one row, got none")
+    first = items[0]
+    tensors: dict[str, Tensor] = {}
+    if first.batch is not None:
+        for key in map(str, first.batch.keys()):
+            tensors[key] = _stack([item.batch[key] for item in items])
+    arrays = {
+        key: object_array([item.non_tensor_batch[key] for item in items])
+        for key in first.non_tensor_batch
+    }
+    return DataProto.from_dict(tensors, arrays, dict(first.meta_info))
+
+
+def _stack(rows: Sequence[Tensor]) -> Tensor:
+    if len({tuple(row.shape) for row in rows}) == 1:
+        return torch.stack(list(rows))
+    return torch.nested.nested_tensor(list(rows), layout=torch.jagged)
+
+
+def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
+    """Reshape every field from [N, ...] to [new_batch_size, N / new_batch_size, ...].
+
+    Raises `LengthError` unless N divides. Raises `FieldError` for jagged tensors: torch has no
+    layout for rows of different lengths below two batch dimensions.
+    """
+    length = len(data)
+    if new_batch_size < 1 or length % new_batch_size:
+        raise LengthError(f"{length} rows do not fold into {new_batch_size} equal rows")
+    inner = length // new_batch_size
+    fields = {
+        key: _dense(key, value).reshape(new_batch_size, inner, *value.shape[1:])
+        for key, value in _tensors(data)
+    }
+    return _with(
+        data, fields, new_batch_size, lambda a: a.reshape(new_batch_size, inner, *a.shape[1:])
+    )
+
+
+def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
+    """Flatten the first `batch_dims` dimensions of every field to one: the inverse of folding.
+
+    Raises `FieldError` for a field with fewer dimensions.
+    """
+    values: list[tuple[str, Tensor | Array]] = [*_tensors(data), *data.non_tensor_batch.items()]
+    for key, value in values:
+        if len(value.shape) < batch_dims:
+            raise FieldError(
+                f"field '{key}' has shape {list(value.shape)}, fewer than {batch_dims} dimensions",
+                field=key,
+            )
+    fields = {
+        key: _dense(key, value).reshape(-1, *value.shape[batch_dims:])
+        for key, value in _tensors(data)
+    }
+    length = next((len(v) for v in fields.values()), 0)
+    return _with(data, fields, length, lambda a: a.reshape(-1, *a.shape[batch_dims:]))
+
+
+def _tensors(data: DataProto) -> list[tuple[str, Tensor]]:
+    keys = [] if data.batch is None else map(str, data.batch.keys())
+    return [(key, data.batch[key]) for key in keys]
+
+
+def _dense(key: str, value: Tensor) -> Tensor:
+    if isinstance(value, Tensor) and value.is_nested:
+        raise FieldError(f"field '{key}' is jagged and cannot be folded", field=key)
+    return value
+
+
+def _with(
+    data: DataProto,
+    fields: dict[str, Tensor],
+    length: int,
+    fold: Callable[[Array], Array],
+) -> DataProto:
+    batch = None
+    if data.batch is not None:
+        batch = TensorDict(dict(fields), batch_size=[length], device=data.batch.device)
+    arrays = {key: fold(value) for key, value in data.non_tensor_batch.items()}
+    return data.with_contents(batch, arrays)

@@ -17,11 +17,10 @@ from tensordict import TensorDict, TensorDictBase
 
 from quadriga.errors import CallTimeoutError, FieldError, LengthError, ProtocolError
 from quadriga.protocol.boundary import Deferred, unpack_result
-from quadriga.protocol.config import DataProtoConfig
-from quadriga.protocol.dataproto import DataProto
+from quadriga.protocol.dataproto import DataProto, DataProtoConfig
 from quadriga.protocol.message import Message
+from quadriga.protocol.rows import chunk_bounds
 from quadriga.protocol.threads import in_thread
-from quadriga.protocol.values.rows import chunk_bounds
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 """Pauses between two looks at pending values whose class cannot wait for several."""

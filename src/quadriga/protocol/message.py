@@ -13,30 +13,17 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, TypeAlias
 
-from quadriga.protocol.columns import column as columns
-from quadriga.protocol.columns import contents as halves
-from quadriga.protocol.columns.column import Column, RemoteColumn, is_remote, local_value
-from quadriga.protocol.columns.contents import Contents, MetaInfo
+from quadriga.protocol import columns
+from quadriga.protocol import contents as halves
+from quadriga.protocol.columns import NOTED_BYTES, Column, RemoteColumn, is_remote, local_value
 from quadriga.protocol.containers import PLAIN_TYPES, walk
-from quadriga.protocol.values import stored_once
-from quadriga.protocol.values.decode import current_device, decode, decode_leaf
-from quadriga.protocol.values.encode import encode, encode_leaf
-from quadriga.protocol.values.field_spec import (
-    FieldSpec,
-    Payload,
-    flat_payload,
-    payload_of,
-)
-from quadriga.protocol.values.rows import RowMap, row_map_of
-from quadriga.protocol.values.storage import (
-    CONTROLLER,
-    Handle,
-    LocalHandle,
-    mark,
-    traffic,
-)
+from quadriga.protocol.contents import Contents, MetaInfo
+from quadriga.protocol.encoding import current_device, decode, decode_leaf, encode, encode_leaf
+from quadriga.protocol.rows import RowMap, row_map_of
+from quadriga.protocol.storage import CONTROLLER, Handle, LocalHandle, mark, traffic
+from quadriga.protocol.values import FieldSpec, Payload, flat_payload, payload_of
 
-INLINE_BYTES = stored_once.NOTED_BYTES
+INLINE_BYTES = NOTED_BYTES
 """A field of a shard up to this size is sent in the message; a larger one is put into the store."""
 
 Flat: TypeAlias = tuple[Any, ...]

@@ -20,11 +20,11 @@ from quadriga.errors import FieldError, LengthError, WorkerError
 from quadriga.protocol import (
     DataProto,
     DataProtoFuture,
+    describe,
     fields,
     pad_dataproto_to_divisor,
     unpad_dataproto,
 )
-from quadriga.protocol.ops import describe
 from quadriga.trainer import stages
 from quadriga.trainer.roles.places import PASSES
 from quadriga.trainer.roles.registry import PlacedStage

@@ -177,7 +177,7 @@ def update_pairs(
     """
     import torch
 
-    from quadriga.protocol.batch_shapes import padding_rows
+    from quadriga.protocol.dataproto import padding_rows
     from quadriga.workers.updates import rows_of_update
 
     rows = rows_of_update(data, MODEL_INPUTS)

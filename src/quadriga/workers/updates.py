@@ -16,7 +16,7 @@ from quadriga.engines.base import SKIPPED_STEPS
 from quadriga.errors import FieldError, LengthError
 from quadriga.models.vision.rows import MultiModalRows
 from quadriga.protocol import DataProto, fields
-from quadriga.protocol.batch_shapes import padding_marks, padding_rows
+from quadriga.protocol.dataproto import padding_marks, padding_rows
 from quadriga.workers.method_fields import UPDATE_ACTOR, UPDATE_CRITIC
 from quadriga.workers.objectives import (
     BatchCounts,

@@ -16,13 +16,7 @@ from typing import cast
 
 from quadriga.backends.local.deadlines import RunningCall
 from quadriga.errors import CallTimeoutError, WorkerDiedError, WorkerError
-from quadriga.protocol.values.storage import (
-    Handle,
-    InProcessStore,
-    LocalHandle,
-    snapshot,
-    use_store,
-)
+from quadriga.protocol.storage import Handle, InProcessStore, LocalHandle, snapshot, use_store
 from quadriga.single_controller.backend import RankHandle, RankSet
 from quadriga.single_controller.call import Call, Pending
 from quadriga.single_controller.ranks.environment import environment

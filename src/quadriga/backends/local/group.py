@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from quadriga.backends.local.calls import LocalCallBackend, LocalRank, rank_of
 from quadriga.errors import ConfigError, DispatchError, PlacementError
-from quadriga.protocol.values.storage import use_store
+from quadriga.protocol.storage import use_store
 from quadriga.single_controller.backend import RankFacts, RankHandle, RankSet
 from quadriga.single_controller.bound_method import BoundMethod
 from quadriga.single_controller.call import check_timeouts

@@ -33,7 +33,7 @@ from quadriga.backends.ray.process.start import (
     start_ranks,
 )
 from quadriga.errors import DispatchError, WorkerDiedError
-from quadriga.protocol.values.storage import use_store
+from quadriga.protocol.storage import use_store
 from quadriga.single_controller.backend import RankHandle, RankSet
 from quadriga.single_controller.bound_method import BoundMethod
 from quadriga.single_controller.call import check_timeouts

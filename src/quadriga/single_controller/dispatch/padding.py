@@ -24,7 +24,7 @@ from tensordict import TensorDict
 
 from quadriga.errors import LengthError
 from quadriga.protocol import DataProto, pad_dataproto_to_divisor
-from quadriga.protocol.batch_shapes import PADDING_FIELD
+from quadriga.protocol.dataproto import PADDING_FIELD
 from quadriga.single_controller.call import GroupView
 
 BatchT = TypeVar("BatchT", DataProto, TensorDict)

@@ -81,5 +81,5 @@ def _held_batch(value: object, is_batch: IsBatch) -> object:
 
 
 def _is_row(value: object) -> bool:
-    contents = sys.modules.get("quadriga.protocol.columns.contents")
+    contents = sys.modules.get("quadriga.protocol.contents")
     return contents is not None and isinstance(value, contents.DataProtoItem)

@@ -14,7 +14,7 @@ from ray import cloudpickle
 
 from quadriga.backends.ray.process.user_code import send_code_of_loaded_files
 from quadriga.errors import DispatchError
-from quadriga.protocol.values.storage import Transport, transports
+from quadriga.protocol.storage import Transport, transports
 from quadriga.single_controller.call import Call, SharedArgument
 
 if TYPE_CHECKING:

@@ -32,8 +32,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from quadriga.backends.ray.calls.store import RayHandle, RayStore, item_of
 from quadriga.backends.ray.cluster import cluster_nodes, fetch, kill_actor, this_node
 from quadriga.errors import ConfigError
-from quadriga.protocol.values.cut import Ints, Stored, cut, payload_bytes
-from quadriga.protocol.values.storage import RowRequest, current_store, traffic
+from quadriga.protocol.storage import (
+    Ints,
+    RowRequest,
+    Stored,
+    current_store,
+    cut,
+    payload_bytes,
+    traffic,
+)
 
 if TYPE_CHECKING:
     from quadriga.backends.ray.cluster import ActorFactory, RankActor, Ref

@@ -36,7 +36,7 @@ import ray
 
 from quadriga.backends.ray.cluster import cluster_nodes
 from quadriga.errors import LostObjectError
-from quadriga.protocol.values.storage import Handle, Transport, fetch_many, transports
+from quadriga.protocol.storage import Handle, Transport, fetch_many, transports
 
 if TYPE_CHECKING:
     from quadriga.backends.ray.cluster import Ref

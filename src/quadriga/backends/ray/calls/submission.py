@@ -37,7 +37,7 @@ from quadriga.backends.ray.health.failures import FailedCall, died
 from quadriga.backends.ray.health.nodes import dead_ranks, rank_alive
 from quadriga.errors import WorkerError
 from quadriga.protocol.containers import PLAIN_TYPES
-from quadriga.protocol.values.storage import Handle, LocalHandle
+from quadriga.protocol.storage import Handle, LocalHandle
 from quadriga.single_controller.backend import RankHandle, RankSet
 from quadriga.single_controller.call import Call, Pending
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from quadriga.backends.ray.calls.splitting import Splits
     from quadriga.backends.ray.calls.store import RayStore, ResultStore
     from quadriga.backends.ray.cluster import Ref
-    from quadriga.protocol.values.storage import Handle
+    from quadriga.protocol.storage import Handle
 
 Sent: TypeAlias = "bytes | tuple[bytes, list[Ref]] | SharedArgument"
 """What the controller sends for a call: its bytes, the same with the references in it, or an object
@@ -215,7 +215,7 @@ class RankProcess:
         # Imported here because these modules load numpy, whose thread pools read the environment
         # variables that `quadriga_prepare` has set by now.
         from quadriga.backends.ray.calls.store import ResultStore
-        from quadriga.protocol.values.storage import use_store
+        from quadriga.protocol.storage import use_store
 
         use_store(store)
         self._result_store = partial(ResultStore, store)

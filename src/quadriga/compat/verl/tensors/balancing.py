@@ -19,9 +19,9 @@ from quadriga.parallel.balancing import (
 )
 from quadriga.parallel.device import get_device_name
 from quadriga.protocol import DataProto, fields
-from quadriga.protocol.columns.remote_batch import RemoteBatch
-from quadriga.protocol.values import jagged
-from quadriga.protocol.values.row_index import from_index
+from quadriga.protocol.contents import RemoteBatch
+from quadriga.protocol.rows import from_index
+from quadriga.protocol.values import jagged_parts, take_jagged
 
 UidT = TypeVar("UidT")
 
@@ -247,7 +247,7 @@ def restore_dynamic_batch(data: torch.Tensor, batch_idx_list: list[list[int]]) -
             f"batch_idx_list names {len(indices)} rows, but the data has {len(data)} rows."
         )
     if data.is_nested:
-        return jagged.take(data, from_index(get_reverse_idx(indices), len(data)))
+        return take_jagged(data, from_index(get_reverse_idx(indices), len(data)))
     return data[torch.tensor(get_reverse_idx(indices))]
 
 
@@ -255,7 +255,7 @@ def _lengths(batch: TensorDict | RemoteBatch) -> torch.Tensor:
     """Tokens of each row, [N] on the CPU."""
     ids = batch[fields.INPUT_IDS] if fields.INPUT_IDS in batch.keys() else None  # noqa: SIM118
     if isinstance(ids, torch.Tensor) and ids.is_nested:
-        _, offsets = jagged.parts(ids)
+        _, offsets = jagged_parts(ids)
         return offsets.diff().cpu()
     lengths: torch.Tensor = batch[fields.ATTENTION_MASK].sum(-1).cpu()
     return lengths

@@ -17,9 +17,8 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from quadriga.errors import ConflictError, FieldError, LengthError
 from quadriga.protocol import DataProto, union_tensor_dict
-from quadriga.protocol.values import jagged
-from quadriga.protocol.values.row_index import from_index, from_slice
-from quadriga.protocol.values.rows import RowSelection
+from quadriga.protocol.rows import RowSelection, from_index, from_slice
+from quadriga.protocol.values import concat_jagged, equal_jagged, is_jagged, same_dense, take_jagged
 
 Field: TypeAlias = torch.Tensor | NonTensorStack | NonTensorData
 
@@ -84,7 +83,7 @@ def nested_tensor_from_tensor_list(
 
 def concat_nested_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate jagged tensors along the batch dimension."""
-    return jagged.concat(tensors)
+    return concat_jagged(tensors)
 
 
 def concat_tensordict_with_none_bsz(data: Sequence[TensorDict]) -> TensorDict:
@@ -276,8 +275,8 @@ def select_rows(td: TensorDict, index: slice | torch.Tensor) -> TensorDict:
             fields[key] = _stack([items[i] for i in numbers])
         elif isinstance(value, NonTensorData):
             fields[key] = NonTensorData(value.data)
-        elif jagged.is_jagged(value):
-            fields[key] = jagged.take(value, op)
+        elif is_jagged(value):
+            fields[key] = take_jagged(value, op)
         else:
             fields[key] = value[index]
     return _build(fields, len(numbers))
@@ -322,7 +321,7 @@ def _concat(values: list[Field]) -> Field:
             "A field must be of one kind in all TensorDicts to concatenate, got "
             f"{', '.join(sorted({type(value).__name__ for value in values}))}."
         )
-    return jagged.concat(tensors) if jagged.is_jagged(first) else torch.cat(tensors, dim=0)
+    return concat_jagged(tensors) if is_jagged(first) else torch.cat(tensors, dim=0)
 
 
 def _equal(a: Field, b: Field) -> bool:
@@ -332,9 +331,9 @@ def _equal(a: Field, b: Field) -> bool:
         return bool(a.data == b.data)
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return False
-    if jagged.is_jagged(a) and jagged.is_jagged(b):
-        return jagged.equal(a, b)
-    return a.shape == b.shape and jagged.same_dense(a, b)
+    if is_jagged(a) and is_jagged(b):
+        return equal_jagged(a, b)
+    return a.shape == b.shape and same_dense(a, b)
 
 
 __all__ = ["union_tensor_dict"]

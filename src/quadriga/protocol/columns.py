@@ -1,34 +1,48 @@
-"""`RemoteColumn`, a field whose bytes are stored in shards, and operations on columns.
+"""Store a local value once while it is unchanged, however many calls receive it.
 
-A *column* of a batch is a local value or a `RemoteColumn`. The first read of a remote column
-fetches and decodes its rows, keeps the value and drops the handles.
-Batches that share the column (through `select`, `union`, `rename`) see the same value, as they
-would see the same local tensor.
+A batch on the controller is sent to several calls in turn. Each call splits it, so the objects that
+are packed are new views each time. A view of rows is therefore noted with its source and its rows,
+and the handles of stored rows are kept with the source:
+
+    x = batch.batch["x"]       6 rows, split for 2 ranks
+    first call     x[0:3] → put, handle h0    x[3:6] → put, handle h1
+                   kept for x: {(0, 3): h0, (3, 6): h1}
+    second call    x[0:3] → h0                x[3:6] → h1
+
+A handle is used again only if the bytes are equal. A tensor whose version counter has changed was
+written into. Other writes leave the counter as it is (through `x.numpy()`, `x.data`, or the array
+from which x was made), so the bytes are compared as well. Comparing reads both copies: it takes
+about as long as a put into memory of the store that was used before, and less than a put into fresh
+memory (docs/measurements). What it always saves is the memory of a second copy, and its way to
+other nodes. Handles are dropped with the source, and the oldest first if those of a source name
+more than twice its rows, or all of them together more than `KEPT_BYTES`.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeAlias, TypeGuard
 
 import numpy as np
+import torch
 
 from quadriga.errors import FieldError, LostObjectError
-from quadriga.protocol.columns.cut_rows import CutRows, cut_rows
-from quadriga.protocol.columns.lost_fields import named
-from quadriga.protocol.values import operations, rows, stored_once
-from quadriga.protocol.values.decode import decode
-from quadriga.protocol.values.encode import encode
-from quadriga.protocol.values.field_spec import FieldSpec, LocalValue, Payload
-from quadriga.protocol.values.rows import Plans, RowMap, RowRange, RowSelection, Shard
-from quadriga.protocol.values.storage import (
+from quadriga.protocol import rows
+from quadriga.protocol.encoding import decode, encode
+from quadriga.protocol.rows import Plans, RowMap, RowRange, RowSelection, Shard, runs
+from quadriga.protocol.storage import (
     CONTROLLER,
+    Array,
     Handle,
+    IdentityMap,
     LocalHandle,
     Origin,
+    RowRequest,
     Store,
     fetch_many,
     inherit,
@@ -37,6 +51,281 @@ from quadriga.protocol.values.storage import (
     mark,
     traffic,
 )
+from quadriga.protocol.values import (
+    FieldSpec,
+    LocalValue,
+    Payload,
+    clone_value,
+    concat_values,
+    jagged_parts,
+    nbytes_of,
+    row_count,
+    same_values,
+    take_value,
+)
+
+Rows = tuple[int, int]
+NOTED_BYTES = 64 * 1024
+"""Views up to this size are not noted: if they are sent at all, then in a message."""
+KEPT_STORED_BYTES = 2**30
+"""A process keeps handles of at most this many bytes for calls that may follow."""
+_COMPARED_ITEMS = 2**17  # of 8 bytes: 1 MiB at a time, which stays in the cache of the processor
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows of a source. The part keeps its source, as any view keeps its base."""
+
+    source: LocalValue
+    rows: Rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """Stored rows: their handle and the version counter of the value when they were stored."""
+
+    spec: FieldSpec
+    handle: Handle
+    version: int
+
+
+_Key = tuple[object, Rows]  # session (see `session`) and rows
+
+
+@dataclass(slots=True, weakref_slot=True)
+class _Copies:
+    """The stored rows of one source, the oldest first, and the sum of their numbers."""
+
+    by_rows: dict[_Key, _Copy] = field(default_factory=dict)
+    rows: int = 0
+
+    def drop(self, key: _Key) -> None:
+        if self.by_rows.pop(key, None) is not None:
+            self.rows -= key[1][1] - key[1][0]
+
+
+_parts: IdentityMap[_Part] = IdentityMap()
+_sources: IdentityMap[_Copies] = IdentityMap()
+
+
+class _Kept:
+    """All stored rows with their bytes, the oldest first; those of dead sources included."""
+
+    def __init__(self) -> None:
+        self._entries: deque[tuple[weakref.ref[_Copies], _Key, int]] = deque()
+        self._nbytes = 0
+
+    def add(self, copies: _Copies, key: _Key, nbytes: int) -> None:
+        """Add stored rows, and drop the oldest above `KEPT_STORED_BYTES`."""
+        self._entries.append((weakref.ref(copies), key, nbytes))
+        self._nbytes += nbytes
+        while self._nbytes > KEPT_STORED_BYTES or (self._entries and self._entries[0][0]() is None):
+            reference, old_key, old_nbytes = self._entries.popleft()
+            self._nbytes -= old_nbytes
+            owner = reference()
+            if owner is not None:
+                owner.drop(old_key)
+
+
+_kept = _Kept()
+_lock = threading.RLock()
+"""Held while rows are noted: several threads of a controller may send one batch. A garbage
+collection inside may end a stream of the user whose last statement sends one, too."""
+
+
+def note_part(part: LocalValue, source: LocalValue, rows: RowRange) -> None:
+    """Note that `part` is a view of these rows of `source`, unless it is too small to be stored."""
+    if part is not source and nbytes_of(part) > NOTED_BYTES:
+        _parts[part] = _Part(source, (rows.start, rows.stop))
+
+
+def find_stored(
+    value: LocalValue, spec: FieldSpec, payload: Payload, session: object
+) -> Handle | None:
+    """Return the handle of the same bytes in the store of `session`, None if there is none."""
+    source, rows = source_of(value)
+    copies = _sources.get(source)
+    copy = None if copies is None else copies.by_rows.get((session, rows))
+    if copy is None or copy.spec != spec or copy.version != _version(value):
+        return None
+    try:
+        stored = copy.handle.fetch()
+    except LostObjectError:
+        return None
+    return copy.handle if _same_bytes(payload, stored) else None
+
+
+def remember_stored(value: LocalValue, spec: FieldSpec, handle: Handle, session: object) -> None:
+    """Keep the handle of a value that was just stored in the store of `session`."""
+    source, rows = source_of(value)
+    key, copy = (session, rows), _Copy(spec, handle, _version(value))
+    limit = 2 * row_count(source)
+    with _lock:
+        copies = _sources.get(source)
+        if copies is None:
+            copies = _sources[source] = _Copies()
+        copies.drop(key)
+        copies.by_rows[key] = copy
+        copies.rows += rows[1] - rows[0]
+        while len(copies.by_rows) > 1 and copies.rows > limit:
+            copies.drop(next(iter(copies.by_rows)))
+        _kept.add(copies, key, handle.nbytes)
+
+
+def source_of(value: LocalValue) -> tuple[LocalValue, Rows]:
+    """Return the source of a view of rows, and these rows; the value itself if it is no view."""
+    part = _parts.get(value)
+    return (part.source, part.rows) if part else (value, (0, row_count(value)))
+
+
+def session_of(store: Store) -> object:
+    """Return what identifies the stored values: stores of one Ray cluster share them."""
+    return getattr(store, "session", id(store))
+
+
+def in_store(handle: Handle, store: Store) -> Handle:
+    """Return a handle of the same value in `store`, if this process holds it and it is large.
+
+    Several messages may need the same bytes: those of the parts of one batch, for example.
+    """
+    if not isinstance(handle, LocalHandle) or handle.nbytes <= NOTED_BYTES:
+        return handle
+    known = session_of(store)
+    if handle.stored is None or handle.stored[0] != known:
+        traffic.stored(handle.nbytes)
+        handle.stored = known, store.put(handle.value, handle.nbytes)
+    return handle.stored[1]
+
+
+def _version(value: LocalValue) -> int:
+    """Return the version counter of a tensor, which views share; 0 where there is none."""
+    if not isinstance(value, torch.Tensor):
+        return 0
+    tensor = jagged_parts(value)[0] if value.is_nested else value
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _same_bytes(payload: Payload, stored: Payload) -> bool:
+    if isinstance(payload, np.ndarray) and isinstance(stored, np.ndarray):
+        return _same_array(payload, stored)
+    if isinstance(payload, tuple) and isinstance(stored, tuple):
+        return all(map(_same_array, payload, stored))
+    if isinstance(payload, dict) and isinstance(stored, dict):
+        return all(_same_bytes(payload[key], stored[key]) for key in payload)
+    return False
+
+
+def _same_array(a: Array, b: Array) -> bool:
+    """Return whether two contiguous arrays have the same bytes: NaNs too, and -0.0 is not 0.0."""
+    if a.dtype != b.dtype or a.shape != b.shape or a.dtype == object:
+        return False
+    bytes_a, bytes_b = a.reshape(-1).view(np.uint8), b.reshape(-1).view(np.uint8)
+    whole = len(bytes_a) // 8 * 8
+    items_a, items_b = bytes_a[:whole].view(np.int64), bytes_b[:whole].view(np.int64)
+    for i in range(0, len(items_a), _COMPARED_ITEMS):
+        j = i + _COMPARED_ITEMS
+        if not np.array_equal(items_a[i:j], items_b[i:j]):
+            return False
+    return np.array_equal(bytes_a[whole:], bytes_b[whole:])
+
+
+@dataclass(slots=True)
+class CutRows:
+    """What was cut for one column: payloads by shard, and the row map into them."""
+
+    row_map: RowMap
+    payloads: dict[int, Payload] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """One request: shard number `shard` of column number `column`."""
+
+    column: int
+    shard: int
+    request: RowRequest
+
+
+def cut_rows(columns: Sequence[tuple[RowMap, Sequence[Handle]]]) -> list[CutRows]:
+    """Ask for rows of the columns, given as `(row map, handles)`, waiting once for all of them.
+
+    A shard that is not in `payloads` of the result is to be fetched as a whole.
+    """
+    result = [CutRows(row_map) for row_map, _ in columns]
+    asked: list[_Asked] = []
+    for number, (row_map, handles) in enumerate(columns):
+        asked += _wanted(number, row_map, handles)
+    for kind in {type(one.request.handle) for one in asked}:
+        mine = [one for one in asked if type(one.request.handle) is kind]
+        found = mine[0].request.handle.fetch_rows([one.request for one in mine])
+        for one, payload in zip(mine, found, strict=True):
+            if payload is not None:
+                result[one.column].payloads[one.shard] = payload
+    for cut in result:
+        if cut.payloads:
+            cut.row_map = _renumbered(cut.row_map, cut.payloads)
+    return result
+
+
+def _wanted(column: int, row_map: RowMap, handles: Sequence[Handle]) -> list[_Asked]:
+    # pays(0.0) is False for every shard of this node, most often for all of them.
+    candidates = [(s, h) for s, h in enumerate(handles) if is_row_handle(h) and h.pays(0.0)]
+    if not candidates:
+        return []
+    shard_of, row_of = row_map.expand()
+    counts = np.bincount(shard_of, minlength=len(handles))
+    ends = np.cumsum(counts)
+    in_shards = row_of[np.argsort(shard_of, kind="stable")]
+    asked = []
+    for s, handle in candidates:
+        if handle.pays(counts[s] / row_map.shards[s].rows):
+            rows = in_shards[ends[s] - counts[s] : ends[s]]
+            asked.append(_Asked(column, s, RowRequest(handle, rows)))
+    return asked
+
+
+def _renumbered(row_map: RowMap, payloads: dict[int, Payload]) -> RowMap:
+    """Return a map in which the rows of a cut shard are numbered in the order of the batch."""
+    shard_of, row_of = row_map.expand()
+    for shard in payloads:
+        mine = shard_of == shard
+        row_of[mine] = np.arange(np.count_nonzero(mine))
+    return RowMap(row_map.shards, runs(shard_of, row_of))
+
+
+def lost_field(
+    fields: Sequence[tuple[str, RowMap, tuple[Handle, ...]]], error: LostObjectError
+) -> LostObjectError:
+    """Return the error that names field, role, rank and method of the first value that is lost."""
+    late: Sequence[str] = getattr(error, "late", ())
+    reason = (
+        f"did not arrive ({error})"
+        if late
+        else "that node, or the process that called for them, no longer runs. Read a field before "
+        "that, or compute it again"
+    )
+    for key, row_map, handles in fields:
+        for shard, handle in zip(row_map.shards, handles, strict=True):
+            # A value that is late is not waited for a second time.
+            if handle.key in late if late else _is_lost(handle):
+                origin = shard.origin
+                return LostObjectError(
+                    f"field '{key}' is lost: its {shard.rows} rows were produced by {origin.role} "
+                    f"rank {origin.rank} in {origin.method or 'the controller'} on node "
+                    f"{origin.node or 'unknown'}, and {reason}",
+                    field=key, role=origin.role, rank=origin.rank,
+                    method=origin.method, node=origin.node,
+                )  # fmt: skip
+    return error
+
+
+def _is_lost(handle: Handle) -> bool:
+    try:
+        handle.fetch()
+    except LostObjectError:
+        return True
+    return False
+
 
 _filling = threading.Lock()
 
@@ -101,7 +390,7 @@ class RemoteColumn:
     def nbytes(self) -> int:
         """Return the bytes of these rows: exact for dense fields, in proportion for ragged ones."""
         if self._value is not None:
-            return operations.nbytes(self._value)
+            return nbytes_of(self._value)
         shards = self.row_map.shards
         if len(self.handles) == 1 and len(self.row_map) == shards[0].rows:
             return self.handles[0].nbytes
@@ -177,7 +466,7 @@ def fetch(columns: Iterable[tuple[str, RemoteColumn]]) -> list[LocalValue]:
         found = dict(zip(unique, fetch_many(list(unique.values())), strict=True))
     except LostObjectError as error:
         places = [(key, column.row_map, handles) for key, column, handles in wanted]
-        raise named(places, error) from error
+        raise lost_field(places, error) from error
     for (column, handles), cut in zip(unread, cuts, strict=True):
         payloads = [
             cut.payloads[shard] if shard in cut.payloads else found[handle.key]
@@ -188,13 +477,13 @@ def fetch(columns: Iterable[tuple[str, RemoteColumn]]) -> list[LocalValue]:
 
 
 def same(a: Column, b: Column, key: str) -> bool:
-    """Return whether two columns have equal values, as `operations.same_values` compares them.
+    """Return whether two columns have equal values, as `same_values` compares them.
 
     Nothing is fetched if both are the same stored rows.
     """
     if is_remote(a) and is_remote(b) and (a is b or _same_reference(a, b)):
         return True
-    return operations.same_values(read(a, key), read(b, key))
+    return same_values(read(a, key), read(b, key))
 
 
 def _same_reference(a: RemoteColumn, b: RemoteColumn) -> bool:
@@ -246,9 +535,9 @@ def chunk(
 
 def take_local(value: LocalValue, selection: RowSelection) -> LocalValue:
     """Return the selected rows of a local value."""
-    taken = inherit(operations.take(value, selection), (value,))
+    taken = inherit(take_value(value, selection), (value,))
     if isinstance(selection, RowRange):
-        stored_once.note_part(taken, value, selection)
+        note_part(taken, value, selection)
     return taken
 
 
@@ -266,7 +555,7 @@ def concat(parts: Sequence[Columns]) -> dict[str, Column]:
             result[key] = _concat_remote(key, columns, cache)
         else:
             values = [local_value(column) for column in columns]
-            joined = operations.concat(values, key)
+            joined = concat_values(values, key)
             result[key] = inherit(joined, values) if len(values) > 1 else joined
     return result
 
@@ -280,7 +569,7 @@ def _concat_remote(
     spec = _common_spec(key, [c.spec for c in columns if len(c.row_map)] or [columns[0].spec])
     # Dtypes differ, and only the values can be promoted: int64 and float32 rows become float32.
     if spec is None:
-        return operations.concat(fetch([(key, column) for column in columns]), key)
+        return concat_values(fetch([(key, column) for column in columns]), key)
     maps = tuple(id(column.row_map) for column in columns)
     found = cache.get(maps)
     if found is None:
@@ -329,14 +618,14 @@ def _common_spec(key: str, specs: Sequence[FieldSpec]) -> FieldSpec | None:
 def as_remote(key: str, value: LocalValue, origin: Origin = CONTROLLER) -> RemoteColumn:
     """Return a local value as a column over a `LocalHandle`. They may share memory."""
     spec, payload, nbytes = encode(value, key)
-    row_map = row_map_of_shard(operations.row_count(value), origin)
+    row_map = row_map_of_shard(row_count(value), origin)
     handles = (LocalHandle(payload, nbytes),) if row_map.shards else ()
     return RemoteColumn(spec, row_map, handles)
 
 
 def snapshot_as_remote(key: str, value: LocalValue, origin: Origin = CONTROLLER) -> RemoteColumn:
     """Return a snapshot of a local value as a column over a `LocalHandle`."""
-    return as_remote(key, operations.clone(value), origin)
+    return as_remote(key, clone_value(value), origin)
 
 
 def without_unused_rows(key: str, column: RemoteColumn) -> RemoteColumn:
@@ -356,10 +645,10 @@ def for_message(key: str, column: RemoteColumn, store: Store) -> RemoteColumn:
     """
     if store.in_process or LocalHandle not in set(map(type, column.handles)):
         return column.unread()
-    if column.has_local_payloads() and column.nbytes() <= stored_once.NOTED_BYTES:
+    if column.has_local_payloads() and column.nbytes() <= NOTED_BYTES:
         return without_unused_rows(key, column)
     raw = column.spec.kind == "raw"
-    handles = [h if raw else stored_once.in_store(h, store) for h in column.handles]
+    handles = [h if raw else in_store(h, store) for h in column.handles]
     return RemoteColumn(column.spec, column.row_map, tuple(handles))
 
 
@@ -378,4 +667,4 @@ def for_pickle(key: str, column: Column) -> RemoteColumn:
 
 def private(column: Column) -> Column:
     """Return a deep copy of a local value; references cannot change and are shared."""
-    return column.unread() if is_remote(column) else operations.clone(local_value(column))
+    return column.unread() if is_remote(column) else clone_value(local_value(column))

@@ -7,13 +7,18 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import torch
 
-from quadriga.protocol.columns import contents as halves
-from quadriga.protocol.columns.column import Column, is_remote, local_value
-from quadriga.protocol.columns.contents import Contents
-from quadriga.protocol.values import operations
-from quadriga.protocol.values.field_spec import LocalValue
-from quadriga.protocol.values.jagged import is_jagged, ragged_dim
-from quadriga.protocol.values.storage import LocalHandle, Origin, origins_of
+from quadriga.protocol import contents as halves
+from quadriga.protocol.columns import Column, is_remote, local_value
+from quadriga.protocol.contents import Contents
+from quadriga.protocol.storage import LocalHandle, Origin, origins_of
+from quadriga.protocol.values import (
+    LocalValue,
+    describe_value,
+    dtype_name,
+    is_jagged,
+    nbytes_of,
+    ragged_dim,
+)
 
 _GB = 2**30
 _HEAD = ("field", "shape", "dtype", "bytes", "stored", "written by")
@@ -65,7 +70,7 @@ def _shape_of_column(column: Column) -> tuple[str, str]:
 
 
 def _shape(value: LocalValue) -> tuple[str, str]:
-    dtype = operations.dtype_name(getattr(value, "dtype", None) or type(value).__name__)
+    dtype = dtype_name(getattr(value, "dtype", None) or type(value).__name__)
     if isinstance(value, torch.Tensor) and is_jagged(value):
         dims = ["*" if i == ragged_dim(value) else str(n) for i, n in enumerate(value.shape)]
         return f"[{', '.join(dims)}]", dtype
@@ -73,7 +78,7 @@ def _shape(value: LocalValue) -> tuple[str, str]:
 
 
 def _nbytes(column: Column) -> int:
-    return column.nbytes() if is_remote(column) else operations.nbytes(local_value(column))
+    return column.nbytes() if is_remote(column) else nbytes_of(local_value(column))
 
 
 def _stored(column: Column) -> str:
@@ -143,7 +148,7 @@ def _type_of(value: object) -> str:
         key, first = next(iter(value.items()))
         return f"dict[{_type_of(key)}, {_type_of(first)}]"
     if isinstance(value, np.ndarray | torch.Tensor):
-        return f"{type(value).__name__} {operations.describe(value)}"
+        return f"{type(value).__name__} {describe_value(value)}"
     return type(value).__name__
 
 

@@ -1,0 +1,551 @@
+"""The description of a field without its bytes, and the types of values and payloads.
+
+A payload is the form in which the bytes of a field are stored and sent. It consists of numpy
+arrays, which pickle protocol 5 writes out of band: the bytes are copied once into shared memory and
+are read there without a copy. Payloads by kind of field:
+
+    tensor    array [N, ...]; dtypes that numpy lacks (bfloat16, float8) as integers of their size;
+              int64 in any signed integers that hold the numbers (`encode`)
+    jagged    (values [total, ...], offsets int64 [N + 1])
+    tree      {key: payload}: a nested TensorDict
+    array     array [N, ...] without objects
+    objects   (bytes uint8 [total], offsets int64 [N + 1]): each row is a pickle of its own
+    raw       object array: rows that only the pickler of the transport can encode
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import mmap
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from quadriga.errors import FieldError
+from quadriga.protocol.rows import RowRange, RowSelection
+
+Array: TypeAlias = NDArray[np.generic]
+ObjectArray: TypeAlias = NDArray[np.object_]
+Ints: TypeAlias = NDArray[np.int64]
+LocalValue: TypeAlias = torch.Tensor | TensorDictBase | Array
+"""The value of a field in this process. Dimension 0 is the batch."""
+
+RaggedPayload: TypeAlias = tuple[Array, Ints]
+Payload: TypeAlias = "Array | RaggedPayload | dict[str, Payload]"
+Kind = Literal["tensor", "jagged", "tree", "array", "objects", "raw"]
+
+CARRIER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Item size in bytes → the integer dtype in which numpy stores a dtype that it lacks."""
+NUMPY_KNOWS = {
+    torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
+}  # fmt: skip
+
+
+_SMALL = 2048
+"""Arrays up to this many bytes are pickled as bytes: cheaper than an out-of-band buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldSpec:
+    """The description of a field without its bytes.
+
+    `tail`: shape without the batch dimension; for a jagged field the shape of `values` without
+    its ragged dimension, which is dimension `ragged_dim` of the field. `dtype`: name in torch, or
+    `encode.dtype_text` of the dtype in numpy. `device`: type of the device on which the tensor was
+    created ("cpu", "cuda"). `children`: fields of a nested TensorDict.
+    """
+
+    kind: Kind
+    dtype: str = ""
+    tail: tuple[int, ...] = ()
+    device: str = "cpu"
+    children: tuple[tuple[str, FieldSpec], ...] = ()
+    ragged_dim: int = 1
+
+    def __reduce__(self) -> tuple[type[FieldSpec], tuple[object, ...]]:
+        dim = () if self.ragged_dim == 1 else (self.ragged_dim,)
+        return FieldSpec, (self.kind, self.dtype, self.tail, self.device, self.children, *dim)
+
+    def describe(self, length: int) -> tuple[str, str]:
+        """Return shape and dtype of `length` rows as text: `("[8, *, 2]", "float32")`."""
+        dims: list[object] = [length, *self.tail]
+        if self.kind == "jagged":
+            dims.insert(self.ragged_dim, "*")
+        shape = ", ".join(map(str, dims))
+        return f"[{shape}]", self.dtype or self.kind
+
+
+def flat_payload(payload: Payload) -> object:
+    """Return a payload with small arrays as lists (dtype, shape, bytes); nothing else is a list."""
+    if isinstance(payload, np.ndarray):
+        if payload.nbytes > _SMALL or payload.dtype == object:
+            return payload
+        return [payload.dtype.str, payload.shape, payload.tobytes()]
+    if isinstance(payload, tuple):
+        return tuple([flat_payload(part) for part in payload])
+    return {key: flat_payload(part) for key, part in payload.items()}
+
+
+def payload_of(flat: Any) -> Any:
+    """Return the payload of a flat form."""
+    if isinstance(flat, list):
+        dtype, shape, data = flat
+        return np.frombuffer(data, dtype=dtype).reshape(shape)
+    if isinstance(flat, tuple):
+        return tuple([payload_of(part) for part in flat])
+    if isinstance(flat, dict):
+        return {key: payload_of(part) for key, part in flat.items()}
+    return flat
+
+
+POOLED_BYTES = 2**20
+"""Tensors of at least this size use memory of the pool; smaller ones are allocated by torch."""
+POOL_BYTES = 256 * 2**20
+"""A process keeps at most this much unused memory."""
+_STEP = 2**20  # sizes are rounded up to a multiple of this, so that similar tensors share buffers
+
+Bytes = NDArray[np.uint8]
+
+
+class _Buffer(np.ndarray[tuple[int], np.dtype[np.uint8]]):
+    """A buffer of the pool. Arrays and tensors over it reference it; the last one releases it."""
+
+    _of: tuple[Pool, mmap.mmap] | None = None
+
+    def __del__(self) -> None:
+        if self._of is not None:  # set on the buffer itself, not on its views
+            pool, memory = self._of
+            pool.release(memory)
+
+
+class Pool:
+    """Buffers that are acquired and released, from any thread and during garbage collection."""
+
+    def __init__(self, kept_bytes: int = POOL_BYTES) -> None:
+        self._limit = kept_bytes
+        self._free: OrderedDict[int, list[mmap.mmap]] = OrderedDict()
+        # Reentrant: garbage collection may run `release` in a thread that already holds the lock.
+        self._lock = threading.RLock()
+        self.kept_bytes = 0
+
+    def acquire(self, nbytes: int) -> Bytes:
+        """Return at least `nbytes` of uninitialised uint8, aligned to a page."""
+        size = -(-nbytes // _STEP) * _STEP  # rounded up: 1 byte more than 2 MiB needs 3 MiB
+        with self._lock:
+            free = self._free.get(size)
+            memory = free.pop() if free else None
+            if memory is not None:
+                self.kept_bytes -= size
+                self._free.move_to_end(size)
+        if memory is None:
+            memory = _map(size)
+        # The buffer is made over an mmap: over an array, numpy would let views reference that
+        # array directly, and the buffer would be released while they are still in use.
+        buffer = np.ndarray.__new__(_Buffer, (size,), np.uint8, memory)
+        buffer._of = self, memory
+        return buffer.view(np.ndarray)
+
+    def release(self, memory: mmap.mmap) -> None:
+        """Keep memory for later use. Above the limit, drop the sizes least recently acquired."""
+        with self._lock:
+            self._free.setdefault(len(memory), []).append(memory)
+            self.kept_bytes += len(memory)
+            while self.kept_bytes > self._limit:
+                size, free = next(iter(self._free.items()))
+                if free:
+                    free.pop()
+                    self.kept_bytes -= size
+                if not free:
+                    del self._free[size]
+
+
+def _map(size: int) -> mmap.mmap:
+    """Return new anonymous memory, in huge pages where the kernel supports them."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel built without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+_pool = Pool()
+
+
+def pooled_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return an uninitialised CPU tensor; a large one uses a buffer of the pool."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < POOLED_BYTES:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    flat = torch.from_numpy(_pool.acquire(nbytes)[:nbytes])
+    return flat.view(dtype).view(tuple(shape))
+
+
+def is_poolable(tensor: torch.Tensor) -> bool:
+    """Return whether results computed from a tensor may use the pool: dense, CPU, no gradient."""
+    return (
+        tensor.layout == torch.strided
+        and tensor.device.type == "cpu"
+        and not (tensor.requires_grad and torch.is_grad_enabled())
+        and type(tensor) is torch.Tensor
+    )
+
+
+# Row i is values[offsets[i] : offsets[i + 1]]. Three rows of 2, 0 and 3 numbers:
+#
+#     rows       [7, 8]   []   [4, 5, 6]
+#     values      7  8          4  5  6
+#     offsets     0        2    2        5
+#
+#     take rows [2, 0]   positions in values 2 3 4 | 0 1 → values 4 5 6 7 8, offsets 0 3 5
+#     take rows 1 … 2    values[2:5] → 4 5 6, offsets [2, 2, 5] - 2 → 0 0 3; a view
+#     concat with [[9]]  values 7 8 4 5 6 9, offsets 0 2 2 5 6: those of the second part plus 5
+
+
+def is_jagged(value: object) -> bool:
+    """Return True for a nested tensor of any layout (`parts` refuses those that are not jagged)."""
+    return isinstance(value, Tensor) and value.is_nested
+
+
+def ragged_dim(nested: Tensor) -> int:
+    """Return the dimension of a jagged tensor that is ragged, 1 or more."""
+    return int(getattr(nested, "_ragged_idx", 1))
+
+
+def jagged_parts(nested: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `(values [total, ...], offsets [N + 1])` without holes.
+
+    Values are a view with the ragged dimension first: of [3, 5] values of position ids, [5, 3].
+    Raises `FieldError` for a nested tensor of another layout.
+    """
+    if nested.layout != torch.jagged:
+        raise FieldError(
+            f"expected a nested tensor of layout torch.jagged, got layout {nested.layout}. "
+            "Build it with torch.nested.nested_tensor(rows, layout=torch.jagged)"
+        )
+    if nested.lengths() is not None:  # type: ignore[attr-defined]  # a method of NestedTensor
+        nested = nested.contiguous()
+    values: Tensor = nested.values()
+    dim = ragged_dim(nested)
+    values = values if dim == 1 else values.movedim(dim - 1, 0)
+    return values, nested.offsets()  # type: ignore[attr-defined]  # of NestedTensor
+
+
+def build_jagged(values: Tensor, offsets: Tensor, dim: int = 1) -> Tensor:
+    """Return the nested tensor of `parts`, ragged in dimension `dim`."""
+    if dim > 1:
+        values = values.movedim(0, dim - 1)
+    return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=dim)
+
+
+def row_gather(offsets: Ints, rows: Ints) -> tuple[Ints, Ints]:
+    """Return the positions in `values` of the chosen rows, and the offsets of the result."""
+    starts, lengths = offsets[rows], offsets[rows + 1] - offsets[rows]
+    new_offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=new_offsets[1:])
+    # Rows [2, 0]: starts 2 0, new offsets 0 3 5. The first three positions 0 1 2 are shifted by
+    # 2 - 0 = 2, the last two positions 3 4 by 0 - 3 = -3, which gives 2 3 4 0 1.
+    positions = np.arange(new_offsets[-1], dtype=np.int64)
+    positions += np.repeat(starts - new_offsets[:-1], lengths)
+    return positions, new_offsets
+
+
+def take_jagged(nested: Tensor, selection: RowSelection) -> Tensor:
+    """Return the selected rows as a nested tensor; differentiable in the values."""
+    values, offsets = jagged_parts(nested)
+    if isinstance(selection, RowRange):
+        low, high = int(offsets[selection.start]), int(offsets[selection.stop])
+        chosen = offsets[selection.start : selection.stop + 1]
+        return build_jagged(values[low:high], chosen - offsets[selection.start], ragged_dim(nested))
+    known: Ints = offsets.cpu().numpy().astype(np.int64)
+    positions, new_offsets = row_gather(known, selection.rows)
+    index = torch.from_numpy(positions).to(values.device)
+    new = torch.from_numpy(new_offsets).to(offsets.device, offsets.dtype)
+    return build_jagged(select_rows(values, index), new, ragged_dim(nested))
+
+
+def select_rows(value: Tensor, rows: Tensor) -> Tensor:
+    """Return the chosen rows of a dense tensor of any dtype; differentiable."""
+    try:
+        return value[rows]
+    except NotImplementedError:  # float4: torch cannot index it, so its bytes are indexed
+        return value.view(torch.uint8)[rows].view(value.dtype)
+
+
+def concat_jagged(nested: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all nested tensors in order."""
+    dims = {ragged_dim(part) for part in nested}
+    if len(dims) > 1:
+        raise TypeError(f"ragged in different dimensions: {sorted(dims)}")
+    pairs = [jagged_parts(part) for part in nested]
+    values = torch.cat([v for v, _ in pairs])
+    shifted, base = [pairs[0][1][:1]], 0
+    for _, offsets in pairs:
+        shifted.append(offsets[1:] + base)
+        base += int(offsets[-1])
+    return build_jagged(values, torch.cat(shifted), dims.pop())
+
+
+def equal_jagged(a: Tensor, b: Tensor) -> bool:
+    """Return whether row lengths and values are equal; NaN equals NaN."""
+    (values_a, offsets_a), (values_b, offsets_b) = jagged_parts(a), jagged_parts(b)
+    return (
+        ragged_dim(a) == ragged_dim(b)
+        and values_a.shape == values_b.shape
+        and values_a.dtype == values_b.dtype
+        and torch.equal(offsets_a.long().cpu(), offsets_b.long().cpu())
+        and same_dense(values_a, values_b)
+    )
+
+
+def same_dense(a: Tensor, b: Tensor) -> bool:
+    """Return whether two dense tensors of one shape are equal; NaN equals NaN."""
+    if a.dtype == torch.complex32:
+        a, b = a.to(torch.complex64), b.to(torch.complex64)
+    try:
+        if torch.equal(a, b):
+            return True
+    except NotImplementedError:  # float4: torch cannot compare it, so its bytes are compared
+        return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    if not (a.is_floating_point() or a.is_complex()):
+        return False
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def object_array(items: Sequence[object]) -> ObjectArray:
+    """Return a one-dimensional object array. Items are not converted, lists included."""
+    array: ObjectArray = np.empty(len(items), dtype=object)
+    for i, item in enumerate(items):
+        array[i] = item
+    return array
+
+
+def row_count(value: LocalValue) -> int:
+    """Return the length of dimension 0; -1 for a value without dimensions."""
+    shape = value.shape
+    return int(shape[0]) if len(shape) else -1
+
+
+def nbytes_of(value: LocalValue) -> int:
+    """Return the bytes of the payload; for object arrays the bytes of the references only."""
+    if isinstance(value, Tensor):
+        if value.is_nested:
+            values, offsets = jagged_parts(value)
+            return nbytes_of(values) + nbytes_of(offsets)
+        return value.numel() * value.element_size()
+    if isinstance(value, np.ndarray):
+        return int(value.nbytes)
+    return sum(nbytes_of(field) for field in tensors_of(value).values())
+
+
+def tensors_of(value: TensorDictBase) -> dict[str, Tensor | TensorDictBase]:
+    """Return the entries of a `TensorDict`; nested ones are entries themselves."""
+    entries: dict[str, Tensor | TensorDictBase] = dict(value.items())  # type: ignore[arg-type]
+    return entries
+
+
+def take_value(value: LocalValue, selection: RowSelection) -> LocalValue:
+    """Return the selected rows: a view for a `RowRange`, a copy for `RowIndices`."""
+    if isinstance(value, Tensor) and value.is_nested:
+        return take_jagged(value, selection)
+    if isinstance(selection, RowRange):
+        part: LocalValue = value[selection.start : selection.stop]
+        return part
+    if isinstance(value, TensorDictBase | Tensor):
+        index = torch.from_numpy(selection.rows)
+        return _take_rows(value, index) if isinstance(value, Tensor) else value[index]
+    rows: Array = value[selection.rows]  # type: ignore[call-overload]  # no TensorDict here
+    return rows
+
+
+def _take_rows(value: Tensor, rows: Tensor) -> Tensor:
+    rows = rows.to(value.device)
+    shape = (len(rows), *value.shape[1:])
+    large = math.prod(shape) * value.element_size() >= POOLED_BYTES
+    if not large or not is_poolable(value):
+        return select_rows(value, rows)
+    # torch has no index_select for some dtypes that numpy lacks: their bytes are selected.
+    known = value.dtype in NUMPY_KNOWS
+    items = value if known else value.view(CARRIER_OF_SIZE[value.element_size()])
+    chosen = torch.index_select(items, 0, rows, out=pooled_empty(shape, items.dtype))
+    return chosen if known else chosen.view(value.dtype)
+
+
+def _concat_rows(parts: Sequence[Tensor]) -> Tensor:
+    first = parts[0]
+    alike = all(
+        is_poolable(p) and p.dtype == first.dtype and p.shape[1:] == first.shape[1:] for p in parts
+    )
+    large = sum(p.numel() for p in parts) * first.element_size() >= POOLED_BYTES
+    if not large or not alike:
+        return torch.cat(list(parts), dim=0)
+    rows = sum(len(p) for p in parts)
+    out = pooled_empty((rows, *first.shape[1:]), first.dtype)
+    return torch.cat(list(parts), dim=0, out=out)
+
+
+def value_row(value: LocalValue, index: int) -> object:
+    """Return one row without its batch dimension (of a jagged tensor: a dense tensor)."""
+    if isinstance(value, Tensor) and value.is_nested:
+        values, offsets = jagged_parts(value)
+        items = values[int(offsets[index]) : int(offsets[index + 1])]
+        return items.movedim(0, ragged_dim(value) - 1)
+    found: object = value[index]
+    return found
+
+
+def concat_values(values: Sequence[LocalValue], key: str) -> LocalValue:
+    """Return the rows of all values in order, as new memory even for a single value.
+
+    Raises `FieldError` naming `key` when types, dtypes or shapes do not fit together.
+    """
+    if len(values) == 1:
+        only = values[0]
+        return only.copy() if isinstance(only, np.ndarray) else clone_value(only)
+    arrays = [value for value in values if isinstance(value, np.ndarray)]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    try:
+        if len(arrays) == len(values):
+            masked = any(isinstance(array, np.ma.MaskedArray) for array in arrays)
+            # np.concatenate would return a masked array without its mask.
+            numpy_module = np.ma if masked else np
+            joined_arrays: Array = numpy_module.concatenate(arrays, axis=0)
+            return joined_arrays
+        if any(is_jagged(value) for value in tensors):
+            return concat_jagged(_all_tensors(values, tensors))
+        if tensors:
+            return _concat_rows(_all_tensors(values, tensors))
+        joined: LocalValue = torch.cat(list(values), dim=0)  # type: ignore[arg-type]  # TensorDicts
+        return joined
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+        shapes = ", ".join(describe_value(value) for value in values)
+        raise FieldError(
+            f"the parts of field '{key}' cannot be concatenated along the batch dimension: "
+            f"{shapes}",
+            field=key,
+        ) from error
+
+
+def _all_tensors(values: Sequence[LocalValue], tensors: list[Tensor]) -> list[Tensor]:
+    if len(tensors) != len(values):
+        raise TypeError("tensors and other values")
+    return tensors
+
+
+def describe_value(value: object) -> str:
+    """Return shape and dtype in a few characters, for messages."""
+    if isinstance(value, Tensor) and value.is_nested:
+        return f"jagged [{row_count(value)}, *] {dtype_name(value.dtype)}"
+    if isinstance(value, Tensor | np.ndarray):
+        return f"{list(value.shape)} {dtype_name(value.dtype)}"
+    if isinstance(value, TensorDictBase):
+        return f"TensorDict {list(value.batch_size)}"
+    return type(value).__name__
+
+
+def dtype_name(dtype: object) -> str:
+    """Return "float32" for torch.float32 and for numpy's float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def clone_value(value: LocalValue) -> LocalValue:
+    """Return a private copy that shares no memory; objects inside arrays are copied too."""
+    if isinstance(value, Tensor) and value.is_nested:
+        values, offsets = jagged_parts(value)
+        return build_jagged(values.clone(), offsets.clone(), ragged_dim(value))
+    if isinstance(value, np.ndarray):
+        return copy.deepcopy(value)
+    return value.clone()
+
+
+def same(a: object, b: object) -> bool:
+    """Return whether two values of any type are deeply equal: type, dtype, shape and content.
+
+    NaN equals NaN.
+    """
+    return _same(a, b, frozenset())
+
+
+def same_values(a: object, b: object) -> bool:
+    """Return whether two values are deeply equal, where two tensors may differ in their dtype.
+
+    A mask of ones is the same in int64 and in float32; 2²⁴ + 1 in int64 is no number of float32.
+    """
+    if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype != b.dtype:
+        # Both ways, because one way rounds: 2²⁴ + 1 becomes 2²⁴ in float32.
+        return _same_tensor(a.to(b.dtype), b) and _same_tensor(a, b.to(a.dtype))
+    return same(a, b)
+
+
+_CONTAINERS = (np.ndarray, Mapping, list, tuple, deque, TensorDictBase)
+
+
+def _same(a: object, b: object, above: frozenset[tuple[int, int]]) -> bool:
+    if a is b:
+        return True
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return _same_tensor(a, b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float) and isinstance(b, float):
+        return a == b or (math.isnan(a) and math.isnan(b))
+    has_fields = is_dataclass(a) and not isinstance(a, type)
+    if not has_fields and not isinstance(a, _CONTAINERS):
+        try:
+            return bool(a == b)
+        except (RuntimeError, ValueError):  # of tensors or arrays inside: their `==` has no truth
+            return False
+    # a = [1, a] and b = [1, b] are equal; comparing their second items compares a and b again.
+    pair = (id(a), id(b))
+    if pair in above:
+        return True
+    if has_fields:
+        a, b = _fields(a), _fields(b)
+    return _same_container(a, b, above | {pair})
+
+
+def _same_container(a: object, b: object, above: frozenset[tuple[int, int]]) -> bool:
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        if a.dtype != object:
+            return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))
+        return all(_same(x, y, above) for x, y in zip(a.flat, b.flat, strict=True))
+    if isinstance(a, list | tuple | deque) and isinstance(b, list | tuple | deque):
+        return len(a) == len(b) and all(_same(x, y, above) for x, y in zip(a, b, strict=True))
+    if isinstance(a, Mapping | TensorDictBase) and isinstance(b, Mapping | TensorDictBase):
+        keys = set(a.keys())
+        return keys == set(b.keys()) and all(_same(a[key], b[key], above) for key in keys)
+    return False
+
+
+def _fields(value: Any) -> dict[str, object]:
+    """Return the fields of an instance of a dataclass."""
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def _same_tensor(a: Tensor, b: Tensor) -> bool:
+    if a.is_nested or b.is_nested:
+        return a.is_nested and b.is_nested and equal_jagged(a, b)
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if a.device != b.device:
+        a, b = a.cpu(), b.cpu()
+    return same_dense(a, b)
+
+
+def as_tensordict(
+    source: Mapping[str, LocalValue], batch_size: Sequence[int], device: torch.device | None
+) -> TensorDict:
+    """Return a `TensorDict` of local values whose lengths were checked before."""
+    return TensorDict(dict(source), batch_size=list(batch_size), device=device)
