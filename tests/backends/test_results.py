@@ -29,6 +29,7 @@ from quadriga.errors import LostObjectError, WorkerMethodError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.protocol.boundary import pack_argument
 from quadriga.protocol.storage import traffic
+from quadriga.protocol.values import same as same_parts
 
 KB, MB = 2**10, 2**20
 
@@ -240,7 +241,7 @@ def test_batches_of_every_kind_come_back(echo, name):
 
 
 def same(a: DataProto, b: DataProto) -> bool:
-    return same(parts(a), parts(b))
+    return same_parts(parts(a), parts(b))
 
 
 def parts(data: DataProto) -> tuple[object, ...]:

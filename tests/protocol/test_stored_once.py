@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from quadriga.protocol import DataProto, columns
 from quadriga.protocol.boundary import pack_argument, unpack_argument
-from quadriga.protocol.columns import _Kept, _kept, _parts, _sources, note_part, remember_stored
+from quadriga.protocol.columns import _Kept, _parts, _sources, note_part, remember_stored
 from quadriga.protocol.encoding import encode
 from quadriga.protocol.rows import RowRange
 from quadriga.protocol.storage import InProcessStore, traffic
@@ -154,4 +154,4 @@ def test_threads_that_send_one_batch_note_its_rows_together(store, monkeypatch):
         sys.setswitchinterval(interval)
     copies = _sources.get(value)
     assert copies.rows == sum(stop - start for _, (start, stop) in copies.by_rows)
-    assert _kept._nbytes == 8 * 200 * 10
+    assert columns._kept._nbytes == 8 * 200 * 10
