@@ -254,7 +254,7 @@ GUARDS = (
     Guard(
         "offsets in the header of a batch file",
         "protocol/disk.py",
-        '!= [at - begin, stop - begin]:',
+        "!= [at - begin, stop - begin]:",
         "== None:",
         f"{BATCHES}::test_a_forged_header_is_refused[an overlap]",
     ),
