@@ -1,7 +1,7 @@
 """Batches, and how they are sent: `DataProto`, `DataProtoFuture`, field names, padding. No Ray.
 
 - `storage.py`: handles and stores. `rows.py`: row maps. `values.py`: one local value.
-- `encoding.py`: a value as it is sent. `columns.py`: remote fields. `contents.py`: the two halves of
+- `encoding.py`: a value as it is sent. `columns.py`: remote fields. `contents.py`: the halves of
   a batch. `describe.py`, `disk.py`: a batch as text and in a file.
 - `message.py`, `dataproto.py`, `boundary.py`, `future.py`: a batch as it is sent; the container;
   values at the process boundary; results of calls that have not returned.
