@@ -5,19 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeAlias, TypeVar, cast
+from typing import Any, Self, TypeAlias, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from quadriga.errors import FieldError, LengthError, ProtocolError
-from quadriga.protocol import columns, describe, disk
 from quadriga.protocol import contents as halves
-from quadriga.protocol.columns import Column, Columns, local_value
+from quadriga.protocol import disk
 from quadriga.protocol.contents import (
     ArrayHalf,
     Contents,
@@ -28,6 +25,18 @@ from quadriga.protocol.contents import (
     union_contents,
 )
 from quadriga.protocol.message import Message, pack_for_pickle, unpack
+from quadriga.protocol.operations import (
+    LoaderSettings,
+    check_dicts,
+    data_info,
+    join_tensordict,
+    mini_batch_rows,
+    size_line,
+    sort_by_type,
+    split_tensordict,
+    table,
+    unfold_column_chunks,
+)
 from quadriga.protocol.rows import (
     RowIndex,
     RowIndices,
@@ -41,15 +50,7 @@ from quadriga.protocol.rows import (
     row_number,
 )
 from quadriga.protocol.storage import Array
-from quadriga.protocol.values import (
-    LocalValue,
-    as_tensordict,
-    build_jagged,
-    jagged_parts,
-    object_array,
-    ragged_dim,
-    tensors_of,
-)
+from quadriga.protocol.values import object_array
 
 
 class _CheckedSettings(type):
@@ -76,281 +77,6 @@ class DataProtoConfig(metaclass=_CheckedSettings):
     auto_padding_key = "_auto_padding"
     auto_padding_keys = (auto_padding_key, "_verl_auto_padding")
     """The keys of `meta_info` that allow padding. Programs written for verl set the second one."""
-
-
-Tensors = torch.Tensor | TensorDictBase
-
-
-def check_dicts(
-    tensors: Mapping[str, Tensors], non_tensors: Mapping[str, object], num_batch_dims: int
-) -> tuple[TensorDict | None, ArrayHalf]:
-    """Return the two halves of a batch from plain dicts. Types and lengths are checked."""
-    if num_batch_dims < 1:
-        raise LengthError(f"expected at least one batch dimension, got {num_batch_dims=}")
-    if num_batch_dims > 1 and non_tensors:
-        raise LengthError(
-            f"non-tensors have one batch dimension, got {num_batch_dims=} "
-            f"with non-tensors {list(non_tensors)}"
-        )
-    _check_mapping("tensors", tensors)
-    _check_mapping("non_tensors", non_tensors)
-    for key, value in tensors.items():
-        _check_tensor(key, value, num_batch_dims)
-    batch_size = _common_size(tensors, num_batch_dims)
-    batch = None if batch_size is None else as_tensordict(tensors, batch_size, None)
-    return batch, {key: as_array(key, value) for key, value in non_tensors.items()}
-
-
-def _check_mapping(name: str, value: object) -> None:
-    if not isinstance(value, Mapping):
-        raise FieldError(f"{name}: expected a dict of fields by name, got {type(value).__name__}")
-    for key in value:
-        if not isinstance(key, str):
-            raise FieldError(f"{name}: expected field names, got {key!r} ({type(key).__name__})")
-
-
-def _check_tensor(key: str, value: object, num_batch_dims: int) -> None:
-    if not isinstance(value, torch.Tensor | TensorDictBase):
-        raise FieldError(
-            f"field '{key}' in tensors is a {type(value).__name__}, not a tensor; "
-            "lists and arrays go into non_tensors",
-            field=key,
-        )
-    if len(value.shape) < num_batch_dims:
-        raise FieldError(
-            f"field '{key}' has shape {list(value.shape)}; "
-            f"it needs at least {num_batch_dims} batch dimension(s)",
-            field=key,
-        )
-
-
-def _common_size(tensors: Mapping[str, Tensors], num_batch_dims: int) -> tuple[int, ...] | None:
-    first: tuple[str, tuple[int, ...]] | None = None
-    for key, value in tensors.items():
-        size = tuple(value.shape[:num_batch_dims])
-        if first is None:
-            first = (key, size)
-        elif size != first[1]:
-            raise LengthError(
-                f"all fields of a batch have the same length: '{first[0]}' has {list(first[1])}, "
-                f"'{key}' has {list(size)}",
-                field=key,
-            )
-    return None if first is None else first[1]
-
-
-def as_array(key: str, value: object) -> Array:
-    """Return a numpy array as it is, a list or tuple as a one-dimensional object array."""
-    if isinstance(value, np.ndarray):
-        return value
-    if isinstance(value, list | tuple):
-        return object_array(value)
-    hint = "it goes into tensors" if isinstance(value, torch.Tensor) else "wrap it in a list"
-    raise FieldError(
-        f"field '{key}' in non_tensors is a {type(value).__name__}, "
-        f"not a numpy array or a list; {hint}",
-        field=key,
-    )
-
-
-def sort_by_type(
-    data: Mapping[str, object],
-) -> tuple[dict[str, Tensors], dict[str, object]]:
-    """Separate tensors from everything else that can be a field."""
-    _check_mapping("data", data)
-    tensors: dict[str, Tensors] = {}
-    arrays: dict[str, object] = {}
-    for key, value in data.items():
-        if isinstance(value, torch.Tensor | TensorDictBase):
-            tensors[key] = value
-        elif isinstance(value, np.ndarray | list | tuple):
-            arrays[key] = value
-        else:
-            raise FieldError(
-                f"field '{key}': expected a tensor, a numpy array or a list, got "
-                f"{type(value).__name__}. Settings belong in meta_info",
-                field=key,
-            )
-    return tensors, arrays
-
-
-def split_tensordict(
-    tensor_dict: TensorDictBase | None, meta_info: MetaInfo | None, num_batch_dims: int
-) -> Contents:
-    """Return the contents of a `TensorDict` that may have non-tensors."""
-    meta = dict(meta_info or {})
-    if tensor_dict is None:
-        return Contents(None, {}, meta)
-    tensors: dict[str, Tensors] = {}
-    arrays: ArrayHalf = {}
-    for key, value in tensors_of(tensor_dict).items():
-        if isinstance(value, NonTensorStack):
-            arrays[key] = object_array(value.tolist())
-        elif isinstance(value, NonTensorData):
-            meta[key] = value.data
-        else:
-            tensors[key] = value
-    batch, _ = check_dicts(tensors, {}, num_batch_dims)
-    if batch is None and not arrays and tensor_dict.batch_size:
-        batch = TensorDict({}, batch_size=tensor_dict.batch_size[:num_batch_dims])
-    return Contents(batch, arrays, meta)
-
-
-def join_tensordict(contents: Contents) -> TensorDict:
-    """Return one `TensorDict`: tensors, arrays as `NonTensorStack`, settings as `NonTensorData`.
-
-    Raises `FieldError` when two of them have the same name.
-    """
-    fields: dict[str, object] = {} if contents.batch is None else dict(contents.batch.items())
-    size = [contents.rows] if contents.batch is None else list(contents.batch.batch_size)
-    for key, array in contents.arrays.items():
-        _check_free(key, fields)
-        fields[key] = NonTensorStack(*[NonTensorData(item) for item in array])
-    for key, value in contents.meta.items():
-        _check_free(key, fields)
-        fields[key] = NonTensorData(value, batch_size=size)
-    return TensorDict(fields, batch_size=size)
-
-
-def _check_free(key: str, taken: Mapping[str, object]) -> None:
-    if key in taken:
-        raise FieldError(
-            f"'{key}' names two fields of different kinds; a TensorDict has one name space",
-            field=key,
-        )
-
-
-LoaderSettings: TypeAlias = Mapping[str, Any]
-"""Keyword arguments of `torch.utils.data.DataLoader`."""
-
-
-def unfold_column_chunks(contents: Contents, n_split: int, split_keys: Sequence[str]) -> Contents:
-    """Turn every row into `n_split` rows.
-
-    Fields in `split_keys` are fetched and split along dimension 1, rows of all others are repeated;
-    remote ones stay remote. Raises `FieldError` for an unknown key, `LengthError` where dimension 1
-    does not divide.
-    """
-    if n_split < 1:
-        raise LengthError(f"expected at least 1 part to split columns into, got {n_split}")
-    batch, arrays, meta = contents
-    tensors, objects = halves.tensor_columns(batch), halves.array_columns(arrays)
-    known = [*tensors, *objects]
-    for key in split_keys:
-        if key not in known:
-            raise halves.missing(key, known, "the batch")
-    halves.prefetch(batch, arrays, split_keys)
-    selection = RowIndices(np.repeat(np.arange(contents.rows, dtype=np.int64), n_split))
-    cache = columns.TakeCache()
-
-    def unfold(half: Columns) -> dict[str, Column]:
-        others = {key: column for key, column in half.items() if key not in split_keys}
-        taken = columns.take(others, selection, cache)
-        return {
-            key: taken[key] if key in taken else _split_value(key, local_value(column), n_split)
-            for key, column in half.items()
-        }
-
-    new_batch = None
-    if batch is not None:
-        new_batch = halves.make_batch(batch, unfold(tensors), len(selection))
-    return Contents(new_batch, halves.make_arrays(unfold(objects)), dict(meta))
-
-
-def _split_value(key: str, value: LocalValue, n_split: int) -> LocalValue:
-    if isinstance(value, torch.Tensor) and value.is_nested:
-        return _split_jagged(key, value, n_split)
-    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype == object:
-        return _split_objects(key, value, n_split)
-    if isinstance(value, TensorDictBase):
-        raise FieldError(f"field '{key}' is a nested TensorDict and has no columns", field=key)
-    if len(value.shape) < 2 or value.shape[1] % n_split:
-        raise LengthError(
-            f"field '{key}' with shape {list(value.shape)} has no dimension 1 that divides into "
-            f"{n_split} columns",
-            field=key,
-        )
-    return value.reshape(value.shape[0] * n_split, value.shape[1] // n_split, *value.shape[2:])
-
-
-def _split_objects(key: str, value: NDArray[Any], n_split: int) -> NDArray[Any]:
-    """Split every row, a list, tuple or array, into `n_split` rows of the same type."""
-    pieces: list[object] = []
-    for row, entries in enumerate(value):
-        if not isinstance(entries, list | tuple | np.ndarray) or np.ndim(entries) == 0:
-            raise LengthError(
-                f"row {row} of field '{key}' is a {type(entries).__name__} and has no columns; "
-                "only rows that are lists, tuples or arrays can be split",
-                field=key,
-            )
-        if len(entries) % n_split:
-            raise LengthError(
-                f"row {row} of field '{key}' has {len(entries)} columns, which do not divide into "
-                f"{n_split}",
-                field=key,
-            )
-        size = len(entries) // n_split
-        pieces += [entries[i * size : (i + 1) * size] for i in range(n_split)]
-    # `np.array(pieces)` would make columns of entries of equal length.
-    result = np.empty(len(pieces), dtype=object)
-    result[:] = pieces
-    return result
-
-
-def _split_jagged(key: str, value: torch.Tensor, n_split: int) -> torch.Tensor:
-    """Split every row into `n_split` rows: the same values with more offsets."""
-    if ragged_dim(value) > 1:
-        raise FieldError(
-            f"field '{key}' is ragged in dimension {ragged_dim(value)}; only columns of "
-            "fields that are dense or ragged in dimension 1 can be split",
-            field=key,
-        )
-    # Rows of 2, 0 and 4 numbers have offsets 0 2 2 6; split in two they have 0 1 2 2 2 4 6.
-    values, offsets = jagged_parts(value)
-    lengths = offsets.diff()
-    odd = torch.nonzero(lengths % n_split).flatten().tolist()
-    if odd:
-        raise LengthError(
-            f"row {odd[0]} of jagged field '{key}' has {int(lengths[odd[0]])} columns, which do "
-            f"not divide into {n_split}",
-            field=key,
-        )
-    # lengths 2 0 4, n_split 2: starts [[0, 0 + 1], [2, 2 + 0], [2, 2 + 2]] → 0 1 2 2 2 4, then 6.
-    steps = torch.arange(n_split, device=offsets.device)
-    starts = offsets[:-1, None] + (lengths // n_split)[:, None] * steps
-    return build_jagged(values, torch.cat([starts.flatten(), offsets[-1:]]).to(offsets.dtype))
-
-
-def mini_batch_rows(
-    length: int, size: int, epochs: int, seed: int | None, loader_kwargs: LoaderSettings
-) -> Iterator[list[int]]:
-    """Yield `length // size * epochs` lists of row numbers.
-
-    Raises `LengthError` at the call, not at the first iteration, unless `size` divides `length`.
-    """
-    if size < 1 or length % size:
-        raise LengthError(
-            f"{length} rows do not divide into mini-batches of {size}: "
-            f"{length} = {size} × {length // max(size, 1)} + {length % max(size, 1)}"
-        )
-    return _draw(length, size, epochs, seed, loader_kwargs)
-
-
-def _draw(
-    length: int, size: int, epochs: int, seed: int | None, loader_kwargs: LoaderSettings
-) -> Iterator[list[int]]:
-    if length == 0:
-        return
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
-    loader: DataLoader[list[int]] = DataLoader(
-        cast(Any, range(length)),  # a range has the two methods that a DataLoader calls
-        batch_size=size,
-        collate_fn=list,
-        generator=generator,
-        **loader_kwargs,
-    )
-    for _ in range(epochs):
-        yield from loader
 
 
 MaybeNone: TypeAlias = Any
@@ -640,15 +366,15 @@ class DataProto:
 
     def describe(self) -> str:
         """Return a table of the fields: shape, dtype, bytes, where stored, writer; fetches none."""
-        return describe.table(self.contents)
+        return table(self.contents)
 
     def get_data_info(self) -> str:
         """Return one line per field with shape and dtype, and the types in `meta_info`."""
-        return describe.data_info(self.contents)
+        return data_info(self.contents)
 
     def print_size(self, prefix: str = "") -> None:
         """Print the size of tensors and of arrays in GB (2**30 bytes)."""
-        print(describe.size_line(self.contents, prefix))
+        print(size_line(self.contents, prefix))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         batch, arrays = halves.deepcopy(self.batch, self.non_tensor_batch)

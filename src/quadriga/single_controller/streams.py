@@ -55,7 +55,7 @@ class Stream:
 
     def unordered(self) -> Iterator[tuple[int, object]]:
         """Yield (rank, item) as the items come. The generators start with the first of them."""
-        from quadriga.protocol.future import DataProtoFuture, as_completed
+        from quadriga.protocol.boundary import DataProtoFuture, as_completed
 
         waiting: dict[int, Sequence[Pending]] = {}
         try:

@@ -20,8 +20,8 @@ from quadriga.errors import FieldError, LengthError, WorkerError
 from quadriga.protocol import (
     DataProto,
     DataProtoFuture,
-    describe,
     fields,
+    operations,
     pad_dataproto_to_divisor,
     unpad_dataproto,
 )
@@ -200,7 +200,7 @@ def check_result(placed: PlacedStage, batch: DataProto, result: DataProto, *, ro
             declares.
         LengthError: it has other rows than the batch.
     """
-    found = describe.shapes(result.contents)
+    found = operations.shapes(result.contents)
     writes = set(placed.stage.writes)
     if set(found) != writes:
         raise FieldError(
@@ -262,7 +262,7 @@ def _is_number(value: object) -> bool:
 
 def _columns(batch: DataProto) -> dict[str, int]:
     """Return {"R": columns of a response}; {} before there are responses."""
-    shapes = describe.shapes(batch.contents)
+    shapes = operations.shapes(batch.contents)
     if fields.RESPONSE_MASK not in shapes:
         return {}
     shape, _ = shapes[fields.RESPONSE_MASK]

@@ -259,7 +259,7 @@ def _split(
     if not is_batch(value):
         return [value] * parts
     from quadriga.protocol import DataProto, DataProtoFuture
-    from quadriga.protocol.future import Part
+    from quadriga.protocol.boundary import Part
 
     if isinstance(value, DataProtoFuture):
         arrived = value.arrived()

@@ -213,7 +213,7 @@ class RankHost:
             return tuple(map(private, args)), {k: private(v) for k, v in kwargs.items()}
 
         def unpack(value: object) -> object:
-            if not call.materialize and isinstance(value, boundary.Deferred):
+            if not call.materialize and isinstance(value, boundary.DataProtoFuture):
                 return value
             unpacked: object = boundary.unpack_argument(value)  # copies if in one process
             return unpacked if self._in_process else writable(unpacked)

@@ -12,8 +12,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from quadriga.protocol import DataProto, DataProtoFuture
-from quadriga.protocol.boundary import unpack_result
-from quadriga.protocol.future import Part
+from quadriga.protocol.boundary import Part, unpack_result
 
 
 class ReferencedValue(DataProtoFuture):

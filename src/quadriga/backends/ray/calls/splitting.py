@@ -28,7 +28,7 @@ from quadriga.single_controller.backend import RankHandle
 from quadriga.single_controller.call import Call
 
 if TYPE_CHECKING:
-    from quadriga.protocol.future import DataProtoFuture, Part
+    from quadriga.protocol.boundary import DataProtoFuture, Part
 
 MANY = 256
 """Receivers × results of a future from which on one rank splits it. Below, the task that is saved
@@ -60,7 +60,7 @@ def split_futures(handles: Sequence[RankHandle], calls: Sequence[Call]) -> Seque
         return calls
     parts = dict(zip(many, _split(handles[0], calls[0].label, list(many.values())), strict=True))
     # Loaded, because there are futures.
-    from quadriga.protocol.future import DataProtoFuture
+    from quadriga.protocol.boundary import DataProtoFuture
 
     def part(value: object) -> object:
         if is_future(value) and _key(value) in parts:

@@ -40,7 +40,7 @@ from quadriga.protocol.storage import Handle, Transport, fetch_many, transports
 
 if TYPE_CHECKING:
     from quadriga.backends.ray.cluster import Ref
-    from quadriga.protocol.future import DataProtoFuture
+    from quadriga.protocol.boundary import DataProtoFuture
     from quadriga.protocol.message import Message
 
 # Two float32 fields in a cluster of several nodes:
@@ -366,7 +366,7 @@ def packed_batch(value: object) -> Message | None:
 
 def is_future(value: object) -> TypeGuard[DataProtoFuture]:
     """Return whether `value` is a batch that ranks may still be computing."""
-    module = sys.modules.get("quadriga.protocol.future")
+    module = sys.modules.get("quadriga.protocol.boundary")
     return module is not None and isinstance(value, module.DataProtoFuture)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Self, TypeAlias
 from quadriga import protocol
 from quadriga.backends.ray.calls.values import pending_values
 from quadriga.errors import LengthError
-from quadriga.protocol.future import PendingValue
+from quadriga.protocol.boundary import PendingValue
 
 CollectFn: TypeAlias = Callable[[list[Any]], Any]  # batches of a user's own classes
 DispatchFn: TypeAlias = Callable[[Any], Any]  # likewise
