@@ -45,8 +45,8 @@ MODULE_NAMES = {
     "quadriga.parallel.balancing": ("get_seqlen_balanced_partitions",),
     "quadriga.config.loading": ("load_config", "to_yaml"),
     "quadriga.config.plan": ("batch_plan", "BatchPlan"),
-    "quadriga.config.checks.settings": (
-        "KnownNames", "check_train_settings", "check_sft_settings", "check_generate_settings",
+    "quadriga.trainer.checks.settings": (
+        "check_train_settings", "check_fine_tuning_settings", "check_generate_settings",
     ),
     "quadriga.observability.metrics": ("METRICS", "MetricSet", "describe_metric", "add_metric"),
     "quadriga.observability.trackers": ("TRACKERS", "Tracker", "Trackers", "register_tracker"),

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from quadriga.config.checks.settings import KnownNames, check_train_settings
 from quadriga.config.loading import load_config
 from quadriga.config.plan import batch_plan
 from quadriga.config.role_ranks import RolePool, role_pools, role_ranks
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
+from quadriga.trainer.checks.settings import check_train_settings
 
 KL = "actor_rollout_ref.actor.use_kl_loss=true"
-KNOWN = KnownNames(estimators=frozenset({"gae", "grpo"}), estimators_with_values=frozenset({"gae"}))
 
 
 def config(*overrides: str, ranks: int = 4, nodes: int = 1) -> TrainConfig:
@@ -70,7 +69,7 @@ def test_ranks_can_be_written_as_numbers_and_ranges(written):
 )
 def test_wrong_ranks_are_named(overrides, message):
     with pytest.raises(ConfigError) as caught:
-        check_train_settings(config(*overrides), KNOWN)
+        check_train_settings(config(*overrides))
     assert message in str(caught.value)
 
 
@@ -78,28 +77,28 @@ def test_a_critic_that_the_run_does_not_have_is_not_placed():
     placed = config("algorithm.adv_estimator=grpo", "placement.actor=[0-1]",
                     "placement.critic=[2-3]", "actor_rollout_ref.rollout.n=4")  # fmt: skip
     with pytest.raises(ConfigError, match="adv_estimator=grpo uses no critic"):
-        check_train_settings(placed, KNOWN)
+        check_train_settings(placed)
 
 
 def test_full_kl_needs_actor_and_reference_together():
     placed = config(KL, "actor_rollout_ref.actor.kl_loss_type=full", "placement.actor=[0-1]",
                     "placement.ref=[2-3]")  # fmt: skip
     with pytest.raises(ConfigError, match="needs the logits of policy and reference in one"):
-        check_train_settings(placed, KNOWN)
+        check_train_settings(placed)
 
 
 def test_engines_take_turns_only_if_actor_and_rollout_have_equal_ranks():
     turns = "actor_rollout_ref.rollout.take_turns=true"
-    check_train_settings(config(turns), KNOWN)
+    check_train_settings(config(turns))
     placed = config(turns, "placement.actor=[0-1]", "placement.rollout=[2-3]")
     with pytest.raises(ConfigError, match="take_turns=true is for actor and rollout in one"):
-        check_train_settings(placed, KNOWN)
+        check_train_settings(placed)
 
 
 def test_sequences_divide_over_the_ranks_of_each_role():
     placed = config("placement.actor=[0]", "placement.critic=[1-5]", ranks=6)
     with pytest.raises(ConfigError, match=r"do not divide over 5 ranks \(placement.critic\)"):
-        check_train_settings(placed, KNOWN)
+        check_train_settings(placed)
 
 
 def test_the_plan_counts_the_ranks_of_each_role():

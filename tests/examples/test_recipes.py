@@ -10,13 +10,6 @@ import pytest
 
 from quadriga.cli.main import parse
 from quadriga.cli.make_data import run_make_data
-from quadriga.config.checks.reward_model import check_rm_settings
-from quadriga.config.checks.settings import (
-    check_eval_settings,
-    check_generate_settings,
-    check_sft_settings,
-    check_train_settings,
-)
 from quadriga.config.commands import (
     ArithmeticDataConfig,
     EvalConfig,
@@ -29,9 +22,14 @@ from quadriga.config.plan import batch_plan
 from quadriga.config.role_ranks import num_ranks
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
+from quadriga.trainer.checks.settings import (
+    check_eval_settings,
+    check_fine_tuning_settings,
+    check_generate_settings,
+    check_train_settings,
+)
 from quadriga.trainer.evaluation.generate import run_generation
 from quadriga.trainer.main import run_training
-from quadriga.trainer.preflight import known_names
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -58,13 +56,11 @@ def command_of(path):
 def check(config):
     """Check settings as the command does before it starts a process."""
     if isinstance(config, TrainConfig):
-        check_train_settings(config, known_names())
+        check_train_settings(config)
         plan = batch_plan(config, num_ranks(config, "actor"))
         assert plan.sequences % num_ranks(config, "actor") == 0
-    elif isinstance(config, SFTConfig):
-        check_sft_settings(config, known_names())
-    elif isinstance(config, RMConfig):
-        check_rm_settings(config, known_names())
+    elif isinstance(config, SFTConfig | RMConfig):
+        check_fine_tuning_settings(config)
     elif isinstance(config, EvalConfig):
         check_eval_settings(config)
     else:

@@ -15,7 +15,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, InputError
 from quadriga.trainer.memory.plan import memory_plan
-from quadriga.trainer.preflight import check_sft_config, check_train_config
+from quadriga.trainer.preflight import check_fine_tuning_config, check_train_config
 
 LORA = ("actor_rollout_ref.model.lora.rank=4", "actor_rollout_ref.actor.optim.lr=1e-2")
 KL = (
@@ -101,7 +101,6 @@ def test_a_run_starts_from_an_adapter_and_refuses_that_of_another_base(run, tmp_
         (("actor_rollout_ref.model.freeze=model.layer.*",), "no weight of LlamaForCausalLM has a"),
         (("actor_rollout_ref.model.lora.target_modules=[q]", *LORA), "no linear layer 'q' that"),
         (("actor_rollout_ref.model.freeze=[lm_head.*]", *LORA), r"so .*freeze has no effect"),
-        (("actor_rollout_ref.ref.engine.use_dynamic_bsz=false", *LORA), "are not read; remove"),
         (("actor_rollout_ref.model.lora.rank=0",), r"lora\.rank must be at least 1, got 0"),
         (("algorithm.adv_estimator=gae", "critic.model.freeze=[a]"), "no weight of LlamaForToken"),
     ],
@@ -154,4 +153,4 @@ def test_sft_trains_adapters_and_frozen_weights(tiny_task, tmp_path):
     equal = {name for name in before if before[name].equal(after[name])}
     assert equal == {"model.embed_tokens.weight"}
     with pytest.raises(ConfigError, match=r"model\.freeze: no weight"):
-        check_sft_config(config("none", "model.freeze=[nothing]"))
+        check_fine_tuning_config(config("none", "model.freeze=[nothing]"))

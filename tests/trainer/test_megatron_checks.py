@@ -80,13 +80,9 @@ def test_a_run_with_megatron_passes_the_checks(train_overrides, available):
          f"{STAGES}=3 does not divide the 2 hidden layers"),
         (2, [f"{ACTOR}.expert_parallel_size=2"], "model_type 'llama' has no experts; set it to 1"),
         (4, [f"{TENSOR}=2", f"{ACTOR}.expert_parallel_size=4"],
-         "expert_parallel_size=4 divides the experts of a layer over the ranks that have this "
-         "layer and equal parts of it, but does not divide these: 4 ranks / "
-         "(tensor_parallel_size 2 × pipeline_parallel_size 1) = 2"),
-        (4, [f"{TENSOR}=2", f"{ACTOR}.expert_parallel_size=3",
-             f"{ACTOR}.expert_tensor_parallel_size=1"],
-         "over the ranks that have this layer, but does not divide these: 4 ranks / "
-         "(pipeline_parallel_size 1) = 4"),
+         "expert_parallel_size=4 divides the experts of a layer over the ranks that have equal "
+         "parts of it, but does not divide these: 4 ranks / (2 that split an expert × 1 pipeline "
+         "stages) = 2"),
         (2, [f"{ACTOR}.context_parallel_size=2", f"{ACTOR}.attention=flex"],
          f"{ACTOR}.attention=flex computes all queries of a row, and {ACTOR}.context_parallel_si"),
         (2, [f"{TENSOR}=2", f"{ACTOR}.context_parallel_size=2"],
@@ -95,7 +91,7 @@ def test_a_run_with_megatron_passes_the_checks(train_overrides, available):
         (2, [f"{ACTOR}.context_parallel_size=2", "actor_rollout_ref.actor.use_kl_loss=true",
              f"{REF}.name=megatron"],
          f"{ACTOR}.context_parallel_size=2 and {REF}.context_parallel_size=1, but Megatron"),
-        (2, [f"{ACTOR}.offload_policy=true"], f"{ACTOR}.offload_policy=true is for"),
+        (2, [f"{ACTOR}.offload_policy=true"], f"{ACTOR}.offload_policy=true is read by"),
         (2, [f"{ACTOR}.sequence_parallel=true"], "tensor_parallel_size is 1"),
         (2, ["actor_rollout_ref.actor.optim.name=muon"],
          "actor_rollout_ref.actor.optim.name=muon is not built for"),
@@ -141,7 +137,7 @@ def test_fine_tuning_names_the_setting(capsys, tiny_task, tmp_path, available, c
         f"trainer.default_local_dir={tmp_path / 'run'}",
     ]  # fmt: skip
     for more, said in (
-        (["engine.tensor_parallel_size=2", "engine.fsdp_size=1"], "engine.fsdp_size=1 is for"),
+        (["engine.tensor_parallel_size=2", "engine.fsdp_size=1"], "engine.fsdp_size=1 is read by"),
         (["engine.pipeline_parallel_size=2", "data.micro_batch_size_per_gpu=8"],
          "pipeline_parallel_size=2 stages need at least 2 micro-batches"),
     ):  # fmt: skip
@@ -211,7 +207,7 @@ def test_an_interleaved_schedule_has_whole_rounds_and_a_smaller_bubble():
     )
     check_stages("engine", engine, 8, 1)
     check_stages("engine", engine, 6, None)  # cut by tokens: filled up to whole rounds
-    with pytest.raises(ConfigError, match=r"makes 3 .* \(4 - 1\) / \(2 \* 3 \+ 4 - 1\) = 33%"):
+    with pytest.raises(ConfigError, match=r"makes 3 .* \(4 - 1\) / \(6 \+ 4 - 1\) = 33%"):
         check_stages("engine", engine, 3, 1)
     with pytest.raises(ConfigError, match=r"in rounds of .*=4, .* makes 6 .* 6 % 4 = 2"):
         check_stages("engine", engine, 6, 1)

@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 
-from quadriga.config.checks.settings import check_train_settings
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, MismatchError, WorkerError
 from quadriga.rollout.hf import HFRollout
+from quadriga.trainer.checks.settings import check_train_settings
 from quadriga.trainer.stages import MismatchWatch, remedies
 
 ROLLOUT = "actor_rollout_ref.rollout"

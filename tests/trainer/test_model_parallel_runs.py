@@ -87,7 +87,7 @@ def test_roles_divided_in_three_ways_train_as_one_rank(run, tmp_path):
                 "actor_rollout_ref.actor.use_kl_loss=true",
                 "actor_rollout_ref.actor.kl_loss_type=full",
             ],
-            r"sequence_parallel_size = 2 and .*ref.engine.tensor_parallel_size = 1; set both equal",
+            r"model_parallel_size=2 and .*ref.engine.model_parallel_size=1; set both equal",
         ),
     ],
 )  # fmt: skip

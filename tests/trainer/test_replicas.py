@@ -325,7 +325,6 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("given", "error", "message"),
         [
-            ([f"{KEY}.restarts=1"], ConfigError, "restarts=1 is not read without replicas"),
             ([f"{KEY}.enable=true"], ConfigError, "only the rollout runs, .* of actor"),
             ([*APART, f"{KEY}.request_rows=0"], ConfigError, "request_rows must be at least 1"),
             ([*APART, f"{KEY}.requests_in_flight=0"], ConfigError, "must be at least 1, got 0"),
@@ -338,7 +337,7 @@ class TestSettings:
             (
                 [*APART, "actor_rollout_ref.rollout.weight_transport=collective",
                  "trainer.backend=ray"],
-                ConfigError, "ends with the first replica that is lost",
+                ConfigError, "replicas.enable=true; set weight_transport=auto",
             ),
         ],
     )  # fmt: skip

@@ -16,7 +16,7 @@ from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, ModelError
 from quadriga.models import check_vocabulary
 from quadriga.trainer.ingredients import load_ingredients
-from quadriga.trainer.preflight import check_sft_config, check_train_config
+from quadriga.trainer.preflight import check_fine_tuning_config, check_train_config
 
 BUDGET = "max_tokens_per_micro_batch"
 ACTOR = "actor_rollout_ref.actor"
@@ -109,7 +109,7 @@ def test_a_folder_of_weights_needs_no_tokenizer_where_another_folder_has_it(
     policy = [f"actor_rollout_ref.{text}" for text in named]
     critic = ["algorithm.adv_estimator=gae", f"critic.model.path={model}"]  # reads no tokenizer
     check_train_config(load_config(TrainConfig, [*train_overrides, *policy, *critic]))
-    check_sft_config(load_config(SFTConfig, [*sft(tiny_task, tmp_path)[2:], *named]))
+    check_fine_tuning_config(load_config(SFTConfig, [*sft(tiny_task, tmp_path)[2:], *named]))
     with pytest.raises(ModelError, match="has no tokenizer"):
         check_train_config(load_config(TrainConfig, [*train_overrides, policy[0]]))
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from quadriga.checkpoint.marker import read_marker
-from quadriga.config.checks.settings import check_train_settings
 from quadriga.config.commands import EvalConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, RewardError
 from quadriga.protocol import DataProto, fields
+from quadriga.trainer.checks.settings import check_train_settings
 from quadriga.trainer.evaluation.run import run_evaluation
 from quadriga.trainer.validation import Validator
 

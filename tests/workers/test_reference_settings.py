@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quadriga.config.checks.settings import check_train_settings
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto
+from quadriga.trainer.checks.settings import check_train_settings
 from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
 
 ACTOR = "actor_rollout_ref.actor"

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from quadriga.cli.make_data import run_make_data
-from quadriga.config.checks.settings import check_sft_settings, check_train_settings
 from quadriga.config.commands import ArithmeticDataConfig, DemoConfig, SFTConfig
 from quadriga.config.convert import check_values
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.observability.samples import Sample, read_samples
+from quadriga.trainer.checks.settings import check_fine_tuning_settings, check_train_settings
 from quadriga.trainer.fine_tuning.sft import SFTResult, run_sft
 from quadriga.trainer.main import run_training
-from quadriga.trainer.preflight import check_engines, known_names
+from quadriga.trainer.preflight import check_engines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,9 +59,9 @@ def run_demo(config: DemoConfig) -> None:
         command(config, folder) for command in (data_command, sft_command, train_command)
     )
     # The commands check their settings too, but the second one only after the first has run.
-    check_sft_settings(load_config(SFTConfig, sft.overrides), known_names())
+    check_fine_tuning_settings(load_config(SFTConfig, sft.overrides))
     training = load_config(TrainConfig, train.overrides)
-    check_train_settings(training, known_names())
+    check_train_settings(training)
     check_engines(training)
 
     _announce(console, "1/3  arithmetic problems, and a model with random weights", data)

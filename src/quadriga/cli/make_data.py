@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quadriga.config.checks.settings import check_data_settings
 from quadriga.config.commands import ArithmeticDataConfig
+from quadriga.config.convert import check_values
 
 if TYPE_CHECKING:
     from quadriga.models import TinyModel
@@ -20,7 +20,7 @@ def run_make_data(config: ArithmeticDataConfig) -> None:
     """
     from quadriga.data import ArithmeticTask, write_arithmetic
 
-    check_data_settings(config)
+    check_values(config)
     shape = _shape(config) if config.model_output is not None else None
     task = ArithmeticTask(
         max_number=config.max_number,

@@ -78,17 +78,16 @@ def show_plan(config: TrainConfig) -> None:
         InputError: the settings or the config of a model are invalid.
     """
     from quadriga.algorithms.user_files import load_user_file
-    from quadriga.config.checks.settings import check_train_settings
     from quadriga.config.plan import batch_plan
-    from quadriga.trainer.preflight import check_parts, known_names
+    from quadriga.trainer.checks.settings import check_train_settings
+    from quadriga.trainer.preflight import check_parts
+    from quadriga.trainer.roles.needed import needs_critic
 
     for path in config.algorithm.user_files:
         load_user_file(path)
-    known = known_names()
-    check_train_settings(config, known)
+    check_train_settings(config)
     plan = batch_plan(config, train_rows=count_rows(config.data.train_files))
-    with_critic = config.algorithm.adv_estimator in known.estimators_with_values
-    print(plan.text(with_critic=with_critic))
+    print(plan.text(with_critic=needs_critic(config)))
     if config.actor_rollout_ref.model.path:
         from quadriga.trainer.memory.report import plan_text
 
@@ -104,13 +103,12 @@ def show_sft_plan(config: SFTConfig) -> None:
     Raises:
         InputError: the settings, the data or the model do not fit.
     """
-    from quadriga.config.checks.settings import check_sft_settings
     from quadriga.engines.loading import check_trained_part
+    from quadriga.trainer.checks.settings import check_fine_tuning_settings
     from quadriga.trainer.fine_tuning.sft import load_sft_rows
     from quadriga.trainer.memory.sft import sft_plan_text
-    from quadriga.trainer.preflight import known_names
 
-    check_sft_settings(config, known_names())
+    check_fine_tuning_settings(config)
     trainer, batch = config.trainer, config.data.train_batch_size
     together = config.engine.model_parallel_size
     parts = trainer.nnodes * trainer.n_gpus_per_node // together
@@ -136,13 +134,12 @@ def show_rm_plan(config: RMConfig) -> None:
     Raises:
         InputError: the settings, the data or the model do not fit.
     """
-    from quadriga.config.checks.reward_model import check_rm_settings
     from quadriga.engines.loading import check_trained_part
+    from quadriga.trainer.checks.settings import check_fine_tuning_settings
     from quadriga.trainer.fine_tuning.rm import load_pairs
     from quadriga.trainer.memory.rm import rm_plan_text
-    from quadriga.trainer.preflight import known_names
 
-    check_rm_settings(config, known_names())
+    check_fine_tuning_settings(config)
     trainer, batch = config.trainer, config.data.train_batch_size
     parts = trainer.nnodes * trainer.n_gpus_per_node // config.engine.model_parallel_size
     print(f"pairs per step         {batch}, {batch // parts} on each of {parts} data ranks")
@@ -163,7 +160,7 @@ def show_generation_plan(config: GenerateConfig) -> None:
     Raises:
         InputError: the settings or the config of the model are invalid.
     """
-    from quadriga.config.checks.settings import check_generate_settings
+    from quadriga.trainer.checks.settings import check_generate_settings
     from quadriga.trainer.memory.generation import generation_plan_text
     from quadriga.trainer.preflight import require_model_path
 

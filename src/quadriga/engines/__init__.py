@@ -20,6 +20,7 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING, Protocol
 
+from quadriga.config.describe import as_written
 from quadriga.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -53,10 +54,8 @@ def _fsdp(
     device: str | torch.device,
     total_steps: int | None,
 ) -> TrainEngine:
-    from quadriga.config.checks.unread import check_unread_engine
     from quadriga.engines.fsdp import FSDPEngine
 
-    check_unread_engine("engine", engine)
     return FSDPEngine(model, engine, optim, head=head, device=device, total_steps=total_steps)
 
 
@@ -79,6 +78,27 @@ def _megatron(
 
 ENGINES: dict[str, EngineFactory] = {"fsdp": _fsdp, "megatron": _megatron}
 """Name -> function that builds the engine."""
+
+READ_BY = {
+    "fsdp": (
+        "reduce_dtype",
+        "reshard_after_forward",
+        "reduce_each_micro_batch",
+        "offload_policy",
+        "fsdp_size",
+        "fused_head",
+        "sequence_parallel_size",
+    ),
+    "megatron": (
+        "pipeline_parallel_size",
+        "virtual_pipeline_parallel_size",
+        "expert_parallel_size",
+        "expert_tensor_parallel_size",
+        "sequence_parallel",
+        "distributed_optimizer",
+    ),
+}
+"""Name of an engine -> the settings of `EngineConfig` that no other engine reads."""
 
 
 def without_adapters(engine: TrainEngine) -> TrainEngine:
@@ -116,6 +136,14 @@ def check_engine(
     Raises:
         ConfigError: names the setting.
     """
+    for other in READ_BY.keys() - {engine.name}:
+        for name in READ_BY[other]:
+            if (value := getattr(engine, name)) != getattr(type(engine), name):
+                raise ConfigError(
+                    f"{key}.{name}={as_written(value)} is read by {key}.name={other} only, but "
+                    f"{key}.name={engine.name}; remove it",
+                    key=f"{key}.{name}",
+                )
     if engine.name == "megatron":
         from quadriga.engines.megatron.settings import check_device, check_installed, check_settings
 

@@ -23,13 +23,13 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from quadriga.algorithms.kl import make_kl_controller
-from quadriga.config.checks.unread import check_run_length
 from quadriga.config.paths import absolute_paths
 from quadriga.config.schema import TrainConfig
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.trainer import dataflow, stages
 from quadriga.trainer.balancing import balance_of
 from quadriga.trainer.checkpoints import Checkpointing, Resumed
+from quadriga.trainer.checks.settings import check_run_length
 from quadriga.trainer.ingredients import Ingredients, check_ingredients, load_ingredients
 from quadriga.trainer.preflight import check_program, check_settings, load_user_files
 from quadriga.trainer.record import RunRecord

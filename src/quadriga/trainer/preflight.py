@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 
-from quadriga.algorithms.advantages import ADVANTAGES, get_advantage
-from quadriga.algorithms.policy_losses import POLICY_LOSSES
+from quadriga.algorithms.advantages import get_advantage
 from quadriga.algorithms.user_files import load_user_file
-from quadriga.config.checks.reward_model import check_rm_settings
-from quadriga.config.checks.settings import (
-    KnownNames,
-    check_sft_settings,
-    check_train_settings,
-)
 from quadriga.config.commands import RMConfig, SFTConfig
+from quadriga.config.convert import leaves
 from quadriga.config.paths import expand_home
 from quadriga.config.role_ranks import has_reward_model, num_ranks
-from quadriga.config.schema import ActorConfig, RewardConfig, TrainConfig
-from quadriga.engines import ENGINES
+from quadriga.config.schema import ActorConfig, ModelConfig, RewardConfig, TrainConfig
 from quadriga.engines.optimizers import check_optimizer_packages
 from quadriga.errors import ConfigError, DataError, ModelError
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import check_trackers
-from quadriga.rollout import ROLLOUTS, check_adapters, check_rollout, check_sampling, check_updates
-from quadriga.trainer.checkpoints import AnyRun, check_resume, setting_leaves
+from quadriga.rollout import check_adapters, check_rollout, check_sampling, check_updates
+from quadriga.trainer.checkpoints import AnyRun, check_resume
 from quadriga.trainer.checks.engines import (
     check_device,
     check_fine_tuning_engine,
     check_role_engines,
+    head_of,
     role_engines,
-    warn_of_offloads,
 )
 from quadriga.trainer.checks.images import check_images_supported
-from quadriga.trainer.roles.needed import critic_model, needs_critic
+from quadriga.trainer.checks.settings import check_fine_tuning_settings, check_train_settings
+from quadriga.trainer.checks.unread import warn_of_unread
 from quadriga.trainer.roles.settings import check_roles_in_settings
 
 
@@ -47,18 +40,7 @@ def check_train_config(config: TrainConfig) -> None:
     load_user_files(config)
     check_roles_in_settings(config)
     check_settings(config)
-    check_data_files(config)
-    check_models(config)
-    check_images_supported(config)
-    check_parts(config)
-    check_reward_model_folder(config)
-    check_divisions(config)
-    check_components(config)
-    check_reward(config.reward)
-    check_run_folder(config)
-    from quadriga.trainer.memory.report import check_memory  # imports torch
-
-    check_memory(config)
+    check_program(config, own_data=False, own_reward=False, own_policy=False)
 
 
 def load_user_files(config: TrainConfig) -> None:
@@ -73,13 +55,20 @@ def check_settings(config: TrainConfig) -> None:
     Raises:
         ConfigError: names the first setting that does not fit.
     """
-    check_train_settings(config, known_names())
+    check_train_settings(config)
     check_device(config.trainer)
     check_engines(config)
     check_optimizer_packages("actor_rollout_ref.actor.optim", config.actor_rollout_ref.actor.optim)
     check_optimizer_packages("critic.optim", config.critic.optim)
     check_trackers(config.trainer.loggers)
     check_skipped_rows(config.actor_rollout_ref.actor)
+    name = config.algorithm.adv_estimator
+    if get_advantage(name).needs_components and not config.algorithm.reward_components:
+        raise ConfigError(
+            f"algorithm.adv_estimator={name} reads reward components: name them in "
+            "algorithm.reward_components, and return them in the dict of the reward function",
+            key="algorithm.reward_components",
+        )
     if config.algorithm.options or config.actor_rollout_ref.actor.policy_loss.options:
         from quadriga.trainer.checks.algorithms import check_algorithm_options  # imports torch
 
@@ -121,31 +110,21 @@ def check_program(
         InputError: names the first file or folder that does not fit.
     """
     if not own_data:
-        check_data_files(config)
+        check_files(config.data.train_files, "data.train_files", needed=True)
+        check_files(config.data.val_files, "data.val_files", needed=False)
     if not own_reward:
-        check_components(config)
         check_reward(config.reward)
-    check_run_folder(config)
     if not own_policy:
         from quadriga.trainer.memory.report import check_memory  # imports torch
 
         check_models(config)
         check_images_supported(config)
-        check_parts(config)
         check_reward_model_folder(config)
-        check_divisions(config)
+        check_parts(config)
+    check_run_folder(config)
+    if not own_policy:
         check_memory(config)
-    warn_of_offloads(config)
-
-
-def check_data_files(config: TrainConfig) -> None:
-    """Check that the files of prompts exist.
-
-    Raises:
-        DataError: names the setting and the file.
-    """
-    check_files(config.data.train_files, "data.train_files", needed=True)
-    check_files(config.data.val_files, "data.val_files", needed=False)
+    warn_of_unread(config)
 
 
 def check_run_folder(config: AnyRun) -> None:
@@ -171,7 +150,7 @@ def _check_inputs_are_kept(config: AnyRun, folder: RunFolder) -> None:
     Raises:
         ConfigError: names the setting and the path.
     """
-    for key, value in setting_leaves(asdict(config), ""):
+    for key, value in leaves(config):
         for path in value if isinstance(value, list | tuple) else [value]:
             if isinstance(path, str) and path and folder.removes(Path(expand_home(path))):
                 raise ConfigError(
@@ -182,70 +161,30 @@ def _check_inputs_are_kept(config: AnyRun, folder: RunFolder) -> None:
                 )
 
 
-def check_sft_config(config: SFTConfig) -> None:
-    """Check the settings of `quadriga sft`, then files and folders.
+def check_fine_tuning_config(config: SFTConfig | RMConfig) -> None:
+    """Check the settings of `quadriga sft` or `quadriga rm`, then files and folders.
 
     Raises:
         InputError: names the first setting, file or folder that does not fit.
     """
     from quadriga.engines.loading import check_trained_part
     from quadriga.engines.tensor_parallel import check_model_parallel_folder
-    from quadriga.models import check_model_folder
 
-    check_sft_settings(config, known_names())
+    check_fine_tuning_settings(config)
     check_device(config.trainer)
     check_fine_tuning_engine(config)
     check_optimizer_packages("optim", config.optim)
     check_files(config.data.train_files, "data.train_files", needed=True)
     check_files(config.data.val_files, "data.val_files", needed=False)
     require_model_path(config.model.path, "model.path")
-    own, trusted = config.model.tokenizer_path is None, config.model.trust_remote_code
-    check_model_folder(config.model.path, tokenizer=own, trust_remote_code=trusted)
-    check_trained_part(config.model, "lm", config.optim)
+    _check_folder(config.model, tokenizer=config.model.tokenizer_path is None)
+    check_trained_part(config.model, head_of(config), config.optim)
     check_model_parallel_folder(config.model, config.engine, "engine")
-    check_reward(config.reward)
+    if isinstance(config, SFTConfig):
+        check_reward(config.reward)
     check_trackers(config.trainer.loggers)
     check_run_folder(config)
-    warn_of_offloads(config)
-
-
-def check_rm_config(config: RMConfig) -> None:
-    """Check the settings of `quadriga rm`, then files and folders.
-
-    Raises:
-        InputError: names the first setting, file or folder that does not fit.
-    """
-    from quadriga.engines.loading import check_trained_part
-    from quadriga.engines.tensor_parallel import check_model_parallel_folder
-    from quadriga.models import check_model_folder
-
-    check_rm_settings(config, known_names())
-    check_device(config.trainer)
-    check_fine_tuning_engine(config)
-    check_optimizer_packages("optim", config.optim)
-    check_files(config.data.train_files, "data.train_files", needed=True)
-    check_files(config.data.val_files, "data.val_files", needed=False)
-    require_model_path(config.model.path, "model.path")
-    own = config.model.tokenizer_path is None
-    trusted = config.model.trust_remote_code
-    check_model_folder(config.model.path, tokenizer=own, trust_remote_code=trusted)
-    check_trained_part(config.model, "score", config.optim)
-    check_model_parallel_folder(config.model, config.engine, "engine")
-    check_trackers(config.trainer.loggers)
-    check_run_folder(config)
-    warn_of_offloads(config)
-
-
-def known_names() -> KnownNames:
-    """Return the names in all registries, with those that users have added."""
-    return KnownNames(
-        estimators=frozenset(ADVANTAGES),
-        estimators_with_values=frozenset(k for k, e in ADVANTAGES.items() if e.needs_values),
-        estimators_with_groups=frozenset(k for k, e in ADVANTAGES.items() if e.needs_groups),
-        policy_losses=frozenset(POLICY_LOSSES),
-        rollouts=frozenset(ROLLOUTS),
-        engines=frozenset(ENGINES),
-    )
+    warn_of_unread(config)
 
 
 def check_engines(config: TrainConfig) -> None:
@@ -284,40 +223,33 @@ def check_models(config: TrainConfig) -> None:
     Raises:
         ModelError: names the folder and what it lacks.
     """
+    policy, critic = config.actor_rollout_ref.model, config.critic.model
+    require_model_path(policy.path, "actor_rollout_ref.model.path")
+    _check_folder(policy, tokenizer=policy.tokenizer_path is None)
+    if critic.path:  # its tokenizer is not read
+        _check_folder(critic, tokenizer=False)
+
+
+def _check_folder(model: ModelConfig, *, tokenizer: bool) -> None:
     from quadriga.models import check_model_folder
 
-    require_model_path(config.actor_rollout_ref.model.path, "actor_rollout_ref.model.path")
-    policy, critic = config.actor_rollout_ref.model, config.critic.model
-    own = policy.tokenizer_path is None
-    check_model_folder(policy.path, tokenizer=own, trust_remote_code=policy.trust_remote_code)
-    if critic.path:  # its tokenizer is not read
-        trusted = critic.trust_remote_code
-        check_model_folder(critic.path, tokenizer=False, trust_remote_code=trusted)
+    check_model_folder(model.path, tokenizer=tokenizer, trust_remote_code=model.trust_remote_code)
 
 
 def check_parts(config: TrainConfig) -> None:
-    """Check that the adapters, patterns and optimizers of actor and critic fit their models.
+    """Check that adapters, patterns and optimizers fit the models, and that the ranks of each role
+    can divide the work of its model.
 
     Raises:
-        InputError: names the layer, the pattern, the sizes or the optimizer.
+        InputError: names the setting, the layer, the pattern or the sizes, with the arithmetic.
     """
     from quadriga.engines.loading import check_trained_part
-
-    policy, critic = config.actor_rollout_ref, config.critic
-    check_trained_part(policy.model, "lm", policy.actor.optim, "actor_rollout_ref.actor.optim")
-    if needs_critic(config):
-        check_trained_part(critic_model(config), "value", critic.optim, "critic.optim")
-
-
-def check_divisions(config: TrainConfig) -> None:
-    """Check that the ranks of each role can divide the work of its model.
-
-    Raises:
-        ConfigError: names the setting, with the arithmetic.
-    """
     from quadriga.engines.tensor_parallel import check_model_parallel_folder
 
     for found in role_engines(config):
+        if found.optim is not None:
+            optim_key = found.key.removesuffix("engine") + "optim"
+            check_trained_part(found.model, found.head, found.optim, optim_key)
         check_model_parallel_folder(found.model, found.engine, found.key)
 
 
@@ -330,14 +262,12 @@ def check_reward_model_folder(config: TrainConfig) -> None:
     if not has_reward_model(config):
         return
     from quadriga.data.chat import check_template_arguments
-    from quadriga.models import check_model_folder
     from quadriga.models.folder import local_folder
     from quadriga.models.score_head import check_reward_model
     from quadriga.workers.reward_model import same_tokens, tokenizer_of
 
     model = config.reward_model.model
-    own = model.tokenizer_path is None
-    check_model_folder(model.path, tokenizer=own, trust_remote_code=model.trust_remote_code)
+    _check_folder(model, tokenizer=model.tokenizer_path is None)
     check_reward_model(local_folder(model.path), trust_remote_code=model.trust_remote_code)
     tokenizer = tokenizer_of(model)
     check_template_arguments(
@@ -358,21 +288,6 @@ def require_model_path(path: str, setting: str) -> None:
     """Raise `ModelError`, naming `setting`, if `path` is empty."""
     if not path:
         raise ModelError(f"{setting} is empty: give a model folder or hf://owner/name", path="")
-
-
-def check_components(config: TrainConfig) -> None:
-    """Check that reward components are named if the advantage estimator reads them.
-
-    Raises:
-        ConfigError: they are not.
-    """
-    name = config.algorithm.adv_estimator
-    if get_advantage(name).needs_components and not config.algorithm.reward_components:
-        raise ConfigError(
-            f"algorithm.adv_estimator={name} reads reward components: name them in "
-            "algorithm.reward_components, and return them in the dict of the reward function",
-            key="algorithm.reward_components",
-        )
 
 
 def check_reward(reward: RewardConfig) -> None:

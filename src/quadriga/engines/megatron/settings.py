@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from importlib.metadata import PackageNotFoundError, version
 
-from quadriga.config.describe import as_written
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.megatron.families import Sizes
 from quadriga.errors import ConfigError
@@ -69,18 +68,6 @@ def check_device(device_type: str, key: str = "engine.name") -> None:
         )
 
 
-_OF_FSDP = (
-    "reduce_dtype",
-    "reshard_after_forward",
-    "reduce_each_micro_batch",
-    "offload_policy",
-    "fsdp_size",
-    "fused_head",
-    "sequence_parallel_size",
-)
-"""Settings of the FSDP engine that mean nothing, or are not built, for Megatron-core."""
-
-
 def sizes_of(engine: EngineConfig) -> Sizes:
     """Return the degrees of an engine's settings."""
     return Sizes(
@@ -110,15 +97,6 @@ def check_settings(
     Raises:
         ConfigError: a setting is for the FSDP engine, or is not built for this one.
     """
-    default = EngineConfig()
-    for name in _OF_FSDP:
-        value = getattr(engine, name)
-        if value != getattr(default, name):
-            raise ConfigError(
-                f"{key}.{name}={as_written(value)} is for {key}.name=fsdp; leave it out for "
-                "megatron",
-                key=f"{key}.{name}",
-            )
     optim_key = key.removesuffix("engine") + "optim"
     attention = model.attn_implementation
     refused = {

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import overload
 
-from quadriga.config.checks.settings import check_generate_settings
 from quadriga.config.commands import GenerateConfig
 from quadriga.data.images.prompts import TAG
 from quadriga.errors import ConfigError
 from quadriga.protocol import fields
+from quadriga.trainer.checks.settings import check_generate_settings
 from quadriga.trainer.evaluation.response_file import StoredRows
 from quadriga.trainer.evaluation.responses import generate, load_prompts, write_responses
 

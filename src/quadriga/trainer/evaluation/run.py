@@ -18,7 +18,6 @@ from itertools import islice
 from pathlib import Path
 
 from quadriga.checkpoint.files import write_json
-from quadriga.config.checks.settings import check_eval_settings
 from quadriga.config.commands import EvalConfig
 from quadriga.config.loading import to_yaml
 from quadriga.errors import ConfigError
@@ -27,6 +26,7 @@ from quadriga.protocol import fields
 from quadriga.rewards import RewardManager
 from quadriga.rewards.outcome import SCORED, Outcome
 from quadriga.trainer.checkpoints import contents_digest
+from quadriga.trainer.checks.settings import check_eval_settings
 from quadriga.trainer.evaluation.inputs import Inputs, changes, inputs_of
 from quadriga.trainer.evaluation.report import (
     plot_results,

@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from quadriga.config.checks.unread import check_warmup_of_run
 from quadriga.config.commands import RMConfig
 from quadriga.config.paths import absolute_paths
 from quadriga.models.folder import local_folder, with_absolute_paths
 from quadriga.protocol import DataProto, fields, pad_dataproto_to_divisor, unpad_dataproto
+from quadriga.trainer.checks.settings import check_warmup
 from quadriga.trainer.fine_tuning.one_group import (
     OneGroupCheckpoints,
     start_one_group,
     total_steps_of,
 )
-from quadriga.trainer.preflight import check_rm_config
+from quadriga.trainer.preflight import check_fine_tuning_config
 from quadriga.trainer.record import RunRecord
 from quadriga.trainer.role_workers import threads_per_rank
 from quadriga.trainer.roles.placement import Role
@@ -58,7 +58,7 @@ def run_rm(config: RMConfig) -> RMResult:
         InputError: settings, files, model folders or nodes do not fit. Nothing was started.
         KeyboardInterrupt: a signal has stopped the run; its argument is the number of the signal.
     """
-    check_rm_config(config)
+    check_fine_tuning_config(config)
     trainer = RMTrainer(config)
     try:
         with trainer.checkpoints.stop.listening():
@@ -82,7 +82,7 @@ class RMTrainer:
         self.loader = PromptLoader(
             rows.train, data.train_batch_size, shuffle=data.shuffle, seed=config.trainer.seed
         )
-        check_warmup_of_run("optim", config.optim, self.total_steps)
+        check_warmup("optim", config.optim, self.total_steps)
         self.checkpoints = OneGroupCheckpoints(config, self.loader, self.given)
         self._started: StartedGroups | None = None
 

@@ -17,13 +17,13 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quadriga.config.checks.unread import check_warmup_of_run
 from quadriga.config.commands import SFTConfig
 from quadriga.config.paths import absolute_paths
 from quadriga.config.schema import ActorConfig, ActorRolloutRefConfig, DataConfig, RolloutConfig
 from quadriga.models.folder import with_absolute_paths
 from quadriga.protocol import DataProto
 from quadriga.trainer.checks.sequence_checks import check_sft_data
+from quadriga.trainer.checks.settings import check_warmup
 from quadriga.trainer.dataflow import check_dataflow, sft_dataflow
 from quadriga.trainer.fine_tuning.conversations import (
     EvaluationLoss,
@@ -37,7 +37,7 @@ from quadriga.trainer.fine_tuning.one_group import (
     total_steps_of,
 )
 from quadriga.trainer.ingredients import check_rows, make_reward, prompt_dataset
-from quadriga.trainer.preflight import check_sft_config
+from quadriga.trainer.preflight import check_fine_tuning_config
 from quadriga.trainer.record import RunRecord
 from quadriga.trainer.role_workers import threads_per_rank
 from quadriga.trainer.roles.placement import Role
@@ -81,7 +81,7 @@ def run_sft(config: SFTConfig) -> SFTResult:
         InputError: settings, files, model folders or nodes do not fit. Nothing was started.
         KeyboardInterrupt: a signal has stopped the run; its argument is the number of the signal.
     """
-    check_sft_config(config)
+    check_fine_tuning_config(config)
     trainer = SFTTrainer(config)
     try:
         with trainer.checkpoints.stop.listening():
@@ -116,7 +116,7 @@ class SFTTrainer:
             shuffle=data.shuffle,
             seed=config.trainer.seed,
         )
-        check_warmup_of_run("optim", config.optim, self.total_steps)
+        check_warmup("optim", config.optim, self.total_steps)
         self.val_loader = _validation_loader(config, self.val_prompts)
         self.reward_fn = make_reward(config.reward, self.tokenizer)
         check_rows(self.reward_fn, self.val_loader, config.data.val_files)
