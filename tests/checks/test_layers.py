@@ -29,7 +29,7 @@ ALLOWED_IN = {
     "ray": (r"quadriga\.backends\.ray(\..*)?",),
     "vllm": (r"quadriga\.rollout\.vllm(\..*)?",),
     "sglang": (r"quadriga\.rollout\.sglang(\..*)?",),
-    "megatron": (r"quadriga\.engines\.megatron.*", r"quadriga\.testing\.megatron_on_cpu"),
+    "megatron": (r"quadriga\.engines\.megatron.*",),
     "hydra": (r"quadriga\.(config|cli)(\..*)?",),
     "omegaconf": (r"quadriga\.(config|cli)(\..*)?",),
 }

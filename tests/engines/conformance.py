@@ -218,7 +218,7 @@ def rank_main(number: int, ranks: int, root: str, subjects: list[Subject], port:
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
     if any(subject.settings.get("name") == "megatron" for subject in subjects):
-        from quadriga.testing import megatron_on_cpu
+        import megatron_on_cpu
 
         megatron_on_cpu.install()
     reference = Path(root) / "saved reference"

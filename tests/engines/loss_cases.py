@@ -150,7 +150,7 @@ class Updates:
 
 def rank_main(number: int, ranks: int, root: str, subject: Subject, port: int) -> None:
     """Make all updates with a subject; rank 0 writes what it has found."""
-    from quadriga.testing import megatron_on_cpu
+    import megatron_on_cpu
 
     torch.set_num_threads(1)
     os.environ |= {

@@ -112,8 +112,8 @@ def counted_peak_of(call) -> int:
 
 def measure_on_ranks(rank: int, ranks: int, folder: str, cases: list[Case], port: int) -> None:
     """Measure every case, and write what all ranks measured."""
+    import megatron_on_cpu
     from quadriga.engines.megatron.ranks import leave_ranks
-    from quadriga.testing import megatron_on_cpu
 
     torch.set_num_threads(1)
     os.environ |= {

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 
 ENGINE = "actor_rollout_ref.actor.engine"
 ON_CPU = """
-from quadriga.testing import megatron_on_cpu
+import megatron_on_cpu
 
 megatron_on_cpu.install()
 """

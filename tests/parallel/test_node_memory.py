@@ -33,7 +33,7 @@ from quadriga.models import (
     write_tiny_model,
 )
 from quadriga.parallel import node_memory
-from quadriga.rollout.hf import HFRollout
+from quadriga.rollout.hf.engine import HFRollout
 from quadriga.single_controller.ranks.environment import LOCAL_PORT
 
 PROGRAM = textwrap.dedent(

@@ -206,7 +206,7 @@ def test_a_killed_scheduler_is_replaced_with_the_right_weights(reference, transp
         }
         for target in (hf, engine):
             target.update_weights(new.items(), 5)
-        guard = psutil.Process(engine._client._instance.host.pid)
+        guard = psutil.Process(engine._client._transport.host.pid)
         host = guard.children()[0]
         for process in host.children():  # the scheduler, and what serves it
             process.kill()
@@ -234,7 +234,7 @@ def test_nothing_listens_outside_this_machine(reference, transport):
     engine = sglang(reference, transport=transport)
     try:
         engine.generate(*requests((5, 9))[:2], GREEDY, torch.arange(2))
-        found = listening(psutil.Process(engine._client._instance.host.pid))
+        found = listening(psutil.Process(engine._client._transport.host.pid))
         assert {address for _, address in found} <= {"127.0.0.1", "::1"}, found
         assert found or transport == "engine"
     finally:

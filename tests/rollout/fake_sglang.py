@@ -1,6 +1,6 @@
 """A program that behaves like the host of `quadriga.rollout.sglang`, with faults on request.
 
-It is run as `fake_sglang.py -m quadriga.rollout.sglang.processes.host`. The faults are those of
+It is run as `fake_sglang.py -m quadriga.rollout.sglang.host`. The faults are those of
 `server_args["faults"]`, or of the last request to `/faults`. `server_args["lives"]` is a file to
 which each start adds one line, so that a fault can be of the first life only.
 
@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import load_file
 
 from quadriga.rollout.base import tensor_digest
-from quadriga.rollout.sglang.processes.frames import read_frame, write_frame
+from quadriga.rollout.sglang.host import read_frame, write_frame
 
 
 class Fake:
@@ -49,7 +49,6 @@ class Fake:
         folder = Path(args["model_path"])
         assert not (folder / "generation_config.json").exists()
         self.weights = load_file(folder / "model.safetensors")
-        subprocess.Popen(["sleep", "600"])  # a scheduler
         if self.fault("shared memory"):
             with open(f"/dev/shm/sglang_loads_{os.getpgrp()}", "wb+") as file:
                 file.truncate(4096)
@@ -84,7 +83,7 @@ class Fake:
 
     def update(self, body, payload):
         assert self.session
-        if body["load_format"] == "quadriga.rollout.sglang.processes.readback.answer":
+        if body["load_format"] == "quadriga.rollout.sglang.scheduler.answer":
             question = json.loads(bytes(pickle.loads(payload)[0][1].tolist()))
             held = {
                 name: ("float32", str(tensor_digest(self.weights[name])))
@@ -169,7 +168,9 @@ def serve_pipe(fake, source, target):
         threading.Thread(target=answer, args=frame, daemon=True).start()
 
 
-def serve_http(fake, args):
+def http_server(fake, key):
+    """A server of `HTTPTransport`, for a thread of a test."""
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             self.answer(200, {"weight_version": fake.version})
@@ -185,7 +186,7 @@ def serve_http(fake, args):
                 self.answer(400, {"message": repr(error)})
 
         def answer(self, status, content):
-            if self.headers.get("Authorization") != f"Bearer {args['api_key']}":
+            if self.headers.get("Authorization") != f"Bearer {key}":
                 status, content = 401, {"message": "wrong key"}
             text = json.dumps(content).encode()
             self.send_response(status)
@@ -196,8 +197,7 @@ def serve_http(fake, args):
         def log_message(self, *arguments):
             pass
 
-    assert args["host"] == "127.0.0.1"
-    ThreadingHTTPServer((args["host"], args["port"]), Handler).serve_forever()
+    return ThreadingHTTPServer(("127.0.0.1", 0), Handler)
 
 
 def main():
@@ -206,10 +206,8 @@ def main():
     os.dup2(2, 1)
     settings, _ = read_frame(source)
     fake = Fake(settings["args"])
-    if settings["mode"] == "server":
-        serve_http(fake, settings["args"])
-    else:
-        serve_pipe(fake, source, target)
+    subprocess.Popen(["sleep", "600"])  # a scheduler
+    serve_pipe(fake, source, target)
 
 
 if __name__ == "__main__":

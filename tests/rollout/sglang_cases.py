@@ -15,7 +15,6 @@ from quadriga.rollout.base import SamplingParams
 SAMPLING = SamplingParams(max_new_tokens=3, eos_token_ids=(2,), pad_token_id=0)
 SQUARE = "model.layers.0.self_attn.q_proj.weight"
 NORM = "model.norm.weight"
-TRANSPORTS = ("engine", "server")
 
 
 @pytest.fixture(scope="module")

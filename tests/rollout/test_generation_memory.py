@@ -15,7 +15,8 @@ from memory_models import CONFIGS as FAMILIES
 from memory_models import SIZES
 from quadriga.config.schema import ModelConfig
 from quadriga.rollout.base import SamplingParams
-from quadriga.rollout.hf import HFRollout, generation
+from quadriga.rollout.hf import generation
+from quadriga.rollout.hf.engine import HFRollout
 from quadriga.rollout.hf.kv_cache import columns_at_end
 from quadriga.rollout.memory import GeneratedRows, generation_memory
 
@@ -49,6 +50,7 @@ def peak_of(call) -> int:
     return peak
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("lengths", [[40, 40, 40], [40, 31, 22]], ids=["equal", "padded"])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_plan_is_what_generation_allocates(family, lengths, tmp_path, monkeypatch):

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from quadriga.config.schema import EngineConfig, ModelConfig
-from quadriga.errors import ModelError, RolloutError, ShapeError, UnknownNameError
+from quadriga.errors import ConfigError, ModelError, RolloutError, ShapeError, UnknownNameError
 from quadriga.models.loading import load_causal_lm
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams
-from quadriga.rollout.sampling import draw, uniform
+from quadriga.rollout.hf.sampling import draw, uniform
 
 SAMPLING = SamplingParams(max_new_tokens=12, eos_token_ids=tuple(range(3, 20)), pad_token_id=0)
 
@@ -161,7 +161,7 @@ def test_invalid_input_is_rejected(model_folder, rollout, prompts):
     ids, mask, seeds = prompts
     with pytest.raises(ShapeError, match="sample_seeds"):
         rollout.generate(ids, mask, SAMPLING, seeds[:3])
-    with pytest.raises(ModelError, match="speed"):
+    with pytest.raises(ConfigError, match="speed"):
         build_rollout("hf", ModelConfig(path=model_folder), speed=9)
     with pytest.raises(UnknownNameError, match="did you mean 'sglang'"):
         build_rollout("sglan", ModelConfig(path=model_folder))
@@ -180,7 +180,7 @@ def test_an_update_that_breaks_off_must_be_repeated(model_folder, prompts):
     with pytest.raises(OSError, match="connection"):
         rollout.update_weights(breaks_off(), version=1)
     ids, mask, seeds = prompts
-    with pytest.raises(RolloutError, match="an update of weights that broke off"):
+    with pytest.raises(RolloutError, match="an update of its weights broke off"):
         rollout.generate(ids, mask, SAMPLING, seeds)
     rollout.update_weights([(name, weights[name]) for name in rest], version=1)
     with pytest.raises(RolloutError, match=first):

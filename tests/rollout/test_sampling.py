@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quadriga.errors import ConfigError
-from quadriga.rollout import sampling
 from quadriga.rollout.base import SamplingParams
+from quadriga.rollout.hf import sampling
 
 LOGITS = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
 BITS = (1 << 64) - 1

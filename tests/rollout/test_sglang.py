@@ -8,16 +8,18 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from threading import Thread
 
-import psutil
 import pytest
 import torch
+from fake_sglang import Fake, http_server
 from sglang_cases import (
     NORM,
     ROWS,
     SAMPLING,
     SQUARE,
-    TRANSPORTS,
     batch,
     engine,
     faulty,
@@ -27,7 +29,7 @@ from sglang_cases import (
     start,
 )
 
-from processes import children, command_line, gone
+from processes import children, gone
 from quadriga.config.schema import ModelConfig
 from quadriga.errors import (
     ModelError,
@@ -45,7 +47,7 @@ __all__ = ["engine", "faulty", "interpreter", "start"]
 
 def test_no_more_rows_run_at_once_than_a_micro_batch_has(start, monkeypatch):
     engine = start(micro_batch_size=1)
-    transport = engine._client._instance.transport
+    transport = engine._client._transport
     original, running, most = transport.call, Counter(), []
 
     def call(path, body, *rest):
@@ -62,10 +64,9 @@ def test_no_more_rows_run_at_once_than_a_micro_batch_has(start, monkeypatch):
     assert max(most) == 1
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_requests_weights_and_memory_over_each_transport(start, transport):
+def test_requests_weights_and_memory(start):
     before = children()
-    engine = start(transport=transport)
+    engine = start()
     out = generate(engine)
     expected = [[6] * 3, [7] * 3, [10] * 3, [2, 0, 0], [12] * 3]
     assert out.response_ids.tolist() == expected
@@ -90,10 +91,7 @@ def test_requests_weights_and_memory_over_each_transport(start, transport):
     engine.pause_generation()
     engine.continue_generation()
     engine.abort()
-    transport = engine._client._instance.transport
-    key = getattr(transport, "_headers", {}).get("Authorization", "Bearer none")[7:]
-    assert all(key not in command_line(psutil.Process(pid)) for pid in children() - before)
-    folder = engine._client._instance.host.folder
+    folder = engine._client._transport.host.folder
     engine.close()
     assert not folder.exists()
     assert gone(children() - before)
@@ -178,30 +176,38 @@ def test_weights_that_cannot_be_located_are_not_exposed(start):
         engine.weights_digest()
 
 
-def test_a_server_that_runs_already(start, model_folder):
-    own = start(transport="server")
-    own.update_weights([(NORM, torch.ones(32))], 6)
-    transport = own._client._instance.transport
-    url = "http://{}:{}".format(*transport._address)
-    key = transport._headers["Authorization"].removeprefix("Bearer ")
-    attach = {"url": url, "request_rows": 2}
-    with pytest.raises(RolloutError, match="right key"):
-        build_rollout("sglang", ModelConfig(path=model_folder), api_key="wrong", **attach)
-    engine = build_rollout("sglang", ModelConfig(path=model_folder), api_key=key, **attach)
-    ends = engine._own_ends
-    assert engine.version == 6
-    assert ends and not engine.abilities.exposes_weights
-    sampling = replace(SAMPLING, eos_token_ids=tuple(ends))
-    assert generate(engine, sampling).weight_versions.tolist() == [6] * 5
-    engine.update_weights([(NORM, torch.zeros(32))], 7)
-    assert generate(engine, sampling).weight_versions.tolist() == [7] * 5
-    with pytest.raises(RolloutOutputError, match="does another program update"):
-        generate(own)
-    with pytest.raises(RolloutAbilityError, match="ends responses with the tokens"):
-        generate(engine, replace(sampling, eos_token_ids=(150,)))
-    generate(engine, replace(sampling, eos_token_ids=()))
-    engine.close()
-    assert own._client._instance.host.alive  # it is not ended by those who did not start it
-    own.close()
+def test_a_server_that_runs_already(model_folder, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(Path(model_folder) / "model.safetensors")
+    args = {"weight_version": "6", "lives": str(tmp_path / "lives"), "model_path": str(folder)}
+    fake = Fake(args)
+    with http_server(fake, "right") as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        build = partial(
+            build_rollout, "sglang", ModelConfig(path=model_folder), url=url, request_rows=2
+        )
+        with pytest.raises(RolloutError, match="right key"):
+            build(api_key="wrong")
+        engine = build(api_key="right")
+        ends = engine._own_ends
+        assert engine.version == 6
+        assert ends and not engine.abilities.exposes_weights
+        sampling = replace(SAMPLING, eos_token_ids=tuple(ends))
+        assert generate(engine, sampling).weight_versions.tolist() == [6] * 5
+        engine.update_weights([(NORM, torch.zeros(32))], 7)
+        assert generate(engine, sampling).weight_versions.tolist() == [7] * 5
+        assert engine.received_digests() == {NORM: tensor_digest(torch.zeros(32))}
+        with pytest.raises(RolloutAbilityError, match="ends responses with them too"):
+            generate(engine, replace(sampling, eos_token_ids=(150,)))
+        generate(engine, replace(sampling, eos_token_ids=()))
+        fake.version = "8"
+        with pytest.raises(RolloutOutputError, match="does another program update"):
+            generate(engine, sampling)
+        engine.close()
+        server.shutdown()
+        thread.join()
     with pytest.raises(RolloutDiedError, match="cannot be reached"):
-        build_rollout("sglang", ModelConfig(path=model_folder), api_key=key, **attach)
+        build(api_key="right")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, MistralConfig, Olmo3Config, Qwen2Config
 
-from quadriga.config.schema import ModelConfig, SamplingConfig
+from quadriga.config.schema import ModelConfig, RolloutEngineConfig, SamplingConfig
 from quadriga.errors import (
     ConfigError,
     ModelError,
@@ -21,37 +21,39 @@ from quadriga.errors import (
     RolloutOutputError,
 )
 from quadriga.models.loading import load_causal_lm
-from quadriga.rollout import check_rollout, check_sampling, check_updates, not_reproduced
+from quadriga.rollout import rollout_of
 from quadriga.rollout.base import tensor_digest
-from quadriga.rollout.sglang.processes.readback import answer, locate
+from quadriga.rollout.sglang.engine import check_numbers, probe_length
+from quadriga.rollout.sglang.scheduler import answer, locate
 from quadriga.rollout.sglang.transports import HTTPTransport
-from quadriga.rollout.sglang.untested import check_numbers, probe_length
 from quadriga.rollout.sglang.weights import buckets, question, read_answer
+
+
+def engine(options, name="sglang"):
+    return rollout_of(RolloutEngineConfig(name=name, options=options))
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"transprot": "engine"}, "did you mean 'transport'"),
-        ({"transport": "pipe"}, "one of engine, server"),
+        ({"request_row": 2}, "did you mean request_rows"),
         ({"bucket_mb": 0}, "at least 1"),
-        ({"bucket_mb": True}, "of type int"),
+        ({"bucket_mb": True}, "must be an integer"),
         ({"call_timeout_s": 0}, "above 0"),
         ({"restarts": -1}, "at least 0"),
         ({"log_probs": "sampled"}, "one of policy, temperature_1"),
         ({"api_key": "x"}, "url, which is not set"),
         ({"url": "https://a"}, "of the form"),
         ({"url": "http://a:1", "restarts": 1}, "runs already"),
-        ({"server_args": {"port": 1}}, "the port is chosen"),
+        ({"server_args": {"port": 1}}, "there is no server"),
         ({"server_args": {"enable_lora": True}}, "adapters are merged into the weights"),
-        ({"server_args": {"lora_paths": ["a"]}}, "adapters are merged into the weights"),
         ({"python": "/no/such/python"}, "an interpreter"),
     ],
     ids=str,
 )
 def test_wrong_options_are_refused_before_the_start(options, text):
     with pytest.raises(ConfigError, match=text):
-        check_rollout("sglang", options)
+        engine(options).check(None)
 
 
 @pytest.mark.parametrize(
@@ -65,12 +67,12 @@ def test_wrong_options_are_refused_before_the_start(options, text):
 )
 def test_sampling_settings_are_checked_before_the_start(options, sampling, setting):
     if setting is None:
-        check_sampling("sglang", options, SamplingConfig(**sampling))
+        engine(options).check_sampling(SamplingConfig(**sampling))
         return
     with pytest.raises(RolloutAbilityError) as caught:
-        check_sampling("sglang", options, SamplingConfig(**sampling))
+        engine(options).check_sampling(SamplingConfig(**sampling))
     assert caught.value.setting == setting
-    check_sampling("hf", {}, SamplingConfig(**sampling))
+    engine({}, "hf").check_sampling(SamplingConfig(**sampling))
 
 
 def test_an_interpreter_without_sglang_is_named(tmp_path):
@@ -78,7 +80,7 @@ def test_an_interpreter_without_sglang_is_named(tmp_path):
     python.write_text("#!/bin/sh\necho sglang >&2\nexit 1\n", encoding="utf-8")
     python.chmod(0o755)
     with pytest.raises(ConfigError, match="does not find sglang; make an environment with") as e:
-        check_rollout("sglang", {"python": str(python)})
+        engine({"python": str(python)}).check(None)
     assert "\n" not in str(e.value)
 
 
@@ -190,26 +192,20 @@ URL = "http://127.0.0.1:9"
     [
         ({"url": URL}, 2, False, "is one server, but 2 ranks"),
         ({"url": URL}, 1, True, r"cannot be kept with .*url=http"),
-        (
-            {"tensor_parallel": 2},
-            1,
-            True,
-            r"cannot be kept with .*tensor_parallel=2",
-        ),
+        ({"tensor_parallel": 2}, 1, True, r"cannot be kept with .*tensor_parallel=2"),
     ],
 )
 def test_weights_that_cannot_be_updated_are_refused(options, ranks, take_turns, said):
     with pytest.raises(ConfigError, match=said):
-        check_updates("sglang", options, ranks, take_turns=take_turns)
-    check_updates("sglang", {}, ranks, take_turns=take_turns)
-    check_updates("sglang", options, 1)
+        engine(options).check_updates(ranks, take_turns=take_turns)
+    engine({}).check_updates(ranks, take_turns=take_turns)
+    engine(options).check_updates(1, take_turns=False)
 
 
-@pytest.mark.parametrize("option", [{"transport": "server"}, {"log_level": "info"}])
-def test_options_of_a_start_are_refused_beside_a_url(option):
+def test_options_of_a_start_are_refused_beside_a_url():
     with pytest.raises(ConfigError, match=r"is for an SGLang that is started here"):
-        check_rollout("sglang", {"url": URL, **option})
-    check_rollout("sglang", {"url": URL, "tensor_parallel": 2})
+        engine({"url": URL, "log_level": "info"})
+    engine({"url": URL, "tensor_parallel": 2}).check(None)
 
 
 def test_another_server_is_told_apart():
@@ -227,13 +223,13 @@ def test_another_server_is_told_apart():
         thread.start()
         url = f"http://127.0.0.1:{server.server_port}"
         with pytest.raises(RolloutError, match="not JSON; is there an SGLang server at this addr"):
-            HTTPTransport(url, None, None).get("/model_info", 5.0)
+            HTTPTransport(url, None).get("/model_info", 5.0)
         server.shutdown()
         thread.join(10)
 
 
 @pytest.mark.parametrize(
-    ("engine", "options", "temperature", "why"),
+    ("name", "options", "temperature", "why"),
     [
         ("hf", {}, 1.0, ""),
         ("vllm", {}, 1.0, ""),
@@ -242,6 +238,6 @@ def test_another_server_is_told_apart():
         ("sglang", {}, 0.0, "rounding of SGLang depends on the rows"),
     ],
 )
-def test_what_an_engine_cannot_reproduce_is_said(engine, options, temperature, why):
-    found = not_reproduced(engine, options, SamplingConfig(temperature=temperature))
+def test_what_an_engine_cannot_reproduce_is_said(name, options, temperature, why):
+    found = engine(options, name).not_reproduced(SamplingConfig(temperature=temperature))
     assert (why in found) if why else (found == "")

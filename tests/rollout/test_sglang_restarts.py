@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from sglang_cases import NORM, ROWS, SQUARE, TRANSPORTS, generate, interpreter, lives, noise, start
+from sglang_cases import NORM, ROWS, SQUARE, generate, interpreter, lives, noise, start
 
 from processes import children, gone
 from quadriga.errors import (
@@ -41,7 +41,7 @@ def test_a_pause_lasts_over_updates_and_restarts(start, monkeypatch):
     engine.update_weights(noise(engine).items(), 1)
     assert "/continue_generation" not in paths
     paths.clear()
-    engine._client._instance.transport.close()
+    engine._client._transport.close()
     engine.update_weights(noise(engine).items(), 2)  # SGLang is started again
     assert engine.restarts == 1
     assert paths[-1] == "/pause_generation" and "/continue_generation" not in paths
@@ -56,7 +56,7 @@ def test_an_end_while_memory_is_released_is_repaired(start):
     new = noise(engine)
     engine.update_weights(new.items(), 3)
     engine.release()
-    engine._client._instance.transport.close()
+    engine._client._transport.close()
     engine.resume()
     assert engine.restarts == 1
     assert generate(engine).weight_versions.tolist() == [3] * len(ROWS[0])
@@ -90,7 +90,7 @@ def test_an_sglang_that_refuses_weights_after_a_restart_is_not_used(start, monke
         return call(self, path, body, payload)
 
     monkeypatch.setattr(Client, "call", refused)
-    engine._client._instance.transport.close()
+    engine._client._transport.close()
     with pytest.raises(RolloutError, match="busy"):
         generate(engine)
     with pytest.raises(RolloutError, match="it failed before: busy"):
@@ -119,28 +119,27 @@ def test_a_pause_that_was_refused_is_none(start, monkeypatch):
 
 def test_a_call_that_fails_ends_its_own_sglang_only(start, monkeypatch):
     engine = start(restarts=1)
-    old = engine._client._instance
-    call = old.transport.call
+    old = engine._client._transport
+    call = old.call
 
     def dies_while_another_thread_recovers(path, *rest):
         if path != "/abort_request":
             return call(path, *rest)
-        old.transport.close()
+        old.close()
         generate(engine)
         raise RolloutDiedError("it has ended")
 
-    monkeypatch.setattr(old.transport, "call", dies_while_another_thread_recovers)
+    monkeypatch.setattr(old, "call", dies_while_another_thread_recovers)
     with pytest.raises(RolloutDiedError):
         engine.abort()
-    assert engine._client._instance is not old
+    assert engine._client._transport is not old
     assert len(generate(engine).response_ids) == len(ROWS[0])
     assert engine.restarts == 1
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_end_is_a_typed_error_with_the_log(start, transport):
+def test_an_end_is_a_typed_error_with_the_log(start):
     before = children()
-    engine = start(transport=transport, faults={"die at request": 2})
+    engine = start(faults={"die at request": 2})
     with pytest.raises(RolloutDiedError, match="hit an exception: no memory") as caught:
         generate(engine)
     assert (caught.value.engine, caught.value.rank) == ("sglang", 0)
@@ -149,13 +148,9 @@ def test_an_end_is_a_typed_error_with_the_log(start, transport):
         generate(engine)
 
 
-@pytest.mark.parametrize(
-    ("transport", "fault"), [("engine", "die at request"), ("server", "stop at request")]
-)
-def test_a_restart_has_the_weights_and_repeats_the_requests(start, tmp_path, transport, fault):
-    engine = start(
-        transport=transport, faults={fault: 4}, restarts=1, generate_timeout_s=4, bucket_mb=1
-    )
+@pytest.mark.parametrize("fault", ["die at request", "stop at request"])
+def test_a_restart_has_the_weights_and_repeats_the_requests(start, tmp_path, fault):
+    engine = start(faults={fault: 4}, restarts=1, generate_timeout_s=4, bucket_mb=1)
     new = noise(engine)
     engine.update_weights(new.items(), 7)
     first = generate(engine)  # three requests
@@ -168,6 +163,7 @@ def test_a_restart_has_the_weights_and_repeats_the_requests(start, tmp_path, tra
     assert engine.weights_digest() == {name: tensor_digest(w) for name, w in new.items()}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("fault", ["leave out", "transpose"])
 def test_a_restart_with_wrong_weights_generates_nothing(start, fault):
     faults = {"die at request": 1}
@@ -204,7 +200,7 @@ def test_shared_memory_of_killed_processes_is_removed(start, tmp_path):
     if not folder.is_dir():
         pytest.skip("this system has no /dev/shm")
     engine = start(faults={"shared memory": True})
-    name = folder / f"sglang_loads_{engine._client._instance.host.pid}"
+    name = folder / f"sglang_loads_{engine._client._transport.host.pid}"
     semaphore = Path((tmp_path / "semaphore").read_text())
     assert name.exists() and semaphore.exists()
     engine.close()
@@ -226,6 +222,7 @@ def test_a_start_that_fails_names_the_log(start):
     assert gone(children() - before)
 
 
+@pytest.mark.nightly
 def test_an_end_during_an_update_is_repaired_by_a_restart(start):
     engine = start(faults={"die at weight": NORM}, restarts=1)
     new = noise(engine)
@@ -234,6 +231,7 @@ def test_an_end_during_an_update_is_repaired_by_a_restart(start):
     assert generate(engine).weight_versions.tolist() == [3] * 5
 
 
+@pytest.mark.nightly
 def test_a_killed_rank_leaves_no_process(interpreter, model_folder, tmp_path):
     arguments = {
         "lives": str(tmp_path / "lives"),
@@ -244,10 +242,9 @@ def test_a_killed_rank_leaves_no_process(interpreter, model_folder, tmp_path):
     (tmp_path / "model/model.safetensors").symlink_to(Path(model_folder) / "model.safetensors")
     program = (
         "import time\n"
-        "from quadriga.rollout.sglang.process import HostProcess\n"
-        "from quadriga.rollout.sglang.transports import PipeTransport\n"
+        "from quadriga.rollout.sglang.transports import HostProcess, PipeTransport\n"
         f"host = HostProcess({interpreter!r}, lambda folder: {{}})\n"
-        f"host.begin({{'mode': 'engine', 'args': {arguments!r}}})\n"
+        f"host.begin({{'args': {arguments!r}}})\n"
         "PipeTransport(host).wait_until_ready(60)\n"
         "print(host.folder, flush=True)\n"
         "time.sleep(600)\n"

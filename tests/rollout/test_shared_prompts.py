@@ -19,11 +19,16 @@ from transformers import (
 from quadriga.config.schema import ModelConfig
 from quadriga.errors import RolloutError
 from quadriga.rollout.base import SamplingParams
-from quadriga.rollout.hf import HFRollout
 from quadriga.rollout.hf.decode_attention import decode_attention, use_decode_attention
-from quadriga.rollout.hf.kv_cache import CacheBuffers, RowRemoval
-from quadriga.rollout.hf.prompt_cache import PromptCache, PromptRows
-from quadriga.rollout.hf.row_caches import RepeatedPrompts, SharedPrompts
+from quadriga.rollout.hf.engine import HFRollout
+from quadriga.rollout.hf.kv_cache import (
+    CacheBuffers,
+    PromptCache,
+    PromptRows,
+    RepeatedPrompts,
+    RowRemoval,
+    SharedPrompts,
+)
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

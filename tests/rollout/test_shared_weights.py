@@ -10,7 +10,7 @@ from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.errors import ModelError, RolloutError
 from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.rollout import build_rollout
-from quadriga.rollout.base import SamplingParams, SharesWeights
+from quadriga.rollout.base import SamplingParams
 
 SAMPLING = SamplingParams(max_new_tokens=6, eos_token_ids=(), pad_token_id=0)
 IDS = torch.tensor([[7, 84, 83], [70, 71, 72]])
@@ -56,7 +56,6 @@ def step(model):
 
 
 def test_the_memory_is_that_of_the_training_engine(engine, trained):
-    assert isinstance(engine, SharesWeights)
     count = sum(p.nbytes for p in trained.parameters())
     assert engine.share_weights(state(trained).items(), 1) == count
     assert addresses(engine.module) == addresses(trained)
@@ -106,7 +105,7 @@ def test_weights_of_a_stream_that_breaks_off_are_not_used(folder, trained, write
 
     with pytest.raises(EOFError):
         getattr(engine, write)(broken(), 1)
-    with pytest.raises(RolloutError, match="broke off, and"):
+    with pytest.raises(RolloutError, match="broke off"):
         log_probs(engine)
     getattr(engine, write)(weights, 2)
     log_probs(engine)

@@ -8,23 +8,28 @@ import random
 
 import pytest
 import torch
+from quadriga.trainer.run.preflight import check_engines
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import (
     ActorRolloutRefConfig,
     ModelConfig,
     RolloutConfig,
+    RolloutEngineConfig,
     SamplingConfig,
     TrainConfig,
 )
 from quadriga.errors import ConfigError, RolloutAbilityError, UnknownSettingError
-from quadriga.rollout import build_rollout, check_rollout, check_sampling, check_updates
+from quadriga.rollout import build_rollout, rollout_of
 from quadriga.rollout.vllm import options, weights
-from quadriga.rollout.vllm.isolation import Isolation
-from quadriga.rollout.vllm.requests import spread_seed
-from quadriga.trainer.preflight import check_engines
+from quadriga.rollout.vllm.engine import spread_seed
+from quadriga.rollout.vllm.start import Isolation
 from quadriga.workers import actor_rollout_ref
 from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
+
+
+def vllm(given=None):
+    return rollout_of(RolloutEngineConfig(name="vllm", options=given or {}))
 
 
 def install(monkeypatch, version):
@@ -34,7 +39,7 @@ def install(monkeypatch, version):
 def test_a_missing_installation_names_the_script_and_the_setting(monkeypatch):
     install(monkeypatch, None)
     for check in (
-        lambda: check_rollout("vllm", {}),
+        lambda: vllm().check(None),
         lambda: build_rollout("vllm", ModelConfig(path="/nowhere")),
     ):
         with pytest.raises(ConfigError, match=r"scripts/engines\.sh vllm") as raised:
@@ -46,12 +51,12 @@ def test_a_missing_installation_names_the_script_and_the_setting(monkeypatch):
 def test_another_version_is_refused_unless_it_is_accepted(monkeypatch, caplog):
     install(monkeypatch, "0.33.1")
     with pytest.raises(ConfigError, match=r"vLLM 0\.33\.1 .*untested_version=true"):
-        check_rollout("vllm", {})
-    check_rollout("vllm", {"untested_version": True})
+        vllm().check(None)
+    vllm({"untested_version": True}).check(None)
     assert "vLLM 0.33.1 is installed" in caplog.text
     caplog.clear()
     install(monkeypatch, f"{options.TESTED_VERSION}+cpu")
-    check_rollout("vllm", {})
+    vllm().check(None)
     assert not caplog.text
 
 
@@ -75,15 +80,15 @@ def test_another_version_is_refused_unless_it_is_accepted(monkeypatch, caplog):
 def test_options_that_do_not_fit_are_refused_before_a_worker_starts(monkeypatch, given, words):
     install(monkeypatch, options.TESTED_VERSION)
     with pytest.raises((ConfigError, UnknownSettingError), match=words):
-        check_rollout("vllm", given)
+        vllm(given).check(None)
 
 
 def test_a_level_of_sleep_needs_turns(monkeypatch):
     install(monkeypatch, options.TESTED_VERSION)
-    check_updates("vllm", {"sleep_level": 2}, take_turns=True)
-    check_updates("vllm", {"sleep_level": 1})
+    vllm({"sleep_level": 2}).check_updates(None, take_turns=True)
+    vllm({"sleep_level": 1}).check_updates(None, take_turns=False)
     with pytest.raises(ConfigError, match=r"sleep_level is 2, .* without .*take_turns=true"):
-        check_updates("vllm", {"sleep_level": 2})
+        vllm({"sleep_level": 2}).check_updates(None, take_turns=False)
 
 
 def test_space_for_an_adapter_is_the_next_larger_one():
@@ -94,16 +99,10 @@ def test_space_for_an_adapter_is_the_next_larger_one():
 
 def test_a_temperature_that_vllm_would_raise_is_refused_before_a_worker_starts():
     for temperature in (0.0, 0.01, 1.0):
-        check_sampling("vllm", {}, SamplingConfig(temperature=temperature))
+        vllm().check_sampling(SamplingConfig(temperature=temperature))
     with pytest.raises(RolloutAbilityError, match=r"temperature 0\.005") as raised:
-        check_sampling("vllm", {}, SamplingConfig(temperature=0.005))
+        vllm().check_sampling(SamplingConfig(temperature=0.005))
     assert (raised.value.engine, raised.value.setting) == ("vllm", "temperature")
-
-
-def test_options_reach_the_engine_as_they_are():
-    parsed = options.parse_options({"kv_cache_mb": 64, "engine_args": {"block_size": 32}})
-    assert (parsed.kv_cache_mb, parsed.engine_args) == (64, {"block_size": 32})
-    assert parsed.max_model_len is None
 
 
 def test_every_bit_of_a_seed_changes_the_32_bits_that_torch_uses():

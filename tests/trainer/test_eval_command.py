@@ -14,6 +14,7 @@ from quadriga.config.loading import load_config
 from quadriga.data import rows as data_rows
 from quadriga.data import token_cache
 from quadriga.errors import ConfigError, DataError, RewardError, RolloutAbilityError
+from quadriga.rollout.sglang.options import SGLang
 from quadriga.trainer.evaluation import responses
 from quadriga.trainer.evaluation.run import Evaluation, run_evaluation
 
@@ -261,6 +262,6 @@ def test_the_memory_of_an_evaluation_does_not_grow_with_its_responses(tmp_path, 
 
 
 def test_sampling_that_the_engine_cannot_do_is_refused_before_a_start(of_model, monkeypatch):
-    monkeypatch.setattr(responses, "check_rollout", lambda *of_installed: None)
+    monkeypatch.setattr(SGLang, "check", lambda *of_installed: None)
     with pytest.raises(RolloutAbilityError, match="min_new_tokens"):
         of_model("rollout.name=sglang", "sampling.min_new_tokens=2")

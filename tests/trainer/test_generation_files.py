@@ -244,7 +244,7 @@ def test_a_full_disk_keeps_what_was_written(generate, monkeypatch, tmp_path) -> 
 
 
 def test_a_rank_that_fails_is_named_and_nothing_is_lost(generate, monkeypatch, caplog) -> None:
-    from quadriga.rollout.hf import HFRollout
+    from quadriga.rollout.hf.engine import HFRollout
 
     whole = generate(output="whole.jsonl").read_bytes()
     sample, calls = HFRollout.generate, []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -12,13 +11,12 @@ import torch
 from replica_groups import Future
 
 import quadriga.rollout
+from fake_rollout import FakeRollout, Fault
 from quadriga.config.commands import EvalConfig, GenerateConfig
 from quadriga.config.loading import load_config
 from quadriga.errors import ConfigError, InputError, RolloutDiedError
 from quadriga.protocol import fields
 from quadriga.rollout.guard import GuardedRollout
-from quadriga.testing.fake_rollout import FakeRollout, Fault, full_abilities
-from quadriga.testing.rollout_reference import NaiveModel
 from quadriga.trainer.evaluation import ranks
 from quadriga.trainer.evaluation.generate import run_generation
 from quadriga.trainer.evaluation.run import run_evaluation
@@ -176,8 +174,7 @@ def build_fakes(patch: pytest.MonkeyPatch, second: Mapping[str, object]) -> list
 
     def build(name, model, **settings):
         own = second if len(built) % 2 else {}
-        abilities = replace(full_abilities(NaiveModel(model.path).vocabulary), window=None)
-        built.append(FakeRollout(model.path, abilities=abilities, **own))
+        built.append(FakeRollout(model.path, **own))
         return built[-1]
 
     patch.setattr(quadriga.rollout, "build_rollout", build)

@@ -27,7 +27,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return len(solution_str) % 3
 """
 ON_CPU = """
-from quadriga.testing import megatron_on_cpu
+import megatron_on_cpu
 
 megatron_on_cpu.install()
 """

@@ -11,7 +11,7 @@ import torch
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, MismatchError, WorkerError
-from quadriga.rollout.hf import HFRollout
+from quadriga.rollout.hf.engine import HFRollout
 from quadriga.trainer.checks.settings import check_train_settings
 from quadriga.trainer.stages import MismatchWatch, remedies
 

@@ -15,7 +15,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, UnknownNameError, WorkerDiedError, WorkerMethodError
 from quadriga.protocol import DataProto
-from quadriga.rollout.hf import HFRollout
+from quadriga.rollout.hf.engine import HFRollout
 from quadriga.single_controller import (
     ClassWithInitArgs,
     Dispatch,

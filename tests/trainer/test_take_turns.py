@@ -10,7 +10,8 @@ from quadriga.config.schema import TrainConfig
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.rollout import ROLLOUTS
-from quadriga.rollout.hf import HFRollout
+from quadriga.rollout.hf import HF
+from quadriga.rollout.hf.engine import HFRollout
 from quadriga.trainer import role_workers
 from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.weight_sync.worker import PolicyWeights
@@ -126,10 +127,15 @@ class Dropping(HFRollout):
         return super().generate(*request)
 
 
+class DroppingKind(HF):
+    def build(self, model, device, **others):
+        return Dropping(model, device=device, dtype=self.settings.dtype)
+
+
 class TestDroppedWeights:
     @pytest.fixture(autouse=True)
     def dropping(self, monkeypatch):
-        monkeypatch.setitem(ROLLOUTS, "dropping", Dropping)
+        monkeypatch.setitem(ROLLOUTS, "dropping", DroppingKind)
         monkeypatch.setattr(Dropping, "updates", 0)
 
     def test_weights_that_a_release_dropped_are_sent_again(self, run, tmp_path):

@@ -15,6 +15,8 @@ from quadriga.config.schema import ModelConfig, TrainConfig
 from quadriga.data import PromptDataset, token_cache
 from quadriga.models import load_tokenizer
 from quadriga.observability.jsonl import read_jsonl
+from quadriga.rollout.sglang.options import SGLang
+from quadriga.rollout.vllm.options import VLLM
 from quadriga.trainer import checkpoints as resuming
 from quadriga.trainer.checks.images import image_rules
 from quadriga.trainer.evaluation import inputs
@@ -135,8 +137,8 @@ REFUSED = {
 def test_a_role_that_cannot_compute_images_is_refused_before_the_start(
     overrides, case, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr("quadriga.trainer.preflight.check_rollout", lambda *a, **k: None)
-    monkeypatch.setattr("quadriga.trainer.preflight.check_updates", lambda *a, **k: None)
+    for engine in (VLLM, SGLang):
+        monkeypatch.setattr(engine, "check", lambda *of_installed: None)
     more, message = REFUSED[case]
     assert main(["train", *overrides, *more]) == 2
     found = capsys.readouterr().err.strip()

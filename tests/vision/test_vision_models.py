@@ -8,6 +8,7 @@ import pytest
 import torch
 import vision_cases as cases
 
+from fake_rollout import full_abilities
 from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import ConfigError, FieldError, ModelError, RolloutAbilityError
@@ -16,8 +17,8 @@ from quadriga.models.vision.processor import image_tokens
 from quadriga.models.vision.rows import MultiModalRows
 from quadriga.models.vocabulary import check_stop_tokens
 from quadriga.protocol import fields
-from quadriga.rollout.hf import HFRollout
-from quadriga.testing.fake_rollout import FakeRollout, full_abilities
+from quadriga.rollout.base import RolloutEngine
+from quadriga.rollout.hf.engine import HFRollout
 from rank_groups import run_two_ranks
 
 
@@ -161,11 +162,11 @@ def test_what_does_not_fit_is_refused_by_name(folder, batch):
         MultiModalRows.of(flat)
 
 
-def test_an_engine_of_text_refuses_images(folder, tmp_path):
-    from quadriga.testing.rollout_reference import write_reference_model
+def test_an_engine_of_text_refuses_images(folder):
+    class TextEngine(RolloutEngine):
+        name, abilities = "text", replace(full_abilities(vocabulary=1000), window=None)
+        generate = score = update_weights = None
 
-    write_reference_model(tmp_path)
-    abilities = full_abilities(vocabulary=1000)
-    engine = FakeRollout(str(tmp_path), abilities=replace(abilities, window=None))
-    with pytest.raises(RolloutAbilityError, match="'fake' cannot generate from prompts with image"):
+    engine = TextEngine()
+    with pytest.raises(RolloutAbilityError, match="'text' cannot generate from prompts with image"):
         cases.responses(folder, cases.prompts(folder), engine)

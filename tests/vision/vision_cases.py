@@ -18,7 +18,7 @@ from quadriga.models.loading import load_tokenizer
 from quadriga.models.vision.rows import MultiModalRows
 from quadriga.models.vision.tiny import TinyVisionModel, write_tiny_vision_model
 from quadriga.protocol import DataProto, fields
-from quadriga.rollout.hf import HFRollout
+from quadriga.rollout.hf.engine import HFRollout
 from quadriga.trainer import stages
 from quadriga.trainer.checks.images import image_rules
 from quadriga.workers.generation import generate_batch, sampling_params

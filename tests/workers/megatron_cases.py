@@ -122,8 +122,8 @@ def _of_collected(worker, mesh: str, result: DataProto) -> DataProto:
 
 def rank_main(rank: int, ranks: int, policy: str, judge: str, file: str) -> None:
     """Make the steps with each of `SIZES`."""
+    import megatron_on_cpu
     from quadriga.engines.megatron.ranks import leave_ranks
-    from quadriga.testing import megatron_on_cpu
 
     megatron_on_cpu.install()
     found = {}

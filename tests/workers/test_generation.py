@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fake_rollout import full_abilities
 from quadriga.errors import RolloutOutputError
 from quadriga.protocol import DataProto, fields
 from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams
-from quadriga.testing.fake_rollout import full_abilities
 from quadriga.workers.generation import generate_batch, generation_inputs
 from quadriga.workers.method_fields import GENERATE_SEQUENCES
 

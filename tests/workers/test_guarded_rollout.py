@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import quadriga.rollout
+from fake_rollout import FakeRollout
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import RolloutOutputError, RolloutTimeoutError
 from quadriga.protocol import DataProto, fields
 from quadriga.rollout.guard import GuardedRollout
-from quadriga.testing.fake_rollout import FakeRollout
 from quadriga.workers import actor_rollout_ref
 from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
 from quadriga.workers.generation import generation_inputs

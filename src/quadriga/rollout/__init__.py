@@ -1,14 +1,14 @@
 """Rollout engines: they sample responses to prompts.
 
-- `base`: the `RolloutEngine` protocol, its output, and the digest of a weight.
-- `params`: how tokens are sampled. `abilities`: what an engine can do of it.
-- `requests`: checks of a request; `output_checks`: of an output; `guard`: both, around any engine.
-- `hf`: generation in this process with a Hugging Face model. It uses `sampling`.
+- this file: `Rollout`, what the trainer knows of an engine before it is started; the table
+  `ROLLOUTS` of all engines, and `register_rollout`, which adds one.
+- `base`: `RolloutEngine`, a started engine; its output, and the digest of a weight.
+- `abilities`: how tokens are sampled, and what an engine can do of it.
+- `checks`: of a request and of an output. `guard`: both, around any engine.
+- `responses`: lists of tokens as one output, and stop strings.
+- `hf`: generation in this process with a Hugging Face model.
 - `vllm`: generation in this process with vLLM, from an environment of its own.
 - `sglang`: generation in processes below this one, or by a server, with SGLang.
-- `stop_strings`: which token completes a stop string. `responses`: lists of tokens as one output.
-- `memory`: the device memory of generation by `hf`, known before a weight is loaded; `reserved`: of
-  vLLM and SGLang.
 
 May import every package below `rollout` in docs/architecture.md, but not `engines`. Importing this
 file imports no torch.
@@ -18,10 +18,21 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
 
+from quadriga.algorithms.user_files import running_user_file
+from quadriga.config.schema import RolloutEngineConfig
 from quadriga.errors import ConfigError, UnknownNameError
+from quadriga.rollout.abilities import (
+    ALL_SETTINGS,
+    FilterOrder,
+    LogProbCondition,
+    LogProbKind,
+    RolloutAbilities,
+    SamplingParams,
+    SamplingSetting,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -30,205 +41,195 @@ if TYPE_CHECKING:
         DtypeName,
         LoraConfig,
         ModelConfig,
-        Options,
         RolloutConfig,
         SamplingConfig,
     )
     from quadriga.models.context_window import LongestSequence
     from quadriga.rollout.base import RolloutEngine
 
-
-class RolloutFactory(Protocol):
-    """Builds one kind of rollout engine. See `build_rollout` for the arguments."""
-
-    def __call__(
-        self,
-        model: ModelConfig,
-        *,
-        device: str | torch.device,
-        dtype: DtypeName,
-        micro_batch_size: int,
-        releasable: bool,
-        **options: object,
-    ) -> RolloutEngine: ...
+ROLLOUT_KEY = "actor_rollout_ref.rollout"
+"""The section of the rollout in the settings, for messages."""
 
 
-@dataclass(frozen=True)
-class EngineClass:
-    """The factory of an engine whose module is imported when the first engine is built.
+class Rollout:
+    """A rollout engine with its settings, before it is started.
 
-    Attributes:
-        module: name of the module.
-        name: of the class in it.
-    """
-
-    module: str
-    name: str
-
-    def __call__(
-        self,
-        model: ModelConfig,
-        *,
-        device: str | torch.device,
-        dtype: DtypeName,
-        micro_batch_size: int,
-        releasable: bool,
-        **options: object,
-    ) -> RolloutEngine:
-        build: RolloutFactory = getattr(importlib.import_module(self.module), self.name)
-        return build(
-            model,
-            device=device,
-            dtype=dtype,
-            micro_batch_size=micro_batch_size,
-            releasable=releasable,
-            **options,
-        )
-
-
-ROLLOUTS: dict[str, RolloutFactory] = {
-    "hf": EngineClass("quadriga.rollout.hf", "HFRollout"),
-    "vllm": EngineClass("quadriga.rollout.vllm.engine", "VLLMRollout"),
-    "sglang": EngineClass("quadriga.rollout.sglang.engine", "SGLangRollout"),
-}
-"""Name -> function that builds the engine."""
-
-
-def ranks_of_copy(name: str, options: Options) -> int:
-    """Return how many ranks hold one copy of the rollout's weights, and generate the same rows."""
-    if name != "vllm":
-        return 1
-    from quadriga.rollout.vllm.options import parse_options
-
-    return parse_options(options).tensor_parallel_size
-
-
-def check_rollout(name: str, options: Options, ranks: int | None = None) -> None:
-    """Check, before a worker starts, an engine and its options (`rollout.options`).
+    A subclass is importable without torch and without the engine's own package, because settings
+    are checked before a worker starts; `build` imports them. The methods here are right for an
+    engine that applies all sampling settings, has no options, and holds a copy on each rank.
 
     Args:
-        ranks: how many ranks the rollout has, if that is known.
+        settings: the section `rollout`. `settings.options` is for this engine alone.
 
-    Raises:
-        ConfigError: the engine is not installed, or an option is not one of the engine's or out of
-            range.
+    Attributes:
+        computes_images: it generates from prompts with images.
+        shares_weights: it can use the tensors of an actor in the same process as its weights.
     """
-    if name == "vllm":
-        from quadriga.rollout.vllm.options import check_installed, check_ranks, parse_options
 
-        check_installed(parse_options(options))
-        if ranks is not None:
-            check_ranks(parse_options(options), ranks)
-    if name == "sglang":
-        from quadriga.rollout.sglang.options import check_sglang
+    computes_images: ClassVar[bool] = False
+    shares_weights: ClassVar[bool] = False
+    sampling_settings: ClassVar[frozenset[SamplingSetting]] = ALL_SETTINGS
+    filter_order: ClassVar[FilterOrder] = "top_k, top_p, min_p"
 
-        check_sglang(options)
-    if name == "hf" and options:
-        key = "actor_rollout_ref.rollout.options"
-        raise ConfigError(
-            f"rollout engine 'hf' has no options {sorted(options)}; remove them from {key}", key=key
+    def __init__(self, settings: RolloutEngineConfig) -> None:
+        self.settings = settings
+
+    def abilities(self, vocabulary: int, window: int | None) -> RolloutAbilities:
+        """Return what the engine can do with a model of this vocabulary and context window."""
+        always: LogProbCondition = "always"
+        kinds: dict[LogProbKind, LogProbCondition]
+        kinds = {"policy": always, "sampled": always, "temperature_1": always}
+        return RolloutAbilities(
+            vocabulary=vocabulary,
+            window=window,
+            log_probs=kinds,
+            settings=self.sampling_settings,
+            filter_order=self.filter_order,
+            seeded=True,
+            batch_invariant=True,
+            exposes_weights=True,
         )
 
+    @property
+    def ranks_of_copy(self) -> int:
+        """How many ranks hold one copy of the weights, and generate the same rows."""
+        return 1
 
-def check_sampling(name: str, options: Options, sampling: SamplingConfig) -> None:
-    """Check, before a worker starts, that an engine can sample with these settings.
+    def check(self, ranks: int | None) -> None:
+        """Raise `ConfigError` if the engine is not installed, or an option does not fit.
 
-    Raises:
-        RolloutAbilityError: it cannot.
-    """
-    if name == "vllm":
-        from quadriga.rollout.vllm.options import check_temperature
+        Args:
+            ranks: how many ranks the rollout has, if that is known.
+        """
+        if self.settings.options:
+            key = f"{ROLLOUT_KEY}.options"
+            raise ConfigError(
+                f"rollout engine {self.settings.name!r} has no options "
+                f"{sorted(self.settings.options)}; remove them from {key}",
+                key=key,
+            )
 
-        check_temperature(sampling.temperature)
-    if name != "sglang":  # the other engines apply every setting
-        return
-    from quadriga.rollout.params import SamplingParams
-    from quadriga.rollout.sglang.declared import declared_abilities
-    from quadriga.rollout.sglang.options import sglang_options
+    def check_updates(self, ranks: int | None, *, take_turns: bool) -> None:
+        """Raise `ConfigError` if a training run cannot update the weights of the engine.
 
-    abilities = declared_abilities(sglang_options(options), 1, None, exposes_weights=False)
-    settings = SamplingParams(
-        max_new_tokens=max(1, sampling.min_new_tokens),
-        eos_token_ids=(0,),
-        pad_token_id=0,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        min_new_tokens=sampling.min_new_tokens,
-    )
-    abilities.check(settings, name)
+        Args:
+            take_turns: its memory is released while the actor trains.
+        """
 
-
-def check_window(name: str, options: Options, model: ModelConfig, longest: LongestSequence) -> None:
-    """Check, before a worker starts, that an engine computes the longest sequence.
-
-    The window of the model is compared by `check_context_window`; here it is the one of the
-    engine's own options. hf and SGLang have that of the model.
-
-    Raises:
-        ConfigError: the sequence does not fit, or the options do not fit the model.
-        ModelError: the folder is not a model folder.
-    """
-    if name != "vllm":
-        return
-    from quadriga.models.context_window import window_of
-    from quadriga.rollout.vllm.options import engine_window, parse_options
-
-    found = window_of(model.path, trust_remote_code=model.trust_remote_code)
-    window = engine_window(parse_options(options), model.path, found)
-    over = longest.tokens - window
-    if over > 0:
-        key = "actor_rollout_ref.rollout.options.max_model_len"
-        raise ConfigError(
-            f"{longest.arithmetic}, but {key}={window}; raise it, or {longest.remedy} by {over}",
-            key=key,
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        """Raise `RolloutAbilityError` if the engine cannot sample with these settings."""
+        params = SamplingParams(
+            max_new_tokens=max(1, sampling.min_new_tokens),
+            eos_token_ids=(0,),
+            pad_token_id=0,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            min_new_tokens=sampling.min_new_tokens,
         )
+        self.abilities(1, None).check(params, self.settings.name)
 
+    def check_window(self, model: ModelConfig, longest: LongestSequence) -> None:
+        """Raise `ConfigError` if the engine's own options exclude the longest sequence.
 
-def not_reproduced(name: str, options: Options, sampling: SamplingConfig) -> str:
-    """Return why an engine cannot generate the same responses again, "" if it can in float32."""
-    if name != "sglang":
+        The window of the model is compared by `check_context_window`.
+        """
+
+    def not_reproduced(self, sampling: SamplingConfig) -> str:
+        """Return why the engine cannot generate the same again; "" if it can in float32."""
         return ""
-    from quadriga.rollout.sglang.options import sglang_options
 
-    if sampling.temperature > 0 and not sglang_options(options).seeds:
-        return (
-            "SGLang draws other random numbers in each run; with rollout.options.seeds=true each "
-            "response has a seed"
+    def loads_adapters(self, lora: LoraConfig) -> bool:
+        """Return whether the engine can compute with the adapters of a model beside its weights."""
+        return False
+
+    def build(
+        self,
+        model: ModelConfig,
+        device: str | torch.device,
+        *,
+        releasable: bool,
+        copies: Sequence[tuple[int, ...]] | None,
+    ) -> RolloutEngine:
+        """Start the engine on this rank.
+
+        Args:
+            model: with its adapters only if the engine loads them.
+            device: of this rank, or its type ("cuda").
+            releasable: `release` will be called.
+            copies: the ranks that hold each copy of the weights together; None: neighbours.
+
+        Raises:
+            ConfigError: the engine is not installed.
+            ModelError: the folder does not hold a causal language model that it computes.
+        """
+        raise NotImplementedError
+
+
+ROLLOUTS: dict[str, str | type[Rollout]] = {
+    "hf": "quadriga.rollout.hf:HF",
+    "vllm": "quadriga.rollout.vllm.options:VLLM",
+    "sglang": "quadriga.rollout.sglang.options:SGLang",
+}
+"""Name -> the `Rollout`, or "module:class" of one that is imported when it is used."""
+REFERENCE = "hf"
+"""The engine with which others are compared."""
+
+_ORIGINS = dict.fromkeys(ROLLOUTS, "Quadriga")
+
+
+def register_rollout(name: str, cls: type[Rollout]) -> None:
+    """Add a rollout engine, `rollout.name=<name>`, in a file of `algorithm.user_files`.
+
+    Raises:
+        ConfigError: the name is taken. A file that is loaded again replaces its own engines.
+    """
+    origin = running_user_file() or ""
+    if _ORIGINS.get(name, origin) != origin:
+        raise ConfigError(
+            f"the rollout engine {name!r} is registered by {_ORIGINS[name]}; choose another name",
+            key=f"{ROLLOUT_KEY}.name",
         )
-    return (
-        "the rounding of SGLang depends on the rows that it computes together, so a token can "
-        "change where two tokens have nearly equal probabilities"
-    )
+    ROLLOUTS[name], _ORIGINS[name] = cls, origin
+
+
+def rollout_of(settings: RolloutEngineConfig) -> Rollout:
+    """Return the engine that the settings name.
+
+    Raises:
+        UnknownNameError: there is no engine of that name.
+        ConfigError: an option is unknown or out of range.
+    """
+    found = ROLLOUTS.get(settings.name)
+    if found is None:
+        nearest = next(iter(difflib.get_close_matches(settings.name, ROLLOUTS, n=1)), None)
+        hint = f"; did you mean {nearest!r}?" if nearest else ""
+        raise UnknownNameError(
+            f"there is no rollout engine {settings.name!r}; known: {', '.join(ROLLOUTS)}{hint}",
+            name=settings.name,
+            known=list(ROLLOUTS),
+            nearest=nearest,
+        )
+    if isinstance(found, str):
+        module, _, cls = found.partition(":")
+        found = getattr(importlib.import_module(module), cls)
+    rollout: Rollout = found(settings)
+    return rollout
 
 
 def loads_adapters(rollout: RolloutConfig, lora: LoraConfig) -> bool:
-    """Return whether the rollout engine computes with the adapters of the actor beside its weights.
+    """Return whether the engine of a run computes with the actor's adapters beside its weights.
 
     Otherwise it receives weights into which they are merged.
     """
-    if rollout.name != "vllm" or not lora.enabled or rollout.load_adapters is False:
-        return False
-    from quadriga.rollout.vllm.options import can_load_adapters
-
-    return can_load_adapters(rollout.options, lora)
-
-
-_WITHOUT_ADAPTERS = {
-    "sglang": " (SGLang 0.5.23 does not start with adapters on a machine without a GPU, so sending "
-    "them to it was never tested)",
-}
-"""Why an engine that could hold adapters is not given any."""
+    wanted = lora.enabled and rollout.load_adapters is not False
+    return wanted and rollout_of(rollout).loads_adapters(lora)
 
 
 def check_adapters(rollout: RolloutConfig, lora: LoraConfig) -> None:
-    """Check, before a worker starts, that `load_adapters` can be done if it is set.
-
-    Raises:
-        ConfigError: the model has no adapters, or the engine cannot load them.
-    """
-    key = "actor_rollout_ref.rollout.load_adapters"
+    """Raise `ConfigError` if `load_adapters` is set and cannot be done."""
+    key = f"{ROLLOUT_KEY}.load_adapters"
     if rollout.load_adapters is None:
         return
     if not lora.enabled:
@@ -240,32 +241,10 @@ def check_adapters(rollout: RolloutConfig, lora: LoraConfig) -> None:
     if rollout.load_adapters and not loads_adapters(rollout, lora):
         raise ConfigError(
             f"{key}=true needs rollout.name=vllm with tensor_parallel_size=1 and adapters of rank "
-            f"512 or less, got name={rollout.name}{_WITHOUT_ADAPTERS.get(rollout.name, '')}; set "
-            "it to null, and the adapters are merged into the weights that the engine receives",
+            f"512 or less, got name={rollout.name}; set it to null, and the adapters are merged "
+            "into the weights that the engine receives",
             key=key,
         )
-
-
-def check_updates(
-    name: str, options: Options, ranks: int | None = None, *, take_turns: bool = False
-) -> None:
-    """Check, before a worker starts, that a training run can update the weights of an engine.
-
-    Args:
-        ranks: how many ranks the rollout has, if that is known.
-        take_turns: whether its memory is released while the actor trains.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    if name == "vllm":
-        from quadriga.rollout.vllm.options import check_sleep, parse_options
-
-        check_sleep(parse_options(options), take_turns=take_turns)
-    if name == "sglang":
-        from quadriga.rollout.sglang.options import check_sglang_updates
-
-        check_sglang_updates(options, ranks, take_turns=take_turns)
 
 
 def build_rollout(
@@ -276,37 +255,15 @@ def build_rollout(
     dtype: DtypeName = "auto",
     micro_batch_size: int = 256,
     releasable: bool = True,
+    copies: Sequence[tuple[int, ...]] | None = None,
     **options: object,
 ) -> RolloutEngine:
-    """Build the rollout engine `name`.
+    """Start the rollout engine `name`. See `Rollout.build` for the arguments and errors.
 
     Args:
-        device: the device of this rank, or its type ("cuda").
-        dtype: dtype of weights and computation; "auto" is float32 on a CPU and bfloat16 elsewhere.
+        dtype: of weights and computation; "auto" is float32 on a CPU and bfloat16 elsewhere.
         micro_batch_size: rows that are generated at once.
-        releasable: whether `release` will be called. vLLM and SGLang allocate differently for it
-            on a GPU; without it they refuse `release` there.
         options: the engine's own options (setting `rollout.options`).
-
-    Raises:
-        UnknownNameError: there is no engine of that name.
-        ConfigError: the engine is not installed.
-        ModelError: the folder does not hold a causal language model, or an option is unknown.
     """
-    if name not in ROLLOUTS:
-        nearest = next(iter(difflib.get_close_matches(name, ROLLOUTS, n=1)), None)
-        hint = f"; did you mean {nearest!r}?" if nearest else ""
-        raise UnknownNameError(
-            f"there is no rollout engine {name!r}; known: {', '.join(ROLLOUTS)}{hint}",
-            name=name,
-            known=list(ROLLOUTS),
-            nearest=nearest,
-        )
-    return ROLLOUTS[name](
-        model,
-        device=device,
-        dtype=dtype,
-        micro_batch_size=micro_batch_size,
-        releasable=releasable,
-        **options,
-    )
+    settings = RolloutEngineConfig(name, micro_batch_size, dtype, options)
+    return rollout_of(settings).build(model, device, releasable=releasable, copies=copies)

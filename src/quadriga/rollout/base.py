@@ -1,25 +1,40 @@
-"""The protocol that every rollout engine implements, its inputs and outputs, and weight digests.
+"""`RolloutEngine`, a started engine; its inputs and outputs, and the digest of a weight.
 
 Shapes: B rows, P prompt columns, R = `max_new_tokens` response columns, T columns of a sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from quadriga.models.vision.rows import MultiModalRows
-from quadriga.parallel.layouts import Box
+from quadriga.errors import ModelError, RolloutAbilityError, RolloutError
+from quadriga.parallel.distributed import rank
+from quadriga.rollout.abilities import LogProbKind as LogProbKind
 from quadriga.rollout.abilities import RolloutAbilities
-from quadriga.rollout.params import LogProbKind as LogProbKind
-from quadriga.rollout.params import SamplingParams as SamplingParams
+from quadriga.rollout.abilities import SamplingParams as SamplingParams
+
+if TYPE_CHECKING:
+    from quadriga.models.vision.rows import MultiModalRows
+    from quadriga.parallel.layouts import Box
 
 FinishReason = Literal["stop", "length"]
 """Why a response ended: with an end token or a stop string, or at `max_new_tokens`."""
+
+State = Literal["ready", "released", "failed", "closed"]
+"""Whether an engine can generate, waits for `resume`, stopped in the middle, or has ended."""
+
+_WHAT_TO_DO: Mapping[State, str] = {
+    "released": "call resume first",
+    "failed": "restart the worker",
+    "closed": "build another engine",
+}
 
 # The integer type with as many bytes as an element of the tensor.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -47,28 +62,30 @@ class RolloutOutput:
     weight_versions: Tensor
 
 
-@runtime_checkable
-class RolloutEngine(Protocol):
+class RolloutEngine(ABC):
     """A copy of the policy that generates. It is not sharded like the training engine's copy.
 
-    `quadriga.testing.check_rollout` checks an engine against this protocol.
+    A subclass sets `name` and `abilities`, generates, scores and updates. The other methods are
+    right for an engine that holds a whole copy and has nothing to free. A method that can be called
+    in certain states only begins with `_check`. `quadriga.testing.check_rollout` checks an engine.
+
+    Attributes:
+        name: of the engine for error messages, as in `rollout.name`.
+        abilities: what this engine can do with the model that it holds.
     """
 
-    @property
-    def name(self) -> str:
-        """The name of the engine for error messages, as in `rollout.name`."""
-        ...
-
-    @property
-    def abilities(self) -> RolloutAbilities:
-        """What this engine can do with the model that it holds."""
-        ...
+    name: str
+    abilities: RolloutAbilities
+    _version = -1
+    _state: State = "ready"
+    _unknown: frozenset[str] = frozenset()  # weights that must be sent before it can generate
 
     @property
     def version(self) -> int:
         """The version of the weights, as given to `update_weights`; -1 for the folder's weights."""
-        ...
+        return self._version
 
+    @abstractmethod
     def generate(
         self,
         prompt_ids: Tensor,
@@ -93,8 +110,26 @@ class RolloutEngine(Protocol):
             RolloutAbilityError: the engine cannot do what `sampling` asks.
             RolloutError: the engine is released, closed or has failed.
         """
-        ...
 
+    def generate_from_images(
+        self,
+        prompt_ids: Tensor,
+        attention_mask: Tensor,
+        sampling: SamplingParams,
+        sample_seeds: Tensor,
+        images: MultiModalRows,
+    ) -> RolloutOutput:
+        """Sample as `generate` from prompts with images.
+
+        Args:
+            images: of the rows, with `position_ids` [B, 3, P].
+
+        Raises:
+            FieldError: a row has another number of image tokens than its images.
+        """
+        raise self._unable("generate from prompts with images; set rollout.name to hf", "images")
+
+    @abstractmethod
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the log-probability at temperature 1 of each token, given the tokens before it.
 
@@ -108,82 +143,20 @@ class RolloutEngine(Protocol):
         Raises:
             ShapeError, RolloutInputError, RolloutError: as `generate`.
         """
-        ...
 
+    # Weights
+
+    @abstractmethod
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy new weights from (checkpoint name, full tensor) pairs, one tensor at a time.
 
         The stream may hold a part of the weights; the others stay as they are. Nothing that was
         computed with the old weights (a prefix cache) is used afterwards. The method may also be
-        called between `release` and `resume`.
+        called between `release` and `resume`. It sets `_version`.
 
         Raises:
             ModelError: the model has no weight of that name and shape.
         """
-        ...
-
-    def weights_digest(self) -> dict[str, int]:
-        """Return the `tensor_digest` of every weight, by checkpoint name.
-
-        Raises:
-            RolloutAbilityError: `abilities.exposes_weights` is False. Compare `score` of probe
-                prompts with the training engine instead.
-        """
-        ...
-
-    def weight_dtypes(self) -> Mapping[str, torch.dtype]:
-        """Return the dtype in which the engine holds each weight, by checkpoint name.
-
-        A name that is missing is a weight that the engine takes in the dtype in which it is sent.
-        """
-        ...
-
-    def release(self) -> None:
-        """Free the engine's device memory. `resume` gives the same weights and version back, unless
-        the engine lacks them (`DropsWeights`).
-
-        Between `release` and `resume`, `generate` and `score` raise `RolloutError`.
-        """
-        ...
-
-    def resume(self) -> None:
-        """Make a released engine ready to generate again. Does nothing if it is not released."""
-        ...
-
-    def close(self) -> None:
-        """End the engine with its processes and files. A second call does nothing.
-
-        Every other method but `name`, `abilities` and `version` then raises `RolloutError`.
-        """
-        ...
-
-
-@runtime_checkable
-class GeneratesFromImages(Protocol):
-    """A rollout engine that computes images beside text."""
-
-    def generate_from_images(
-        self,
-        prompt_ids: Tensor,
-        attention_mask: Tensor,
-        sampling: SamplingParams,
-        sample_seeds: Tensor,
-        images: MultiModalRows,
-    ) -> RolloutOutput:
-        """Sample as `RolloutEngine.generate` from prompts with images.
-
-        Args:
-            images: of the rows, with `position_ids` [B, 3, P].
-
-        Raises:
-            FieldError: a row has another number of image tokens than its images.
-        """
-        ...
-
-
-@runtime_checkable
-class SharesWeights(Protocol):
-    """A rollout engine that can use the tensors of a training engine as its weights."""
 
     def share_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> int:
         """Use the given tensors themselves as weights where they fit, and copy the others.
@@ -195,58 +168,144 @@ class SharesWeights(Protocol):
 
         Returns:
             The bytes of the weights that are shared now.
-
-        Raises:
-            ModelError: as `RolloutEngine.update_weights`.
         """
-        ...
-
-
-@runtime_checkable
-class HoldsShards(Protocol):
-    """A rollout engine of which several ranks hold one copy of the weights together."""
+        self.update_weights(stream, version)
+        return 0
 
     def weight_boxes(self) -> Mapping[str, Box]:
-        """Return the box of each weight that this rank holds, by checkpoint name.
-
-        A weight that is missing is whole on every rank. Empty if this rank holds a copy alone.
-        """
-        ...
+        """Return the box of each weight that this rank holds, by checkpoint name, if several ranks
+        hold one copy together. A weight that is missing is whole on every rank."""
+        return {}
 
     def update_shards(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy new weights as `RolloutEngine.update_weights`, from (checkpoint name, tensor) pairs
-        with the values of `weight_boxes`.
-
-        Raises:
-            ModelError: the model has no weight of that name, or its box has another shape.
-        """
-        ...
-
-
-@runtime_checkable
-class DropsWeights(Protocol):
-    """A rollout engine whose `release` can free the weights without a copy of them."""
+        """Copy new weights as `update_weights`, from tensors with the values of `weight_boxes`."""
+        self.update_weights(stream, version)
 
     def lacks_weights(self) -> bool:
-        """Return whether weights must be sent before the engine can generate.
+        """Return whether weights must be sent before the engine can generate, because `release` has
+        freed them without a copy."""
+        return False
 
-        After `release` the engine then has none. Until `update_weights` has sent all of them,
-        `generate` and `score` raise `RolloutError`. `update_weights` may be called before `resume`.
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Yield the weights that the engine holds, by checkpoint name, for digests and dtypes."""
+        raise self._unable("show its weights; compare scores of probe prompts", "exposes_weights")
+
+    def weights_digest(self) -> dict[str, int]:
+        """Return the `tensor_digest` of every weight, by checkpoint name.
+
+        Raises:
+            RolloutAbilityError: `abilities.exposes_weights` is False. Compare `score` of probe
+                prompts with the training engine instead.
         """
-        ...
+        self._check("weights_digest", "ready", "released")
+        return {name: tensor_digest(tensor) for name, tensor in self.weights()}
 
+    def weight_dtypes(self) -> Mapping[str, torch.dtype]:
+        """Return the dtype in which the engine holds each weight, by checkpoint name.
 
-@runtime_checkable
-class ReportsReceipts(Protocol):
-    """A rollout engine that tells what it was sent, if it cannot tell what it holds."""
-
-    def received_digests(self) -> Mapping[str, int]:
-        """Return the `tensor_digest` of each weight that was accepted, as it was sent last.
-
-        They are computed from the bytes that are sent to the engine's processes. A weight that was
-        never sent is missing.
+        A name that is missing is a weight that the engine takes in the dtype in which it is sent.
         """
-        ...
+        self._check("weight_dtypes", "ready", "released")
+        if not self.abilities.exposes_weights:
+            return {}
+        return {name: tensor.dtype for name, tensor in self.weights()}
+
+    def received_digests(self) -> Mapping[str, int] | None:
+        """Return the `tensor_digest` of each weight that was accepted, as it was sent last, for an
+        engine in other processes that cannot tell what it holds; None: it does not record them."""
+        return None
+
+    # State
+
+    def release(self) -> None:
+        """Free the engine's device memory. `resume` gives the same weights and version back, unless
+        `lacks_weights`.
+
+        Between `release` and `resume`, `generate` and `score` raise `RolloutError`.
+        """
+        self._check("release", "ready", "released")
+        self._state = "released"
+
+    def resume(self) -> None:
+        """Make a released engine ready to generate again. Does nothing if it is not released."""
+        self._check("resume", "ready", "released")
+        self._state = "ready"
+
+    def close(self) -> None:
+        """End the engine with its processes and files. A second call does nothing.
+
+        Every other method then raises `RolloutError`.
+        """
+        self._state = "closed"
+
+    def _check(self, method: str, *states: State) -> None:
+        """Raise `RolloutError` unless the engine is in one of these states."""
+        if self._state not in states:
+            raise self._error(method, f"it is {self._state}; {_WHAT_TO_DO[self._state]}")
+
+    def _check_generates(self, method: str) -> None:
+        """Raise `RolloutError` unless the engine is ready, with weights of one version."""
+        self._check(method, "ready")
+        if self._unknown:
+            raise self._error(
+                method,
+                "an update of its weights broke off, or a release dropped them, and "
+                f"{min(self._unknown)!r} was not sent since; sync all weights first",
+            )
+
+    @contextmanager
+    def _writing(
+        self, stream: Iterable[tuple[str, Tensor]], version: int, names: Callable[[], Iterable[str]]
+    ) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        """Yield the stream of an update, of which each weight is written before the next is read.
+
+        If it breaks off, some weights are new and some old: all of `names` must be sent again.
+        """
+        written: set[str] = set()
+
+        def recorded() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in stream:
+                yield name, tensor
+                written.add(name)
+
+        try:
+            yield recorded()
+        except BaseException:
+            if written:
+                self._unknown = frozenset(names())
+            raise
+        self._unknown -= written
+        self._version = version
+
+    def _error(self, method: str, problem: str) -> RolloutError:
+        return RolloutError(
+            f"rollout engine {self.name!r} on rank {rank()} cannot {method}: {problem}",
+            engine=self.name,
+            rank=rank(),
+            method=method,
+            version=self.version,
+        )
+
+    def _unable(self, what: str, setting: str) -> RolloutAbilityError:
+        return RolloutAbilityError(
+            f"rollout engine {self.name!r} cannot {what}", engine=self.name, setting=setting
+        )
+
+
+def check_weight(
+    name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]], *, part: str = ""
+) -> None:
+    """Raise `ModelError` unless a weight that was received has a place of its shape."""
+    if name not in shapes:
+        raise ModelError(
+            f"received a weight {name!r}, which the rollout model does not have; trainer and "
+            "rollout must load the same model folder"
+        )
+    if tuple(shapes[name]) != tuple(tensor.shape):
+        raise ModelError(
+            f"received weight {name!r} with shape {tuple(tensor.shape)}, but in the rollout "
+            f"model{part} it has shape {tuple(shapes[name])}"
+        )
 
 
 def tensor_digest(tensor: Tensor) -> int:
@@ -267,7 +326,12 @@ def tensor_digest(tensor: Tensor) -> int:
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, flat.numel(), _DIGEST_CHUNK):
         chunk = flat[start : start + _DIGEST_CHUNK]
-        bits = chunk.view(_BITS[chunk.element_size()]).to(torch.int64)
+        bits = integer_bits(chunk)
         index = torch.arange(start, start + len(chunk), device=flat.device)
         total += (bits * (2 * index + 1)).sum()
     return int(total) + flat.numel()
+
+
+def integer_bits(flat: Tensor) -> Tensor:
+    """Return the bits of each element as an int64."""
+    return flat.view(_BITS[flat.element_size()]).to(torch.int64)

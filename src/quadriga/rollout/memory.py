@@ -22,10 +22,15 @@ from quadriga.models.simulated.kernels import kernels_of
 from quadriga.parallel.device import compute_dtype
 from quadriga.rollout.base import SamplingParams
 from quadriga.rollout.hf.generation import CachedModel
-from quadriga.rollout.hf.kv_cache import CacheBuffers, columns_at_end, columns_before
-from quadriga.rollout.hf.prompt_cache import PromptRows
-from quadriga.rollout.hf.row_caches import RepeatedPrompts, SharedPrompts
-from quadriga.rollout.sampling import draw
+from quadriga.rollout.hf.kv_cache import (
+    CacheBuffers,
+    PromptRows,
+    RepeatedPrompts,
+    SharedPrompts,
+    columns_at_end,
+    columns_before,
+)
+from quadriga.rollout.hf.sampling import draw
 
 META = torch.device("meta")
 

@@ -20,8 +20,8 @@ from quadriga.config.schema import ModelConfig, RolloutEngineConfig
 from quadriga.models.loading import model_without_weights
 from quadriga.parallel.device import compute_dtype
 from quadriga.rollout.memory import GenerationMemory, stored_bytes
-from quadriga.rollout.sglang.options import CPU_TOKENS, MEM_FRACTION_STATIC, sglang_options
-from quadriga.rollout.vllm.options import CPU_CACHE_MB, parse_options
+from quadriga.rollout.sglang.options import CPU_TOKENS, MEM_FRACTION_STATIC, SGLang
+from quadriga.rollout.vllm.options import CPU_CACHE_MB, VLLM
 
 CONTEXT_BYTES = 2**30
 """What a process takes of an accelerator, apart from tensors: its context and its kernels."""
@@ -69,7 +69,7 @@ def reserved_memory(
 def _vllm(
     rollout: RolloutEngineConfig, model: int, device: int | None, *, on_cpu: bool
 ) -> GenerationMemory:
-    options = parse_options(rollout.options)
+    options = VLLM(rollout).options
     weights = math.ceil(model / options.tensor_parallel_size)
     cache_mb = options.kv_cache_mb or (CPU_CACHE_MB if on_cpu else None)
     backup = weights if options.sleep_level == 1 else 0
@@ -95,7 +95,7 @@ def _sglang(
     *,
     on_cpu: bool,
 ) -> GenerationMemory:
-    options = sglang_options(rollout.options)
+    options = SGLang(rollout).options
     if options.url is not None:
         return _reserved(0, 0, f"the SGLang at {options.url}", "", backup=0)
     weights = math.ceil(model / options.tensor_parallel)

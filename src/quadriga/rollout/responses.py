@@ -1,4 +1,7 @@
-"""Responses of rows of different length as one `RolloutOutput`, for engines that return lists."""
+"""Responses of rows of different length as one `RolloutOutput`, and what completes a stop string.
+
+For engines that take and return lists of tokens.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from quadriga.rollout.base import FinishReason, RolloutOutput
-from quadriga.rollout.params import SamplingParams
+from quadriga.config.schema import ModelConfig
+from quadriga.models.loading import load_tokenizer
+from quadriga.rollout.base import FinishReason, RolloutOutput, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -42,3 +48,80 @@ def padded_output(
     reasons = tuple(response.reason for response in responses)
     versions = torch.full((count,), version, dtype=torch.int64)
     return RolloutOutput(ids, mask, log_probs, reasons, versions)
+
+
+def token_rows(ids: Tensor, attention_mask: Tensor) -> list[list[int]]:
+    """Return the token ids of each row without padding."""
+    return [row[valid].tolist() for row, valid in zip(ids, attention_mask.bool(), strict=True)]
+
+
+_UNFINISHED = "\ufffd"
+"""What a tokenizer writes for the first bytes of a character whose other bytes are missing."""
+
+# Stop string "ab c", whose text comes from the tokens "xa" "b" " c" "d":
+#
+#   tokens       text before   text now    ends after the text before
+#   xa           -             xa          -
+#   xa b         xa            xab         -
+#   xa b _c      xab           xab c       "ab c" ends at 5 > 3: completed by the third token
+#
+# The text is that of the last tokens only, as many as the longest stop string can span and a few
+# more, so that a long response costs no more for each token than a short one.
+
+
+class StopStrings:
+    """Finds the token that completes one of `strings`.
+
+    The text of a response is the text of its tokens together, special tokens included.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._strings = tuple(strings)
+        self._longest = max(len(s) for s in strings)
+
+    def completed_by_last(self, ids: Sequence[int]) -> bool:
+        """Return whether a stop string ends within the text that the last of `ids` adds."""
+        before, now = self._texts(ids)
+        return any(now.find(s, max(0, len(before) - len(s) + 1)) >= 0 for s in self._strings)
+
+    def completed_at(self, ids: Sequence[int], first: int) -> int | None:
+        """Return after how many of `ids`, at least `first`, a stop string is complete."""
+        counts = range(max(first, 1), len(ids) + 1)
+        return next((count for count in counts if self.completed_by_last(ids[:count])), None)
+
+    def _texts(self, ids: Sequence[int]) -> tuple[str, str]:
+        """Return the end of the text without and with the last token, from the same token on."""
+        count = 2 * self._longest + 8
+        while True:
+            tail = ids[-count:]
+            before = self._text(tail[:-1])
+            if len(before) >= self._longest + 8 or count >= len(ids):
+                return before.rstrip(_UNFINISHED), self._text(tail)
+            count *= 2
+
+    def _text(self, ids: Sequence[int]) -> str:
+        text = self._tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
+
+
+class StopStringsOfModel:
+    """Makes `StopStrings` with the tokenizer of a model, which is loaded when it is needed."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._model = model
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    def check(self, strings: Sequence[str]) -> StopStrings | None:
+        """Return the check of the stop strings, or None if there are none."""
+        if not strings:
+            return None
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(
+                self._model.tokenizer_path or self._model.path,
+                trust_remote_code=self._model.trust_remote_code,
+            )
+        return StopStrings(self._tokenizer, strings)

@@ -8,51 +8,83 @@
     check_rollout(build_my_engine)                          # on a small model that it writes
 
 Each function raises `LawBroken`, which names every law that does not hold and the value that was
-seen. With pytest, parametrize a test over `MODE_LAWS`, `MESH_LAWS`, `BACKEND_LAWS` or
-`ROLLOUT_LAWS` to get one test per law.
+seen. A law is a function whose docstring states it. With pytest, parametrize a test over
+`MODE_LAWS`, `BACKEND_LAWS` or `ROLLOUT_LAWS` to get one test per law.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeVar
 
+from quadriga.errors import QuadrigaError
 from quadriga.lazy import lazy_names
 
+SubjectT = TypeVar("SubjectT")
+ErrorT = TypeVar("ErrorT", bound=Exception)
+
+
+class LawBroken(QuadrigaError, AssertionError):
+    """A law of the kit does not hold. Attribute `laws`: the names of the broken laws."""
+
+
+def check_all(laws: Iterable[Callable[[SubjectT], None]], subject: SubjectT, title: str) -> None:
+    """Check every law. Raises `LawBroken`, which lists all broken laws, from the first error."""
+    broken: dict[str, Exception] = {}
+    lines = [f"{title} breaks laws:"]
+    for law in laws:
+        try:
+            law(subject)
+        except Exception as error:  # any error of the subject breaks the law and is reported
+            broken[law.__name__] = error
+            first = (str(error).strip().splitlines() or ["no message"])[0]
+            lines += [f"  {law.__name__}: {law.__doc__}", f"    {type(error).__name__}: {first}"]
+    if broken:
+        raise LawBroken("\n".join(lines), laws=list(broken)) from next(iter(broken.values()))
+
+
+def expect(seen: object, expected: object, what: str) -> None:
+    """Raise LawBroken unless `seen` equals `expected`."""
+    if seen != expected:
+        raise LawBroken(f"{what}: expected {expected!r}, got {seen!r}")
+
+
+def expect_raises(run: Callable[[], object], kind: type[ErrorT], what: str) -> ErrorT:
+    """Return the error that `run` raises. Raises `LawBroken` if it does not raise one of `kind`."""
+    try:
+        value = run()
+    except kind as error:
+        return error
+    raise LawBroken(f"{what}: expected {kind.__name__}, got the value {value!r}")
+
+
 _HOME = {
-    "BACKEND_LAWS": "backend_laws",
-    "BackendUnderTest": "backend_laws",
-    "Law": "laws",
-    "LawBroken": "laws",
-    "MESH_LAWS": "mesh_laws",
-    "MODE_LAWS": "mode_laws",
-    "ModeUnderTest": "mode_laws",
-    "ROLLOUT_LAWS": "rollout_laws",
-    "RolloutUnderTest": "rollout_subject",
-    "SimulatedGroup": "simulated",
-    "check_backend": "backend_laws",
-    "check_mesh": "mesh_laws",
-    "check_mode": "mode_laws",
-    "check_rollout": "rollout_laws",
-    "write_reference_model": "rollout_reference",
+    "BACKEND_LAWS": "backends",
+    "BackendUnderTest": "backends",
+    "MODE_LAWS": "modes",
+    "ModeUnderTest": "modes",
+    "ROLLOUT_LAWS": "rollouts",
+    "RolloutUnderTest": "rollouts",
+    "SimulatedGroup": "modes",
+    "check_backend": "backends",
+    "check_mesh": "modes",
+    "check_mode": "modes",
+    "check_rollout": "rollouts",
+    "write_reference_model": "rollouts",
 }
 
-__all__ = list(_HOME)
-
 if TYPE_CHECKING:
-    from quadriga.testing.backend_laws import BACKEND_LAWS as BACKEND_LAWS
-    from quadriga.testing.backend_laws import BackendUnderTest as BackendUnderTest
-    from quadriga.testing.backend_laws import check_backend as check_backend
-    from quadriga.testing.laws import Law as Law
-    from quadriga.testing.laws import LawBroken as LawBroken
-    from quadriga.testing.mesh_laws import MESH_LAWS as MESH_LAWS
-    from quadriga.testing.mesh_laws import check_mesh as check_mesh
-    from quadriga.testing.mode_laws import MODE_LAWS as MODE_LAWS
-    from quadriga.testing.mode_laws import ModeUnderTest as ModeUnderTest
-    from quadriga.testing.mode_laws import check_mode as check_mode
-    from quadriga.testing.rollout_laws import ROLLOUT_LAWS as ROLLOUT_LAWS
-    from quadriga.testing.rollout_laws import check_rollout as check_rollout
-    from quadriga.testing.rollout_reference import write_reference_model as write_reference_model
-    from quadriga.testing.rollout_subject import RolloutUnderTest as RolloutUnderTest
-    from quadriga.testing.simulated import SimulatedGroup as SimulatedGroup
+    from quadriga.testing.backends import BACKEND_LAWS as BACKEND_LAWS
+    from quadriga.testing.backends import BackendUnderTest as BackendUnderTest
+    from quadriga.testing.backends import check_backend as check_backend
+    from quadriga.testing.modes import MODE_LAWS as MODE_LAWS
+    from quadriga.testing.modes import ModeUnderTest as ModeUnderTest
+    from quadriga.testing.modes import SimulatedGroup as SimulatedGroup
+    from quadriga.testing.modes import check_mesh as check_mesh
+    from quadriga.testing.modes import check_mode as check_mode
+    from quadriga.testing.rollouts import ROLLOUT_LAWS as ROLLOUT_LAWS
+    from quadriga.testing.rollouts import RolloutUnderTest as RolloutUnderTest
+    from quadriga.testing.rollouts import check_rollout as check_rollout
+    from quadriga.testing.rollouts import write_reference_model as write_reference_model
 else:
     __getattr__, __dir__ = lazy_names(__name__, _HOME)

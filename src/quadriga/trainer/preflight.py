@@ -16,7 +16,7 @@ from quadriga.engines.optimizers import check_optimizer_packages
 from quadriga.errors import ConfigError, DataError, ModelError
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import check_trackers
-from quadriga.rollout import check_adapters, check_rollout, check_sampling, check_updates
+from quadriga.rollout import check_adapters, rollout_of
 from quadriga.trainer.checkpoints import AnyRun, check_resume
 from quadriga.trainer.checks.engines import (
     check_device,
@@ -197,10 +197,11 @@ def check_engines(config: TrainConfig) -> None:
     policy = config.actor_rollout_ref
     rollout, ranks = policy.rollout, num_ranks(config, "rollout")
     check_adapters(rollout, policy.model.lora)
-    check_rollout(rollout.name, rollout.options, ranks)
-    check_updates(rollout.name, rollout.options, ranks, take_turns=rollout.take_turns)
-    for sampling in (policy.rollout.sampling, policy.rollout.val_sampling):
-        check_sampling(policy.rollout.name, policy.rollout.options, sampling)
+    engine = rollout_of(rollout)
+    engine.check(ranks)
+    engine.check_updates(ranks, take_turns=rollout.take_turns)
+    for sampling in (rollout.sampling, rollout.val_sampling):
+        engine.check_sampling(sampling)
 
 
 def check_files(files: Iterable[str], setting: str, *, needed: bool) -> None:

@@ -51,6 +51,7 @@ from quadriga.protocol import (
     pad_dataproto_to_divisor,
     unpad_dataproto,
 )
+from quadriga.rollout import REFERENCE
 from quadriga.trainer.balancing import Balance
 from quadriga.trainer.dataflow import ESTIMATOR_FIELDS
 from quadriga.workers.generation import GeneratingGroup, SamplingMode, generation_inputs
@@ -490,8 +491,8 @@ def remedies(config: TrainConfig) -> list[str]:
     filters = _filters(rollout.sampling)
     if filters:
         found.append(f"no sampling filters, {' '.join(filters)}")
-    if rollout.name != "hf":
-        found.append(f"the engine of reference, {_ROLLOUT}.name=hf")
+    if rollout.name != REFERENCE:
+        found.append(f"the engine of reference, {_ROLLOUT}.name={REFERENCE}")
     correction = config.algorithm.rollout_correction
     if correction.level == "none":
         found.append("a correction by importance weights, algorithm.rollout_correction.level=token")

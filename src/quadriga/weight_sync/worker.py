@@ -109,10 +109,7 @@ class PolicyWeights(Worker):
         return needs_of(self._rollout(), holds_base=holds_base)
 
     def _rollout_lacks_weights(self) -> bool:
-        from quadriga.rollout.base import DropsWeights
-
-        engine = self._rollout()
-        return isinstance(engine, DropsWeights) and engine.lacks_weights()
+        return self._rollout().lacks_weights()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def receive_weights(self, parts: list[DataProto]) -> None:

@@ -16,7 +16,7 @@ from quadriga.errors import ConfigError, WorkerError
 from quadriga.parallel.device import used_memory
 from quadriga.parallel.distributed import local_device
 from quadriga.protocol import DataProto, fields
-from quadriga.rollout import loads_adapters, ranks_of_copy
+from quadriga.rollout import loads_adapters, rollout_of
 from quadriga.single_controller import (
     Dispatch,
     make_nd_compute_dataproto_dispatch_fn,
@@ -312,7 +312,7 @@ class ActorRolloutRefWorker(PolicyWeights):
         """Return the ranks that hold each copy of the rollout's weights together."""
         rollout = self.config.rollout
         engine = self.config.actor.engine if self.uses("actor") else None
-        copy = ranks_of_copy(rollout.name, rollout.options)
+        copy = rollout_of(rollout).ranks_of_copy
         return groups_of_copies(engine, self.world_size, copy)
 
     def _temperature(self) -> float:

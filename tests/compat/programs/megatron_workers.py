@@ -18,7 +18,7 @@ class OldActor(MegatronWorker):
         super().__init__()
         from megatron.core import parallel_state
 
-        from quadriga.testing import megatron_on_cpu
+        import megatron_on_cpu
 
         megatron_on_cpu.install()
         torch.distributed.init_process_group("gloo")

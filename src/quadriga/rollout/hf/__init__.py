@@ -1,16 +1,48 @@
 """The engine `hf`: generation in this process with a Hugging Face model.
 
-- `engine`: `HFRollout`, its weights and its states.
-- `generation`: one micro-batch, from the prefill to the last token.
-- `weights`: memory of its own, or tensors of the training engine.
-- `row_caches`: the two forms of the cache, prompts that rows share and prompts that are repeated.
-- `kv_cache`: layers with spare columns, from which rows are removed.
-- `prompt_cache`, `decode_attention`: a cache that holds each prompt once, and attention to it.
-- `unlisted`: a check of models of other architectures than those that were tested.
+- `engine`: `HFRollout`, its states, and its weights: memory of its own, or tensors of the actor.
+- `generation`: one micro-batch, from the prefill to the last token. `sampling`: one token.
+- `kv_cache`: layers with spare columns, from which rows are removed; prompts that rows share, and
+  prompts that are repeated. `decode_attention`: attention to shared prompts.
+
+Importing this file imports no torch.
 """
 
 from __future__ import annotations
 
-from quadriga.rollout.hf.engine import HFRollout
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-__all__ = ["HFRollout"]
+from quadriga.config.schema import ModelConfig
+from quadriga.rollout import Rollout
+
+if TYPE_CHECKING:
+    import torch
+
+    from quadriga.rollout.base import RolloutEngine
+
+
+class HF(Rollout):
+    """The reference, which needs no further package."""
+
+    computes_images = True
+    shares_weights = True
+
+    def build(
+        self,
+        model: ModelConfig,
+        device: str | torch.device,
+        *,
+        releasable: bool,
+        copies: Sequence[tuple[int, ...]] | None,
+    ) -> RolloutEngine:
+        """See `Rollout`. hf can always release, and each rank holds a copy."""
+        from quadriga.rollout.hf.engine import HFRollout
+
+        self.check(None)
+        return HFRollout(
+            model,
+            device=device,
+            dtype=self.settings.dtype,
+            micro_batch_size=self.settings.micro_batch_size,
+        )

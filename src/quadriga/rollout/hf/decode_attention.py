@@ -6,7 +6,7 @@ by the logarithms of their sums.
 Transformers finds `decode_attention` under `ATTENTION_NAME`. It is `sdpa` unless the forward pass
 carries a `prompt_cache`, as every pass after the prefill does.
 
-Shapes: see `prompt_cache.py`. g = H / Hk heads share a key head; Dv is the size of a value.
+Shapes: see `kv_cache.py`. g = H / Hk heads share a key head; Dv is the size of a value.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ from transformers.modeling_utils import AttentionInterface
 
 from quadriga.errors import RolloutError
 from quadriga.models.architectures import architecture_of
-from quadriga.rollout.hf.kv_cache import growing_cache, sees_all_tokens
-from quadriga.rollout.hf.prompt_cache import PromptCache, PromptRows
+from quadriga.rollout.hf.kv_cache import (
+    PromptCache,
+    PromptRows,
+    growing_cache,
+    sees_all_tokens,
+)
 
 ATTENTION_NAME = "quadriga_decode"
 """Name under which transformers finds `decode_attention`."""

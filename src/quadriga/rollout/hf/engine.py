@@ -6,14 +6,13 @@ rows that have ended leave the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Literal
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from quadriga.config.schema import DtypeName, ModelConfig
-from quadriga.errors import ModelError, RolloutError
+from quadriga.config.schema import DtypeName, ModelConfig, RolloutEngineConfig
 from quadriga.models.architectures import architecture_of, is_listed
 from quadriga.models.context_window import context_window
 from quadriga.models.loading import load_causal_lm
@@ -21,26 +20,30 @@ from quadriga.models.vision.processor import image_tokens_of
 from quadriga.models.vision.rows import MultiModalRows, check_images
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device
-from quadriga.rollout.abilities import ALL_SETTINGS, RolloutAbilities
-from quadriga.rollout.base import FinishReason, RolloutOutput, SamplingParams, tensor_digest
-from quadriga.rollout.hf.generation import CachedModel, Generation
+from quadriga.rollout.base import (
+    FinishReason,
+    RolloutEngine,
+    RolloutOutput,
+    SamplingParams,
+    check_weight,
+    integer_bits,
+)
+from quadriga.rollout.checks import check_request, check_sequences
+from quadriga.rollout.hf import HF
+from quadriga.rollout.hf.generation import CachedModel, Generation, check_generation
 from quadriga.rollout.hf.kv_cache import CacheBuffers
-from quadriga.rollout.hf.unlisted import check_generation
-from quadriga.rollout.hf.weights import ModelWeights
-from quadriga.rollout.requests import check_request, check_sequences
-from quadriga.rollout.stop_strings import StopStringsOfModel
-
-State = Literal["ready", "released", "closed"]
-"""Whether the engine can generate, waits for `resume`, or has ended."""
+from quadriga.rollout.responses import StopStringsOfModel
 
 
-class HFRollout:
+class HFRollout(RolloutEngine):
     """See `RolloutEngine`. `micro_batch_size` rows are generated at once.
 
     Raises:
-        ModelError: the folder does not hold a causal language model, its architecture is not
-            supported, or an option is unknown.
+        ModelError: the folder does not hold a causal language model, or its architecture is not
+            supported.
     """
+
+    name = "hf"
 
     def __init__(
         self,
@@ -49,15 +52,7 @@ class HFRollout:
         device: str | torch.device = "cpu",
         dtype: DtypeName = "auto",
         micro_batch_size: int = 256,
-        releasable: bool = True,  # hf can always release
-        **options: object,
     ) -> None:
-        if options:
-            raise ModelError(
-                f"rollout engine 'hf' has no options {sorted(options)}; remove them from "
-                "rollout.options",
-                path=model.path,
-            )
         self.model = model
         self.device = local_device(device)
         self.micro_batch_size = micro_batch_size
@@ -70,41 +65,17 @@ class HFRollout:
         )
         self._move(self.device)
         self.module.requires_grad_(False)
-        self.prompts = architecture_of(self.module.config).prompts
+        config = self.module.config
+        self.prompts = architecture_of(config).prompts
         self._cached = CachedModel(self.module, self.device)
-        if not is_listed(self.module.config):
+        if not is_listed(config):
             check_generation(self.module, self.device, self._cached.forward)
-        self._version = -1
-        self._unknown: set[str] = set()  # weights that an update has left half-way
-        self._abilities = self._declared_abilities()
-        self._weights = ModelWeights(self.module)
-        self._state: State = "ready"
-        self._stop_strings = StopStringsOfModel(model)
-
-    def _declared_abilities(self) -> RolloutAbilities:
-        window = context_window(self.module.config)
-        return RolloutAbilities(
-            vocabulary=self.module.config.get_text_config().vocab_size,
-            window=window.tokens if window else None,
-            log_probs={"policy": "always", "sampled": "always", "temperature_1": "always"},
-            settings=ALL_SETTINGS,
-            filter_order="top_k, top_p, min_p",
-            seeded=True,
-            batch_invariant=True,
-            exposes_weights=True,
+        window = context_window(config)
+        self.abilities = HF(RolloutEngineConfig()).abilities(
+            config.get_text_config().vocab_size, window.tokens if window else None
         )
-
-    @property
-    def name(self) -> str:
-        return "hf"
-
-    @property
-    def abilities(self) -> RolloutAbilities:
-        return self._abilities
-
-    @property
-    def version(self) -> int:
-        return self._version
+        self._weights = ModelWeights(self.module)
+        self._stop_strings = StopStringsOfModel(model)
 
     # Generation
 
@@ -115,20 +86,9 @@ class HFRollout:
         sampling: SamplingParams,
         sample_seeds: Tensor,
     ) -> RolloutOutput:
-        return self._generate(prompt_ids, attention_mask, sampling, sample_seeds, None)
+        return self.generate_from_images(prompt_ids, attention_mask, sampling, sample_seeds, None)
 
     def generate_from_images(
-        self,
-        prompt_ids: Tensor,
-        attention_mask: Tensor,
-        sampling: SamplingParams,
-        sample_seeds: Tensor,
-        images: MultiModalRows,
-    ) -> RolloutOutput:
-        """See `GeneratesFromImages`."""
-        return self._generate(prompt_ids, attention_mask, sampling, sample_seeds, images)
-
-    def _generate(
         self,
         prompt_ids: Tensor,
         attention_mask: Tensor,
@@ -196,102 +156,189 @@ class HFRollout:
     # Weights
 
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self._check_open("update_weights")
-        self._write(self._weights.copy, stream, version)
+        self._check("update_weights", "ready", "released")
+        with self._writing(stream, version, self._parameters) as weights:
+            self._weights.copy(weights)
 
     def share_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> int:
-        """See `SharesWeights`."""
-        self._check_open("share_weights")
-        self._write(self._weights.share, stream, version)
+        self._check("share_weights", "ready", "released")
+        with self._writing(stream, version, self._parameters) as weights:
+            self._weights.share(weights)
         return self._weights.shared_bytes
 
-    def _write(
-        self,
-        write: Callable[[Iterator[tuple[str, Tensor]]], None],
-        stream: Iterable[tuple[str, Tensor]],
-        version: int,
-    ) -> None:
-        """Write a stream. If it breaks off, no weight is known until each is written again."""
-        written: list[str] = []
+    def _parameters(self) -> list[str]:
+        return [name for name, _ in self.module.named_parameters()]
 
-        def recorded() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in stream:
-                yield name, tensor
-                written.append(name)
-                self._unknown.discard(name)
-
-        try:
-            write(recorded())
-        except BaseException:
-            if written:  # some weights are new and some old
-                self._unknown = {name for name, _ in self.module.named_parameters()}
-            raise
-        self._version = version
-
-    def weights_digest(self) -> dict[str, int]:
-        self._check_open("weights_digest")
-        return {name: tensor_digest(t) for name, t in self.module.state_dict().items()}
-
-    def weight_dtypes(self) -> dict[str, torch.dtype]:
-        self._check_open("weight_dtypes")
-        return {name: tensor.dtype for name, tensor in self.module.state_dict().items()}
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        return self.module.state_dict().items()
 
     # State
 
     def release(self) -> None:
-        self._check_open("release")
+        super().release()
         # Shared weights are in the memory of the training engine, which this engine cannot free.
         if not self._weights.shared_bytes:
             self._move(torch.device("cpu"))
-        self._state = "released"
 
     def resume(self) -> None:
-        self._check_open("resume")
+        super().resume()
         if not self._weights.shared_bytes:
             self._move(self.device)
-        self._state = "ready"
 
     def close(self) -> None:
         if self._state != "closed":
             self._weights.unshare()
             self._move(torch.device("meta"))  # the storages of the weights are freed
-            self._state = "closed"
+        super().close()
 
     def _check_ready(self, method: str) -> None:
-        self._check_open(method)
-        if self._state == "released":
-            raise RolloutError(
-                f"rollout engine 'hf': {method} was called while the engine is released; call "
-                "resume first",
-                engine=self.name,
-                method=method,
-            )
-        if self._unknown:
-            raise RolloutError(
-                f"rollout engine 'hf': {method} was called after an update of weights that broke "
-                f"off, and {min(self._unknown)!r} was not sent since; sync all weights first",
-                engine=self.name,
-                method=method,
-            )
+        self._check_generates(method)
         changed = self._weights.changed()
         if changed is not None:
-            raise RolloutError(
-                f"rollout engine 'hf': {method} was called after the training engine changed the "
-                f"weight {changed!r}, which both share, so version {self._version} is no longer "
-                "right; sync weights first, or set rollout.share_weights=false to generate with "
-                "the weights of the last sync",
-                engine=self.name,
-                method=method,
-                version=self._version,
-            )
-
-    def _check_open(self, method: str) -> None:
-        if self._state == "closed":
-            raise RolloutError(
-                f"rollout engine 'hf': {method} was called after close; build a new engine",
-                engine=self.name,
-                method=method,
+            raise self._error(
+                method,
+                f"the training engine has changed the weight {changed!r}, which both share, so "
+                f"version {self.version} is no longer right; sync weights first, or set "
+                "rollout.share_weights=false to generate with the weights of the last sync",
             )
 
     def _move(self, device: torch.device) -> None:
         self.module.to(device)  # type: ignore[arg-type]  # its decorator hides `self`
+
+
+# A weight in three states. The training engine's tensor is at address 900:
+#
+#                          module's parameter   memory    after an optimizer step
+#   loaded                 own                  100       as it was
+#   copied                 own                  100       as it was
+#   shared                 of the tensor        900       the new values, and `changed` says so
+#
+# `changed` compares digests of some elements of each weight. Torch's counter of in-place changes
+# would not do, because an optimizer may write through another tensor on the same memory.
+
+_SAMPLE = 1024
+"""Elements of a weight that are compared. An optimizer step changes nearly all elements."""
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """A parameter in foreign memory, and the digest of its sample when it was shared."""
+
+    parameter: nn.Parameter
+    digest: Tensor
+
+
+class ModelWeights:
+    """The weights of `module`, by the names of its `state_dict`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._shared: dict[str, _Shared] = {}
+
+    @property
+    def shared_bytes(self) -> int:
+        """The bytes of the weights that are shared. Tied names count once."""
+        sizes = {s.parameter.data_ptr(): s.parameter.nbytes for s in self._shared.values()}
+        return sum(sizes.values())
+
+    def copy(self, stream: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy the values of tensors to weights, in memory of their own.
+
+        Raises:
+            ModelError: the model has no weight of that name and shape.
+        """
+        weights = self._by_name()
+        for name, tensor in stream:
+            self._copy(weights, name, tensor)
+
+    def share(self, stream: Iterable[tuple[str, Tensor]]) -> None:
+        """Use tensors themselves as weights if dtype, device and layout fit, else copy them.
+
+        Raises:
+            ModelError: as `copy`.
+        """
+        weights = self._by_name()
+        for name, tensor in stream:
+            weight = _find(weights, name, tensor)
+            fits = (
+                isinstance(weight, nn.Parameter)
+                and (weight.dtype, weight.device) == (tensor.dtype, tensor.device)
+                and tensor.is_contiguous()
+                and not tensor.is_inference()
+            )
+            if not fits:
+                self._copy(weights, name, tensor)
+                continue
+            if not _aliases(weight, tensor):
+                self._replace(weights, name, tensor.detach())
+            self._note(name, weights[name])
+
+    def _copy(self, weights: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+        weight = _find(weights, name, tensor)
+        if _aliases(weight, tensor):
+            # A tied name, or a training engine that sends what is shared already.
+            if name in self._shared:
+                self._note(name, weight)
+        elif name in self._shared:
+            values = torch.empty_like(weight).copy_(tensor.detach())
+            self._replace(weights, name, values)
+        else:
+            with torch.no_grad():
+                weight.copy_(tensor)
+
+    def changed(self) -> str | None:
+        """Return the name of a shared weight that was changed in place since, or None."""
+        if not self._shared:
+            return None
+        before = torch.stack([shared.digest for shared in self._shared.values()])
+        now = torch.stack([_sample_digest(shared.parameter) for shared in self._shared.values()])
+        # One comparison for all weights, because each one waits for the device.
+        different = (before != now).tolist()
+        return next((n for n, found in zip(self._shared, different, strict=True) if found), None)
+
+    def unshare(self) -> None:
+        """Forget which weights are shared, at the end of the engine."""
+        self._shared.clear()
+
+    def _note(self, name: str, weight: Tensor) -> None:
+        """Count the values of a shared weight as those of the current version."""
+        assert isinstance(weight, nn.Parameter)
+        self._shared[name] = _Shared(weight, _sample_digest(weight))
+
+    def _by_name(self) -> dict[str, Tensor]:
+        return dict(self._module.state_dict(keep_vars=True))
+
+    def _replace(self, weights: dict[str, Tensor], name: str, new: Tensor) -> None:
+        """Put `new` in every place of a parameter; tied weights have several."""
+        old, parameter = weights[name], nn.Parameter(new, requires_grad=False)
+        for module in self._module.modules():
+            for attribute, value in list(module._parameters.items()):
+                if value is old:
+                    setattr(module, attribute, parameter)
+        tied = [other for other, weight in weights.items() if weight is old]
+        weights.update(dict.fromkeys(tied, parameter))
+        for other in tied:
+            self._shared.pop(other, None)
+
+
+def _sample_digest(weight: Tensor) -> Tensor:
+    """Return the digest [] int64 of at most `_SAMPLE` elements, evenly spread over a weight."""
+    flat = weight.detach().view(-1)
+    step = -(-flat.numel() // _SAMPLE)
+    bits = integer_bits(flat[:: max(step, 1)].clone())
+    return (bits * (2 * torch.arange(len(bits), device=bits.device) + 1)).sum()
+
+
+def _find(weights: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:
+    check_weight(name, tensor, {name: weights[name].shape} if name in weights else {})
+    return weights[name]
+
+
+def _aliases(weight: Tensor, tensor: Tensor) -> bool:
+    """Return whether both are the same memory in the same form."""
+    return (
+        weight.data_ptr() == tensor.data_ptr()
+        and (weight.dtype, weight.device) == (tensor.dtype, tensor.device)
+        and weight.stride() == tensor.stride()
+        and weight.numel() > 0
+    )

@@ -1,21 +1,22 @@
-"""A key-value cache with spare columns, from which rows can be removed.
+"""Key-value caches with spare columns, from which rows can be removed.
 
 Appending a token writes in place. The dynamic cache of transformers copies the whole cache for
-every token.
+every token. `PromptCache` holds each prompt once, however many rows continue it.
 
-Shapes: b rows, H heads, `length` columns in use, `seen` of them that the next query can see, D head
-size.
+Shapes: b rows, p distinct prompts of P columns, H heads, Hk key heads, `length` columns in use,
+`seen` of them that the next query can see, D head size, t columns of generated tokens.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -24,6 +25,8 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
 )
+
+from quadriga.errors import RolloutError
 
 if TYPE_CHECKING:
     # transformers has DummyLayer since 5.20. The environments of vLLM and SGLang have 5.19.
@@ -313,3 +316,295 @@ def sees_all_tokens(cache: Cache) -> bool:
     return all(
         isinstance(layer, GrowingCacheLayer) and layer.window is None for layer in cache.layers
     )
+
+
+# Prompts that rows share
+#
+# Five rows with the prompts A A A B B. The queries of a prompt's rows are computed together, in as
+# many slots as the prompt with most rows has:
+#
+#                     A         B
+#   row of slot     0 1 2     3 4 ·       · holds row 0, and its result is not read
+#   slot of row     0 1 2 3 4
+#
+# Rows 1 and 4 end, and row 3 takes the place of row 1 (`RowRemoval`). The rows 0 1 2 have
+# the prompts A B A then:
+#
+#                     A         B
+#   row of slot     0 2       1 ·
+#   slot of row     0 2 1
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """Which rows continue each prompt.
+
+    Attributes:
+        prompts: p.
+        prompt_of_row: [b] int64.
+        row_of_slot: [p × rows of the prompt with most rows] int64.
+        slot_of_row: [b] int64.
+        bias: [p, 1, P], a large negative number at padding. None: there is no padding.
+    """
+
+    prompts: int
+    prompt_of_row: Tensor
+    row_of_slot: Tensor
+    slot_of_row: Tensor
+    bias: Tensor | None
+
+    @staticmethod
+    def of(prompt_of_row: Tensor, prompts: int, bias: Tensor | None) -> PromptRows:
+        """Return the slots of rows. `prompts` is p, of which each has a row."""
+        order = torch.argsort(prompt_of_row, stable=True)
+        counts = torch.bincount(prompt_of_row, minlength=prompts)
+        slots = int(counts.max())
+        starts = counts.cumsum(0) - counts
+        rows = torch.arange(len(order), device=order.device)
+        slot_of_row = torch.empty_like(order)
+        of_sorted = prompt_of_row[order]
+        slot_of_row[order] = of_sorted * slots + rows - starts[of_sorted]
+        row_of_slot = order.new_zeros(prompts * slots)
+        row_of_slot[slot_of_row] = rows
+        return PromptRows(prompts, prompt_of_row, row_of_slot, slot_of_row, bias)
+
+
+class PromptCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as a base class
+    """Keys and values of one layer: `prompt` [p, Hk, P, D] and `own` [b, Hk, t, D]."""
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self, buffers: CacheBuffers | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers has no annotations here
+        buffers = buffers or CacheBuffers()
+        self.prompt = GrowingCacheLayer(buffers=buffers, spare_columns=0)
+        self.own = GrowingCacheLayer(buffers=buffers)
+        self.prefilled = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the two parts are initialized when their first tokens come."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append columns to the prompts, or after the prefill to the tokens of the rows.
+
+        Returns the columns of that part.
+        """
+        part = self.own if self.prefilled else self.prompt
+        return part.update(key_states, value_states)
+
+    def release(self) -> None:
+        """Keep the buffers for the next cache."""
+        self.prompt.release()
+        self.own.release()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return (columns of the mask for `query_length` new tokens, offset of the first)."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Return the columns that a query can see, those of its prompt included."""
+        return self.prompt.length + self.own.length
+
+    def get_max_length(self) -> int:
+        """Return -1: the cache grows without limit."""
+        return -1
+
+
+class PromptCache(Cache):
+    """A cache of `PromptCacheLayer`s. `buffers`: the memory of earlier caches."""
+
+    def __init__(self, config: PreTrainedConfig, buffers: CacheBuffers | None = None) -> None:
+        count = len(DynamicCache(config=config).layers)
+        self.parts = [PromptCacheLayer(buffers) for _ in range(count)]
+        super().__init__(layers=[*self.parts])
+        self.attended: set[PromptCacheLayer] = set()
+        """The layers whose rows have attended to their prompts."""
+        self._newest: tuple[PromptCacheLayer, Tensor, Tensor] | None = None
+
+    def begin_rows(self, rows: PromptRows) -> None:
+        """Append to the rows from now on. The prefill has written the prompts."""
+        self.rows = rows
+        for layer in self.parts:
+            layer.prefilled = True
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[Tensor, Tensor]:
+        """Append columns to a layer; see `PromptCacheLayer.update`."""
+        layer = self.parts[layer_idx]
+        keys, values = layer.update(key_states, value_states)
+        self._newest = layer, keys, values
+        return keys, values
+
+    def layer_of(self, keys: Tensor, values: Tensor) -> PromptCacheLayer:
+        """Return the layer whose `update` has just returned these very tensors, to attend to it.
+
+        Raises:
+            RolloutError: the model has changed them. Attention would need the same change of the
+                prompt.
+        """
+        newest, self._newest = self._newest, None
+        if newest is None or newest[1] is not keys or newest[2] is not values:
+            raise RolloutError(
+                "a layer attends to other keys and values than the cache returned; shared prompts "
+                "need the cached ones",
+                engine="hf",
+                method="generate",
+            )
+        self.attended.add(newest[0])
+        return newest[0]
+
+    def remove_rows(self, removal: RowRemoval) -> None:
+        """Remove rows, and the prompts that no row continues."""
+        rows = self.rows
+        used, prompt_of_row = torch.unique(rows.prompt_of_row[removal.order], return_inverse=True)
+        bias = rows.bias
+        if len(used) < rows.prompts:
+            bias = None if bias is None else bias[used]
+            for layer in self.parts:
+                layer.prompt.reorder_cache(used)
+        self.rows = PromptRows.of(prompt_of_row, len(used), bias)
+        for layer in self.parts:
+            layer.own.remove_rows(removal)
+
+    def release(self) -> None:
+        """Keep the buffers of all layers for the next cache."""
+        for layer in self.parts:
+            layer.release()
+
+
+# The caches of a generation
+
+
+class SharedPrompts:
+    """The cache of one micro-batch that holds every prompt once.
+
+    For models that can attend to shared prompts (`decode_attention.py`). `RepeatedPrompts` has the
+    same methods, for every other model. `cache` is what the model takes; the prefill writes p
+    distinct prompts to it.
+    """
+
+    def __init__(self, module: PreTrainedModel, buffers: CacheBuffers) -> None:
+        self.cache = PromptCache(module.config, buffers)
+        self._dtype = module.dtype
+
+    def begin_rows(self, prompt_of_row: Tensor, visible: Tensor | None, new_tokens: int) -> None:
+        """Continue the prompts by rows.
+
+        Args:
+            prompt_of_row: [b] int64, the prompt of each row.
+            visible: [p, P] bool, False at padding. None: there is none.
+            new_tokens: the most tokens that will be appended to a row.
+        """
+        prompts = self.cache.parts[0].prompt.keys.shape[0]
+        bias = None if visible is None else _bias(visible, self._dtype)[:, None]
+        self.cache.begin_rows(PromptRows.of(prompt_of_row, prompts, bias))
+
+    def arguments(self) -> dict[str, object]:
+        """Return the arguments of the model's next forward pass, on one new token of each row."""
+        return {"prompt_cache": self.cache}
+
+    def remove_rows(self, removal: RowRemoval) -> None:
+        self.cache.remove_rows(removal)
+
+    def release(self) -> None:
+        self.cache.release()
+
+    @property
+    def growing(self) -> list[GrowingCacheLayer]:
+        """The parts of the cache to which new tokens are appended."""
+        return [layer.own for layer in self.cache.parts]
+
+    def tensors(self) -> Iterator[Tensor]:
+        for layer in self.cache.parts:
+            yield from _tensors(layer.prompt)
+            yield from _tensors(layer.own)
+
+
+# `RepeatedPrompts` copies the prompts to every row after the prefill. Its columns are the prompt
+# columns, then one for each new token. Three rows, of which 0 and 1 share a prompt; P = 3:
+#
+#             prompt      position of the first new token
+#   row 0     · 11 12             2
+#   row 1     · 11 12             2
+#   row 2    13 14 15             3
+#
+# `visible` has 3 + new_tokens columns and is False at the padding (row 0 and 1, column 0). The
+# model receives the columns in use, the new token's included. It tells the model what to hide, in
+# a form that depends on the layers of the model:
+#
+# - None: no row has padding.
+# - a bias [b, 1, 1, columns], a large negative number where `visible` is False: every layer attends
+#   to all tokens before the query. Layers use it as it is, and it is made once.
+# - `visible` [b, columns]: some layers have windows, chunks, ALiBi or a recurrent state. The model
+#   makes the mask of each kind of layer from it, for every token.
+
+
+class RepeatedPrompts:
+    """The cache of one micro-batch that holds the prompt of every row."""
+
+    def __init__(self, module: PreTrainedModel, buffers: CacheBuffers) -> None:
+        self.cache = growing_cache(module.config, buffers)
+        self.columns = 0
+        """The columns in use, counted if there is padding."""
+        self._module = module
+        self._mask: Tensor | None = None
+
+    def begin_rows(self, prompt_of_row: Tensor, visible: Tensor | None, new_tokens: int) -> None:
+        reorder_cache(self.cache, prompt_of_row)
+        if visible is None:
+            return
+        self.columns = visible.shape[1]
+        new = visible.new_ones(len(prompt_of_row), new_tokens)
+        visible = torch.cat([visible.index_select(0, prompt_of_row), new], 1)
+        takes = takes_bias(self._module, self.cache)
+        self._mask = _bias(visible, self._module.dtype)[:, None, None] if takes else visible
+
+    def arguments(self) -> dict[str, object]:
+        if self._mask is None:
+            return {}
+        self.columns += 1
+        return {"attention_mask": self._mask[..., : self.columns]}
+
+    def remove_rows(self, removal: RowRemoval) -> None:
+        remove_rows(self.cache, removal)
+        if self._mask is not None:
+            self._mask = self._mask[removal.order]
+
+    def release(self) -> None:
+        release_cache(self.cache)
+
+    @property
+    def growing(self) -> list[GrowingCacheLayer]:
+        return [layer for layer in self.cache.layers if isinstance(layer, GrowingCacheLayer)]
+
+    def tensors(self) -> Iterator[Tensor]:
+        for layer in self.cache.layers:
+            yield from _tensors(layer)
+
+
+def takes_bias(module: PreTrainedModel, cache: Cache) -> bool:
+    """Return whether every layer takes a bias [b, 1, 1, columns] as mask, and uses it as it is."""
+    return (
+        bool(getattr(module, "_supports_attention_backend", False))
+        and module.config._attn_implementation in ("eager", "sdpa")
+        and sees_all_tokens(cache)
+    )
+
+
+def _tensors(layer: object) -> Iterator[Tensor]:
+    return (value for value in vars(layer).values() if isinstance(value, Tensor))
+
+
+def _bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what is added to scores: 0 where `visible` is True, else a large negative number."""
+    bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return bias.masked_fill_(~visible, torch.finfo(dtype).min)

@@ -1,4 +1,4 @@
-"""One SGLang over its restarts: requests side by side, and weights with their version.
+"""One SGLang over its restarts: requests side by side, weights with their version, pauses, memory.
 
 After a restart SGLang holds the weights of the model folder. The client then sends the weights that
 it has kept and sets their version, before the requests without an answer are sent again.
@@ -7,21 +7,32 @@ it has kept and sets their version, before the requests without an answer are se
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from quadriga.config.schema import ModelConfig
 from quadriga.errors import RolloutDiedError, RolloutError, RolloutTimeoutError
-from quadriga.parallel.distributed import rank
-from quadriga.rollout.sglang.device_memory import DeviceMemory
-from quadriga.rollout.sglang.pauses import Pauses
-from quadriga.rollout.sglang.process import NAME
-from quadriga.rollout.sglang.processes.frames import Json
-from quadriga.rollout.sglang.start import Instance, Launch
-from quadriga.rollout.sglang.transports import Body
+from quadriga.models.folder import local_folder
+from quadriga.parallel.distributed import gloo_on_loopback, rank
+from quadriga.rollout.sglang.host import Json
+from quadriga.rollout.sglang.options import CPU_TOKENS, MEM_FRACTION_STATIC, SGLangOptions
+from quadriga.rollout.sglang.transports import (
+    NAME,
+    Body,
+    HostProcess,
+    HTTPTransport,
+    PipeTransport,
+    Transport,
+)
 from quadriga.rollout.sglang.weights import (
     HeldWeight,
     Shapes,
@@ -38,6 +49,212 @@ Fault = RolloutDiedError | RolloutTimeoutError
 """What a restart can cure."""
 
 _MOST_THREADS = 64
+_READBACK = "quadriga.rollout.sglang.scheduler.answer"
+_SPARE_TOKENS = 8
+"""SGLang keeps some positions of its window for itself, so it is told a longer one."""
+_CPU: Mapping[str, Json] = {
+    "attention_backend": "torch_native",
+    "grammar_backend": "none",
+    "disable_cuda_graph": True,
+    "max_total_tokens": CPU_TOKENS,
+}
+_GPU: Mapping[str, Json] = {"mem_fraction_static": MEM_FRACTION_STATIC}
+_RELEASABLE: Mapping[str, Json] = {
+    "enable_memory_saver": True,
+    "enable_weights_cpu_backup": True,  # without it, `release` would lose the weights
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is needed to start SGLang, again if it has ended.
+
+    `releasable`: its memory can be released on a GPU.
+    """
+
+    model: ModelConfig
+    options: SGLangOptions
+    device: torch.device
+    dtype: torch.dtype
+    window: int | None
+    releasable: bool = True
+
+    def start(self) -> Transport:
+        """Start SGLang, or connect to it, and wait until it is ready.
+
+        Raises:
+            RolloutDiedError, RolloutTimeoutError: it did not become ready.
+        """
+        if self.options.url is not None:
+            server = HTTPTransport(self.options.url, self.options.api_key)
+            server.wait_until_ready(self.options.start_timeout_s)
+            return server
+        host = HostProcess(self.options.python or sys.executable, self._variables)
+        try:
+            pipe = PipeTransport(host)
+            host.begin({"device": self.device.type, "args": self._arguments(host.folder)})
+            pipe.wait_until_ready(self.options.start_timeout_s)
+        except BaseException:
+            host.close()
+            raise
+        return pipe
+
+    def _variables(self, folder: Path) -> dict[str, str]:
+        """Return the environment variables of an SGLang with this folder for temporary files."""
+        variables = {
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": (
+                "1" if self.options.log_probs == "temperature_1" else "0"
+            ),
+        }
+        if not {"nnodes", "dist_init_addr"} & self.options.server_args.keys():
+            # Otherwise the store of the schedulers' process group, and gloo, listen on all
+            # addresses of the machine.
+            variables["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{folder}/process_group"
+            variables |= gloo_on_loopback()
+        if self.device.type == "cpu":
+            variables["SGLANG_USE_CPU_ENGINE"] = "1"
+            variables["TORCH_COMPILE_DISABLE"] = "1"  # compiling needs a compiler for C++
+        return variables
+
+    def _arguments(self, folder: Path) -> dict[str, Any]:
+        """Return the arguments of SGLang's `ServerArgs`."""
+        arguments: dict[str, Any] = {
+            "model_path": str(_without_end_tokens(local_folder(self.model.path), folder / "model")),
+            "json_model_override_args": json.dumps({"eos_token_id": None}),
+            "trust_remote_code": self.model.trust_remote_code,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": self.device.type,
+            "tp_size": self.options.tensor_parallel,
+            "base_gpu_id": self.device.index or 0,
+            "skip_tokenizer_init": True,
+            "sampling_backend": "pytorch",
+            "enable_deterministic_inference": self.options.seeds,
+            "weight_version": "-1",
+            "custom_weight_loader": [_READBACK],
+            "log_level": self.options.log_level,
+        }
+        if self.window is not None:
+            arguments["context_length"] = self.window + _SPARE_TOKENS
+        if self.device.type == "cpu":
+            arguments |= _CPU
+        else:
+            arguments |= {**_GPU, **(_RELEASABLE if self.releasable else {})}
+        return arguments | dict(self.options.server_args)
+
+
+def _without_end_tokens(folder: Path, view: Path) -> Path:
+    """Make a folder of links to the files of a model, but to generation_config.json.
+
+    SGLang ends a response with the end tokens that config.json and generation_config.json name, and
+    no request can change that. Here `SamplingParams` alone says which tokens end a response.
+    """
+    view.mkdir()
+    for path in folder.iterdir():
+        if path.name != "generation_config.json":
+            (view / path.name).symlink_to(path.resolve())
+    return view
+
+
+class Pauses:
+    """A pause lasts over weight updates and restarts, until `go_on`.
+
+    Args:
+        call: sends a request with its path and its body.
+
+    Attributes:
+        mode: of the pause that a program has asked for; None: there is none.
+    """
+
+    def __init__(self, call: Callable[[str, Body], Json]) -> None:
+        self.mode: str | None = None
+        self._call = call
+        self._lock = threading.RLock()
+        self._updating = False
+
+    def pause(self, mode: str) -> None:
+        """Let SGLang generate nothing. If it refuses, `RolloutError` is raised."""
+        with self._lock:
+            before, self.mode = self.mode, mode
+            try:
+                self._call("/pause_generation", {"mode": mode})
+            except RolloutError:
+                self.mode = before
+                raise
+
+    def go_on(self) -> None:
+        """End the pause. An update that runs ends its own."""
+        with self._lock:
+            self.mode = None
+            if not self._updating:
+                self._call("/continue_generation", {})
+
+    def started(self) -> None:
+        """Pause an SGLang that was started again, if the one before was paused."""
+        with self._lock:
+            if self.mode is not None:
+                self.pause(self.mode)
+
+    @contextlib.contextmanager
+    def for_update(self) -> Iterator[None]:
+        """Pause within the block."""
+        try:
+            with self._lock:
+                self._updating = True
+                self._call("/pause_generation", {"mode": "retract"})
+            yield
+        except BaseException:
+            with contextlib.suppress(RolloutError):  # the first error is the one to raise
+                self._end_update()
+            raise
+        self._end_update()
+
+    def _end_update(self) -> None:
+        with self._lock:
+            self._updating = False
+            if self.mode is None:
+                self._call("/continue_generation", {})
+
+
+_WEIGHTS, _REST = ("weights",), ("kv_cache", "cuda_graph")
+"""Kinds of device memory, as SGLang names them."""
+
+
+class DeviceMemory:
+    """Releases the memory and gets it back, the weights before the rest.
+
+    Args:
+        call: sends a request with its path and its body.
+    """
+
+    def __init__(self, call: Callable[[str, Body], Json]) -> None:
+        self._call = call
+        self._released: frozenset[str] = frozenset()
+
+    def started(self) -> None:
+        """Note that SGLang was started again, and has all its memory."""
+        self._released = frozenset()
+
+    def release(self) -> None:
+        """Release all of it that is not released."""
+        tags = [tag for tag in (*_WEIGHTS, *_REST) if tag not in self._released]
+        if tags:
+            self._call("/release_memory_occupation", {"tags": list(tags)})
+            self._released = frozenset((*_WEIGHTS, *_REST))
+
+    def resume(self) -> None:
+        """Get all of it back."""
+        self._resume((*_WEIGHTS, *_REST))
+
+    def resume_weights(self) -> None:
+        """Get the memory of the weights back, but not that of keys and values."""
+        self._resume(_WEIGHTS)
+
+    def _resume(self, tags: Sequence[str]) -> None:
+        missing = [tag for tag in tags if tag in self._released]
+        if missing:
+            self._call("/resume_memory_occupation", {"tags": list(missing)})
+            self._released -= frozenset(missing)
 
 
 class Client:
@@ -70,20 +287,20 @@ class Client:
         self.received: dict[str, int] = {}
         self.version = -1
         self.restarts = 0
-        self._instance = launch.start()
+        self._transport = launch.start()
         self.held: dict[str, HeldWeight] = {}
         try:
-            if self._instance.host is None:
-                self.version = self._adopt_version()
-            else:
+            if isinstance(self._transport, PipeTransport):
                 self.held = self.read_back()
+            else:
+                self.version = self._adopt_version(self._transport)
         except BaseException:
             self.close()
             raise
 
-    def _adopt_version(self) -> int:
+    def _adopt_version(self, server: HTTPTransport) -> int:
         """Return the version of the weights in a server that runs already."""
-        info = self._instance.transport.get("/model_info", self._options.call_timeout_s)
+        info = server.get("/model_info", self._options.call_timeout_s)
         version = info.get("weight_version") if isinstance(info, dict) else None
         if version == "default":  # the weights of its model folder
             version = "-1"
@@ -99,11 +316,11 @@ class Client:
         Raises:
             RolloutError: SGLang refused it, has ended, or did not answer in time.
         """
-        instance = self._instance  # another thread may start SGLang again meanwhile
+        transport = self._transport  # another thread may start SGLang again meanwhile
         try:
-            return instance.transport.call(path, body or {}, self._options.call_timeout_s, payload)
+            return transport.call(path, body or {}, self._options.call_timeout_s, payload)
         except (RolloutDiedError, RolloutTimeoutError):
-            _end(instance)
+            _end(transport)
             raise
 
     def run(self, bodies: Sequence[Body], read: Callable[[int, Json], T]) -> list[T]:
@@ -123,7 +340,7 @@ class Client:
         while len(done) < len(bodies):
             waiting = {i: body for i, body in enumerate(bodies) if i not in done}
             with ThreadPoolExecutor(min(len(waiting), self._at_once)) as pool:
-                transport, limit = self._instance.transport, self._options.generate_timeout_s
+                transport, limit = self._transport, self._options.generate_timeout_s
                 futures = {
                     i: pool.submit(transport.call, "/generate", body, limit)
                     for i, body in waiting.items()
@@ -149,7 +366,7 @@ class Client:
                         fault = error
                         _cancel(futures)
                         # The requests that run end with it, before their deadlines.
-                        _end(self._instance)
+                        _end(self._transport)
                     continue
                 done[i] = read(i, answer)
         except BaseException:
@@ -159,13 +376,13 @@ class Client:
 
     def _recover(self, fault: Fault) -> None:
         """Start SGLang again with the last weights; raise `fault` if this may not be."""
-        _end(self._instance)
+        _end(self._transport)
         while self._may_restart():
             self.restarts += 1
             try:
-                self._instance = self._launch.start()
+                self._transport = self._launch.start()
                 if self._closed:  # meanwhile
-                    _end(self._instance)
+                    _end(self._transport)
                     break
                 self.memory.started()
                 self._unknown = set(self._kept)  # until they are sent
@@ -177,17 +394,17 @@ class Client:
                 self.pauses.started()
                 return
             except (RolloutDiedError, RolloutTimeoutError) as error:
-                _end(self._instance)
+                _end(self._transport)
                 fault = error
             except RolloutError as error:
                 self._unusable = f"it failed before: {error}"
-                _end(self._instance)
+                _end(self._transport)
                 raise
         self._unusable = f"it failed before: {fault}"
         raise fault
 
     def _may_restart(self) -> bool:
-        started_here = self._instance.host is not None
+        started_here = isinstance(self._transport, PipeTransport)
         return started_here and not self._closed and self.restarts < self._options.restarts
 
     def _check_usable(self) -> None:
@@ -279,16 +496,14 @@ class Client:
         """Return the weights that SGLang holds; those that it cannot locate are missing.
 
         Raises:
-            RolloutError: SGLang runs elsewhere, or reading back failed.
+            RolloutError: reading back failed.
         """
-        host = self._instance.host
-        if host is None:
-            raise RolloutError(f"rollout engine {NAME!r}: it was not started here", engine=NAME)
+        assert isinstance(self._transport, PipeTransport), "a server elsewhere is not read"
         self.memory.resume_weights()
-        file = host.folder / "held.json"
+        file = self._transport.host.folder / "held.json"
         body: dict[str, Json] = {
             "ranks": self._options.tensor_parallel,
-            "load_format": "quadriga.rollout.sglang.processes.readback.answer",
+            "load_format": _READBACK,
             "flush_cache": False,
         }
         with self._session():
@@ -317,13 +532,12 @@ class Client:
     def close(self) -> None:
         """End SGLang if it was started here. Requests of other threads fail."""
         self._closed = True
-        self._instance.transport.close()
+        self._transport.close()
 
 
-def _end(instance: Instance) -> None:
+def _end(transport: Transport) -> None:
     """End an SGLang that was started here: one that does not answer now may answer later."""
-    if instance.host is not None:
-        instance.transport.close()
+    transport.close()
 
 
 def _cancel(futures: dict[int, Future[Json]]) -> None:

@@ -1,18 +1,35 @@
-"""What `rollout.options` may hold for `rollout.name=sglang`, checked before a worker starts."""
+"""SGLang before it is started: what `rollout.options` may hold for it, and what it can do then.
+
+Imports neither torch nor SGLang: the settings are checked before a worker starts.
+"""
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args, get_type_hints
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
+from quadriga.config.convert import build
+from quadriga.config.schema import ModelConfig, Options, RolloutEngineConfig, SamplingConfig
 from quadriga.errors import ConfigError
+from quadriga.rollout import Rollout
+from quadriga.rollout.abilities import (
+    ALL_SETTINGS,
+    LogProbCondition,
+    LogProbKind,
+    RolloutAbilities,
+    SamplingSetting,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from quadriga.rollout.base import RolloutEngine
 
 KEY = "actor_rollout_ref.rollout.options"
 """The setting that holds the options, for messages."""
@@ -25,7 +42,6 @@ CPU_TOKENS = 1 << 16
 """Tokens whose keys and values SGLang holds on a CPU, if `server_args` names no `max_total_tokens`.
 By default SGLang would reserve most of the memory."""
 
-Transport = Literal["engine", "server"]
 StartedLogProbs = Literal["policy", "temperature_1"]
 
 _LOOK_S = 60.0
@@ -38,10 +54,7 @@ _RESERVED = {
     "enable_deterministic_inference": f"{KEY}.seeds",
     "log_level": f"{KEY}.log_level",
     "device": "trainer.device",
-    "host": "nothing: the server listens on 127.0.0.1",
-    "port": "nothing: the port is chosen when the server starts",
-    "api_key": "nothing: the key is made when the server starts",
-    "admin_api_key": "nothing: the key is made when the server starts",
+    **dict.fromkeys(("host", "port", "api_key", "admin_api_key"), "nothing: there is no server"),
     "skip_tokenizer_init": "nothing: SGLang gets and returns token ids",
     "weight_version": "nothing: the version is that of the weight sync",
     "json_model_override_args": "nothing",
@@ -61,8 +74,6 @@ class SGLangOptions:
     """How SGLang is started and called.
 
     Attributes:
-        transport: "engine" sends requests over a pipe to `sglang.Engine`; "server" starts its HTTP
-            server on loopback.
         url: an HTTP server that runs already, such as "http://10.0.0.2:30000". Nothing is started.
         api_key: the key of the server at `url`.
         python: the interpreter of the environment that holds SGLang; None: that of the rank.
@@ -84,7 +95,6 @@ class SGLangOptions:
         ConfigError: a value is of the wrong type, out of range or in conflict with another.
     """
 
-    transport: Transport = "engine"
     url: str | None = None
     api_key: str | None = None
     python: str | None = None
@@ -98,7 +108,7 @@ class SGLangOptions:
     generate_timeout_s: float = 1800.0
     restarts: int = 0
     log_level: str = "error"
-    server_args: Mapping[str, Any] = field(default_factory=dict)
+    server_args: Options = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel", "request_rows", "bucket_mb"):
@@ -109,9 +119,6 @@ class SGLangOptions:
                 raise _wrong(name, getattr(self, name), "a number of seconds above 0")
         if self.restarts < 0:
             raise _wrong("restarts", self.restarts, "at least 0")
-        for name, allowed in (("transport", Transport), ("log_probs", StartedLogProbs)):
-            if getattr(self, name) not in get_args(allowed):
-                raise _wrong(name, getattr(self, name), f"one of {', '.join(get_args(allowed))}")
         self._check_url()
         for name in self.server_args:
             if name in _RESERVED:
@@ -135,7 +142,7 @@ class SGLangOptions:
             raise _wrong("url", self.url, 'of the form "http://host:port"')
         # `seeds`, `log_probs` and `tensor_parallel` describe the server at the address.
         defaults = {f.name: f.default for f in fields(SGLangOptions)} | {"server_args": {}}
-        for name in ("transport", "python", "restarts", "log_level", "server_args"):
+        for name in ("python", "restarts", "log_level", "server_args"):
             if getattr(self, name) != defaults[name]:
                 raise ConfigError(
                     f"{KEY}.{name} is for an SGLang that is started here, but {KEY}.url={self.url} "
@@ -148,77 +155,86 @@ def _wrong(name: str, value: object, expected: str) -> ConfigError:
     return ConfigError(f"{KEY}.{name} must be {expected}, got {value!r}", key=f"{KEY}.{name}")
 
 
-def sglang_options(options: Mapping[str, object]) -> SGLangOptions:
-    """Return the options of `rollout.options`, checked.
+# What SGLang returns are log-probabilities at the temperature, before the filters; started with
+# SGLANG_RETURN_ORIGINAL_LOGPROB they are at temperature 1.
+_LOG_PROBS: Mapping[StartedLogProbs, Mapping[LogProbKind, LogProbCondition]] = {
+    "policy": {
+        "policy": "always",
+        "sampled": "unfiltered",
+        "temperature_1": "at temperature 1",
+    },
+    "temperature_1": {"temperature_1": "always", "policy": "at temperature 1"},
+}
+# `min_new_tokens` of SGLang needs its tokenizer, and makes log-probabilities of neither kind.
+_UNABLE: frozenset[SamplingSetting] = frozenset({"min_new_tokens", "excluded_token_ids"})
 
-    Raises:
-        ConfigError: an option is unknown, of the wrong type or out of range.
-    """
-    hints = get_type_hints(SGLangOptions)
-    known = [f.name for f in fields(SGLangOptions)]
-    values: dict[str, Any] = {}
-    for name, value in options.items():
-        if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+
+class SGLang(Rollout):
+    """See `Rollout`."""
+
+    filter_order = "joint"
+
+    def __init__(self, settings: RolloutEngineConfig) -> None:
+        super().__init__(settings)
+        self.options = build(SGLangOptions, settings.options, f"{KEY} for sglang: ")
+
+    def abilities(self, vocabulary: int, window: int | None) -> RolloutAbilities:
+        seeds = self.options.seeds
+        # Its seeds do not work with min_p.
+        settings = ALL_SETTINGS - _UNABLE - (frozenset({"min_p"}) if seeds else frozenset())
+        return replace(
+            super().abilities(vocabulary, window),
+            log_probs=_LOG_PROBS[self.options.log_probs],
+            settings=settings,
+            seeded=seeds,
+            batch_invariant=False,
+        )
+
+    def check(self, ranks: int | None) -> None:
+        if self.options.url is None:
+            check_installed(self.options)
+
+    def check_updates(self, ranks: int | None, *, take_turns: bool) -> None:
+        url, parts = self.options.url, self.options.tensor_parallel
+        if url is not None and ranks is not None and ranks > 1:
             raise ConfigError(
-                f"rollout engine 'sglang' has no option {name!r}{hint}; known: {', '.join(known)}",
-                key=f"{KEY}.{name}",
+                f"{KEY}.url={url} is one server, but {ranks} ranks would update its weights at "
+                "the same time; use one rank for the rollout (placement.rollout), or remove url, "
+                "so that each rank starts an SGLang of its own",
+                key=f"{KEY}.url",
             )
-        values[name] = _typed(name, value, hints[name])
-    return SGLangOptions(**values)
+        if take_turns and (url is not None or parts > 1):
+            found = f"tensor_parallel={parts}" if url is None else f"url={url}"
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.take_turns=true cannot be kept with {KEY}.{found}: its "
+                "weights are compared by the log-probabilities that it computes, for which its "
+                "memory must not be released; remove one of them",
+                key="actor_rollout_ref.rollout.take_turns",
+            )
 
-
-def _typed(name: str, value: object, hint: object) -> object:
-    """Return `value`, an int as a float where a float is expected."""
-    kinds: tuple[type, ...] = {
-        int: (int,),
-        float: (int, float),
-        bool: (bool,),
-        str: (str,),
-        str | None: (str, type(None)),
-    }.get(hint, (str,) if hint in (Transport, StartedLogProbs) else (Mapping,))  # type: ignore[call-overload]
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise _wrong(name, value, f"of type {' or '.join(kind.__name__ for kind in kinds)}")
-    return float(value) if hint is float and isinstance(value, int) else value
-
-
-def check_sglang(options: Mapping[str, object]) -> None:
-    """Check the options, and that SGLang is installed where it will be started.
-
-    Raises:
-        ConfigError: names the option, or the environment that lacks SGLang.
-    """
-    checked = sglang_options(options)
-    if checked.url is None:
-        check_installed(checked)
-
-
-def check_sglang_updates(
-    options: Mapping[str, object], ranks: int | None, *, take_turns: bool
-) -> None:
-    """Check that a training run can update the weights of this SGLang.
-
-    Raises:
-        ConfigError: several ranks would update one server, or its weights could not be compared
-            while its memory is released.
-    """
-    checked = sglang_options(options)
-    if checked.url is not None and ranks is not None and ranks > 1:
-        raise ConfigError(
-            f"{KEY}.url={checked.url} is one server, but {ranks} ranks would update its weights at "
-            "the same time; use one rank for the rollout (placement.rollout), or remove url, so "
-            "that each rank starts a server of its own",
-            key=f"{KEY}.url",
+    def not_reproduced(self, sampling: SamplingConfig) -> str:
+        if sampling.temperature > 0 and not self.options.seeds:
+            return (
+                "SGLang draws other random numbers in each run; with rollout.options.seeds=true "
+                "each response has a seed"
+            )
+        return (
+            "the rounding of SGLang depends on the rows that it computes together, so a token can "
+            "change where two tokens have nearly equal probabilities"
         )
-    name = "url" if checked.url is not None else "tensor_parallel"
-    if take_turns and (checked.url is not None or checked.tensor_parallel > 1):
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.take_turns=true cannot be kept with {KEY}.{name}="
-            f"{getattr(checked, name)}: its weights are compared by the log-probabilities that it "
-            "computes, for which its memory must not be released; remove one of them",
-            key="actor_rollout_ref.rollout.take_turns",
-        )
+
+    def build(
+        self,
+        model: ModelConfig,
+        device: str | torch.device,
+        *,
+        releasable: bool,
+        copies: Sequence[tuple[int, ...]] | None,
+    ) -> RolloutEngine:
+        from quadriga.rollout.sglang.engine import SGLangRollout
+
+        self.check(None)
+        return SGLangRollout(self, model, device, releasable=releasable)
 
 
 def check_installed(options: SGLangOptions) -> None:

@@ -1,6 +1,7 @@
-"""How a request reaches SGLang: frames over the pipe of a host, or HTTP.
+"""Start SGLang in a host below a guard, and how requests reach it: frames over its pipe, or HTTP.
 
-Both take the paths and bodies of SGLang's HTTP server. Any thread may call; calls run side by side.
+Both transports take the paths and bodies of SGLang's HTTP server. Any thread may call; calls run
+side by side.
 """
 
 from __future__ import annotations
@@ -8,59 +9,142 @@ from __future__ import annotations
 import base64
 import http.client
 import json
+import logging
 import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Protocol
+from pathlib import Path
 from urllib.parse import urlsplit
 
-from quadriga.errors import RolloutDiedError, RolloutError, RolloutTimeoutError
+from quadriga.errors import RolloutDiedError, RolloutError, RolloutTimeoutError, printable
 from quadriga.parallel.distributed import rank
-from quadriga.rollout.sglang.process import NAME, HostProcess
-from quadriga.rollout.sglang.processes.frames import Json, read_frame, write_frame
+from quadriga.rollout.sglang.host import Json, read_frame, write_frame
 
 Body = Mapping[str, Json]
 
 _READ = 1 << 20
 _READER_S = 10.0  # for the thread that reads answers to see the end of the pipe
 _MAX_DETAIL = 2000
+NAME = "sglang"
+_GUARD = Path(__file__).with_name("guard.py")
+_HOST = "quadriga.rollout.sglang.host"
+_LOG_LINES = 12
+_LOG_BYTES = 1 << 16
+_LINE_LENGTH = 300
+_START_S = 60.0  # until the host reads; SGLang is not imported yet
+_log = logging.getLogger("quadriga")
+_END_S = 10.0  # SIGKILL ends the processes at once, unless the system is very slow
+
+_OF_THE_RANK = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+"""Variables that describe the process group of the training, which SGLang must not join."""
 
 
-class Transport(Protocol):
-    """Sends requests to one SGLang."""
+class HostProcess:
+    """The processes of one SGLang, from start to end.
 
-    def call(self, path: str, body: Body, timeout_s: float, payload: bytes = b"") -> Json:
-        """Return the answer to one request.
+    The host waits until `begin` is called.
 
-        Args:
-            path: of SGLang's HTTP server.
-            payload: serialized weights, for `/update_weights_from_tensor`.
+    Args:
+        python: the interpreter that has SGLang.
+        variables: returns environment variables of the host, beside those of this process, for its
+            folder.
 
-        Raises:
-            RolloutError: SGLang refused the request, or answered something else than JSON.
-            RolloutDiedError: SGLang has ended or cannot be reached.
-            RolloutTimeoutError: no answer arrived in time.
-        """
-        ...
+    Attributes:
+        folder: temporary files of the processes and their log; removed by `close`.
+        stdin, stdout: file descriptors of the host's standard input and output.
+    """
 
-    def wait_until_ready(self, timeout_s: float) -> None:
-        """Wait until SGLang has loaded the model.
+    def __init__(self, python: str, variables: Callable[[Path], Mapping[str, str]]) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="quadriga-sglang-"))
+        environment = {k: v for k, v in os.environ.items() if k not in _OF_THE_RANK}
+        environment |= {"TMPDIR": str(self.folder), **variables(self.folder)}
+        with open(self.folder / "log", "wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", str(_GUARD), str(self.folder), python, "-m", _HOST],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
+        # Closes the pipes and ends the processes also if `close` is never called.
+        self.close = weakref.finalize(self, _end, self._process, self.folder)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self.stdin, self.stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self.stdin, False)
 
-        Raises:
-            RolloutDiedError, RolloutTimeoutError: as `call`.
-        """
-        ...
+    def begin(self, settings: Json) -> None:
+        """Let the host start SGLang; see `host` for the settings."""
+        try:
+            write_frame(self.stdin, settings, b"", time.monotonic() + _START_S)
+        except OSError as error:  # TimeoutError is one
+            raise self.died("it was starting") from error
 
-    def get(self, path: str, timeout_s: float) -> Json:
-        """Return the answer to a request without a body. It raises as `call`."""
-        ...
+    @property
+    def pid(self) -> int:
+        """The process id of the guard, and the id of the process group."""
+        return self._process.pid
 
-    def close(self) -> None:
-        """End what was started for this transport."""
-        ...
+    @property
+    def alive(self) -> bool:
+        """Whether the processes run."""
+        return self._process.poll() is None
+
+    def died(self, what: str) -> RolloutDiedError:
+        """Return the error for processes that have ended: what was being done, and the log."""
+        return RolloutDiedError(
+            f"rollout engine {NAME!r} of rank {rank()}: its process ended while {what}; "
+            f"{self.log()}. Correct the cause, or set rollout.options.restarts to start it again",
+            engine=NAME,
+            rank=rank(),
+        )
+
+    def log(self) -> str:
+        """Return the last lines of the log in one line of text."""
+        try:
+            with open(self.folder / "log", "rb") as file:
+                file.seek(0, os.SEEK_END)
+                file.seek(max(0, file.tell() - _LOG_BYTES))
+                text = file.read().decode(errors="replace")
+        except OSError:
+            return "its log is gone"
+        lines = [line.strip()[:_LINE_LENGTH] for line in printable(text).splitlines()]
+        lines = [line for line in lines if line][-_LOG_LINES:]
+        return f"the last lines of its log: {' | '.join(lines)}" if lines else "its log is empty"
+
+
+def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
+    try:
+        if process.poll() is None:
+            process.terminate()  # the guard ends the group, and removes its shared memory
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        _log.warning("process %s of SGLang does not end, although it was killed", process.pid)
+    finally:
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Answers:
@@ -123,14 +207,14 @@ class _Answers:
 
 
 class PipeTransport:
-    """Frames over the pipe of a host whose mode is "engine". One thread reads the answers.
+    """Frames over the pipe of a host. One thread reads the answers.
 
     The thread refers neither to this object nor to the host, so the processes end when nothing
     refers to this object any more.
     """
 
     def __init__(self, host: HostProcess) -> None:
-        self._host = host
+        self.host = host
         self._writing = threading.Lock()
         self._answers = _Answers()
         # The thread closes its own descriptor: the number of one that was closed elsewhere could
@@ -144,8 +228,19 @@ class PipeTransport:
         self._reader.start()
 
     def call(self, path: str, body: Body, timeout_s: float, payload: bytes = b"") -> Json:
-        if not self._host.alive:  # its descriptors may be closed, and belong to other files
-            raise self._host.died(f"it was to be sent {path}")
+        """Return the answer to one request.
+
+        Args:
+            path: of SGLang's HTTP server.
+            payload: serialized weights, for `/update_weights_from_tensor`.
+
+        Raises:
+            RolloutError: SGLang refused the request, or answered something else than JSON.
+            RolloutDiedError: SGLang has ended or cannot be reached.
+            RolloutTimeoutError: no answer arrived in time.
+        """
+        if not self.host.alive:  # its descriptors may be closed, and belong to other files
+            raise self.host.died(f"it was to be sent {path}")
         deadline = time.monotonic() + timeout_s
         number, future = self._answers.expect()
         try:
@@ -153,51 +248,49 @@ class PipeTransport:
             if not self._writing.acquire(timeout=timeout_s):
                 raise TimeoutError("an earlier request is still being written")
             try:
-                write_frame(self._host.stdin, message, payload, deadline)
+                write_frame(self.host.stdin, message, payload, deadline)
             finally:
                 self._writing.release()
             return future.result(max(0.0, deadline - time.monotonic()))
-        except (TimeoutError, FutureTimeoutError) as error:
-            raise late(path, timeout_s, self._host.log()) from error
+        except TimeoutError as error:
+            raise late(path, timeout_s, self.host.log()) from error
         except OSError as error:
-            raise self._host.died(f"it was sent {path}") from error
+            raise self.host.died(f"it was sent {path}") from error
         finally:
             self._answers.forget(number)
 
     def wait_until_ready(self, timeout_s: float) -> None:
+        """Wait until SGLang has loaded the model. It raises as `call`."""
         try:
             self._answers.start().result(timeout_s)
-        except (TimeoutError, FutureTimeoutError) as error:
-            raise late("start", timeout_s, self._host.log()) from error
+        except TimeoutError as error:
+            raise late("start", timeout_s, self.host.log()) from error
         except OSError as error:
-            raise self._host.died("it was starting") from error
-
-    def get(self, path: str, timeout_s: float) -> Json:
-        return self.call(path, {}, timeout_s)
+            raise self.host.died("it was starting") from error
 
     def close(self) -> None:
-        self._host.close()
+        """End the host."""
+        self.host.close()
         self._reader.join(_READER_S)
 
 
 class HTTPTransport:
-    """One connection per request to SGLang's HTTP server.
+    """One connection per request to an HTTP server of SGLang that runs already.
 
     Args:
         url: "http://host:port".
         key: sent with each request as a bearer token.
-        host: the process of the server if it was started here.
     """
 
-    def __init__(self, url: str, key: str | None, host: HostProcess | None) -> None:
+    def __init__(self, url: str, key: str | None) -> None:
         parts = urlsplit(url)
         self._address = (parts.hostname or "", parts.port or 80)
         self._headers = {"Content-Type": "application/json"}
         if key is not None:
             self._headers["Authorization"] = f"Bearer {key}"
-        self._host = host
 
     def call(self, path: str, body: Body, timeout_s: float, payload: bytes = b"") -> Json:
+        """See `PipeTransport.call`."""
         content = dict(body)
         if payload:
             count = content.pop("ranks")
@@ -214,29 +307,15 @@ class HTTPTransport:
         return answer
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise late("start", timeout_s, self._log())
-            try:
-                status, _ = self._request("GET", "/model_info", "", left)
-            except RolloutDiedError:
-                # Nothing listens yet. If the process has ended, nothing will.
-                if self._host is None or not self._host.alive:
-                    raise
-                time.sleep(0.2)
-                continue
-            if status == 200:
-                return
-            raise refused(
-                "/model_info", f"status {status}; is rollout.options.api_key the right key?"
-            )
+        """Look whether the server answers, with this key."""
+        self.get("/model_info", timeout_s)
 
     def get(self, path: str, timeout_s: float) -> Json:
+        """Return the answer to a request without a body. It raises as `call`."""
         status, text = self._request("GET", path, "", timeout_s)
         if status != 200:
-            raise refused(path, f"status {status}")
+            hint = "is rollout.options.api_key the right key?"
+            raise refused(path, f"status {status}; {hint}")
         try:
             answer: Json = json.loads(text)
         except ValueError:
@@ -247,8 +326,7 @@ class HTTPTransport:
         return answer
 
     def close(self) -> None:
-        if self._host is not None:
-            self._host.close()
+        """Do nothing: the server was not started here."""
 
     def _request(self, method: str, path: str, body: str, timeout_s: float) -> tuple[int, bytes]:
         deadline = time.monotonic() + timeout_s
@@ -265,10 +343,8 @@ class HTTPTransport:
                 raise http.client.IncompleteRead(b"".join(parts), response.length)
             return response.status, b"".join(parts)
         except TimeoutError as error:
-            raise late(path, timeout_s, self._log()) from error
+            raise late(path, timeout_s, "its log is on its own machine") from error
         except (OSError, http.client.HTTPException) as error:
-            if self._host is not None:
-                raise self._host.died(f"it was sent {path}") from error
             raise RolloutDiedError(
                 f"rollout engine {NAME!r} of rank {rank()}: the server at "
                 f"{self._address[0]}:{self._address[1]} cannot be reached for {path}: {error}; "
@@ -279,8 +355,9 @@ class HTTPTransport:
         finally:
             connection.close()
 
-    def _log(self) -> str:
-        return self._host.log() if self._host is not None else "its log is on its own machine"
+
+Transport = PipeTransport | HTTPTransport
+"""Sends requests to one SGLang."""
 
 
 def late(path: str, timeout_s: float, log: str) -> RolloutTimeoutError:
@@ -306,18 +383,3 @@ def refused(path: str, answer: Json) -> RolloutError:
         rank=rank(),
         method=path,
     )
-
-
-def free_port() -> int:
-    """Return a port of 127.0.0.1 that nothing uses now."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
-def new_key() -> str:
-    """Return a key that cannot be guessed."""
-    return base64.urlsafe_b64encode(os.urandom(32)).decode()

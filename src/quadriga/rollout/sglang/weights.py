@@ -28,8 +28,8 @@ from quadriga.models.folder import local_folder
 from quadriga.models.loading import model_without_weights
 from quadriga.models.weight_files import read_header, read_json, weight_file_names
 from quadriga.parallel.distributed import rank
-from quadriga.rollout.base import tensor_digest
-from quadriga.rollout.sglang.process import NAME
+from quadriga.rollout.base import check_weight, tensor_digest
+from quadriga.rollout.sglang.transports import NAME
 
 _ALIGNMENT = 16
 
@@ -106,16 +106,7 @@ def checked(
     """
     seen: set[str] = set()
     for name, weight in stream:
-        if name not in shapes:
-            raise ModelError(
-                f"received a weight {name!r}, which the rollout model does not have; trainer and "
-                "rollout must load the same model folder"
-            )
-        if tuple(weight.shape) != shapes[name]:
-            raise ModelError(
-                f"received weight {name!r} with shape {tuple(weight.shape)}, but in the rollout "
-                f"model it has shape {shapes[name]}"
-            )
+        check_weight(name, weight, shapes)
         if name in seen:
             raise ModelError(f"received weight {name!r} twice in one update")
         seen.add(name)
@@ -162,8 +153,8 @@ def _serialized(bucket: list[tuple[str, Tensor, int]], size: int) -> Bucket:
     return Bucket(digests, payload)
 
 
-# Reading back. `readback.py` runs in the scheduler of a host that was started here. It is called as
-# a loader of weights, gets one tensor with a question, and writes the answer to a file.
+# Reading back. `scheduler.py` runs in the scheduler of a host that was started here. It is called
+# as a loader of weights, gets one tensor with a question, and writes the answer to a file.
 
 
 def question(shapes: Shapes, file: Path) -> bytes:

@@ -1,44 +1,61 @@
-"""`VLLMRollout`: generation with vLLM in the process of the rank."""
+"""`VLLMRollout`: generation with vLLM in the process of the rank.
+
+One call of `generate` or `score`:
+
+consumes      token ids of each row, sampling settings, seeds
+produces      token ids and log-probabilities of each row, in the order of the rows
+waits for     vLLM's steps; a deadline is checked after each of them
+
+Which log-probabilities vLLM returns is set on its sampler for each call:
+
+    kind            mode of the sampler     log-softmax of
+    policy          raw                     logits / temperature
+    temperature_1   raw                     logits
+    sampled         processed               what is left after temperature and filters
+
+vLLM has these modes, but one for the life of an engine, and none for "policy" with filters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from quadriga.config.schema import DtypeName, ModelConfig
-from quadriga.errors import QuadrigaError, RolloutError
+from quadriga.config.schema import ModelConfig
+from quadriga.errors import QuadrigaError, RolloutError, RolloutTimeoutError
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device, rank
 from quadriga.parallel.layouts import Box
-from quadriga.rollout.abilities import ALL_SETTINGS, RolloutAbilities
-from quadriga.rollout.base import RolloutOutput, SamplingParams, tensor_digest
-from quadriga.rollout.requests import check_request, check_sequences
-from quadriga.rollout.responses import Response, padded_output
-from quadriga.rollout.stop_strings import StopStringsOfModel
-from quadriga.rollout.vllm.isolation import Isolation
-from quadriga.rollout.vllm.options import check_installed, check_temperature, parse_options
-from quadriga.rollout.vllm.requests import Deadline, generate_rows, score_rows
-from quadriga.rollout.vllm.start import RunningEngine, StartSettings
+from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams
+from quadriga.rollout.checks import check_request, check_sequences
+from quadriga.rollout.responses import (
+    Response,
+    StopStrings,
+    StopStringsOfModel,
+    padded_output,
+    token_rows,
+)
+from quadriga.rollout.vllm.options import VLLM, check_temperature
+from quadriga.rollout.vllm.start import Isolation, RunningEngine, StartSettings
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
+    from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams as VLLMSamplingParams
+    from vllm.v1.engine.llm_engine import LLMEngine
 
-State = Literal["ready", "released", "failed", "closed"]
-"""Whether the engine can generate, waits for `resume`, stopped in the middle, or has ended."""
-
-_WHAT_TO_DO: Mapping[State, str] = {
-    "released": "call resume first",
-    "failed": "it failed before; restart the worker",
-    "closed": "build another engine",
-}
+_64_BITS = (1 << 64) - 1
 
 
-class VLLMRollout:
-    """See `RolloutEngine`. `micro_batch_size` rows are generated at once.
+class VLLMRollout(RolloutEngine):
+    """See `RolloutEngine`. `rollout.settings.micro_batch_size` rows are generated at once.
 
     Each rank has an engine in its own process, with a whole copy of the weights or, with
     `tensor_parallel_size`, a part of one. `copies` are the ranks that hold each copy together, in
@@ -50,61 +67,38 @@ class VLLMRollout:
     that are computed with it. This changes a token only if two tokens come closer than that.
 
     Raises:
-        ConfigError: vLLM is not installed, or an option does not fit.
+        ConfigError: an option does not fit.
         ModelError: vLLM cannot load the model, or does not hold its weights by their names.
         RolloutError: vLLM did not start.
     """
 
+    name = "vllm"
+
     def __init__(
         self,
+        rollout: VLLM,
         model: ModelConfig,
+        device: str | torch.device,
         *,
-        device: str | torch.device = "cpu",
-        dtype: DtypeName = "auto",
-        micro_batch_size: int = 256,
         releasable: bool = True,
         copies: Sequence[tuple[int, ...]] | None = None,
-        **options: object,
     ) -> None:
-        self.options = parse_options(options)
-        check_installed(self.options)
-        self.model = model
+        self.options = rollout.options
         self.device = local_device(device)
-        self.dtype = compute_dtype(dtype, self.device)
+        dtype = compute_dtype(rollout.settings.dtype, self.device)
         self._isolation = Isolation()
-        self._state: State = "closed"
+        self._state = "closed"
         self._releasable = releasable or self.device.type == "cpu"
-        settings = StartSettings(
-            model, self.device, self.dtype, micro_batch_size, self.options, releasable, copies
-        )
+        rows = rollout.settings.micro_batch_size
+        settings = StartSettings(model, self.device, dtype, rows, self.options, releasable, copies)
         self._running = RunningEngine(settings, self._isolation)
         self._state = "ready"
-        self._version = -1
         self._weights_awake = True
-        self._unknown: set[str] = set()  # weights that an update has left half-way
         self._stop_strings = StopStringsOfModel(model)
-        self._abilities = RolloutAbilities(
-            vocabulary=self._running.vocabulary,
-            window=self._running.window,
-            log_probs={"policy": "always", "sampled": "always", "temperature_1": "always"},
-            settings=ALL_SETTINGS - {"excluded_token_ids"},
-            filter_order="min_p, top_k, top_p",
-            seeded=True,
-            batch_invariant=self.dtype == torch.float32,
-            exposes_weights=True,
+        self.abilities = replace(
+            rollout.abilities(self._running.vocabulary, self._running.window),
+            batch_invariant=dtype == torch.float32,
         )
-
-    @property
-    def name(self) -> str:
-        return "vllm"
-
-    @property
-    def abilities(self) -> RolloutAbilities:
-        return self._abilities
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     # Generation
 
@@ -115,43 +109,36 @@ class VLLMRollout:
         sampling: SamplingParams,
         sample_seeds: Tensor,
     ) -> RolloutOutput:
-        self._check("generate", "ready")
-        self._check_weights("generate")
+        self._check_generates("generate")
         check_request(self.name, self.abilities, prompt_ids, attention_mask, sampling, sample_seeds)
         check_temperature(sampling.temperature)
-        prompts = _tokens(prompt_ids, attention_mask)
-        deadline = Deadline("generate", self.options.call_timeout_s)
-        with self._failures("generate"), self._isolation.inside():
-            results = generate_rows(
+        with self._inside("generate"):
+            responses = generate_rows(
                 self._running.engine,
-                prompts,
+                token_rows(prompt_ids, attention_mask),
                 sampling,
                 sample_seeds.tolist(),
                 vocabulary=self.abilities.vocabulary,
                 stop_strings=self._stop_strings.check(sampling.stop_strings),
-                deadline=deadline,
+                deadline=Deadline("generate", self.options.call_timeout_s),
                 adapter=self._adapter(),
             )
-        responses = [
-            Response(row.tokens, row.log_probs, "stop" if row.stopped else "length")
-            for row in results
-        ]
-        return padded_output(responses, sampling, self._version)
+        return padded_output(responses, sampling, self.version)
 
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
-        self._check("score", "ready")
-        self._check_weights("score")
+        self._check_generates("score")
         check_sequences(self.name, self.abilities, ids, attention_mask)
-        sequences = _tokens(ids, attention_mask)
-        deadline = Deadline("score", self.options.call_timeout_s)
-        with self._failures("score"), self._isolation.inside():
+        with self._inside("score"):
             results = score_rows(
-                self._running.engine, sequences, deadline=deadline, adapter=self._adapter()
+                self._running.engine,
+                token_rows(ids, attention_mask),
+                deadline=Deadline("score", self.options.call_timeout_s),
+                adapter=self._adapter(),
             )
         log_probs = torch.zeros(ids.shape)
         for row, result in enumerate(results):
             columns = attention_mask[row].nonzero()[1:, 0].cpu()
-            log_probs[row, columns] = torch.tensor(result.log_probs)
+            log_probs[row, columns] = torch.tensor(result)
         return log_probs
 
     def _adapter(self) -> LoRARequest | None:
@@ -161,56 +148,49 @@ class VLLMRollout:
     # Weights
 
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self._update(stream, version, shards=False)
+        self._update(stream, version, self._running.weights.write)
 
     def weight_boxes(self) -> Mapping[str, Box]:
         self._check("weight_boxes", "ready", "released")
         return self._running.weights.boxes()
 
     def update_shards(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self._update(stream, version, shards=True)
+        self._update(stream, version, self._running.weights.write_box)
 
-    def _update(self, stream: Iterable[tuple[str, Tensor]], version: int, *, shards: bool) -> None:
+    def _update(
+        self,
+        stream: Iterable[tuple[str, Tensor]],
+        version: int,
+        write: Callable[[str, Tensor], None],
+    ) -> None:
         self._check("update_weights", "ready", "released")
-        weights = self._running.weights
-        write = weights.write_box if shards else weights.write
-        written: set[str] = set()
-        with self._isolation.inside():
-            with self._failures("update_weights"):
+        method, names = "update_weights", self._running.weights.names_that_are_sent
+        with self._isolation.inside(), self._writing(stream, version, names) as weights:
+            with self._failures(method):
                 self._wake_weights()
             try:
-                for name, tensor in stream:
-                    with self._failures("update_weights"):
+                for name, tensor in weights:
+                    with self._failures(method):
                         write(name, tensor)
-                    written.add(name)
-            except BaseException:
-                if written:  # some weights are new and some old
-                    self._unknown = weights.names_that_are_sent()
-                raise
-            finally:
-                with self._failures("update_weights"):
-                    self._forget_old_keys()
-        self._unknown -= written
-        self._version = version
+            finally:  # keys and values in the prefix cache are of the old weights
+                with self._failures(method):
+                    if self._running.engine.reset_prefix_cache() is False:
+                        self._state = "failed"
+                        raise self._error(
+                            method,
+                            "a request still uses keys and values of old weights; restart the "
+                            "worker",
+                        )
 
-    def _forget_old_keys(self) -> None:
-        """Empty the prefix cache, whose keys and values are of the old weights."""
-        if self._running.engine.reset_prefix_cache() is False:
-            self._state = "failed"
-            raise RolloutError(
-                f"rollout engine 'vllm' on rank {rank()} kept keys and values of old weights, "
-                "because a request still uses them; restart the worker",
-                engine=self.name,
-                rank=rank(),
-                method="update_weights",
-            )
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        weights = self._running.weights
+        return ((name, weights.read(name)) for name in weights.names())
 
     def weights_digest(self) -> dict[str, int]:
         self._check("weights_digest", "ready", "released")
-        weights = self._running.weights
-        with self._failures("weights_digest"), self._isolation.inside():
+        with self._inside("weights_digest"):
             self._wake_weights()
-            return {name: tensor_digest(weights.read(name)) for name in weights.names()}
+            return super().weights_digest()
 
     def weight_dtypes(self) -> Mapping[str, torch.dtype]:
         self._check("weight_dtypes", "ready", "released")
@@ -223,32 +203,28 @@ class VLLMRollout:
         if self._state == "released":
             return
         if not self._releasable:
-            raise RolloutError(
-                f"rollout engine 'vllm' on rank {rank()} was started without the means to release "
-                "its memory; set actor_rollout_ref.rollout.take_turns=true, or build it with "
-                "releasable=True",
-                engine=self.name,
-                rank=rank(),
-                method="release",
+            raise self._error(
+                "release",
+                "it was started without the means to; set "
+                "actor_rollout_ref.rollout.take_turns=true, or build it with releasable=True",
             )
-        with self._failures("release"), self._isolation.inside():
+        with self._inside("release"):
             self._running.engine.reset_prefix_cache()
             if self.device.type != "cpu":
                 self._running.engine.sleep(level=self.options.sleep_level)
                 self._weights_awake = False
         if self.options.sleep_level == 2:  # on a CPU too, where nothing is freed
-            self._unknown = self._running.weights.names_that_are_sent()
+            self._unknown = frozenset(self._running.weights.names_that_are_sent())
         self._state = "released"
 
     def lacks_weights(self) -> bool:
-        """Return whether weights must be sent before it can generate; see `DropsWeights`."""
         return bool(self._unknown)
 
     def resume(self) -> None:
         self._check("resume", "ready", "released")
         if self._state == "ready":
             return
-        with self._failures("resume"), self._isolation.inside():
+        with self._inside("resume"):
             if self.device.type != "cpu":
                 self._wake_weights()
                 self._running.engine.wake_up(tags=["kv_cache"])
@@ -263,33 +239,16 @@ class VLLMRollout:
                 self._running.adapter.clear()
 
     def close(self) -> None:
-        if self._state == "closed":
-            return
-        self._state = "closed"
-        with self._isolation.inside():
-            self._running.close()
+        if self._state != "closed":
+            self._state = "closed"
+            with self._isolation.inside():
+                self._running.close()
 
-    def _check(self, method: str, *states: State) -> None:
-        if self._state not in states:
-            raise RolloutError(
-                f"rollout engine 'vllm' on rank {rank()} is {self._state}, so {method} cannot be "
-                f"called; {_WHAT_TO_DO[self._state]}",
-                engine=self.name,
-                rank=rank(),
-                method=method,
-            )
-
-    def _check_weights(self, method: str) -> None:
-        """Refuse to compute with weights of which some are new and some old."""
-        if self._unknown:
-            raise RolloutError(
-                f"rollout engine 'vllm' on rank {rank()}: {method} was called after an update of "
-                f"weights that broke off, or after a release that dropped them, and "
-                f"{min(self._unknown)!r} was not sent since; sync all weights first",
-                engine=self.name,
-                rank=rank(),
-                method=method,
-            )
+    @contextmanager
+    def _inside(self, method: str) -> Iterator[None]:
+        """Call vLLM in its isolation."""
+        with self._failures(method), self._isolation.inside():
+            yield
 
     @contextmanager
     def _failures(self, method: str) -> Iterator[None]:
@@ -303,15 +262,187 @@ class VLLMRollout:
             cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise RolloutError(
                 f"rollout engine 'vllm' on rank {rank()} failed in {method} with weight version "
-                f"{self._version}: {cause}. Restart the worker; if it "
+                f"{self.version}: {cause}. Restart the worker; if it "
                 "happens again, lower actor_rollout_ref.rollout.micro_batch_size",
                 engine=self.name,
                 rank=rank(),
                 method=method,
-                version=self._version,
+                version=self.version,
             ) from error
 
 
-def _tokens(ids: Tensor, attention_mask: Tensor) -> list[list[int]]:
-    """Return the token ids of each row without padding."""
-    return [row[valid].tolist() for row, valid in zip(ids, attention_mask.bool(), strict=True)]
+# One call as requests of vLLM
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """When a call must have ended. `seconds` None: never."""
+
+    method: str
+    seconds: float | None
+    start: float = field(default_factory=time.monotonic)
+
+    def check(self, done: int, count: int) -> None:
+        """Raise `RolloutTimeoutError` if the time is over."""
+        if self.seconds is None or time.monotonic() - self.start <= self.seconds:
+            return
+        raise RolloutTimeoutError(
+            f"rollout engine 'vllm' on rank {rank()}: {self.method} exceeded its deadline of "
+            f"{self.seconds:g} s after {done} of {count} rows; raise "
+            "actor_rollout_ref.rollout.options.call_timeout_s, or generate fewer rows or shorter "
+            "responses",
+            engine="vllm",
+            method=self.method,
+            deadline=self.seconds,
+            rank=rank(),
+        )
+
+
+def generate_rows(
+    engine: LLMEngine,
+    prompts: Sequence[list[int]],
+    sampling: SamplingParams,
+    seeds: Sequence[int],
+    *,
+    vocabulary: int,
+    stop_strings: StopStrings | None,
+    deadline: Deadline,
+    adapter: LoRARequest | None = None,
+) -> list[Response]:
+    """Sample a response for each prompt. `adapter`: with which vLLM computes."""
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import SamplingParams as VLLMSamplingParams
+
+    _set_log_probs(engine, sampling)
+    watch = stop_strings is not None
+    ends = [token for token in sampling.end_token_ids if token < vocabulary]
+    requests = [
+        VLLMSamplingParams(
+            temperature=sampling.temperature,
+            top_p=1.0 if sampling.greedy else sampling.top_p,
+            top_k=0 if sampling.greedy or sampling.top_k < 0 else sampling.top_k,
+            min_p=0.0 if sampling.greedy else sampling.min_p,
+            seed=None if sampling.greedy else spread_seed(seed),
+            max_tokens=sampling.max_new_tokens,
+            min_tokens=sampling.min_new_tokens if ends else 0,
+            stop_token_ids=ends,
+            ignore_eos=True,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.CUMULATIVE if watch else RequestOutputKind.FINAL_ONLY,
+        )
+        for seed in seeds
+    ]
+    known = dict.fromkeys(range(len(prompts)), 0)
+    responses: dict[int, Response] = {}
+    for row, output, finished in _steps(engine, prompts, requests, deadline, adapter):
+        sample = output.outputs[0]
+        tokens, end = [int(token) for token in sample.token_ids], None
+        if stop_strings is not None:
+            first = max(known[row] + 1, sampling.min_new_tokens)
+            end = stop_strings.completed_at(tokens, first)
+        known[row] = len(tokens)
+        if end is not None or output.finished:
+            log_probs = list(sample.logprobs.logprobs)[:end]
+            stopped = end is not None or sample.finish_reason == "stop"
+            responses[row] = Response(tokens[:end], log_probs, "stop" if stopped else "length")
+            finished()
+    return [responses[row] for row in known]
+
+
+def score_rows(
+    engine: LLMEngine,
+    sequences: Sequence[list[int]],
+    *,
+    deadline: Deadline,
+    adapter: LoRARequest | None = None,
+) -> list[list[float]]:
+    """Compute the log-probability at temperature 1 of each token but the first."""
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import SamplingParams as VLLMSamplingParams
+
+    _set_sampler(engine, "raw_logprobs", 1.0)
+    request = VLLMSamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    results: dict[int, list[float]] = {}
+    requests = [request] * len(sequences)
+    for row, output, finished in _steps(engine, sequences, requests, deadline, adapter):
+        results[row] = list(output.prompt_logprobs.logprobs)
+        finished()
+    return [results[row] for row in range(len(sequences))]
+
+
+def spread_seed(seed: int) -> int:
+    """Return a number from 0 to 2^63 - 1 in which every bit of a 64-bit seed changes the low bits.
+
+    torch's generator on a CPU uses the low 32 bits only: without this, the seeds 0, 2^32 and 2^62
+    would sample the same response. It is the finalizer of SplitMix64 (Steele, Lea and Flood, 2014).
+    vLLM takes -1 for "no seed", so the result is not negative.
+    """
+    mixed = (seed + 0x9E3779B97F4A7C15) & _64_BITS
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _64_BITS
+    return (mixed ^ (mixed >> 31)) >> 1
+
+
+def _steps(
+    engine: LLMEngine,
+    prompts: Sequence[list[int]],
+    requests: Sequence[VLLMSamplingParams],
+    deadline: Deadline,
+    adapter: LoRARequest | None,
+) -> Iterator[tuple[int, RequestOutput, Callable[[], None]]]:
+    """Yield (row, output, function that ends the row) until every row has been ended.
+
+    When it ends, for whatever reason, no request is left in the engine.
+    """
+    deadline.check(0, len(prompts))
+    running = {str(row): row for row in range(len(prompts))}
+    try:
+        for row, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
+            tokens = {"prompt_token_ids": prompt}
+            engine.add_request(str(row), tokens, request, lora_request=adapter)
+        while running:
+            for output in engine.step():
+                # A row that was ended here can still have an output of the step before.
+                if output.request_id in running:
+                    end = partial(_end_row, engine, running, output)
+                    yield running[output.request_id], output, end
+            deadline.check(len(prompts) - len(running), len(prompts))
+    finally:
+        engine.abort_request(list(running))
+
+
+def _end_row(engine: LLMEngine, running: dict[str, int], output: RequestOutput) -> None:
+    del running[output.request_id]
+    if not output.finished:
+        engine.abort_request([output.request_id])
+
+
+def _set_log_probs(engine: LLMEngine, sampling: SamplingParams) -> None:
+    if sampling.log_probs == "sampled":
+        _set_sampler(engine, "processed_logprobs", 1.0)
+    elif sampling.log_probs == "policy" and not sampling.greedy:
+        _set_sampler(engine, "raw_logprobs", sampling.temperature)
+    else:
+        _set_sampler(engine, "raw_logprobs", 1.0)
+
+
+def _set_sampler(engine: LLMEngine, mode: str, temperature: float) -> None:
+    """Choose which log-probabilities the sampler returns, for requests from now on."""
+
+    def compute_logprobs(logits: Tensor) -> Tensor:
+        scaled = logits if temperature == 1 else logits.float() / temperature
+        return scaled.log_softmax(dim=-1, dtype=torch.float32)
+
+    sampler = engine.model_executor.driver_worker.model_runner.sampler
+    sampler.logprobs_mode = mode
+    sampler.topk_topp_sampler.logprobs_mode = mode
+    sampler.compute_logprobs = compute_logprobs

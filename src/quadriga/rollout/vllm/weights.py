@@ -23,27 +23,170 @@ differ. Key-value heads that are fewer than the ranks are held by several ranks.
     [4, h]      [2, h]      2                       0 2
     [h, 8]      [h, 2]      4                       0 1 2 3
     [h]         [h]         1                       0
+
+The adapter of the model is written into vLLM's buffers as weights are.
+vLLM computes x Wᵀ + (x Aᵀ) Bᵀ for each request that names an adapter. Here all requests name the
+same one. vLLM gets it once from files, with zeros; later A and B are written into its buffers, in
+which the parts of a joined projection have A and B of their own:
+
+    name in an adapter's file          vLLM's buffer                            part
+    ….self_attn.k_proj.lora_A.weight   self_attn.qkv_proj.lora_a_stacked[1]     [rank, inputs]
+    ….self_attn.k_proj.lora_B.weight   self_attn.qkv_proj.lora_b_stacked[1]     [outputs, rank]
+
+The buffers have space for more ranks than the adapter has. The rest stays zero.
 """
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 
 from quadriga.errors import ModelError
+from quadriga.models.adapters.lora import CONFIG_FILE, WEIGHTS_FILE, Adapter, stored_part
 from quadriga.models.weights.names import match_names
 from quadriga.models.weights.reader import TensorReader, stored_tensors
 from quadriga.parallel.layouts import Box, narrowed, shape_of, whole
-from quadriga.rollout.vllm.adapters import AdapterPlace
+from quadriga.rollout.base import check_weight
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.llm_engine import LLMEngine
 
 _QKV = ("q", "k", "v")
+_NAME, _ID, _SLOT = "policy", 1, 0
+
+
+@dataclass(frozen=True)
+class AdapterPlace:
+    """Where A or B of one layer is: the first rows and columns of a buffer of vLLM.
+
+    Attributes:
+        buffers: "lora_a_stacked" or "lora_b_stacked".
+        index: of the layer in a joined projection.
+    """
+
+    module: Module
+    buffers: str
+    index: int
+    shape: tuple[int, int]
+
+    def local(self) -> Tensor:
+        """Return the part of the buffer, which shares its memory."""
+        rows, columns = self.shape
+        return self._buffer()[_SLOT, 0, :rows, :columns]
+
+    def _buffer(self) -> Tensor:
+        # Looked up each time, because vLLM may replace the buffers.
+        stacked: Tensor = getattr(self.module, self.buffers)[self.index]
+        return stacked
+
+    def write(self, tensor: Tensor) -> None:
+        """Copy a tensor into the buffer."""
+        self.local().copy_(tensor)
+
+    def clear(self) -> None:
+        """Fill the whole buffer with zeros."""
+        self._buffer().zero_()
+
+
+class LoadedAdapter:
+    """The adapter that all requests of one engine use. It is zero until it is written.
+
+    Args:
+        engine: started with space for adapters.
+        planned: rank and layers of the adapter.
+
+    Raises:
+        ModelError: vLLM cannot compute one of the layers with an adapter.
+    """
+
+    def __init__(self, engine: LLMEngine, planned: Adapter) -> None:
+        self._engine, self._rank = engine, planned.rank
+        found = dict(_adapter_places(self._model(), planned.rank))
+        self._places: dict[str, AdapterPlace] = {}
+        for layer in planned.modules:
+            for name in (stored_part(layer, "lora_A"), stored_part(layer, "lora_B")):
+                if name not in found:
+                    raise ModelError(
+                        f"vLLM cannot compute layer {layer!r} with an adapter; set "
+                        "actor_rollout_ref.rollout.load_adapters=false"
+                    )
+                self._places[name] = found[name]
+        self._load_zeros()
+
+    def _model(self) -> Module:
+        model: Module = self._engine.model_executor.driver_worker.get_model()
+        return model
+
+    def places(self) -> dict[str, AdapterPlace]:
+        """Return the place of A and B of every layer of the adapter, by name."""
+        return self._places
+
+    def clear(self) -> None:
+        """Fill the buffers with zeros, after their memory was dropped."""
+        for place in self._places.values():
+            place.clear()
+
+    def request(self) -> LoRARequest:
+        """Return what a request of vLLM needs to be computed with the adapter."""
+        return _request("in memory")
+
+    def _load_zeros(self) -> None:
+        # One layer suffices: vLLM sets the others to zero, and computes with all buffers.
+        first = next(iter(self._places))
+        names = first, first.replace("lora_A", "lora_B")
+        config = {
+            "peft_type": "LORA",
+            "r": self._rank,
+            "lora_alpha": self._rank,  # B is multiplied by the scaling before it is sent
+            "target_modules": [first.split(".")[-3]],
+            "bias": "none",
+        }
+        with tempfile.TemporaryDirectory(prefix="quadriga_adapter_") as folder:
+            tensors = {name: torch.zeros(self._places[name].shape) for name in names}
+            save_file(tensors, Path(folder) / WEIGHTS_FILE)
+            (Path(folder) / CONFIG_FILE).write_text(json.dumps(config), encoding="utf-8")
+            self._engine.add_lora(_request(folder))
+        self._engine.pin_lora(_ID)
+
+
+def _request(path: str) -> LoRARequest:
+    from vllm.lora.request import LoRARequest
+
+    # The path is read once. Later vLLM finds the adapter by its number.
+    return LoRARequest(_NAME, _ID, path)
+
+
+def _adapter_places(model: Module, rank: int) -> Iterator[tuple[str, AdapterPlace]]:
+    """Yield (name in an adapter's file, place) of A and B of every layer."""
+    joined: dict[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
+    for path, module in model.named_modules():
+        # Those of embeddings and of the output layer, which have no adapters here, are no tuples.
+        if not isinstance(getattr(module, "lora_a_stacked", None), tuple):
+            continue
+        parent, _, leaf = path.rpartition(".")
+        parts = joined.get(leaf, [leaf])
+        if len(parts) != len(module.lora_a_stacked):
+            continue
+        for index, part in enumerate(parts):
+            layer = f"{parent}.{part}"
+            outputs = module.lora_b_stacked[index].shape[-2]
+            inputs = module.lora_a_stacked[index].shape[-1]
+            a = AdapterPlace(module, "lora_a_stacked", index, (rank, inputs))
+            b = AdapterPlace(module, "lora_b_stacked", index, (outputs, rank))
+            yield stored_part(layer, "lora_A"), a
+            yield stored_part(layer, "lora_B"), b
 
 
 @dataclass(frozen=True)
@@ -110,6 +253,10 @@ class EngineWeights:
         self._places = self._match(dict(_places(model)))
         self._adapters = dict(adapters or {})
         self._written: set[str] = set()
+        self._written_shapes: dict[str, tuple[int, ...]] = {
+            **{name: place.shape for name, place in self._adapters.items()},
+            **self._shapes,
+        }
 
     def _match(self, places: Mapping[str, _Place]) -> dict[str, _Place]:
         found: dict[str, _Place] = {}
@@ -173,18 +320,8 @@ class EngineWeights:
         Raises:
             ModelError: there is no weight of that name and shape.
         """
-        place = self._places.get(name) or self._adapters.get(name)
-        if place is None:
-            raise ModelError(
-                f"received a weight {name!r}, which the rollout model does not have; trainer and "
-                "rollout must load the same model folder"
-            )
-        expected = place.shape if isinstance(place, AdapterPlace) else self._shapes[name]
-        if tuple(expected) != tuple(tensor.shape):
-            raise ModelError(
-                f"received weight {name!r} with shape {tuple(tensor.shape)}, but in the rollout "
-                f"model it has shape {tuple(expected)}"
-            )
+        check_weight(name, tensor, self._written_shapes)
+        place = self._places.get(name) or self._adapters[name]
         with torch.no_grad():
             place.write(tensor.detach())
         self._written.add(name)
@@ -213,12 +350,8 @@ class EngineWeights:
         if place is None or self._group is None:
             self.write(name, tensor)
             return
-        expected = shape_of(self._own_box(name))
-        if expected != tuple(tensor.shape):
-            raise ModelError(
-                f"received a part of weight {name!r} with shape {tuple(tensor.shape)}, but rank "
-                f"{dist.get_rank(self._group)} of a copy in vLLM holds {expected}"
-            )
+        part = f" on rank {dist.get_rank(self._group)} of a copy"
+        check_weight(name, tensor, {name: shape_of(self._own_box(name))}, part=part)
         with torch.no_grad():
             place.local()[: len(tensor)].copy_(tensor)
             if place.padded:

@@ -6,15 +6,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from quadriga.config.role_ranks import has_reward_model
-from quadriga.config.schema import ModelConfig, TrainConfig
+from quadriga.config.schema import ModelConfig, RolloutEngineConfig, TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.models.vision.processor import image_tokens
+from quadriga.rollout import REFERENCE, rollout_of
 from quadriga.trainer.roles.needed import needs_critic
 
 if TYPE_CHECKING:
     from quadriga.data.images.prompts import ImageRules
 
-_ENGINES = ("hf",)  # rollout engines that compute images
 _TEXT_ONLY = {
     "name": "fsdp",
     "tensor_parallel_size": 1,
@@ -62,7 +62,7 @@ def check_images_supported(config: TrainConfig) -> None:
     if image_tokens(model.path, trust_remote_code=model.trust_remote_code) is None:
         return
     what = f"the model in {model.path} takes images"
-    _check_rollout("actor_rollout_ref.rollout.name", config.actor_rollout_ref.rollout.name, what)
+    _check_rollout("actor_rollout_ref.rollout.name", config.actor_rollout_ref.rollout, what)
     for use in ("actor", "ref"):
         engine = getattr(config.actor_rollout_ref, use).engine
         for name, needed in _TEXT_ONLY.items():
@@ -85,14 +85,14 @@ def check_images_supported(config: TrainConfig) -> None:
         )
 
 
-def check_generation_takes_images(name: str, model: ModelConfig) -> None:
-    """Check, if a model takes images, that the rollout engine `name` of a generation can.
+def check_generation_takes_images(rollout: RolloutEngineConfig, model: ModelConfig) -> None:
+    """Check, if a model takes images, that the rollout engine of a generation can.
 
     Raises:
         ConfigError: it cannot.
     """
     if image_tokens(model.path, trust_remote_code=model.trust_remote_code) is not None:
-        _check_rollout("rollout.name", name, f"the model in {model.path} takes images")
+        _check_rollout("rollout.name", rollout, f"the model in {model.path} takes images")
 
 
 def uncounted_images(model: ModelConfig) -> list[str]:
@@ -101,10 +101,10 @@ def uncounted_images(model: ModelConfig) -> list[str]:
     return ["activations of the image encoder, whose parameters are counted"] if takes else []
 
 
-def _check_rollout(key: str, name: str, what: str) -> None:
-    if name not in _ENGINES:
+def _check_rollout(key: str, rollout: RolloutEngineConfig, what: str) -> None:
+    if not rollout_of(rollout).computes_images:
         raise ConfigError(
-            f"{what}, and the rollout engine {name!r} computes text only in this release; set "
-            f"{key}={_ENGINES[0]}",
+            f"{what}, and the rollout engine {rollout.name!r} computes text only in this release; "
+            f"set {key}={REFERENCE}",
             key=key,
         )

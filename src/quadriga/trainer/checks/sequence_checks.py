@@ -17,7 +17,7 @@ from quadriga.errors import ConfigError
 from quadriga.models.context_window import LongestSequence, check_context_window
 from quadriga.models.vocabulary import check_stop_tokens, check_vocabulary
 from quadriga.protocol.fields import RAW_PROMPT
-from quadriga.rollout import check_window
+from quadriga.rollout import rollout_of
 from quadriga.trainer.roles.needed import needs_critic, needs_reference, reads_ref_log_prob
 
 if TYPE_CHECKING:
@@ -53,8 +53,7 @@ def check_training_data(
         models.append(config.critic.model)
     for model in models:
         check_model_inputs(model, tokenizer, longest, datasets)
-    rollout = config.actor_rollout_ref.rollout
-    check_window(rollout.name, rollout.options, models[0], longest)
+    rollout_of(config.actor_rollout_ref.rollout).check_window(models[0], longest)
     trained = longest_with_response(datasets[:1], response, "data.")
     if has_reward_model(config):
         _check_scored(config, tokenizer, trained, datasets[:1])
@@ -129,7 +128,7 @@ def check_generation_data(
     """
     longest = longest_with_response([prompts], config.max_response_length, "")
     check_model_inputs(config.model, tokenizer, longest, [prompts])
-    check_window(config.rollout.name, config.rollout.options, config.model, longest)
+    rollout_of(config.rollout).check_window(config.model, longest)
     check_sampled("sampling", config.sampling, config.model)
 
 

@@ -39,7 +39,7 @@ def inputs_of(config: GenerationConfig) -> Inputs:
 
     The number of ranks, their backend, replicas and the size of micro-batches are left out. In
     float32 a response of hf and vllm does not depend on them. One of sglang can
-    (`rollout.not_reproduced`), and a file that is continued with other ranks then holds responses
+    (`Rollout.not_reproduced`), and a file that is continued with other ranks then holds responses
     of both.
     """
     settings = dict(setting_leaves(yaml.safe_load(to_yaml(config)), ""))

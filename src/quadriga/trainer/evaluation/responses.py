@@ -21,7 +21,7 @@ from quadriga.errors import RolloutError
 from quadriga.models.folder import check_model_folder
 from quadriga.observability.console import RunConsole
 from quadriga.protocol import DataProto, fields
-from quadriga.rollout import ROLLOUTS, check_rollout, check_sampling, not_reproduced
+from quadriga.rollout import ROLLOUTS, rollout_of
 from quadriga.trainer import stages
 from quadriga.trainer.checks.images import check_generation_takes_images, image_rules
 from quadriga.trainer.checks.sequence_checks import check_generation_data
@@ -73,8 +73,9 @@ def load_prompts(
 
     check_choice("rollout.name", config.rollout.name, sorted(ROLLOUTS))
     ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    check_rollout(config.rollout.name, config.rollout.options, ranks)
-    check_sampling(config.rollout.name, config.rollout.options, config.sampling)
+    engine = rollout_of(config.rollout)
+    engine.check(ranks)
+    engine.check_sampling(config.sampling)
     check_files(config.data_files, "data_files", needed=prompt is None)
     model = config.model
     require_model_path(model.path, "model.path")
@@ -82,7 +83,7 @@ def load_prompts(
     tokenizer = load_tokenizer(
         model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
     )
-    check_generation_takes_images(config.rollout.name, model)
+    check_generation_takes_images(config.rollout, model)
     key, length, image_key = config.prompt_key, config.max_prompt_length, config.image_key
     rules = image_rules(model, image_key)
     arguments = config.chat_template_kwargs
@@ -131,7 +132,7 @@ def write_responses(config: GenerationConfig, prompts: Prompts, path: str) -> St
     from quadriga.trainer.memory.generation import check_generation_memory  # imports torch
 
     total = len(prompts)
-    why = not_reproduced(config.rollout.name, config.rollout.options, config.sampling)
+    why = rollout_of(config.rollout).not_reproduced(config.sampling)
     if why:
         _log.warning("the same command may generate other responses: %s", why)
     with ResponseFile.open(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from quadriga.config.commands import GenerationConfig
 from quadriga.config.role_ranks import RolePool, trainer_settings
 from quadriga.config.schema import TrainConfig
-from quadriga.rollout import ranks_of_copy
+from quadriga.rollout import rollout_of
 from quadriga.rollout.memory import (
     GeneratedRows,
     GenerationMemory,
@@ -83,7 +83,7 @@ def rows_at_once(config: GenerationConfig, batch: PromptBatch) -> tuple[int, int
     Ranks that hold one copy of the weights together generate the same responses.
     """
     ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    copies = max(1, ranks // ranks_of_copy(config.rollout.name, config.rollout.options))
+    copies = max(1, ranks // rollout_of(config.rollout).ranks_of_copy)
     rows = batch.count * config.n
     return math.ceil(rows / copies), config.rollout.rows_at_once(rows, copies)
 

@@ -26,7 +26,7 @@ from quadriga.parallel.layouts import (
     parallel_layout,
     replicated_layout,
 )
-from quadriga.rollout import ranks_of_copy
+from quadriga.rollout import rollout_of
 from quadriga.weight_sync.plan import plan
 from quadriga.workers.runtime import groups_of_copies
 
@@ -83,7 +83,7 @@ def resharding(config: TrainConfig, device_type: str) -> Resharding | None:
         stages=sizes.pipeline,
         chunks=sizes.chunks,
     )
-    together = ranks_of_copy(rollout.name, rollout.options)
+    together = rollout_of(rollout).ranks_of_copy
     # Further replicas do the same among themselves; context-parallel ranks are replicas, too.
     ranks_of_one = sizes.tensor * sizes.pipeline * sizes.expert
     if sizes.spread_experts:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from quadriga.config.schema import RolloutEngineConfig, TrainConfig
 from quadriga.errors import ConfigError
-from quadriga.rollout import ranks_of_copy
+from quadriga.rollout import rollout_of
 from quadriga.single_controller import split_resource_pool
 from quadriga.trainer.replicas.replica import ReplicaGroup, Replicas
 
@@ -49,7 +49,7 @@ def start_replicas(
             f"are {sorted(members)}; map Role.Rollout to a pool of its own, or set it to false",
             key=key,
         )
-    parts = split_resource_pool(pool, ranks_of_copy(settings.name, settings.options))
+    parts = split_resource_pool(pool, rollout_of(settings).ranks_of_copy)
     (role,) = members
 
     def start(number: int) -> ReplicaGroup:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from quadriga.errors import RolloutOutputError
-from quadriga.rollout.params import SamplingParams
+from quadriga.rollout.abilities import SamplingParams
 from quadriga.rollout.responses import Response
-from quadriga.rollout.sglang.process import NAME
-from quadriga.rollout.sglang.processes.frames import Json
+from quadriga.rollout.sglang.host import Json
+from quadriga.rollout.sglang.transports import NAME
 
 
 def generate_body(

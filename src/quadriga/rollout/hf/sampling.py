@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from quadriga.rollout.params import SamplingParams
+from quadriga.rollout.abilities import SamplingParams
 
 
 def _as_int64(value: int) -> int:

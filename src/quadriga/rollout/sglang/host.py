@@ -1,31 +1,79 @@
-"""The process that holds SGLang: `python -m quadriga.rollout.sglang.processes.host`.
+"""The process that holds `sglang.Engine`: `python -m quadriga.rollout.sglang.host`.
 
-It reads one frame from standard input: {"mode": "engine" or "server", "device", "args"}, where
-`args` are those of SGLang's `ServerArgs`. The arguments hold the key of the server, so they are not
-on the command line, which other users can read.
+It reads one frame from standard input: {"device", "args"}, where `args` are those of SGLang's
+`ServerArgs`. It then answers frames {"id", "path", "body"} with {"id", "status", "body"}, side by
+side. Paths and bodies are those of SGLang's HTTP server. It ends when its input ends. Whatever
+SGLang prints goes to standard error.
 
-- "engine": it then answers frames {"id", "path", "body"} with {"id", "status", "body"}, side by
-  side. Paths and bodies are those of SGLang's HTTP server. It ends when its input ends.
-- "server": SGLang's HTTP server runs until the process is killed.
+A frame is a JSON object, and bytes that are not JSON. Neither side unpickles what it reads:
 
-Whatever SGLang prints goes to standard error.
+    4 bytes    length of the JSON text
+    8 bytes    length of the payload
+    JSON text, payload
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import select
+import struct
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from quadriga.rollout.sglang.processes import cpu_seeds
-from quadriga.rollout.sglang.processes.frames import Json, read_frame, write_frame
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+"""A value that JSON can hold."""
 
+_HEADER = struct.Struct("!IQ")
+_CHUNK = 1 << 20
 _WRITE_S = 300.0  # the rank reads all the time, so a write that takes longer has no reader
 
 Handler = Callable[[dict[str, Any], bytes], Awaitable[Json]]
+
+
+def write_frame(fd: int, message: Json, payload: bytes, deadline: float) -> None:
+    """Write one message to a non-blocking file descriptor.
+
+    Args:
+        deadline: the time of `time.monotonic` at which to give up.
+
+    Raises:
+        TimeoutError: the reader did not read in time. A part of the message may be written.
+        OSError: the reader has closed its end.
+    """
+    text = json.dumps(message, separators=(",", ":")).encode()
+    for part in (_HEADER.pack(len(text), len(payload)) + text, payload):
+        view = memoryview(part)
+        while view:
+            _, ready, _ = select.select([], [fd], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise TimeoutError(f"{len(view)} bytes could not be written in time")
+            view = view[os.write(fd, view[:_CHUNK]) :]
+
+
+def read_frame(fd: int) -> tuple[Json, bytes] | None:
+    """Read one message from a blocking file descriptor; None when the writer has closed its end."""
+    header = _read(fd, _HEADER.size)
+    if header is None:
+        return None
+    text_size, payload_size = _HEADER.unpack(header)
+    text, payload = _read(fd, text_size), _read(fd, payload_size)
+    if text is None or payload is None:
+        return None
+    return json.loads(text), payload
+
+
+def _read(fd: int, size: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < size:
+        part = os.read(fd, min(_CHUNK, size - len(parts)))
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)
 
 
 def main() -> None:
@@ -37,32 +85,23 @@ def main() -> None:
     first = read_frame(source)
     assert first is not None and isinstance(first[0], dict)
     settings: dict[str, Any] = first[0]
-    scheduler = _scheduler(settings)
-    if settings["mode"] == "server":
-        _serve_http(settings["args"], scheduler)
-    else:
-        _serve_pipe(settings["args"], scheduler, source, target)
+    _serve(settings["args"], _scheduler(settings), source, target)
 
 
 def _scheduler(settings: Mapping[str, Any]) -> Callable[..., None]:
     """Return the function that SGLang's scheduler processes run."""
     if settings["device"] == "cpu" and settings["args"]["enable_deterministic_inference"]:
-        cpu_seeds.allow()
-        return cpu_seeds.run_scheduler
+        from quadriga.rollout.sglang.scheduler import allow_seeds, run_seeded
+
+        allow_seeds()
+        return run_seeded
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     run: Callable[..., None] = run_scheduler_process
     return run
 
 
-def _serve_http(arguments: Mapping[str, Any], scheduler: Callable[..., None]) -> None:
-    from sglang.srt.entrypoints.http_server import launch_server
-    from sglang.srt.server_args import ServerArgs
-
-    launch_server(ServerArgs(**arguments), run_scheduler_process_func=scheduler)
-
-
-def _serve_pipe(
+def _serve(
     arguments: Mapping[str, Any], scheduler: Callable[..., None], source: int, target: int
 ) -> None:
     from sglang.srt.entrypoints.engine import Engine

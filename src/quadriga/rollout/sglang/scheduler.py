@@ -1,4 +1,4 @@
-"""Read the weights of SGLang's model, in its scheduler process.
+"""What runs in SGLang's scheduler process: reading its weights, and seeds on a CPU.
 
 SGLang calls `answer` as a loader of weights (`custom_weight_loader`) with a question from
 `weights.question`. A weight of a checkpoint is a parameter of SGLang, or a part of one:
@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,3 +93,26 @@ def _rows(whole: Tensor, start: int, shape: tuple[int, ...], *, exact: bool) -> 
     if whole.ndim != len(shape) or whole.shape[1:] != shape[1:] or (exact and not padded):
         return None
     return whole[start : start + shape[0]]
+
+
+# Seeds on a CPU. SGLang gives each sample a seed only in its deterministic inference, which also
+# replaces kernels of the GPU and refuses to start on a CPU. Here the seeds are kept, and the
+# kernels stay, so the response of a row can still depend on the other rows by rounding.
+
+
+def allow_seeds() -> None:
+    """Let deterministic inference start with the attention of torch."""
+    from sglang.srt.arg_groups import choices
+
+    choices.add_deterministic_attention_backend_choices(["torch_native"])
+    choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+
+
+def run_seeded(*arguments: Any, **named: Any) -> None:
+    """Run SGLang's scheduler without kernels of the GPU."""
+    from sglang.srt import batch_invariant_ops
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    allow_seeds()
+    batch_invariant_ops.enable_batch_invariant_mode = lambda: None
+    run_scheduler_process(*arguments, **named)

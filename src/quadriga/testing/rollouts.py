@@ -1,0 +1,613 @@
+"""Laws of rollout engines, against a model that transformers alone computes.
+
+Nothing of the reference is shared with a rollout engine. The model computes one sequence at a time,
+without a cache and without padding; the filters are loops over Python numbers.
+
+Shapes: B rows, P prompt columns, R response columns, n tokens, V vocabulary entries.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import get_args
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from quadriga.errors import (
+    ModelError,
+    RolloutAbilityError,
+    RolloutError,
+    RolloutInputError,
+    ShapeError,
+)
+from quadriga.models.loading import load_tokenizer
+from quadriga.models.tiny import TinyModel, write_tiny_model
+from quadriga.observability.quiet import quiet_libraries
+from quadriga.rollout.abilities import ALL_SETTINGS
+from quadriga.rollout.base import (
+    LogProbKind,
+    RolloutEngine,
+    RolloutOutput,
+    SamplingParams,
+    tensor_digest,
+)
+from quadriga.testing import LawBroken, check_all, expect, expect_raises
+
+BuildRollout = Callable[[str], RolloutEngine]
+"""Builds an engine in float32 on the model of a folder."""
+Prompts = Sequence[tuple[int, ...]]
+
+# Different lengths; rows 0, 2 and 5 have the same prompt. Some neighbours would be one token if
+# their text were tokenized again, so an engine that does so is found.
+PROMPTS: tuple[tuple[int, ...], ...] = (
+    (84, 83, 74), (200,), (84, 83, 74), (70, 71, 72, 73, 210, 150, 33), (90, 91, 92), (84, 83, 74),
+)  # fmt: skip
+SAMPLING = SamplingParams(max_new_tokens=12, eos_token_ids=tuple(range(20, 60)), pad_token_id=0)
+GREEDY = replace(SAMPLING, temperature=0.0)
+DRAWS, LEAST_P_VALUE = 1500, 1e-5
+"""Tokens of a chi-square test. A correct engine without seeds fails one in so many tests."""
+LEAST_CHANGE = 0.01
+"""Nats by which a wrong weight must change a score, so that a comparison of scores finds it."""
+SQUARE_WEIGHT = "model.layers.1.self_attn.q_proj.weight"
+"""A weight of the reference model with as many rows as columns: one can transpose it."""
+
+
+def write_reference_model(folder: str | Path) -> None:
+    """Write the model of the rollout laws: a Llama with a window of 128 tokens.
+
+    Its distributions are neither flat nor certain, so that each filter excludes something and equal
+    best tokens do not occur. Every engine has kernels for its sizes.
+    """
+    shape = TinyModel(
+        hidden_size=64,
+        num_heads=2,
+        num_kv_heads=1,
+        intermediate_size=96,
+        max_position_embeddings=128,
+    )
+    write_tiny_model(folder, ["one two three four five six seven eight nine ten"], shape)
+    file = Path(folder) / "model.safetensors"
+    weights = load_file(file)
+    weights["lm_head.weight"] = weights["lm_head.weight"] * 6.0
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+class RolloutUnderTest:
+    """An engine on the model of a folder, and the reference for that model.
+
+    Args:
+        build: builds the engine.
+        folder: a model of `write_reference_model`.
+        tolerance: the largest difference of a log-probability, nats.
+    """
+
+    def __init__(self, build: BuildRollout, folder: str, *, tolerance: float = 1e-4) -> None:
+        with quiet_libraries():
+            self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32
+            )
+            self._model.train(False)
+        self.original = {name: t.clone() for name, t in self._model.state_dict().items()}
+        self.vocabulary: int = self._model.config.get_text_config().vocab_size
+        self.tolerance, self.tokenizer = tolerance, load_tokenizer(folder)
+        self._logits: dict[tuple[int, ...], Tensor] = {}
+        self.engine = build(folder)
+
+    def __enter__(self) -> RolloutUnderTest:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.close()
+
+    # The reference
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy some of the weights into the reference."""
+        self._model.load_state_dict(dict(weights), strict=False)
+        self._logits.clear()
+
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """Return the logits [n, V] behind each of the n tokens, float64."""
+        key = tuple(tokens)
+        if key not in self._logits:
+            with torch.no_grad():
+                out = self._model(input_ids=torch.tensor([key]), use_cache=False)
+            self._logits[key] = out.logits[0].double()
+        return self._logits[key]
+
+    def scores(self, tokens: Sequence[int]) -> list[float]:
+        """Return the log-probability of each token at temperature 1; 0 for the first."""
+        log_p = self.logits(tokens).log_softmax(-1)
+        return [0.0, *(float(log_p[i, token]) for i, token in enumerate(tokens[1:]))]
+
+    def probs(
+        self, sampling: SamplingParams, prompt: Sequence[int], response: Sequence[int]
+    ) -> list[float]:
+        """Return the probabilities [V] from which the token behind `response` is drawn."""
+        logits = self.logits((*prompt, *response))[-1]
+        never = [*sampling.excluded_token_ids]
+        if len(response) < sampling.min_new_tokens:
+            never += [token for token in sampling.end_token_ids if token < len(logits)]
+        logits = logits.index_fill(0, torch.tensor(never, dtype=torch.int64), -math.inf)
+        if sampling.greedy:
+            best = int(logits.argmax())
+            return [float(token == best) for token in range(len(logits))]
+        probs: list[float] = (logits / sampling.temperature).softmax(0).tolist()
+        order = self.engine.abilities.filter_order
+        if order == "joint":
+            kept = [_kept(name, probs, sampling) for name in ("top_k", "top_p", "min_p")]
+            return _renormalised(probs, set.intersection(*kept))
+        for name in order.split(", "):
+            probs = _renormalised(probs, _kept(name, probs, sampling))
+        return probs
+
+    def end_of(self, sampling: SamplingParams, response: Sequence[int]) -> int | None:
+        """Return after how many tokens a response ends with a stop; None if it does not."""
+        for count in range(1, len(response) + 1):
+            now, known = self.text(response[:count]), self.text(response[: count - 1])
+            ends = [
+                at + len(string)
+                for string in sampling.stop_strings
+                for at in range(len(now))
+                if now.startswith(string, at)
+            ]
+            # A character of which only some bytes were there (U+FFFD) counts as more.
+            completed = any(end > len(known.rstrip("\ufffd")) for end in ends)
+            if response[count - 1] in sampling.end_token_ids:
+                return count
+            if completed and count >= sampling.min_new_tokens:
+                return count
+        return None
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+    # The engine
+
+    def generate(
+        self, sampling: SamplingParams, prompts: Prompts = PROMPTS, seeds: Sequence[int] = ()
+    ) -> RolloutOutput:
+        """Generate a response for each prompt. Without `seeds`: 100, 101 and so on."""
+        seeds = seeds or range(100, 100 + len(prompts))
+        ids, mask = left_padded(prompts)
+        return self.engine.generate(ids, mask, sampling, torch.tensor(list(seeds)).long())
+
+    def possible(self, sampling: SamplingParams) -> SamplingParams:
+        """Return `sampling` with a kind of log-probabilities that the engine can give."""
+        abilities = self.engine.abilities
+        choices = [replace(sampling, log_probs=kind) for kind in abilities.log_probs]
+        return next((c for c in choices if abilities.gives_log_probs(c)), sampling)
+
+    def refuses(self, sampling: SamplingParams) -> bool:
+        """Return whether the engine declares that it cannot do this; if so, check its error."""
+        abilities = self.engine.abilities
+        changed = {n for n in ALL_SETTINGS if getattr(sampling, n) != getattr(SAMPLING, n)}
+        if changed <= abilities.settings and abilities.gives_log_probs(sampling):
+            return False
+        what = f"undeclared: {sampling}"
+        error = expect_raises(lambda: self.generate(sampling), RolloutAbilityError, what)
+        expect(vars(error).get("engine"), self.engine.name, "attribute engine")
+        return True
+
+    def applied(self, sampling: SamplingParams, prompts: Prompts = PROMPTS) -> list[list[int]]:
+        """Check the responses, or that the engine refuses what it does not declare."""
+        sampling = self.possible(sampling)
+        if self.refuses(sampling):
+            return []
+        return self.check(sampling, self.generate(sampling, prompts), prompts)
+
+    def drawn(self, sampling: SamplingParams) -> None:
+        """Compare the first tokens of many rows with the distribution, or expect a refusal."""
+        if not self.applied(sampling):
+            return
+        sampling, prompt = self.possible(replace(sampling, max_new_tokens=1)), PROMPTS[0]
+        out = self.generate(sampling, [prompt] * DRAWS, range(DRAWS))
+        counts = torch.bincount(out.response_ids[:, 0], minlength=self.vocabulary)
+        p_value = chi_square_p_value(counts.tolist(), self.probs(sampling, prompt, ()))
+        if p_value < LEAST_P_VALUE:
+            raise LawBroken(f"{sampling}: the chi-square test of {DRAWS} draws gives {p_value:.2g}")
+
+    def check(
+        self, sampling: SamplingParams, out: RolloutOutput, prompts: Prompts = PROMPTS
+    ) -> list[list[int]]:
+        """Compare every row with the reference and return the responses without padding."""
+        count, width = len(prompts), sampling.max_new_tokens
+        shapes = {tuple(t.shape) for t in (out.response_ids, out.response_mask)}
+        expect(shapes | {tuple(out.rollout_log_probs.shape)}, {(count, width)}, "shapes")
+        expect(out.weight_versions.tolist(), [self.engine.version] * count, "weight versions")
+        found = []
+        for row, prompt in enumerate(prompts):
+            where = f"row {row} with {sampling}"
+            length, ids = int(out.response_mask[row].sum()), out.response_ids[row].tolist()
+            response: list[int] = ids[:length]
+            padding = width - length
+            mask = [1] * length + [0] * padding
+            expect(out.response_mask[row].tolist(), mask, f"{where}: response mask")
+            expect(ids[length:], [sampling.pad_token_id] * padding, f"{where}: padding")
+            end = self.end_of(sampling, response)
+            expect(end or width, length, f"{where}: tokens up to the end of {response}")
+            reason = "length" if end is None else "stop"
+            expect(out.finish_reason[row], reason, f"{where}: finish reason of {response}")
+            log_probs = out.rollout_log_probs[row].tolist()
+            unscaled = sampling.greedy or sampling.log_probs == "temperature_1"
+            expected = []
+            for t, token in enumerate(response):
+                probs = self.probs(sampling, prompt, response[:t])
+                if not probs[token]:
+                    raise LawBroken(f"{where}: token {t} of {response} is excluded")
+                scaled = self.logits((*prompt, *response))[len(prompt) + t - 1]
+                scaled = scaled / (1.0 if unscaled else sampling.temperature)
+                kept = math.log(probs[token])
+                own = float(scaled.log_softmax(0)[token])
+                expected.append(kept if sampling.log_probs == "sampled" else own)
+            self.close_to(log_probs, [*expected, *[0.0] * padding], f"{where}: log-probs")
+            found.append(response)
+        return found
+
+    def close_to(self, found: Sequence[float], expected: Sequence[float], what: str) -> None:
+        """Raise `LawBroken` unless log-probabilities agree within the tolerance."""
+        worst = max((abs(a - b) for a, b in zip(found, expected, strict=True)), default=0.0)
+        if not worst <= self.tolerance:
+            raise LawBroken(f"{what} differ by {worst:.3g} nats: {expected} expected, got {found}")
+
+    def score_change(self) -> float:
+        """Return the largest difference of a score of the engine from the reference, in nats."""
+        ids, mask = left_padded(PROMPTS)
+        found = self.engine.score(ids, mask)
+        expected = torch.zeros_like(found)
+        for row, prompt in enumerate(PROMPTS):
+            expected[row, mask[row].bool()] = torch.tensor(self.scores(prompt))
+        return float((found - expected).abs().max())
+
+    def check_weights(self) -> None:
+        """Compare sampled responses and scores with the reference."""
+        self.applied(replace(SAMPLING, max_new_tokens=5))
+        expect(self.score_change() <= self.tolerance, True, "scores are those of the reference")
+
+    def noise(self, seed: int) -> dict[str, Tensor]:
+        """Return all weights with noise."""
+        random = torch.Generator().manual_seed(seed)
+        return {
+            name: t + 0.3 * (t.std() or 0.3) * torch.randn(t.shape, generator=random)
+            for name, t in self.original.items()
+        }
+
+    def restore(self) -> None:
+        """Give the original weights to the reference and to the engine."""
+        self.load(self.original)
+        self.engine.update_weights(self.original.items(), self.engine.version + 1)
+
+
+def _kept(name: str, probs: Sequence[float], sampling: SamplingParams) -> set[int]:
+    """Return the tokens that one filter keeps."""
+    ordered = sorted(range(len(probs)), key=lambda token: -probs[token])
+    if name == "top_k":
+        return set(ordered if sampling.top_k == -1 else ordered[: sampling.top_k])
+    if name == "min_p":
+        return {token for token in ordered if probs[token] >= sampling.min_p * probs[ordered[0]]}
+    kept, before = set(), 0.0
+    for token in ordered:
+        if sampling.top_p < 1.0 and before >= sampling.top_p:
+            break
+        kept.add(token)
+        before += probs[token]
+    return kept
+
+
+def _renormalised(probs: Sequence[float], kept: set[int]) -> list[float]:
+    total = sum(probs[token] for token in kept)
+    return [p / total if token in kept else 0.0 for token, p in enumerate(probs)]
+
+
+def chi_square_p_value(counts: Sequence[int], probs: Sequence[float]) -> float:
+    """Return how likely counts at least this far from `probs` are (Pearson's chi-square test).
+
+    Tokens with fewer than five expected draws are one category. A token that was drawn although it
+    has probability 0 gives 0.
+    """
+    total = sum(counts)
+    if any(count and not p for count, p in zip(counts, probs, strict=True)):
+        return 0.0
+    rare = [i for i, p in enumerate(probs) if p * total < 5]
+    cells = [(counts[i], p * total) for i, p in enumerate(probs) if p * total >= 5]
+    rest = sum(probs[i] for i in rare) * total
+    if rest >= 5:
+        cells.append((sum(counts[i] for i in rare), rest))
+    statistic = sum((seen - expected) ** 2 / expected for seen, expected in cells)
+    if len(cells) < 2:
+        return 1.0
+    # The survival function of chi-square with k degrees of freedom is Q(k/2, x/2).
+    half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def left_padded(prompts: Prompts) -> tuple[Tensor, Tensor]:
+    """Return ids and mask [B, P] int64, with two columns of padding in every row."""
+    width = 2 + max((len(prompt) for prompt in prompts), default=0)
+    ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    return ids, mask
+
+
+# The laws
+
+
+def protocol(subject: RolloutUnderTest) -> None:
+    """The object is a `RolloutEngine` and declares what it can do."""
+    engine = subject.engine
+    expect(isinstance(engine, RolloutEngine), True, "isinstance(engine, RolloutEngine)")
+    expect(engine.abilities.vocabulary, subject.vocabulary, "abilities.vocabulary")
+    expect(engine.version, -1, "version of the folder's weights")
+
+
+def prompts(subject: RolloutUnderTest) -> None:
+    """Prompt ids are used as they are, in the order of the rows; padding changes nothing."""
+    responses = subject.applied(GREEDY)
+    order = [3, 0, 4, 1]
+    other = subject.applied(GREEDY, [PROMPTS[i] for i in order])
+    expect(other, [responses[i] for i in order] if responses else [], "rows in another order")
+    sampling, none = subject.possible(SAMPLING), torch.zeros(0, 4, dtype=torch.int64)
+    out = subject.engine.generate(none, none, sampling, torch.zeros(0, dtype=torch.int64))
+    subject.check(sampling, out, ())
+    expect(tuple(subject.engine.score(none, none).shape), (0, 4), "shape of no scores")
+
+
+def log_probabilities(subject: RolloutUnderTest) -> None:
+    """Each kind is of its own distribution, or is refused."""
+    for kind in get_args(LogProbKind):
+        for variant in (
+            SAMPLING,
+            GREEDY,
+            replace(SAMPLING, temperature=0.6),
+            replace(SAMPLING, top_k=7),
+            replace(SAMPLING, temperature=1.7, top_p=0.8),
+        ):
+            sampling = replace(variant, log_probs=kind)
+            if not subject.refuses(sampling):
+                subject.check(sampling, subject.generate(sampling))
+
+
+def temperature(subject: RolloutUnderTest) -> None:
+    """Tokens are drawn from the distribution at the temperature, or it is refused."""
+    for value in (0.5, 1.0, 1.6):
+        subject.drawn(replace(SAMPLING, temperature=value))
+
+
+def filters(subject: RolloutUnderTest) -> None:
+    """Top-k, top-p and min-p exclude tokens, together in the declared order, or are refused."""
+    for top_k, top_p, min_p in (
+        (1, 1.0, 0.0),
+        (4, 1.0, 0.0),
+        (subject.vocabulary + 1, 1.0, 0.0),
+        (-1, 1e-6, 0.0),
+        (-1, 0.35, 0.0),
+        (-1, 1.0, 0.03),
+        (-1, 1.0, 0.4),
+        (5, 0.6, 0.0),
+        (-1, 0.8, 0.3),
+        (20, 0.7, 0.1),
+    ):
+        subject.drawn(replace(SAMPLING, top_k=top_k, top_p=top_p, min_p=min_p))
+
+
+def ends(subject: RolloutUnderTest) -> None:
+    """A response includes what ends it and nothing behind it, or is max_new_tokens long."""
+    stops = tuple(range(100, 140))
+    for count in (1, 5, 30):
+        subject.applied(replace(SAMPLING, max_new_tokens=count, eos_token_ids=()))
+    found = subject.applied(SAMPLING, PROMPTS * 4)
+    expect(len({len(response) == 12 for response in found}), 2, "both reasons in 24 rows")
+    subject.applied(replace(SAMPLING, eos_token_ids=tuple(range(subject.vocabulary))))
+    subject.applied(replace(SAMPLING, stop_token_ids=stops))
+    subject.applied(replace(SAMPLING, stop_token_ids=stops, ignore_eos=True))
+    if "stop_token_ids" in subject.engine.abilities.settings:
+        outside = subject.possible(replace(SAMPLING, stop_token_ids=(subject.vocabulary,)))
+        expect_raises(lambda: subject.generate(outside), RolloutInputError, "a stop id outside")
+    subject.drawn(replace(SAMPLING, min_new_tokens=1))
+    for count in (3, SAMPLING.max_new_tokens):
+        subject.applied(replace(SAMPLING, min_new_tokens=count))
+        subject.applied(replace(GREEDY, min_new_tokens=count))
+
+
+def end_of_the_model(subject: RolloutUnderTest) -> None:
+    """An end token of the model's files ends a response only if it is given."""
+    end = int(subject.tokenizer.eos_token_id)
+    head = subject.original["lm_head.weight"].clone()
+    # The end token gets the row of the token that is most likely behind the first prompt.
+    head[end] = 1.5 * head[int(subject.logits(PROMPTS[0])[-1].argmax())]
+    try:
+        subject.load({"lm_head.weight": head})
+        subject.engine.update_weights([("lm_head.weight", head)], 1)
+        endless = replace(SAMPLING, eos_token_ids=(), max_new_tokens=8)
+        found = subject.applied(endless, PROMPTS[:1] * 20)
+        expect(any(end in response[:-1] for response in found), True, "the token was drawn")
+    finally:
+        subject.restore()
+
+
+def stop_strings(subject: RolloutUnderTest) -> None:
+    """The token that completes a stop string ends the response, or it is refused."""
+    endless = replace(GREEDY, eos_token_ids=(), max_new_tokens=24)
+    subject.applied(replace(SAMPLING, stop_strings=("a", "e", " ", "t")), PROMPTS * 2)
+    for first in range(70, 290):  # find a response with a string that two tokens make up
+        (response,) = subject.applied(endless, [(first, 83)]) or [[]]
+        for count in range(3, len(response)):
+            string = subject.text(response[count - 2 : count])
+            stops = replace(endless, stop_strings=("\ue000 never", string))
+            readable = string.isascii() and string.isprintable()
+            if readable and subject.end_of(stops, response) == count:
+                for least in (0, count, count + 1):
+                    subject.applied(replace(stops, min_new_tokens=least), [(first, 83), (200,)])
+                return
+
+
+def seeds(subject: RolloutUnderTest) -> None:
+    """Seeds reproduce responses, and rows do not depend on each other, if this is declared."""
+    abilities, sampling = subject.engine.abilities, subject.possible(SAMPLING)
+    rows = PROMPTS[:1] * 8
+    numbers = [0, 1, 2, -1, 2**62, -(2**63), 2**63 - 1, 2**32]
+    endless = subject.possible(replace(SAMPLING, eos_token_ids=(), max_new_tokens=6))
+    first = subject.check(endless, subject.generate(endless, rows, numbers), rows)
+    expect(len({tuple(response) for response in first}) > 5, True, "8 seeds give over 5 responses")
+    other = subject.check(endless, subject.generate(endless, rows, range(50, 58)), rows)
+    expect(other != first, True, "other seeds give other responses")
+    if not abilities.seeded:
+        return
+    again = subject.check(endless, subject.generate(endless, rows, numbers), rows)
+    expect(again, first, "the same seeds again")
+    whole = subject.check(sampling, subject.generate(sampling, PROMPTS * 3), PROMPTS * 3)
+    for order in ([5, 0, 16, 3], [9]) if abilities.batch_invariant else ():
+        part, numbers = [(PROMPTS * 3)[i] for i in order], [100 + i for i in order]
+        found = subject.check(sampling, subject.generate(sampling, part, numbers), part)
+        expect(found, [whole[i] for i in order], f"rows {order} by themselves")
+
+
+def bad_input(subject: RolloutUnderTest) -> None:
+    """A prompt that cannot be used is refused by a typed error, and nothing is broken."""
+    sampling, window = subject.possible(SAMPLING), subject.engine.abilities.window
+    wrong: list[tuple[int, ...]] = [(), (70, subject.vocabulary), (-1, 70)]
+    if window is not None:
+        wrong += [(70,) * (window + 1), (70,) * (window - SAMPLING.max_new_tokens + 1)]
+    for prompt in wrong:
+        run = partial(subject.generate, sampling, [(70,), prompt])
+        error = expect_raises(run, RolloutInputError, f"a prompt of {len(prompt)} tokens")
+        expect(vars(error).get("row"), 1, "attribute row")
+    ids, mask = left_padded(PROMPTS[:2])
+    numbers, generate = torch.tensor([1, 2]), subject.engine.generate
+    for what, given, kind in (
+        ("a mask of another shape", (ids, mask[:, 1:], sampling, numbers), ShapeError),
+        ("too few seeds", (ids, mask, sampling, numbers[:1]), ShapeError),
+        ("one dimension", (ids[0], mask[0], sampling, numbers), ShapeError),
+        ("padding on the right", (ids.flip(1), mask.flip(1), sampling, numbers), RolloutInputError),
+    ):
+        expect_raises(partial(generate, *given), kind, what)
+    outside = torch.tensor([[70, subject.vocabulary]])
+    score = partial(subject.engine.score, outside, torch.ones_like(outside))
+    expect_raises(score, RolloutInputError, "score of an id outside the vocabulary")
+    subject.check_weights()
+
+
+def update(subject: RolloutUnderTest) -> None:
+    """After an update of all or some weights, responses and scores are of the new weights."""
+    engine = subject.engine
+    subject.check_weights()  # fills the prefix cache, if there is one
+    new = subject.noise(5)
+    entries = list(new.items())
+    try:
+        for version, part in enumerate((entries, [(SQUARE_WEIGHT, new[SQUARE_WEIGHT] * 2)])):
+            subject.load(dict(part))
+            for half in (part[:9], part[9:]):  # one version in two parts, as buckets arrive
+                engine.update_weights(iter(half), 5 + version)
+            expect(engine.version, 5 + version, "version")
+            subject.check_weights()
+    finally:
+        subject.restore()
+    before, up = engine.version, "model.layers.0.mlp.up_proj.weight"
+    for name, tensor in (
+        ("model.no_such.weight", torch.zeros(3)),
+        ("model.norm.weight", torch.zeros(3)),
+        (up, subject.original[up].t()),
+        (SQUARE_WEIGHT, subject.original[SQUARE_WEIGHT][:32]),
+    ):
+        wrong = partial(engine.update_weights, [(name, tensor)], before + 1)
+        error = expect_raises(wrong, ModelError, f"a wrong {name}")
+        expect(name in str(error), True, "the message names the weight")
+        expect(engine.version, before, f"version after a wrong {name}")
+    subject.check_weights()
+
+
+def verification(subject: RolloutUnderTest) -> None:
+    """Digests and scores show a weight that is transposed or was left out."""
+    engine, right = subject.engine, subject.noise(3)
+    dtypes, exposes = engine.weight_dtypes(), engine.abilities.exposes_weights
+    expect(set(dtypes) - set(right), set(), "names of dtypes that the model does not have")
+    expected = {n: tensor_digest(t.to(dtypes.get(n, t.dtype))) for n, t in right.items()}
+    if not exposes:
+        error = expect_raises(engine.weights_digest, RolloutAbilityError, "weights_digest")
+        expect(vars(error).get("engine"), engine.name, "attribute engine")
+    square = right[SQUARE_WEIGHT]
+    try:
+        subject.load(right)
+        for weight in (square.t().contiguous(), subject.original[SQUARE_WEIGHT], square):
+            engine.update_weights({**right, SQUARE_WEIGHT: weight}.items(), 9)
+            same = weight is square
+            if exposes:
+                expect(engine.weights_digest() == expected, same, "equal digests")
+            expect(subject.score_change() < LEAST_CHANGE, same, "equal scores")
+    finally:
+        subject.restore()
+
+
+def release(subject: RolloutUnderTest) -> None:
+    """A released engine refuses to generate; `resume` gives the same engine back."""
+    engine, (ids, mask) = subject.engine, left_padded(PROMPTS)
+    before, sampling = engine.version, subject.possible(SAMPLING)
+    engine.release()
+    expect_raises(lambda: subject.generate(sampling), RolloutError, "generate while released")
+    expect_raises(lambda: engine.score(ids, mask), RolloutError, "score while released")
+    for _ in range(2):  # a second one does nothing
+        engine.resume()
+        subject.check_weights()
+    expect(engine.version, before, "version after resume")
+    engine.release()
+    try:
+        subject.load(subject.noise(4))
+        engine.update_weights(subject.noise(4).items(), 11)
+        engine.resume()
+        expect(engine.version, 11, "version of an update while released")
+        subject.check_weights()
+    finally:
+        subject.restore()
+
+
+def close(subject: RolloutUnderTest) -> None:
+    """`close` may be called twice, and then every use is refused."""
+    engine, (ids, mask) = subject.engine, left_padded(PROMPTS)
+    engine.close()
+    engine.close()
+    uses: tuple[Callable[[], object], ...] = (
+        lambda: subject.generate(subject.possible(SAMPLING)),
+        lambda: engine.score(ids, mask),
+        lambda: engine.update_weights(subject.original.items(), 12),
+        engine.weights_digest,
+        engine.release,
+        engine.resume,
+    )
+    for number, use in enumerate(uses):
+        expect_raises(use, RolloutError, f"use {number} after close")
+
+
+ROLLOUT_LAWS: tuple[Callable[[RolloutUnderTest], None], ...] = (
+    protocol, prompts, log_probabilities, temperature, filters, ends, end_of_the_model,
+    stop_strings, seeds, bad_input, update, verification, release, close,
+)  # fmt: skip
+"""All laws. The last one closes the engine."""
+
+
+def check_rollout(build: BuildRollout, *, tolerance: float = 1e-4) -> None:
+    """Build an engine on a small model and check every law.
+
+    Args:
+        build: receives a model folder and returns the engine, in float32.
+        tolerance: the largest difference of a log-probability, nats.
+
+    Raises:
+        LawBroken: one does not hold.
+    """
+    with tempfile.TemporaryDirectory() as parent:
+        folder = str(Path(parent) / "model")
+        write_reference_model(folder)
+        with RolloutUnderTest(build, folder, tolerance=tolerance) as subject:
+            check_all(ROLLOUT_LAWS, subject, f"The rollout engine {subject.engine.name!r}")

@@ -1,0 +1,124 @@
+"""A rollout engine with declared limits and injected faults, for the code around an engine.
+
+Without a fault it is the engine `hf` in float32.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+from dataclasses import replace
+from typing import Literal
+
+import torch
+
+from quadriga.config.schema import ModelConfig, RolloutEngineConfig
+from quadriga.rollout import Rollout
+from quadriga.rollout.base import FinishReason, RolloutOutput
+from quadriga.rollout.hf.engine import HFRollout
+
+Fault = Literal[
+    "dies",
+    "fails",
+    "wedges",
+    "slow",
+    "wrong version",
+    "missing row",
+    "empty response",
+    "id outside the vocabulary",
+    "nan log-probability",
+    "gap in the mask",
+    "token behind the end",
+    "wrong finish reason",
+    "weight left out",
+]
+"""`dies`: the connection is reset. `fails`: the engine's library raises. `wedges`: the call does
+not return before `close`. `slow`: it takes `delay` seconds more. `weight left out`: an update
+leaves one weight as it was. The others change the last row of an output."""
+
+
+class FakeRollout(HFRollout):
+    """`abilities`: what it declares; None: everything. `after`: right calls before the fault."""
+
+    name = "fake"
+    version = -1
+
+    def __init__(self, folder, *, abilities=None, fault=None, after=0, delay=0.0):
+        super().__init__(ModelConfig(path=str(folder)), dtype="float32")
+        self.abilities = abilities or self.abilities
+        self._fault, self._after, self._delay = fault, after, delay
+        self._calls = 0
+        self._closed = threading.Event()
+
+    def generate(self, prompt_ids, attention_mask, sampling, sample_seeds):
+        self._calls += 1
+        faulty = self._calls > self._after
+        if faulty:
+            self._fail_before_the_answer()
+        if not self.abilities.seeded:
+            sample_seeds = torch.tensor([random.getrandbits(60) for _ in sample_seeds]).long()
+        out = super().generate(prompt_ids, attention_mask, sampling, sample_seeds)
+        out = replace(out, weight_versions=torch.full_like(out.weight_versions, self.version))
+        return self._faulty(out) if faulty and len(out.response_ids) else out
+
+    def update_weights(self, stream, version):
+        weights = dict(stream)
+        if self._fault == "weight left out":
+            weights.pop(next(iter(weights)))
+        super().update_weights(weights.items(), version)
+        self.version = version
+
+    def share_weights(self, stream, version):
+        self.update_weights(stream, version)
+        return 0
+
+    def weights_digest(self):
+        if not self.abilities.exposes_weights:
+            raise self._unable("show its weights", "exposes_weights")
+        return super().weights_digest()
+
+    def weight_dtypes(self):
+        self._check("weight_dtypes", "ready", "released")
+        return {name: tensor.dtype for name, tensor in self.weights()}
+
+    def close(self):
+        super().close()
+        self._closed.set()
+
+    def _fail_before_the_answer(self):
+        if self._fault == "dies":
+            raise ConnectionResetError("the engine's process has ended")
+        if self._fault == "fails":
+            raise ArithmeticError("an error of the engine's library")
+        if self._fault == "wedges":
+            self._closed.wait()
+        if self._fault == "slow":
+            self._closed.wait(self._delay)
+
+    def _faulty(self, out: RolloutOutput) -> RolloutOutput:
+        last = int(out.response_mask[-1].sum()) - 1
+        if self._fault == "missing row":
+            names = ("response_ids", "response_mask", "rollout_log_probs", "finish_reason")
+            return replace(out, **{name: getattr(out, name)[:-1] for name in names})
+        if self._fault == "wrong finish reason":
+            flipped: FinishReason = "length" if out.finish_reason[-1] == "stop" else "stop"
+            return replace(out, finish_reason=(*out.finish_reason[:-1], flipped))
+        if self._fault == "wrong version":
+            out.weight_versions[-1] += 1
+        if self._fault == "empty response":
+            out.response_mask[-1] = 0
+        if self._fault == "id outside the vocabulary":
+            out.response_ids[-1, last] = self.abilities.vocabulary
+        if self._fault == "nan log-probability":
+            out.rollout_log_probs[-1, last] = math.nan
+        if self._fault == "gap in the mask":
+            out.response_mask[-1, 0] = 0
+        if self._fault == "token behind the end":
+            out.response_ids[-1, -1] += 1
+        return out
+
+
+def full_abilities(vocabulary):
+    """Return the declaration of an engine that can do everything, with a window of 128 tokens."""
+    return Rollout(RolloutEngineConfig()).abilities(vocabulary, 128)
