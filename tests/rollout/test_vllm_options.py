@@ -8,7 +8,6 @@ import random
 
 import pytest
 import torch
-from quadriga.trainer.run.preflight import check_engines
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import (
@@ -24,6 +23,7 @@ from quadriga.rollout import build_rollout, rollout_of
 from quadriga.rollout.vllm import options, weights
 from quadriga.rollout.vllm.engine import spread_seed
 from quadriga.rollout.vllm.start import Isolation
+from quadriga.trainer.preflight import check_engines
 from quadriga.workers import actor_rollout_ref
 from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
 

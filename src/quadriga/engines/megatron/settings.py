@@ -22,7 +22,7 @@ VERSION = "0.16.1"
 """The version that the engine was written for. Others have other modules and arguments."""
 
 on_cpu_for_tests = False
-"""Whether `quadriga.testing.megatron_on_cpu` has let Megatron-core compute on CPUs."""
+"""Whether `tests/megatron_on_cpu.py` has let Megatron-core compute on CPUs."""
 
 
 def check_installed(key: str = "engine.name") -> None:
