@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from quadriga.rollout.base import tensor_digest
+from quadriga.rollout.base import RolloutEngine, tensor_digest
 
 
 class Source:
@@ -25,10 +25,11 @@ class Source:
                 yield self.tied[name], weight
 
 
-class Target:
+class Target(RolloutEngine):
     """Holds zeros in the shapes of `weights`."""
 
     name = "fake"
+    version, generate, score = -1, None, None
     abilities = SimpleNamespace(exposes_weights=True)
 
     def __init__(self, weights):

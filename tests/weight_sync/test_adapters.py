@@ -12,7 +12,7 @@ from quadriga.engines import build_engine
 from quadriga.errors import ConfigError, WorkerError
 from quadriga.models.adapters.lora import is_stored_part, merged, stored_part
 from quadriga.rollout import build_rollout, check_adapters, loads_adapters
-from quadriga.rollout.base import tensor_digest
+from quadriga.rollout.base import RolloutEngine, tensor_digest
 from quadriga.testing import write_reference_model
 from quadriga.weight_sync import WeightReceiver, WeightSender, WeightSync, needs_of
 from quadriga.weight_sync.verification import probe_ids, trained_scores
@@ -20,10 +20,11 @@ from quadriga.weight_sync.verification import probe_ids, trained_scores
 RANK = 3
 
 
-class HoldsAdapters:
+class HoldsAdapters(RolloutEngine):
     """The reference engine with A and B of each linear layer beside its weights."""
 
     name = "holds adapters"
+    generate = None
 
     def __init__(self, folder):
         self.inner = build_rollout("hf", ModelConfig(path=folder), dtype="float32")

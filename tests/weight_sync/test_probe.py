@@ -12,7 +12,7 @@ from quadriga.engines import build_engine
 from quadriga.errors import RolloutDiedError, WorkerError
 from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.rollout import build_rollout
-from quadriga.rollout.base import tensor_digest
+from quadriga.rollout.base import RolloutEngine, tensor_digest
 from quadriga.rollout.guard import GuardedRollout
 from quadriga.weight_sync import WeightSync
 from quadriga.weight_sync.verification import ScoreProbe
@@ -31,7 +31,7 @@ def engine(model_folder):
     return build_engine(ModelConfig(path=model_folder), EngineConfig(), OptimConfig(lr=0.01))
 
 
-class Hidden:
+class Hidden(RolloutEngine):
     """A rollout engine in bfloat16 that does not expose its weights.
 
     `fault` changes what its own model gets; the caller cannot see that. `lost` changes what arrives
@@ -39,6 +39,7 @@ class Hidden:
     """
 
     name = "hidden"
+    generate = score = None
 
     def __init__(self, folder, fault=lambda weights: weights):
         self.engine = build_rollout("hf", ModelConfig(path=folder), dtype="bfloat16")

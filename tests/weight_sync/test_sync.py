@@ -12,7 +12,7 @@ from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
 from quadriga.errors import WorkerError
 from quadriga.rollout import build_rollout
-from quadriga.rollout.base import tensor_digest
+from quadriga.rollout.base import RolloutEngine, tensor_digest
 from quadriga.weight_sync import WeightSync, compare_digests
 from training_step import train_once
 
@@ -64,10 +64,11 @@ def test_the_rollout_uses_the_tensors_of_the_trainer(engine, rollout):
     assert rollout.version == 2
 
 
-class Wrapped:
+class Wrapped(RolloutEngine):
     """A rollout engine around another one."""
 
     name = "wrapped"
+    generate = score = None
 
     def __init__(self, engine):
         self.engine, self.abilities = engine, engine.abilities

@@ -64,10 +64,12 @@ class Rollout:
     Attributes:
         computes_images: it generates from prompts with images.
         shares_weights: it can use the tensors of an actor in the same process as its weights.
+        no_adapters: why it cannot load the adapters of a model, for messages.
     """
 
     computes_images: ClassVar[bool] = False
     shares_weights: ClassVar[bool] = False
+    no_adapters: ClassVar[str] = ""
     sampling_settings: ClassVar[frozenset[SamplingSetting]] = ALL_SETTINGS
     filter_order: ClassVar[FilterOrder] = "top_k, top_p, min_p"
 
@@ -241,8 +243,8 @@ def check_adapters(rollout: RolloutConfig, lora: LoraConfig) -> None:
     if rollout.load_adapters and not loads_adapters(rollout, lora):
         raise ConfigError(
             f"{key}=true needs rollout.name=vllm with tensor_parallel_size=1 and adapters of rank "
-            f"512 or less, got name={rollout.name}; set it to null, and the adapters are merged "
-            "into the weights that the engine receives",
+            f"512 or less, got name={rollout.name}{rollout_of(rollout).no_adapters}; set it to "
+            "null, and the adapters are merged into the weights that the engine receives",
             key=key,
         )
 

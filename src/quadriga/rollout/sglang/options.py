@@ -173,6 +173,10 @@ class SGLang(Rollout):
     """See `Rollout`."""
 
     filter_order = "joint"
+    no_adapters = (
+        " (SGLang 0.5.23 does not start with adapters on a machine without a GPU, so sending them "
+        "to it was never tested)"
+    )
 
     def __init__(self, settings: RolloutEngineConfig) -> None:
         super().__init__(settings)
