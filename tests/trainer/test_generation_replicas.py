@@ -217,7 +217,6 @@ def test_every_fault_of_an_engine_in_the_middle_loses_no_response(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["rollout.replicas.restarts=1"], "restarts=1 is not read without replicas; set rollout.r"),
         ([*TWO, "rollout.replicas.request_rows=0"], "request_rows must be at least 1, got 0"),
         ([*TWO, "rollout.replicas.prefix_shares=1"], "prefix_share"),
     ],
