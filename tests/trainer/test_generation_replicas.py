@@ -14,7 +14,7 @@ import quadriga.rollout
 from fake_rollout import FakeRollout, Fault
 from quadriga.config.commands import EvalConfig, GenerateConfig
 from quadriga.config.loading import load_config
-from quadriga.errors import ConfigError, InputError, RolloutDiedError
+from quadriga.errors import InputError, RolloutDiedError
 from quadriga.protocol import fields
 from quadriga.rollout.guard import GuardedRollout
 from quadriga.trainer.evaluation import ranks
@@ -227,14 +227,3 @@ def test_settings_of_replicas_that_do_not_fit_are_refused_before_the_start(
     with pytest.raises(InputError, match=message):
         generate(*more)
     assert not started
-
-
-def test_settings_of_replicas_are_refused_where_nothing_is_generated(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"responses": ["1"]}\n')
-    with pytest.raises(ConfigError, match=r"rollout\.replicas\.enable=true is not read, because"):
-        run_evaluation(
-            load_config(
-                EvalConfig,
-                [f"response_files={tmp_path / 'a.jsonl'}", "rollout.replicas.enable=true"],
-            )
-        )

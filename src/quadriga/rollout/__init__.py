@@ -19,7 +19,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from quadriga.algorithms.user_files import running_user_file
 from quadriga.config.schema import RolloutEngineConfig
@@ -62,11 +62,13 @@ class Rollout:
         settings: the section `rollout`. `settings.options` is for this engine alone.
 
     Attributes:
+        engine: "module:class" of the `RolloutEngine`, which is imported when it is built.
         computes_images: it generates from prompts with images.
         shares_weights: it can use the tensors of an actor in the same process as its weights.
         no_adapters: why it cannot load the adapters of a model, for messages.
     """
 
+    engine: ClassVar[str] = ""
     computes_images: ClassVar[bool] = False
     shares_weights: ClassVar[bool] = False
     no_adapters: ClassVar[str] = ""
@@ -154,7 +156,7 @@ class Rollout:
         releasable: bool,
         copies: Sequence[tuple[int, ...]] | None,
     ) -> RolloutEngine:
-        """Start the engine on this rank.
+        """Start the engine on this rank: `engine(self, model, device, releasable, copies)`.
 
         Args:
             model: with its adapters only if the engine loads them.
@@ -166,7 +168,17 @@ class Rollout:
             ConfigError: the engine is not installed.
             ModelError: the folder does not hold a causal language model that it computes.
         """
-        raise NotImplementedError
+        self.check(None)
+        engine: RolloutEngine = _imported(self.engine)(
+            self, model, device, releasable=releasable, copies=copies
+        )
+        return engine
+
+
+def _imported(place: str) -> Any:
+    """Return the class at "module:class"."""
+    module, _, cls = place.partition(":")
+    return getattr(importlib.import_module(module), cls)
 
 
 ROLLOUTS: dict[str, str | type[Rollout]] = {
@@ -213,10 +225,7 @@ def rollout_of(settings: RolloutEngineConfig) -> Rollout:
             known=list(ROLLOUTS),
             nearest=nearest,
         )
-    if isinstance(found, str):
-        module, _, cls = found.partition(":")
-        found = getattr(importlib.import_module(module), cls)
-    rollout: Rollout = found(settings)
+    rollout: Rollout = (_imported(found) if isinstance(found, str) else found)(settings)
     return rollout
 
 

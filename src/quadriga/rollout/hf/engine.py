@@ -20,6 +20,7 @@ from quadriga.models.vision.processor import image_tokens_of
 from quadriga.models.vision.rows import MultiModalRows, check_images
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device
+from quadriga.rollout import Rollout
 from quadriga.rollout.base import (
     FinishReason,
     RolloutEngine,
@@ -29,7 +30,6 @@ from quadriga.rollout.base import (
     integer_bits,
 )
 from quadriga.rollout.checks import check_request, check_sequences
-from quadriga.rollout.hf import HF
 from quadriga.rollout.hf.generation import CachedModel, Generation, check_generation
 from quadriga.rollout.hf.kv_cache import CacheBuffers
 from quadriga.rollout.responses import StopStringsOfModel
@@ -71,7 +71,7 @@ class HFRollout(RolloutEngine):
         if not is_listed(config):
             check_generation(self.module, self.device, self._cached.forward)
         window = context_window(config)
-        self.abilities = HF(RolloutEngineConfig()).abilities(
+        self.abilities = Rollout(RolloutEngineConfig()).abilities(
             config.get_text_config().vocab_size, window.tokens if window else None
         )
         self._weights = ModelWeights(self.module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -53,7 +53,8 @@ class SGLangRollout(RolloutEngine):
         model: ModelConfig,
         device: str | torch.device,
         *,
-        releasable: bool = True,
+        releasable: bool,
+        copies: Sequence[tuple[int, ...]] | None,  # SGLang divides a copy by itself
     ) -> None:
         self._options = rollout.options
         config = read_config(local_folder(model.path), trust_remote_code=model.trust_remote_code)

@@ -9,13 +9,13 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 from quadriga.config.convert import build
-from quadriga.config.schema import ModelConfig, Options, RolloutEngineConfig, SamplingConfig
+from quadriga.config.schema import Options, RolloutEngineConfig, SamplingConfig
 from quadriga.errors import ConfigError
 from quadriga.rollout import Rollout
 from quadriga.rollout.abilities import (
@@ -27,9 +27,7 @@ from quadriga.rollout.abilities import (
 )
 
 if TYPE_CHECKING:
-    import torch
-
-    from quadriga.rollout.base import RolloutEngine
+    pass
 
 KEY = "actor_rollout_ref.rollout.options"
 """The setting that holds the options, for messages."""
@@ -172,6 +170,8 @@ _UNABLE: frozenset[SamplingSetting] = frozenset({"min_new_tokens", "excluded_tok
 class SGLang(Rollout):
     """See `Rollout`."""
 
+    engine = "quadriga.rollout.sglang.engine:SGLangRollout"
+
     filter_order = "joint"
     no_adapters = (
         " (SGLang 0.5.23 does not start with adapters on a machine without a GPU, so sending them "
@@ -226,19 +226,6 @@ class SGLang(Rollout):
             "the rounding of SGLang depends on the rows that it computes together, so a token can "
             "change where two tokens have nearly equal probabilities"
         )
-
-    def build(
-        self,
-        model: ModelConfig,
-        device: str | torch.device,
-        *,
-        releasable: bool,
-        copies: Sequence[tuple[int, ...]] | None,
-    ) -> RolloutEngine:
-        from quadriga.rollout.sglang.engine import SGLangRollout
-
-        self.check(None)
-        return SGLangRollout(self, model, device, releasable=releasable)
 
 
 def check_installed(options: SGLangOptions) -> None:

@@ -80,8 +80,8 @@ class VLLMRollout(RolloutEngine):
         model: ModelConfig,
         device: str | torch.device,
         *,
-        releasable: bool = True,
-        copies: Sequence[tuple[int, ...]] | None = None,
+        releasable: bool,
+        copies: Sequence[tuple[int, ...]] | None,
     ) -> None:
         self.options = rollout.options
         self.device = local_device(device)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,10 +24,7 @@ from quadriga.rollout import ROLLOUT_KEY, Rollout
 from quadriga.rollout.abilities import ALL_SETTINGS
 
 if TYPE_CHECKING:
-    import torch
-
     from quadriga.models.context_window import ContextWindow, LongestSequence
-    from quadriga.rollout.base import RolloutEngine
 
 TESTED_VERSION = "0.32.0"
 """The version of vLLM that the tests run with."""
@@ -139,6 +136,8 @@ def parse_options(options: Mapping[str, object]) -> VLLMOptions:
 class VLLM(Rollout):
     """See `Rollout`."""
 
+    engine = "quadriga.rollout.vllm.engine:VLLMRollout"
+
     def __init__(self, settings: RolloutEngineConfig) -> None:
         super().__init__(settings)
         self.options = parse_options(settings.options)
@@ -183,19 +182,6 @@ class VLLM(Rollout):
     def loads_adapters(self, lora: LoraConfig) -> bool:
         fits = lora.rank is None or lora.rank <= ADAPTER_RANKS[-1]
         return self.options.tensor_parallel_size == 1 and fits
-
-    def build(
-        self,
-        model: ModelConfig,
-        device: str | torch.device,
-        *,
-        releasable: bool,
-        copies: Sequence[tuple[int, ...]] | None,
-    ) -> RolloutEngine:
-        from quadriga.rollout.vllm.engine import VLLMRollout
-
-        check_installed(self.options)
-        return VLLMRollout(self, model, device, releasable=releasable, copies=copies)
 
 
 def space_for_rank(rank: int) -> int:
