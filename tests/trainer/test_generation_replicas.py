@@ -20,8 +20,8 @@ from quadriga.rollout.guard import GuardedRollout
 from quadriga.trainer.evaluation import ranks
 from quadriga.trainer.evaluation.generate import run_generation
 from quadriga.trainer.evaluation.run import run_evaluation
+from quadriga.trainer.replicas import rollout
 from quadriga.trainer.replicas.replica import Replicas
-from quadriga.trainer.replicas.rollout import ReplicatedRollout
 
 TWO = (
     "trainer.backend=local", "trainer.n_gpus_per_node=2", "rollout.replicas.enable=true",
@@ -66,13 +66,13 @@ def started(monkeypatch) -> list[Replicas]:
 def requests(monkeypatch) -> list[tuple[int, int]]:
     """(replica, rows) of every request."""
     found: list[tuple[int, int]] = []
-    ask = ReplicatedRollout._ask
+    ask = rollout._Call._ask
 
-    def noted(self, work, in_flight, request, replica):
-        found.append((replica.number, len(request.rows)))
-        ask(self, work, in_flight, request, replica)
+    def noted(self, members, replica):
+        found.append((replica.number, sum(len(member.rows) for member in members)))
+        ask(self, members, replica)
 
-    monkeypatch.setattr(ReplicatedRollout, "_ask", noted)
+    monkeypatch.setattr(rollout._Call, "_ask", noted)
     return found
 
 

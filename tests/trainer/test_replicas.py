@@ -24,11 +24,9 @@ from quadriga.errors import (
 from quadriga.protocol import fields
 from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.trainer.preflight import check_settings
-from quadriga.trainer.replicas import routing
-from quadriga.trainer.replicas.replica import Replicas
-from quadriga.trainer.replicas.rollout import ReplicatedRollout
-from quadriga.trainer.replicas.routing import PrefixHashes, PrefixRouter
-from quadriga.trainer.replicas.weights import ReplicaLink
+from quadriga.trainer.replicas import rollout as routing
+from quadriga.trainer.replicas.replica import ReplicaLink, Replicas
+from quadriga.trainer.replicas.rollout import PrefixHashes, PrefixRouter, ReplicatedRollout
 
 
 def rollout(*groups: Group, restarts: int = 0, **settings) -> ReplicatedRollout:

@@ -22,10 +22,8 @@ from quadriga.config.schema import RunConfig, TrainConfig
 from quadriga.errors import CheckpointError, QuadrigaError, RolloutOutputError
 from quadriga.protocol import DataProto, DataProtoFuture, fields
 from quadriga.trainer.checkpoints import ControllerState, unchanged_handlers
-from quadriga.trainer.replicas.replica import Replicas
+from quadriga.trainer.replicas.replica import ReplicaLink, Replicas, are_replicas, start_replicas
 from quadriga.trainer.replicas.rollout import ReplicatedRollout
-from quadriga.trainer.replicas.start import are_replicas, start_replicas
-from quadriga.trainer.replicas.weights import ReplicaLink
 from quadriga.trainer.role_workers import worker_classes
 from quadriga.trainer.roles.checks import INIT, check_states, has_method, saved_roles
 from quadriga.trainer.roles.needed import CRITIC, REWARD_MODEL, reads_ref_log_prob

@@ -13,9 +13,8 @@ from quadriga.config.schema import ActorRolloutRefConfig, RolloutConfig, Rollout
 from quadriga.models.folder import with_absolute_paths
 from quadriga.protocol import DataProto
 from quadriga.trainer.checks.engines import check_device
-from quadriga.trainer.replicas.replica import FROM_FOLDER, Replicas
+from quadriga.trainer.replicas.replica import FROM_FOLDER, Replicas, start_replicas
 from quadriga.trainer.replicas.rollout import ReplicatedRollout
-from quadriga.trainer.replicas.start import start_replicas
 from quadriga.trainer.role_workers import threads_per_rank
 from quadriga.trainer.roles.placement import Role
 from quadriga.trainer.worker_groups import (

@@ -1,15 +1,18 @@
-"""The replicas of a rollout: worker groups that start, end and fail one by one."""
+"""The replicas of a rollout: worker groups that start, end and fail one by one; their weights."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, cast
 
+from quadriga.config.schema import RolloutEngineConfig, TrainConfig
 from quadriga.errors import (
     CallTimeoutError,
+    ConfigError,
     InputError,
     QuadrigaError,
     RolloutDiedError,
@@ -19,8 +22,14 @@ from quadriga.errors import (
     WorkerInitError,
     WorkerMethodError,
 )
-from quadriga.protocol import DataProtoFuture, as_completed
-from quadriga.workers.roles import ReceivingGroup, RolloutGroup
+from quadriga.protocol import DataProto, DataProtoFuture, as_completed
+from quadriga.rollout import rollout_of
+from quadriga.single_controller import split_resource_pool
+from quadriga.workers.roles import ReceivingGroup, RolloutGroup, SendingGroup
+
+if TYPE_CHECKING:
+    from quadriga.single_controller import Backend, ClassWithInitArgs, ResourcePool, WorkerGroup
+    from quadriga.weight_sync import WeightNeeds
 
 _log = logging.getLogger("quadriga")
 
@@ -70,7 +79,7 @@ class Replicas:
     version: int | None = field(default=None, init=False)
     """The version of the weights that all working replicas hold, as of the last weight sync.
     `FROM_FOLDER`: no sync is to come. None: the first one has not come yet."""
-    _losses: list[QuadrigaError] = field(default_factory=list, init=False)
+    _last_loss: QuadrigaError | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.all = [Replica(number, self.start(number)) for number in range(self.count)]
@@ -94,16 +103,12 @@ class Replicas:
             f"all {self.count} replicas of the rollout are lost, so nothing can generate. {reasons}"
         )
 
-    @property
-    def _last_loss(self) -> QuadrigaError | None:
-        return self._losses[-1] if self._losses else None
-
     def lose(self, replica: Replica, error: QuadrigaError) -> None:
         """End a replica, so that it neither answers late nor takes part in a weight sync."""
         if replica.loss is not None:
             return
         replica.loss = error
-        self._losses.append(error)
+        self._last_loss = error
         left = sum(r.loss is None for r in self.all)
         _log.warning(
             "replica %d of the rollout is lost, %d of %d are left: %s",
@@ -200,3 +205,101 @@ def is_loss(error: QuadrigaError) -> bool:
 
 def _line(error: BaseException | None) -> str:
     return str(error).split("\n", 1)[0]
+
+
+@dataclass(frozen=True)
+class ReplicaLink:
+    """From the actor to the replicas, through the store of the backend.
+
+    The ranks of the actor send once, whatever the number of replicas: each replica reads the parts
+    of a round by their handles. A replica that is lost meanwhile is left out. One that was lost
+    before is started again first, if it may be, and so gets the same weights as the others.
+    """
+
+    sender: SendingGroup
+    replicas: Replicas
+
+    def sync(self) -> None:
+        """Copy all weights, then compare digests on every rank of every replica.
+
+        Raises:
+            WorkerError: names the weights that are missing or differ, or the replicas hold several
+                versions.
+            RolloutDiedError: all replicas are lost.
+        """
+        replicas = self.replicas
+        replicas.restart_lost()
+        replicas.collect(replicas.submit(lambda group: group.weight_needs.submit()))
+        replicas.restart_lost()  # those that died since, as this call has shown
+        every = replicas.collect(replicas.submit(lambda group: group.weight_needs.submit()))
+        found = [
+            needs for per_rank in every.values() for needs in cast("list[WeightNeeds]", per_rank)
+        ]
+        # One that was started again may need more than the others; all receive what it needs.
+        needs = next((needs for needs in found if needs.part == "unmerged"), found[0])
+        reading: dict[DataProtoFuture, Replica] = {}
+        with closing(self.sender.send_weights.stream(needs)) as rounds:
+            for parts in rounds:
+                replicas.collect(reading)  # two rounds at most are in the store
+                reading = replicas.submit(partial(_receive, parts))
+        replicas.collect(reading)
+        finished = replicas.collect(replicas.submit(lambda group: group.finish_weights.submit()))
+        versions = {v for per_rank in finished.values() for v in cast("list[int]", per_rank)}
+        if len(versions) != 1:
+            raise WorkerError(
+                f"after a weight sync the replicas of the rollout hold the versions "
+                f"{sorted(versions)}, expected one"
+            )
+        replicas.version = versions.pop()
+
+
+def _receive(parts: list[DataProto], group: ReplicaGroup) -> DataProtoFuture:
+    return group.receive_weights.submit(parts)
+
+
+def are_replicas(config: TrainConfig, uses: Sequence[str]) -> bool:
+    """Return whether the ranks of a pool with these uses are replicas of the rollout."""
+    return config.actor_rollout_ref.rollout.replicas.enable and "rollout" in uses
+
+
+def start_replicas(
+    settings: RolloutEngineConfig,
+    backend: Backend,
+    pool: ResourcePool,
+    members: Mapping[str, ClassWithInitArgs],
+    started: list[WorkerGroup],
+    *,
+    timeout: float | None,
+) -> Replicas:
+    """Start one worker group for each copy of the weights that the ranks of a pool can hold.
+
+    The groups are not watched: the loss of a replica ends no run.
+
+    Args:
+        settings: of the rollout.
+        members: worker key → class with its arguments; one entry.
+        started: receives every group, also those that are started again later.
+        timeout: the deadline of a call, in seconds.
+
+    Raises:
+        ConfigError: another role runs on these ranks.
+    """
+    if len(members) != 1:
+        key = "actor_rollout_ref.rollout.replicas.enable"
+        raise ConfigError(
+            f"{key}=true needs ranks on which only the rollout runs, but the workers of its pool "
+            f"are {sorted(members)}; map Role.Rollout to a pool of its own, or set it to false",
+            key=key,
+        )
+    parts = split_resource_pool(pool, rollout_of(settings).ranks_of_copy)
+    (role,) = members
+
+    def start(number: int) -> ReplicaGroup:
+        group: WorkerGroup = backend.worker_group(
+            parts[number], backend.colocate(members), timeout=timeout
+        )
+        started.append(group)
+        view: ReplicaGroup = group.spawn([role])[role]
+        return view
+
+    return Replicas(start, len(parts), settings.replicas.restarts)
