@@ -13,7 +13,10 @@ from quadriga.trainer.evaluation.generate import run_generation
 
 ENGINES = [name for name in ("vllm", "sglang") if importlib.util.find_spec(name) is not None]
 
-pytestmark = pytest.mark.skipif(not ENGINES, reason="no engine is installed; see make engines")
+pytestmark = [
+    pytest.mark.skipif(not ENGINES, reason="no engine is installed; see make engines"),
+    pytest.mark.nightly,
+]
 
 
 REPLICAS = [

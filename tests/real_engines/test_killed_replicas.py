@@ -15,10 +15,10 @@ from quadriga.protocol import fields
 from quadriga.trainer.ppo import RayPPOTrainer
 
 INSTALLED = [name for name in ("vllm", "sglang") if importlib.util.find_spec(name) is not None]
-ENGINES = INSTALLED or ["hf"]
+ENGINES = INSTALLED or [pytest.param("hf", marks=pytest.mark.nightly)]
 ROLLOUT = "actor_rollout_ref.rollout"
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture

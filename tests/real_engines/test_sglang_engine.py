@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import signal
+import socket
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from unittest import mock
 
@@ -16,6 +22,7 @@ from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
 from quadriga.errors import ModelError, WorkerError
 from quadriga.rollout import build_rollout
+from quadriga.rollout.base import RolloutEngine
 from quadriga.testing import ROLLOUT_LAWS, RolloutUnderTest, write_reference_model
 from quadriga.weight_sync import WeightSync
 from training_step import train_once
@@ -29,7 +36,7 @@ pytestmark = [
 ]
 
 # Each of these draws thousands of tokens, which takes minutes on a CPU.
-DRAWING = {"temperature", "top-k", "top-p", "min-p", "filter order", "log-probabilities"}
+DRAWING = {"temperature", "filters", "log_probabilities", "ends", "end_of_the_model"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,36 +62,32 @@ def reference(tmp_path_factory):
 def marked(laws):
     slow = pytest.mark.nightly
     return [
-        pytest.param(law, marks=[slow] if str(law) in DRAWING else [], id=str(law)) for law in laws
+        pytest.param(law, marks=[slow] if law.__name__ in DRAWING else [], id=law.__name__)
+        for law in laws
     ]
 
 
-@pytest.fixture(scope="module")
-def over_pipe(reference):
-    with RolloutUnderTest(sglang, reference) as subject:
+STARTS = [
+    {},
+    pytest.param({"seeds": True, "log_probs": "temperature_1"}, marks=pytest.mark.nightly),
+]
+
+
+@pytest.fixture(scope="module", params=STARTS, ids=["plain", "seeds"])
+def subject(reference, request):
+    with RolloutUnderTest(lambda folder: sglang(folder, **request.param), reference) as subject:
         yield subject
 
 
 @pytest.mark.parametrize("law", marked(ROLLOUT_LAWS))
-def test_sglang_engine_satisfies_the_law(over_pipe, law):
-    law.check(over_pipe)
+def test_sglang_satisfies_the_law(subject, law):
+    law(subject)
 
 
-@pytest.fixture(scope="module")
-def over_http(reference):
-    def build(folder):
-        return sglang(folder, transport="server", seeds=True, log_probs="temperature_1")
-
-    with RolloutUnderTest(build, reference) as subject:
-        yield subject
+OTHERS = [pytest.param(name, marks=pytest.mark.nightly) for name in OF_SGLANG[1:]]
 
 
-@pytest.mark.parametrize("law", marked(ROLLOUT_LAWS))
-def test_sglang_server_with_seeds_satisfies_the_law(over_http, law):
-    law.check(over_http)
-
-
-@pytest.mark.parametrize("name", OF_SGLANG)
+@pytest.mark.parametrize("name", [OF_SGLANG[0], *OTHERS])
 def test_greedy_responses_equal_those_of_hf_before_and_after_updates(tmp_path, name):
     folder = write_model(name, tmp_path / "model")
     hf = build_rollout("hf", ModelConfig(path=folder), dtype="float32")
@@ -105,20 +108,26 @@ def test_greedy_responses_equal_those_of_hf_before_and_after_updates(tmp_path, n
         engine.close()
 
 
+@pytest.mark.nightly
 def test_a_sliding_window_that_sglang_ignores_is_refused(tmp_path):
     folder = write_model("mistral, window of 8", tmp_path / "model")
     with pytest.raises(ModelError, match="window of 8 tokens"):
         sglang(folder)
 
 
-class Between:
+class Between(RolloutEngine):
     """The engine, and a fault between the trainer and it."""
+
+    name, generate, score = "between", None, None
 
     def __init__(self, engine, fault):
         self._engine, self._fault = engine, fault
+        self.abilities, self.weights_digest = engine.abilities, engine.weights_digest
+        self.weight_dtypes = engine.weight_dtypes
 
-    def __getattr__(self, name):
-        return getattr(self._engine, name)
+    @property
+    def version(self):
+        return self._engine.version
 
     def update_weights(self, stream, version):
         self._engine.update_weights(self._fault(stream), version)
@@ -163,17 +172,30 @@ def test_a_sync_shows_every_fault_between_trainer_and_sglang(reference):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["qwen2, tied", "llama, grouped queries"])
-def test_a_model_is_trained_on_a_server_whose_weights_cannot_be_read_back(tmp_path, name):
+def test_a_model_is_trained_on_a_server_whose_weights_cannot_be_read_back(tmp_path):
     """The first sync proves that each weight has an effect. SGLang skips a tied output layer."""
-    folder = write_model(name, tmp_path / "model")
+    folder = write_model("qwen2, tied", tmp_path / "model")
     config = ModelConfig(path=folder)
-    server = sglang(folder, transport="server")
-    transport = server._client._instance.transport
-    url = "http://{}:{}".format(*transport._address)
-    key = transport._headers["Authorization"].removeprefix("Bearer ")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = [
+        f"--model-path={folder}", f"--port={port}", "--host=127.0.0.1", "--api-key=right",
+        "--skip-tokenizer-init", "--weight-version=-1", "--dtype=float32", "--device=cpu",
+        "--attention-backend=torch_native", "--sampling-backend=pytorch", "--disable-cuda-graph",
+        "--max-total-tokens=4096", "--skip-server-warmup", "--grammar-backend=none",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "sglang.launch_server", *arguments]
+    variables = {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1"}
+    server = subprocess.Popen(command, env={**os.environ, **variables}, start_new_session=True)
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            break
+        time.sleep(0.5)
     trainer = build_engine(config, EngineConfig(), OptimConfig(lr=0.01))
-    ours, hf = sglang(folder, url=url, api_key=key), build_rollout("hf", config, dtype="float32")
+    ours = sglang(folder, url=f"http://127.0.0.1:{port}", api_key="right")
+    hf = build_rollout("hf", config, dtype="float32")
     try:
         assert not ours.abilities.exposes_weights
         syncs = [WeightSync(trainer, target) for target in (ours, hf)]
@@ -188,13 +210,12 @@ def test_a_model_is_trained_on_a_server_whose_weights_cannot_be_read_back(tmp_pa
             train_once(trainer, tokens=20)
     finally:
         ours.close()
-        server.close()
-        hf.close()
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
 
 
-@pytest.mark.parametrize("transport", ["engine", "server"])
-def test_a_killed_scheduler_is_replaced_with_the_right_weights(reference, transport):
-    engine = sglang(reference, transport=transport, restarts=1)
+def test_a_killed_scheduler_is_replaced_with_the_right_weights(reference):
+    engine = sglang(reference, restarts=1)
     try:
         ids, mask, seeds = requests()
         sampling = replace(GREEDY, max_new_tokens=50)
@@ -229,14 +250,13 @@ def listening(process):
     }
 
 
-@pytest.mark.parametrize("transport", ["engine", "server"])
-def test_nothing_listens_outside_this_machine(reference, transport):
-    engine = sglang(reference, transport=transport)
+@pytest.mark.nightly
+def test_nothing_listens_outside_this_machine(reference):
+    engine = sglang(reference)
     try:
         engine.generate(*requests((5, 9))[:2], GREEDY, torch.arange(2))
         found = listening(psutil.Process(engine._client._transport.host.pid))
         assert {address for _, address in found} <= {"127.0.0.1", "::1"}, found
-        assert found or transport == "engine"
     finally:
         engine.close()
 

@@ -21,11 +21,11 @@ STEPS = 5
 
 pytestmark = [
     pytest.mark.skipif(not ENGINES, reason="no engine is installed; see make engines"),
-    pytest.mark.nightly,
     pytest.mark.timeout(1800),
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("engine", "model"), ENGINES_AND_MODELS)
 def test_greedy_tokens_equal_those_of_hf_after_each_step(tmp_path, engine, model):
     folder = write_model(model, tmp_path / "model")
@@ -73,14 +73,17 @@ COPIES = {
 
 
 @pytest.mark.parametrize(
-    ("engine", "placement"),
+    ("engine", "placement", "steps"),
     [
-        (engine, settings)
-        for engine in ENGINES
-        for settings in (PLACEMENTS if engine == "sglang" else PLACEMENTS | COPIES)
+        *((engine, placement, 1) for engine in ENGINES for placement in PLACEMENTS),
+        *(
+            pytest.param(engine, placement, STEPS, marks=pytest.mark.nightly)
+            for engine in ENGINES
+            for placement in (PLACEMENTS if engine == "sglang" else PLACEMENTS | COPIES)
+        ),
     ],
 )
-def test_a_run_trains_on_what_its_actor_computes(tmp_path, engine, placement):
+def test_a_run_trains_on_what_its_actor_computes(tmp_path, engine, placement, steps):
     run_make_data(
         load_config(
             ArithmeticDataConfig,
@@ -102,13 +105,13 @@ def test_a_run_trains_on_what_its_actor_computes(tmp_path, engine, placement):
          "actor_rollout_ref.rollout.mismatch.bound=1e-3",
          # Rows without an advantage are measured too: all rewards of a step can be equal.
          "actor_rollout_ref.actor.skip_zero_advantages=false",
-         f"trainer.total_training_steps={STEPS}", "trainer.test_freq=0",
+         f"trainer.total_training_steps={steps}", "trainer.test_freq=0",
          "trainer.threads_per_worker=1", f"trainer.default_local_dir={tmp_path / 'run'}",
          "trainer.loggers=[jsonl]", *(PLACEMENTS | COPIES)[placement]],
     )  # fmt: skip
     run_training(config)
     rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["step"] > 0]
-    assert len(rows) == STEPS
+    assert len(rows) == steps
     for row in rows:
         # The first ratio of a step is exp of a difference of at most this size.
         assert row["mismatch/max"] < 1e-3, row

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import random
 import sys
-import threading
 from unittest import mock
 
 import pytest
@@ -20,14 +19,11 @@ from quadriga.errors import (
     ModelError,
     RolloutAbilityError,
     RolloutError,
-    RolloutInputError,
-    RolloutOutputError,
     RolloutTimeoutError,
     WorkerError,
 )
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams, tensor_digest
-from quadriga.rollout.guard import GuardedRollout
 from quadriga.testing import ROLLOUT_LAWS, RolloutUnderTest, write_reference_model
 from quadriga.weight_sync import compare_digests
 
@@ -40,7 +36,8 @@ pytestmark = [
 ]
 
 # Each of these draws thousands of tokens, which takes minutes on a busy CPU.
-DRAWING = {"temperature", "top-k", "top-p", "min-p", "filter order", "min tokens"}
+DRAWING = {"temperature", "filters", "ends"}
+SLOW = [pytest.param(name, marks=pytest.mark.nightly) for name in list(MODELS)[1:]]
 
 
 def vllm(folder, **options):
@@ -74,15 +71,17 @@ class TestLaws:
     @pytest.mark.parametrize(
         "law",
         [
-            pytest.param(law, id=str(law), marks=[pytest.mark.nightly] * (str(law) in DRAWING))
+            pytest.param(law, marks=[pytest.mark.nightly] * (law.__name__ in DRAWING))
             for law in ROLLOUT_LAWS
         ],
     )
     def test_vllm_satisfies_the_law(self, subject, law):
-        law.check(subject)
+        law(subject)
 
 
-@pytest.fixture(scope="class", params=MODELS)  # no engine is left when `TestProcess` starts
+@pytest.fixture(
+    scope="class", params=[next(iter(MODELS)), *SLOW]
+)  # no engine is left when `TestProcess` starts
 def engines(request, tmp_path_factory):
     """vLLM and hf on one model."""
     folder = write_model(request.param, tmp_path_factory.mktemp("model") / "model")
@@ -108,39 +107,27 @@ class TestModels:
             assert ours.version == version
         assert (ours.score(*requests()[:2]) - before).abs().max() > 0.1
 
-    @pytest.mark.parametrize(
-        ("fault", "named"),
-        [
-            ("left out", "model.layers.1.self_attn.k_proj.weight"),
-            ("stale", "model.layers.0.mlp.up_proj.weight"),
-            ("exchanged inside a fused projection", "model.layers.0.self_attn.k_proj.weight"),
-            ("transposed", "model.layers.1.self_attn.q_proj.weight"),
-            ("sent twice", "model.layers.0.mlp.gate_proj.weight"),
-        ],
-    )
-    def test_a_fault_of_the_sync_is_named(self, engines, fault, named):
+    def test_every_fault_of_a_sync_is_named(self, engines):
         ours, hf = engines
-        old = {name: ours._running.weights.read(name).clone() for name in hf.weights_digest()}
         right = noise(hf, 5)
-        sent = dict(right)
-        if fault == "left out":
-            del sent[named]
-        elif fault == "stale":
-            sent[named] = old[named]
-        elif fault == "transposed":
-            sent[named] = right[named].T.contiguous()
-        elif fault == "exchanged inside a fused projection":
-            other = named.replace("k_proj", "v_proj")
-            sent[named], sent[other] = right[other], right[named]
-        stream = list(sent.items()) + ([(named, old[named])] if fault == "sent twice" else [])
-        ours.update_weights(stream, 7)
+        old = {name: ours._running.weights.read(name).clone() for name in right}
+        q, k, v = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv")
+        up = "model.layers.0.mlp.up_proj.weight"
         digests = {name: tensor_digest(tensor) for name, tensor in right.items()}
-        with pytest.raises(WorkerError, match=named) as raised:
-            compare_digests(digests, ours.weights_digest(), 7)
-        assert raised.value.tensor == named
-        ours.update_weights(right.items(), 8)
-        compare_digests(digests, ours.weights_digest(), 8)
-        ours.update_weights(hf.module.state_dict().items(), 9)
+        for named, sent in (
+            (k, [(name, tensor) for name, tensor in right.items() if name != k]),
+            (up, (right | {up: old[up]}).items()),  # stale
+            (k, (right | {k: right[v], v: right[k]}).items()),
+            (q, (right | {q: right[q].T.contiguous()}).items()),
+            (up, [*right.items(), (up, old[up])]),
+        ):
+            ours.update_weights(sent, 7)
+            with pytest.raises(WorkerError, match=named) as raised:
+                compare_digests(digests, ours.weights_digest(), 7)
+            assert raised.value.tensor == named
+            ours.update_weights(old.items(), 8)
+        ours.update_weights(right.items(), 9)
+        compare_digests(digests, ours.weights_digest(), 9)
 
 
 @pytest.mark.nightly
@@ -232,81 +219,8 @@ class TestProcess:
         ):
             engine.generate(ids, mask, GREEDY, seeds)
         assert (raised.value.engine, raised.value.rank) == ("vllm", 0)
-        with pytest.raises(RolloutError, match="is failed, so generate cannot be called"):
+        with pytest.raises(RolloutError, match="cannot generate: it is failed"):
             engine.generate(ids, mask, GREEDY, seeds)
-        engine.close()
-
-    def test_a_step_that_never_ends_exceeds_the_deadline(self, folder):
-        engine = vllm(folder)
-        guarded = GuardedRollout(engine, rank=3)
-        ids, mask, seeds = requests((5, 9))
-        before = guarded.generate(ids, mask, GREEDY, seeds)
-        runner = engine._running.engine.model_executor.driver_worker.model_runner
-        waiting, go_on, ended = (threading.Event() for _ in range(3))
-        execute = runner.execute_model
-
-        def wedged(*arguments, **named):
-            waiting.set()
-            go_on.wait(600)
-            return execute(*arguments, **named)
-
-        generate = engine.generate
-
-        def noted(*arguments):
-            try:
-                return generate(*arguments)
-            finally:
-                ended.set()
-
-        with (
-            mock.patch.object(runner, "execute_model", wedged),
-            mock.patch.object(engine, "generate", noted),
-        ):
-            guarded.deadline = 2.0
-            with pytest.raises(RolloutTimeoutError, match="'vllm' on rank 3, generate: no answer"):
-                guarded.generate(ids, mask, GREEDY, seeds)
-            assert waiting.is_set()
-            with pytest.raises(RolloutError, match="exceeded its deadline in generate"):
-                guarded.generate(ids, mask, GREEDY, seeds)
-            go_on.set()  # so that the thread of the call does not disturb the other tests
-            assert ended.wait(600)
-        assert before.response_mask[:, 0].tolist() == [1, 1]
-        engine.close()
-
-    def test_a_version_that_changes_on_the_way_is_refused(self, folder):
-        engine = vllm(folder)
-        guarded = GuardedRollout(engine, rank=3)
-        weights = {"lm_head.weight": engine._running.weights.read("lm_head.weight").clone()}
-        guarded.update_weights(weights.items(), 4)
-        ids, mask, seeds = requests((5, 9))
-        generate = engine.generate
-
-        def stale(*arguments):
-            return dataclasses.replace(generate(*arguments), weight_versions=torch.tensor([4, 3]))
-
-        with (
-            mock.patch.object(engine, "generate", stale),
-            pytest.raises(RolloutOutputError) as raised,
-        ):
-            guarded.generate(ids, mask, GREEDY, seeds)
-        assert (raised.value.fault, raised.value.row) == ("weight version", 1)
-        assert guarded.generate(ids, mask, GREEDY, seeds).weight_versions.tolist() == [4, 4]
-        engine.close()
-
-    def test_bad_prompts_do_not_reach_vllm(self, folder):
-        engine = vllm(folder)
-        ids, mask, seeds = requests((5, 9))
-        outside = ids.clone()
-        outside[1, -1] = engine.abilities.vocabulary
-        with pytest.raises(RolloutInputError, match=r"row 1 .*vocabulary"):
-            engine.generate(outside, mask, GREEDY, seeds)
-        with pytest.raises(RolloutInputError, match=r"row 0 has 120 tokens .* together 144"):
-            engine.generate(*requests((120,))[:2], GREEDY, seeds[:1])
-        nothing = mask.clone()
-        nothing[0] = 0
-        with pytest.raises(RolloutInputError, match="row 0 is empty"):
-            engine.generate(ids, nothing, GREEDY, seeds)
-        assert engine.generate(ids, mask, GREEDY, seeds).response_mask[:, 0].tolist() == [1, 1]
         engine.close()
 
     def test_what_vllm_cannot_do_is_refused(self, folder):

@@ -7,14 +7,13 @@ import pytest
 from quadriga.backends import get_backend
 from quadriga.backends.local import LocalBackend
 from quadriga.backends.local.calls import LocalPending
-from quadriga.errors import MeshError
 from quadriga.protocol import DataProto, pad_dataproto_to_divisor
 from quadriga.single_controller import (
     Dispatch,
     make_nd_compute_dataproto_dispatch_fn,
     uneven_dispatch_mode,
 )
-from quadriga.single_controller.dispatch.modes import DispatchMode
+from quadriga.single_controller.dispatch.modes import DispatchMode, inline_dispatch_mode
 from quadriga.testing import (
     BACKEND_LAWS,
     MODE_LAWS,
@@ -25,14 +24,8 @@ from quadriga.testing import (
     backends,
     check_all,
     check_backend,
-    check_mesh,
     check_mode,
 )
-
-
-def megatron(name, carries, parts):
-    group = SimulatedGroup(8, layout=(2, 1, 2, 2))
-    return ModeUnderTest(Dispatch[name], group, carries, parts)
 
 
 def plain(name, carries, **options):
@@ -47,12 +40,6 @@ SUBJECTS = [
     plain("DP_COMPUTE", "list"),
     plain("DP_COMPUTE_PROTO", "batch"),
     plain("DP_COMPUTE_METRIC", "metric"),
-    plain("DP_COMPUTE_PROTO_WITH_FUNC", "batch", functions=(len,)),
-    megatron("MEGATRON_COMPUTE", "list", 2),
-    megatron("MEGATRON_COMPUTE_PROTO", "batch", 2),
-    megatron("MEGATRON_PP_AS_DP", "list", 4),
-    megatron("MEGATRON_PP_AS_DP_PROTO", "batch", 4),
-    megatron("MEGATRON_PP_ONLY", "same", None),
     ModeUnderTest(UNEVEN, SimulatedGroup(4), uneven=True),
 ]
 
@@ -62,33 +49,18 @@ def test_modes(subject):
     check_all(MODE_LAWS, subject, subject.mode.name)
 
 
-def test_every_mode_except_the_reserved_one_is_checked():
-    names = {m.name for m in Dispatch} - {"DIRECT_ROLLOUT_METHOD"}
-    assert {s.mode.name for s in SUBJECTS} == names | {"UNEVEN"}
+def test_a_mesh():
+    """Ranks 0 and 1 share a part, and one of them returns it; the parts are in another order."""
+    mode = inline_dispatch_mode(make_nd_compute_dataproto_dispatch_fn("mesh"))
+    meshes = {"mesh": ([1, 1, 0, 0], [True, False, True, False])}
+    check_mode(mode, parts=2, meshes=meshes)
+    with pytest.raises(LawBroken):
+        check_mode(DispatchMode("X", mode.dispatch_fn, in_rank_order), parts=2, meshes=meshes)
 
 
-@pytest.mark.parametrize(
-    ("dp_ranks", "collects"),
-    [
-        ([0], [True]),
-        ([0, 1, 2], [True] * 3),
-        ([0, 0, 1, 1, 2, 2, 3, 3], [True, False] * 4),
-        ([0, 1, 2, 0, 1, 2], [False] * 3 + [True] * 3),
-        ([2, 1, 0], [True] * 3),
-        ([0, 0, 0, 1], [False, True, False, True]),
-        ([0, 1], [True, False]),
-    ],
-)
-def test_meshes(dp_ranks, collects):
-    check_mesh(dp_ranks, collects)
-
-
-@pytest.mark.parametrize(
-    ("dp_ranks", "collects"), [([0, 2], [True, True]), ([0, 0], [True, True]), ([0], [False])]
-)
-def test_meshes_that_break_laws(dp_ranks, collects):
-    with pytest.raises(MeshError):
-        check_mesh(dp_ranks, collects)
+def in_rank_order(group, outputs):
+    chosen = zip(outputs, group.collect_info("mesh"), strict=True)
+    return DataProto.concat([output for output, collects in chosen if collects])
 
 
 @pytest.fixture(scope="module", params=["local", "ray"])
@@ -160,36 +132,6 @@ def test_the_kit_finds_a_mode_that_pads_instead_of_splitting_unevenly():
     with pytest.raises(LawBroken) as caught:
         check_mode(DispatchMode("PADS", padded, UNEVEN.collect_fn), uneven=True)
     assert "refusal" in caught.value.laws
-
-
-def mesh_mode(dispatch_fn=None, collect_fn=None):
-    good = make_nd_compute_dataproto_dispatch_fn("mesh")
-    return DispatchMode(
-        "MINE", dispatch_fn or good["dispatch_fn"], collect_fn or good["collect_fn"]
-    )
-
-
-def a_copy_for_each_rank(group, data):
-    info = group.dispatch_info("mesh")
-    pieces = data.chunk(max(info) + 1)
-    return ([pieces[part][:] for part in info],), {}
-
-
-def in_rank_order(group, outputs):
-    chosen = zip(outputs, group.collect_info("mesh"), strict=True)
-    return DataProto.concat([output for output, collects in chosen if collects])
-
-
-@pytest.mark.parametrize(
-    ("mode", "words"),
-    [
-        (mesh_mode(a_copy_for_each_rank), "received a copy of the part"),
-        (mesh_mode(collect_fn=in_rank_order), "in the order of data-parallel ranks"),
-    ],
-)
-def test_the_kit_finds_faulty_modes_of_meshes(mode, words):
-    with pytest.raises(LawBroken, match=words):
-        check_mesh([1, 1, 0, 0], [True, False, True, False], mode)
 
 
 # Local backends with one fault each.

@@ -1,9 +1,8 @@
-"""A conformance kit: check your own modes, meshes, backends and rollout engines against their laws.
+"""A conformance kit: check your own modes, backends and rollout engines against their laws.
 
-    from quadriga.testing import check_mode, check_mesh, check_backend, check_rollout
+    from quadriga.testing import check_mode, check_backend, check_rollout
 
     check_mode(Dispatch.MY_MODE, world_size=4)              # dispatch, then collect: the input
-    check_mesh([0, 0, 1, 1], [True, False, True, False])    # a mesh as your workers register it
     check_backend(get_backend("mine"))                      # starts two ranks and calls them
     check_rollout(build_my_engine)                          # on a small model that it writes
 
@@ -67,7 +66,6 @@ _HOME = {
     "RolloutUnderTest": "rollouts",
     "SimulatedGroup": "modes",
     "check_backend": "backends",
-    "check_mesh": "modes",
     "check_mode": "modes",
     "check_rollout": "rollouts",
     "write_reference_model": "rollouts",
@@ -80,7 +78,6 @@ if TYPE_CHECKING:
     from quadriga.testing.modes import MODE_LAWS as MODE_LAWS
     from quadriga.testing.modes import ModeUnderTest as ModeUnderTest
     from quadriga.testing.modes import SimulatedGroup as SimulatedGroup
-    from quadriga.testing.modes import check_mesh as check_mesh
     from quadriga.testing.modes import check_mode as check_mode
     from quadriga.testing.rollouts import ROLLOUT_LAWS as ROLLOUT_LAWS
     from quadriga.testing.rollouts import RolloutUnderTest as RolloutUnderTest

@@ -6,14 +6,13 @@ import asyncio
 import os
 import pickle
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import TypeVar
 
 from quadriga.errors import (
     CallTimeoutError,
     ConfigError,
-    LengthError,
     UnregisteredMethodError,
     WorkerDiedError,
     WorkerError,
@@ -87,13 +86,6 @@ class Probe(Worker):
                 yield self.double(data[i : i + 1])
         finally:
             self.steps.append("closed")
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    async def up_to(self, counts: list[int]) -> AsyncIterator[int]:
-        """Yield as many numbers as `counts` says for this rank."""
-        for i in range(counts[self.rank]):
-            await asyncio.sleep(0.001)
-            yield 10 * self.rank + i
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_steps(self) -> list[str]:
@@ -230,11 +222,6 @@ def streams(subject: BackendUnderTest) -> None:
     expect(probe.first(), 0, "a call between two items")
     dropped.close()
     expect(probe.take_steps(), [["item 0", "item 1", "closed"]] * RANKS, "after it was dropped")
-    unordered = list(probe.up_to.stream_unordered([3, 1]))
-    expect([item for rank, item in unordered if rank == 0], [0, 1, 2], "items of rank 0")
-    uneven = probe.up_to.stream([2, 1])
-    expect(next(uneven), [0, 10], "the first item of uneven ranks")
-    expect_raises(lambda: next(uneven), LengthError, "the second, which one rank does not have")
     expect(probe.first(), 0, "the next call")
 
 

@@ -1,4 +1,4 @@
-"""Laws of dispatch modes and of meshes, checked on a simulated group without processes."""
+"""Laws of dispatch modes, checked on a simulated group without processes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,9 @@ import torch
 
 from quadriga.errors import DispatchError, LengthError, MeshError
 from quadriga.protocol import DataProto
-from quadriga.single_controller import (
-    DispatchMode,
-    GroupLayout,
-    RankLayout,
-    make_nd_compute_dataproto_dispatch_fn,
-)
+from quadriga.single_controller import DispatchMode, GroupLayout
 from quadriga.single_controller.bound_method import Part, parts_of_ranks
 from quadriga.single_controller.call import CallView
-from quadriga.single_controller.dispatch.batch_modes import check_mesh as check_registration
-from quadriga.single_controller.dispatch.modes import inline_dispatch_mode
 from quadriga.testing import LawBroken, check_all, expect, expect_raises
 
 Carries = Literal["batch", "metric", "list", "same"]
@@ -31,13 +24,11 @@ Mesh: TypeAlias = tuple[Sequence[int], Sequence[bool]]
 class SimulatedGroup:
     """A group of `world_size` ranks without processes. A function stands for the worker's method.
 
-    `meshes`: the meshes that the workers would register. `layout`: (tp, cp, dp, pp), the sizes for
-    the MEGATRON modes.
+    `meshes`: the meshes that the workers would register.
     """
 
     world_size: int
     meshes: Mapping[str, Mesh] = field(default_factory=dict)
-    layout: tuple[int, int, int, int] | None = None
 
     def dispatch_info(self, mesh_name: str) -> list[int]:
         """Return the data-parallel rank of each rank in a mesh."""
@@ -49,13 +40,8 @@ class SimulatedGroup:
 
     @property
     def rank_layout(self) -> GroupLayout:
-        """The tp × cp × dp × pp layout of all ranks."""
-        if self.layout is None:
-            raise MeshError("pass SimulatedGroup(layout=(tp, cp, dp, pp))", mesh_name="layout")
-        tp, cp, dp, pp = self.layout
-        return GroupLayout.of(
-            [RankLayout.of_rank(rank, tp, cp, dp, pp) for rank in range(self.world_size)]
-        )
+        """The MEGATRON modes read the layout of real workers."""
+        raise MeshError("a simulated group has no layout", mesh_name="layout")
 
     def _mesh(self, name: str) -> Mesh:
         if name not in self.meshes:
@@ -65,13 +51,10 @@ class SimulatedGroup:
             )
         return self.meshes[name]
 
-    def split(self, mode: DispatchMode, *args: object) -> tuple[CallView, Sequence[Part]]:
-        """Dispatch the arguments. Return the view and (args, kwargs) for each executing rank."""
-        return self._split(mode, args, {})
-
-    def _split(
+    def split(
         self, mode: DispatchMode, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> tuple[CallView, Sequence[Part]]:
+        """Dispatch the arguments. Return the view and (args, kwargs) for each executing rank."""
         view = CallView(self, range(self.world_size), "simulated.call")
         if mode.ranks is not None:
             view.ranks = mode.ranks(view)
@@ -81,7 +64,7 @@ class SimulatedGroup:
         self, mode: DispatchMode, worker: Callable[..., object], *args: object, **kwargs: object
     ) -> object:
         """Dispatch, call `worker(rank, *args, **kwargs)` for each executing rank, and collect."""
-        view, parts = self._split(mode, args, kwargs)
+        view, parts = self.split(mode, args, kwargs)
         outputs = [
             worker(rank, *given, **named)
             for rank, (given, named) in zip(view.ranks, parts, strict=True)
@@ -99,7 +82,6 @@ class ModeUnderTest:
             "same" (every rank receives the same arguments).
         parts: the number of parts; None: one per rank.
         uneven: it accepts batches of any length without padding (`uneven_dispatch_mode`).
-        functions: arguments before the batch: a function, for modes that send one.
     """
 
     mode: DispatchMode
@@ -107,7 +89,6 @@ class ModeUnderTest:
     carries: Carries = "batch"
     parts: int | None = None
     uneven: bool = False
-    functions: tuple[Callable[..., object], ...] = ()
 
     @property
     def n(self) -> int:
@@ -121,7 +102,7 @@ class ModeUnderTest:
 
     def call(self, worker: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Call `worker(rank, *args, **kwargs)` on the simulated group."""
-        return self.group.call(self.mode, worker, *self.functions, *args, **kwargs)
+        return self.group.call(self.mode, worker, *args, **kwargs)
 
     def echo(self, value: object) -> object:
         """Return the result of a worker that returns its argument, joined if it is of batches."""
@@ -185,7 +166,7 @@ def equal_parts(subject: ModeUnderTest) -> None:
     """All parts of a batch have the same number of rows, and no row is lost."""
     if not subject.carries_batches:
         return
-    view, parts = subject.group.split(subject.mode, *subject.functions, rows(2 * subject.n))
+    view, parts = subject.group.split(subject.mode, [rows(2 * subject.n)], {})
     received = [as_batch(args[-1]) for args, _ in parts]
     expect({len(part) for part in received}, {2}, "rows in each part")
     # Ranks that share a data-parallel rank receive the same rows, hence the set.
@@ -253,46 +234,17 @@ def check_mode(
     *,
     parts: int | None = None,
     uneven: bool = False,
+    meshes: Mapping[str, Mesh] | None = None,
 ) -> None:
     """Check every law of dispatch modes on `world_size` ranks; see `ModeUnderTest`.
+
+    Args:
+        meshes: name → (data-parallel rank, whether it is collected) of each rank, for a mode that
+            reads the meshes that workers register.
 
     Raises:
         LawBroken: one does not hold.
     """
-    subject = ModeUnderTest(mode, SimulatedGroup(world_size), carries, parts, uneven)
+    group = SimulatedGroup(world_size, meshes or {})
+    subject = ModeUnderTest(mode, group, carries, parts, uneven)
     check_all(MODE_LAWS, subject, f"Dispatch.{mode.name} on {world_size} ranks")
-
-
-def check_mesh(
-    dp_ranks: Sequence[int], collects: Sequence[bool], mode: DispatchMode | None = None
-) -> None:
-    """Check a mesh, and the laws of its dispatch mode.
-
-    Ranks that share a data-parallel rank receive the same object, so that it is sent once, and
-    results are concatenated in the order of data-parallel ranks.
-
-    Args:
-        dp_ranks: the data-parallel rank of each rank.
-        collects: for each rank whether its result is collected.
-        mode: your own dispatch mode, which reads `group.dispatch_info("mesh")` and
-            `group.collect_info("mesh")`; None: the built-in mode.
-
-    Raises:
-        MeshError: data-parallel ranks are not 0..n-1, or one is collected from several ranks.
-        LawBroken: a law does not hold.
-    """
-    check_registration("mesh", tuple(dp_ranks), tuple(collects))
-    mode = mode or inline_dispatch_mode(make_nd_compute_dataproto_dispatch_fn("mesh"))
-    group, n = SimulatedGroup(len(dp_ranks), {"mesh": (dp_ranks, collects)}), max(dp_ranks) + 1
-    _, parts = group.split(mode, rows(2 * n))
-    received: dict[int, object] = {}
-    for rank, (args, _) in enumerate(parts):
-        if received.setdefault(dp_ranks[rank], args[0]) is not args[0]:
-            raise LawBroken(f"rank {rank} received a copy of the part of dp rank {dp_ranks[rank]}")
-    # dp_ranks [1, 1, 0, 0]: rank 0 returns rows 2 and 3, rank 2 returns rows 0 and 1. Collecting in
-    # the order of ranks would give 2 3 0 1 instead of 0 1 2 3.
-    result = as_batch(group.call(mode, lambda rank, data: data, rows(2 * n)))
-    seen = result.batch["row"].tolist()
-    expect(seen, sorted(seen), "rows in the order of data-parallel ranks")
-    if {dp for dp, collected in zip(dp_ranks, collects, strict=True) if collected} == {*range(n)}:
-        check_all(MODE_LAWS, ModeUnderTest(mode, group, "batch", n), f"The mesh {list(dp_ranks)}")

@@ -148,23 +148,19 @@ class VLLMRollout(RolloutEngine):
     # Weights
 
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self._update(stream, version, self._running.weights.write)
+        self._update(stream, version, shards=False)
 
     def weight_boxes(self) -> Mapping[str, Box]:
         self._check("weight_boxes", "ready", "released")
         return self._running.weights.boxes()
 
     def update_shards(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self._update(stream, version, self._running.weights.write_box)
+        self._update(stream, version, shards=True)
 
-    def _update(
-        self,
-        stream: Iterable[tuple[str, Tensor]],
-        version: int,
-        write: Callable[[str, Tensor], None],
-    ) -> None:
+    def _update(self, stream: Iterable[tuple[str, Tensor]], version: int, *, shards: bool) -> None:
         self._check("update_weights", "ready", "released")
-        method, names = "update_weights", self._running.weights.names_that_are_sent
+        method, held = "update_weights", self._running.weights
+        names, write = held.names_that_are_sent, held.write_box if shards else held.write
         with self._isolation.inside(), self._writing(stream, version, names) as weights:
             with self._failures(method):
                 self._wake_weights()
