@@ -5,7 +5,6 @@ Imports neither torch nor SGLang: the settings are checked before a worker start
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -15,7 +14,14 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 from quadriga.config.convert import build
-from quadriga.config.schema import Options, RolloutEngineConfig, SamplingConfig
+from quadriga.config.schema import (
+    Count,
+    Natural,
+    Options,
+    Positive,
+    RolloutEngineConfig,
+    SamplingConfig,
+)
 from quadriga.errors import ConfigError
 from quadriga.rollout import Rollout
 from quadriga.rollout.abilities import (
@@ -90,33 +96,25 @@ class SGLangOptions:
         server_args: further arguments of SGLang's `ServerArgs`.
 
     Raises:
-        ConfigError: a value is of the wrong type, out of range or in conflict with another.
+        ConfigError: values conflict.
     """
 
     url: str | None = None
     api_key: str | None = None
     python: str | None = None
-    tensor_parallel: int = 1
+    tensor_parallel: Count = 1
     log_probs: StartedLogProbs = "policy"
     seeds: bool = False
-    request_rows: int = 32
-    bucket_mb: int = 256
-    start_timeout_s: float = 600.0
-    call_timeout_s: float = 300.0
-    generate_timeout_s: float = 1800.0
-    restarts: int = 0
+    request_rows: Count = 32
+    bucket_mb: Count = 256
+    start_timeout_s: Positive = 600.0
+    call_timeout_s: Positive = 300.0
+    generate_timeout_s: Positive = 1800.0
+    restarts: Natural = 0
     log_level: str = "error"
     server_args: Options = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel", "request_rows", "bucket_mb"):
-            if getattr(self, name) < 1:
-                raise _wrong(name, getattr(self, name), "at least 1")
-        for name in ("start_timeout_s", "call_timeout_s", "generate_timeout_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise _wrong(name, getattr(self, name), "a number of seconds above 0")
-        if self.restarts < 0:
-            raise _wrong("restarts", self.restarts, "at least 0")
         self._check_url()
         for name in self.server_args:
             if name in _RESERVED:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from quadriga.errors import RolloutOutputError
 from quadriga.rollout.abilities import SamplingParams
 from quadriga.rollout.responses import Response
 from quadriga.rollout.sglang.host import Json
 from quadriga.rollout.sglang.transports import NAME
+
+T = TypeVar("T")
+_Entry = Mapping[str, Any]
+"""The answer for one row: {"output_ids": […], "meta_info": {…}}."""
 
 
 def generate_body(
@@ -30,13 +35,10 @@ def generate_body(
         # that it was started with has no end token of its own.
         "ignore_eos": not sampling.end_token_ids,
     }
-    each: list[Json] = [
-        parameters if seeds is None else {**parameters, "sampling_seed": seeds[row]}
-        for row in range(len(prompts))
-    ]
+    own = [{}] * len(prompts) if seeds is None else [{"sampling_seed": seed} for seed in seeds]
     return {
         "input_ids": [list(prompt) for prompt in prompts],
-        "sampling_params": each,
+        "sampling_params": [{**parameters, **of_row} for of_row in own],
         "return_logprob": True,
         "logprob_start_len": -1,
     }
@@ -66,10 +68,19 @@ def read_samples(
         RolloutOutputError: a sample is missing, was aborted, has another number of
             log-probabilities than of tokens, or was sampled by weights of another version.
     """
-    return [
-        _sample(entry, sampling, version, first_row + i)
-        for i, entry in enumerate(_entries(answer, count, first_row))
-    ]
+
+    def sample(entry: _Entry, row: int) -> Response:
+        ids = [int(token) for token in entry["output_ids"]]
+        log_probs = _log_probs(entry["meta_info"]["output_token_logprobs"], len(ids), row)
+        reason = entry["meta_info"]["finish_reason"]
+        kind = reason["type"]
+        if kind == "length" and len(ids) == sampling.max_new_tokens:
+            return Response(ids, log_probs, "length")
+        if kind == "stop" and ids and ids[-1] in sampling.end_token_ids:
+            return Response(ids, log_probs, "stop")
+        raise _fault(row, "finish reason", f"{reason!r} after {len(ids)} tokens")
+
+    return _read(answer, count, version, first_row, sample)
 
 
 def read_scores(
@@ -80,67 +91,34 @@ def read_scores(
     Raises:
         RolloutOutputError: as `read_samples`.
     """
+
+    def scores(entry: _Entry, row: int) -> list[float]:
+        behind = entry["meta_info"]["input_token_logprobs"][1:]  # the first has none
+        return [0.0, *_log_probs(behind, lengths[row - first_row] - 1, row)]
+
+    return _read(answer, len(lengths), version, first_row, scores)
+
+
+def _read(
+    answer: Any, count: int, version: int, first_row: int, read: Callable[[_Entry, int], T]
+) -> list[T]:
+    entries = [answer] if isinstance(answer, dict) else answer
+    if not isinstance(entries, list) or len(entries) != count:
+        raise _fault(first_row, "rows", f"{str(answer)[:80]} for {count} prompts")
     found = []
-    for i, entry in enumerate(_entries(answer, len(lengths), first_row)):
-        row = first_row + i
-        info = _info(entry, row)
-        _check_version(info, version, row)
-        entries = info.get("input_token_logprobs")
-        behind = entries[1:] if isinstance(entries, list) else entries  # the first has none
-        log_probs = [0.0, *_log_probs(behind, row, "scores")]
-        if len(log_probs) != lengths[i]:
-            raise _fault(row, "scores", f"{len(log_probs)} scores for {lengths[i]} tokens")
-        found.append(log_probs)
+    for row, entry in enumerate(entries, first_row):
+        try:
+            _check_version(entry["meta_info"], version, row)
+            found.append(read(entry, row))
+        except (LookupError, TypeError, ValueError) as error:
+            raise _fault(row, "form", f"{type(error).__name__}: {error}") from error
     return found
 
 
-def _entries(answer: Json, count: int, row: int) -> list[Mapping[str, Json]]:
-    entries = [answer] if isinstance(answer, dict) else answer
-    if not isinstance(entries, list) or len(entries) != count:
-        found = len(entries) if isinstance(entries, list) else type(entries).__name__
-        raise _fault(row, "rows", f"{found} answers to {count} prompts")
-    checked: list[Mapping[str, Json]] = []
-    for i, entry in enumerate(entries):
-        if not isinstance(entry, dict):
-            raise _fault(row + i, "rows", f"an answer of type {type(entry).__name__}")
-        checked.append(entry)
-    return checked
-
-
-def _sample(
-    entry: Mapping[str, Json], sampling: SamplingParams, version: int, row: int
-) -> Response:
-    info = _info(entry, row)
-    _check_version(info, version, row)
-    tokens = entry.get("output_ids")
-    if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
-        raise _fault(row, "tokens", "no output_ids")
-    ids = tuple(int(str(token)) for token in tokens)
-    log_probs = tuple(_log_probs(info.get("output_token_logprobs"), row, "log-probabilities"))
-    if len(log_probs) != len(ids):
-        raise _fault(row, "log-probabilities", f"{len(log_probs)} for {len(ids)} tokens")
-    reason = info.get("finish_reason")
-    kind = reason.get("type") if isinstance(reason, dict) else None
-    if kind == "length" and len(ids) == sampling.max_new_tokens:
-        return Response(ids, log_probs, "length")
-    if kind == "stop" and ids and ids[-1] in sampling.end_token_ids:
-        return Response(ids, log_probs, "stop")
-    raise _fault(row, "finish reason", f"{reason!r} after {len(ids)} tokens")
-
-
-def _info(entry: Mapping[str, Json], row: int) -> Mapping[str, Json]:
-    info = entry.get("meta_info")
-    if not isinstance(info, dict):
-        raise _fault(row, "rows", "no meta_info")
-    return info
-
-
-def _check_version(info: Mapping[str, Json], version: int, row: int) -> None:
+def _check_version(info: _Entry, version: int, row: int) -> None:
     """Check that one version sampled all tokens, and that it is the one that was set."""
-    versions = {str(info.get("weight_version"))}
-    spans = info.get("weight_versions")
-    if isinstance(spans, list):
-        versions |= {str(span.get("version")) for span in spans if isinstance(span, dict)}
+    spans = info.get("weight_versions") or []
+    versions = {str(info["weight_version"]), *(str(span["version"]) for span in spans)}
     if versions != {str(version)}:
         raise _fault(
             row,
@@ -150,17 +128,11 @@ def _check_version(info: Mapping[str, Json], version: int, row: int) -> None:
         )
 
 
-def _log_probs(entries: Json, row: int, what: str) -> list[float]:
+def _log_probs(entries: Sequence[Sequence[Any]], count: int, row: int) -> list[float]:
     """Read [[log-probability, token id, text], …]."""
-    if not isinstance(entries, list):
-        raise _fault(row, what, "none were returned")
-    values = []
-    for entry in entries:
-        value = entry[0] if isinstance(entry, list) and entry else None
-        if not isinstance(value, (int, float)):
-            raise _fault(row, what, f"{value!r} in place of a number")
-        values.append(float(value))
-    return values
+    if len(entries) != count or not all(isinstance(entry[0], float | int) for entry in entries):
+        raise _fault(row, "log-probabilities", f"{entries!r} for {count} tokens")
+    return [float(entry[0]) for entry in entries]
 
 
 def _fault(row: int, fault: str, found: str) -> RolloutOutputError:

@@ -9,13 +9,17 @@ import importlib.metadata
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Ge, Gt, Le
 
 from quadriga.config.convert import build
 from quadriga.config.schema import (
+    Count,
     LoraConfig,
     ModelConfig,
     Options,
+    Positive,
     RolloutEngineConfig,
     SamplingConfig,
 )
@@ -73,48 +77,33 @@ class VLLMOptions:
     """`actor_rollout_ref.rollout.options` for vLLM.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: values conflict.
     """
 
     # tokens of prompt and response together; None: the context window of the model
-    max_model_len: int | None = None
+    max_model_len: Count | None = None
     # MiB of key-value cache; None: 1024 on a CPU, and on a GPU what gpu_memory_utilization leaves
-    kv_cache_mb: int | None = None
+    kv_cache_mb: Count | None = None
     # share of the GPU's memory for weights and key-value cache, beside the training engine's
-    gpu_memory_utilization: float = 0.5
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.5
     # compute without CUDA graphs and compilation; None: on a CPU
     enforce_eager: bool | None = None
     # keep the key-value cache of prompts for later requests, until the weights change
     enable_prefix_caching: bool = True
     # ranks that hold one copy of the weights together, and generate the same rows
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: Count = 1
     # with take_turns, on a GPU: 1: weights are in host memory while the actor trains; 2: they are
     # dropped, and the next weight sync sends them again
-    sleep_level: int = 1
+    sleep_level: Annotated[int, Ge(1), Le(2)] = 1
     # seconds that one call of generate or score may take; None: no limit but that of the call to
     # the worker. Needs tensor_parallel_size=1
-    call_timeout_s: float | None = None
+    call_timeout_s: Positive | None = None
     # accept a version of vLLM that has not been tested
     untested_version: bool = False
     # further arguments of vLLM's EngineArgs
     engine_args: Options = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        least = {
-            "max_model_len": self.max_model_len,
-            "kv_cache_mb": self.kv_cache_mb,
-            "tensor_parallel_size": self.tensor_parallel_size,
-        }
-        for name, value in least.items():
-            if value is not None and value < 1:
-                raise _wrong(name, f"must be at least 1, got {value}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            got = self.gpu_memory_utilization
-            raise _wrong("gpu_memory_utilization", f"must be above 0 and at most 1, got {got}")
-        if self.sleep_level not in (1, 2):
-            raise _wrong("sleep_level", f"must be 1 or 2, got {self.sleep_level}")
-        if self.call_timeout_s is not None and not self.call_timeout_s > 0:
-            raise _wrong("call_timeout_s", f"must be above 0, got {self.call_timeout_s}")
         if self.call_timeout_s is not None and self.tensor_parallel_size > 1:
             raise _wrong(
                 "call_timeout_s",
