@@ -21,7 +21,7 @@ from quadriga.config.commands import ArithmeticDataConfig
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.observability.quiet import silence_libraries
 from quadriga.trainer.main import run_training
-from quadriga.trainer.roles.settings import load_train_config
+from quadriga.trainer.roles.registry import load_train_config
 
 
 def make_task(folder: Path) -> None:

@@ -48,11 +48,12 @@ MODULE_NAMES = {
     "quadriga.trainer.checks.settings": (
         "check_train_settings", "check_fine_tuning_settings", "check_generate_settings",
     ),
-    "quadriga.observability.metrics": ("METRICS", "MetricSet", "describe_metric", "add_metric"),
+    "quadriga.observability.metrics": (
+        "METRICS", "MetricSet", "describe_metric", "add_metric", "Timer",
+    ),
     "quadriga.observability.trackers": ("TRACKERS", "Tracker", "Trackers", "register_tracker"),
     "quadriga.observability.run_folder": ("RunFolder",),
-    "quadriga.observability.timing": ("Timer",),
-    "quadriga.observability.samples": ("Sample", "SampleLog", "read_samples"),
+    "quadriga.observability.jsonl": ("Sample", "SampleLog", "read_samples"),
     "quadriga.observability.quiet": ("silence_libraries",),
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ from chat_families import CASES, CHAT, family
 from transformers import AutoModelForCausalLM
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
-from quadriga.data.conversations.sft import SFTDataset
+from quadriga.data.conversations import SFTDataset
 from quadriga.data.loader import SFTLoader
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.models.tiny import TinyModel, write_tiny_model

@@ -5,8 +5,7 @@ import json
 import pytest
 from chat_families import CASES, CHAT, CHATML, NO_END, THINKING, family
 
-from quadriga.data.conversations.sft import SFTDataset
-from quadriga.data.conversations.turns import encode_turns, turn_end_ids
+from quadriga.data.conversations import SFTDataset, encode_turns, turn_end_ids
 from quadriga.data.loader import SFTLoader
 from quadriga.errors import DataError, ModelError
 
@@ -61,18 +60,6 @@ def test_a_template_without_an_end_token_has_that_of_the_tokenizer():
     assert turn_end_ids(tokenizer) == ()
 
 
-def test_messages_after_the_last_answer_are_left_out():
-    tokenizer = family(*CASES["ChatML"][:2])
-    assert encode_turns(tokenizer, [CHAT[:3]]) == encode_turns(tokenizer, [CHAT[:2]])
-
-
-def test_answers_in_a_row_are_both_trained():
-    tokenizer = family(*CASES["ChatML"][:2])
-    chat = [CHAT[0], CHAT[1], {"role": "assistant", "content": "Four."}]
-    [found] = encode_turns(tokenizer, [chat])
-    assert trained_texts(tokenizer, found) == ["Three.<|im_end|>", "Four.<|im_end|>"]
-
-
 def test_a_template_that_rewrites_earlier_turns_is_refused_or_trains_the_last():
     tokenizer = family(THINKING, CASES["ChatML"][1])
     chat = [*CHAT]
@@ -82,12 +69,6 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_or_trains_the_last():
     [found] = encode_turns(tokenizer, [chat], last_only=True)
     assert trained_texts(tokenizer, found) == ["Four.<|im_end|>"]
     assert "One, two" not in tokenizer.decode(found.ids)
-
-
-def test_a_template_without_end_tokens_gets_the_one_of_the_tokenizer():
-    tokenizer = family(NO_END)
-    [found] = encode_turns(tokenizer, [CHAT])
-    assert trained_texts(tokenizer, found) == ["Three.\n", f"Four.\n{tokenizer.eos_token}"]
 
 
 THOUGHT = CHATML.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}")
@@ -126,14 +107,6 @@ def test_an_answer_that_the_template_shortens_ends_with_its_token(written, conte
     chat = [CHAT[0], {"role": "assistant", "content": content}]
     [found] = encode_turns(tokenizer, [chat])
     assert trained_texts(tokenizer, found) == [f"{trained}<|im_end|>"]
-
-
-def test_a_conversation_that_the_assistant_begins_without_a_header_is_named(tmp_path):
-    tokenizer = family("{% for m in messages %}{{ m.content + '<|end|>' }}{% endfor %}")
-    chat = [{"role": "assistant", "content": "Three."}, *CHAT]
-    path = write(tmp_path / "c.jsonl", [{"messages": CHAT}, {"messages": chat}])
-    with pytest.raises(DataError, match=r"row 1: the assistant writes the first token"):
-        SFTDataset([path], tokenizer, messages_key="messages")
 
 
 def test_the_template_named_default_is_used():
@@ -198,10 +171,3 @@ def test_a_row_without_an_answer_is_named(tmp_path):
         DataError, match=r"row 1: 'messages' has no message of the role 'assistant'"
     ):
         SFTDataset([file], tokenizer, messages_key="messages")
-
-
-def test_an_answer_ends_with_the_token_of_the_template(tmp_path):
-    tokenizer = family(*CASES["Gemma"][:2])
-    file = write(tmp_path / "a.jsonl", [{"prompt": "How many?", "answer": "Three."}])
-    data = SFTDataset([file], tokenizer, response_key="answer")
-    assert tokenizer.decode(data[0]["response_ids"]) == "Three.<end_of_turn>"

@@ -6,11 +6,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from quadriga.data import token_cache
-from quadriga.data.conversations import encoded
-from quadriga.data.conversations.pairs import PairDataset
-from quadriga.data.conversations.sft import SFTDataset
-from quadriga.data.conversations.turns import Conversation
+from quadriga.data import encoded, token_cache
+from quadriga.data.conversations import Conversation, SFTDataset
+from quadriga.data.pairs import PairDataset
 from quadriga.errors import DataError
 
 
@@ -115,17 +113,6 @@ def test_borders_and_back(trained):
     assert Conversation.of(conversation.ids, conversation.borders) == conversation
 
 
-def test_other_settings_make_another_cache_file(files, tokenizer, tmp_path):
-    made = [
-        MADE["answers"](files, tokenizer, cache_dir=tmp_path / "c", **more)
-        for more in ({}, {"max_length": 14}, {"prompt_key": "rejected"})
-    ]
-    made.append(conversations(files, tokenizer, cache_dir=tmp_path / "c"))
-    made.append(conversations(files, tokenizer, loss_turns="last", cache_dir=tmp_path / "c"))
-    assert len(list((tmp_path / "c").iterdir())) == 2 * len(made)
-    assert len({str(dataset[4]) for dataset in made}) == len(made) - 1  # 14 tokens suffice there
-
-
 def test_a_damaged_cache_is_made_again_and_a_bad_row_leaves_none(files, tokenizer, tmp_path):
     folder = tmp_path / "c"
     expected = answers(files, tokenizer, cache_dir=folder)[3]
@@ -137,14 +124,3 @@ def test_a_damaged_cache_is_made_again_and_a_bad_row_leaves_none(files, tokenize
     with pytest.raises(DataError, match=r"bad.jsonl, row 7: no 'chosen'"):
         answers([bad], tokenizer, cache_dir=tmp_path / "d")
     assert list((tmp_path / "d").iterdir()) == []
-
-
-@pytest.mark.parametrize("make", [conversations, pairs])
-def test_a_cache_whose_middle_is_damaged_is_made_again(files, tokenizer, tmp_path, make):
-    before = [make(files, tokenizer, cache_dir=tmp_path / "c")[i] for i in range(3)]
-    for file in (tmp_path / "c").iterdir():
-        content = bytearray(file.read_bytes())
-        content[16 : len(content) // 2] = bytes(len(content) // 2 - 16)
-        file.write_bytes(content)
-    again = make(files, tokenizer, cache_dir=tmp_path / "c")
-    assert [again[i] for i in range(3)] == before

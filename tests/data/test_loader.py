@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quadriga.data.loader import PromptLoader, epoch_order
-from quadriga.errors import CheckpointError, ConfigError
+from quadriga.errors import CheckpointError
 from quadriga.protocol import DataProto
 
 
@@ -64,15 +64,6 @@ def test_a_resumed_loader_continues_in_the_original_order(stop):
     assert take(resumed, 8 - stop) == whole[stop:]
 
 
-def test_a_new_for_loop_continues_in_the_epoch():
-    loader = PromptLoader(Numbers(8), 2, shuffle=False)
-    for batch in loader:
-        if batch.batch["number"][0] == 2:
-            break
-    assert numbers(loader) == [[4, 5], [6, 7]]
-    assert numbers(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-
-
 @pytest.mark.parametrize(
     ("other", "key"),
     [
@@ -84,13 +75,6 @@ def test_a_new_for_loop_continues_in_the_epoch():
 def test_a_state_of_other_data_is_an_error(other, key):
     with pytest.raises(CheckpointError, match=f"was saved with {key}="):
         PromptLoader(Numbers(12), 4).load_state_dict(other.state_dict())
-
-
-def test_arguments_are_checked():
-    with pytest.raises(ConfigError, match="one batch needs 5 rows, but the data has 4"):
-        PromptLoader(Numbers(4), 5)
-    with pytest.raises(ConfigError, match="at least 1"):
-        PromptLoader(Numbers(4), 0)
 
 
 def test_the_order_depends_on_seed_and_epoch():

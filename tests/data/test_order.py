@@ -6,15 +6,8 @@ from itertools import islice
 import pytest
 from test_loader import Numbers, numbers
 
-from quadriga.data.loader import PromptLoader
-from quadriga.data.order import Mixture, shares
+from quadriga.data.loader import Mixture, PromptLoader, shares
 from quadriga.errors import CheckpointError, ConfigError
-
-
-def test_the_worked_example():
-    mixture = Mixture([4, 2], [1, 1])
-    orders = [mixture.order(seed=0, epoch=epoch, shuffle=False).tolist() for epoch in (0, 1)]
-    assert orders == [[0, 1, 2, 4, 5, 4], [3, 0, 1, 5, 4, 5]]
 
 
 @pytest.mark.parametrize(
@@ -32,13 +25,6 @@ def test_shares(rows, weights, epochs, expected):
     assert shares(rows, weights, epochs) == expected
 
 
-def test_a_file_with_less_than_a_row_an_epoch_is_used():
-    mixture = Mixture([9, 1], [999, 1])
-    orders = [mixture.order(seed=0, epoch=epoch, shuffle=True).tolist() for epoch in range(200)]
-    assert all(len(order) == 10 for order in orders)
-    assert sum(9 in order for order in orders) == 2
-
-
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_each_file_has_its_share_and_all_its_rows_are_used_equally_often(shuffle):
     sizes, weights = [30, 7, 13], [1, 2, 2]
@@ -53,14 +39,6 @@ def test_each_file_has_its_share_and_all_its_rows_are_used_equally_often(shuffle
     for rows in (range(30), range(30, 37), range(37, 50)):
         counts = [used[row] for row in rows]
         assert max(counts) - min(counts) <= 1 and min(counts) >= 1
-
-
-def test_a_mixture_depends_on_seed_and_epoch_alone():
-    def order(seed, epoch):
-        return Mixture([5, 50], [1, 1]).order(seed=seed, epoch=epoch, shuffle=True).tolist()
-
-    assert order(1, 2) == order(1, 2)
-    assert order(1, 2) != order(2, 1) and order(1, 2) != order(1, 3)
 
 
 @pytest.mark.parametrize("weights", [[1], [1, 0], [1, -1], [1, float("nan")], [1, float("inf")]])

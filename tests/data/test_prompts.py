@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quadriga.data.prompts import PromptDataset
-from quadriga.errors import DataError, LengthError, ModelError
+from quadriga.errors import DataError
 
 
 def write(path, rows):
@@ -57,14 +57,6 @@ def test_overlong_prompts_are_filtered_or_an_error(file, tokenizer):
         PromptDataset([file], tokenizer, max_prompt_length=2)
 
 
-def test_head_keeps_the_first_rows_and_the_width(file, tokenizer):
-    data = PromptDataset([file], tokenizer)
-    data.same_width = True
-    head = data.head(1)
-    assert (len(head), len(data)) == (1, 3)
-    assert head.collate([head[0]]).batch["input_ids"].shape == (1, data.longest)
-
-
 def test_a_batch_is_padded_to_its_longest_prompt(file, tokenizer):
     data = PromptDataset([file], tokenizer)
     shortest = min(data, key=lambda item: len(item["input_ids"]))
@@ -88,28 +80,6 @@ def test_invalid_rows_are_named(tmp_path, tokenizer, row, message):
     path = write(tmp_path / "p.jsonl", [{"prompt": user("x")}, row])
     with pytest.raises(DataError, match=message):
         PromptDataset([path], tokenizer)
-
-
-def test_prompt_key_selects_the_column(tmp_path, tokenizer):
-    path = write(tmp_path / "p.jsonl", [{"chat": user("x")}])
-    assert len(PromptDataset([path], tokenizer, prompt_key="chat")) == 1
-
-
-def test_a_tokenizer_without_chat_template_is_an_error(file, tokenizer):
-    class Bare:
-        chat_template = None
-        name_or_path = "bare"
-        pad_token_id = 0
-
-    with pytest.raises(ModelError, match="no chat template"):
-        PromptDataset([file], Bare())
-
-
-def test_a_prompt_longer_than_the_batch_is_an_error(file, tokenizer):
-    data = PromptDataset([file], tokenizer)
-    data.longest, data.same_width = 3, True
-    with pytest.raises(LengthError, match="row 0 has 4 tokens, more than the length 3"):
-        data.collate([data[0]])
 
 
 def test_a_prompt_without_tokens_is_named(tmp_path, tokenizer, monkeypatch):

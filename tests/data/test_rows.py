@@ -1,7 +1,5 @@
 """Reading rows; errors name the file and the row."""
 
-import json
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -54,8 +52,3 @@ def test_missing_files_are_named(tmp_path):
         read_rows([tmp_path])
     with pytest.raises(DataError, match="no data files"):
         read_rows([])
-
-
-def test_unicode_is_preserved(tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"a": "é ×"}) + "\n", encoding="utf-8")
-    assert read_rows([tmp_path / "a.jsonl"])[0].values == {"a": "é ×"}

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from quadriga.data.conversations.sft import SFTDataset
+from quadriga.data.conversations import SFTDataset
 from quadriga.data.loader import SFTLoader
 from quadriga.errors import DataError
 
@@ -43,12 +43,6 @@ def test_layout_and_masks_of_a_batch(data, tokenizer):
         assert positions.tolist() == list(range(int(real.sum())))
     whole = tokenizer.decode(fields["input_ids"][1][fields["attention_mask"][1].bool()])
     assert whole == "<|user|>He<|end|><|assistant|>3+4=7\n#### 7<|end|>"
-
-
-def test_the_prompt_is_tokenised_as_for_generation(data, tokenizer):
-    prompt = [{"role": "user", "content": "He"}]
-    ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-    assert data[1]["prompt_ids"] == ids
 
 
 def test_rows_without_an_answer_are_named(tmp_path, tokenizer):

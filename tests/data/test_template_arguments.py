@@ -4,16 +4,12 @@ import json
 
 import pytest
 
-from quadriga.config.commands import SFTConfig
-from quadriga.config.schema import TrainConfig
-from quadriga.data import token_cache
 from quadriga.data.chat import check_template_arguments, encode_chats
-from quadriga.data.conversations.pairs import PairDataset
-from quadriga.data.conversations.sft import SFTDataset
+from quadriga.data.conversations import SFTDataset
+from quadriga.data.pairs import PairDataset
 from quadriga.data.prompts import PromptDataset
 from quadriga.errors import ConfigError
 from quadriga.models.tiny import train_tokenizer
-from quadriga.trainer.checkpoints import Changes, inputs_of
 
 # As Qwen3: without thinking, the beginning of a response has an empty thought.
 TEMPLATE = (
@@ -67,30 +63,3 @@ def test_an_argument_that_the_template_does_not_read_is_refused(tokenizer):
         with pytest.raises(ConfigError, match=rf"a.key\.{name} cannot be set"):
             check_template_arguments(tokenizer, {name: 1}, "a.key")
     check_template_arguments(tokenizer, OFF)
-
-
-def test_other_arguments_make_another_cache_file(tokenizer, file, tmp_path, monkeypatch):
-    monkeypatch.setattr(token_cache, "LARGE_FILE", 0)
-    folder = tmp_path / "cache"
-    found = {}
-    for number, arguments in enumerate(({}, OFF, {"enable_thinking": True}, OFF)):
-        more = {"chat_template_kwargs": arguments, "cache_dir": folder}
-        [prompt] = PromptDataset([file], tokenizer, **more)
-        row = SFTDataset([file], tokenizer, response_key="answer", **more)[0]
-        assert prompt["input_ids"] == row["prompt_ids"]
-        found[number] = tokenizer.decode(row["prompt_ids"])
-    assert len(list(folder.iterdir())) == 6
-    assert found[1] == found[3] != found[0] == found[2]
-
-
-@pytest.mark.parametrize("command", [TrainConfig, SFTConfig])
-def test_other_arguments_are_other_data_for_a_run_that_is_resumed(command):
-    key = "data.chat_template_kwargs"
-    own = inputs_of(command())
-    on, off = ({**own, f"{key}.enable_thinking": value} for value in (True, False))
-    for given in (on, off):
-        del given[key]
-    assert Changes.between(on, off, command).data == [f"{key}.enable_thinking: True → False"]
-    assert f"{key}.enable_thinking: None → False" in Changes.between(own, off, command).data
-    before = {name: value for name, value in own.items() if name != key}
-    assert Changes.between(before, own, command).data == []

@@ -4,9 +4,9 @@ import pytest
 from test_loader import Numbers, numbers
 
 from quadriga.config.schema import DataConfig, DatasetClassConfig, SamplerConfig
-from quadriga.data.loader import PromptLoader, items_of
+from quadriga.data.loader import PromptLoader
 from quadriga.data.user_classes import user_dataset, user_sampler
-from quadriga.errors import CheckpointError, ConfigError, DataError, InputError
+from quadriga.errors import ConfigError, DataError
 from quadriga.protocol import DataProto
 
 SAMPLER = """
@@ -117,15 +117,6 @@ def test_a_sampler_resumes(sampler):
     assert numbers([next(iter(again))]) == [[4, 5, 6, 7]]
 
 
-def test_a_state_with_and_without_a_sampler_do_not_mix(sampler):
-    with_sampler = PromptLoader(Numbers(10), 4, sampler=sampler())
-    plain = PromptLoader(Numbers(10), 4)
-    with pytest.raises(CheckpointError, match="was saved without a sampler"):
-        with_sampler.load_state_dict(plain.state_dict())
-    with pytest.raises(CheckpointError, match="was saved with a sampler"):
-        plain.load_state_dict(with_sampler.state_dict())
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -158,16 +149,6 @@ def test_each_method_that_fails_is_named(sampler, method):
         loader.load_state_dict(state)
 
 
-def test_numbers_of_rows_are_not_rounded_and_a_state_is_a_dict(sampler):
-    loader = PromptLoader(Numbers(10), 4, sampler=sampler())
-    loader.sampler.rows = lambda batch, size: [0.9, 1.7, 2.2, 3.9]
-    with pytest.raises(DataError, match="rows, for batch 0, failed: TypeError"):
-        next(iter(loader))
-    loader.sampler.state_dict = lambda: None
-    with pytest.raises(DataError, match=r"must return a dict of JSON values .*, got None"):
-        loader.state_dict()
-
-
 def test_a_batch_of_another_size_is_refused():
     data = Numbers(10)
     collate = data.collate
@@ -184,25 +165,6 @@ def test_a_class_without_methods_or_of_another_name_is_refused(sampler):
         sampler("Smapler")
 
 
-def test_options_and_errors_of_a_class_are_told(sampler):
-    with pytest.raises(ConfigError, match=r"Sampler: the class cannot be called .* 'stpe'"):
-        sampler(stpe=2)
-    with pytest.raises(ConfigError, match=r"name=Broken cannot be made: ValueError: no"):
-        sampler("Broken")
-    with pytest.raises(DataError, match=r"NoRows.rows, for batch 0, failed: TypeError"):
-        next(iter(PromptLoader(Numbers(10), 4, sampler=sampler("NoRows"))))
-
-
-def test_the_file_must_exist_and_import(tmp_path, tokenizer):
-    config = DataConfig(dataset=DatasetClassConfig(name="X"))
-    with pytest.raises(DataError, match=r"file data.dataset.path .*/no.py does not exist"):
-        user_dataset(str(tmp_path / "no.py"), [], tokenizer, config)
-    bad = tmp_path / "bad.py"
-    bad.write_text("raise SystemExit(0)")
-    with pytest.raises(InputError, match=r"cannot be imported: SystemExit"):
-        user_dataset(str(bad), [], tokenizer, config)
-
-
 def test_a_dataset_of_the_user(tmp_path, tokenizer):
     path = tmp_path / "d.py"
     path.write_text(DATASET)
@@ -212,16 +174,6 @@ def test_a_dataset_of_the_user(tmp_path, tokenizer):
     config = DataConfig(dataset=DatasetClassConfig(name="Empty"))
     with pytest.raises(ConfigError, match=r"data.dataset.name=Empty: Empty lacks __len__"):
         user_dataset(str(path), ["a"], tokenizer, config)
-
-
-def test_items_that_a_subclass_changes_are_those_of_a_loop(tmp_path, tokenizer):
-    """The rows are checked in a loop before a run starts, and read by number in the run."""
-    path = tmp_path / "d.py"
-    path.write_text(DATASET)
-    config = DataConfig(dataset=DatasetClassConfig(name="WithHint"))
-    data = user_dataset(str(path), ["a"], tokenizer, config)
-    assert [item["extra_info"] for item in items_of(data)] == [{"hint": i} for i in range(3)]
-    assert [item["index"] for item in items_of(data.head(2))] == [0, 1]
 
 
 def test_a_class_with_an_argument_images_is_given_the_rules(tmp_path, tokenizer):

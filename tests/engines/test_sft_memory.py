@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from quadriga.config.commands import SFTConfig
 from quadriga.config.loading import load_config
-from quadriga.data.conversations.sft import ConversationLengths
+from quadriga.data.conversations import ConversationLengths
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.protocol import fields

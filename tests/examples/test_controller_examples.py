@@ -94,6 +94,7 @@ def test_detached_group(example, backend_name):
     assert "the second program counts [2, 2]" in example("detached_group").main()
 
 
+@pytest.mark.nightly
 def test_an_example_runs_as_a_script():
     run = subprocess.run(
         [sys.executable, str(FOLDER / "accumulator.py"), "ray"],

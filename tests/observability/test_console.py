@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import io
-import logging
-import os
 
 import pytest
 from rich.console import Console
 
 from quadriga.observability.console import RunConsole, duration
-from quadriga.observability.quiet import silence_libraries
 
 
 class Clock:
@@ -33,14 +30,6 @@ def test_plain_lines_show_step_reward_accuracy_speed_and_time_left():
         1, {"reward/mean": 0.5, "val/accuracy": 0.125, "perf/tokens_per_second": 1234.5, "x": 1}
     )
     assert out.getvalue() == "train 1/10  reward 0.500  accuracy 12.5%  tokens/s 1,234  left 54s\n"
-
-
-def test_a_missing_metric_is_shown_with_its_last_value():
-    console, clock, out = plain(2)
-    clock.now = 1.0
-    console.log(1, {"val/score": 0.5, "val/accuracy": 0.5})
-    console.log(2, {"reward/mean": 0.25})
-    assert out.getvalue().splitlines()[1] == "train 2/2  reward 0.250  accuracy 50.0%  left 0s"
 
 
 def test_a_score_that_is_no_accuracy_is_shown_as_a_number():
@@ -70,16 +59,6 @@ def test_time_left_of_a_resumed_run_counts_only_its_own_steps():
     assert console.seconds_left(11) == pytest.approx(90.0)
 
 
-def test_no_time_left_is_shown_before_step_one():
-    console, clock, out = plain(20)
-    clock.now = 10.0
-    console.log(0, {"val/accuracy": 0.25})
-    assert out.getvalue() == "train 0/20  accuracy 25.0%\n"
-    clock.now = 14.0
-    console.log(1, {"reward/mean": 0.5})
-    assert console.seconds_left(1) == pytest.approx(14.0 * 19)
-
-
 def test_a_terminal_shows_a_progress_line_and_then_the_table():
     console, clock, out = plain(4)
     console.console = Console(file=out, force_terminal=True, width=100, highlight=False)
@@ -96,27 +75,8 @@ def test_a_terminal_shows_a_progress_line_and_then_the_table():
     assert text.count("\x1b[?25h") >= 1  # the cursor is visible, for a debugger
 
 
-def test_notes_and_table_in_a_file():
-    console, _, out = plain(1)
-    console.note("a [bracket] stays")
-    console.table("closing", [("accuracy", "90%")])
-    assert out.getvalue().splitlines()[0] == "a [bracket] stays"
-    assert "accuracy" in out.getvalue()
-    assert "90%" in out.getvalue()
-
-
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0s"), (59.4, "59s"), (185, "3m05s"), (7620, "2h07m")]
 )
 def test_duration_as_text(seconds, text):
     assert duration(seconds) == text
-
-
-def test_environment_variables_are_set_unless_the_user_has_set_them(monkeypatch):
-    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "info")
-    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
-    silence_libraries()
-    silence_libraries()
-    assert os.environ["TRANSFORMERS_VERBOSITY"] == "info"
-    assert os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1"
-    assert logging.getLogger("huggingface_hub").level == logging.ERROR

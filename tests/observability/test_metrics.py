@@ -36,25 +36,6 @@ def test_each_kind_reduces_as_computed_by_hand():
     }
 
 
-def test_a_list_adds_one_value_per_part():
-    metrics = MetricSet()
-    metrics.add({"reward/max": [1.0, 7.0, 2.0], "actor/loss": (1.0, 2.0), "sft/loss": []})
-    assert metrics.reduce() == {"reward/max": 7.0, "actor/loss": 1.5}
-
-
-def test_take_removes_the_values():
-    metrics = MetricSet()
-    metrics.add({"reward/mean": 1.0})
-    assert metrics.take() == {"reward/mean": 1.0}
-    assert metrics.take() == {}
-
-
-def test_unknown_names_are_averaged():
-    metrics = MetricSet()
-    metrics.add({"mine/x": [1.0, 2.0]})
-    assert metrics.reduce() == {"mine/x": 1.5}
-
-
 def test_lookup_by_exact_name_and_by_pattern():
     assert describe_metric("time/rollout").unit == "s"
     assert describe_metric("val/accuracy") is METRICS["val/accuracy"]
@@ -69,10 +50,6 @@ def test_add_metric_refuses_a_name_that_is_described(monkeypatch):
     assert describe_metric("mine/most").kind == "max"
     with pytest.raises(ValueError, match="already described: the most"):
         add_metric("mine/most", "1", "something else")
-
-
-def test_every_entry_has_a_unit_and_a_meaning():
-    assert [name for name, info in METRICS.items() if not info.unit or not info.meaning] == []
 
 
 def strings_of_the_code():

@@ -9,15 +9,12 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from quadriga.errors import ConfigError, DataError, InputError, UnknownNameError
-from quadriga.observability.plots import plot_learning_curve, points_of, running_mean
+from quadriga.errors import InputError, UnknownNameError
+from quadriga.observability.plots import plot_learning_curve
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import (
-    TRACKERS,
     RunInfo,
     Trackers,
-    check_trackers,
-    register_tracker,
 )
 
 
@@ -85,13 +82,6 @@ def test_wandb_receives_names_and_metrics_and_a_resumed_run_is_continued(tmp_pat
     assert resumed.rows == [(3, {"reward/mean": 0.5})] and another.ended
 
 
-def test_wandb_that_is_not_installed_is_refused_before_the_start(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'quadriga\[wandb\]'"):
-        check_trackers(["jsonl", "wandb"])
-
-
 @pytest.mark.parametrize("fails", [OSError, RuntimeError])
 def test_every_tracker_is_closed_even_if_one_raises(fails):
     first, second = Recorder(fails), Recorder()
@@ -104,19 +94,6 @@ def test_every_tracker_is_closed_even_if_one_raises(fails):
     assert second.rows == [(1, {"a": 1.0})]
 
 
-def test_a_tracker_that_cannot_be_created_closes_those_before_it(tmp_path, monkeypatch):
-    first = Recorder()
-
-    def fail(run):
-        raise RuntimeError("no service")
-
-    factories = {"first": lambda run: first, "second": fail}
-    monkeypatch.setattr("quadriga.observability.trackers.TRACKERS", factories)
-    with pytest.raises(RuntimeError, match="no service"):
-        Trackers.open(["first", "second"], run_info(tmp_path))
-    assert first.closed == 1
-
-
 def test_an_unknown_tracker_names_the_nearest_and_none_is_created(tmp_path):
     with pytest.raises(UnknownNameError) as caught:
         Trackers.open(["jsonl", "tensorbord"], run_info(tmp_path))
@@ -125,17 +102,6 @@ def test_an_unknown_tracker_names_the_nearest_and_none_is_created(tmp_path):
         "wandb; did you mean tensorboard?"
     )
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_registered_tracker_receives_metrics(tmp_path, monkeypatch):
-    monkeypatch.setattr("quadriga.observability.trackers.TRACKERS", dict(TRACKERS))
-    recorder = Recorder()
-    register_tracker("mine", lambda run: recorder)
-    Trackers.open(["mine"], run_info(tmp_path)).log(3, {"x": 1.0})
-    assert recorder.rows == [(3, {"x": 1.0})]
-    with pytest.raises(ValueError, match="exists already"):
-        register_tracker("mine", lambda run: recorder)
-    check_trackers(["console"])
 
 
 def test_the_learning_curve_is_written_as_png(tmp_path):
@@ -169,17 +135,3 @@ def test_the_curve_of_a_score_that_is_no_accuracy_is_called_a_score(
     assert plot_learning_curve(tmp_path / "m.jsonl", tmp_path / "c.png")
     names = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
     assert names == ["training reward", label]
-
-
-def test_no_file_is_written_without_curves(tmp_path):
-    (tmp_path / "m.jsonl").write_text('{"step": 1, "time/step": 2}\n')
-    assert not plot_learning_curve(tmp_path / "m.jsonl", tmp_path / "c.png")
-    assert not (tmp_path / "c.png").exists()
-    with pytest.raises(DataError):
-        plot_learning_curve(tmp_path / "absent.jsonl", tmp_path / "c.png")
-
-
-def test_points_and_running_mean():
-    rows = [{"step": 1, "a": 2}, {"step": 2}, {"step": 3, "a": "NaN"}, {"a": 1}]
-    assert points_of(rows, "a") == ([1.0], [2.0])
-    assert running_mean([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]

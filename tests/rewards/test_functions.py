@@ -15,20 +15,10 @@ from quadriga.rewards.functions import (
 USER_FILE = Path(__file__).with_name("user_rules.py")
 
 
-def test_a_registered_data_source_has_a_rule():
-    rule = reward_function_for("quadriga/arithmetic").load()
-    assert rule("quadriga/arithmetic", "#### 3", "3", None) == 1.0
-
-
 def test_an_unknown_data_source_names_the_nearest():
     with pytest.raises(UnknownNameError, match="did you mean 'openai/gsm8k'") as caught:
         reward_function_for("openai/gsm8")
     assert caught.value.nearest == "openai/gsm8k"
-
-
-def test_a_function_is_loaded_by_file_and_name():
-    function = load_reward_function(USER_FILE, "by_length").load()
-    assert function("x", "a12", None) == {"score": 3.0, "digits": 2}
 
 
 def test_a_missing_file_or_function_is_an_error(tmp_path):

@@ -46,12 +46,6 @@ def test_the_score_is_at_the_last_response_token():
     assert scores[0].nonzero().tolist() == [[5]] and scores[2].nonzero().tolist() == [[4]]
 
 
-def test_tokens_outside_the_response_mask_are_not_scored():
-    data = batch_of(["#### 7#### 8"], ["7"], width=12)
-    data.batch["response_mask"][:, 6:] = 0
-    assert RewardManager(Letters())(data).batch["token_level_scores"].sum() == 1.0
-
-
 def test_last_token_of_masks_with_gaps_and_without_ones():
     mask = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
     placed = at_last_token(torch.tensor([2.0, 3.0, 4.0]), mask)

@@ -15,7 +15,7 @@ import pytest
 
 from quadriga.cli.show import count_rows
 from quadriga.data import PromptDataset, SFTDataset, read_rows, rows
-from quadriga.data.bounds import OutOfTimeError, bounded
+from quadriga.data.chat import OutOfTimeError, bounded
 from quadriga.errors import DataError, ModelError
 from quadriga.models import train_tokenizer
 from quadriga.observability.jsonl import read_jsonl
@@ -253,7 +253,7 @@ def test_a_profiler_works_after_bounded_code(seconds):
     """An exception that is left pending in a thread makes a traced call of CPython 3.11 endless."""
     code = f"""
 import sys
-from quadriga.data.bounds import OutOfTimeError, bounded
+from quadriga.data.chat import OutOfTimeError, bounded
 def add(x):
     return x + 1
 try:

@@ -20,7 +20,7 @@ from quadriga.rewards import RewardManager, load_reward_function
 from quadriga.rewards.functions import FunctionRef
 from quadriga.rewards.outcome import Report, Sample
 from quadriga.rewards.pool import RewardPool
-from quadriga.rewards.supervisor import OutputBudget
+from quadriga.rewards.pool_worker import OutputBudget
 
 FILE = str(Path(__file__).with_name("hostile_rules.py"))
 
@@ -218,7 +218,7 @@ def test_what_a_function_returns_can_be_written_as_text():
 
 
 def test_a_message_that_is_begun_and_not_ended_holds_up_the_pool_for_a_bounded_time(monkeypatch):
-    monkeypatch.setattr("quadriga.rewards.pool_process._RECEIVE_S", 1)
+    monkeypatch.setattr("quadriga.rewards.pool._RECEIVE_S", 1)
     outcomes = run("begin_a_message", 3, timeout_s=60)
     assert [outcome.status for outcome in outcomes] == ["scored", "crashed", "scored"]
     assert "BlockingIOError" in outcomes[1].detail

@@ -18,8 +18,8 @@ from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import is_secret_name, mask_logs, mask_secrets, mask_values
 from quadriga.errors import ConfigError, DataError
 from quadriga.observability.console import RunConsole
+from quadriga.observability.jsonl import Sample, SampleLog
 from quadriga.observability.run_folder import RunFolder
-from quadriga.observability.samples import Sample, SampleLog
 from quadriga.observability.trackers import RunInfo, Trackers, register_tracker
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager

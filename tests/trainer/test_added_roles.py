@@ -7,18 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from role_cases import write_tally
 from run_cases import timeless
 from safetensors.torch import load_file
 
-from quadriga.cli.main import main
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
-from quadriga.errors import CheckpointError, UnknownSettingError, WorkerDiedError
+from quadriga.errors import CheckpointError, WorkerDiedError
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.trainer.main import run_training
-from quadriga.trainer.roles.settings import load_train_config
+from quadriga.trainer.roles.registry import load_train_config
 
 APART = ("trainer.n_gpus_per_node=2", "placement.actor=[0]", "placement.tally=[1]")
 RAY = ("trainer.backend=ray", "trainer.num_cpus=2", "trainer.device=cpu")
@@ -53,23 +51,6 @@ def test_a_role_has_a_section_with_types_and_ranks(tally) -> None:
     assert (defaults.tally.weight, defaults.placement.tally) == (1.0, None)
 
 
-def test_settings_without_the_file_have_no_such_section(tally) -> None:
-    load_train_config([tally])
-    assert not hasattr(load_train_config([]), "tally")
-    with pytest.raises(UnknownSettingError, match="no setting tally"):
-        load_train_config(["tally.weight=2"])
-
-
-def test_print_config_shows_the_section_and_reads_it_again(tally, tmp_path, capsys) -> None:
-    given = [tally, "tally.weight=3", "data.seed=5", "placement.tally=[0]"]
-    assert main(["train", *given, "--print-config"]) == 0
-    printed = capsys.readouterr().out
-    assert yaml.safe_load(printed)["tally"] == {"weight": 3.0, "kind": "short", "dies_at": None}
-    assert yaml.safe_load(printed)["placement"]["tally"] == [0]
-    (tmp_path / "run.yaml").write_text(printed)
-    assert load_train_config(file=tmp_path / "run.yaml") == load_train_config(given)
-
-
 def test_a_section_may_refer_to_other_settings_and_be_referred_to(tally) -> None:
     config = load_train_config([tally, "tally.weight=4", "algorithm.gamma=0.5",
                                 "tally.dies_at='${data.train_batch_size}'",
@@ -78,21 +59,6 @@ def test_a_section_may_refer_to_other_settings_and_be_referred_to(tally) -> None
     user_files = tally.replace("tally.py", "${trainer.experiment_name}.py").replace("=[", "=['")
     referred = [user_files.replace("]", "']"), "trainer.experiment_name=tally", "tally.weight=1"]
     assert load_train_config(referred).tally.weight == 1.0
-
-
-def test_the_plan_shows_the_ranks_of_a_role(tally, capsys) -> None:
-    assert main(["plan", tally, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2",
-                 *APART]) == 0  # fmt: skip
-    assert "  tally                1 ranks: 1 on 1 node(s)" in capsys.readouterr().out
-
-
-def test_the_plan_says_that_the_memory_of_a_role_is_not_counted(
-    tally, train_overrides, capsys
-) -> None:
-    assert main(["plan", *train_overrides, tally, *APART]) == 0
-    out = capsys.readouterr().out
-    assert "not counted: the added role tally" in out
-    assert "processes alone" in out
 
 
 # Runs.
@@ -108,6 +74,7 @@ def test_a_role_computes_the_same_on_shared_and_on_own_ranks(run_roles, run) -> 
     assert without[1]["reward/mean"] != together[1]["reward/mean"]
 
 
+@pytest.mark.nightly
 def test_a_role_on_ray_computes_the_same_timeless(run_roles) -> None:
     local = timeless(run_roles())
     rows = timeless(run_roles(*APART, *RAY, "trainer.overwrite=true"))
@@ -121,16 +88,14 @@ def test_the_settings_reach_the_worker(run_roles) -> None:
     assert two == pytest.approx(2 * one)
 
 
-def test_the_time_of_a_stage_is_logged(run_roles) -> None:
-    assert all(row["time/tally.add_bonus"] > 0 for row in run_roles()[1:])
-
-
 def lines(path: Path, *, first: int) -> list[dict[str, object]]:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return timeless([row for row in rows if row["step"] >= first])
 
 
-@pytest.mark.parametrize("more", [(), (*APART, *RAY)], ids=["local", "ray"])
+@pytest.mark.parametrize(
+    "more", [(), pytest.param((*APART, *RAY), marks=pytest.mark.nightly)], ids=["local", "ray"]
+)
 def test_a_resumed_run_equals_an_uninterrupted_one(run_roles, tmp_path, more) -> None:
     settings = [*more, "trainer.total_training_steps=4", "trainer.save_freq=2"]
     whole, resumed = tmp_path / "run", tmp_path / "resumed"
@@ -150,6 +115,7 @@ def test_a_checkpoint_without_the_state_of_a_role_is_refused(run, run_roles, tmp
         run_roles(f"trainer.resume_mode={half}", f"trainer.default_local_dir={tmp_path / 'other'}")
 
 
+@pytest.mark.nightly
 def test_a_role_that_dies_ends_the_run_with_its_name(run_roles) -> None:
     with pytest.raises(WorkerDiedError) as caught:
         run_roles(*APART, *RAY, "tally.dies_at=16")

@@ -195,6 +195,7 @@ def test_a_missing_reward_file_is_named(refused, tmp_path) -> None:
     assert "gone.py" in refused(f"reward.path={tmp_path}/gone.py")
 
 
+@pytest.mark.nightly
 def test_more_ranks_than_the_node_can_hold_are_reported(train_overrides) -> None:
     more = ["trainer.backend=ray", "trainer.num_cpus=2", "trainer.n_gpus_per_node=4"]
     done = subprocess.run(
@@ -225,6 +226,7 @@ def ends(token_level_rewards_BT, response_mask_BT):
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("call", "code"), [("os._exit(0)", 1), ("ctypes.CDLL(None)._exit(0)", 0)])
 def test_a_run_that_an_estimator_ends_leaves_its_lock_and_no_model(
     train_overrides, tmp_path, call, code

@@ -15,15 +15,6 @@ from quadriga.rollout.vllm import options
 
 
 @pytest.mark.parametrize(
-    ("overrides", "ranks"),
-    [([], 2), (["backend=local"], 1), (["n_gpus_per_node=1"], 1), (["n_gpus_per_node=4"], 4)],
-)
-def test_the_demo_has_as_many_ranks_as_its_backend_can_have(overrides, ranks) -> None:
-    command = train_command(load_config(DemoConfig, overrides), Path("demo"))
-    assert load_config(TrainConfig, command.overrides).trainer.n_gpus_per_node == ranks
-
-
-@pytest.mark.parametrize(
     "overrides", [["backend=local", "n_gpus_per_node=2"], ["n_gpus_per_node=5"]]
 )
 def test_a_demo_whose_settings_do_not_fit_makes_no_data(tmp_path, overrides) -> None:
@@ -41,13 +32,6 @@ def test_a_demo_whose_rollout_engine_is_not_there_makes_no_data(tmp_path, monkey
         run_demo(config)
     assert raised.value.key == "actor_rollout_ref.rollout.name"
     assert not (tmp_path / "demo").exists()
-
-
-def test_the_demo_trains_with_the_rollout_engine_that_is_named() -> None:
-    for rollout in ("hf", "vllm"):
-        command = train_command(load_config(DemoConfig, [f"rollout={rollout}"]), Path("demo"))
-        policy = load_config(TrainConfig, command.overrides).actor_rollout_ref
-        assert policy.rollout.name == rollout
 
 
 def test_the_demo_trains_adapters_or_all_weights() -> None:

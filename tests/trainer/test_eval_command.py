@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,9 @@ import pytest
 from quadriga.cli.main import main
 from quadriga.config.commands import EvalConfig
 from quadriga.config.loading import load_config
-from quadriga.data import rows as data_rows
-from quadriga.data import token_cache
-from quadriga.errors import ConfigError, DataError, RewardError, RolloutAbilityError
-from quadriga.rollout.sglang.options import SGLang
-from quadriga.trainer.evaluation import responses
-from quadriga.trainer.evaluation.run import Evaluation, run_evaluation
+from quadriga.errors import ConfigError, DataError, RewardError
+from quadriga.trainer.evaluation import generate as generation
+from quadriga.trainer.evaluation.evaluate import Evaluation, run_evaluation
 
 GSM, OWN = "openai/gsm8k", "quadriga/arithmetic"
 
@@ -99,16 +95,6 @@ def test_responses_of_files_by_hand(evaluate, tmp_path) -> None:
     assert (tmp_path / "eval" / "results.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_settings_of_the_summary(evaluate) -> None:
-    (found, *_) = evaluate(ROWS, "pass_at=[3]", "correct_at=0", "resamples=5").summaries
-    assert [name for name in found.metrics if name.startswith("pass")] == ["pass@3"]
-    assert found.metrics["pass@3"].value == 1.0  # each score is at least 0
-    (wide, *_) = evaluate(ROWS, "confidence=0.99").summaries
-    (narrow, *_) = evaluate(ROWS, "confidence=0.01").summaries
-    width = [s.metrics["maj@4"].high - s.metrics["maj@4"].low for s in (wide, narrow)]
-    assert width[0] == 1.0 and width[1] < 1.0
-
-
 def test_a_response_may_be_a_text_in_a_column_of_another_name(evaluate) -> None:
     rows = [{**row(OWN, "3"), "output": "#### 3"}, {**row(OWN, "3"), "output": "#### 5"}]
     (found,) = evaluate(rows, "response_key=output").summaries
@@ -160,7 +146,7 @@ def test_a_changed_rule_scores_the_responses_that_are_there(
     of_model, tmp_path, monkeypatch
 ) -> None:
     first = results_in(of_model())["sources"]
-    monkeypatch.setattr(responses, "rollout_group", lambda _: pytest.fail("ranks were started"))
+    monkeypatch.setattr(generation, "rollout_group", lambda _: pytest.fail("ranks were started"))
     (tmp_path / "rule.py").write_text(RULE)
     second = results_in(of_model(f"reward.path={tmp_path / 'rule.py'}", "pass_at=[1]"))["sources"]
     assert first[0]["metrics"]["mean@4"] != second[0]["metrics"]["mean@4"]
@@ -195,12 +181,6 @@ def test_wrong_settings_are_refused(evaluate, overrides, words) -> None:
         evaluate(ROWS, *overrides)
 
 
-def test_a_k_above_n_is_refused_before_ranks_start(of_model, monkeypatch) -> None:
-    monkeypatch.setattr(responses, "rollout_group", lambda _: pytest.fail("ranks were started"))
-    with pytest.raises(ConfigError, match=r"pass_at=\[1,8\] has k=8, but n=4"):
-        of_model("pass_at=[1,8]")
-
-
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
@@ -223,45 +203,3 @@ def test_the_command_prints_the_table(evaluate, tmp_path, capsys) -> None:
     assert "maj@4" in out and "overall" in out and "0.417" in out and "95% interval" in out
     assert main(["eval", f"response_file={file}"]) == 2
     assert "no setting response_file; did you mean response_files?" in capsys.readouterr().err
-
-
-def test_prompts_of_large_files_stay_on_disk(of_model, tmp_path, monkeypatch):
-    expected = (of_model() / "responses.jsonl").read_bytes()
-    monkeypatch.setattr(token_cache, "LARGE_FILE", 0)
-    kept = of_model(f"cache_dir={tmp_path / 'kept'}", output="kept_eval")
-    assert (kept / "responses.jsonl").read_bytes() == expected
-    assert len(list((tmp_path / "kept").iterdir())) == 1
-
-
-def test_the_memory_of_an_evaluation_does_not_grow_with_its_responses(tmp_path, monkeypatch):
-    (tmp_path / "rule.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    return float(len(solution_str) % 2)\n"
-    )
-    monkeypatch.setattr(data_rows, "_LINES", 64)
-
-    def peak(count: int) -> int:
-        file = tmp_path / f"{count}.jsonl"
-        with file.open("w") as written:
-            for number in range(count):
-                text = f"{number} " + "word " * 2000  # 10 kB
-                written.write(json.dumps(row("mine", "1", text)) + "\n")
-        settings = [
-            f"response_files={file}", f"output={tmp_path / str(count)}", "resamples=10",
-            f"reward.path={tmp_path / 'rule.py'}", "reward.num_processes=0",
-        ]  # fmt: skip
-        tracemalloc.start()
-        try:
-            run_evaluation(load_config(EvalConfig, settings))
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-
-    peak(10)  # imports
-    assert peak(2000) < 1.2 * peak(600) < 10_000_000
-
-
-def test_sampling_that_the_engine_cannot_do_is_refused_before_a_start(of_model, monkeypatch):
-    monkeypatch.setattr(SGLang, "check", lambda *of_installed: None)
-    with pytest.raises(RolloutAbilityError, match="min_new_tokens"):
-        of_model("rollout.name=sglang", "sampling.min_new_tokens=2")

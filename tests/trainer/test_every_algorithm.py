@@ -7,8 +7,6 @@ import math
 import pytest
 
 from quadriga.algorithms.advantages import ADVANTAGES
-from quadriga.algorithms.aggregation import AGGREGATIONS
-from quadriga.algorithms.kl import KL_ESTIMATORS
 from quadriga.algorithms.policy_losses import POLICY_LOSSES
 
 ACTOR = "actor_rollout_ref.actor"
@@ -63,6 +61,7 @@ def test_every_advantage_estimator_trains(step, name) -> None:
                       "algorithm.reward_components=[form,length]"))  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -97,17 +96,7 @@ def test_every_policy_loss_trains(step, name) -> None:
     assert moved(step(f"{ACTOR}.policy_loss.name={name}"))
 
 
-@pytest.mark.parametrize("mode", sorted(AGGREGATIONS))
-def test_every_aggregation_trains(step, mode) -> None:
-    assert moved(step(f"{ACTOR}.loss_agg_mode={mode}"))
-
-
-@pytest.mark.parametrize("kind", sorted(KL_ESTIMATORS))
-def test_every_kl_estimator_gives_a_finite_loss(step, kind) -> None:
-    metrics = step(f"{ACTOR}.use_kl_loss=true", f"'{ACTOR}.kl_loss_type=\"{kind}\"'".strip("'"))
-    assert math.isfinite(metrics["actor/kl_loss"])
-
-
+@pytest.mark.nightly
 def test_kl_over_the_vocabulary_agrees_with_k3_and_with_the_fused_head(run, tmp_path) -> None:
     """k3 is an unbiased estimate of it; the fused output layer computes the same numbers."""
     rule, found = tmp_path / "rule.py", {}
@@ -138,23 +127,7 @@ def test_kl_over_the_vocabulary_agrees_with_k3_and_with_the_fused_head(run, tmp_
         assert fused[name] == pytest.approx(full[name], rel=1e-4, abs=1e-6), name
 
 
-def test_kl_over_the_vocabulary_needs_policy_and_reference_on_one_pool(train_overrides) -> None:
-    from quadriga.config.loading import load_config
-    from quadriga.config.schema import TrainConfig
-    from quadriga.errors import ConfigError
-    from quadriga.trainer.ppo import RayPPOTrainer
-    from quadriga.trainer.roles.placement import ResourcePoolManager, Role
-
-    more = [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full"]
-    manager = ResourcePoolManager(
-        resource_pool_spec={"a": [1], "b": [1]},
-        mapping={Role.ActorRolloutRef: "a", Role.RefPolicy: "b"},
-    )
-    config = load_config(TrainConfig, [*train_overrides, *more])
-    with pytest.raises(ConfigError, match="role ref is mapped to pool 'b' and the policy to 'a'"):
-        RayPPOTrainer(config, resource_pool_manager=manager)
-
-
+@pytest.mark.nightly
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 def test_every_rollout_correction_has_weight_one_without_mismatch(step, level, mode) -> None:

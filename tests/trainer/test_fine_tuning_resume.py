@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 from fine_tuning_cases import Runs, pairs, six_steps
-from run_cases import fail_in_step_two, timeless
+from run_cases import timeless
 from safetensors.torch import load_file
 
-from quadriga.checkpoint.folders import complete_checkpoints, latest_checkpoint
+from quadriga.checkpoint.folders import complete_checkpoints
 from quadriga.checkpoint.marker import read_marker
 from quadriga.cli.main import main
 from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.loading import load_config
-from quadriga.errors import CheckpointError, ConfigError
+from quadriga.errors import CheckpointError
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.trainer.fine_tuning.rm import run_rm
 from quadriga.trainer.fine_tuning.sft import run_sft
 
-COMMANDS = ("sft", "rm")
+COMMANDS = ("sft", pytest.param("rm", marks=pytest.mark.nightly))
 
 
 @pytest.fixture(params=COMMANDS)
@@ -86,13 +86,6 @@ def test_a_checkpoint_is_saved_by_time(runs) -> None:
     assert [step for step, _ in found] == [1, 2]
 
 
-def test_a_finished_run_that_is_resumed_has_its_validation(runs) -> None:
-    before = runs.run("run", "trainer.total_training_steps=2")
-    after = runs.run("run", "trainer.total_training_steps=2", "trainer.resume_mode=auto")
-    assert after == before
-    assert [row["step"] for row in runs.metrics("run")] == [1, 2]
-
-
 CHANGES = [
     ("data.train_batch_size=10", "data.train_batch_size: {} → 10"),
     ("trainer.seed=5", "trainer.seed: 0 → 5"),
@@ -133,49 +126,6 @@ def test_what_cannot_be_continued_is_refused_before_a_worker_starts(
         text = str(caught.value)
         assert said.format(size) in text and "trainer.resume_override=true" in text
     assert (runs.folder / "run" / "metrics.jsonl").read_text() == before
-
-
-def test_the_user_can_insist(runs, caplog) -> None:
-    runs.run("run", "trainer.total_training_steps=2")
-    more = ("trainer.resume_mode=auto", "trainer.total_training_steps=3", "optim.lr=1e-3")
-    runs.run("run", *more, "trainer.seed=5", "trainer.resume_override=true")
-    assert [row["step"] for row in runs.metrics("run")] == [1, 2, 3]
-    assert "trainer.seed: 0 → 5" in caplog.text
-    assert "optim.lr: 0.003 → 0.001" in caplog.text
-    assert "resume_mode" not in caplog.text
-    state = read_marker(latest_checkpoint(runs.folder / "run" / "checkpoints"))
-    assert state["loader"]["batches_done"] == 1, "changed data begins at the start of the epoch"
-
-
-@pytest.mark.parametrize("damage", ["marker", "shard", "state"])
-def test_damage_is_reported_in_one_line(runs, capfd, damage) -> None:
-    runs.run("run", "trainer.total_training_steps=1")
-    folder = runs.checkpoint("run", 1)
-    expected = {
-        "marker": "COMPLETE.json",
-        "shard": "other content than was written",
-        "state": "no such folder",
-    }[damage]
-    if damage == "marker":
-        (folder / "COMPLETE.json").write_text("{")
-    elif damage == "shard":
-        shard = next(folder.rglob("shard_*.safetensors"))
-        data = bytearray(shard.read_bytes())
-        data[-1] ^= 1
-        shard.write_bytes(data)
-    else:
-        folder = folder.with_name("global_step_9")
-    given = runs.given("run", f"trainer.resume_mode={folder}")
-    capfd.readouterr()
-    assert main([runs.command, *given]) == 2
-    error = capfd.readouterr().err
-    assert expected in error and error.count("\n") == 1, error
-
-
-def test_a_folder_with_a_run_is_not_continued_without_being_asked(runs) -> None:
-    runs.run("run", "trainer.total_training_steps=1")
-    with pytest.raises(ConfigError, match="already holds a run"):
-        runs.run("run", "trainer.total_training_steps=1")
 
 
 def test_a_signal_lets_the_step_end_and_saves_a_checkpoint(runs, monkeypatch) -> None:
@@ -281,43 +231,7 @@ def test_a_run_that_is_killed_in_a_validation_loses_and_repeats_nothing(runs, ca
     assert ours.read_text() == theirs.read_text()
 
 
-def test_a_checkpoint_that_is_moved_away_during_validation_ends_no_run(
-    runs, monkeypatch, caplog
-) -> None:
-    from quadriga.trainer.record import RunRecord
-
-    original = RunRecord.log_validation
-
-    def log_validation(self, step, *rest):
-        runs.checkpoint("run", step).rename(runs.folder / "moved")
-        original(self, step, *rest)
-
-    monkeypatch.setattr(RunRecord, "log_validation", log_validation)
-    assert runs.run("run", "trainer.total_training_steps=1").steps == 1
-    assert "the validation is not recorded in the checkpoint" in caplog.text
-    assert read_marker(runs.folder / "moved")["validation_pending"]
-
-
-def test_a_signal_in_a_validation_lets_it_end(runs, monkeypatch) -> None:
-    from quadriga.trainer.record import RunRecord
-
-    original = RunRecord.log_validation
-
-    def log_validation(self, step, *rest):
-        if step == 1:
-            signal.raise_signal(signal.SIGTERM)
-        original(self, step, *rest)
-
-    monkeypatch.setattr(RunRecord, "log_validation", log_validation)
-    given = runs.given("run", "trainer.total_training_steps=3", "trainer.test_freq=1")
-    assert main([runs.command, *given]) == 143
-    found = complete_checkpoints(runs.folder / "run" / "checkpoints")
-    assert [step for step, _ in found] == [1]
-    state = read_marker(runs.checkpoint("run", 1))
-    assert state["validation"] and not state["validation_pending"]
-    assert [row["step"] for row in runs.metrics("run")] == [1]
-
-
+@pytest.mark.nightly
 @pytest.mark.parametrize("runs", ["sft"], indirect=True)
 def test_a_run_that_has_reached_its_goal_takes_no_step_when_it_is_resumed(runs) -> None:
     goal = ("trainer.stop_at_accuracy=0.0", "trainer.test_freq=2", "trainer.save_freq=5")
@@ -343,18 +257,3 @@ def test_a_checkpoint_of_the_other_command_is_refused(runs, tiny_task) -> None:
     key = {"sft": "reward_model", "rm": "actor"}[runs.command]
     with pytest.raises(CheckpointError, match=f"has no state of role {key}"):
         other(load_config(kind, given))
-
-
-def test_a_run_that_died_before_its_first_checkpoint_begins_again(
-    runs, monkeypatch, caplog
-) -> None:
-    settings = ("trainer.resume_mode=auto", "trainer.test_freq=1")
-    whole = runs.run("whole", *settings)
-    fail_in_step_two(monkeypatch)
-    with pytest.raises(RuntimeError, match="in step 2"):
-        runs.run("run", *settings)
-    assert [row["step"] for row in runs.metrics("run")] == [1]
-    monkeypatch.undo()
-    assert runs.run("run", *settings).steps == whole.steps
-    assert runs.metrics("run") == runs.metrics("whole")
-    assert f"{runs.folder / 'run'} has no checkpoint" in caplog.text

@@ -14,15 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from quadriga.config.commands import GenerateConfig
 from quadriga.config.loading import load_config
-from quadriga.config.role_ranks import trainer_settings
 from quadriga.errors import ConfigError, InputError, RolloutError
 from quadriga.observability import jsonl
-from quadriga.observability.jsonl import read_jsonl
 from quadriga.protocol import DataProto
-from quadriga.trainer.evaluation import response_file, responses
-from quadriga.trainer.evaluation.generate import WrittenAnswers, run_generation
-from quadriga.trainer.evaluation.response_file import ResponseFile, StoredRows
-from quadriga.trainer.evaluation.responses import check_versions
+from quadriga.trainer.evaluation import generate as generation
+from quadriga.trainer.evaluation import response_file
+from quadriga.trainer.evaluation.generate import check_versions, run_generation
+from quadriga.trainer.evaluation.response_file import ResponseFile
 
 
 @pytest.fixture
@@ -49,7 +47,7 @@ def rows_of(path: Path) -> list[dict[str, object]]:
 
 
 def no_ranks(monkeypatch) -> None:
-    monkeypatch.setattr(responses, "rollout_group", lambda _: pytest.fail("ranks were started"))
+    monkeypatch.setattr(generation, "rollout_group", lambda _: pytest.fail("ranks were started"))
 
 
 def test_a_row_has_the_prompt_and_its_responses_and_what_scores_them(generate) -> None:
@@ -72,6 +70,7 @@ def test_two_local_ranks_and_other_batches_have_the_responses_of_one_rank(genera
     assert generate("seed=6", output="seed.jsonl").read_bytes() != one
 
 
+@pytest.mark.nightly
 def test_two_ranks_on_ray_have_the_responses_of_one_rank(generate) -> None:
     one = generate()
     two = generate("trainer.n_gpus_per_node=2", "trainer.num_cpus=2", output="ray.jsonl")
@@ -98,7 +97,7 @@ def test_a_run_that_was_killed_is_continued_to_the_file_of_an_undisturbed_one(
         write(self, row)
 
     with monkeypatch.context() as patched:
-        patched.setattr(responses.ResponseFile, "finish", lambda self: None)
+        patched.setattr(generation.ResponseFile, "finish", lambda self: None)
         patched.setattr(jsonl.JsonlFile, "write", killed)
         if written < 16:
             with pytest.raises(KeyboardInterrupt):
@@ -106,9 +105,9 @@ def test_a_run_that_was_killed_is_continued_to_the_file_of_an_undisturbed_one(
         else:
             generate()
     seen = []
-    batch = responses._generate_batch
+    batch = generation._generate_batch
     monkeypatch.setattr(
-        responses, "_generate_batch", lambda *a: seen.append(len(a[2])) or batch(*a)
+        generation, "_generate_batch", lambda *a: seen.append(len(a[2])) or batch(*a)
     )
     assert generate().read_bytes() == whole
     assert seen == {0: [6, 6, 4], 4: [6, 6, 4], 6: [6, 4], 15: [4], 16: []}[written]
@@ -134,13 +133,6 @@ def test_parquet_has_the_rows_of_json_lines_and_is_returned_without_ranks(
     ]  # fmt: skip
     no_ranks(monkeypatch)
     generate(output="answers.parquet")
-
-
-def test_no_lock_and_no_partial_file_is_left(generate, tmp_path) -> None:
-    generate()
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "answers.jsonl", "answers.jsonl.inputs.json",
-    ]  # fmt: skip
 
 
 # Refusing.
@@ -180,12 +172,6 @@ def test_changed_data_and_weights_are_refused_and_named(generate, tiny_task, tmp
         generate(model)
     with pytest.raises(ConfigError, match="the content of data_files is another one"):
         generate(f"data_files={tiny_task.data('train')}")
-
-
-def test_overwrite_replaces_a_file_of_other_settings(generate) -> None:
-    path = generate("n=2")
-    generate("overwrite=true")
-    assert [len(row["responses"]) for row in rows_of(path)] == [3] * 16
 
 
 def test_a_file_that_is_not_of_this_command_is_kept(generate, tmp_path) -> None:
@@ -283,27 +269,6 @@ def test_parquet_columns_have_types_that_fit_all_rows(tmp_path, monkeypatch) -> 
         f.write(rows)
         f.finish()
         assert list(f.read()) == [{"extra_info": None, **row} for row in rows]
-
-
-def test_answers_in_a_file_are_read_when_they_are_used(generate, tmp_path) -> None:
-    """A second call generates nothing, and its answers are those of the file."""
-    path = generate()
-    texts = [row["responses"] for row in rows_of(path)]
-    answers = WrittenAnswers(StoredRows(lambda: map(dict, read_jsonl(path)), 16))
-    assert len(answers) == 16 and [answer.responses for answer in answers] == texts
-    assert answers[-1].responses == texts[-1]
-    assert [answer.responses for answer in answers[3:9:2]] == texts[3:9:2]
-    with pytest.raises(IndexError):
-        answers[16]
-
-
-def test_the_backend_of_several_ranks_is_ray_unless_it_is_set() -> None:
-    def backend(*overrides: str) -> str:
-        return trainer_settings(load_config(GenerateConfig, overrides).trainer).backend
-
-    assert backend() == "local"
-    assert backend("trainer.nnodes=2") == "ray"
-    assert backend("trainer.n_gpus_per_node=2", "trainer.backend=local") == "local"
 
 
 def test_responses_of_other_weights_are_refused():

@@ -9,8 +9,8 @@ from quadriga.cli.main import main
 from quadriga.config.commands import GenerateConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
-from quadriga.trainer.evaluation import responses
-from quadriga.trainer.evaluation.responses import load_prompts
+from quadriga.trainer.evaluation import generate as generation
+from quadriga.trainer.evaluation.generate import load_prompts
 from quadriga.trainer.memory.generation import (
     PromptBatch,
     check_generation_memory,
@@ -44,7 +44,7 @@ def needed(arguments, *more) -> float:
 
 @pytest.fixture
 def no_ranks(monkeypatch):
-    monkeypatch.setattr(responses, "rollout_group", lambda _: pytest.fail("ranks were started"))
+    monkeypatch.setattr(generation, "rollout_group", lambda _: pytest.fail("ranks were started"))
 
 
 @pytest.mark.parametrize("command", ["generate", "eval"])
@@ -101,7 +101,7 @@ def test_a_refusal_leaves_the_output_and_a_complete_one_needs_no_memory(
     output, small = f"output={tmp_path / 'out.jsonl'}", "trainer.device_memory_gb=0.4"
     assert main(["generate", *arguments(output)]) == 0
     before = (tmp_path / "out.jsonl").read_bytes()
-    monkeypatch.setattr(responses, "rollout_group", lambda _: pytest.fail("ranks were started"))
+    monkeypatch.setattr(generation, "rollout_group", lambda _: pytest.fail("ranks were started"))
     assert main(["generate", *arguments(output, small)]) == 0
     assert main(["generate", *arguments(output, small, "seed=1", "overwrite=true")]) == 2
     assert "trainer.check_memory=false" in capsys.readouterr().err

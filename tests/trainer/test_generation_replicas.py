@@ -18,8 +18,8 @@ from quadriga.errors import InputError, RolloutDiedError
 from quadriga.protocol import fields
 from quadriga.rollout.guard import GuardedRollout
 from quadriga.trainer.evaluation import ranks
+from quadriga.trainer.evaluation.evaluate import run_evaluation
 from quadriga.trainer.evaluation.generate import run_generation
-from quadriga.trainer.evaluation.run import run_evaluation
 from quadriga.trainer.replicas import rollout
 from quadriga.trainer.replicas.replica import Replicas
 

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 from quadriga.config.commands import GenerateConfig, RMConfig, SFTConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
-from quadriga.data.conversations.pairs import PairLengths
-from quadriga.data.conversations.sft import ConversationLengths
+from quadriga.data.conversations import ConversationLengths
+from quadriga.data.pairs import PairLengths
 from quadriga.errors import ConfigError
 from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.trainer.memory import host as host_module

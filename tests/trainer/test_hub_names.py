@@ -12,6 +12,8 @@ import pytest
 
 from quadriga.observability.jsonl import read_jsonl
 
+pytestmark = pytest.mark.nightly
+
 NAME, COMMIT = "hf://owner/tiny", "0" * 40
 
 

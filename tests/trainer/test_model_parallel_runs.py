@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from tempfile import TemporaryDirectory
-
 import pytest
 from run_cases import timeless
 
 from quadriga.config.loading import load_config
-from quadriga.config.plan import batch_plan
-from quadriga.config.schema import EngineConfig, ModelConfig, TrainConfig
-from quadriga.engines.memory.fsdp import fsdp_memory
-from quadriga.engines.memory.passes import Rows
+from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
-from quadriga.models.tiny import TinyModel, write_tiny_model
-from quadriga.trainer.memory.plan import memory_plan
 from quadriga.trainer.preflight import check_settings, check_train_config
 
 ACTOR, REF = "actor_rollout_ref.actor.engine", "actor_rollout_ref.ref.engine"
@@ -103,48 +96,3 @@ def test_a_model_that_does_not_divide_is_refused_before_the_start(train_override
     config = load_config(TrainConfig, [*train_overrides, *more, *sizes])
     with pytest.raises(ConfigError, match=r"critic\.engine\.sequence_parallel_size=3 does not"):
         check_train_config(config)
-
-
-def test_the_plan_counts_data_parallel_ranks(train_overrides):
-    more = ["trainer.n_gpus_per_node=4", f"{ACTOR}.sequence_parallel_size=2", *TWO_RANKS[:1]]
-    plan = batch_plan(load_config(TrainConfig, [*train_overrides, *more]))
-    assert plan.sequences_per_rank == plan.sequences // 2
-    assert "(4 ranks / 2 that compute the same rows)" in plan.text()
-
-
-@pytest.mark.parametrize("name", ["sequence", "context", "tensor"])
-def test_ranks_that_share_rows_need_less_memory_for_activations(train_overrides, name):
-    def actor(ranks: int, size: int):
-        more = [f"trainer.n_gpus_per_node={ranks}", f"{ACTOR}.{name}_parallel_size={size}"]
-        config = load_config(TrainConfig, [*train_overrides, "trainer.backend=ray", *more])
-        return memory_plan(config, "cuda").pools[0].engines["actor"]
-
-    alone, together = actor(2, 1), actor(4, 2)  # the same rows for each data-parallel rank
-    assert alone.uncounted == together.uncounted == ""
-    assert together.update.activations < 0.75 * alone.update.activations
-    assert together.parameters < 0.6 * alone.parameters
-    if name == "tensor":
-        assert together.gathered < alone.gathered
-
-
-def test_the_plan_shows_what_a_layer_sends():
-    """The formulas of docs/concepts/model_parallel.md, for each way to divide a micro-batch."""
-    shape = TinyModel(num_layers=3, num_heads=4, num_kv_heads=2)
-    size, tokens, number = shape.hidden_size // 4, 2 * (6 + 10), 4
-    expected = {
-        "sequence": number * tokens // 2 * (2 * 4 + 2 * 2) * size // 2,
-        "context": number * tokens // 2 * 2 * 2 * size,
-        "tensor": 4 * number * tokens * shape.hidden_size // 2,
-    }
-    with TemporaryDirectory() as folder:
-        write_tiny_model(folder, ["one two"], shape)
-        for name, bytes_of_layer in expected.items():
-            memory = fsdp_memory(
-                ModelConfig(path=folder),
-                EngineConfig(dtype="float32", **{f"{name}_parallel_size": 2}),
-                head="lm", ranks=2, device_type="cpu", update=None,
-                evaluate=Rows(2, 6, 10, entropy="value"),
-            )  # fmt: skip
-            outputs = 2 * 10 * 2 * number  # log-probability and entropy of each response token
-            found = memory.evaluate.exchanged
-            assert 3 * bytes_of_layer < found <= 3 * bytes_of_layer + 2 * outputs, name

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import InputError
 from quadriga.observability import trackers
-from quadriga.observability.samples import SampleLog
+from quadriga.observability.jsonl import SampleLog
 from quadriga.trainer import record
 from quadriga.trainer.record import RunRecord
 
@@ -87,13 +85,3 @@ def test_samples_that_cannot_be_written_leave_no_tracker_open(open_record, tmp_p
         open_record(lambda run: Tracker())
     assert closed == ["tracker"]
     assert not (tmp_path / "run/run.lock").exists()
-
-
-def test_a_short_run_has_no_empty_brackets_in_its_table(tmp_path, capsys):
-    settings = [f"trainer.default_local_dir={tmp_path}/run", "trainer.loggers=[console,jsonl]"]
-    with RunRecord.open(load_config(TrainConfig, settings), 1, tokenizer=None) as record:
-        record.add({"reward/mean": 1.0})
-        record.end_step(1)
-        record.spent["time/rollout"] = 0.2  # less than half a second is not named
-    (row,) = (line for line in capsys.readouterr().out.splitlines() if "time" in line)
-    assert re.fullmatch(r"│ time +│ \d+s +│", row)

@@ -11,11 +11,9 @@ from run_cases import timeless
 
 from quadriga.checkpoint.folders import complete_checkpoints, latest_checkpoint
 from quadriga.checkpoint.marker import read_marker
-from quadriga.cli.main import main
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import CheckpointError, ConfigError
-from quadriga.observability.jsonl import read_jsonl
 from quadriga.trainer.checkpoints import Changes, inputs_of
 
 RESUME = ("trainer.resume_mode=auto", "trainer.total_training_steps=3")
@@ -81,37 +79,10 @@ def test_data_that_has_moved_is_the_same_data(first, run, tiny_task, tmp_path, c
     assert "content of" not in caplog.text
 
 
-def test_an_adapter_that_has_moved_is_the_same_adapter(run, tmp_path, monkeypatch, caplog) -> None:
-    run("actor_rollout_ref.model.lora.rank=2", "trainer.total_training_steps=1")
-    (tmp_path / "run" / "model" / "adapter").rename(tmp_path / "adapter")
-    path, folder = (
-        "actor_rollout_ref.model.lora.path",
-        f"trainer.default_local_dir={tmp_path / 'b'}",
-    )
-    whole = run(f"{path}={tmp_path / 'adapter'}", folder, "trainer.save_freq=1")
-    monkeypatch.chdir(tmp_path)
-    half = f"trainer.resume_mode={tmp_path / 'b/checkpoints/global_step_1'}"
-    resumed = run(f"{path}=adapter", half, f"trainer.default_local_dir={tmp_path / 'c'}")
-    assert timeless(resumed)[-1] == timeless(whole)[-1]
-    assert f"{path}: {tmp_path / 'adapter'} → adapter" in caplog.text
-    with (tmp_path / "adapter" / "adapter_config.json").open("a") as file:
-        file.write("\n")
-    with pytest.raises(CheckpointError, match=f"the adapter_config.json of {path} is another one"):
-        run(f"{path}=adapter", half, f"trainer.default_local_dir={tmp_path / 'd'}")
-
-
 def test_a_critic_without_a_state_is_named_before_a_worker_starts(first, run, monkeypatch) -> None:
     monkeypatch.setattr("quadriga.backends.get_backend", None)  # a start would raise TypeError
     with pytest.raises(CheckpointError, match="has no state of role critic"):
         run(*RESUME, "algorithm.adv_estimator=gae", "trainer.resume_override=true")
-
-
-def test_an_empty_name_of_a_checkpoint_is_not_the_working_directory(
-    run, first, monkeypatch
-) -> None:
-    monkeypatch.chdir(first / "checkpoints" / "global_step_2")
-    with pytest.raises(CheckpointError, match="resume_mode=: no such folder; set it to disable"):
-        run("trainer.resume_mode=", f"trainer.default_local_dir={first.parent / 'next'}")
 
 
 @pytest.mark.parametrize("kept", [1, 2])
@@ -156,11 +127,6 @@ def test_the_code_of_the_parts_of_a_reward_is_an_input(train_overrides, tmp_path
     assert changes.other == ["the content of reward.parts is another one"]
 
 
-def test_a_setting_that_only_one_version_knows_is_told() -> None:
-    changes = Changes.between({"old.name": 1, "same": 2}, {"new.name": 3, "same": 2})
-    assert changes == Changes([], [], ["new.name: None → 3", "old.name: 1 → None"])
-
-
 def test_a_checkpoint_of_another_folder_does_not_change_the_run_in_this_one(
     first, run, tmp_path
 ) -> None:
@@ -191,35 +157,6 @@ def test_later_steps_of_the_first_attempt_are_set_aside(run, tmp_path) -> None:
     }
 
 
-def test_the_command_line_reports_damage_in_one_line(first, train_overrides, capfd) -> None:
-    shard = first / "checkpoints/global_step_2/actor/shard_00000.safetensors"
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
-    capfd.readouterr()
-    assert main(["train", *train_overrides, *RESUME]) == 2
-    error = capfd.readouterr().err
-    assert "other content than was written" in error and error.count("\n") == 1
-
-
-def test_a_relative_run_folder_is_made_absolute(run, tmp_path, monkeypatch) -> None:
-    """The ranks may run in another working directory than the controller."""
-    from quadriga.engines.fsdp import FSDPEngine
-
-    folders = []
-    original = FSDPEngine.save
-
-    def save(self, folder, step=0):
-        folders.append(folder)
-        return original(self, folder, step)
-
-    monkeypatch.setattr(FSDPEngine, "save", save)
-    monkeypatch.chdir(tmp_path)
-    run("trainer.default_local_dir=here", "trainer.total_training_steps=1")
-    assert folders and all(os.path.isabs(folder) for folder in folders)
-    assert list(read_jsonl("here/metrics.jsonl"))
-
-
 def test_a_checkpoint_of_before_a_data_setting_existed_can_be_continued() -> None:
     own = inputs_of(TrainConfig())
     saved = {key: value for key, value in own.items() if not key.startswith("data.sampler")}
@@ -228,15 +165,6 @@ def test_a_checkpoint_of_before_a_data_setting_existed_can_be_continued() -> Non
     assert Changes.between(saved, {**own, "data.sampler.name": "Other"}).data == [
         "data.sampler.name: Sampler → Other"
     ]
-
-
-def test_an_adapter_of_before_its_config_was_digested_is_compared_by_its_path(tmp_path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    key = "actor_rollout_ref.model.lora.path"
-    own = inputs_of(load_config(TrainConfig, [f"{key}={tmp_path}"]))
-    saved = {name: value for name, value in own.items() if not name.startswith("adapter_config")}
-    assert Changes.between(saved, own).model == []
-    assert Changes.between({**saved, key: "other"}, own).model != []
 
 
 @pytest.mark.parametrize(

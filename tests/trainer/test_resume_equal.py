@@ -21,9 +21,6 @@ VARIANTS = {
         f"{ACTOR}.optim.lr_scheduler=cosine", f"{ACTOR}.optim.lr_warmup_steps=3",
         "critic.optim.lr_scheduler=linear",
     ),
-    "warm-up ends after the resume": (
-        *CRITIC, "critic.warmup_steps=4", f"{ACTOR}.shuffle=true", f"{ACTOR}.ppo_mini_batch_size=2",
-    ),
     "Muon, selective checkpointing, states on the host": (
         *CRITIC, f"{ACTOR}.optim.name=muon", f"{ACTOR}.optim.momentum=0.9",
         "actor_rollout_ref.model.gradient_checkpointing=selective",
@@ -63,7 +60,13 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+NIGHTLY = ("critic, KL in the loss", "prompts drawn again, adaptive KL in the reward")
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(v, marks=[pytest.mark.nightly] * (v in NIGHTLY)) for v in VARIANTS],
+)
 def test_a_resumed_run_equals_an_uninterrupted_one(run, tmp_path, variant) -> None:
     rule = tmp_path / "rule.py"
     rule.write_text(RULE)

@@ -10,7 +10,6 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassificat
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, ModelError
-from quadriga.trainer.memory.plan import memory_plan
 from quadriga.trainer.preflight import check_train_config
 
 
@@ -122,25 +121,6 @@ def test_five_roles_on_pools_of_ray_give_the_numbers_of_one_process(
         assert row == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "division", ["fsdp_size=2", "tensor_parallel_size=2", "sequence_parallel_size=2"]
-)
-def test_two_ranks_of_ray_give_the_numbers_of_one(run, with_model, tmp_path, division):
-    local = steps(run(*with_model, f"trainer.default_local_dir={tmp_path / 'local'}"))
-    ray = steps(
-        run(
-            *with_model,
-            f"reward_model.engine.{division}",
-            "trainer.backend=ray",
-            "trainer.n_gpus_per_node=2",
-            "trainer.num_cpus=4",
-            f"trainer.default_local_dir={tmp_path / 'ray'}",
-        )
-    )
-    assert ray[0]["reward/model"] == pytest.approx(local[0]["reward/model"], abs=1e-5)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -171,14 +151,3 @@ def test_a_model_without_a_head_is_refused_before_start(train_overrides, tiny_ta
     model = ("reward_model.enable=true", f"reward_model.model.path={tiny_task.model}")
     with pytest.raises(ModelError, match="has no head: a reward model is a sequence classifier"):
         check_train_config(load_config(TrainConfig, [*train_overrides, *model]))
-
-
-def test_the_memory_plan_has_the_reward_model(train_overrides, with_model):
-    config = load_config(TrainConfig, [*train_overrides, *with_model])
-    (pool,) = memory_plan(config, "cpu").pools
-    engine = pool.engines["reward_model"]
-    assert engine.parameters > 0 == engine.optimizer
-    assert "scores of the reward model" in pool.phases
-    few = [*train_overrides, *with_model, "reward_model.micro_batch_size_per_gpu=1"]
-    (pool,) = memory_plan(load_config(TrainConfig, few), "cpu").pools
-    assert pool.engines["reward_model"].evaluate.rows == 1 < engine.evaluate.rows

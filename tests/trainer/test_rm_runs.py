@@ -14,7 +14,7 @@ from quadriga.algorithms.pairwise_loss import pairwise_loss
 from quadriga.config.commands import RMConfig
 from quadriga.config.loading import load_config
 from quadriga.engines.fsdp import FSDPEngine
-from quadriga.errors import ConfigError, DataError, InputError
+from quadriga.errors import ConfigError, DataError
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.trainer.fine_tuning.rm import run_rm
 
@@ -111,33 +111,6 @@ def test_the_scores_have_a_pass_of_their_own_only_where_pairs_need_it(
         assert 0 <= row["rm/accuracy"] <= 1
 
 
-def test_pairs_of_different_prompts_are_found_in_a_micro_batch(settings, tmp_path):
-    """Rows without a common prompt are ordered by their cost, so a pair is not side by side."""
-
-    def conversation(number, answer):
-        words = " ".join(["5 +"] * (1 + 3 * (number % 4)))
-        return [{"role": "user", "content": words}, {"role": "assistant", "content": answer}]
-
-    pairs = [
-        {"chosen": conversation(number, f"{number}"), "margin": 0.1 * number,
-         "rejected": conversation(number // 2, "wrong")}
-        for number in range(8)
-    ]  # fmt: skip
-    found = {}
-    for micro in ("null", "1"):
-        config = settings(
-            "data.val_files=[]", f"data.micro_batch_size_per_gpu={micro}", "data.margin_key=margin",
-            f"data.train_files={write(tmp_path / 'apart.jsonl', pairs)}",
-            f"trainer.default_local_dir={tmp_path / micro}",
-        )  # fmt: skip
-        run_rm(config)
-        found[micro] = metrics(config)
-    assert [row["rm/micro_batches"] for row in found["null"]] == [1.0] * 3
-    for one, other in zip(found["null"], found["1"], strict=True):
-        for name in ("rm/loss", "rm/accuracy", "rm/difference", "rm/grad_norm"):
-            assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
-
-
 @pytest.mark.parametrize("micro", ["null", "1", "3"])
 def test_a_step_equals_one_of_a_plain_loop(settings, tiny_task, tmp_path, micro):
     config = settings(
@@ -188,24 +161,6 @@ def test_validation_plot_and_the_score_of_the_export(settings, tmp_path):
     assert found[-1]["val/loss"] < found[0]["val/loss"]
     assert result.validation["val/accuracy"] == found[-1]["val/accuracy"]
     assert (tmp_path / "run" / "learning_curve.png").is_file()
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one(settings, tmp_path):
-    whole = settings("trainer.save_freq=2", "trainer.total_training_steps=4")
-    run_rm(whole)
-    resumed = settings(
-        "trainer.total_training_steps=4",
-        f"trainer.resume_mode={tmp_path / 'run' / 'checkpoints' / 'global_step_2'}",
-        f"trainer.default_local_dir={tmp_path / 'again'}",
-    )
-    run_rm(resumed)
-    assert metrics(resumed) == metrics(whole)[2:]
-
-
-def test_adapters_are_merged_into_the_export(settings):
-    result = run_rm(settings("model.lora.rank=2"))
-    model = AutoModelForSequenceClassification.from_pretrained(result.model_path)
-    assert model.score.weight.abs().max() > 0
 
 
 DIVISIONS = ("fsdp_size=2", "tensor_parallel_size=2", "sequence_parallel_size=2")
@@ -265,8 +220,3 @@ def test_rows_without_a_pair_are_refused(settings, tmp_path, row, message):
 def test_settings_that_do_not_fit_are_refused(settings, more, message):
     with pytest.raises(ConfigError, match=message):
         run_rm(settings(more))
-
-
-def test_a_missing_file_is_refused(settings):
-    with pytest.raises(InputError, match=r"data\.val_files: no such file"):
-        run_rm(settings("data.val_files=[none.jsonl]"))

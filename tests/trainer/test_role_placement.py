@@ -46,6 +46,7 @@ def test_every_placement_computes_the_same_numbers(run, together, name) -> None:
     assert timeless(rows) == together
 
 
+@pytest.mark.nightly
 def test_all_roles_apart_on_ray_compute_the_same_timeless(run, together) -> None:
     rows = run(*GAE, "trainer.backend=ray", "trainer.num_cpus=4", "trainer.n_gpus_per_node=4",
                "placement.actor=[0]", "placement.rollout=[1]", "placement.ref=[2]",
@@ -55,6 +56,7 @@ def test_all_roles_apart_on_ray_compute_the_same_timeless(run, together) -> None
         assert row == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("transport", ["auto", "collective"])
 def test_two_ranks_train_and_one_generates(run, together, transport) -> None:
     rows = run(*GAE, f"actor_rollout_ref.rollout.weight_transport={transport}",
@@ -72,6 +74,7 @@ def compute_score(data_source=None, solution_str="", ground_truth=None, extra_in
 """
 
 
+@pytest.mark.nightly
 def test_a_critic_on_another_number_of_ranks_learns_the_same(run, tmp_path) -> None:
     """Its mini-batches of 2 prompts are those of one rank."""
     (tmp_path / "reward.py").write_text(REWARD)
@@ -149,6 +152,7 @@ def test_a_bucket_that_is_lost_stops_the_run(train_overrides) -> None:
         trainer.close()
 
 
+@pytest.mark.nightly
 def test_a_rollout_that_dies_ends_the_sync_with_its_name(train_overrides) -> None:
     more = ("trainer.backend=ray", "trainer.num_cpus=2", "trainer.n_gpus_per_node=2",
             "placement.actor=[0]", "placement.rollout=[1]")  # fmt: skip

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 from run_cases import fail_in_step_two, timeless
 
 from quadriga.config.commands import GenerateConfig
 from quadriga.config.loading import load_config
-from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.observability.jsonl import read_jsonl
 
@@ -87,7 +85,7 @@ def test_training_raises_a_reward_that_is_easy_to_raise(run, tmp_path) -> None:
     assert sum(rewards[-5:]) > 3 * sum(rewards[:5])
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "gae"])
+@pytest.mark.parametrize("estimator", ["grpo", pytest.param("gae", marks=pytest.mark.nightly)])
 def test_ray_with_one_rank_computes_the_numbers_of_the_local_backend(
     run, tmp_path, estimator
 ) -> None:
@@ -116,7 +114,9 @@ def halved(log_prob_BT, advantages_BT, *, scale=1.0):
 
 
 @pytest.mark.parametrize(
-    "own", [False, True], ids=["built-in", "file of the user, KL over the vocabulary"]
+    "own",
+    [False, pytest.param(True, marks=pytest.mark.nightly)],
+    ids=["built-in", "file of the user, KL over the vocabulary"],
 )
 def test_two_ranks_compute_the_steps_of_one_rank(run, tmp_path, own) -> None:
     """The built-in algorithm takes two optimizer steps per step; that of the user balances single
@@ -158,21 +158,6 @@ def test_equal_seeds_give_equal_runs_and_different_seeds_different_runs(run, tmp
     assert first != other
 
 
-def test_a_folder_that_holds_a_run_is_not_overwritten(run, train_overrides) -> None:
-    run()
-    with pytest.raises(ConfigError, match="already holds a run"):
-        run()
-    assert run("trainer.overwrite=true")
-
-
-def test_the_settings_in_the_run_folder_are_those_of_the_run(
-    run, train_overrides, tmp_path: Path
-) -> None:
-    run()
-    again = load_config(TrainConfig, file=tmp_path / "run" / "config.yaml")
-    assert again == load_config(TrainConfig, train_overrides)
-
-
 @pytest.mark.parametrize(
     ("score", "shown", "table"),
     [
@@ -198,10 +183,6 @@ def test_a_score_that_is_no_accuracy_has_no_percentage(
     assert table in out
     assert ("accuracy" in out) == ("val/accuracy" in shown)
     assert ("%" in out) == ("val/accuracy" in shown)
-
-
-def test_resuming_without_a_checkpoint_starts_at_step_one(run) -> None:
-    assert [row["step"] for row in run("trainer.resume_mode=auto")] == [0, 1, 2]
 
 
 def test_a_run_that_died_before_its_first_checkpoint_begins_again(

@@ -14,12 +14,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from quadriga.config.commands import SFTConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import ModelConfig
-from quadriga.data.conversations.sft import SFTDataset
-from quadriga.engines.fsdp import FSDPEngine
-from quadriga.errors import ConfigError, DataError, ModelError
+from quadriga.data.conversations import SFTDataset
+from quadriga.errors import ConfigError, DataError
 from quadriga.models import load_tokenizer
-from quadriga.observability.jsonl import read_jsonl
-from quadriga.observability.samples import read_samples
+from quadriga.observability.jsonl import read_jsonl, read_samples
 from quadriga.trainer.fine_tuning.sft import SFTTrainer, run_sft
 from quadriga.workers.generation import special_tokens
 
@@ -110,39 +108,6 @@ def test_a_run_without_prompts_holds_no_rollout(settings, tiny_task, tmp_path, p
         assert any(metric in row for row in rows) is prompts, metric
 
 
-def test_the_loss_of_a_validation_needs_no_entropies(settings, monkeypatch):
-    asked, forward = [], FSDPEngine.forward
-
-    def recorded(engine, batch, **given):
-        asked.append(given.get("entropy", False))
-        return forward(engine, batch, **given)
-
-    monkeypatch.setattr(FSDPEngine, "forward", recorded)
-    run_sft(load_config(SFTConfig, settings))
-    assert asked == [False] * 3  # one batch of conversations after each of three steps
-
-
-def test_two_ranks_validate_any_number_of_rows(settings, tmp_path):
-    settings = [s for s in settings if "backend" not in s]
-    two = ["trainer.backend=ray", "trainer.n_gpus_per_node=2", "trainer.num_cpus=2"]
-    losses = []
-    for name, ranks in (("one", ["trainer.backend=local"]), ("two", two)):
-        folder = tmp_path / name
-        given = [*settings, *ranks, f"trainer.default_local_dir={folder}", "trainer.test_freq=0"]
-        run_sft(load_config(SFTConfig, [*given, "trainer.total_training_steps=1"]))
-        losses += [r["val/loss"] for r in read_jsonl(folder / "metrics.jsonl") if "val/loss" in r]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4) and len(losses) == 2
-
-
-def test_validation_conversations_are_checked_against_the_model(settings, tmp_path):
-    long = [{"role": "user", "content": "Tom has " + "3 " * 3000}, turns(0)[1]]
-    file = tmp_path / "long.jsonl"
-    file.write_text(json.dumps({"messages": long}) + "\n")
-    given = [*settings, f"data.val_files=[{file}]", "data.max_length=100000"]
-    with pytest.raises(ModelError, match=r"the longest conversation has \d+ tokens"):
-        run_sft(load_config(SFTConfig, given))
-
-
 def test_the_last_turn_alone(settings, files, tiny_task, tmp_path):
     run_sft(
         load_config(
@@ -164,11 +129,6 @@ def test_validation_rows_need_answers_or_a_setting(settings, tmp_path):
         run_sft(load_config(SFTConfig, given))
     with pytest.raises(ConfigError, match=r"data.val_files has no effect with data.messages_key"):
         run_sft(load_config(SFTConfig, [*given, "data.val_loss=false"]))
-
-
-def test_a_goal_of_accuracy_needs_prompts(settings):
-    with pytest.raises(ConfigError, match=r"stop_at_accuracy=0.5 needs .* data.messages_key"):
-        run_sft(load_config(SFTConfig, [*settings, "trainer.stop_at_accuracy=0.5"]))
 
 
 @pytest.fixture
@@ -211,15 +171,8 @@ def test_what_ends_a_response_in_validation_is_a_setting(settings, tiny_task, tm
         assert max(sample.response_tokens for sample in samples) == longest
 
 
-@pytest.mark.parametrize("more", [[], ["data.val_files=[]"]])
-def test_sampling_without_responses_is_refused(settings, more):
-    sampling = "trainer.val_sampling.stop=[end]"
-    with pytest.raises(ConfigError, match=r"val_sampling has no effect: no response is generated"):
-        run_sft(load_config(SFTConfig, [*settings, *more, sampling]))
-
-
 def test_another_end_token_is_told(tiny_task, caplog):
-    from quadriga.trainer.fine_tuning.conversations import tell_other_ends
+    from quadriga.trainer.fine_tuning.sft import tell_other_ends
 
     tokenizer = load_tokenizer(str(tiny_task.model))
     own, other = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|user|>")

@@ -201,13 +201,6 @@ def test_a_critic_takes_the_order_of_the_actor_where_it_fits():
     assert order.tolist() == [0, 3, 6, 1, 4, 7, 2, 5, 8]
 
 
-@pytest.mark.parametrize("balance", [Balance(1), Balance(4), Balance(3, enabled=False)])
-def test_a_batch_that_is_not_balanced_keeps_its_order(balance: Balance) -> None:
-    data, metrics = stages.balance_over_ranks(batch(), balance)
-    assert data.batch[fields.SEQUENCE_LENGTH].tolist() == [9, 3, 8, 4, 3, 7]
-    assert metrics == {}
-
-
 def test_expanded_prompts_have_one_uid_per_prompt_and_one_seed_per_row() -> None:
     prompts = DataProto.from_dict(
         {

@@ -7,7 +7,7 @@ import pytest
 from quadriga.errors import ConfigError
 from quadriga.trainer.roles import AddedRole
 from quadriga.trainer.roles.placement import Role
-from quadriga.trainer.roles.settings import load_train_config
+from quadriga.trainer.roles.registry import load_train_config
 from quadriga.trainer.roles.start_order import start_order
 
 JUDGE, MIRROR = Role("Judge", "judge"), Role("Mirror", "mirror")
@@ -52,14 +52,6 @@ def test_declarations_come_first() -> None:
     assert order({"ref": ["ref"], "actor": ["actor"]}, chain, role(JUDGE)) == [
         "judge", "mirror", "ref", "actor",
     ]  # fmt: skip
-
-
-def test_roles_that_the_run_does_not_have_are_left_out() -> None:
-    assert order({"actor_rollout": ["actor", "rollout"]}, role(JUDGE, after=[Role.Critic])) == [
-        "judge",
-        "actor_rollout",
-    ]
-    assert order(SHARED, role(JUDGE, after=[Role.RewardModel]))[1] == "judge"
 
 
 def test_a_cycle_is_named_with_the_worker_that_has_several_roles() -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
 from quadriga.backends import BACKENDS, get_backend
 from quadriga.backends.local.backend import LocalBackend
-from quadriga.config.commands import GenerateConfig, SFTConfig
+from quadriga.config.commands import GenerateConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
-from quadriga.errors import ConfigError, UnknownNameError, WorkerDiedError, WorkerMethodError
+from quadriga.errors import ConfigError, WorkerDiedError, WorkerMethodError
 from quadriga.protocol import DataProto
 from quadriga.rollout.hf.engine import HFRollout
 from quadriga.single_controller import (
@@ -27,7 +25,6 @@ from quadriga.single_controller import (
 from quadriga.single_controller.watch import raise_if_broken
 from quadriga.trainer import worker_groups as groups
 from quadriga.trainer.evaluation.ranks import rollout_group
-from quadriga.trainer.fine_tuning.sft import _worker_config
 from quadriga.trainer.role_workers import worker_classes
 from quadriga.trainer.roles.placement import ResourcePoolManager, Role
 
@@ -122,34 +119,6 @@ def test_close_stops_every_group_and_the_backend_even_if_one_raises(monkeypatch)
     started.close()
 
 
-class WithEngine(Idle):
-    """A worker whose rollout engine has processes of its own."""
-
-    ended: ClassVar[list[str]] = []
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def close_rollout(self) -> None:
-        self.ended.append("engine")
-        raise RuntimeError("it does not answer")
-
-
-def test_close_ends_rollout_engines_before_processes_even_if_one_raises(monkeypatch) -> None:
-    WithEngine.ended.clear()
-    classes = {"actor_rollout": WithEngine, "critic": Idle}
-    built = {key: ClassWithInitArgs(cls) for key, cls in classes.items()}
-    monkeypatch.setattr(groups, "worker_classes", lambda *_: built)
-    started = start(two_pools())
-    original = WorkerGroup.shutdown
-
-    def shutdown(group: WorkerGroup) -> None:
-        WithEngine.ended.append(group.roles[0])
-        original(group)
-
-    monkeypatch.setattr(WorkerGroup, "shutdown", shutdown)
-    started.close()
-    assert WithEngine.ended == ["engine", "actor_rollout", "critic"]
-
-
 def test_a_run_and_an_evaluation_close_their_rollout_engines(run, tiny_task, monkeypatch) -> None:
     closed: list[HFRollout] = []
     original = HFRollout.close
@@ -164,25 +133,6 @@ def test_a_run_and_an_evaluation_close_their_rollout_engines(run, tiny_task, mon
     with pytest.raises(RuntimeError, match="a batch failed"), rollout_group(generation):
         raise RuntimeError("a batch failed")
     assert len(closed) == 2
-
-
-def test_a_group_ends_every_rank_even_if_one_raises(monkeypatch) -> None:
-    backend = get_backend("local")
-    pool = backend.resource_pool([3])
-    group = backend.worker_group(pool, backend.class_with_args(Idle))
-    original, ended = type(backend).kill, []
-
-    def fails_for_rank_0(self, handle) -> None:
-        ended.append(handle.facts.rank)
-        if handle.facts.rank == 0:
-            raise RuntimeError("no connection")
-        original(self, handle)
-
-    monkeypatch.setattr(type(backend), "kill", fails_for_rank_0)
-    with pytest.raises(RuntimeError, match="no connection"):
-        group.shutdown()
-    assert ended == [0, 1, 2]
-    assert [group.is_alive(rank) for rank in range(3)] == [True, False, False]
 
 
 def test_the_pools_of_a_program_are_released_with_the_run(monkeypatch) -> None:
@@ -212,14 +162,6 @@ def test_the_pools_of_a_program_are_released_with_the_run(monkeypatch) -> None:
         assert in_use == []
 
 
-def test_a_role_without_a_pool_is_named() -> None:
-    only_policy = ResourcePoolManager({"a": [1]}, {Role.ActorRollout: "a"}, get_backend("local"))
-    with pytest.raises(
-        UnknownNameError, match="the run needs role critic, which is mapped to no pool"
-    ):
-        start(only_policy)
-
-
 def test_the_schedule_of_each_role_counts_the_optimizer_steps_of_this_role() -> None:
     config = load_config(
         TrainConfig,
@@ -231,29 +173,6 @@ def test_the_schedule_of_each_role_counts_the_optimizer_steps_of_this_role() -> 
     classes = worker_classes(config, workers, 10, {})
     steps = {key: cls.kwargs["runtime"].total_steps for key, cls in classes.items()}
     assert steps == {"actor_rollout": 72, "critic": 20}
-
-
-def test_workers_get_absolute_paths(tmp_path, monkeypatch) -> None:
-    """The ranks may run in another working directory than the controller."""
-    monkeypatch.chdir(tmp_path)
-    config = load_config(
-        TrainConfig,
-        ["algorithm.adv_estimator=gae", "actor_rollout_ref.model.path=models/a",
-         "actor_rollout_ref.model.tokenizer_path=hf://owner/tokenizer",
-         "critic.model.path=../b", "critic.model.tokenizer_path=~/c",
-         "algorithm.user_files=[mine.py]"],
-    )  # fmt: skip
-    workers = {"actor_rollout": ["actor", "rollout"], "critic": ["critic"]}
-    classes = worker_classes(config, workers, 1, {})
-    policy, critic = (classes[key].kwargs["config"].model for key in workers)
-    assert policy.path == str(tmp_path / "models" / "a")
-    assert policy.tokenizer_path == "hf://owner/tokenizer"
-    assert Path(critic.path).is_absolute() and critic.path.endswith("b")
-    assert critic.tokenizer_path == str(Path.home() / "c")
-    for cls in classes.values():
-        assert cls.kwargs["runtime"].user_files == (str(tmp_path.resolve() / "mine.py"),)
-    demonstrations = load_config(SFTConfig, ["model.path=models/a"])
-    assert _worker_config(demonstrations).model.path == str(tmp_path / "models" / "a")
 
 
 class HalfCritic(Idle):

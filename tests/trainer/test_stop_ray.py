@@ -12,6 +12,8 @@ from quadriga.checkpoint.folders import latest_checkpoint
 from quadriga.checkpoint.marker import verify_checkpoint
 from quadriga.observability.jsonl import read_jsonl
 
+pytestmark = pytest.mark.nightly
+
 ENDLESS = (
     "trainer.backend=ray",
     "trainer.num_cpus=2",

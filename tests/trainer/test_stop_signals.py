@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -47,13 +46,6 @@ def test_a_step_that_takes_longer_than_the_grace_is_interrupted():
         time.sleep(600)
 
 
-def test_the_timer_of_the_grace_ends_with_the_run():
-    stop = stopper(grace_s=1.0)
-    with stop.listening(), stop.steps():
-        signal.raise_signal(signal.SIGINT)
-    time.sleep(1.3)
-
-
 @pytest.mark.parametrize("save", [True, False])
 def test_where_there_is_nothing_to_save_the_first_signal_stops(save):
     stop = stopper(save=save)
@@ -62,20 +54,6 @@ def test_where_there_is_nothing_to_save_the_first_signal_stops(save):
             with stop.steps():
                 signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
-
-
-def test_a_thread_other_than_the_main_one_installs_no_handler():
-    before = [signal.getsignal(number) for number in SIGNALS]
-    seen = []
-
-    def run():
-        with stopper().listening():
-            seen.extend(signal.getsignal(number) for number in SIGNALS)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert seen == before
 
 
 @pytest.mark.parametrize("number", SIGNALS)

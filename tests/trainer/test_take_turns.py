@@ -54,12 +54,6 @@ def test_the_loop_switches_around_every_generation(run, calls) -> None:
         assert all(0.05 < row[name] < 100 for name in MEMORY)
 
 
-def test_without_the_setting_nothing_is_switched(run, calls) -> None:
-    rows = run()
-    assert not {"rollout_mode", "trainer_mode"} & set(calls)
-    assert not any(set(MEMORY) & set(row) for row in rows)
-
-
 def test_a_worker_of_a_user_may_measure_nothing(run, monkeypatch) -> None:
     for name in ("rollout_mode", "trainer_mode"):
         original = getattr(ActorRolloutRefWorker, name)

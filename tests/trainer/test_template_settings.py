@@ -8,8 +8,8 @@ from quadriga.config.commands import EvalConfig, GenerateConfig, RMConfig, SFTCo
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
+from quadriga.trainer.evaluation.evaluate import run_evaluation
 from quadriga.trainer.evaluation.generate import run_generation
-from quadriga.trainer.evaluation.run import run_evaluation
 from quadriga.trainer.fine_tuning.rm import run_rm
 from quadriga.trainer.fine_tuning.sft import run_sft
 from quadriga.trainer.main import run_training
@@ -57,7 +57,7 @@ def test_the_argument_changes_the_prompt_of_generation(tiny_task, tmp_path, valu
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    from quadriga.trainer.evaluation.responses import load_prompts
+    from quadriga.trainer.evaluation.generate import load_prompts
 
     given = [
         "max_response_length=9",

@@ -11,11 +11,9 @@ import torch
 from quadriga.checkpoint.marker import read_marker
 from quadriga.config.commands import EvalConfig
 from quadriga.config.loading import load_config
-from quadriga.config.schema import TrainConfig
-from quadriga.errors import ConfigError, RewardError
+from quadriga.errors import RewardError
 from quadriga.protocol import DataProto, fields
-from quadriga.trainer.checks.settings import check_train_settings
-from quadriga.trainer.evaluation.run import run_evaluation
+from quadriga.trainer.evaluation.evaluate import run_evaluation
 from quadriga.trainer.validation import Validator
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -120,7 +118,7 @@ def test_scores_of_a_role_have_no_answers_of_an_earlier_batch() -> None:
     class Roles:
         """Stands for a run in which a role has scored the responses before the stage."""
 
-        def __call__(self, stage, batch, *args, **kwargs):
+        def result(self, stage, batch, *args, **kwargs):
             if stage.__name__ == "score_responses":
                 batch.batch[fields.TOKEN_LEVEL_SCORES] = torch.ones(len(batch), 1)
             return stage(batch, *args, **kwargs)
@@ -128,23 +126,8 @@ def test_scores_of_a_role_have_no_answers_of_an_earlier_batch() -> None:
     reward = Reward([])
     reward.answers = ["old", "old"]
     batches = [prompts([0], ["a"])]
-    validator = Validator(0, batches, Rollout(), reward, Record(), n=2, run_stage=Roles())
+    validator = Validator(0, batches, Rollout(), reward, Record(), n=2, runner=Roles())
     assert "val-core/a/reward/maj@2/mean" not in validator.run(step=1, due=True)
-
-
-def test_the_samples_of_a_validation_come_from_as_many_batches_as_they_need(run, tmp_path) -> None:
-    run("data.val_batch_size=3", "trainer.samples_per_step=7", "trainer.total_training_steps=1")
-    rows = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").open()]
-    found = [(row["step"], row["prompt"]) for row in rows if row["split"] == "val"]
-    assert [step for step, _ in found] == [0] * 7 + [1] * 7
-    assert len({prompt for _, prompt in found}) > 3
-    assert found[:7] == [(0, prompt) for _, prompt in found[7:]]
-
-
-def test_greedy_validation_of_several_responses_is_refused() -> None:
-    words = r"val_n=4 greedy responses \(actor_rollout_ref.rollout.val_sampling.temperature=0\)"
-    with pytest.raises(ConfigError, match=words):
-        check_train_settings(load_config(TrainConfig, [f"{ROLLOUT}.val_n=4"]))
 
 
 RULE = """

@@ -12,8 +12,7 @@ from run_cases import two_steps
 
 from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.loading import load_config
-from quadriga.config.paths import absolute_paths
-from quadriga.config.schema import RewardConfig, TrainConfig
+from quadriga.config.schema import TrainConfig
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.trainer.fine_tuning.rm import RMTrainer
 from quadriga.trainer.fine_tuning.sft import SFTTrainer
@@ -52,18 +51,3 @@ def test_relative_paths_begin_where_the_trainer_is_made(
     written = (tmp_path / "name/config.yaml").read_text()
     assert "path: task/base" in written and "dir: ${trainer.experiment_name}" in written
     assert f"{section}.path: " not in caplog.text
-
-
-def test_what_is_no_relative_path_stays() -> None:
-    settings = [
-        "actor_rollout_ref.model.path=hf://owner/name", "trainer.resume_mode=auto",
-        "data.train_files=[a/*.parquet,/b.jsonl]",
-    ]  # fmt: skip
-    found = absolute_paths(load_config(TrainConfig, settings))
-    assert found.actor_rollout_ref.model.path == "hf://owner/name"
-    assert found.actor_rollout_ref.model.tokenizer_path is None
-    assert (found.critic.model.path, found.trainer.resume_mode) == ("", "auto")
-    assert found.data.train_files == [os.path.abspath("a/*.parquet"), "/b.jsonl"]
-    parts = RewardConfig(parts={"own": {"path": "rule.py"}, "exact": {"weight": 1.0}})
-    own = {"path": os.path.abspath("rule.py")}
-    assert absolute_paths(parts).parts == {"own": own, "exact": {"weight": 1.0}}

@@ -20,22 +20,17 @@ from quadriga.algorithms.policy_losses import (
 from quadriga.config.loading import load_config
 from quadriga.config.schema import (
     ActorConfig,
-    EngineConfig,
-    ModelConfig,
-    OptimConfig,
     PolicyLossConfig,
     TrainConfig,
 )
-from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.token_model import TokenModel
 from quadriga.errors import ConfigError
-from quadriga.protocol import DataProto, fields
+from quadriga.protocol import fields
 from quadriga.trainer import dataflow
 from quadriga.trainer.preflight import check_settings
 from quadriga.trainer.roles.places import added_until_scores
 from quadriga.trainer.roles.registry import PlacedStage, RoleStage
 from quadriga.workers.objectives import mask_with_advantage, skips_zero_advantages
-from quadriga.workers.updates import update_policy
 
 ACTOR = "actor_rollout_ref.actor"
 SETTING = f"{ACTOR}.skip_zero_advantages"
@@ -108,7 +103,7 @@ def test_advantages_are_estimated_before_the_passes_where_nothing_else_reads_the
 ):
     usual = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", TWO_OPTIMIZER_STEPS]
     config = load_config(TrainConfig, [*usual, *overrides])
-    names = [stage.name for stage in dataflow.step_dataflow(config)]
+    names = [stage.name for stage in dataflow.StepPlan.of(config).stages]
     assert dataflow.skips_before_passes(config) == expected
     assert (names.index("estimate_advantages") < names.index("balance_over_ranks")) == expected
     assert names.count("estimate_advantages") == names.count("shape_scores") == 1
@@ -129,7 +124,7 @@ def test_added_stages_that_may_read_what_the_passes_write_see_it_in_every_row(ne
 def test_truncated_rows_are_masked_before_the_passes():
     overrides = ["algorithm.adv_estimator=gae", "algorithm.overlong.drop_truncated=true"]
     config = load_config(TrainConfig, overrides)
-    names = [stage.name for stage in dataflow.step_dataflow(config)]
+    names = [stage.name for stage in dataflow.StepPlan.of(config).stages]
     assert names.index("mask_truncated") < names.index("compute_values")
     assert not dataflow.masks_before_passes(load_config(TrainConfig, overrides[:1]))
 
@@ -149,54 +144,6 @@ def tokens(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(TokenModel, "__call__", counted)
     return counts
-
-
-def batch_of(advantages: list[float], vocabulary: int = 40) -> DataProto:
-    """Rows of 3 prompt tokens and 1, 2, … response tokens, each with one advantage."""
-    generator = torch.Generator().manual_seed(0)
-    size = len(advantages)
-    lengths = torch.arange(1, size + 1)
-    mask = (torch.arange(size) < lengths[:, None]).long()
-    attention = torch.cat([torch.ones(size, 3, dtype=torch.int64), mask], 1)
-    ids = torch.randint(3, vocabulary, attention.shape, generator=generator)
-    return DataProto.from_dict(
-        {
-            fields.INPUT_IDS: ids * attention,
-            fields.ATTENTION_MASK: attention,
-            fields.RESPONSE_MASK: mask,
-            fields.ADVANTAGES: torch.tensor(advantages, dtype=torch.float64)[:, None] * mask,
-        }
-    )
-
-
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("advantages", [[1.0, 0.0, -2.0, 0.0], [0.0, 0.0, 0.0, 0.0]], ids=str)
-def test_an_update_without_these_rows_gives_the_same_parameters(
-    tiny_task, tokens, packed, advantages
-):
-    found, computed, reports = [], [], []
-    for skip in (True, False):
-        engine = FSDPEngine(
-            ModelConfig(path=str(tiny_task.model)),
-            EngineConfig(dtype="float64", reduce_dtype="float64"),
-            OptimConfig(lr=1e-2),
-            packed=packed,
-        )
-        del tokens[:]
-        for given in ([1.0, -1.0, 0.5, 0.2], advantages, [0.3, 0.0, 0.0, 0.0]):
-            report = update_policy(
-                engine, batch_of(given), ActorConfig(skip_zero_advantages=skip),
-                responses_per_prompt=2, temperature=1.0, length_scale=4, data_ranks=1, seed=0,
-            )  # fmt: skip
-        found.append(dict(engine.state_stream()))
-        computed.append(sum(tokens))
-        reports.append(report.meta_info["metrics"])
-    for name, value in found[0].items():
-        torch.testing.assert_close(value, found[1][name], atol=1e-10, rtol=0)
-    # 10 tokens in the first update; a mini-batch without rows computes one of a dummy row.
-    live = sum(n for n, advantage in enumerate(advantages, 1) if advantage) or 1
-    assert computed == [10 + live + 1, 30]
-    assert reports[0] == pytest.approx(reports[1], abs=1e-10)
 
 
 @pytest.fixture

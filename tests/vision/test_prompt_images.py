@@ -17,9 +17,7 @@ from PIL import Image
 
 from quadriga.config.schema import ModelConfig
 from quadriga.data import PromptDataset, token_cache
-from quadriga.data.images.positions import image_positions
-from quadriga.data.images.prompts import PromptImages
-from quadriga.data.images.reading import read_image
+from quadriga.data.images import PromptImages, image_positions, read_image
 from quadriga.data.rows import Row
 from quadriga.errors import DataError
 from quadriga.models.loading import load_causal_lm, load_tokenizer

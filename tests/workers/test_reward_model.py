@@ -15,7 +15,7 @@ from transformers import (
 
 from quadriga.config.schema import EngineConfig, ModelConfig, RewardModelConfig
 from quadriga.data.chat import encode_conversations
-from quadriga.data.conversations.scored_rows import at_last_token, scored_rows
+from quadriga.data.collate import at_last_token, scored_rows
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import LengthError, ModelError
 from quadriga.models.score_head import check_reward_model

@@ -18,7 +18,7 @@ from transformers import (
 
 from quadriga.checkpoint.files import flush
 from quadriga.checkpoint.folders import remove, replace_folder, restore_folder
-from quadriga.data.conversations.turns import turn_end_ids
+from quadriga.data.conversations import turn_end_ids
 from quadriga.errors import ModelError
 from quadriga.models.folder import TOKENIZER_FILES, has_tokenizer
 from quadriga.models.loading import model_errors

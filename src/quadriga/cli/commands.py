@@ -69,7 +69,7 @@ def with_settings(
     """Return a command that loads its settings and calls `action`, or only prints them."""
 
     def run(invocation: Invocation) -> None:
-        from quadriga.config.loading import to_yaml
+        from quadriga.config.writing import to_yaml
 
         if invocation.verl is not None:
             config = translated(settings, invocation)
@@ -89,7 +89,7 @@ def load(settings: type[T], invocation: Invocation) -> T:
     from quadriga.config.loading import load_config
 
     if settings is TrainConfig:
-        from quadriga.trainer.roles.settings import load_train_config
+        from quadriga.trainer.roles.registry import load_train_config
 
         config = load_train_config(invocation.overrides, invocation.file)
         assert isinstance(config, settings)
@@ -147,7 +147,7 @@ def generate(config: GenerateConfig) -> None:
 def evaluate(config: EvalConfig) -> None:
     """Score responses, after generating them unless files hold them."""
     from quadriga.cli.show import show_evaluation
-    from quadriga.trainer.evaluation.run import run_evaluation
+    from quadriga.trainer.evaluation.evaluate import run_evaluation
 
     show_evaluation(run_evaluation(config), config.confidence)
 

@@ -19,7 +19,7 @@ from quadriga.config.commands import ArithmeticDataConfig, DemoConfig, SFTConfig
 from quadriga.config.convert import check_values
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
-from quadriga.observability.samples import Sample, read_samples
+from quadriga.observability.jsonl import Sample, read_samples
 from quadriga.trainer.checks.settings import check_fine_tuning_settings, check_train_settings
 from quadriga.trainer.fine_tuning.sft import SFTResult, run_sft
 from quadriga.trainer.main import run_training

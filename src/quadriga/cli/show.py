@@ -18,8 +18,8 @@ from quadriga.config.schema import TrainConfig
 
 if TYPE_CHECKING:
     from quadriga.algorithms.catalog import AlgorithmEntry
+    from quadriga.trainer.evaluation.evaluate import Evaluation
     from quadriga.trainer.evaluation.generate import Answer
-    from quadriga.trainer.evaluation.run import Evaluation
 
 PARTS = {
     "torch": "training and rollout",
@@ -53,7 +53,7 @@ def show_responses(answers: Iterable[Answer]) -> None:
 
 def show_evaluation(done: Evaluation, confidence: float) -> None:
     """Print the table of an evaluation, and where its files are."""
-    from quadriga.trainer.evaluation.report import summary_table
+    from quadriga.trainer.evaluation.evaluate import summary_table
 
     console = Console(highlight=False)
     console.print(summary_table(done.summaries, confidence))
@@ -80,6 +80,7 @@ def show_plan(config: TrainConfig) -> None:
     from quadriga.algorithms.user_files import load_user_file
     from quadriga.config.plan import batch_plan
     from quadriga.trainer.checks.settings import check_train_settings
+    from quadriga.trainer.dataflow import StepPlan
     from quadriga.trainer.preflight import check_parts
     from quadriga.trainer.roles.needed import needs_critic
 
@@ -88,6 +89,7 @@ def show_plan(config: TrainConfig) -> None:
     check_train_settings(config)
     plan = batch_plan(config, train_rows=count_rows(config.data.train_files))
     print(plan.text(with_critic=needs_critic(config)))
+    print(StepPlan.of(config).text())
     if config.actor_rollout_ref.model.path:
         from quadriga.trainer.memory.report import plan_text
 

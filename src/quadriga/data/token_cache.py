@@ -28,7 +28,7 @@ import psutil
 
 from quadriga.data.rows import Row, count_rows, read_pieces, rows_of_columns
 from quadriga.errors import DataError
-from quadriga.observability.progress import progress
+from quadriga.observability.console import progress
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from quadriga.config.schema import DataConfig, SamplerConfig
     from quadriga.data.collate import PromptItem
-    from quadriga.data.images.prompts import ImageRules
+    from quadriga.data.images import ImageRules
 
 
 T = TypeVar("T")

@@ -1,15 +1,12 @@
 """What a run shows and what it writes.
 
-    metrics     the table of all metrics, and how values of one step are reduced
-    timing      named spans
-    trackers    console, JSON lines, TensorBoard; `register_tracker` adds others
-    console     the lines, the progress bar and the tables on the terminal
-    run_folder  the paths in the folder of a run
-    run_lock    the lock of that folder: one run at a time
-    samples     responses as text
-    plots       the learning curve as a PNG
-    jsonl       JSON-lines files
-    quiet       log levels of other libraries
+    metrics      the table of all metrics, how values of one step are reduced, and named spans
+    trackers     console, JSON lines, TensorBoard; `register_tracker` adds others
+    console      the lines, the progress bar and the tables on the terminal
+    run_folder   the paths in the folder of a run, and its lock: one run at a time
+    jsonl        JSON-lines files, and responses as text
+    plots        the learning curve as a PNG
+    quiet        log levels of other libraries
 
 The package imports `quadriga.errors` and `quadriga.config`; rich, torch and matplotlib only where
 they are used. Packages of higher layers may import it; import names from the modules.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import IO
 
 from rich.console import Console
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from quadriga.config.secrets import mask_secrets
@@ -135,3 +136,24 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+@contextmanager
+def progress(
+    title: str, total: int, *, file: IO[str] | None = None
+) -> Iterator[Callable[[int], None]]:
+    """Show how much of `total` is done: a bar on a terminal, else one line before the work.
+
+    The bar disappears at the end. The function that is yielded adds to what is done.
+    """
+    console = Console(file=file, stderr=file is None, highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.print(f"{title}: {total:,}", soft_wrap=True)
+        yield lambda count: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24))
+    with Progress(
+        *columns, MofNCompleteColumn(), TimeRemainingColumn(), console=console, transient=True
+    ) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda count: bar.advance(task, count)

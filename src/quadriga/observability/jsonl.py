@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -138,3 +140,39 @@ def _json_value(value: object, masked: Callable[[str], str]) -> JsonValue:
 
 
 _NON_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response. `reward` is the sum over its tokens; `split` is "train" or "val"."""
+
+    step: int
+    split: str
+    prompt: str
+    response: str
+    reward: float
+    ground_truth: object = None
+    data_source: str | None = None
+    response_tokens: int | None = None
+
+
+class SampleLog:
+    """Appends samples to a JSON-lines file. Raises `InputError` if it cannot be written."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._file = JsonlFile(path)
+
+    def write(self, samples: Iterable[Sample]) -> None:
+        """Append samples, one line each."""
+        for sample in samples:
+            self._file.write(dataclasses.asdict(sample))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_samples(path: str | Path, *, step: int | None = None) -> list[Sample]:
+    """Return the samples of a file, either of one step or of all steps."""
+    rows = (Sample(**row) for row in read_jsonl(path))
+    return [sample for sample in rows if step is None or sample.step == step]

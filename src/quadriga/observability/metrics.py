@@ -5,7 +5,9 @@ A `*` in a name stands for a part that depends on the run, such as the name of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, SupportsFloat
@@ -202,3 +204,37 @@ class MetricSet:
 def _reduce(name: str, values: list[float]) -> float:
     info = describe_metric(name)
     return _REDUCERS[info.kind if info else "mean"](values)
+
+
+class Timer:
+    """Adds up the seconds spent in named spans.
+
+    `with timer("rollout"): …` adds to the metric `time/rollout`. Spans can be nested and repeated;
+    a span includes the spans inside it.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+
+    def times(self) -> dict[str, float]:
+        """Return `time/<span>` → seconds since the last `take`."""
+        return {f"time/{name}": value for name, value in self._seconds.items()}
+
+    def take(self) -> dict[str, float]:
+        """Return the same, and reset all spans."""
+        taken = self.times()
+        self._seconds = {}
+        return taken

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quadriga.observability.jsonl import JsonObject, cannot_write, read_jsonl
+from quadriga.files import cannot_write
+from quadriga.observability.jsonl import JsonObject, read_jsonl
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

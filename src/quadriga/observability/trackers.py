@@ -13,8 +13,9 @@ from typing import Protocol
 
 from quadriga.config.secrets import mask_secrets
 from quadriga.errors import ConfigError, UnknownNameError
+from quadriga.files import cannot_write
 from quadriga.observability.console import RunConsole
-from quadriga.observability.jsonl import JsonlFile, cannot_write
+from quadriga.observability.jsonl import JsonlFile
 from quadriga.observability.run_folder import WANDB, RunFolder
 
 _WANDB_RUN_ID = "run_id.txt"

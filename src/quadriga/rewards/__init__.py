@@ -1,12 +1,11 @@
 """Rule functions that score responses.
 
-    manager      `RewardManager`: a batch with responses → scores per token
-    functions    which function scores a row, and how a function of the user is loaded
-    outcome      one sample, its score or the reason why it has none
-    pool         `RewardPool`: processes in which each sample has a deadline
-    pool_worker  the program of these processes
-    answers      the built-in rule: the number after `####`
-    extraction   the answer that a response gives, for votes
+    manager           `RewardManager`: a batch with responses → scores per token, and answers
+    functions         which function scores a row, and how a function of the user is loaded
+    outcome           one sample, its score or the reason why it has none; several weighted parts
+    pool              `RewardPool`: processes in which each sample has a deadline
+    pool_worker       the program of these processes, and what supervises it
+    answers, mathematics, multiple_choice      the built-in rules
 
 The package imports `errors`, `lazy`, `containment`, `config` and `protocol`. The names below are
 public; each is imported when it is first used.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,16 +16,26 @@ from quadriga.config.secrets import mask_secrets
 from quadriga.containment import contained
 from quadriga.errors import ConfigError, DataError, FieldError, RewardError
 from quadriga.protocol import DataProto, fields
-from quadriga.rewards.extraction import first_answer
+from quadriga.rewards.answers import marked_answer
 from quadriga.rewards.functions import (
     BUILT_IN,
     FAST,
+    MARKED_ANSWER,
     FunctionRef,
     RewardFunction,
     reward_function_for,
 )
-from quadriga.rewards.outcome import FAILURES, SCORED, Outcome, Sample, Status, call
-from quadriga.rewards.parts import RewardPart, combined, parts_of
+from quadriga.rewards.outcome import (
+    FAILURES,
+    SCORED,
+    Outcome,
+    RewardPart,
+    Sample,
+    Status,
+    call,
+    combined,
+    parts_of,
+)
 from quadriga.rewards.pool import RewardPool
 
 _log = logging.getLogger(__name__)
@@ -361,3 +371,38 @@ def mean_extras(outcomes: Sequence[Outcome]) -> dict[str, float]:
             if isinstance(value, float):
                 values.setdefault(name, []).append(value)
     return {f"reward/extra/{name}": float(np.mean(found)) for name, found in values.items()}
+
+
+EXTRACTORS: dict[FunctionRef, Callable[[str], str | None]] = {MARKED_ANSWER: marked_answer}
+"""Rule function → function that returns the answer in a response, or None."""
+
+KEYS = ("answer", "pred")
+"""Keys under which a rule function can return the answer, the first one that it has."""
+
+
+def first_answer(samples: Sequence[Sample], outcomes: Sequence[Outcome]) -> str | None:
+    """Return the answer of the first part of a score that finds one; None if no part does."""
+    found = (answer_of(sample, outcome) for sample, outcome in zip(samples, outcomes, strict=True))
+    return next((answer for answer in found if answer is not None), None)
+
+
+def answer_of(sample: Sample, outcome: Outcome) -> str | None:
+    """Return the answer in a response; None if its function extracts none, or found none.
+
+    Numbers are written in one form, so that "5", "5.0" and "1,000" are votes for 5 and 1000.
+    """
+    for key in KEYS:
+        if key in outcome.extra:
+            return canonical(str(outcome.extra[key]))
+    extract = EXTRACTORS.get(sample.function)
+    found = None if extract is None else extract(sample.solution_str)
+    return None if found is None else canonical(found)
+
+
+def canonical(answer: str) -> str | None:
+    """Return an answer in the form in which answers are compared; None if it is empty."""
+    text = answer.strip()
+    try:
+        return repr(float(text.replace(",", "")))
+    except ValueError:
+        return text or None

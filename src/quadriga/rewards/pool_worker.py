@@ -6,18 +6,22 @@ its child, which scores. The supervisor ends the child with everything that it h
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import os
+import select
 import signal
 import sys
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 from quadriga.containment import describe
 from quadriga.errors import QuadrigaError
 from quadriga.rewards.functions import FunctionRef, RewardFunction
 from quadriga.rewards.outcome import RAISED, Outcome, Report, Sample, call
-from quadriga.rewards.supervisor import adopt_orphans, die_with_parent, supervise
 
 
 def serve(connection: Connection) -> None:
@@ -88,6 +92,152 @@ def main() -> None:
     os.close(its_output)
     limit_memory(megabytes)
     serve(Connection(fd))
+
+
+_PARENT_CHECK_S = 0.5
+_KILL_S = 5.0  # how long to go on killing processes that start others
+_LAST_READS = 16  # reads of the output that is left when the processes have ended
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_CUT = b"\n[reward functions print too much; the rest is left out]\n"
+
+
+class OutputBudget:
+    """How much a process may print: a supply in bytes, which is refilled over time.
+
+    Once the supply is used up, output is left out until half of it is refilled. With a supply of
+    262,144 bytes and 1024 bytes per second, a day of constant output is 88 MB.
+    """
+
+    def __init__(self, supply: int = 1 << 18, per_second: int = 1 << 10) -> None:
+        self._supply = self._left = float(supply)
+        self._per_second = per_second
+        self._last = time.monotonic()
+        self._cut = False
+
+    def allow(self, data: bytes) -> bytes:
+        """Return the part of `data` to pass on, with a note where the first part is left out."""
+        now = time.monotonic()
+        refilled = self._left + (now - self._last) * self._per_second
+        self._left, self._last = min(self._supply, refilled), now
+        if self._cut and self._left < self._supply / 2:
+            return b""
+        allowed = data[: int(self._left)]
+        self._left -= len(allowed)
+        self._cut = len(allowed) < len(data)
+        note = _CUT if self._cut else b""
+        return allowed + note
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose parent has ended (Linux; no effect elsewhere)."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends (Linux; no effect elsewhere)."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+
+
+def supervise(worker: int, output: int) -> NoReturn:
+    """Wait until the worker, the pool or the controller ends this process, then end all of them.
+
+    Args:
+        worker: process id of a child of this process, which leads a process group.
+        output: the end of a pipe from which the worker's output is read.
+    """
+    parent, budget = os.getppid(), OutputBudget()
+    wake = _wake_on_signals()
+    ended: int | None = None
+    while ended is None and not _stop_requested and os.getppid() == parent:
+        ready, _, _ = select.select([output, wake], [], [], _PARENT_CHECK_S)
+        if output in ready and not _forward(output, budget):
+            output = wake  # closed: the worker has ended or closed its output
+        if wake in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(wake, 4096)
+        ended = _reap(worker)
+    end_all(worker)
+    for _ in range(_LAST_READS):
+        if output == wake or not select.select([output], [], [], 0)[0]:
+            break
+        if not _forward(output, budget):
+            break
+    _end_as(ended)
+
+
+_stop_requested = False
+
+
+def _wake_on_signals() -> int:
+    """Return a file descriptor that becomes readable when a child ends or SIGTERM is received."""
+
+    def note(number: int, _: object) -> None:
+        global _stop_requested
+        _stop_requested = _stop_requested or number == signal.SIGTERM
+
+    read, write = os.pipe()
+    for fd in (read, write):
+        os.set_blocking(fd, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, note)
+    signal.signal(signal.SIGTERM, note)
+    return read
+
+
+def _forward(output: int, budget: OutputBudget) -> bool:
+    """Pass on what the worker has printed; return False at the end of its output."""
+    data = os.read(output, 1 << 16)
+    with contextlib.suppress(OSError):  # standard error is closed: the output is lost
+        os.write(2, budget.allow(data))
+    return bool(data)
+
+
+def _reap(worker: int) -> int | None:
+    """Collect all children that have ended; return the status of the worker if it is among them."""
+    status = None
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            if found[0] == worker:
+                status = found[1]
+    return status
+
+
+def end_all(worker: int) -> None:
+    """Kill the worker's process group and all descendants of this process, and collect them."""
+    import psutil
+
+    deadline = time.monotonic() + _KILL_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(worker, signal.SIGKILL)
+        # Processes that left the group with `setsid`. One that starts others while it is killed is
+        # found again, because this process adopts them.
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.002)
+
+
+def _end_as(status: int | None) -> NoReturn:
+    """End this process as the worker ended: with its exit code, or by the same signal."""
+    if status is not None and os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        if number not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        signal.pause()
+    os._exit(os.WEXITSTATUS(status) if status is not None else 1)
 
 
 if __name__ == "__main__":

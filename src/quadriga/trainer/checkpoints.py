@@ -21,9 +21,9 @@ from quadriga.checkpoint.files import digest_file, digest_json
 from quadriga.checkpoint.folders import newest_undamaged_checkpoint, step_folder
 from quadriga.checkpoint.marker import change_info, read_marker, verify_checkpoint
 from quadriga.config.commands import RMConfig, SFTConfig
-from quadriga.config.loading import to_yaml
 from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import ModelConfig, RunConfig, TrainConfig
+from quadriga.config.writing import to_yaml
 from quadriga.errors import CheckpointError, InputError
 from quadriga.models.folder import local_folder
 from quadriga.observability.run_folder import CHECKPOINTS, RunFolder
@@ -281,7 +281,7 @@ def images_digest(model: ModelConfig, files: Sequence[str], image_key: str | Non
     Raises:
         DataError: a data file cannot be read.
     """
-    from quadriga.data.images.reading import image_files
+    from quadriga.data.images import image_files
     from quadriga.models.vision.processor import image_tokens
 
     trusted = model.trust_remote_code

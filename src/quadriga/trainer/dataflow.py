@@ -1,7 +1,7 @@
-"""Which fields each stage of a training step reads and writes, for the chosen settings.
+"""What a training step does, and which fields each of its stages reads and writes.
 
-    stages = step_dataflow(config)     # in the order in which a step runs them
-    check_dataflow(stages)             # every field that is read is written by an earlier stage
+    plan = StepPlan.of(config)         # made once; `quadriga plan` prints it
+    check_dataflow(plan.stages)        # every field that is read is written by an earlier stage
 
 Trainers run the check before they start any process. The fields of worker methods are declared
 beside the workers (`workers.method_fields`); those of the controller's stages are declared here.
@@ -11,6 +11,7 @@ Stages have the names of the functions and methods that run them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from quadriga.algorithms.advantages import get_advantage
 from quadriga.algorithms.policy_losses import get_policy_loss
@@ -110,6 +111,67 @@ ESTIMATOR_FIELDS = {
 """Parameter of an advantage estimator → the field that it is read from, where it has one."""
 
 
+@dataclass(frozen=True)
+class StepPlan:
+    """What one step of a run does, made once from the settings.
+
+    Attributes:
+        stages: what `RayPPOTrainer.fit` runs, in order, with the fields of each stage.
+        draws_again: more prompts are drawn in place of zero-variance prompt groups, so the scores
+            decide which rows stay in the batch and the sampler computes them. Otherwise they are
+            computed while the roles evaluate the batch.
+        masks_before_passes: rows are scored and masked before the passes over the batch. Rows that
+            are masked, or left out because of their advantages, then need no log-probabilities and
+            no values.
+        advantages_before_passes: advantages are estimated before the passes, which leave out rows
+            whose advantages are all 0.
+        old_log_prob_pass: the old log-probabilities have a pass of their own. Otherwise the update
+            computes them.
+    """
+
+    stages: tuple[StageFields, ...]
+    draws_again: bool
+    masks_before_passes: bool
+    advantages_before_passes: bool
+    old_log_prob_pass: bool
+
+    @classmethod
+    def of(cls, config: TrainConfig, *, custom_reward: bool = False) -> StepPlan:
+        """Return the plan of a run.
+
+        `custom_reward`: the trainer is given a reward function instead of the settings.
+
+        Raises:
+            ConfigError: an added stage stands where it cannot run.
+        """
+        flags = {
+            "draws_again": refills(config),
+            "masks_before_passes": masks_before_passes(config),
+            "advantages_before_passes": skips_before_passes(config),
+            "old_log_prob_pass": not takes_old_log_probs_from_update(config),
+        }
+        return cls(_step_stages(config, custom_reward, **flags), **flags)
+
+    def text(self) -> str:
+        """Return the plan in words, for `quadriga plan`."""
+        names = ", ".join(dict.fromkeys(stage.name for stage in self.stages))
+        old = "a pass of their own" if self.old_log_prob_pass else "computed by the update"
+        left_out = []
+        if self.masks_before_passes:
+            left_out.append("masked rows")
+        if self.advantages_before_passes:
+            left_out.append("rows whose advantages are all 0")
+        rows = [
+            ("stages of a step", names),
+            ("old log-probabilities", old),
+            ("left out of passes", " and ".join(left_out) or "nothing"),
+            ("scores", "before the passes" if self.masks_before_passes else "during the passes"),
+        ]
+        if self.draws_again:
+            rows.append(("prompts", "drawn again in place of zero-variance prompt groups"))
+        return "\n".join(f"{key:<23}{value}" for key, value in rows)
+
+
 def takes_old_log_probs_from_update(config: TrainConfig) -> bool:
     """Return whether the update computes the old log-probabilities itself.
 
@@ -121,16 +183,17 @@ def takes_old_log_probs_from_update(config: TrainConfig) -> bool:
     chosen = config.actor_rollout_ref.actor.old_log_probs_from_update
     if chosen is not None:
         return chosen
-    algorithm = config.algorithm
-    read_earlier = (
-        algorithm.use_kl_in_reward
-        or _corrects(config)
-        or "old_log_prob_BT" in get_advantage(algorithm.adv_estimator).needs
-        or _selects_tokens(config)
-    )
     one_step = batch_plan(config).actor.optimizer_steps == 1
     drops = config.actor_rollout_ref.model.lora.dropout > 0
+    read_earlier = _reads_old_log_probs(config) or _selects_tokens(config)
     return one_step and not read_earlier and not drops and not config.critic.warmup_steps
+
+
+def _reads_old_log_probs(config: TrainConfig) -> bool:
+    """Return whether the reward, the correction or the estimator reads the log-probabilities."""
+    estimator = get_advantage(config.algorithm.adv_estimator)
+    in_reward = config.algorithm.use_kl_in_reward
+    return in_reward or _corrects(config) or "old_log_prob_BT" in estimator.needs
 
 
 def refills(config: TrainConfig) -> bool:
@@ -140,81 +203,77 @@ def refills(config: TrainConfig) -> bool:
 
 
 def masks_before_passes(config: TrainConfig) -> bool:
-    """Return whether rows are scored and masked before the passes over the batch.
-
-    Rows that are masked, or left out because of their advantages, then need no log-probabilities
-    and no values. With other settings the responses are scored while the roles compute.
-    """
+    """Return `StepPlan.masks_before_passes`."""
     # A stage of an added role after the passes may write the scores.
     masks = config.algorithm.overlong.drop_truncated and added_until_scores(added_stages(config))
     return config.algorithm.filter_groups.enable or masks or skips_before_passes(config)
 
 
 def skips_before_passes(config: TrainConfig) -> bool:
-    """Return whether advantages are estimated before the passes, to leave out rows without one.
+    """Return `StepPlan.advantages_before_passes`.
 
     That changes no parameter if nothing but the update reads what the passes write in these rows.
     It is of use where an estimator compares responses: a zero-variance group has advantages 0.
     """
-    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    estimator = get_advantage(algorithm.adv_estimator)
-    reads_passes = (
-        algorithm.use_kl_in_reward
-        or _corrects(config)
-        or estimator.needs_values
-        or "old_log_prob_BT" in estimator.needs
-    )
-    useful = estimator.needs_groups and skips_zero_advantages(actor)
+    estimator = get_advantage(config.algorithm.adv_estimator)
+    useful = estimator.needs_groups and skips_zero_advantages(config.actor_rollout_ref.actor)
+    reads_passes = _reads_old_log_probs(config) or estimator.needs_values
     return useful and not reads_passes and added_until_scores(added_stages(config))
 
 
-def step_dataflow(config: TrainConfig, *, custom_reward: bool = False) -> tuple[StageFields, ...]:
-    """Return the stages of one step of `RayPPOTrainer.fit`, in order.
-
-    `custom_reward`: the trainer was given a reward function of the user instead of the settings.
-    """
+def _step_stages(
+    config: TrainConfig,
+    custom_reward: bool,
+    *,
+    draws_again: bool,
+    masks_before_passes: bool,
+    advantages_before_passes: bool,
+    old_log_prob_pass: bool,
+) -> tuple[StageFields, ...]:
+    """Return the stages of one step of `RayPPOTrainer.fit`, in order."""
     algorithm, critic = config.algorithm, needs_critic(config)
     score = _score_responses(config, custom_reward)
     if has_reward_model(config):
         score = scored_with_model(score, rules=bool(config.reward_model.rule_weight))
-    # With refilling the scores decide which rows stay in the batch, so they are computed before
-    # the roles see it. Otherwise they are computed while the roles evaluate the batch.
-    scores_early = refills(config)
-    needs_greedy = get_advantage(algorithm.adv_estimator).needs_baseline_scores
-    log_prob_pass = not takes_old_log_probs_from_update(config)
-    masks_early = masks_before_passes(config)
-    skips = skips_before_passes(config)
     masking = (
-        (score, not scores_early),
+        (score, not draws_again),
         (MEASURE_BATCH, True),
         (MASK_TRUNCATED, algorithm.overlong.drop_truncated),
         (_mask_zero_variance_groups(config), True),
     )
+    estimate, early = _estimate_advantages(config), advantages_before_passes
     stages = (
         (LOAD_PROMPTS, True),
         (EXPAND_PROMPTS, True),
-        (_greedy_branch(config, score), needs_greedy),
+        (
+            _greedy_branch(config, score),
+            get_advantage(algorithm.adv_estimator).needs_baseline_scores,
+        ),
         (GENERATE_SEQUENCES, True),
-        (score, scores_early),
-        (REFILL, scores_early),
-        *(masking if masks_early else ()),
-        *(((SHAPE_SCORES, True), (_estimate_advantages(config), True)) if skips else ()),
+        (score, draws_again),
+        (REFILL, draws_again),
+        *(masking if masks_before_passes else ()),
+        (SHAPE_SCORES, early),
+        (estimate, early),
         # After the masking, so that rows which need no computation do not count.
-        (_balance_over_ranks(config), config.trainer.balance_batch),
-        (COMPUTE_LOG_PROB, log_prob_pass),
+        (
+            _balance_over_ranks(masks_before_passes, advantages_before_passes),
+            config.trainer.balance_batch,
+        ),
+        (COMPUTE_LOG_PROB, old_log_prob_pass),
         (COMPUTE_REF_LOG_PROB, reads_ref_log_prob(config)),
         (COMPUTE_VALUES, critic),
-        *(() if masks_early else masking),
-        (SHAPE_SCORES, not skips),
+        *(() if masks_before_passes else masking),
+        (SHAPE_SCORES, not early),
         (PENALISE_KL, algorithm.use_kl_in_reward),
         # Without the pass the update measures entropy and mismatch.
-        (MEASURE_ENTROPY, log_prob_pass),
-        (_correct_mismatch(config), log_prob_pass or _corrects(config)),
-        (_estimate_advantages(config), not skips),
+        (MEASURE_ENTROPY, old_log_prob_pass),
+        (_correct_mismatch(config), old_log_prob_pass or _corrects(config)),
+        (estimate, not early),
         (SELECT_UPDATE_TOKENS, _selects_tokens(config)),
         (UPDATE_CRITIC, critic),
         (LOG_UPDATE, critic),
-        (_update_actor(config), True),
+        (_update_actor(config, old_log_prob_pass), True),
         (LOG_UPDATE, True),
         (LOG_SAMPLES, True),
     )
@@ -318,12 +377,18 @@ def branch(name: str, parts: Sequence[StageFields], writes: tuple[str, ...]) -> 
     return StageFields(name, reads=tuple(reads), writes=writes)
 
 
-def _balance_over_ranks(config: TrainConfig) -> StageFields:
-    """Reads the mask where it says before the passes which rows need computation."""
-    masked = (_MASK,) if masks_before_passes(config) else ()
-    skipped = (fields.ADVANTAGES,) if skips_before_passes(config) else ()
-    lengths = (fields.SEQUENCE_LENGTH, fields.PROMPT_LENGTH)
-    return StageFields("balance_over_ranks", reads=(*lengths, fields.UID, *masked, *skipped))
+def _balance_over_ranks(masked: bool, with_advantages: bool) -> StageFields:
+    """Reads the mask and the advantages where they say which rows need computation."""
+    live = ((_MASK, masked), (fields.ADVANTAGES, with_advantages))
+    return StageFields(
+        "balance_over_ranks",
+        reads=(
+            fields.SEQUENCE_LENGTH,
+            fields.PROMPT_LENGTH,
+            fields.UID,
+            *(field for field, reads in live if reads),
+        ),
+    )
 
 
 def _mask_zero_variance_groups(config: TrainConfig) -> StageFields:
@@ -359,12 +424,12 @@ def _estimate_advantages(config: TrainConfig) -> StageFields:
     )
 
 
-def _update_actor(config: TrainConfig) -> StageFields:
+def _update_actor(config: TrainConfig, old_log_prob_pass: bool) -> StageFields:
     """`UPDATE_ACTOR` with the optional fields that the chosen loss cannot do without."""
     actor = config.actor_rollout_ref.actor
     loss = get_policy_loss(actor.policy_loss.name)
     optional = (
-        (fields.OLD_LOG_PROBS, not takes_old_log_probs_from_update(config)),
+        (fields.OLD_LOG_PROBS, old_log_prob_pass),
         (fields.REF_LOG_PROB, actor.use_kl_loss and not actor.reads_full_kl),
         (fields.ROLLOUT_IS_WEIGHTS, _corrects(config)),
         (fields.ROLLOUT_LOG_PROBS, loss.needs_rollout_log_probs),

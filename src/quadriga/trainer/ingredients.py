@@ -14,7 +14,7 @@ from quadriga.trainer.checks.sequence_checks import (
     check_training_data,
     check_training_samples,
 )
-from quadriga.trainer.dataflow import step_dataflow, validation_dataflow
+from quadriga.trainer.dataflow import StepPlan, validation_dataflow
 from quadriga.trainer.roles.places import scores_come_from_roles
 from quadriga.trainer.stages import BatchReward
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from quadriga.data import PromptDataset, PromptLoader
-    from quadriga.data.images.prompts import ImageRules
-    from quadriga.data.order import Mixture
+    from quadriga.data.images import ImageRules
+    from quadriga.data.loader import Mixture
     from quadriga.data.user_classes import Prompts
     from quadriga.rewards import RewardManager
 
@@ -117,7 +117,7 @@ def _rules(
     """
     rules = make_reward(config.reward, tokenizer, config.algorithm.reward_components)
     # Rows need no rule where a role scores the responses.
-    if not scores_come_from_roles(step_dataflow(config)):
+    if not scores_come_from_roles(StepPlan.of(config).stages):
         check_rows(rules, train_loader, config.data.train_files)
     if not scores_come_from_roles(validation_dataflow(config)):
         check_rows(rules, val_loader, config.data.val_files)
@@ -189,7 +189,7 @@ def make_mixture(data: DataConfig, prompts: Prompts) -> Mixture | None:
     Raises:
         ConfigError: the weights do not fit the files, or a dataset class of the user has no files.
     """
-    from quadriga.data.order import Mixture
+    from quadriga.data.loader import Mixture
 
     if data.train_weights is None:
         return None

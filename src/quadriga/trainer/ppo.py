@@ -26,10 +26,11 @@ from quadriga.algorithms.kl import make_kl_controller
 from quadriga.config.paths import absolute_paths
 from quadriga.config.schema import TrainConfig
 from quadriga.protocol import DataProto, DataProtoFuture
-from quadriga.trainer import dataflow, stages
-from quadriga.trainer.balancing import balance_of
+from quadriga.trainer import stages
+from quadriga.trainer.balancing import Balance, balance_of
 from quadriga.trainer.checkpoints import Checkpointing, Resumed
 from quadriga.trainer.checks.settings import check_run_length
+from quadriga.trainer.dataflow import StepPlan, check_dataflow, validation_dataflow
 from quadriga.trainer.ingredients import Ingredients, check_ingredients, load_ingredients
 from quadriga.trainer.preflight import check_program, check_settings, load_user_files
 from quadriga.trainer.record import RunRecord
@@ -37,8 +38,7 @@ from quadriga.trainer.role_workers import check_roles, settings_for_classes
 from quadriga.trainer.roles.needed import needs_critic
 from quadriga.trainer.roles.placement import ResourcePoolManager, Role
 from quadriga.trainer.roles.pools import POLICY_ROLES, check_settings_of_pools
-from quadriga.trainer.roles.registry import added_stages
-from quadriga.trainer.roles.settings import check_roles_in_settings
+from quadriga.trainer.roles.registry import added_stages, check_roles_in_settings
 from quadriga.trainer.sampling import ModelReward, Sampler
 from quadriga.trainer.stage_runner import StageRunner
 from quadriga.trainer.stages import BatchReward, MismatchWatch, rows_with_advantage
@@ -82,8 +82,9 @@ class RayPPOTrainer:
         mapping = role_worker_mapping or {}
         config = settings_for_classes(config, mapping)
         custom_reward = reward_fn is not None or ingredients is not None
-        for flow in (dataflow.step_dataflow, dataflow.validation_dataflow):
-            dataflow.check_dataflow(flow(config, custom_reward=custom_reward))
+        self.plan = StepPlan.of(config, custom_reward=custom_reward)
+        check_dataflow(self.plan.stages)
+        check_dataflow(validation_dataflow(config, custom_reward=custom_reward))
         check_roles(config, mapping, resource_pool_manager)
         # Ranks are counted in the pools of a program, whatever `config.placement` says.
         self.placed = config
@@ -101,10 +102,6 @@ class RayPPOTrainer:
         self.given = config
         self.placed, config = absolute_paths(self.placed), absolute_paths(config)
         self.config = config
-        self.log_prob_pass = not dataflow.takes_old_log_probs_from_update(config)
-        self.masks_early = dataflow.masks_before_passes(config)
-        self.skips = dataflow.skips_before_passes(config)
-        self.scores_early = dataflow.refills(config)
         if ingredients is not None and not own_policy:
             check_ingredients(config, ingredients)
         self.ingredients = ingredients or load_ingredients(config, reward_fn)
@@ -153,55 +150,51 @@ class RayPPOTrainer:
 
     def fit(self) -> dict[str, float]:
         """Run the algorithm. Return the metrics of the last validation, {} if there was none."""
-        groups = self.init_workers()
+        groups, plan = self.init_workers(), self.plan
         actor, critic = groups.actor, groups.critic
         # The checkpoint is loaded before the run folder is opened: if it cannot be loaded, the
         # folder keeps all that it holds.
         resumed = self.resume(groups)
         with self.open_record(resumed) as record:
-            # `run(stage, batch, …)` calls a stage, and those of added roles before and after it.
-            run = StageRunner(added_stages(self.config), groups.added, record)
+            # Calls a stage, and the stages of added roles before and after it; logs their metrics.
+            runner = StageRunner(added_stages(self.config), groups.added, record)
             validator = self.make_validator(groups, record)
             self.validate_first(validator, record, resumed)
-            sampler = self.make_sampler(groups, run)
-            together = self.config.actor_rollout_ref.actor.engine.model_parallel_size
-            of_critic = self.config.critic.engine.model_parallel_size
-            critic_ranks = None if critic is None else critic.world_size // of_critic
-            balance = balance_of(self.config, actor.world_size // together, critic_ranks)
+            sampler = self.make_sampler(groups, runner)
+            balance = self.balance_of(groups)
             for prompts in self.schedule():
                 with record.span("step"):
                     with record.span("rollout"), groups.generating(record.add):
                         batch = record.log_stage(sampler.draw(prompts, self.step))
 
                     with record.span("evaluate"):
-                        if self.masks_early:  # rows that are left out need no passes
-                            batch = self.score_and_mask(batch, run, record)
-                        if self.skips:  # rows whose advantages are all 0
-                            batch = self.estimate_advantages(batch, run, record)
-                        batch = record.log_stage(run(stages.balance_over_ranks, batch, balance))
-                        batch = run.before_passes(batch)
-                        pending = submit_passes(
-                            groups, batch, log_probs=self.log_prob_pass, with_advantage=self.skips
-                        )
-                        if not self.masks_early:
-                            batch = self.score_and_mask(batch, run, record)
+                        if plan.masks_before_passes:
+                            batch = self.score_and_mask(batch, runner)
+                        if plan.advantages_before_passes:
+                            batch = self.estimate_advantages(batch, runner)
+                        batch = runner.run(stages.balance_over_ranks, batch, balance)
+                        batch = runner.before_passes(batch)
+                        pending = submit_passes(groups, batch, plan)
+                        if not plan.masks_before_passes:  # while the roles compute
+                            batch = self.score_and_mask(batch, runner)
                         for evaluated in gather(pending):
                             batch = batch.union(evaluated)
-                        batch = run.after_passes(batch)
+                        batch = runner.after_passes(batch)
 
                     with record.span("advantages"):
-                        if not self.skips:
-                            batch = self.estimate_advantages(batch, run, record)
-                        elif self.log_prob_pass:
-                            self.measure_policy(rows_with_advantage(batch), run, record)
+                        if not plan.advantages_before_passes:
+                            batch = self.estimate_advantages(batch, runner)
+                        elif plan.old_log_prob_pass:
+                            self.measure_policy(rows_with_advantage(batch), runner)
 
                     if critic:
                         with record.span("update_critic"):
-                            batch = run.update(critic.update_critic, batch, balance.of_critic)
+                            order = balance.of_critic(len(batch))
+                            batch = runner.update(critic.update_critic, batch, order)
                     # In the first `warmup_steps` steps only the critic learns.
                     if self.step > self.config.critic.warmup_steps or not critic:
                         with record.span("update_actor"):
-                            batch = run.update(actor.update_actor, batch)
+                            batch = runner.update(actor.update_actor, batch)
                         with record.span("sync_weights"):
                             groups.sync_weights()
 
@@ -236,36 +229,42 @@ class RayPPOTrainer:
         self.save_if_due(groups, record)  # if a signal has come, or time has passed
         self.stop.stop_if_requested()
 
-    def score_and_mask(self, batch: DataProto, run: StageRunner, record: RunRecord) -> DataProto:
+    def score_and_mask(self, batch: DataProto, runner: StageRunner) -> DataProto:
         """Score the responses, measure them, and mask those that take no part in the update."""
-        config, log = self.config.algorithm, record.log_stage
-        if not self.scores_early:  # otherwise the sampler has scored them
-            batch = log(run(stages.score_responses, batch, self.training_reward()))
-        batch = log(run(stages.measure_batch, batch))
-        batch = log(run(stages.mask_truncated, batch, config))
-        return log(run(stages.mask_zero_variance_groups, batch, config))
+        config = self.config.algorithm
+        if not self.plan.draws_again:  # otherwise the sampler has scored them
+            batch = runner.run(stages.score_responses, batch, self.training_reward())
+        batch = runner.run(stages.measure_batch, batch)
+        batch = runner.run(stages.mask_truncated, batch, config)
+        return runner.run(stages.mask_zero_variance_groups, batch, config)
 
-    def estimate_advantages(
-        self, batch: DataProto, run: StageRunner, record: RunRecord
-    ) -> DataProto:
+    def estimate_advantages(self, batch: DataProto, runner: StageRunner) -> DataProto:
         """From scores to advantages, on the controller: after the passes, or before them if they
         leave out rows without an advantage."""
-        config, log, kl = self.config.algorithm, record.log_stage, self.kl_controller
-        batch = log(run(stages.shape_scores, batch, config))
+        config, kl = self.config.algorithm, self.kl_controller
+        batch = runner.run(stages.shape_scores, batch, config)
         if config.use_kl_in_reward:
-            batch = log(run(stages.penalise_kl, batch, kl, config.kl_penalty))
-        if self.log_prob_pass and not self.skips:
-            batch = self.measure_policy(batch, run, record)
-        batch = log(run(stages.estimate_advantages, batch, config))
-        return log(run(stages.select_update_tokens, batch, self.config.actor_rollout_ref.actor))
+            batch = runner.run(stages.penalise_kl, batch, kl, config.kl_penalty)
+        if self.plan.old_log_prob_pass and not self.plan.advantages_before_passes:
+            batch = self.measure_policy(batch, runner)
+        batch = runner.run(stages.estimate_advantages, batch, config)
+        return runner.run(stages.select_update_tokens, batch, self.config.actor_rollout_ref.actor)
 
-    def measure_policy(self, batch: DataProto, run: StageRunner, record: RunRecord) -> DataProto:
+    def measure_policy(self, batch: DataProto, runner: StageRunner) -> DataProto:
         """Measure entropy and mismatch from the pass over the log-probabilities, and correct the
         mismatch. Without such a pass the update measures both."""
-        log, correction = record.log_stage, self.config.algorithm.rollout_correction
-        batch = log(run(stages.measure_entropy, batch))
+        correction = self.config.algorithm.rollout_correction
         bound = self.config.actor_rollout_ref.rollout.mismatch.bound
-        return log(run(stages.correct_mismatch, batch, correction, bound))
+        batch = runner.run(stages.measure_entropy, batch)
+        return runner.run(stages.correct_mismatch, batch, correction, bound)
+
+    def balance_of(self, groups: PPOGroups) -> Balance:
+        """Return how rows are ordered for the ranks, each with parts of its own, of both roles."""
+        actor, critic = self.config.actor_rollout_ref.actor.engine, self.config.critic.engine
+        ranks, critic_ranks = groups.actor.world_size // actor.model_parallel_size, None
+        if groups.critic is not None:
+            critic_ranks = groups.critic.world_size // critic.model_parallel_size
+        return balance_of(self.config, ranks, critic_ranks)
 
     def schedule(self) -> Iterator[DataProto]:
         """Yield one batch of prompts per step up to the last step, and count `step`."""
@@ -281,24 +280,22 @@ class RayPPOTrainer:
 
     def make_validator(self, groups: PPOGroups, record: RunRecord) -> Validator:
         """Return the validator of the run."""
-        seed, loader = self.config.trainer.seed, self.ingredients.val_loader
-        rollout, reward = groups.generator, self.reward_fn
         added = added_stages(self.config, validation=True)
         return Validator(
-            seed,
-            loader,
-            rollout,
-            reward,
+            self.config.trainer.seed,
+            self.ingredients.val_loader,
+            groups.generator,
+            self.reward_fn,
             record,
             n=self.config.actor_rollout_ref.rollout.val_n,
             generating=groups.generating,
-            run_stage=StageRunner(added, groups.added, record, prefix="val/"),
+            runner=StageRunner(added, groups.added, record, prefix="val/"),
         )
 
-    def make_sampler(self, groups: PPOGroups, run: StageRunner) -> Sampler:
+    def make_sampler(self, groups: PPOGroups, runner: StageRunner) -> Sampler:
         """Return the sampler of the run."""
         reward = self.training_reward()
-        return Sampler(self.config, groups.generator, reward, self.stream, run)
+        return Sampler(self.config, groups.generator, reward, self.stream, runner)
 
     def training_reward(self) -> BatchReward:
         """Return the reward of a training step: the rules, with the reward model if enabled."""
@@ -358,20 +355,15 @@ def endless(loader: Iterable[DataProto]) -> Iterator[DataProto]:
         yield from loader
 
 
-def submit_passes(
-    groups: PPOGroups, batch: DataProto, *, log_probs: bool, with_advantage: bool
-) -> list[DataProtoFuture]:
+def submit_passes(groups: PPOGroups, batch: DataProto, plan: StepPlan) -> list[DataProtoFuture]:
     """Start the passes that the run has, and return the futures of their fields.
 
-    `submit` does not wait: roles on different processes compute side by side.
-
-    Args:
-        log_probs: whether the old log-probabilities have a pass of their own.
-        with_advantage: leave out rows whose advantages are all 0; what is computed is 0 there.
+    `submit` does not wait: roles on different processes compute side by side. Rows without an
+    advantage are left out if the plan says so; what is computed is 0 there.
     """
-    rows = rows_with_advantage(batch) if with_advantage else batch
+    rows = rows_with_advantage(batch) if plan.advantages_before_passes else batch
     pending = []
-    if log_probs:
+    if plan.old_log_prob_pass:
         pending.append(groups.actor.compute_log_prob.submit(rows))
     if groups.ref:
         pending.append(groups.ref.compute_ref_log_prob.submit(rows))

@@ -28,7 +28,7 @@ from quadriga.trainer.checks.engines import (
 from quadriga.trainer.checks.images import check_images_supported
 from quadriga.trainer.checks.settings import check_fine_tuning_settings, check_train_settings
 from quadriga.trainer.checks.unread import warn_of_unread
-from quadriga.trainer.roles.settings import check_roles_in_settings
+from quadriga.trainer.roles.registry import check_roles_in_settings
 
 
 def check_train_config(config: TrainConfig) -> None:
@@ -297,6 +297,6 @@ def check_reward(reward: RewardConfig) -> None:
     Raises:
         InputError: it does not.
     """
-    from quadriga.rewards.parts import parts_of
+    from quadriga.rewards.outcome import parts_of
 
     parts_of(reward)

@@ -15,11 +15,10 @@ from quadriga.checkpoint.folders import restore_folder, set_aside_after
 from quadriga.config.commands import RMConfig, RMTrainerConfig, SFTConfig
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import mask_secrets
-from quadriga.observability.metrics import MetricSet
+from quadriga.observability.jsonl import Sample, SampleLog
+from quadriga.observability.metrics import MetricSet, Timer
 from quadriga.observability.plots import plot_learning_curve
 from quadriga.observability.run_folder import RunFolder
-from quadriga.observability.samples import Sample, SampleLog
-from quadriga.observability.timing import Timer
 from quadriga.observability.trackers import RunInfo, Trackers
 from quadriga.protocol import DataProto, fields
 from quadriga.trainer.checkpoints import Resumed

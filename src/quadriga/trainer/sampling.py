@@ -44,7 +44,7 @@ class Sampler:
         rollout: the worker group that generates.
         reward: scores a batch, where sampling depends on scores.
         stream: batches of prompts without end; refilling draws more of them.
-        run: runs the stages, with those of added roles beside them; None: without added roles.
+        runner: runs the stages; None: without those of added roles.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class Sampler:
         rollout: GeneratingGroup,
         reward: BatchReward,
         stream: Iterator[DataProto],
-        run: StageRunner | None = None,
+        runner: StageRunner | None = None,
     ) -> None:
         self.config = config
         self.rollout = rollout
         self.reward = reward
         self.stream = stream
-        self.run = run or StageRunner()
+        self.runner = runner or StageRunner()
         estimator = get_advantage(config.algorithm.adv_estimator)
         self.with_baselines = estimator.needs_baseline_scores
 
@@ -81,7 +81,7 @@ class Sampler:
         """
         algorithm = self.config.algorithm
         settings = algorithm.filter_groups
-        batch, of_first = self.run(stages.score_responses, batch, self.reward)
+        batch, of_first = self.runner.result(stages.score_responses, batch, self.reward)
         scoring = [of_first]
         turn = 1
         while True:
@@ -104,7 +104,7 @@ class Sampler:
             # `turn` is part of the seed, so that a prompt that is drawn twice in one step does
             # not sample the same responses again.
             more, of_greedy = self._generate(next(self.stream), step, turn)
-            more, of_more = self.run(stages.score_responses, more, self.reward)
+            more, of_more = self.runner.result(stages.score_responses, more, self.reward)
             scoring += [of_greedy, of_more]
             batch = DataProto.concat([batch, more])
             turn += 1
@@ -114,21 +114,23 @@ class Sampler:
         n = self.config.actor_rollout_ref.rollout.n
         seed = self.config.trainer.seed
         expand = stages.expand_prompts
-        rows = self.run(expand, prompts, n=n, step=step, seed=seed, turn=turn).batch
+        rows = self.runner.result(expand, prompts, n=n, step=step, seed=seed, turn=turn).batch
         if not self.with_baselines:
-            return StageResult(self.run(stages.generate, rows, self.rollout, "train").batch, {})
+            return StageResult(
+                self.runner.result(stages.generate, rows, self.rollout, "train").batch, {}
+            )
         greedy, scoring = self._score_greedy(rows, n)
         rows = stages.add_baselines(rows, greedy).batch
-        batch = self.run(stages.generate, rows, self.rollout, "train").batch
+        batch = self.runner.result(stages.generate, rows, self.rollout, "train").batch
         _mask_without_baseline(batch, greedy)
         return StageResult(batch, {name: scoring[name] for name in _FAILED if name in scoring})
 
     def _score_greedy(self, rows: DataProto, n: int) -> StageResult:
         """One greedy response per prompt, scored; `n` neighbouring rows have the same prompt."""
         first_of_each = rows.select_idxs(np.arange(0, len(rows), n))
-        run = self.run.without_updates()
-        greedy = run(stages.generate, first_of_each, self.rollout, "greedy").batch
-        return run(stages.score_responses, greedy, self.reward)
+        runner = self.runner.without_updates()
+        greedy = runner.result(stages.generate, first_of_each, self.rollout, "greedy").batch
+        return runner.result(stages.score_responses, greedy, self.reward)
 
 
 def _in_update(batch: DataProto, config: AlgorithmConfig) -> Tensor:

@@ -1,10 +1,10 @@
 """Run the stages of a step, and the stages of added roles before and after them.
 
-    run = StageRunner(stages, groups, record)
-    batch = record.log_stage(run(stages.shape_scores, batch, config))
+    runner = StageRunner(added_stages, groups, record)
+    batch = runner.run(stages.shape_scores, batch, config)
 
 The second line runs the added stages that stand before `shape_scores`, then this function of
-`trainer.stages`, then those that stand after it. Without added stages it only calls the function.
+`trainer.stages`, then the added stages that stand after it, and logs the metrics of the stage.
 """
 
 from __future__ import annotations
@@ -61,7 +61,21 @@ class StageRunner:
         self.record = record
         self.prefix = prefix
 
-    def __call__(
+    def run(
+        self,
+        stage: Callable[Concatenate[DataProto, ArgumentsP], StageResult],
+        batch: DataProto,
+        /,
+        *args: ArgumentsP.args,
+        **kwargs: ArgumentsP.kwargs,
+    ) -> DataProto:
+        """Run a function of `trainer.stages` and the added stages beside it; log its metrics."""
+        result = self.result(stage, batch, *args, **kwargs)
+        assert self.record is not None, "metrics need a record"
+        self.record.add(result.metrics)
+        return result.batch
+
+    def result(
         self,
         stage: Callable[Concatenate[DataProto, ArgumentsP], StageResult],
         batch: DataProto,
@@ -69,7 +83,7 @@ class StageRunner:
         *args: ArgumentsP.args,
         **kwargs: ArgumentsP.kwargs,
     ) -> StageResult:
-        """Run a function of `trainer.stages` and the stages beside it. Return its metrics."""
+        """Run a function as `run` does, but return its metrics in place of logging them."""
         # `stages.generate` calls the worker method that is the stage.
         name = GENERATE_SEQUENCES.name if stage is stages.generate else _name(stage)
         result = stage(self._beside("before", name, batch), *args, **kwargs)
@@ -79,15 +93,14 @@ class StageRunner:
         self,
         method: GroupMethod[[DataProto], DataProto],
         batch: DataProto,
-        order_of: Callable[[int], NDArray[np.int64] | None] | None = None,
+        order: NDArray[np.int64] | None = None,
     ) -> DataProto:
-        """Run an update of a built-in role and the stages beside it; log its metrics.
+        """Run an update of a built-in role and the added stages beside it; log its metrics.
 
-        `order_of`: number of rows → the order in which the method gets them; None: as they are.
+        `order`: in which the method gets the rows; None: as in the batch.
         """
         batch = self._beside("before", _name(method), batch)
         assert self.record is not None, "an update needs a record"
-        order = None if order_of is None else order_of(len(batch))
         self.record.log_update(method(batch if order is None else batch.select_idxs(order)))
         return self._beside("after", _name(method), batch)
 

@@ -7,7 +7,7 @@ Convention. A stage takes a batch, then its settings. It returns `StageResult(ba
   go on with the returned batch.
 - `metrics` maps names to floats and may be empty.
 
-    batch = record.log_stage(stages.shape_scores(batch, config.algorithm))
+    batch, metrics = stages.shape_scores(batch, config.algorithm)
 
 Batches are by reference: a stage fetches the fields that it reads and no others.
 `trainer.dataflow` declares what each stage reads and writes; the names of fields, with their

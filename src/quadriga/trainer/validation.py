@@ -47,7 +47,7 @@ class Validator:
     `rollout.val_sampling`, greedy by default; the random numbers of a prompt depend on `seed` and
     on its row of the data, so they are the same in every validation. Without a loader `run` does
     nothing. The rollout generates within `generating(add)`, which adds its metrics to the step.
-    `run_stage` runs the stages, with those of added roles beside them.
+    `runner` runs the stages, and those of added roles beside them.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Validator:
         *,
         n: int = 1,
         generating: Callable[[AddMetrics], AbstractContextManager[object]] = nullcontext,
-        run_stage: StageRunner | None = None,
+        runner: StageRunner | None = None,
     ) -> None:
         self.seed = seed
         self.loader = loader
@@ -69,7 +69,7 @@ class Validator:
         self.record = record
         self.n = n
         self.generating = generating
-        self.run_stage = run_stage or StageRunner()
+        self.runner = runner or StageRunner()
         # A run that is resumed continues after the last validation before the checkpoint.
         self.last: Metrics = record.last_validation
         self.scores_right_or_wrong = not self.last or "val/accuracy" in self.last
@@ -97,15 +97,15 @@ class Validator:
         return self.last
 
     def _scored_batches(self, loader: PromptLoader) -> Iterator[DataProto]:
-        run, expand = self.run_stage, stages.expand_prompts
+        result, expand = self.runner.result, stages.expand_prompts
         for number, prompts in enumerate(loader):
-            rows = run(
+            rows = result(
                 expand, prompts, n=self.n, step=number, seed=self.seed, seed_by_index=True
             ).batch
-            batch = run(stages.generate, rows, self.rollout, "val").batch
+            batch = result(stages.generate, rows, self.rollout, "val").batch
             if isinstance(self.reward, HasAnswers):
                 self.reward.answers = []  # they stay so if a role scores the responses
-            yield run(stages.score_responses, batch, self.reward).batch
+            yield result(stages.score_responses, batch, self.reward).batch
 
     def _prompts(self, batch: DataProto) -> Iterator[PromptScores]:
         """Yield the scores of each prompt; its n rows are neighbours."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from quadriga.backends import get_backend
 from quadriga.checkpoint.files import SavedFile
@@ -41,6 +41,7 @@ from quadriga.workers.generation import GeneratingGroup
 from quadriga.workers.roles import (
     ActorGroup,
     CriticGroup,
+    GroupMethod,
     ReceivingGroup,
     RefGroup,
     RewardModelGroup,
@@ -212,32 +213,15 @@ class PPOGroups(StartedGroups):
             self.link.sync()
 
     def save(self, folder: Path, state: ControllerState, max_to_keep: int | None) -> None:
-        """Save actor, critic, added roles with a state, and the controller's state as one
-        checkpoint under `folder`.
-
-        The checkpoint becomes visible by one rename at the end: a run that is killed before that
-        leaves the earlier checkpoints, and no incomplete one.
+        """Save actor, critic, added roles with a state, and the controller's state under `folder`.
 
         Raises:
-            CheckpointError: a rank has reported no file, or one that the controller cannot see.
-            InputError: the folder cannot be written.
+            As `save_roles`.
         """
-        partial = begin_checkpoint(folder, state.step)
-        try:
-            # Each call returns when all ranks have written, so the commit sees every file.
-            actor = self.actor.save_checkpoint(str(partial / "actor"), state.step)
-            files = reported_files("actor", actor)
-            if self.critic is not None:
-                critic = self.critic.save_checkpoint(str(partial / "critic"), state.step)
-                files += reported_files("critic", critic)
-            for key, group in saved_roles(self.added).items():
-                written = group.save_checkpoint(str(partial / key), state.step)
-                files += reported_files(key, written)
-            commit_checkpoint(partial, files, state.as_info())
-        except BaseException:
-            discard_checkpoint(partial)
-            raise
-        prune_checkpoints(folder, max_to_keep)
+        critic = {} if self.critic is None else {"critic": self.critic}
+        groups: dict[str, SavingGroup] = {"actor": self.actor, **critic}
+        groups.update(saved_roles(self.added))
+        save_roles(folder, state, groups, max_to_keep)
 
     def load(self, checkpoint: Path, step: int) -> None:
         """Load actor, critic and added roles from a folder that `save` wrote at `step`.
@@ -253,6 +237,46 @@ class PPOGroups(StartedGroups):
             self.critic.load_checkpoint(str(checkpoint / "critic"), step)
         for key, group in saved_roles(self.added).items():
             group.load_checkpoint(str(checkpoint / key), step)
+
+
+class SavingGroup(Protocol):
+    """A worker group whose ranks have a state."""
+
+    @property
+    def save_checkpoint(self) -> GroupMethod[[str, int], list[list[SavedFile]]]:
+        """Save one shard per rank under a folder, as of a step; return the files of each rank."""
+        ...
+
+
+def save_roles(
+    folder: Path,
+    state: ControllerState,
+    groups: Mapping[str, SavingGroup],
+    max_to_keep: int | None,
+) -> None:
+    """Save groups, by the names of their roles, and the controller's state as one checkpoint.
+
+    The checkpoint becomes visible by one rename at the end: a run that is killed before that leaves
+    the earlier checkpoints, and no incomplete one.
+
+    Raises:
+        CheckpointError: a rank has reported no file, or one that the controller cannot see.
+        InputError: the folder cannot be written.
+    """
+    partial = begin_checkpoint(folder, state.step)
+    files: list[SavedFile] = []
+    try:
+        # Each call returns when all ranks have written, so the commit sees every file.
+        for role, group in groups.items():
+            written: Sequence[Sequence[SavedFile]] = group.save_checkpoint(
+                str(partial / role), state.step
+            )
+            files += reported_files(role, written)
+        commit_checkpoint(partial, files, state.as_info())
+    except BaseException:
+        discard_checkpoint(partial)
+        raise
+    prune_checkpoints(folder, max_to_keep)
 
 
 def reported_files(role: str, per_rank: Sequence[Sequence[SavedFile]]) -> list[SavedFile]:

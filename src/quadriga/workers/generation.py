@@ -148,7 +148,7 @@ def special_tokens(model: ModelConfig) -> tuple[int, tuple[int, ...], tuple[int,
     A response ends with the end tokens of the folder, and with the token that ends a turn in the
     chat template. A sampled image token would stand for an image that does not exist.
     """
-    from quadriga.data.conversations.turns import turn_end_ids
+    from quadriga.data.conversations import turn_end_ids
     from quadriga.models.folder import end_token_ids
     from quadriga.models.loading import load_tokenizer
     from quadriga.models.vision.processor import image_tokens

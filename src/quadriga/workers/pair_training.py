@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from quadriga.config.commands import RMConfig
-from quadriga.data.conversations.pairs import MARGINS
+from quadriga.data.pairs import MARGINS
 from quadriga.engines.base import VALUES
 from quadriga.errors import LengthError, WorkerError
 from quadriga.protocol import DataProto, DataProtoFuture, fields

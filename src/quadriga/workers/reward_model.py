@@ -20,7 +20,7 @@ from quadriga.workers.runtime import RankRuntime, prepare_rank, register_engine_
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from quadriga.data.conversations.scored_rows import Conversation
+    from quadriga.data.chat import Conversation
     from quadriga.engines.base import TrainEngine
 
 
@@ -88,7 +88,7 @@ class RewardModelWorker(Worker):
         Raises:
             LengthError: a conversation is longer than the reward model can compute.
         """
-        from quadriga.data.conversations.scored_rows import at_last_token, scored_rows
+        from quadriga.data.collate import at_last_token, scored_rows
 
         rows = scored_rows(self._conversations(data), self.pad, self.longest)
         outputs = self._engine().forward(

@@ -117,14 +117,14 @@ GUARDS = (
     ),
     Guard(
         "a score for another sample",
-        "rewards/pool_process.py",
+        "rewards/pool.py",
         "if (report.sample, report.process) != (self.number, self.process):",
         "if False:",
         f"{REWARDS}::test_a_report_with_another_sample_or_process_is_refused",
     ),
     Guard(
         "children that a reward function leaves",
-        "rewards/supervisor.py",
+        "rewards/pool_worker.py",
         "                child.kill()\n",
         "                pass\n",
         f"{REWARDS}::test_close_ends_the_children_of_a_function[leave_a_session]",
@@ -217,14 +217,14 @@ GUARDS = (
     ),
     Guard(
         "two runs in one folder",
-        "observability/run_lock.py",
+        "observability/run_folder.py",
         "if owner is not None and owner.is_alive(age_s):",
         "if False:",
         "tests/observability/test_run_lock.py::test_a_second_run_in_a_folder_is_refused",
     ),
     Guard(
         "a pipe in place of the lock",
-        "observability/run_lock.py",
+        "observability/run_folder.py",
         "os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC",
         "os.O_NOFOLLOW | os.O_CLOEXEC",
         "tests/observability/test_run_lock.py"

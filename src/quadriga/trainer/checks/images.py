@@ -13,7 +13,7 @@ from quadriga.rollout import REFERENCE, rollout_of
 from quadriga.trainer.roles.needed import needs_critic
 
 if TYPE_CHECKING:
-    from quadriga.data.images.prompts import ImageRules
+    from quadriga.data.images import ImageRules
 
 _TEXT_ONLY = {
     "name": "fsdp",
@@ -34,7 +34,7 @@ def image_rules(model: ModelConfig, image_key: str | None) -> ImageRules | None:
         ModelError: the model takes images, and its folder has no image processor.
         ConfigError: the model takes images, and Pillow is not installed.
     """
-    from quadriga.data.images.prompts import ImageRules
+    from quadriga.data.images import ImageRules
     from quadriga.models.vision.processor import load_image_processor
 
     trusted = model.trust_remote_code

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from quadriga.data import SFTDataset
     from quadriga.data.chat import Chat
-    from quadriga.data.conversations.pairs import PairDataset
+    from quadriga.data.pairs import PairDataset
     from quadriga.data.user_classes import Prompts
 
 

@@ -1,9 +1,7 @@
 """Responses to prompts, generated on ranks, scored and summarised.
 
-- `responses`: from prompts to rows of responses, on the worker group of `ranks`.
-- `response_file`: a file of such rows, which a second run continues; `inputs` says what it depends
-  on.
-- `generate`: `quadriga generate`.
-- `run`: `quadriga eval`; `report`: its table, JSON and plot.
-- `scores`: pass@k, best@k, majority and bootstrap intervals. Validation in training uses it too.
+generate.py        `quadriga generate`: from prompts to rows of responses
+evaluate.py        `quadriga eval`: scores of responses; its table, JSON and plot
+response_file.py   a file of responses that a second run of the same command continues
+ranks.py           the worker group that generates
 """

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+import sys
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
-from typing import overload
+from functools import partial
+from typing import TYPE_CHECKING, overload
 
-from quadriga.config.commands import GenerateConfig
-from quadriga.data.images.prompts import TAG
-from quadriga.errors import ConfigError
-from quadriga.protocol import fields
+from quadriga.config.commands import GenerateConfig, GenerationConfig
+from quadriga.config.convert import check_choice
+from quadriga.data.images import TAG
+from quadriga.errors import ConfigError, RolloutError
+from quadriga.models.folder import check_model_folder
+from quadriga.observability.console import RunConsole
+from quadriga.protocol import DataProto, fields
+from quadriga.rollout import ROLLOUTS, rollout_of
+from quadriga.trainer import stages
+from quadriga.trainer.checks.images import check_generation_takes_images, image_rules
+from quadriga.trainer.checks.sequence_checks import check_generation_data
 from quadriga.trainer.checks.settings import check_generate_settings
-from quadriga.trainer.evaluation.response_file import StoredRows
-from quadriga.trainer.evaluation.responses import generate, load_prompts, write_responses
+from quadriga.trainer.evaluation.ranks import rollout_group
+from quadriga.trainer.evaluation.response_file import ResponseFile, StoredRows, inputs_of
+from quadriga.trainer.preflight import check_files, require_model_path
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from quadriga.data import PromptDataset
+    from quadriga.workers.generation import GeneratingGroup
 
 Messages = Sequence[Mapping[str, object]]
 """A chat: messages with `role` and `content`."""
@@ -44,13 +61,8 @@ class WrittenAnswers(Sequence[Answer]):
     @overload
     def __getitem__(self, index: slice) -> list[Answer]: ...
     def __getitem__(self, index: int | slice) -> Answer | list[Answer]:
-        """Return answers by number. All rows before them are read."""
-        if isinstance(index, slice):
-            wanted = range(len(self))[index]
-            chosen = {n: a for n, a in enumerate(self) if n in wanted}
-            return [chosen[number] for number in wanted]
-        number = range(len(self))[index]
-        return next(islice(self, number, None))
+        """Return answers by number. All rows are read."""
+        return list(self)[index]
 
 
 def run_generation(config: GenerateConfig) -> Sequence[Answer]:
@@ -110,3 +122,199 @@ def _messages(value: object) -> Messages:
 def _texts(value: object) -> list[str]:
     assert isinstance(value, list)
     return value
+
+
+_log = logging.getLogger("quadriga")
+
+ResponseRow = Mapping[str, object]
+"""`index` of the prompt in the data, `prompt`, `responses`, `response_tokens`, `finished`, and of
+`data_source`, `reward_model` and `extra_info` those that the row of the data has."""
+
+_FROM_DATA = (fields.DATA_SOURCE, fields.REWARD_MODEL, fields.EXTRA_INFO)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts of a command, and the tokenizer of its model."""
+
+    dataset: PromptDataset
+    tokenizer: PreTrainedTokenizerBase
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def load_prompts(
+    config: GenerationConfig, prompt: str | None = None, images: Sequence[str] = ()
+) -> Prompts:
+    """Check settings, files and the model, and load the prompts; nothing is started.
+
+    Args:
+        prompt: one prompt in place of `data_files`.
+        images: the image files of this prompt.
+
+    Raises:
+        InputError: names the setting, the file or the row that does not fit.
+    """
+    from quadriga.data import PromptDataset
+    from quadriga.models import load_tokenizer
+
+    check_choice("rollout.name", config.rollout.name, sorted(ROLLOUTS))
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    engine = rollout_of(config.rollout)
+    engine.check(ranks)
+    engine.check_sampling(config.sampling)
+    check_files(config.data_files, "data_files", needed=prompt is None)
+    model = config.model
+    require_model_path(model.path, "model.path")
+    check_model_folder(model.path, trust_remote_code=model.trust_remote_code)
+    tokenizer = load_tokenizer(
+        model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
+    )
+    check_generation_takes_images(config.rollout, model)
+    key, length, image_key = config.prompt_key, config.max_prompt_length, config.image_key
+    rules = image_rules(model, image_key)
+    arguments = config.chat_template_kwargs
+    if prompt is None:
+        dataset = PromptDataset(
+            config.data_files,
+            tokenizer,
+            prompt_key=key,
+            max_prompt_length=length,
+            chat_template_kwargs=arguments,
+            image_key=image_key,
+            images=rules,
+            cache_dir=config.cache_dir,
+        )
+    else:
+        dataset = PromptDataset.from_rows(
+            [{key: [{"role": "user", "content": prompt}], str(image_key): list(images)}],
+            tokenizer,
+            prompt_key=key,
+            max_prompt_length=length,
+            image_key=image_key,
+            images=rules,
+            chat_template_kwargs=arguments,
+        )
+    check_generation_data(config, tokenizer, dataset)
+    if dataset.filtered:
+        _log.warning(
+            "%d prompts have more than max_prompt_length=%d tokens and are left out",
+            dataset.filtered,
+            length,
+        )
+    return Prompts(dataset, tokenizer)
+
+
+def write_responses(config: GenerationConfig, prompts: Prompts, path: str) -> StoredRows:
+    """Generate the responses that the file at `path` lacks, and return all of its rows.
+
+    The rows stay on disk.
+
+    Raises:
+        ConfigError: the file is of other settings or data, or another process writes it now, or
+            rows are missing and their generation does not fit the memory of the ranks.
+        InputError: it cannot be written.
+        WorkerError: a rank failed. The batches before it are in the file.
+    """
+    from quadriga.trainer.memory.generation import check_generation_memory  # imports torch
+
+    total = len(prompts)
+    why = rollout_of(config.rollout).not_reproduced(config.sampling)
+    if why:
+        _log.warning("the same command may generate other responses: %s", why)
+    with ResponseFile.open(
+        path,
+        inputs_of(config),
+        total=total,
+        batch_size=config.batch_size,
+        overwrite=config.overwrite,
+        check=partial(check_generation_memory, config, prompts.dataset),
+    ) as file:
+        if file.done:
+            _log.warning("%s has the responses to %d of %d prompts", path, file.done, total)
+        try:
+            # Closed at once after an error, which could keep the ranks otherwise.
+            with closing(generate(config, prompts, skip=file.done)) as batches:
+                for rows in batches:
+                    file.write(rows)
+        except BaseException:
+            _log.warning(
+                "%s has the responses to %d of %d prompts; the same command generates the others",
+                path,
+                file.done,
+                total,
+            )
+            raise
+        file.finish()
+        return file.read()
+
+
+def generate(
+    config: GenerationConfig, prompts: Prompts, *, skip: int = 0
+) -> Generator[list[ResponseRow], None, None]:
+    """Yield the rows of each batch of prompts, after the first `skip` prompts.
+
+    The ranks start with the first batch and stop at the end, or when the iterator is closed.
+    """
+    from quadriga.data import PromptLoader
+
+    loader = PromptLoader(prompts.dataset, config.batch_size, shuffle=False, drop_last=False)
+    loader.batches_done = -(-skip // config.batch_size)
+    if loader.batches_done >= len(loader):
+        return
+    console = RunConsole(len(loader), title="generate", file=sys.stderr)
+    with rollout_group(config) as group, closing(console):
+        for batch in loader:
+            yield _generate_batch(config, group, batch, prompts.tokenizer)
+            console.log(loader.batches_done, {})
+
+
+def check_versions(batch: DataProto, engine: str) -> None:
+    """Check that responses come from the weights of the model folder, whose version is -1.
+
+    A server that runs already may hold weights of a training run.
+
+    Raises:
+        RolloutError: they have another version.
+    """
+    versions = sorted({int(version) for version in batch.batch[fields.WEIGHT_VERSION]} - {-1})
+    if versions:
+        raise RolloutError(
+            f"rollout engine {engine!r} generated with weights of version {versions[0]}, which a "
+            "training run has sent, and not with those of model.path; start the server again with "
+            "the model, or remove rollout.options.url",
+            engine=engine,
+        )
+
+
+def _generate_batch(
+    config: GenerationConfig,
+    group: GeneratingGroup,
+    prompts: DataProto,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[ResponseRow]:
+    expanded = stages.expand_prompts(prompts, n=config.n, seed=config.seed, seed_by_index=True)
+    batch = stages.generate(expanded.batch, group, "train").batch
+    check_versions(batch, config.rollout.name)
+    masks = batch.batch[fields.RESPONSE_MASK]
+    finished = batch.batch[fields.FINISHED].tolist()
+    ids = [
+        row[mask.bool()].tolist()
+        for row, mask in zip(batch.batch[fields.RESPONSES], masks, strict=True)
+    ]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    arrays, n = prompts.non_tensor_batch, config.n
+    rows: list[ResponseRow] = []
+    for number in range(len(prompts)):
+        own = slice(number * n, (number + 1) * n)
+        row = {
+            "index": int(arrays[fields.INDEX][number]),
+            "prompt": arrays[fields.RAW_PROMPT][number],
+            "responses": texts[own],
+            "response_tokens": [len(tokens) for tokens in ids[own]],
+            "finished": [bool(end) for end in finished[own]],
+        }
+        values = {key: arrays[key][number] for key in _FROM_DATA if key in arrays}
+        rows.append(row | {key: value for key, value in values.items() if value is not None})
+    return rows

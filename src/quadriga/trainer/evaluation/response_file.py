@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,10 +24,21 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quadriga.checkpoint.files import write_json
+import yaml
+
+from quadriga.checkpoint.files import digest_file, digest_json, write_json
+from quadriga.config.commands import GenerateConfig, GenerationConfig
+from quadriga.config.writing import to_yaml
 from quadriga.errors import ConfigError, DataError, InputError
-from quadriga.observability.jsonl import JsonlFile, JsonObject, cannot_write, read_jsonl
-from quadriga.trainer.evaluation.inputs import Inputs, changes
+from quadriga.files import cannot_write, replacing
+from quadriga.models.folder import local_folder
+from quadriga.observability.jsonl import JsonlFile, JsonObject, read_jsonl
+from quadriga.trainer.checkpoints import (
+    changed_words,
+    contents_digest,
+    images_digest,
+    setting_leaves,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -111,18 +123,14 @@ class ResponseFile:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        unfinished = self.path.with_name(self.path.name + ".partial")
         try:
             # Two passes, since the type of a column may be known only from its last row.
             schemas = [table.schema for table in self._tables(None)]
             schema = pa.unify_schemas(schemas, promote_options="permissive")
-            with pq.ParquetWriter(unfinished, schema) as writer:
+            with replacing(self.path) as fresh, pq.ParquetWriter(fresh, schema) as writer:
                 for table in self._tables(schema):
                     writer.write_table(table)
-            os.replace(unfinished, self.path)
             self._rows.unlink()
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
         except pa.ArrowException as error:  # a column with values of different types
             raise InputError(
                 f"the rows of {self._rows} cannot be written as parquet: {error}; choose an "
@@ -188,7 +196,7 @@ class ResponseFile:
         if not self._described.is_file():
             problem = f"{self.path} exists, and no {self._described.name} says what has made it"
         else:
-            differences = changes(_json_object(self._described), self._inputs)
+            differences = changes(read_json_object(self._described), self._inputs)
             if not differences:
                 return True
             problem = f"{self.path} was made with other inputs: {differences}"
@@ -256,10 +264,11 @@ def read_rows_of(path: Path) -> Iterator[JsonObject]:
             yield row.values
 
 
-def _json_object(path: Path) -> JsonObject:
+def read_json_object(path: Path) -> JsonObject:
+    """Return the object of a JSON file. Raises `DataError` if the file is damaged."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise DataError(f"{path} cannot be read: {error}", path=str(path)) from None
     if not isinstance(value, dict):
         raise DataError(f"{path} holds no JSON object", path=str(path))
@@ -276,3 +285,82 @@ def _ends_of_lines(path: Path) -> list[int]:
             if line.endswith(b"\n"):
                 ends.append(offset)
     return ends
+
+
+Inputs = dict[str, object]
+"""Settings by dotted key, and the contents of files as digests."""
+
+_WITHOUT_EFFECT = (
+    "trainer.", "cache_dir", "overwrite", "output", "data_files", "rollout.micro_batch_size",
+    "rollout.replicas.", "model.path", "model.tokenizer_path", "model.use_shm",
+)  # fmt: skip
+"""Settings, or beginnings of their keys, that change no response."""
+_OF_SCORES = ("reward.", "pass_at", "correct_at", "resamples", "confidence", "response_")
+_LISTED = 8  # changes that a message names
+_WHOLE = 1 << 30  # bytes of weights up to which all of them are digested
+_SAMPLES, _SAMPLE = 64, 64 << 10  # parts of a larger weight file that are digested, and their bytes
+
+
+def inputs_of(config: GenerationConfig) -> Inputs:
+    """Return what the responses of a command depend on.
+
+    The number of ranks, their backend, replicas and the size of micro-batches are left out. In
+    float32 a response of hf and vllm does not depend on them. One of sglang can
+    (`Rollout.not_reproduced`), and a file that is continued with other ranks then holds responses
+    of both.
+    """
+    settings = dict(setting_leaves(yaml.safe_load(to_yaml(config)), ""))
+    left_out = (*_WITHOUT_EFFECT, *_OF_SCORES)
+    kept = {key: value for key, value in settings.items() if not key.startswith(left_out)}
+    tokenizer = config.model.tokenizer_path
+    own = config.images if isinstance(config, GenerateConfig) else []
+    images = images_digest(config.model, config.data_files, config.image_key)
+    kept["content of data_files"] = contents_digest(config.data_files)
+    kept["content of the images of data_files"] = images
+    if own:
+        kept["content of images"] = contents_digest(own)
+    kept["content of model.path"] = model_digest(config.model.path)
+    if tokenizer is not None:
+        kept["content of model.tokenizer_path"] = model_digest(tokenizer)
+    return kept
+
+
+def changes(saved: Mapping[str, object], own: Mapping[str, object]) -> str:
+    """Return what differs between two results of `inputs_of`, "n: 2 → 4; seed: 0 → 1", or ""."""
+    keys = [*own, *(key for key in saved if key not in own)]
+    found = [
+        changed_words(key, saved.get(key), own.get(key))
+        for key in keys
+        if saved.get(key) != own.get(key)
+    ]
+    more = [f"and {len(found) - _LISTED} others"] if len(found) > _LISTED else []
+    return "; ".join([*found[:_LISTED], *more])
+
+
+def model_digest(path: str) -> str:
+    """Return a digest of all files of a model folder; its name and the times of files do not count.
+
+    A file of a model of more than 1 GiB is digested by its size and 64 parts of 64 KiB, evenly
+    spaced. Training changes nearly every weight, so such a change is found.
+    """
+    folder = local_folder(path)
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    whole = sum(file.stat().st_size for file in files) <= _WHOLE
+    contents = {
+        file.name: digest_file(file) if whole else _sampled(file)
+        for file in files
+        if file.suffix not in (".md", ".lock")
+    }
+    return digest_json(contents)
+
+
+def _sampled(file: Path) -> str:
+    size = file.stat().st_size
+    if size <= _SAMPLES * _SAMPLE:
+        return digest_file(file)
+    digest = hashlib.sha256(str(size).encode())
+    with file.open("rb") as content:
+        for number in range(_SAMPLES):
+            content.seek(number * (size - _SAMPLE) // (_SAMPLES - 1))
+            digest.update(content.read(_SAMPLE))
+    return digest.hexdigest()

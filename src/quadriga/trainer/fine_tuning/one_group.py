@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
-from quadriga.checkpoint.files import SavedFile
-from quadriga.checkpoint.folders import (
-    begin_checkpoint,
-    commit_checkpoint,
-    discard_checkpoint,
-    prune_checkpoints,
-)
 from quadriga.config.schema import RunConfig
 from quadriga.protocol import DataProto
-from quadriga.trainer.checkpoints import Checkpointing, ControllerState, Resumed
+from quadriga.trainer.checkpoints import Checkpointing, Resumed
 from quadriga.trainer.record import RunRecord
 from quadriga.trainer.roles.placement import Role
 from quadriga.trainer.worker_groups import (
     ALIVENESS_CHECK_S,
+    SavingGroup,
     StartedGroups,
     close_on_error,
     one_pool,
     open_backend,
-    reported_files,
+    save_roles,
 )
-from quadriga.workers.roles import GroupMethod
 
 if TYPE_CHECKING:
     from quadriga.data import PromptLoader
     from quadriga.single_controller import ClassWithInitArgs, WorkerGroup
-
-
-class SavingGroup(Protocol):
-    """A worker group whose ranks have a state."""
-
-    @property
-    def save_checkpoint(self) -> GroupMethod[[str, int], list[list[SavedFile]]]:
-        """Save one shard per rank under a folder, as of a step; return the files of each rank."""
-        ...
 
 
 def start_one_group(
@@ -162,30 +145,3 @@ class OneGroupCheckpoints(Checkpointing):
         self.save_if_due(record, groups, step, last=last)
         self.stop.stop_if_requested()
         return last
-
-
-def save_roles(
-    folder: Path,
-    state: ControllerState,
-    groups: Mapping[str, SavingGroup],
-    max_to_keep: int | None,
-) -> None:
-    """Save groups, by the names of their roles, and the controller's state as one checkpoint.
-
-    Raises:
-        CheckpointError: a rank has reported no file, or one that the controller cannot see.
-        InputError: the folder cannot be written.
-    """
-    partial = begin_checkpoint(folder, state.step)
-    files: list[SavedFile] = []
-    try:
-        for role, group in groups.items():
-            written: Sequence[Sequence[SavedFile]] = group.save_checkpoint(
-                str(partial / role), state.step
-            )
-            files += reported_files(role, written)
-        commit_checkpoint(partial, files, state.as_info())
-    except BaseException:
-        discard_checkpoint(partial)
-        raise
-    prune_checkpoints(folder, max_to_keep)

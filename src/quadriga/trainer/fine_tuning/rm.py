@@ -34,7 +34,7 @@ from quadriga.trainer.worker_groups import StartedGroups
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from quadriga.data.conversations.pairs import PairDataset, PairLengths
+    from quadriga.data.pairs import PairDataset, PairLengths
     from quadriga.workers.roles import PairTrainingGroup
 
 _KEY = Role.RewardModel.key
@@ -134,7 +134,7 @@ class RMTrainer:
             return {}
         from quadriga.algorithms.pairwise_loss import pairwise_loss
         from quadriga.data import PromptLoader
-        from quadriga.data.conversations.pairs import MARGINS
+        from quadriga.data.pairs import MARGINS
 
         losses: list[float] = []
         right = 0
@@ -216,7 +216,7 @@ def load_pairs(config: RMConfig) -> Pairs:
 def _dataset(
     config: RMConfig, files: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> PairDataset:
-    from quadriga.data.conversations.pairs import PairDataset
+    from quadriga.data.pairs import PairDataset
     from quadriga.models.score_head import padding_token
 
     data, model = config.data, config.model

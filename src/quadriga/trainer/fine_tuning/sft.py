@@ -12,25 +12,20 @@ answers it also scores greedy responses, and stops as soon as the accuracy reach
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quadriga.config.commands import SFTConfig
+from quadriga.config.commands import SFTConfig, SFTDataConfig
 from quadriga.config.paths import absolute_paths
 from quadriga.config.schema import ActorConfig, ActorRolloutRefConfig, DataConfig, RolloutConfig
-from quadriga.models.folder import with_absolute_paths
-from quadriga.protocol import DataProto
+from quadriga.data.conversations import turn_end_ids
+from quadriga.models.folder import end_token_ids, with_absolute_paths
+from quadriga.protocol import DataProto, fields, pad_dataproto_to_divisor, unpad_dataproto
 from quadriga.trainer.checks.sequence_checks import check_sft_data
 from quadriga.trainer.checks.settings import check_warmup
 from quadriga.trainer.dataflow import check_dataflow, sft_dataflow
-from quadriga.trainer.fine_tuning.conversations import (
-    EvaluationLoss,
-    conversations,
-    evaluation_rows,
-    tell_other_ends,
-)
 from quadriga.trainer.fine_tuning.one_group import (
     OneGroupCheckpoints,
     start_one_group,
@@ -47,9 +42,8 @@ from quadriga.trainer.worker_groups import StartedGroups
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from quadriga.data import PromptDataset, PromptLoader, SFTDataset
+    from quadriga.data import PromptDataset, PromptLoader, SFTDataset, SFTLoader
     from quadriga.workers.roles import SFTGroup
-
 
 _log = logging.getLogger(__name__)
 
@@ -107,8 +101,12 @@ class SFTTrainer:
         rows = load_sft_rows(config)
         self.tokenizer, train, self.val_prompts = rows.tokenizer, rows.train, rows.val_prompts
         tell_other_ends(config.model.path, self.tokenizer, train.ends)
-        self.val_loss = EvaluationLoss.of(rows.val_conversations, data.train_batch_size)
-        evaluated = None if rows.val_conversations is None else rows.val_conversations.lengths
+        evaluated, self.val_conversations = None, None
+        if rows.val_conversations is not None:
+            evaluated, size = rows.val_conversations.lengths, data.train_batch_size
+            self.val_conversations = SFTLoader(
+                rows.val_conversations, size, shuffle=False, drop_last=False
+            )
         check_sft_memory(config, train.lengths, self.val_prompts, evaluated)
         self.loader = SFTLoader(
             train,
@@ -204,7 +202,7 @@ class SFTTrainer:
     @property
     def has_validation(self) -> bool:
         """Whether there is validation data."""
-        return self.val_loader is not None or self.val_loss.loader is not None
+        return self.val_loader is not None or self.val_conversations is not None
 
     def validate(self, validator: Validator, record: RunRecord) -> dict[str, float]:
         """Compute the loss of the validation conversations, and score responses to the prompts.
@@ -213,8 +211,9 @@ class SFTTrainer:
         if self.val_loader is not None:
             with record.span("sync_weights"):
                 policy.sync_weights()
-        with record.span("evaluate"):
-            record.add(self.val_loss.measure(policy))
+        if self.val_conversations is not None:
+            with record.span("evaluate"):
+                record.add({"val/loss": validation_loss(policy, self.val_conversations)})
         return validator.run(step=self.step, due=True)
 
     def schedule(self) -> Iterator[DataProto]:
@@ -265,7 +264,9 @@ def load_sft_rows(config: SFTConfig) -> SFTRows:
         model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
     )
     train = conversations(data, data.train_files, tokenizer)
-    evaluated = evaluation_rows(config, tokenizer)
+    evaluated = None
+    if data.val_files and data.val_loss:
+        evaluated = conversations(data, data.val_files, tokenizer).head(config.trainer.val_size)
     prompts = _validation_prompts(config, tokenizer)
     check_sft_data(config, tokenizer, [train, evaluated] if evaluated else [train], prompts)
     return SFTRows(tokenizer, train, prompts, evaluated)
@@ -307,3 +308,62 @@ def _validation_loader(config: SFTConfig, prompts: PromptDataset | None) -> Prom
     if prompts is None:
         return None
     return PromptLoader(prompts, config.trainer.val_size, shuffle=False, drop_last=False)
+
+
+_log = logging.getLogger("quadriga")
+
+
+def conversations(
+    data: SFTDataConfig, files: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> SFTDataset:
+    """Return the conversations of `files`, as the settings describe their columns.
+
+    Raises:
+        DataError: a file is missing, or a row cannot be used.
+        ModelError: it is unknown which tokens of a conversation the assistant writes.
+    """
+    from quadriga.data import SFTDataset
+
+    return SFTDataset(
+        files,
+        tokenizer,
+        prompt_key=data.prompt_key,
+        response_key=data.response_key,
+        messages_key=data.messages_key,
+        loss_turns=data.loss_turns,
+        max_length=data.max_length,
+        chat_template_kwargs=data.chat_template_kwargs,
+        cache_dir=data.cache_dir,
+    )
+
+
+def validation_loss(policy: SFTGroup, loader: SFTLoader) -> float:
+    """Return the mean of −log p over the tokens of the assistant, nats per token."""
+    total, count = 0.0, 0
+    for batch in loader:
+        # The ranks take equal parts. Rows that are added to that end do not count.
+        rows, added = pad_dataproto_to_divisor(batch, policy.world_size)
+        found = unpad_dataproto(policy.compute_sft_log_prob(rows), added)
+        mask = batch.batch[fields.RESPONSE_MASK]
+        total -= float((found.batch[fields.OLD_LOG_PROBS].double() * mask).sum())
+        count += int(mask.sum())
+    return total / count
+
+
+def tell_other_ends(
+    model_path: str, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
+) -> None:
+    """Log a warning if conversations end with a token that does not end generation.
+
+    The arguments of the chat template can change the token with which it ends a turn.
+    """
+    other = set(ends) - {*end_token_ids(model_path, tokenizer), *turn_end_ids(tokenizer)}
+    if other:
+        names = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(sorted(other))))
+        _log.warning(
+            "the chat template ends a turn of the assistant with %s, which does not end generation "
+            "of a response; add its id (%s) to trainer.val_sampling.stop_token_ids here, and to "
+            "eos_token_id in generation_config.json of the trained model",
+            names,
+            ", ".join(map(str, sorted(other))),
+        )

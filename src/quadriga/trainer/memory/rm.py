@@ -10,7 +10,7 @@ from dataclasses import replace
 from quadriga.config.commands import RMConfig
 from quadriga.config.role_ranks import RolePool
 from quadriga.config.schema import TrainConfig
-from quadriga.data.conversations.pairs import PairLengths
+from quadriga.data.pairs import PairLengths
 from quadriga.engines.memory.engines import engine_memory
 from quadriga.engines.memory.passes import Rows
 from quadriga.trainer.memory.one_engine import (

@@ -29,7 +29,7 @@ from quadriga.trainer.memory.plan import MemoryPlan, planned_generation
 
 if TYPE_CHECKING:
     from quadriga.data import PromptDataset
-    from quadriga.data.conversations.sft import ConversationLengths
+    from quadriga.data.conversations import ConversationLengths
 
 
 def check_sft_memory(

@@ -2,9 +2,9 @@
 in a file of `algorithm.user_files`.
 
     placement.py     `Role`, `ResourcePoolManager`: which role runs on which pool
-    registry.py      `register_role`, `RoleStage`: what an added role is, what it reads and writes
+    registry.py      `register_role`, `RoleStage`: what an added role is, what it reads and writes;
+                     `load_train_config`: settings with the sections of added roles
     needed.py        which roles a run needs
-    settings.py      `load_train_config`: settings with the sections of added roles
     places.py        the place of a role's stages among the stages of a step
     checks.py        checks of worker classes before any process starts
     start_order.py   the order in which the roles of a run load their models

@@ -63,8 +63,6 @@ class Role(metaclass=_RoleType):
         Raises:
             ConfigError: the role exists with another key, or `name` cannot be used.
         """
-        if not isinstance(name, str) or not isinstance(key, str | None):
-            raise ConfigError(f"Role.add takes a name and a key, got {name!r} and {key!r}")
         role = cls(name, key if key is not None else _snake_case(name))
         known = _ROLES.get(name)
         if known is None and (not name.isidentifier() or hasattr(cls, name)):

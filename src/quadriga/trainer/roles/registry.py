@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from quadriga.algorithms.user_files import loads_of, running_user_file
-from quadriga.config.role_ranks import added_keys
+from quadriga.algorithms.user_files import load_user_file, loads_of, running_user_file
+from quadriga.config.loading import given_user_files, load_config
+from quadriga.config.role_ranks import added_keys, with_roles
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, UnknownNameError
 from quadriga.observability.metrics import METRICS
@@ -172,9 +173,9 @@ def register_role(
         role=role,
         worker=worker,
         settings=settings,
-        stages=_as_tuple(role, "stages", stages),
-        starts_after=_as_tuple(role, "starts_after", starts_after),
-        starts_before=_as_tuple(role, "starts_before", starts_before),
+        stages=tuple(stages),
+        starts_after=tuple(starts_after),
+        starts_before=tuple(starts_before),
         origin=origin,
         load=loads_of(origin),
     )
@@ -241,8 +242,6 @@ def is_built_in(role: Role) -> bool:
 
 def _check_role(added: AddedRole) -> None:
     role = added.role
-    if not isinstance(role, Role):
-        raise ConfigError(f"register_role takes a role, such as Role.add('Judge'), got {role!r}")
     if is_built_in(role):
         raise ConfigError(
             f"role {role} is built in; to replace its worker class, pass role_worker_mapping to "
@@ -259,12 +258,10 @@ def _check_role(added: AddedRole) -> None:
             f"it letters of ASCII, digits and _, a letter first: Role.add({role.name!r}, key=…)"
         )
     _check_key_is_free(added, _ADDED.get(role.key))
-    for other in (*added.starts_after, *added.starts_before):
-        if not isinstance(other, Role) or other == role:
-            raise ConfigError(
-                f"role {role.key}: starts_after and starts_before take other roles, such as "
-                f"Role.Critic, got {other!r}"
-            )
+    if role in (*added.starts_after, *added.starts_before):
+        raise ConfigError(
+            f"role {role.key}: starts_after and starts_before take other roles, such as Role.Critic"
+        )
 
 
 def _check_key_is_free(added: AddedRole, before: AddedRole | None) -> None:
@@ -280,19 +277,12 @@ def _check_key_is_free(added: AddedRole, before: AddedRole | None) -> None:
         )
 
 
-def _as_tuple(role: Role, name: str, given: Iterable[ItemT]) -> tuple[ItemT, ...]:
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise ConfigError(f"role {role}: {name} takes a list, got {given!r}")
-    return tuple(given)
-
-
 def _check_settings(added: AddedRole) -> None:
     settings = added.settings
     if settings is None:
         return
-    is_dataclass = isinstance(settings, type) and dataclasses.is_dataclass(settings)
     # A subclass of a dataclass that has no decorator of its own lacks its own fields.
-    parameters = vars(settings).get("__dataclass_params__") if is_dataclass else None
+    parameters = vars(settings).get("__dataclass_params__")
     if parameters is None or not parameters.frozen:
         raise ConfigError(
             f"role {added.key}: settings must be a class with @dataclass(frozen=True), got "
@@ -308,33 +298,48 @@ def _check_settings(added: AddedRole) -> None:
 
 
 def _check_stage(added: AddedRole, stage: RoleStage) -> None:
-    if not isinstance(stage, RoleStage):
-        raise ConfigError(f"role {added.key}: stages takes RoleStage objects, got {stage!r}")
-    if not isinstance(stage.method, str) or not stage.method:
-        raise ConfigError(
-            f"role {added.key}: the method of a stage is given by its name, got {stage.method!r}"
-        )
-    for place in (stage.before, stage.after):
-        if place is not None and (not isinstance(place, str) or not place):
-            raise ConfigError(
-                f"stage {added.key}.{stage.method} must stand before or after one stage, given by "
-                f"its name, got {place!r}"
-            )
-    if (stage.before is None) == (stage.after is None):
+    if bool(stage.before) == bool(stage.after):
         raise ConfigError(
             f"stage {added.key}.{stage.method} must stand before or after one stage, got "
             f"before={stage.before!r} and after={stage.after!r}; give one of both"
         )
-    for name in ("reads", "writes", "reads_if_present"):
-        names = getattr(stage, name)
-        listed = isinstance(names, tuple | list)
-        if not listed or not all(isinstance(field, str) for field in names):
-            raise ConfigError(
-                f"stage {added.key}.{stage.method}: {name} must be a tuple of names of fields, "
-                f"got {names!r}"
-            )
     if not stage.reads:
         raise ConfigError(
             f"stage {added.key}.{stage.method} reads no field; name at least one in reads, such as "
             "response_mask, from which the method knows its rows"
         )
+
+
+def load_train_config(overrides: Iterable[str] = (), file: str | Path | None = None) -> TrainConfig:
+    """Return the settings of `quadriga train`, with a section for each added role.
+
+    The files of `algorithm.user_files` are loaded first, because they register the roles. Then
+    `load_config` reads all settings: `judge.weight=2` and `placement.judge=[1]` are settings like
+    any other, with types, nearest names and `${…}`.
+
+    Raises:
+        InputError: a file of the user cannot be loaded, or a setting is wrong.
+    """
+    overrides = list(overrides)
+    user_files = given_user_files(overrides, file)
+    for path in user_files:
+        load_user_file(path)
+    roles = {added.key: added.settings for added in registered_for(user_files)}
+    return load_config(with_roles(roles), overrides, file)
+
+
+def check_roles_in_settings(config: TrainConfig) -> None:
+    """Check that the settings have every role that the program and its files have registered.
+
+    Raises:
+        ConfigError: the role would take no part in the run.
+    """
+    known = set(added_keys(config))
+    for added in registered_for(config.algorithm.user_files):
+        if added.key not in known:
+            raise ConfigError(
+                f"role {added.key} of {added.origin or 'this program'} is registered, but these "
+                "settings have no place for it; load them with load_train_config of "
+                "quadriga.trainer.roles.registry",
+                key=f"placement.{added.key}",
+            )

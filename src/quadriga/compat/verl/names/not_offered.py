@@ -11,7 +11,7 @@ _PACKING = "quadriga.parallel.packing"
 _REWARDS = "quadriga.rewards (reward.path names a function of yours)"
 _ROLLOUTS = "quadriga.rollout (register an engine of your own in ROLLOUTS)"
 _SETTINGS = "quadriga.config.schema; quadriga train --verl FILE translates settings"
-_TIMING = "quadriga.observability.timing"
+_TIMING = "quadriga.observability.metrics"
 _TOKENS = "quadriga.parallel.costs.CostModel"
 _TRACKERS = "quadriga.observability.trackers"
 
@@ -104,7 +104,7 @@ NOT_OFFERED: dict[str, str] = {
     "of one sample)",
     "verl.utils.rendezvous": "quadriga.parallel.distributed",
     "verl.utils.reward_score": _REWARDS,
-    "verl.utils.rollout_trace": "quadriga.observability.samples",
+    "verl.utils.rollout_trace": "quadriga.observability.jsonl",
     "verl.utils.sglang": _ROLLOUTS,
     "verl.utils.tokenizer": "verl.utils.hf_tokenizer",
     "verl.utils.torch_dtypes": "quadriga.parallel.device.compute_dtype",

@@ -230,7 +230,7 @@ def run_generation(config: VerlConfig) -> object:
 
 def run_eval(config: VerlConfig) -> object:
     """Score responses of files as `quadriga eval`, with settings of verl or an `EvalConfig`."""
-    from quadriga.trainer.evaluation.run import run_evaluation as run
+    from quadriga.trainer.evaluation.evaluate import run_evaluation as run
 
     return run(settings_of(config, EvalConfig, EVAL))
 

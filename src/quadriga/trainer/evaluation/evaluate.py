@@ -12,40 +12,51 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
 
 from quadriga.checkpoint.files import write_json
 from quadriga.config.commands import EvalConfig
-from quadriga.config.loading import to_yaml
+from quadriga.config.secrets import mask_secrets
+from quadriga.config.writing import to_yaml
 from quadriga.errors import ConfigError
-from quadriga.observability.jsonl import JsonlFile, cannot_write
+from quadriga.files import cannot_write, replacing
+from quadriga.observability.jsonl import JsonlFile
 from quadriga.protocol import fields
 from quadriga.rewards import RewardManager
 from quadriga.rewards.outcome import SCORED, Outcome
 from quadriga.trainer.checkpoints import contents_digest
 from quadriga.trainer.checks.settings import check_eval_settings
-from quadriga.trainer.evaluation.inputs import Inputs, changes, inputs_of
-from quadriga.trainer.evaluation.report import (
-    plot_results,
-    read_results,
-    results_of,
+from quadriga.trainer.evaluation.generate import Prompts, load_prompts, write_responses
+from quadriga.trainer.evaluation.response_file import (
+    Inputs,
+    StoredRows,
+    changes,
+    inputs_of,
+    read_json_object,
 )
-from quadriga.trainer.evaluation.response_file import StoredRows
-from quadriga.trainer.evaluation.responses import Prompts, load_prompts, write_responses
 from quadriga.trainer.preflight import check_files, check_reward
 from quadriga.trainer.validation import (
     NO_SOURCE,
+    OVERALL,
     PromptScores,
     SourceSummary,
     SummarySettings,
+    interval,
     summarise,
 )
 
+if TYPE_CHECKING:
+    pass
+
 RESPONSES, SAMPLES, RESULTS = "responses.jsonl", "samples.jsonl", "results.json"
 PLOT, CONFIG = "results.png", "config.yaml"
+_COLOURS = ("#3b6ea5", "#c8553d", "#5b8c5a", "#8e6c8a", "#b08d2f", "#4f9da6")
 _TOGETHER = 256  # prompts that are scored together
 
 
@@ -99,10 +110,16 @@ def run_evaluation(config: EvalConfig) -> Evaluation:
     done = Evaluation(folder, summaries, failed, left_out)
     write_json(
         folder / RESULTS,
-        {**results_of(summaries), "failed": failed, "left_out": left_out, "inputs": inputs},
+        {
+            "sources": [asdict(summary) for summary in summaries],
+            "failed": failed,
+            "left_out": left_out,
+            "inputs": inputs,
+        },
     )
     plot_results(summaries, folder / PLOT)
-    _write_text(folder / CONFIG, to_yaml(config))
+    with replacing(folder / CONFIG) as fresh:
+        fresh.write_text(to_yaml(config), encoding="utf-8")
     return done
 
 
@@ -160,7 +177,7 @@ def _check_folder(folder: Path, inputs: Inputs, *, overwrite: bool) -> None:
     path = folder / RESULTS
     if not path.is_file() or overwrite:
         return
-    saved = read_results(path).get("inputs")
+    saved = read_json_object(path).get("inputs")
     differences = changes(saved if isinstance(saved, dict) else {}, inputs)
     if differences:
         raise ConfigError(
@@ -174,10 +191,7 @@ def _score(
     rows: Iterable[Mapping[str, object]], reward: RewardManager, folder: Path
 ) -> Iterator[tuple[PromptScores, int]]:
     """Yield the scores of each prompt with its failed responses, and write the samples."""
-    path = folder / SAMPLES
-    partial = path.with_name(f"{SAMPLES}.partial")
-    partial.unlink(missing_ok=True)
-    with closing(JsonlFile(partial)) as file:
+    with replacing(folder / SAMPLES) as fresh, closing(JsonlFile(fresh)) as file:
         read = iter(rows)
         while some := list(islice(read, _TOGETHER)):
             texts = [(row, text) for row in some for text in _texts(row)]
@@ -187,16 +201,9 @@ def _score(
                 own = [next(pairs) for _ in _texts(row)]
                 for text, (outcome, answer) in zip(_texts(row), own, strict=True):
                     file.write(_sample(row, text, outcome, answer))
-                yield (
-                    PromptScores(
-                        _source(row), [o.score for o, _ in own], [answer for _, answer in own]
-                    ),
-                    sum(outcome.status != SCORED for outcome, _ in own),
-                )
-    try:
-        partial.replace(path)
-    except OSError as error:
-        raise cannot_write(path, error) from error
+                scores, answers = [o.score for o, _ in own], [answer for _, answer in own]
+                failed = sum(outcome.status != SCORED for outcome, _ in own)
+                yield PromptScores(_source(row), scores, answers), failed
 
 
 def _texts(row: Mapping[str, object]) -> list[str]:
@@ -228,8 +235,52 @@ def _sample(
     }
 
 
-def _write_text(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise cannot_write(path, error) from error
+def summary_table(summaries: Sequence[SourceSummary], confidence: float) -> Table:
+    """Return a table with one row for each metric of each data source."""
+    table = Table(title="evaluation", title_justify="left")
+    for heading in ("data source", "prompts", "metric", "value", f"{confidence:.0%} interval"):
+        table.add_column(heading, justify="left" if heading in _LEFT else "right")
+    for summary in summaries:
+        for number, (name, estimate) in enumerate(summary.metrics.items()):
+            head = (mask_secrets(summary.data_source), str(summary.prompts))
+            cells = (name, f"{estimate.value:.3f}", interval(estimate))
+            table.add_row(*(head if number == 0 else ("", "")), *cells)
+        table.add_section()
+    return table
+
+
+_LEFT = ("data source", "metric")
+
+
+def plot_results(summaries: Sequence[SourceSummary], picture: Path) -> None:
+    """Plot pass@k over k for each data source, with intervals.
+
+    Raises:
+        InputError: the picture cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    # `Figure` and not `pyplot`: it needs no display and keeps no global list of open figures.
+    figure = Figure(figsize=(7.5, 4.2), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    for number, summary in enumerate(summaries):
+        points = {
+            int(name.partition("@")[2]): estimate
+            for name, estimate in summary.metrics.items()
+            if name.startswith("pass@")
+        }
+        ks, found = list(points), list(points.values())
+        colour = "black" if summary.data_source == OVERALL else _COLOURS[number % len(_COLOURS)]
+        values = [estimate.value for estimate in found]
+        axes.plot(ks, values, marker="o", markersize=4, color=colour, label=summary.data_source)
+        lows = [e.value if e.low is None else e.low for e in found]
+        highs = [e.value if e.high is None else e.high for e in found]
+        axes.fill_between(ks, lows, highs, color=colour, alpha=0.15, linewidth=0)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ks, [str(k) for k in ks])
+    axes.set_xlabel("k")
+    axes.set_ylabel("pass@k")
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.25)
+    with replacing(picture) as fresh:
+        figure.savefig(str(fresh), format="png")

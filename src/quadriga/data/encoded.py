@@ -25,7 +25,7 @@ from quadriga.config.paths import expand_home
 from quadriga.data.chat import TemplateArguments
 from quadriga.data.rows import Row, check_files, count_rows, read_pieces
 from quadriga.data.token_cache import cache_file, is_large, tokenizer_digest
-from quadriga.observability.progress import progress
+from quadriga.observability.console import progress
 
 if TYPE_CHECKING:
     import pyarrow as pa

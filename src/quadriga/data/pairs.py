@@ -16,15 +16,16 @@ import torch
 from quadriga.data.chat import (
     NO_ARGUMENTS,
     Chat,
+    Conversation,
     TemplateArguments,
     characters,
     chat_of,
     encode_conversations,
     most_characters,
 )
-from quadriga.data.conversations.encoded import EncodedRow, encode_files
-from quadriga.data.conversations.scored_rows import Conversation, scored_rows
-from quadriga.data.images.reading import check_text_alone
+from quadriga.data.collate import scored_rows
+from quadriga.data.encoded import EncodedRow, encode_files
+from quadriga.data.images import check_text_alone
 from quadriga.data.rows import Row
 from quadriga.errors import DataError
 from quadriga.protocol import DataProto
