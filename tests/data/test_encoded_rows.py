@@ -70,8 +70,8 @@ def test_every_item_equals_the_one_in_memory(files, tokenizer, tmp_path, kind, l
     plain = make(files, tokenizer, max_length=limit)
     cached = make(files, tokenizer, max_length=limit, cache_dir=tmp_path / "c")
     for name in ("encode_turns", "encode_conversations"):  # a call would raise
-        for module in ("sft", "pairs"):
-            path = f"quadriga.data.conversations.{module}.{name}"
+        for module in ("conversations", "pairs"):
+            path = f"quadriga.data.{module}.{name}"
             monkeypatch.setattr(path, None, raising=False)
     again = make(files, tokenizer, max_length=limit, cache_dir=tmp_path / "c")
     for dataset in (cached, again):
