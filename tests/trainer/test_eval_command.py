@@ -169,8 +169,6 @@ def test_another_model_or_file_in_the_same_folder_is_refused(
     ("overrides", "words"),
     [
         (["data_files=[a.parquet]"], "set either data_files"),
-        (["n=4", "sampling.temperature=1"], "n=4 is not read, because response_files holds"),
-        (["model.path=x"], r"model\.path=x is not read"),
         (["reward.on_failure=mask"], "reward.on_failure=mask leaves"),
         (["confidence=1"], "confidence must be above 0 and below 1"),
         (["correct_at=1", "resamples=0"], "resamples must be at least 1"),

@@ -210,9 +210,9 @@ def test_rows_without_a_pair_are_refused(settings, tmp_path, row, message):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("trainer.n_gpus_per_node=3", "8 pairs do not divide over 3 ranks"),
-        ("trainer.n_gpus_per_node=2", "trainer.backend=local runs one rank"),
-        ("engine.fused_head=true", "a reward model computes one"),
+        ("trainer.n_gpus_per_node=3", "=8 rows do not divide over 3 ranks"),
+        ("trainer.n_gpus_per_node=2", "give the role one rank"),
+        ("engine.fused_head=true", "computes one number a sequence"),
         ("engine.max_tokens_per_micro_batch=8", r"is below the longest sequence: .* one is added"),
         ("model.freeze=[nothing]", r"model\.freeze: no weight"),
     ],

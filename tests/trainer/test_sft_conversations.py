@@ -15,7 +15,7 @@ from quadriga.config.commands import SFTConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import ModelConfig
 from quadriga.data.conversations import SFTDataset
-from quadriga.errors import ConfigError, DataError
+from quadriga.errors import DataError
 from quadriga.models import load_tokenizer
 from quadriga.observability.jsonl import read_jsonl, read_samples
 from quadriga.trainer.fine_tuning.sft import SFTTrainer, run_sft
@@ -121,14 +121,12 @@ def test_the_last_turn_alone(settings, files, tiny_task, tmp_path):
     assert row["sft/loss"] == pytest.approx(naive_loss(model, train, range(8)).item(), rel=1e-5)
 
 
-def test_validation_rows_need_answers_or_a_setting(settings, tmp_path):
+def test_validation_rows_need_answers(settings, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"messages": turns(1)[:1]}) + "\n")
     given = [*settings, f"data.val_files=[{prompts}]"]
     with pytest.raises(DataError, match="no message of the role 'assistant'"):
         run_sft(load_config(SFTConfig, given))
-    with pytest.raises(ConfigError, match=r"data.val_files has no effect with data.messages_key"):
-        run_sft(load_config(SFTConfig, [*given, "data.val_loss=false"]))
 
 
 @pytest.fixture
