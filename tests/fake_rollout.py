@@ -5,7 +5,6 @@ Without a fault it is the engine `hf` in float32.
 
 from __future__ import annotations
 
-import math
 import random
 import threading
 from dataclasses import replace
@@ -15,26 +14,19 @@ import torch
 
 from quadriga.config.schema import ModelConfig, RolloutEngineConfig
 from quadriga.rollout import Rollout
-from quadriga.rollout.base import FinishReason, RolloutOutput
+from quadriga.rollout.base import RolloutOutput
 from quadriga.rollout.hf.engine import HFRollout
 
 Fault = Literal[
     "dies",
     "fails",
     "wedges",
-    "slow",
     "wrong version",
     "missing row",
-    "empty response",
-    "id outside the vocabulary",
-    "nan log-probability",
-    "gap in the mask",
-    "token behind the end",
-    "wrong finish reason",
     "weight left out",
 ]
 """`dies`: the connection is reset. `fails`: the engine's library raises. `wedges`: the call does
-not return before `close`. `slow`: it takes `delay` seconds more. `weight left out`: an update
+not return before `close`. `weight left out`: an update
 leaves one weight as it was. The others change the last row of an output."""
 
 
@@ -44,10 +36,10 @@ class FakeRollout(HFRollout):
     name = "fake"
     version = -1
 
-    def __init__(self, folder, *, abilities=None, fault=None, after=0, delay=0.0):
+    def __init__(self, folder, *, abilities=None, fault=None, after=0):
         super().__init__(ModelConfig(path=str(folder)), dtype="float32")
         self.abilities = abilities or self.abilities
-        self._fault, self._after, self._delay = fault, after, delay
+        self._fault, self._after = fault, after
         self._calls = 0
         self._closed = threading.Event()
 
@@ -93,29 +85,13 @@ class FakeRollout(HFRollout):
             raise ArithmeticError("an error of the engine's library")
         if self._fault == "wedges":
             self._closed.wait()
-        if self._fault == "slow":
-            self._closed.wait(self._delay)
 
     def _faulty(self, out: RolloutOutput) -> RolloutOutput:
-        last = int(out.response_mask[-1].sum()) - 1
         if self._fault == "missing row":
             names = ("response_ids", "response_mask", "rollout_log_probs", "finish_reason")
             return replace(out, **{name: getattr(out, name)[:-1] for name in names})
-        if self._fault == "wrong finish reason":
-            flipped: FinishReason = "length" if out.finish_reason[-1] == "stop" else "stop"
-            return replace(out, finish_reason=(*out.finish_reason[:-1], flipped))
         if self._fault == "wrong version":
             out.weight_versions[-1] += 1
-        if self._fault == "empty response":
-            out.response_mask[-1] = 0
-        if self._fault == "id outside the vocabulary":
-            out.response_ids[-1, last] = self.abilities.vocabulary
-        if self._fault == "nan log-probability":
-            out.rollout_log_probs[-1, last] = math.nan
-        if self._fault == "gap in the mask":
-            out.response_mask[-1, 0] = 0
-        if self._fault == "token behind the end":
-            out.response_ids[-1, -1] += 1
         return out
 
 

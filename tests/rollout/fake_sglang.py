@@ -77,8 +77,6 @@ class Fake:
             self.session = False
         elif path == "/update_weight_version":
             self.version = self.fault("version") or body["new_version"]
-        elif path == "/flush_cache" and self.fault("flush"):
-            return {"success": False, "message": "requests are running"}
         return {"success": True, "message": ""}
 
     def update(self, body, payload):
@@ -88,7 +86,6 @@ class Fake:
             held = {
                 name: ("float32", str(tensor_digest(self.weights[name])))
                 for name in question["shapes"]
-                if name not in self.faults.get("hidden", [])
             }
             Path(question["file"]).write_text(json.dumps({"held": held}))
             return {"success": True, "message": ""}
@@ -96,8 +93,6 @@ class Fake:
         for entry in bucket["metadata"]:
             part = bucket["flattened_tensor"][entry.start_idx : entry.end_idx]
             weight = part.view(entry.dtype).view(entry.shape)
-            if entry.name == self.fault("die at weight"):
-                os._exit(3)
             if entry.name == self.fault("refuse weight"):
                 return {"success": False, "message": "no space"}
             if entry.name == self.fault("leave out"):
@@ -143,8 +138,6 @@ class Fake:
             "input_token_logprobs": scores,
         }
         info |= self.fault("info") or {}
-        if self.fault("mixed versions"):
-            info["weight_versions"].append({"version": "99", "start": 1, "end": count})
         return {"output_ids": ids, "meta_info": info}
 
 

@@ -17,7 +17,6 @@ from quadriga.config.schema import ModelConfig
 from quadriga.rollout.base import SamplingParams
 from quadriga.rollout.hf import generation
 from quadriga.rollout.hf.engine import HFRollout
-from quadriga.rollout.hf.kv_cache import columns_at_end
 from quadriga.rollout.memory import GeneratedRows, generation_memory
 
 CONFIGS = FAMILIES | {
@@ -73,9 +72,3 @@ def test_the_plan_is_what_generation_allocates(family, lengths, tmp_path, monkey
     assert plan.peak == pytest.approx(peak, rel=0.15)
     weights = {t.untyped_storage().data_ptr(): t.nbytes for t in engine.module.parameters()}
     assert plan.weights == pytest.approx(sum(weights.values()), rel=0.01)
-
-
-def test_columns_of_a_cache_grow_by_the_spare_ones():
-    # 40 prompt columns and 64 spare ones hold 64 more tokens; the next one adds 1 + 64.
-    assert columns_at_end(104, 104) == 104
-    assert columns_at_end(104, 105) == 169

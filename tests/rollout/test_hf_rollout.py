@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quadriga.config.schema import EngineConfig, ModelConfig
-from quadriga.errors import ConfigError, ModelError, RolloutError, ShapeError, UnknownNameError
+from quadriga.errors import ConfigError, ShapeError, UnknownNameError
 from quadriga.models.loading import load_causal_lm
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams
@@ -77,42 +77,6 @@ def test_generation_equals_the_naive_loop(rollout, model, prompts, settings):
         assert out.finish_reason[row] == reason
 
 
-def test_both_finish_reasons_occur(rollout, prompts):
-    ids, mask, seeds = prompts
-    assert set(rollout.generate(ids, mask, SAMPLING, seeds).finish_reason) == {"stop", "length"}
-
-
-def test_response_does_not_depend_on_the_other_rows(rollout, prompts):
-    ids, mask, seeds = prompts
-    together = rollout.generate(ids, mask, SAMPLING, seeds)
-    order = torch.tensor([5, 2, 7, 0])
-    for rows in (order, *order.split(1)):
-        part = rollout.generate(ids[rows], mask[rows], SAMPLING, seeds[rows])
-        assert torch.equal(part.response_ids, together.response_ids[rows])
-
-
-def test_samples_of_one_prompt_differ_by_seed(rollout, prompts):
-    ids, mask, _ = prompts
-    rows = torch.zeros(6, dtype=torch.int64)
-    out = rollout.generate(ids[rows], mask[rows], SAMPLING, torch.arange(6))
-    assert len({tuple(row) for row in out.response_ids.tolist()}) > 3
-
-
-def test_greedy_generation_equals_transformers(rollout, model, prompts):
-    ids, mask, seeds = prompts
-    sampling = dataclasses.replace(SAMPLING, temperature=0.0, eos_token_ids=(2,))
-    out = rollout.generate(ids, mask, sampling, seeds)
-    expected = model.generate(
-        input_ids=ids,
-        attention_mask=mask,
-        max_new_tokens=12,
-        do_sample=False,
-        eos_token_id=2,
-        pad_token_id=0,
-    )[:, 9:]
-    assert torch.equal(out.response_ids[:, : expected.shape[1]], expected)
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_training_engine_computes_the_same_log_probs(model_folder, rollout, prompts, temperature):
     from quadriga.engines.fsdp import FSDPEngine
@@ -137,26 +101,6 @@ def test_inputs_are_not_changed(rollout, prompts):
     out.response_ids.add_(1)  # an inference tensor would raise
 
 
-def test_update_release_and_resume_weights(model_folder, prompts):
-    ids, mask, seeds = prompts
-    rollout = build_rollout("hf", ModelConfig(path=model_folder))
-    assert rollout.version == -1
-    before = rollout.generate(ids, mask, SAMPLING, seeds).rollout_log_probs
-    new = {name: t + 0.05 for name, t in rollout.module.state_dict().items()}
-    rollout.update_weights(new.items(), version=3)
-    assert rollout.version == 3
-    after = rollout.generate(ids, mask, SAMPLING, seeds).rollout_log_probs
-    assert not torch.allclose(before, after)
-    rollout.release()
-    rollout.resume()
-    again = rollout.generate(ids, mask, SAMPLING, seeds).rollout_log_probs
-    assert torch.equal(again, after)
-    with pytest.raises(ModelError, match="no_such"):
-        rollout.update_weights([("no_such", torch.zeros(1))], version=4)
-    with pytest.raises(ModelError, match=r"model\.norm\.weight"):
-        rollout.update_weights([("model.norm.weight", torch.zeros(3))], version=4)
-
-
 def test_invalid_input_is_rejected(model_folder, rollout, prompts):
     ids, mask, seeds = prompts
     with pytest.raises(ShapeError, match="sample_seeds"):
@@ -165,26 +109,3 @@ def test_invalid_input_is_rejected(model_folder, rollout, prompts):
         build_rollout("hf", ModelConfig(path=model_folder), speed=9)
     with pytest.raises(UnknownNameError, match="did you mean 'sglang'"):
         build_rollout("sglan", ModelConfig(path=model_folder))
-
-
-def test_an_update_that_breaks_off_must_be_repeated(model_folder, prompts):
-    rollout = build_rollout("hf", ModelConfig(path=model_folder))
-    before = rollout.weights_digest()
-    weights = {name: tensor.clone() for name, tensor in rollout.module.state_dict().items()}
-    first, *rest = weights
-
-    def breaks_off():
-        yield first, weights[first] + 1
-        raise OSError("the connection is lost")
-
-    with pytest.raises(OSError, match="connection"):
-        rollout.update_weights(breaks_off(), version=1)
-    ids, mask, seeds = prompts
-    with pytest.raises(RolloutError, match="an update of its weights broke off"):
-        rollout.generate(ids, mask, SAMPLING, seeds)
-    rollout.update_weights([(name, weights[name]) for name in rest], version=1)
-    with pytest.raises(RolloutError, match=first):
-        rollout.score(ids, mask)
-    rollout.update_weights([(first, weights[first])], version=1)
-    assert rollout.weights_digest() == before
-    rollout.score(ids, mask)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 
 import pytest
 import torch
@@ -17,16 +14,12 @@ from quadriga.errors import (
     ConfigError,
     ModelError,
     RolloutAbilityError,
-    RolloutError,
-    RolloutOutputError,
 )
 from quadriga.models.loading import load_causal_lm
 from quadriga.rollout import rollout_of
-from quadriga.rollout.base import tensor_digest
 from quadriga.rollout.sglang.engine import check_numbers, probe_length
-from quadriga.rollout.sglang.scheduler import answer, locate
-from quadriga.rollout.sglang.transports import HTTPTransport
-from quadriga.rollout.sglang.weights import buckets, question, read_answer
+from quadriga.rollout.sglang.scheduler import locate
+from quadriga.rollout.sglang.weights import buckets
 
 
 def engine(options, name="sglang"):
@@ -38,10 +31,6 @@ def engine(options, name="sglang"):
     [
         ({"request_row": 2}, "did you mean request_rows"),
         ({"bucket_mb": 0}, "at least 1"),
-        ({"bucket_mb": True}, "must be an integer"),
-        ({"call_timeout_s": 0}, "above 0"),
-        ({"restarts": -1}, "at least 0"),
-        ({"log_probs": "sampled"}, "one of policy, temperature_1"),
         ({"api_key": "x"}, "url, which is not set"),
         ({"url": "https://a"}, "of the form"),
         ({"url": "http://a:1", "restarts": 1}, "runs already"),
@@ -97,32 +86,6 @@ def test_buckets_are_bounded_and_hold_each_weight_once():
         for entry in bucket["metadata"]:
             part = bucket["flattened_tensor"][entry.start_idx : entry.end_idx].view(entry.dtype)
             assert torch.equal(part.view(entry.shape), weights[entry.name])
-
-
-def test_schedulers_of_one_sglang_answer_without_disturbing_each_other(tmp_path, monkeypatch):
-    model, shapes = torch.nn.Linear(2, 3), {"weight": (3, 2), "other": (1,)}
-    file = tmp_path / "held.json"
-    asked = pickle.loads(question(shapes, file))
-    move = os.replace
-
-    def while_another_answers(source, target):
-        monkeypatch.setattr(os, "replace", move)
-        monkeypatch.setattr(os, "getpid", lambda: 1)
-        answer(model, asked)
-        move(source, target)
-
-    monkeypatch.setattr(os, "replace", while_another_answers)
-    answer(model, asked)
-    assert read_answer(file)["weight"].digest == tensor_digest(model.weight)
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_answer_that_could_not_be_written_is_a_typed_error(tmp_path, capsys):
-    file = tmp_path / "missing" / "held.json"
-    answer(torch.nn.Linear(2, 3), pickle.loads(question({"weight": (3, 2)}, file)))
-    assert "could not be written" in capsys.readouterr().err
-    with pytest.raises(RolloutOutputError, match="there is no answer in"):
-        read_answer(file)
 
 
 def test_parts_of_fused_and_padded_parameters_are_located():
@@ -208,31 +171,10 @@ def test_options_of_a_start_are_refused_beside_a_url():
     engine({"url": URL, "tensor_parallel": 2}).check(None)
 
 
-def test_another_server_is_told_apart():
-    class Page(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b"<html>hello</html>")
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
-        thread = Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        with pytest.raises(RolloutError, match="not JSON; is there an SGLang server at this addr"):
-            HTTPTransport(url, None).get("/model_info", 5.0)
-        server.shutdown()
-        thread.join(10)
-
-
 @pytest.mark.parametrize(
     ("name", "options", "temperature", "why"),
     [
         ("hf", {}, 1.0, ""),
-        ("vllm", {}, 1.0, ""),
         ("sglang", {}, 1.0, "draws other random numbers in each run"),
         ("sglang", {"seeds": True}, 1.0, "rounding of SGLang depends on the rows"),
         ("sglang", {}, 0.0, "rounding of SGLang depends on the rows"),

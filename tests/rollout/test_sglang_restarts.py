@@ -13,13 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from sglang_cases import NORM, ROWS, SQUARE, generate, interpreter, lives, noise, start
+from sglang_cases import SQUARE, generate, interpreter, lives, noise, start
 
 from processes import children, gone
 from quadriga.errors import (
     RolloutDiedError,
     RolloutError,
-    RolloutTimeoutError,
 )
 from quadriga.rollout.base import tensor_digest
 from quadriga.rollout.sglang.client import Client
@@ -49,92 +48,6 @@ def test_a_pause_lasts_over_updates_and_restarts(start, monkeypatch):
     paths.clear()
     engine.update_weights(noise(engine).items(), 3)
     assert paths[-1] == "/continue_generation"
-
-
-def test_an_end_while_memory_is_released_is_repaired(start):
-    engine = start(restarts=1)
-    new = noise(engine)
-    engine.update_weights(new.items(), 3)
-    engine.release()
-    engine._client._transport.close()
-    engine.resume()
-    assert engine.restarts == 1
-    assert generate(engine).weight_versions.tolist() == [3] * len(ROWS[0])
-
-
-def test_memory_that_an_update_took_back_is_released_again(start, monkeypatch):
-    released = []
-    call = Client.call
-
-    def recorded(self, path, body=None, payload=b""):
-        if path == "/release_memory_occupation":
-            released.append(body["tags"])
-        return call(self, path, body, payload)
-
-    monkeypatch.setattr(Client, "call", recorded)
-    engine = start()
-    for _ in range(2):
-        engine.release()
-        engine.weights_digest()
-    assert released == [["weights", "kv_cache", "cuda_graph"], ["weights"]]
-
-
-def test_an_sglang_that_refuses_weights_after_a_restart_is_not_used(start, monkeypatch):
-    engine = start(restarts=2)
-    engine.update_weights(noise(engine).items(), 3)
-    call = Client.call
-
-    def refused(self, path, body=None, payload=b""):
-        if path == "/begin_weight_update" and engine.restarts:
-            raise RolloutError("busy")
-        return call(self, path, body, payload)
-
-    monkeypatch.setattr(Client, "call", refused)
-    engine._client._transport.close()
-    with pytest.raises(RolloutError, match="busy"):
-        generate(engine)
-    with pytest.raises(RolloutError, match="it failed before: busy"):
-        generate(engine)
-
-
-def test_a_pause_that_was_refused_is_none(start, monkeypatch):
-    call = Client.call
-
-    def refused(self, path, body=None, payload=b""):
-        if body == {"mode": "no_mode"}:
-            raise RolloutError("no such mode")
-        return call(self, path, body, payload)
-
-    monkeypatch.setattr(Client, "call", refused)
-    engine = start()
-    with pytest.raises(RolloutError, match="no such mode"):
-        engine.pause_generation("no_mode")
-    engine.score(*ROWS)
-    engine.pause_generation()
-    with pytest.raises(RolloutError, match="it is paused; call continue_generation"):
-        engine.score(*ROWS)
-    engine.continue_generation()
-    engine.score(*ROWS)
-
-
-def test_a_call_that_fails_ends_its_own_sglang_only(start, monkeypatch):
-    engine = start(restarts=1)
-    old = engine._client._transport
-    call = old.call
-
-    def dies_while_another_thread_recovers(path, *rest):
-        if path != "/abort_request":
-            return call(path, *rest)
-        old.close()
-        generate(engine)
-        raise RolloutDiedError("it has ended")
-
-    monkeypatch.setattr(old, "call", dies_while_another_thread_recovers)
-    with pytest.raises(RolloutDiedError):
-        engine.abort()
-    assert engine._client._transport is not old
-    assert len(generate(engine).response_ids) == len(ROWS[0])
-    assert engine.restarts == 1
 
 
 def test_an_end_is_a_typed_error_with_the_log(start):
@@ -207,28 +120,11 @@ def test_shared_memory_of_killed_processes_is_removed(start, tmp_path):
     assert not name.exists() and not semaphore.exists()
 
 
-def test_a_late_answer_is_a_typed_error(start):
-    before = children()
-    engine = start(faults={"stop at request": 1}, generate_timeout_s=1)
-    with pytest.raises(RolloutTimeoutError, match="generate_timeout_s"):
-        generate(engine)
-    assert gone(children() - before)  # also a process that was stopped
-
-
 def test_a_start_that_fails_names_the_log(start):
     before = children()
     with pytest.raises(RolloutDiedError, match="CUDA out of memory"):
         start(faults={"start": True})
     assert gone(children() - before)
-
-
-@pytest.mark.nightly
-def test_an_end_during_an_update_is_repaired_by_a_restart(start):
-    engine = start(faults={"die at weight": NORM}, restarts=1)
-    new = noise(engine)
-    engine.update_weights(new.items(), 3)
-    assert engine.weights_digest() == {name: tensor_digest(w) for name, w in new.items()}
-    assert generate(engine).weight_versions.tolist() == [3] * 5
 
 
 @pytest.mark.nightly

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
-
 import pytest
 import torch
 from transformers import (
@@ -26,7 +24,6 @@ from quadriga.rollout.hf.kv_cache import (
     PromptCache,
     PromptRows,
     RepeatedPrompts,
-    RowRemoval,
     SharedPrompts,
 )
 
@@ -71,20 +68,6 @@ def test_other_models_repeat_prompts(family):
     model = built(OTHERS[family]())
     assert not use_decode_attention(model)
     assert model.config._attn_implementation == "sdpa"
-
-
-def test_a_layer_with_attention_of_its_own_repeats_prompts():
-    model = built(SHARING["llama"]())
-    attention = model.model.layers[1].self_attn
-    attention.config = deepcopy(attention.config)  # it stays with the attention of its own config
-    assert not use_decode_attention(model)
-
-
-def test_16_bits_and_other_attention_repeat_prompts():
-    assert not use_decode_attention(built(SHARING["llama"](), torch.bfloat16))
-    eager = built(SHARING["llama"]())
-    eager.set_attn_implementation("eager")
-    assert not use_decode_attention(eager)
 
 
 def prompts():
@@ -156,18 +139,6 @@ def test_a_prompt_is_held_once():
         sizes[kind] = sum(tensor.nbytes for tensor in cache.tensors())
     # 2 layers, keys and values, 2 heads of size 8, float32; 64 spare columns where rows are copied.
     assert sizes == {SharedPrompts: 40 * 256, RepeatedPrompts: 8 * 104 * 256}
-
-
-def test_rows_and_slots():
-    """The example in `prompt_cache.py`."""
-    rows = PromptRows.of(torch.tensor([0, 0, 0, 1, 1]), 2, None)
-    assert rows.row_of_slot.tolist() == [0, 1, 2, 3, 4, 0]
-    assert rows.slot_of_row.tolist() == [0, 1, 2, 3, 4]
-    removal = RowRemoval.of(torch.tensor([True, False, True, True, False]))
-    assert removal.order.tolist() == [0, 3, 2]
-    rows = PromptRows.of(rows.prompt_of_row[removal.order], 2, None)
-    assert rows.row_of_slot.tolist() == [0, 2, 1, 0]
-    assert rows.slot_of_row.tolist() == [0, 2, 1]
 
 
 @pytest.mark.parametrize("change", ["mask", "softcap", "s_aux", "key"])

@@ -11,9 +11,7 @@ import torch
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import (
-    ActorRolloutRefConfig,
     ModelConfig,
-    RolloutConfig,
     RolloutEngineConfig,
     SamplingConfig,
     TrainConfig,
@@ -24,8 +22,6 @@ from quadriga.rollout.vllm import options, weights
 from quadriga.rollout.vllm.engine import spread_seed
 from quadriga.rollout.vllm.start import Isolation
 from quadriga.trainer.preflight import check_engines
-from quadriga.workers import actor_rollout_ref
-from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
 
 
 def vllm(given=None):
@@ -143,12 +139,6 @@ def test_what_the_engine_changes_is_seen_inside_only(monkeypatch):
     assert dict(os.environ) == environment
 
 
-def test_a_log_level_of_the_user_is_kept(monkeypatch):
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
-    with Isolation().inside():
-        assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
-
-
 def _set_threads():
     return torch.set_num_threads
 
@@ -161,23 +151,6 @@ def test_ranks_that_are_no_multiple_of_a_copy_are_refused_before_a_worker_starts
     with pytest.raises(ConfigError, match="is 2, and the rollout has 3 ranks"):
         check_engines(load_config(TrainConfig, given))
     check_engines(load_config(TrainConfig, [*given, "placement={actor: [0], rollout: [1,2]}"]))
-
-
-def test_the_ranks_of_a_copy_get_the_same_rows_and_one_of_them_returns_the_result(monkeypatch):
-    def mesh_of(rank, use, **given):
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("WORLD_SIZE", "4")
-        rollout = RolloutConfig(name="vllm", options=given)
-        worker = ActorRolloutRefWorker(ActorRolloutRefConfig(rollout=rollout), "actor_rollout")
-        return worker._query_dispatch_info(use), worker._query_collect_info(use)
-
-    monkeypatch.setattr(actor_rollout_ref, "prepare_rank", lambda runtime: "cpu")
-    expected = [(0, True), (0, False), (1, True), (1, False)]
-    assert [mesh_of(r, "rollout", tensor_parallel_size=2) for r in range(4)] == expected
-    assert [mesh_of(r, "actor", tensor_parallel_size=2) for r in range(4)] == [
-        (r, True) for r in range(4)
-    ]
-    assert [mesh_of(r, "rollout") for r in range(4)] == [(r, True) for r in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -198,10 +171,3 @@ def test_the_slices_of_a_weight_by_hand(shape, local, ranks, expected):
     place = weights._Place(torch.nn.Module(), "weight", 0, local[0])
     place.module.weight = torch.nn.Parameter(torch.zeros(local))
     assert weights._slices(place, torch.Size(shape), ranks) == expected
-
-
-def test_padded_rows_of_the_vocabulary_may_be_more_than_those_of_the_weight():
-    module = torch.nn.Embedding(64, 3)
-    place = weights._Place(module, "weight", 0, 64, padded=True)
-    assert weights._slices(place, torch.Size((97, 3)), 2) == (0, 2)
-    assert weights._slices(place, torch.Size((129, 3)), 2) is None

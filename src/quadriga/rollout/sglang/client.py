@@ -281,7 +281,6 @@ class Client:
         self._kept: dict[str, Tensor] = {}
         self._unusable = ""
         self._closed = False
-        self._unknown: set[str] = set()  # names of an update that failed
         self.memory = DeviceMemory(self.call)
         self.pauses = Pauses(self.call)
         self.received: dict[str, int] = {}
@@ -335,7 +334,12 @@ class Client:
         Raises:
             RolloutError: a request failed and could not be repeated.
         """
-        self._check_usable()
+        if self._unusable:
+            raise RolloutError(
+                f"rollout engine {NAME!r} of rank {rank()}: {self._unusable}",
+                engine=NAME,
+                rank=rank(),
+            )
         done: dict[int, T] = {}
         while len(done) < len(bodies):
             waiting = {i: body for i, body in enumerate(bodies) if i not in done}
@@ -385,7 +389,6 @@ class Client:
                     _end(self._transport)
                     break
                 self.memory.started()
-                self._unknown = set(self._kept)  # until they are sent
                 if self._kept:
                     self._send(iter(self._kept.items()), self.version)
                 if self.held:
@@ -406,18 +409,6 @@ class Client:
     def _may_restart(self) -> bool:
         started_here = isinstance(self._transport, PipeTransport)
         return started_here and not self._closed and self.restarts < self._options.restarts
-
-    def _check_usable(self) -> None:
-        problem = self._unusable
-        if self._unknown and not problem:
-            problem = (
-                f"an update failed, so the values of {len(self._unknown)} weights are unknown, "
-                f"{min(self._unknown)!r} among them; update them"
-            )
-        if problem:
-            raise RolloutError(
-                f"rollout engine {NAME!r} of rank {rank()}: {problem}", engine=NAME, rank=rank()
-            )
 
     # Weights
 
@@ -440,9 +431,6 @@ class Client:
             self._send(iter(new.items()), version)
         except (RolloutDiedError, RolloutTimeoutError) as fault:
             self._recover(fault)
-        except BaseException:
-            self._unknown |= new.keys()
-            raise
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -460,7 +448,6 @@ class Client:
         with self.pauses.for_update():
             with self._session():
                 while part is not None:
-                    self._unknown.update(part.digests)
                     self._update_bucket(part.payload)
                     sent.update(part.digests)
                     part = next(parts, None)
@@ -469,7 +456,6 @@ class Client:
                 {"new_version": str(version), "abort_all_requests": False},
             )
             self._succeed("/flush_cache")
-        self._unknown -= sent.keys()
         self.received |= sent
 
     def _update_bucket(self, payload: bytes) -> None:

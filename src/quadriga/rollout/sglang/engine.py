@@ -191,7 +191,8 @@ class SGLangRollout(RolloutEngine):
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         with self._lock:
             self._check("update_weights", "ready", "released")
-            self._client.update(stream, version)
+            with self._writing(stream, version, lambda: self._names) as weights:
+                self._client.update(weights, version)
 
     def weights_digest(self) -> dict[str, int]:
         with self._lock:
