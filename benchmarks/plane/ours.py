@@ -86,7 +86,7 @@ def five_calls(megabytes: int, ranks: int, times: int) -> dict[str, Any]:
 
 def put_get(megabytes: int, ranks: int, times: int) -> dict[str, Any]:
     """Put one batch into the store, get it, and read every field."""
-    from quadriga.backends.ray.calls.store import RayStore
+    from quadriga.backends.ray.store import RayStore
     from quadriga.protocol import use_store
     from quadriga.protocol.boundary import pack_argument, unpack_argument
 

@@ -12,7 +12,7 @@ import statistics
 import time
 from typing import Any
 
-from quadriga.backends.ray.process.memory import FULL_EVERY_IN_CONTROLLER, collect_rarely
+from quadriga.backends.ray.memory import FULL_EVERY_IN_CONTROLLER, collect_rarely
 from quadriga.protocol import DataProto, Origin, use_store
 from quadriga.protocol.boundary import pack_argument, unpack_result
 from quadriga.protocol.columns import RemoteColumn

@@ -23,8 +23,8 @@ from quadriga.backends.ray import (
     RayWorkerGroup,
     merge_resource_pool,
     split_resource_pool,
+    waiting,
 )
-from quadriga.backends.ray.calls import slices, waiting
 from quadriga.errors import PlacementError, WorkerDiedError
 
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -99,13 +99,13 @@ def packed() -> dict[str, object]:
 
 def large_result() -> dict[str, object]:
     """A result of 100 MiB from another node, received in a wait of many short slices."""
-    waiting.FIRST_WAIT_S = slices.SLICE_S = 0.02
+    waiting.FIRST_WAIT_S = waiting.SLICE_S = 0.02
     pool = RayResourcePool([2, 3], use_gpu=False, max_colocate_count=1)
     group = start(pool, Large)
     began = time.monotonic()
     sizes = {len(value) for value in group.make.options(timeout=40)(100 * 2**20)}
     seconds = time.monotonic() - began
-    waiting.FIRST_WAIT_S, slices.SLICE_S = 0.2, 0.5
+    waiting.FIRST_WAIT_S, waiting.SLICE_S = 0.2, 0.5
     group.shutdown()
     pool.release()
     return {"large result": [sorted(sizes), seconds]}

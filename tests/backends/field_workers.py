@@ -69,7 +69,7 @@ class Apart(Fields):
 
     def __init__(self):
         super().__init__()
-        from quadriga.backends.ray.calls import store
+        from quadriga.backends.ray import store
 
         store.alone_bytes = lambda: 2
 
@@ -109,7 +109,7 @@ class Reader(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def forget(self):
         """Look up the row servers again."""
-        from quadriga.backends.ray.calls.row_store import servers
+        from quadriga.backends.ray.row_store import servers
 
         servers._known.clear()
 

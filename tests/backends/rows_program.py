@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from field_workers import WIDTH, Reader
 
 from quadriga.backends.ray import RayBackend
-from quadriga.backends.ray.calls.row_store import servers
 from quadriga.backends.ray.cluster import this_node
+from quadriga.backends.ray.row_store import servers
 from quadriga.errors import LostObjectError, QuadrigaError
 from quadriga.protocol import DataProto
 from quadriga.protocol.storage import traffic

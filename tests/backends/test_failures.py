@@ -110,7 +110,7 @@ def test_a_deadline_holds_for_futures(ray_group):
 
 
 def test_a_long_wait_logs_the_ranks(ray_group, monkeypatch, caplog):
-    from quadriga.backends.ray.calls import waiting
+    from quadriga.backends.ray import waiting
 
     monkeypatch.setattr(waiting, "LOG_S", 1.0)
     with pytest.raises(CallTimeoutError):

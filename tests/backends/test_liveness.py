@@ -9,11 +9,10 @@ import time
 import pytest
 from worker_cases import Adder
 
+from quadriga.backends.ray import health
 from quadriga.backends.ray.cluster import RayNode
-from quadriga.backends.ray.health import nodes
 from quadriga.errors import WorkerDiedError
-from quadriga.single_controller.backend import RankFacts, RankHandle
-from quadriga.single_controller.watch import Watch, broken_groups, forget
+from quadriga.single_controller.backend import RankFacts, RankHandle, Watch, broken_groups, forget
 
 
 class Clock:
@@ -28,13 +27,13 @@ class Clock:
 def probes(monkeypatch):
     """probes(second, result) -> the lost nodes of one look at node "n" at that second."""
     clock = Clock()
-    monkeypatch.setattr(nodes, "time", clock)
-    monkeypatch.setattr(nodes, "_failing", {})
+    monkeypatch.setattr(health, "time", clock)
+    monkeypatch.setattr(health, "_failing", {})
 
     def look(second, result):
         clock.now = 1000.0 + second
-        monkeypatch.setattr(nodes, "probe_nodes", lambda ids: dict.fromkeys(ids, result))
-        return nodes.lost_nodes(["n"])
+        monkeypatch.setattr(health, "probe_nodes", lambda ids: dict.fromkeys(ids, result))
+        return health.lost_nodes(["n"])
 
     return look
 
@@ -76,24 +75,24 @@ def test_ports_are_probed_all_at_once(listening, monkeypatch):
     found = [RayNode(f"up{i}", "127.0.0.1", listening, True, {}) for i in range(200)]
     found.append(RayNode("refused", "127.0.0.1", refused, True, {}))
     began = time.monotonic()
-    result = nodes._connect(found)
-    assert time.monotonic() - began < nodes.PROBE_TIMEOUT_S
+    result = health._connect(found)
+    assert time.monotonic() - began < health.PROBE_TIMEOUT_S
     assert result.pop("refused") == "refused"
     assert len(result) == 200 and set(result.values()) == {"open"}
 
 
 def test_a_look_at_a_thousand_ranks_probes_each_node_once(monkeypatch):
     asked = []
-    monkeypatch.setattr(nodes, "actor_alive", lambda actor: True)
-    monkeypatch.setattr(nodes.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(health, "actor_alive", lambda actor: True)
+    monkeypatch.setattr(health.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(
-        nodes, "probe_nodes", lambda ids: asked.append(sorted(ids)) or dict.fromkeys(ids, "open")
+        health, "probe_nodes", lambda ids: asked.append(sorted(ids)) or dict.fromkeys(ids, "open")
     )
     handles = [
         RankHandle(None, "", RankFacts(i, 1024, "", 0, "", "", node_id=f"n{i // 8:03}"))
         for i in range(1024)
     ]
-    assert nodes.dead_ranks(handles) == []
+    assert health.dead_ranks(handles) == []
     assert asked == [[f"n{i:03}" for i in range(128)]]
 
 
@@ -101,8 +100,8 @@ def test_a_silent_node_and_a_living_rank(ray_backend, monkeypatch):
     """Nothing connects to the node of a rank for a while, and the rank is alive all the same."""
     pool = ray_backend.resource_pool([2], use_gpu=False, max_colocate_count=1)
     group = ray_backend.worker_group(pool, ray_backend.class_with_args(Adder))
-    monkeypatch.setattr(nodes, "probe_nodes", lambda ids: dict.fromkeys(ids, "silent"))
-    monkeypatch.setattr(nodes, "_failing", {})
+    monkeypatch.setattr(health, "probe_nodes", lambda ids: dict.fromkeys(ids, "silent"))
+    monkeypatch.setattr(health, "_failing", {})
     assert all(map(ray_backend.is_alive, group._ranks.handles))
     assert ray_backend.dead(group._ranks.handles) == []
     group.shutdown()

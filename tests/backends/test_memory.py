@@ -13,7 +13,7 @@ import weakref
 import pytest
 from worker_cases import Arrays, Cycle, Cyclic
 
-from quadriga.backends.ray.process import memory
+from quadriga.backends.ray import memory
 
 glibc = pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="no other C library has this setting"
@@ -21,7 +21,7 @@ glibc = pytest.mark.skipif(
 
 PROGRAM = """
 import resource, sys
-from quadriga.backends.ray.process.memory import keep_freed_memory
+from quadriga.backends.ray.memory import keep_freed_memory
 print(keep_freed_memory() if sys.argv[1] == "keep" else None)
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for step in range(6):

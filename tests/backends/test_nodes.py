@@ -66,8 +66,8 @@ def test_a_pool_that_no_node_can_hold_is_refused_although_the_total_suffices(see
 
 def test_groups_of_one_size_are_sorted_by_the_number_in_their_nodes_address(monkeypatch):
     """10.0.0.9 comes before 10.0.0.10; groups of another size keep their place in the pool."""
+    from quadriga.backends.ray import pool as placing
     from quadriga.backends.ray.cluster import RayNode
-    from quadriga.backends.ray.placement import placement_groups as placing
 
     class Group:
         def __init__(self, node, bundle_count):

@@ -10,7 +10,7 @@ import pytest
 import ray
 import torch.distributed as dist
 
-from quadriga.backends.ray.calls import submission
+from quadriga.backends.ray import submission
 from quadriga.errors import WorkerDiedError, WorkerError, WorkerMethodError
 from quadriga.single_controller import Dispatch, Worker, register
 

@@ -12,8 +12,8 @@ import torch
 
 from quadriga.backends import get_backend
 from quadriga.backends.ray import Nsight, RayWorkerGroup, TorchProfiler
-from quadriga.backends.ray.calls.submission import encode
-from quadriga.backends.ray.process.rank_process import RankProcess
+from quadriga.backends.ray.rank_process import RankProcess
+from quadriga.backends.ray.submission import encode
 from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.single_controller import ClassWithInitArgs, Dispatch, Worker, register
 from quadriga.single_controller.call import Call
@@ -84,7 +84,7 @@ def test_a_call_that_raises_is_an_error_as_without_a_profiler(start_profiled, tm
 def test_a_profiler_that_fits_no_rank_is_refused_before_a_process_starts(
     start_profiled, profiler, said, monkeypatch
 ):
-    monkeypatch.setattr("quadriga.backends.ray.group.start_ranks", None)
+    monkeypatch.setattr("quadriga.backends.ray.backend.start_ranks", None)
     with pytest.raises(ConfigError, match=said):
         start_profiled(profiler)
 
@@ -104,7 +104,7 @@ class Generator(Multiplier):
     ],
 )
 def test_a_profiler_that_would_trace_nothing_is_refused(options, cls, said, monkeypatch):
-    monkeypatch.setattr("quadriga.backends.ray.group.use_store", lambda store: None)
+    monkeypatch.setattr("quadriga.backends.ray.backend.use_store", lambda store: None)
     with pytest.raises(ConfigError, match=said):
         RayWorkerGroup(
             ray_cls_with_init=ClassWithInitArgs(cls), profiler=TorchProfiler("/t"), **options
@@ -137,7 +137,7 @@ def test_nsight_is_an_option_of_the_chosen_actors_beside_the_users_runtime_env(
         plans.extend(given)
         raise InterruptedError
 
-    monkeypatch.setattr("quadriga.backends.ray.group.start_ranks", start_ranks)
+    monkeypatch.setattr("quadriga.backends.ray.backend.start_ranks", start_ranks)
     flags = {"t": "cuda,nvtx"}
     for profiler in (Nsight(flags, ranks=[1]), Nsight()):
         with pytest.raises(InterruptedError):

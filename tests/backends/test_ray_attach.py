@@ -13,18 +13,16 @@ from ray.util.placement_group import placement_group_table
 from worker_cases import Adder, Faulty, group_on
 
 from quadriga.backends import get_backend
-from quadriga.backends.local.group import LocalWorkerGroup
+from quadriga.backends.local.backend import LocalWorkerGroup
 from quadriga.backends.ray import (
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
     split_resource_pool,
+    start,
 )
-from quadriga.backends.ray.placement import placement_groups
-from quadriga.backends.ray.process import register_center, start
-from quadriga.backends.ray.process.attach import classes_of
-from quadriga.backends.ray.process.register_center import join_register_center
-from quadriga.backends.ray.process.start import facts_of
+from quadriga.backends.ray import pool as placement
+from quadriga.backends.ray.start import classes_of, facts_of, join_register_center
 from quadriga.errors import (
     CallTimeoutError,
     ConfigError,
@@ -66,7 +64,7 @@ def test_an_option_that_only_a_start_reads_is_refused(pool):
 
 
 def test_errors_of_the_register_center(ray_backend, monkeypatch):
-    monkeypatch.setattr(register_center, "JOIN_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(start, "JOIN_TIMEOUT_S", 0.5)
     name = "joined_register_center"
     with pytest.raises(CallTimeoutError, match=r"rank 1 of 2 found no actor 'joined_reg"):
         join_register_center(name, 1, 2)
@@ -147,12 +145,11 @@ class FakePlacementGroup:
 def test_local_ranks_of_thousands_of_places_take_linear_time(monkeypatch):
     asked = []
     nodes = {bundle: "a" if bundle % 4 else "b" for bundle in range(16)}
-    monkeypatch.setattr(
-        placement_groups, "nodes_of_bundles", lambda group: asked.append(group.id) or nodes
-    )
+    look = lambda group: asked.append(group.id) or nodes  # noqa: E731
+    monkeypatch.setattr(placement, "nodes_of_bundles", look)
     groups = [FakePlacementGroup(i) for i in range(256)]
     places = [(group, bundle) for group in groups for bundle in range(16)]
-    local = placement_groups.local_places(places)
+    local = placement.local_places(places)
     assert asked == list(range(256))
     assert local[:6] == [(0, 4), (0, 12), (1, 12), (2, 12), (1, 4), (3, 12)]
     assert local[16:22] == local[:6]
@@ -170,7 +167,7 @@ def test_a_deadline_that_is_no_number_of_seconds_is_refused_before_a_rank_starts
 def test_a_start_that_breaks_off_leaves_no_placement_group(ray_backend, monkeypatch):
     """An error of Ray, or Ctrl-C, while the groups of a pool are made or waited for."""
     made = []
-    make = placement_groups._make
+    make = placement._make
 
     def second_fails(*args):
         if made:
@@ -180,7 +177,7 @@ def test_a_start_that_breaks_off_leaves_no_placement_group(ray_backend, monkeypa
 
     pool = ray_backend.resource_pool([1, 1], use_gpu=False)
     with monkeypatch.context() as patch:
-        patch.setattr(placement_groups, "_make", second_fails)
+        patch.setattr(placement, "_make", second_fails)
         with pytest.raises(KeyboardInterrupt):
             ray_backend.worker_group(pool, ray_backend.class_with_args(Adder))
     deadline = time.monotonic() + 60

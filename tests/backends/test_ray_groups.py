@@ -22,7 +22,7 @@ from quadriga.backends.ray import (
     merge_resource_pool,
     split_resource_pool,
 )
-from quadriga.backends.ray.placement.placement_groups import NodeResources
+from quadriga.backends.ray.pool import NodeResources
 from quadriga.errors import (
     ConfigError,
     DispatchError,
@@ -284,7 +284,7 @@ def load(tmp_path, monkeypatch):
 def test_code_of_files_loaded_by_path_is_sent_and_no_other(load, monkeypatch):
     from ray import cloudpickle
 
-    from quadriga.backends.ray.process.user_code import send_code_of_loaded_files
+    from quadriga.backends.ray.submission import send_code_of_loaded_files
 
     load("my_first", "def f(): ...")
     send_code_of_loaded_files()

@@ -7,10 +7,9 @@ from weakref import WeakSet
 import pytest
 
 from quadriga.backends.ray import backend as ray_backends
-from quadriga.backends.ray import cluster
+from quadriga.backends.ray import cluster, row_store
+from quadriga.backends.ray import pool as pools
 from quadriga.backends.ray.backend import RayBackend
-from quadriga.backends.ray.calls import row_store
-from quadriga.backends.ray.placement import pool as pools
 
 
 def failing_first(ended: list[object]):

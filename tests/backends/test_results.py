@@ -22,9 +22,9 @@ from field_workers import (
     fields,
 )
 
-from quadriga.backends.ray.calls import store
-from quadriga.backends.ray.calls.store import Result, ResultStore, is_plain_batch, opened
-from quadriga.backends.ray.calls.submission import is_plain
+from quadriga.backends.ray import store
+from quadriga.backends.ray.store import Result, ResultStore, is_plain_batch, opened
+from quadriga.backends.ray.submission import is_plain
 from quadriga.errors import LostObjectError, WorkerMethodError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.protocol.boundary import pack_argument

@@ -16,9 +16,9 @@ import ray
 from field_workers import Reader
 
 from quadriga.backends import get_backend
-from quadriga.backends.ray.calls import row_store
-from quadriga.backends.ray.calls.row_store import RowStore, make_store, servers
-from quadriga.backends.ray.calls.store import RayStore
+from quadriga.backends.ray import row_store
+from quadriga.backends.ray.row_store import RowStore, make_store, servers
+from quadriga.backends.ray.store import RayStore
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto
 from quadriga.protocol.storage import cut

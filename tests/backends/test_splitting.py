@@ -7,9 +7,9 @@ import ray
 import torch
 from worker_cases import Taking, Unequal
 
-from quadriga.backends.ray.calls import splitting
-from quadriga.backends.ray.calls.splitting import split_futures
-from quadriga.backends.ray.calls.waiting import RayPending
+from quadriga.backends.ray import submission
+from quadriga.backends.ray.submission import split_futures
+from quadriga.backends.ray.waiting import RayPending
 from quadriga.compat.verl.controller.futures import DataProtoFuture as FutureOfVerl
 from quadriga.errors import LengthError, WorkerMethodError
 from quadriga.protocol import DataProto, DataProtoFuture
@@ -57,7 +57,7 @@ class AsyncRows(Rows):
 @pytest.fixture
 def always(monkeypatch):
     """Split every future, also for two ranks."""
-    monkeypatch.setattr(splitting, "MANY", 0)
+    monkeypatch.setattr(submission, "MANY", 0)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_every_rank_receives_the_whole_value_of_a_future_that_is_no_batch(groups
 
 def test_a_part_of_a_value_that_is_no_batch_is_refused_by_type(groups, always, monkeypatch):
     for many in (0, 256):
-        monkeypatch.setattr(splitting, "MANY", many)
+        monkeypatch.setattr(submission, "MANY", many)
         with pytest.raises(WorkerMethodError, match=r"a part of a future.*got list"):
             groups(Rows).rows(groups(Rows).same.submit(7))
 

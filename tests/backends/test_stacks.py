@@ -11,7 +11,7 @@ import pytest
 import ray
 from worker_cases import Checkpointing
 
-from quadriga.backends.ray.health.stacks import dump, in_collective, tail
+from quadriga.backends.ray.health import dump, in_collective, tail
 from quadriga.errors import CallTimeoutError, WorkerMethodError
 
 SITE = "/venv/lib/python3.11/site-packages/"

@@ -11,10 +11,8 @@ import torch
 from ray.exceptions import GetTimeoutError
 from worker_cases import Taking, Unequal
 
-from quadriga.backends.ray import cluster
-from quadriga.backends.ray.calls import slices, waiting
-from quadriga.backends.ray.calls.waiting import RayBatch, RayPending
-from quadriga.backends.ray.health import failures
+from quadriga.backends.ray import cluster, health, waiting
+from quadriga.backends.ray.waiting import RayBatch, RayPending
 from quadriga.errors import (
     CallTimeoutError,
     DispatchError,
@@ -22,8 +20,7 @@ from quadriga.errors import (
     WorkerMethodError,
 )
 from quadriga.protocol import DataProto, DataProtoFuture, as_completed
-from quadriga.single_controller.backend import RankFacts, RankHandle
-from quadriga.single_controller.watch import forget, report
+from quadriga.single_controller.backend import RankFacts, RankHandle, forget, report
 
 SOON_S = 60
 """Much less than the time that the slow ranks take."""
@@ -114,8 +111,8 @@ def test_a_message_lists_the_first_ranks_of_many():
         RankHandle(None, "", RankFacts(rank, 1024, "10.0.0.1", 7, "10.0.0.1", "1"))
         for rank in range(1024)
     ]
-    assert failures.places(handles[:2]) == "0 (10.0.0.1, pid 7), 1 (10.0.0.1, pid 7)"
-    assert failures.places(handles).endswith("15 (10.0.0.1, pid 7) and 1008 more")
+    assert health.places(handles[:2]) == "0 (10.0.0.1, pid 7), 1 (10.0.0.1, pid 7)"
+    assert health.places(handles).endswith("15 (10.0.0.1, pid 7) and 1008 more")
 
 
 class FakeRay:
@@ -143,7 +140,7 @@ class FakeRay:
 def test_a_remote_result_is_pulled_by_one_request_and_read_once(monkeypatch):
     """A `ray.get` that times out cancels its pull; a `ray.wait` does not."""
     fake = FakeRay(["near", "far"], {"far"})
-    for module in (cluster, waiting, slices):
+    for module in (cluster, waiting):
         monkeypatch.setattr(module, "ray", fake)
     facts = RankFacts(0, 1, "node", 0, "", "")
     handles = [RankHandle(None, "a", facts), RankHandle(None, "b", facts)]

@@ -34,7 +34,7 @@ from quadriga.models import (
 )
 from quadriga.parallel import node_memory
 from quadriga.rollout.hf.engine import HFRollout
-from quadriga.single_controller.ranks.environment import LOCAL_PORT
+from quadriga.single_controller.environment import LOCAL_PORT
 
 PROGRAM = textwrap.dedent(
     """

@@ -16,7 +16,7 @@ from plane_workers import Plane
 from protocol_cases import shard
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from quadriga.backends.ray.calls.store import RayStore
+from quadriga.backends.ray.store import RayStore
 from quadriga.errors import FieldError
 from quadriga.protocol import DataProto
 from quadriga.protocol.boundary import pack_argument

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from protocol_cases import rows_of, shard
 
-from quadriga.backends.local.calls import LocalStore
+from quadriga.backends.local.backend import LocalStore
 from quadriga.protocol import (
     DataProto,
     DataProtoFuture,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quadriga.backends.ray import cluster
-from quadriga.backends.ray.calls import store as ray_store
+from quadriga.backends.ray import store as ray_store
 from quadriga.errors import LostObjectError
 from quadriga.protocol.columns import RemoteColumn, fetch, row_map_of_shard
 from quadriga.protocol.encoding import encode

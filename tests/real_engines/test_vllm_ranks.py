@@ -18,7 +18,7 @@ from quadriga.parallel.distributed import init_distributed
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams, tensor_digest
 from quadriga.rollout.guard import GuardedRollout
-from quadriga.single_controller.ranks.environment import ReservedPort
+from quadriga.single_controller.environment import ReservedPort
 from quadriga.weight_sync import WeightSync
 
 pytestmark = [

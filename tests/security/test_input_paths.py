@@ -39,7 +39,7 @@ def inputs(original, tmp_path):
 @pytest.fixture
 def refused(inputs, tmp_path, capsys, monkeypatch):
     """refused("a=b", …) returns the line that `quadriga train` prints; no worker is built."""
-    import quadriga.single_controller.ranks.worker as worker
+    import quadriga.single_controller.worker as worker
 
     def no_worker(*_args, **_kwargs):
         raise AssertionError("a worker was started")

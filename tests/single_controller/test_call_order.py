@@ -7,13 +7,13 @@ import time
 
 import pytest
 
-from quadriga.single_controller.ranks import call_order
-from quadriga.single_controller.ranks.call_order import CallOrder
+from quadriga.single_controller import rank_host
+from quadriga.single_controller.rank_host import CallOrder
 
 
 @pytest.fixture(autouse=True)
 def short_gap(monkeypatch):
-    monkeypatch.setattr(call_order, "GAP_S", 0.2)
+    monkeypatch.setattr(rank_host, "GAP_S", 0.2)
 
 
 class Calls:
@@ -91,7 +91,7 @@ def test_calls_that_never_arrive_are_skipped_and_start_at_once_if_they_arrive_la
         await asyncio.sleep(0.1)
         assert calls.started == []
         await asyncio.wait_for(asyncio.gather(*tasks), timeout=60)
-        monkeypatch.setattr(call_order, "GAP_S", 600)
+        monkeypatch.setattr(rank_host, "GAP_S", 600)
         await asyncio.wait_for(calls.call(("a", 0)), timeout=60)
         await asyncio.wait_for(calls.call(("a", 5)), timeout=60)
 

@@ -11,13 +11,15 @@ import pytest
 
 from quadriga.errors import ConfigError, PlacementError
 from quadriga.single_controller import Worker, ray_noset_visible_devices
-from quadriga.single_controller.placement.devices import (
+from quadriga.single_controller.environment import (
     NOSET_FLAGS,
+    RankEnvironment,
+    ReservedPort,
     device_index,
+    environment,
     unify_visible_devices,
     visible_devices,
 )
-from quadriga.single_controller.ranks.environment import RankEnvironment, ReservedPort, environment
 
 
 def test_a_reserved_port_is_not_chosen_again_and_a_server_can_bind_it():

@@ -6,7 +6,7 @@ import pytest
 
 from quadriga.errors import PlacementError
 from quadriga.single_controller import ResourcePool, merge_resource_pool, split_resource_pool
-from quadriga.single_controller.placement.feasibility import (
+from quadriga.single_controller.resource_pool import (
     NodeResources,
     PoolNeeds,
     check_feasible,

@@ -19,8 +19,8 @@ from quadriga.single_controller import (
     register,
 )
 from quadriga.single_controller.call import BOUNDARY, Call, boundary_for
-from quadriga.single_controller.ranks.environment import RankEnvironment
-from quadriga.single_controller.ranks.rank_host import RankHost
+from quadriga.single_controller.environment import RankEnvironment
+from quadriga.single_controller.rank_host import RankHost
 
 
 class Steps(Worker):

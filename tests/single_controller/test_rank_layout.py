@@ -6,7 +6,7 @@ import pytest
 
 from quadriga.errors import MeshError
 from quadriga.single_controller import GroupLayout, RankLayout
-from quadriga.single_controller.dispatch.megatron_modes import (
+from quadriga.single_controller.dispatch import (
     dp_collects,
     dp_parts,
     pp_as_dp_collects,

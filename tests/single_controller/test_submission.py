@@ -41,7 +41,7 @@ class RaisesWhenPickled:
 
 
 def test_a_batch_with_attributes_is_no_batch_of_data(ray_backend):
-    from quadriga.backends.ray.calls.submission import is_batch_of_data
+    from quadriga.backends.ray.submission import is_batch_of_data
     from quadriga.protocol.boundary import pack_argument
 
     data = DataProto.from_dict({"x": torch.zeros(2, 2**15)})
@@ -62,7 +62,7 @@ def test_no_rank_runs_if_an_argument_of_one_rank_cannot_be_pickled(group, wrong)
 
 
 def test_ranks_with_the_same_arguments_have_one_encoding(group, monkeypatch):
-    from quadriga.backends.ray.calls import submission
+    from quadriga.backends.ray import submission
 
     made, encode = [], submission.encode
     monkeypatch.setattr(submission, "encode", lambda *call: made.append(call) or encode(*call))
@@ -159,7 +159,7 @@ def test_small_calls_that_overtake_a_large_one_leave_it_room(limited, request):
 def test_a_call_that_arrives_last_finds_a_free_slot(limited):
     import ray
 
-    from quadriga.backends.ray.calls.submission import encode
+    from quadriga.backends.ray.submission import encode
 
     rank = limited.workers[0]
     calls = [Call("Interleaver", "record_later", (i,)) for i in range(3)]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from quadriga.backends.ray.process.rank_process import AsyncRankProcess
+from quadriga.backends.ray.rank_process import AsyncRankProcess
 from quadriga.errors import DispatchError
 from quadriga.protocol import DataProto
 from quadriga.single_controller import Dispatch, Worker, register
@@ -165,7 +165,7 @@ def test_a_method_with_the_name_of_an_attribute_of_the_group_is_refused(backend,
 
 
 def test_a_subclass_of_a_group_may_declare_the_types_of_its_methods():
-    from quadriga.backends.local.group import LocalWorkerGroup
+    from quadriga.backends.local.backend import LocalWorkerGroup
 
     class Typed(LocalWorkerGroup):
         one: Callable[..., object]

@@ -16,7 +16,7 @@ from quadriga.trainer import preflight
 @pytest.fixture
 def refused(train_overrides, capsys, monkeypatch):
     """refused("a=b", …) returns the line that `quadriga train` prints; no worker is built."""
-    import quadriga.single_controller.ranks.worker as worker
+    import quadriga.single_controller.worker as worker
 
     def no_worker(*_args, **_kwargs):
         raise AssertionError("a worker was started")

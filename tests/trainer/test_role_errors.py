@@ -18,7 +18,7 @@ from quadriga.trainer.roles.registry import load_train_config
 @pytest.fixture
 def refused(train_overrides, own_roles, tmp_path, capsys, monkeypatch):
     """refused((old, new), …, "a=b", …) returns the line that `quadriga train` prints."""
-    import quadriga.single_controller.ranks.worker as worker
+    import quadriga.single_controller.worker as worker
 
     def no_worker(*_args, **_kwargs):
         raise AssertionError("a worker was started")

@@ -26,7 +26,7 @@ ACTOR = "actor_rollout_ref.actor"
 def refused(capsys, monkeypatch):
     """refused("train", "a=b", …) returns the line that a command prints; no worker is built."""
     import quadriga.rollout
-    import quadriga.single_controller.ranks.worker as worker
+    import quadriga.single_controller.worker as worker
 
     def no_worker(*_args, **_kwargs):
         raise AssertionError("a worker was started")

@@ -22,7 +22,7 @@ from quadriga.single_controller import (
     WorkerGroup,
     register,
 )
-from quadriga.single_controller.watch import raise_if_broken
+from quadriga.single_controller.backend import raise_if_broken
 from quadriga.trainer import worker_groups as groups
 from quadriga.trainer.evaluation.ranks import rollout_group
 from quadriga.trainer.role_workers import worker_classes

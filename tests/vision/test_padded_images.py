@@ -9,7 +9,7 @@ import vision_cases as cases
 
 from quadriga.config.schema import ActorConfig
 from quadriga.protocol import DataProto, fields
-from quadriga.single_controller.dispatch.padding import add_padding
+from quadriga.single_controller.padding import add_padding
 from quadriga.workers.updates import update_policy
 
 

@@ -20,7 +20,7 @@ from quadriga.config.schema import (
     RolloutConfig,
 )
 from quadriga.protocol import DataProto, fields
-from quadriga.single_controller.dispatch.padding import add_padding
+from quadriga.single_controller.padding import add_padding
 from quadriga.workers import CriticWorker, PairTrainingWorker, RankRuntime, SFTWorker
 
 P, R = 4, 5

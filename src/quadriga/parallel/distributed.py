@@ -219,7 +219,7 @@ def _listen(address: str, port: int, *, several_nodes: bool) -> socket.socket:
             )
         listener = socket.socket(family, kind)
         # The worker group holds the port with a socket that does not listen
-        # (`single_controller.ranks.environment.ReservedPort`).
+        # (`single_controller.environment.ReservedPort`).
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(target)
     except OSError as error:

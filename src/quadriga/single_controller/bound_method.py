@@ -1,10 +1,24 @@
-"""A worker's method on its group, `group.update_actor(batch)`, and one call of it.
+"""Calls of generator methods: each rank yields items, and the controller receives them.
+
+The controller asks each rank for one item per call, and for the next item before it returns the
+current one. A rank therefore computes at most one item ahead, other calls run between the items,
+and every step has the deadline and the errors of a call.
+
+    controller   open next      next      next          "close" if it is dropped before the end
+    rank             0    1         2         3         items computed
+    program                0         1         2        items received
+
+
+A worker's method on its group, `group.update_actor(batch)`, and one call of it.
 
 BoundMethod.__call__          test for broken groups
   start_call                  split the arguments by the dispatch mode
     build_calls               pack each distinct argument once, one Call per part
     RankSet.backend.submit    send
   StartedCall.wait            gather, unpack and join the results
+
+
+Bound methods that call a function before and after each call.
 """
 
 from __future__ import annotations
@@ -13,13 +27,15 @@ import copy
 import inspect
 import types
 import uuid
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Generic, ParamSpec, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, ParamSpec, Protocol, Self, TypeVar
 
-from quadriga.errors import DispatchError, LengthError, WorkerDiedError
-from quadriga.single_controller.backend import RankSet
+from quadriga.errors import DispatchError, LengthError, QuadrigaError, WorkerDiedError
+from quadriga.single_controller.backend import CallBackend, RankSet, broken_groups, raise_if_broken
 from quadriga.single_controller.call import (
     Arguments,
     Call,
@@ -36,15 +52,90 @@ from quadriga.single_controller.call import (
     check_timeout,
     unpack_results,
 )
-from quadriga.single_controller.dispatch.modes import DispatchMode, MethodRecord
-from quadriga.single_controller.streams import Stream
-from quadriga.single_controller.watch import broken_groups, raise_if_broken
+from quadriga.single_controller.dispatch import DispatchMode, MethodRecord
 
 if TYPE_CHECKING:
     from quadriga.protocol import DataProtoFuture
 
+
+@dataclass(frozen=True)
+class Stream:
+    """The generators of one call, one per executing rank. Nothing is sent before the first item."""
+
+    backend: CallBackend
+    send: Callable[[Sequence[int], Sequence[Call]], Sequence[Pending]]
+    """`send(targets, calls)` sends `calls[i]` to rank `targets[i]`."""
+    targets: Sequence[int]
+    opening: Sequence[Call]
+    """The calls that start the generators and return their first items."""
+    collect: Collect
+    """Joins item i of every rank."""
+
+    def in_order(self) -> Iterator[object]:
+        """Yield the joined items. The generators start with the first of them."""
+        waiting = deque([self.send(self.targets, self.opening)])
+        count = 0
+        try:
+            while True:
+                waiting.append(self._step("next", self.targets))
+                items = self._items(waiting.popleft())
+                ended = [rank for rank, item in zip(self.targets, items, strict=True) if not item]
+                if len(ended) == len(items):
+                    return
+                if ended:
+                    self._raise_uneven(ended, count)
+                count += 1
+                yield self.collect([value for (value,) in items])
+        finally:  # also if the program drops the iterator
+            self._close(self.targets)
+
+    def unordered(self) -> Iterator[tuple[int, object]]:
+        """Yield (rank, item) as the items come. The generators start with the first of them."""
+        from quadriga.protocol.boundary import DataProtoFuture, as_completed
+
+        waiting: dict[int, Sequence[Pending]] = {}
+        try:
+            # Inside `try`: if the second rank cannot be called, the first generator is ended.
+            for rank, call in zip(self.targets, self.opening, strict=True):
+                waiting[rank] = self.send([rank], [call])
+            while waiting:
+                futures = {DataProtoFuture(pending): rank for rank, pending in waiting.items()}
+                rank = futures[next(as_completed(futures))]
+                # Taken out and put in again: the rank that was served last is looked at last.
+                (item,) = self._items(waiting.pop(rank))
+                if item:
+                    waiting[rank] = self._step("next", [rank])
+                    yield rank, item[0]
+        finally:
+            self._close(self.targets)
+
+    def _items(self, pendings: Sequence[Pending]) -> list[tuple[object, ...]]:
+        """Wait for one step of each rank: a tuple of the item, an empty one at the end."""
+        results = unpack_results(self.backend.gather(pendings))
+        return [result for result in results if isinstance(result, tuple)]
+
+    def _step(self, action: Literal["next", "close"], targets: Sequence[int]) -> Sequence[Pending]:
+        first = self.opening[0]
+        assert first.step is not None
+        step = replace(first.step, action=action)
+        return self.send(targets, [Call(first.role, first.method, step=step)] * len(targets))
+
+    def _close(self, targets: Sequence[int]) -> None:
+        """End the generators, without waiting for it."""
+        with suppress(QuadrigaError):  # of a group that is broken
+            self._step("close", targets)
+
+    def _raise_uneven(self, ended: list[int], count: int) -> None:
+        call = self.opening[0]
+        raise LengthError(
+            f"{call.label}: rank(s) {ended} ended after {count} item(s), other ranks did not. Let "
+            f"every rank yield the same number, or use group.{call.method}.stream_unordered(...)."
+        )
+
+
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 Part = tuple[Arguments, KeywordArguments]
 """The arguments of one rank."""
@@ -357,3 +448,75 @@ def send_calls(
     if ranks.broken:
         raise WorkerDiedError(f"{label} cannot be called: {ranks.broken}", method=label)
     return ranks.backend.submit(ranks, targets, calls, timeout or ranks.timeout)
+
+
+BeforeCall = Callable[[str, Arguments, KeywordArguments], object]
+AfterCall = Callable[[str, object], object]
+
+
+class HookedMethod(BoundMethod[P, R]):
+    """A bound method with a function before and a function after each call.
+
+    After a call that was not waited for, `after` runs when its result is first read in this
+    process. It does not run for a future that was sent to another process.
+    """
+
+    before: BeforeCall | None = None
+    after: AfterCall | None = None
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not self.record.blocking:
+            future: R = self.submit(*args, **kwargs)  # type: ignore[assignment]  # R is the future
+            return future
+        if self.before is not None:
+            self.before(self.label, args, kwargs)
+        value = super().__call__(*args, **kwargs)
+        if self.after is not None:
+            self.after(self.label, value)
+        return value
+
+    def submit(self, *args: P.args, **kwargs: P.kwargs) -> DataProtoFuture:
+        """Start the call and return a future of the joined result."""
+        if self.before is not None:
+            self.before(self.label, args, kwargs)
+        started = start_call(self, args, kwargs)
+        observed = _ObservedCollect(started.collect, self.label, self.after)
+        return replace(started, collect=observed).future()
+
+
+class _ObservedCollect:
+    """Joins as `inner` does and calls the hook once. Pickled, it is `inner` alone."""
+
+    def __init__(self, inner: Collect, label: str, after: AfterCall | None) -> None:
+        self.inner, self.label, self.after = inner, label, after
+
+    def __call__(self, outputs: list[object]) -> object:
+        value = self.inner(outputs)
+        after, self.after = self.after, None
+        if after is not None:
+            after(self.label, value)
+        return value
+
+    def __reduce__(self) -> tuple[Callable[[Collect], Collect], tuple[Collect]]:
+        return _itself, (self.inner,)
+
+
+def _itself(value: T) -> T:
+    return value
+
+
+def with_hooks(
+    before: BeforeCall | None = None, after: AfterCall | None = None
+) -> Callable[[BoundGroup, str, MethodRecord], HookedMethod[..., object]]:
+    """Return a `method_factory` for groups.
+
+    `before(label, args, kwargs)` runs before each call and `after(label, value)` after it, with
+    `label` "role.method". The caller receives what a hook raises.
+    """
+
+    def make(group: BoundGroup, role: str, record: MethodRecord) -> HookedMethod[..., object]:
+        method: HookedMethod[..., object] = HookedMethod(group, role, record)
+        method.before, method.after = before, after
+        return method
+
+    return make

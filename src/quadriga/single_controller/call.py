@@ -15,11 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
 from types import FunctionType, MemberDescriptorType, ModuleType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, runtime_checkable
 
 from quadriga.errors import DispatchError
 from quadriga.protocol.containers import PLAIN_TYPES, walk
-from quadriga.single_controller.placement.rank_layout import GroupLayout
+from quadriga.single_controller.rank_layout import GroupLayout
 
 if TYPE_CHECKING:
     from numpy import generic
@@ -33,6 +33,17 @@ Split = tuple[tuple[Sequence[object], ...], dict[str, Sequence[object]]]
 """The result of a dispatch function: each argument as a sequence with one entry per rank."""
 Collect = Callable[[list[object]], object]
 """Joins the results of the ranks of one call."""
+DispatchFn = Callable[..., Split]
+CollectFn = Callable[..., object]
+Ticket = tuple[str, int]
+"""The sender of a call, and the number of the call among those of the sender to this rank."""
+
+
+class ModeFunctions(TypedDict):
+    """The two functions of a dispatch mode, as `@register(dispatch_mode=...)` accepts them."""
+
+    dispatch_fn: DispatchFn
+    collect_fn: CollectFn
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +140,10 @@ class GroupView(GroupInfo, Protocol):
     def memo(self) -> dict[str, object]:
         """Values that the dispatch function keeps for the collect function of the same call."""
         ...
+
+
+RanksFn = Callable[[GroupView], Sequence[int]]
+"""The ranks that execute a call."""
 
 
 class CallView:

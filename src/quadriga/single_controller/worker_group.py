@@ -16,16 +16,14 @@ from quadriga.errors import (
     WorkerError,
     WorkerMethodError,
 )
-from quadriga.single_controller.backend import Mesh, RankSet
+from quadriga.single_controller.backend import Mesh, RankSet, Watch, forget
+from quadriga.single_controller.batch_modes import check_mesh
 from quadriga.single_controller.bound_method import BoundMethod, Part, parts_of_ranks
 from quadriga.single_controller.call import Arguments, CallView, KeywordArguments
-from quadriga.single_controller.dispatch.batch_modes import check_mesh
-from quadriga.single_controller.dispatch.modes import DispatchMode, MethodRecord
-from quadriga.single_controller.dispatch.register import registered_methods
-from quadriga.single_controller.placement.rank_layout import GroupLayout
-from quadriga.single_controller.ranks.worker import reraise_in_property
+from quadriga.single_controller.dispatch import DispatchMode, MethodRecord, registered_methods
+from quadriga.single_controller.rank_layout import GroupLayout
 from quadriga.single_controller.verl_names import VerlNames
-from quadriga.single_controller.watch import Watch, forget
+from quadriga.single_controller.worker import reraise_in_property
 
 MethodFactory = Callable[["WorkerGroup", str, MethodRecord], Callable[..., object]]
 BindingPolicy = Callable[[type, MethodRecord], bool]

@@ -229,7 +229,7 @@ def check_methods(key: str, cls: type[Worker], protocols: Iterable[type]) -> Non
     Raises:
         ConfigError: names the methods that are missing or not registered.
     """
-    from quadriga.single_controller.dispatch.register import registered_methods
+    from quadriga.single_controller.dispatch import registered_methods
 
     missing = [name for name in methods_of(protocols) if name not in registered_methods(cls)]
     if missing:

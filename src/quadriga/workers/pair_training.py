@@ -22,8 +22,8 @@ from quadriga.single_controller import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
+from quadriga.single_controller.batch_modes import dispatch_by_mesh
 from quadriga.single_controller.call import GroupView, Split
-from quadriga.single_controller.dispatch.batch_modes import dispatch_by_mesh
 from quadriga.workers.method_fields import MODEL_INPUTS
 from quadriga.workers.runtime import RankRuntime, prepare_rank, register_engine_ranks
 
@@ -51,7 +51,7 @@ def _dispatch_pairs(view: GroupView, /, data: object) -> Split:
 
     Raises `LengthError` if the pairs do not divide and padding is off, or a row has no partner.
     """
-    from quadriga.single_controller.dispatch.padding import add_padding
+    from quadriga.single_controller.padding import add_padding
 
     if isinstance(data, DataProtoFuture) and (arrived := data.arrived()) is not None:
         data = arrived

@@ -1,8 +1,6 @@
 """Worker groups in the controller's own process: no Ray, and breakpoints work.
 
-    backend.py     LocalBackend: the `Backend` of the controller
-    group.py       LocalWorkerGroup: build the ranks of a group
-    calls.py       run calls on ranks, and the store of remote fields
+    backend.py     LocalBackend and LocalWorkerGroup: ranks, their calls, the store of remote fields
     deadlines.py   deadlines of calls that run in the thread of the caller
 
 May import `single_controller`, `protocol` and `errors`. Names load when they are first used.
@@ -14,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from quadriga.lazy import lazy_names
 
-_HOME = {"LocalBackend": "backend", "LocalWorkerGroup": "group"}
+_HOME = {"LocalBackend": "backend", "LocalWorkerGroup": "backend"}
 
 __all__ = list(_HOME)
 
 if TYPE_CHECKING:
     from quadriga.backends.local.backend import LocalBackend as LocalBackend
-    from quadriga.backends.local.group import LocalWorkerGroup as LocalWorkerGroup
+    from quadriga.backends.local.backend import LocalWorkerGroup as LocalWorkerGroup
 else:
     __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -1,4 +1,13 @@
-"""The local backend: every rank is an object of this process, called in the calling thread.
+"""Running calls on ranks that are objects of this process, and the store of remote fields.
+
+Values in the store stay in this process. A handle holds its value, and the value is freed with the
+last handle.
+
+
+`LocalWorkerGroup`: a worker group whose ranks are objects of this process.
+
+
+The local backend: every rank is an object of this process, called in the calling thread.
 
 One rank supports everything, `torch.distributed` with a world size of 1 included. Several ranks are
 called one after the other, so they cannot run collectives: asking for one raises CollectiveError. A
@@ -8,13 +17,361 @@ CallTimeoutError when it returns (see `deadlines`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import os
+import socket
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
 
-from quadriga.backends.local.calls import LocalCallBackend
-from quadriga.backends.local.group import LocalWorkerGroup
-from quadriga.single_controller.placement.resource_pool import ResourcePool
-from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs, ColocatedClass
+from quadriga.backends.local.deadlines import RunningCall
+from quadriga.errors import (
+    CallTimeoutError,
+    ConfigError,
+    DispatchError,
+    PlacementError,
+    WorkerDiedError,
+    WorkerError,
+)
+from quadriga.protocol.storage import (
+    Handle,
+    InProcessStore,
+    LocalHandle,
+    snapshot,
+    use_store,
+)
+from quadriga.single_controller.backend import RankFacts, RankHandle, RankSet
+from quadriga.single_controller.bound_method import BoundMethod
+from quadriga.single_controller.call import Call, Pending, check_timeouts
+from quadriga.single_controller.environment import (
+    LOCAL_PORT,
+    RankEnvironment,
+    ReservedPort,
+    WorkerEnv,
+    environment,
+    variables_of_rank,
+)
+from quadriga.single_controller.rank_host import RankHost
+from quadriga.single_controller.resource_pool import ResourcePool
+from quadriga.single_controller.worker import ClassWithInitArgs, ColocatedClass, roles_of
+from quadriga.single_controller.worker_group import (
+    BindingPolicy,
+    MethodFactory,
+    WorkerGroup,
+    bind_all,
+)
+
+
+class CountedHandle(LocalHandle):
+    """A stored value. A pickle of the handle contains the value."""
+
+    __slots__ = ()
+
+
+class LocalStore(InProcessStore):
+    """Keep a snapshot of each value in its handle.
+
+    `bytes_held` and `objects_held` count the values whose handles exist.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_held = 0
+        self.objects_held = 0
+
+    def put(self, value: object, nbytes: int = 0) -> Handle:
+        """Store a copy of `value`."""
+        handle = CountedHandle(snapshot(value), nbytes)
+        self.bytes_held += nbytes
+        self.objects_held += 1
+        weakref.finalize(handle, self._released, nbytes).atexit = False
+        return handle
+
+    def _released(self, nbytes: int) -> None:
+        self.bytes_held -= nbytes
+        self.objects_held -= 1
+
+
+@dataclass(frozen=True)
+class LocalRank:
+    """One rank: its workers, and the environment variables that are set while they run."""
+
+    host: RankHost
+    variables: dict[str, str]
+
+    def invoke(self, call: Call, timeout: float | None) -> object:
+        """Run the call to its end. Raises `CallTimeoutError` if that took longer than `timeout`."""
+        with environment(self.variables), RunningCall(self.host, call, timeout):
+            return self.host.invoke(call)
+
+
+@dataclass(frozen=True)
+class LocalPending:
+    """The result of a call that has ended, or its error."""
+
+    value: object = None
+    error: Exception | None = None
+
+    @property
+    def arrived(self) -> object:
+        """The value; None if the call failed."""
+        return self.value
+
+    def done(self) -> bool:
+        """Return True: a local call ends before `submit` returns."""
+        return True
+
+    def cancel(self) -> bool:
+        """Return False: nothing is left that could be dropped."""
+        return False
+
+    def result(self) -> object:
+        """Return the value. Raises the error of the call."""
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+class LocalCallBackend:
+    """Implement `quadriga.single_controller.backend.CallBackend` in one process."""
+
+    @cached_property
+    def store(self) -> LocalStore:
+        """Where remote fields are stored."""
+        return LocalStore()
+
+    def submit(
+        self,
+        ranks: RankSet,
+        targets: Sequence[int],
+        calls: Sequence[Call],
+        timeout: float | None,
+    ) -> Sequence[Pending]:
+        """Run each call to its end, rank after rank. A deadline applies to each rank by itself.
+
+        As on Ray, a rank runs one call at a time: the call of another thread waits. If it
+        waits for `timeout` seconds, its results are a `CallTimeoutError`.
+        """
+        try:
+            with _turn(ranks, calls[0].label, timeout):
+                return [
+                    self._run(ranks, ranks.handles[target], call, timeout)
+                    for target, call in zip(targets, calls, strict=True)
+                ]
+        except CallTimeoutError as late:  # raised where the caller waits
+            return [LocalPending(error=late)] * len(targets)
+
+    def _run(
+        self, ranks: RankSet, handle: RankHandle, call: Call, timeout: float | None
+    ) -> LocalPending:
+        try:
+            if not self.is_alive(handle):
+                raise self.death(ranks, handle)
+            with use_store(self.store):
+                return LocalPending(rank_of(handle).invoke(call, timeout))
+        except Exception as error:  # raised where the caller waits, as on the Ray backend
+            return LocalPending(error=error)
+
+    def gather(self, pendings: Sequence[Pending]) -> list[object]:
+        """Return the results in order. The first rank's error is raised."""
+        return [pending.result() for pending in pendings]
+
+    def share(self, packed: object, value: object) -> object:
+        """Return `packed`: nothing is sent to another process."""
+        return packed
+
+    def is_alive(self, handle: RankHandle) -> bool:
+        """Return whether the rank has its workers: until it is killed."""
+        return bool(rank_of(handle).host.workers)
+
+    def dead(self, handles: Sequence[RankHandle]) -> list[RankHandle]:
+        """Return the ranks that were killed."""
+        return [handle for handle in handles if not self.is_alive(handle)]
+
+    def death(self, ranks: RankSet, handle: RankHandle) -> WorkerError:
+        """Return the error for a rank that was killed."""
+        role, rank = "+".join(ranks.roles), handle.facts.rank
+        return WorkerDiedError(f"{role} rank {rank} was ended.", role=role, rank=rank, method="")
+
+    def kill(self, handle: RankHandle) -> None:
+        """Drop the rank's workers."""
+        rank_of(handle).host.workers.clear()
+
+
+@dataclass
+class _Turn:
+    """The right of a chain of calls to run calls of a group."""
+
+    ranks: RankSet
+    ended: bool = False
+
+
+_turns: ContextVar[tuple[_Turn, ...]] = ContextVar("turns", default=())
+"""The turns of the chain of calls that runs here: group A calls B, whose coroutine calls A."""
+
+
+@contextmanager
+def _turn(ranks: RankSet, label: str, timeout: float | None) -> Iterator[None]:
+    """Wait until no other chain of calls runs a call of the group, and keep others out.
+
+    A chain may go on in another thread, for which `ranks.lock` is taken although its holder waits.
+    Tasks and threads that a call has started keep their context when it has ended, hence `ended`.
+    """
+    held = _turns.get()
+    if any(turn.ranks is ranks and not turn.ended for turn in held):
+        yield
+        return
+    if not ranks.lock.acquire(timeout=-1 if timeout is None else timeout):
+        raise CallTimeoutError(
+            f"{label} exceeded its deadline of {timeout:g} s before it started: another thread "
+            "runs a call of its group. If that call waits for this one, let one thread make both.",
+            method=label.rpartition(".")[2],
+            stacks={},
+        )
+    turn = _Turn(ranks)
+    token = _turns.set((*held, turn))
+    try:
+        yield
+    finally:
+        turn.ended = True
+        _turns.reset(token)
+        ranks.lock.release()
+
+
+def rank_of(handle: RankHandle) -> LocalRank:
+    """Return the rank of a handle of this backend."""
+    return cast(LocalRank, handle.native)
+
+
+MACHINE_OPTIONS = (
+    "bin_pack", "device_name", "master_port_range", "namespace", "register_center", "start_timeout",
+)  # fmt: skip
+"""Options of other backends that have no effect in one process."""
+
+
+class LocalWorkerGroup(WorkerGroup):
+    """Build one worker per rank of the pool, in this process."""
+
+    _ports: list[ReservedPort]
+
+    def __init__(
+        self,
+        resource_pool: ResourcePool | None,
+        cls_with_init: ClassWithInitArgs,
+        *,
+        backend: LocalCallBackend | None = None,
+        name_prefix: str | None = None,
+        role: str | None = None,
+        worker_env: WorkerEnv | None = None,
+        timeout: float | None = None,
+        detached: bool = False,
+        sharing_with: WorkerGroup | None = None,
+        method_factory: MethodFactory = BoundMethod,
+        binding: BindingPolicy = bind_all,
+        **machine_options: object,
+    ) -> None:
+        """Args:
+        resource_pool: one rank per bundle.
+        cls_with_init: the worker class with its arguments, or several roles.
+        backend: the backend that builds the group.
+        name_prefix: start of the names of the ranks.
+        role: the name of a class that is one role by itself, in messages.
+        worker_env: environment variables that are set while the workers run: the same for all
+            ranks, one mapping per rank, or a function of the rank.
+        timeout: default deadline of a call in seconds.
+        detached: must be False.
+        sharing_with: another group, whose bundles are used instead of a pool's.
+        method_factory: makes the group's methods.
+        binding: which registered methods become attributes of the group.
+        machine_options: `MACHINE_OPTIONS`, so that a program may run on either backend.
+
+        Raises `PlacementError` for `detached=True` or a pool of another backend, `ConfigError` for
+        an option that no backend has.
+        """
+        _check_options(machine_options, detached)
+        check_timeouts(timeout=timeout)
+        local = _local_places(resource_pool, sharing_with)
+        backend = backend or LocalCallBackend()
+        use_store(backend.store)
+        prefix = name_prefix or "local"
+        classes = cls_with_init.roles
+        if role is not None and not cls_with_init.shares_process:
+            classes = {role: cls_with_init}
+        role_classes = roles_of({name: member.cls for name, member in classes.items()})
+        single = None if cls_with_init.shares_process else next(iter(classes))
+        self._bound_names(role_classes, single, binding)  # raises before anything is built
+        self._ports = []
+        places = self._places(local, prefix)
+        variables = [variables_of_rank(worker_env, p.rank, p.world_size) for p in places]
+        handles = [
+            _build(place, classes, own, prefix)
+            for place, own in zip(places, variables, strict=True)
+        ]
+        ranks = RankSet(backend, handles, role_classes, prefix, timeout)
+        super().__init__(ranks, single, method_factory, binding)
+
+    def _places(self, local: Sequence[tuple[int, int]], prefix: str) -> list[RankEnvironment]:
+        port = LOCAL_PORT
+        if len(local) == 1:
+            self._ports.append(ReservedPort.choose())
+            port = str(self._ports[0].port)
+        return [
+            RankEnvironment(rank, len(local), local_rank, local_size, "127.0.0.1", port, prefix)
+            for rank, (local_rank, local_size) in enumerate(local)
+        ]
+
+
+def _local_places(
+    pool: ResourcePool | None, sharing_with: WorkerGroup | None
+) -> list[tuple[int, int]]:
+    """Return (local rank, local world size) of each rank."""
+    if sharing_with is not None:
+        places = [rank_of(handle).host.place for handle in sharing_with._ranks.handles]
+        return [(place.local_rank, place.local_world_size) for place in places]
+    if pool is None:
+        raise DispatchError("A local group needs a resource_pool, or a group to share with.")
+    return list(zip(pool.local_rank_list(), pool.local_world_size_list(), strict=True))
+
+
+def _check_options(given: Mapping[str, object], detached: bool) -> None:
+    if detached:
+        raise PlacementError(
+            "A local group ends with its controller; detached=True needs backend=ray."
+        )
+    for name in given:
+        if name not in MACHINE_OPTIONS:
+            raise ConfigError(
+                f"A local group has no option {name!r}. It takes name_prefix, role, worker_env, "
+                f"timeout, sharing_with, method_factory, binding, and without effect "
+                f"{', '.join(MACHINE_OPTIONS)}.",
+                key=name,
+            )
+
+
+def _build(
+    place: RankEnvironment,
+    classes: Mapping[str, ClassWithInitArgs],
+    worker_env: dict[str, str],
+    prefix: str,
+) -> RankHandle:
+    node = socket.gethostname()
+    host = RankHost(place, node)
+    variables = {**worker_env, **place.variables()}
+    with environment(variables):
+        host.build(classes)
+    facts = RankFacts(
+        place.rank,
+        place.world_size,
+        node,
+        os.getpid(),
+        place.master_address,
+        place.master_port,
+        prefix,
+    )
+    name = f"{prefix}{'_'.join(classes)}:{place.rank}"
+    return RankHandle(LocalRank(host, variables), name, facts)
 
 
 class LocalBackend(LocalCallBackend):

@@ -20,9 +20,9 @@ import time
 from types import FrameType, TracebackType
 
 from quadriga.errors import CallTimeoutError
+from quadriga.single_controller import rank_host
 from quadriga.single_controller.call import Call
-from quadriga.single_controller.ranks import rank_host
-from quadriga.single_controller.ranks.rank_host import RankHost
+from quadriga.single_controller.rank_host import RankHost
 
 logger = logging.getLogger("quadriga.controller")
 

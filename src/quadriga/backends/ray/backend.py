@@ -1,25 +1,337 @@
-"""The Ray backend: ranks are actors, calls are actor tasks, remote fields are Ray objects."""
+"""`RayWorkerGroup`: a worker group whose ranks are Ray actors.
+
+
+The Ray backend: ranks are actors, calls are actor tasks, remote fields are Ray objects.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any
+import uuid
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
-from quadriga.backends.ray.calls.row_store import StoreName, make_store, servers
-from quadriga.backends.ray.calls.store import RayStore
-from quadriga.backends.ray.calls.submission import RayCallBackend
-from quadriga.backends.ray.cluster import RaySession, ensure_ray, is_last
-from quadriga.backends.ray.group import RayWorkerGroup
-from quadriga.backends.ray.placement.class_with_args import RayClassWithInitArgs, RayColocatedClass
-from quadriga.backends.ray.placement.placement_groups import alive_nodes
-from quadriga.backends.ray.placement.pool import RayResourcePool
-from quadriga.errors import PlacementError
-from quadriga.single_controller.placement.feasibility import check_feasible
-from quadriga.single_controller.placement.resource_pool import ResourcePool
-from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs
+from quadriga.backends.ray.class_with_args import RayClassWithInitArgs, RayColocatedClass
+from quadriga.backends.ray.cluster import (
+    RaySession,
+    ensure_ray,
+    is_last,
+    kill_actor,
+    refuse_ray_client,
+)
+from quadriga.backends.ray.pool import RayResourcePool, Strategy, alive_nodes, local_places
+from quadriga.backends.ray.profiling import Nsight, Profiler, check_profiler, profiler_of_rank
+from quadriga.backends.ray.rank_process import coroutine_methods
+from quadriga.backends.ray.row_store import StoreName, make_store, serve_rows, servers
+from quadriga.backends.ray.start import (
+    RankPlan,
+    class_roles,
+    devices_of,
+    facts_of,
+    start_ranks,
+    start_register_center,
+)
+from quadriga.backends.ray.store import RayStore
+from quadriga.backends.ray.submission import RayCallBackend
+from quadriga.backends.ray.waiting import RayPending
+from quadriga.errors import DispatchError, PlacementError, WorkerDiedError
+from quadriga.protocol.storage import use_store
+from quadriga.single_controller.backend import RankHandle, RankSet
+from quadriga.single_controller.batch_modes import register_reference
+from quadriga.single_controller.bound_method import BoundMethod
+from quadriga.single_controller.call import check_timeouts
+from quadriga.single_controller.environment import RankEnvironment, WorkerEnv, variables_of_rank
+from quadriga.single_controller.resource_pool import ResourcePool, check_feasible
+from quadriga.single_controller.worker import ClassWithInitArgs
+from quadriga.single_controller.worker_group import (
+    BindingPolicy,
+    MethodFactory,
+    WorkerGroup,
+    bind_all,
+)
+
+if TYPE_CHECKING:
+    from quadriga.backends.ray.cluster import RankActor
+    from quadriga.protocol import DataProtoFuture
+
+START_TIMEOUT_S = 1800.0
+
+
+class RayWorkerGroup(WorkerGroup):
+    """Start one actor per rank of a pool, or attach to actors that exist.
+
+    Args:
+        resource_pool: one rank per bundle.
+        ray_cls_with_init: the worker class with its arguments, or several roles.
+        bin_pack: STRICT_PACK (each part of the pool on one node), else PACK.
+        name_prefix: start of the names of the actors; six random characters by default.
+        detached: the actors, and the bundles of the pool, outlive this driver.
+        worker_names: attach to actors of these names.
+        worker_handles: attach to these actors.
+        device_name: "cuda" or "npu".
+        worker_env: environment variables that are set before the worker's modules load: the same
+            for all ranks, one mapping per rank, or a function of the rank.
+        profiler: `Nsight(...)` or `TorchProfiler(...)` for all ranks or some of them.
+        role: the name of a class that is one role by itself, in messages.
+        timeout: default deadline of a call in seconds.
+        start_timeout: seconds for all `__init__`s.
+        sharing_with: a group of the same size instead of a pool; rank i runs on the node and the
+            devices of its rank i.
+        namespace: Ray namespace of the actors.
+        register_center: also start an actor `{prefix}_register_center` that knows rank 0's address.
+        master_port_range: (first, last + 1), where rank 0 may reserve its port, for firewalls.
+        backend: the backend that started the group, with the store of large fields.
+        method_factory: makes the group's methods.
+        binding: which registered methods become attributes of the group.
+    """
+
+    resource_pool: RayResourcePool | None
+    register_center: object
+
+    def __init__(
+        self,
+        resource_pool: RayResourcePool | None = None,
+        ray_cls_with_init: ClassWithInitArgs | None = None,
+        bin_pack: bool = True,
+        name_prefix: str | None = None,
+        detached: bool = False,
+        worker_names: Sequence[str] | None = None,
+        worker_handles: Sequence[RankActor] | None = None,
+        device_name: str = "cuda",
+        worker_env: WorkerEnv | None = None,
+        *,
+        profiler: Profiler | None = None,
+        role: str | None = None,
+        timeout: float | None = None,
+        start_timeout: float = START_TIMEOUT_S,
+        sharing_with: WorkerGroup | None = None,
+        namespace: str | None = None,
+        register_center: bool = False,
+        master_port_range: Sequence[int] | None = None,
+        backend: RayCallBackend | None = None,
+        method_factory: MethodFactory = BoundMethod,
+        binding: BindingPolicy = bind_all,
+    ) -> None:
+        refuse_ray_client()
+        check_timeouts(timeout=timeout, start_timeout=start_timeout)
+        backend = backend or RayCallBackend()
+        use_store(backend.store)
+        if ray_cls_with_init is None:
+            raise DispatchError("RayWorkerGroup needs ray_cls_with_init, to know the methods.")
+        cls = ray_cls_with_init
+        roles = cls.roles if role is None or cls.shares_process else {role: cls}
+        single = None if cls.shares_process else next(iter(roles))
+        self._bound_names(class_roles(roles), single, binding)  # raises before anything is started
+        self.resource_pool = resource_pool
+        existing = worker_names is not None or worker_handles is not None
+        check_profiler(profiler, coroutine_methods(class_roles(roles)), existing)
+        if existing:
+            _refuse_options_of_a_start(
+                worker_env, sharing_with, detached, register_center, master_port_range
+            )
+            handles = _attach(worker_names, worker_handles, namespace)
+            prefix = name_prefix or handles[0].facts.group_prefix
+        else:
+            prefix = name_prefix or uuid.uuid4().hex[:6]
+            methods = {name for each in class_roles(roles).values() for name in dir(each)}
+            planner = _Planner(
+                cls, prefix, detached, worker_env, device_name, namespace, profiler, methods
+            )
+            plans = planner.plans(resource_pool, sharing_with, bin_pack)
+            name, ports = cls.cls.__name__, master_port_range
+            store = backend.store
+            handles = start_ranks(plans, roles, name, start_timeout, store, port_range=ports)
+        with _killed_after_an_error([] if existing else handles):
+            if register_center:
+                facts = [handle.facts for handle in handles]
+                self.register_center = start_register_center(prefix, facts, detached, namespace)
+            serve_rows(backend.store, {handle.facts.node_id for handle in handles})
+            ranks = RankSet(backend, handles, class_roles(roles), prefix, timeout)
+            super().__init__(ranks, single, method_factory, binding)
+
+    @classmethod
+    def from_detached(
+        cls,
+        name_prefix: str | None = None,
+        worker_names: Sequence[str] | None = None,
+        worker_handles: Sequence[RankActor] | None = None,
+        ray_cls_with_init: ClassWithInitArgs | None = None,
+        **kwargs: Any,
+    ) -> RayWorkerGroup:
+        """Attach to ranks that another program started, by their names or handles.
+
+        `kwargs`: further arguments of the class. Raises `WorkerDiedError` if a rank does not exist,
+        `CallTimeoutError` if one is busy for longer than a minute.
+        """
+        return cls(
+            None,
+            ray_cls_with_init,
+            name_prefix=name_prefix,
+            worker_names=worker_names,
+            worker_handles=worker_handles,
+            **kwargs,
+        )
+
+
+class _Planner:
+    """Plan for each rank its name, its position in the group and its Ray options."""
+
+    def __init__(
+        self,
+        cls: ClassWithInitArgs,
+        prefix: str,
+        detached: bool,
+        worker_env: WorkerEnv | None,
+        device_name: str,
+        namespace: str | None,
+        profiler: Profiler | None,
+        methods: Collection[str],
+    ) -> None:
+        self.profiler, self.methods = profiler, methods
+        self.cls = cls if isinstance(cls, RayClassWithInitArgs) else _as_ray(cls)
+        self.prefix = prefix
+        self.worker_env = worker_env
+        self.device_name = device_name
+        self.detached = detached
+        self.lifetime: dict[str, object] = {"lifetime": "detached"} if detached else {}
+        if namespace is not None:
+            self.lifetime["namespace"] = namespace
+
+    def plans(
+        self,
+        pool: RayResourcePool | None,
+        sharing_with: WorkerGroup | None,
+        bin_pack: bool,
+    ) -> list[RankPlan]:
+        """Return the plans of all ranks: beside the ranks of a group, or in a pool.
+
+        Raises `DispatchError` without either.
+        """
+        if sharing_with is not None:
+            return self.beside(sharing_with)
+        if pool is None:
+            raise DispatchError(
+                "RayWorkerGroup needs a resource_pool, a group to share with (sharing_with), "
+                "or existing workers (worker_names or worker_handles)."
+            )
+        if self.detached:
+            pool.detach()
+        return self.in_pool(pool, "STRICT_PACK" if bin_pack else "PACK")
+
+    def in_pool(self, pool: RayResourcePool, strategy: Strategy) -> list[RankPlan]:
+        """Plan one rank per bundle of the pool."""
+        groups = pool.get_placement_groups(strategy, device_name=self.device_name)
+        bundles, world_size = pool.bundles_of_ranks(), pool.world_size
+        local = local_places([(groups[group], bundle) for group, bundle in bundles])
+        plans = []
+        for rank, (group, bundle) in enumerate(bundles):
+            options = self.cls.actor_options(
+                groups[group],
+                bundle,
+                use_gpu=pool.use_gpu,
+                num_gpus=1 / pool.max_colocate_count,
+                device_name=self.device_name,
+            )
+            place = self._place(rank, world_size, *local[rank])
+            plans.append(self._plan(place, f"{group}:{bundle}", options, {}))
+        return plans
+
+    def beside(self, other: WorkerGroup) -> list[RankPlan]:
+        """Plan one rank per rank of another group, on its node and devices."""
+        handles = other._ranks.handles
+        sizes = Counter(handle.facts.node_id for handle in handles)
+        numbers: Counter[str] = Counter()
+        plans = []
+        for rank, handle in enumerate(handles):
+            node = handle.facts.node_id
+            place = self._place(rank, len(handles), numbers[node], sizes[node])
+            numbers[node] += 1
+            options = self.cls.options_on_node(node)
+            plans.append(self._plan(place, f"shared:{rank}", options, devices_of(handle.facts)))
+        return plans
+
+    def _place(self, rank: int, world: int, local_rank: int, local_size: int) -> RankEnvironment:
+        return RankEnvironment(rank, world, local_rank, local_size, group_prefix=self.prefix)
+
+    def _plan(
+        self, place: RankEnvironment, suffix: str, options: dict[str, object], own: dict[str, str]
+    ) -> RankPlan:
+        name = f"{self.prefix}{self.cls.cls.__name__}_{suffix}"
+        variables = variables_of_rank(self.worker_env, place.rank, place.world_size)
+        profiler = profiler_of_rank(self.profiler, place.rank, place.world_size, self.methods)
+        if isinstance(profiler, Nsight):
+            given = cast("Mapping[str, object]", options.get("runtime_env") or {})
+            options = {**options, "runtime_env": {**given, **profiler.runtime_env()}}
+            profiler = None
+        options, variables = {**options, **self.lifetime}, {**variables, **own}
+        return RankPlan(name, place, options, variables, profiler)
+
+
+def _as_ray(cls: ClassWithInitArgs) -> RayClassWithInitArgs:
+    return RayClassWithInitArgs(cls.cls, *cls.args, **cls.kwargs)
+
+
+def _refuse_options_of_a_start(
+    worker_env: WorkerEnv | None,
+    sharing_with: WorkerGroup | None,
+    detached: bool,
+    register_center: bool,
+    master_port_range: Sequence[int] | None,
+) -> None:
+    """Raise `DispatchError` for an option that a group which attaches cannot use."""
+    given = {
+        "worker_env": worker_env, "sharing_with": sharing_with, "detached": detached,
+        "register_center": register_center, "master_port_range": master_port_range,
+    }  # fmt: skip
+    if unused := [option for option, value in given.items() if value]:
+        raise DispatchError(
+            f"RayWorkerGroup attaches to ranks that run already, so {', '.join(unused)} "
+            "has no effect; give it to the group that starts the ranks."
+        )
+
+
+def _attach(
+    names: Sequence[str] | None, actors: Sequence[RankActor] | None, namespace: str | None
+) -> list[RankHandle]:
+    """Return handles of ranks that exist, in the order of their ranks."""
+    found: list[Any] = list(actors or [])
+    if actors is None:
+        for name in names or []:
+            try:
+                found.append(ray.get_actor(name, namespace=namespace))
+            except ValueError as error:
+                raise WorkerDiedError(
+                    f"The Ray namespace {namespace or ray.get_runtime_context().namespace!r} has "
+                    f"no worker named {name!r}.",
+                    rank=len(found),
+                ) from error
+    facts = facts_of(found)
+    handles = [RankHandle(actor, fact.name, fact) for actor, fact in zip(found, facts, strict=True)]
+    return sorted(handles, key=lambda handle: handle.facts.rank)
+
+
+@contextmanager
+def _killed_after_an_error(started: Sequence[RankHandle]) -> Iterator[None]:
+    """End the ranks if the block raises: detached ones would outlive the program."""
+    try:
+        yield
+    except BaseException:
+        for handle in started:
+            kill_actor(cast("RankActor", handle.native))
+        raise
+
+
+def _future_of(ref: object) -> DataProtoFuture:
+    from quadriga.backends.ray.referenced import ReferencedValue
+
+    assert isinstance(ref, ray.ObjectRef)
+    return ReferencedValue([RayPending(ref, label="a reference of Ray")])
+
+
+register_reference(ray.ObjectRef, _future_of)
 
 
 class RayBackend(RayCallBackend):

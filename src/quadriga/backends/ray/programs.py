@@ -15,10 +15,10 @@ from ray import cloudpickle
 from ray.exceptions import GetTimeoutError
 
 from quadriga.backends.ray.cluster import cluster_nodes, kill_actor
-from quadriga.backends.ray.process.user_code import send_code_of_loaded_files
+from quadriga.backends.ray.submission import send_code_of_loaded_files
 from quadriga.errors import CallTimeoutError
-from quadriga.single_controller.ranks.class_with_args import plain_class
-from quadriga.single_controller.ranks.environment import preloaded
+from quadriga.single_controller.environment import preloaded
+from quadriga.single_controller.worker import plain_class
 
 if TYPE_CHECKING:
     from quadriga.backends.ray.cluster import ActorFactory, Ref

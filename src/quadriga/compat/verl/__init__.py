@@ -29,7 +29,7 @@ from types import FrameType, ModuleType
 
 from quadriga.compat.verl.names import MODULES, advice
 from quadriga.errors import ConfigError
-from quadriga.single_controller.ranks.environment import preload_in_workers
+from quadriga.single_controller.environment import preload_in_workers
 
 VERSION = "0.9.1+quadriga"
 _IMPORT_FROM = opmap["IMPORT_FROM"]

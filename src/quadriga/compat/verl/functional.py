@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 
 from quadriga import protocol
 from quadriga.errors import ConflictError, FieldError, LengthError
-from quadriga.single_controller.ranks.environment import environment
+from quadriga.single_controller.environment import environment
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from quadriga.errors import UnregisteredMethodError
-from quadriga.single_controller.placement.devices import VISIBLE
-from quadriga.single_controller.ranks.environment import RankEnvironment
+from quadriga.single_controller.environment import VISIBLE, RankEnvironment
 
 if TYPE_CHECKING:
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import CheckpointError, ConfigError
 from quadriga.single_controller import ClassWithInitArgs, Dispatch, Worker, WorkerGroup
-from quadriga.single_controller.dispatch.modes import MethodRecord
-from quadriga.single_controller.dispatch.register import registered_methods
+from quadriga.single_controller.dispatch import MethodRecord, registered_methods
 from quadriga.trainer.roles.placement import Role
 from quadriga.trainer.roles.registry import AddedRole, is_built_in
 from quadriga.workers.runtime import RankRuntime

@@ -30,7 +30,7 @@ from quadriga.single_controller import GroupLayout, RankLayout
 from quadriga.single_controller.backend import RankSet
 from quadriga.single_controller.bound_method import BoundGroup
 from quadriga.single_controller.call import CallView, GroupInfo
-from quadriga.single_controller.dispatch.modes import (
+from quadriga.single_controller.dispatch import (
     Dispatch,
     DispatchMode,
     Execute,

@@ -17,8 +17,8 @@ from typing import TypeAlias, cast
 from quadriga.compat.verl.controller.decorator import get_predefined_dispatch_fn
 from quadriga.errors import DispatchError
 from quadriga.single_controller.bound_method import Part, parts_of_ranks
-from quadriga.single_controller.call import Arguments, CallView, KeywordArguments, Split
-from quadriga.single_controller.dispatch.modes import DispatchFn, DispatchMode
+from quadriga.single_controller.call import Arguments, CallView, DispatchFn, KeywordArguments, Split
+from quadriga.single_controller.dispatch import DispatchMode
 
 Columns: TypeAlias = tuple[Arguments, KeywordArguments]
 """(args, kwargs) of an execute function: usually a list with one entry per rank each."""

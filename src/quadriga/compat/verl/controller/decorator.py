@@ -15,22 +15,26 @@ from quadriga import single_controller
 from quadriga.compat.verl.controller.joining import collect_later
 from quadriga.compat.verl.controller.padding import with_count, with_uneven_parts
 from quadriga.errors import DispatchError
-from quadriga.single_controller import Dispatch, Execute
-from quadriga.single_controller.call import CallView, GroupInfo, GroupView, Split
-from quadriga.single_controller.dispatch import batch_modes, builtin_modes
-from quadriga.single_controller.dispatch.modes import (
+from quadriga.single_controller import Dispatch, Execute, batch_modes, dispatch
+from quadriga.single_controller.call import (
+    CallView,
     CollectFn,
     DispatchFn,
+    GroupInfo,
+    GroupView,
+    ModeFunctions,
+    Split,
+)
+from quadriga.single_controller.dispatch import (
+    VERL_ATTRIBUTE,
     DispatchMode,
     ExecuteMode,
-    ModeFunctions,
     inline_dispatch_mode,
     update_dispatch_mode,
 )
-from quadriga.single_controller.dispatch.modes import (
+from quadriga.single_controller.dispatch import (
     get_predefined_dispatch_fn as functions_of_mode,
 )
-from quadriga.single_controller.dispatch.register import VERL_ATTRIBUTE
 
 MAGIC_ATTR = VERL_ATTRIBUTE
 
@@ -67,7 +71,7 @@ def collect_all_to_all(worker_group: GroupInfo, output: list[object]) -> list[ob
 
 def dispatch_dp_compute(worker_group: GroupInfo, *args: object, **kwargs: object) -> Split:
     """Check that each argument is a list with one entry per rank. Raises `LengthError` if not."""
-    return builtin_modes.dispatch_lists(_view(worker_group), *args, **kwargs)
+    return dispatch.dispatch_lists(_view(worker_group), *args, **kwargs)
 
 
 def collect_dp_compute(worker_group: GroupInfo, output: list[object]) -> list[object]:
@@ -180,7 +184,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> ModeFunctions:
 
 def dummy_direct_rollout_call(worker_group: GroupInfo, *args: object, **kwargs: object) -> None:
     """Raise DispatchError: methods of DIRECT_ROLLOUT_METHOD are not called through a group."""
-    builtin_modes.refuse_direct_call(_view(worker_group), *args, **kwargs)
+    dispatch.refuse_direct_call(_view(worker_group), *args, **kwargs)
 
 
 class ExecuteName(TypedDict):

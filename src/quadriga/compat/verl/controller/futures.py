@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeAlias
 
 from quadriga import protocol
-from quadriga.backends.ray.calls.values import pending_values
+from quadriga.backends.ray.submission import pending_values
 from quadriga.errors import LengthError
 from quadriga.protocol.boundary import PendingValue
 

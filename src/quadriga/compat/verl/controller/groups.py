@@ -20,8 +20,7 @@ from quadriga.errors import DispatchError
 from quadriga.single_controller import ClassWithInitArgs
 from quadriga.single_controller.bound_method import Part
 from quadriga.single_controller.call import Arguments, CallView, KeywordArguments
-from quadriga.single_controller.dispatch.modes import DispatchMode, NotGiven
-from quadriga.single_controller.dispatch.register import registered_methods
+from quadriga.single_controller.dispatch import DispatchMode, NotGiven, registered_methods
 from quadriga.single_controller.worker_group import bind_all
 
 if TYPE_CHECKING:

@@ -7,10 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from quadriga.backends.ray.programs import all_references, is_reference
-from quadriga.single_controller.call import CallView, Collector, GroupView
-from quadriga.single_controller.dispatch import batch_modes
-from quadriga.single_controller.dispatch.megatron_modes import PartScheme
-from quadriga.single_controller.dispatch.modes import CollectFn
+from quadriga.single_controller import batch_modes
+from quadriga.single_controller.call import CallView, CollectFn, Collector, GroupView
+from quadriga.single_controller.dispatch import PartScheme
 
 if TYPE_CHECKING:
     from quadriga.backends.ray.cluster import Ref

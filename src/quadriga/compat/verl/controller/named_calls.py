@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from quadriga.backends.ray import RayWorkerGroup
-from quadriga.backends.ray.calls.values import submit_values
 from quadriga.backends.ray.programs import actor_method, stored, values_of
+from quadriga.backends.ray.submission import submit_values
 from quadriga.errors import WorkerDiedError
 from quadriga.protocol import DataProto
 from quadriga.single_controller.bound_method import Part, build_calls
-from quadriga.single_controller.dispatch.register import registered_methods
+from quadriga.single_controller.dispatch import registered_methods
 
 if TYPE_CHECKING:
     from quadriga.backends.ray.cluster import Ref

@@ -17,7 +17,7 @@ import torch
 
 from quadriga.protocol import DataProto
 from quadriga.single_controller.call import GroupView, Split
-from quadriga.single_controller.dispatch.padding import Padding
+from quadriga.single_controller.padding import Padding
 
 PADDING = "_padding_size_key_x123d"
 """verl's key."""

@@ -8,9 +8,9 @@ from typing import Generic, Protocol, TypeVar
 
 from quadriga.backends.ray import RayResourcePool
 from quadriga.backends.ray.cluster import ensure_ray
-from quadriga.backends.ray.placement.placement_groups import alive_nodes, sort_by_node_address
+from quadriga.backends.ray.pool import alive_nodes, sort_by_node_address
 from quadriga.errors import PlacementError
-from quadriga.single_controller.placement.feasibility import check_feasible
+from quadriga.single_controller.resource_pool import check_feasible
 
 RoleT = TypeVar("RoleT")
 

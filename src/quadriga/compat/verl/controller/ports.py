@@ -7,7 +7,7 @@ import string
 from collections.abc import Sequence
 
 from quadriga.backends.ray.cluster import node_address
-from quadriga.single_controller.ranks.environment import ReservedPort
+from quadriga.single_controller.environment import ReservedPort
 
 
 class WorkerHelper:

@@ -9,11 +9,11 @@ from typing import Self
 
 from quadriga import single_controller
 from quadriga.backends.ray.cluster import this_node
-from quadriga.backends.ray.process.register_center import join_register_center
+from quadriga.backends.ray.start import join_register_center
 from quadriga.compat.verl.controller.ports import WorkerHelper
 from quadriga.compat.verl.device import get_visible_devices_keyword
 from quadriga.single_controller import Dispatch, RankLayout, register
-from quadriga.single_controller.ranks.environment import RankEnvironment
+from quadriga.single_controller.environment import RankEnvironment
 
 DISABLED = "DISABLE_WORKER_INIT"
 """With the value 1, a worker that is started by hand does not look for the other ranks."""

@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 from quadriga.compat.verl.config import VerlConfig
 from quadriga.compat.verl.controller.pools import ResourcePoolManager
 from quadriga.errors import ConfigError, DispatchError
-from quadriga.single_controller.ranks.class_with_args import plain_class
+from quadriga.single_controller.worker import plain_class
 from quadriga.trainer.roles.placement import ResourcePoolManager as QuadrigaPools
 from quadriga.trainer.roles.placement import Role
 

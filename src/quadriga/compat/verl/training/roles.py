@@ -14,7 +14,7 @@ from quadriga.compat.verl.controller.pools import ResourcePoolManager
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.single_controller import Worker
-from quadriga.single_controller.ranks.class_with_args import plain_class
+from quadriga.single_controller.worker import plain_class
 from quadriga.trainer.roles.placement import ResourcePoolManager as QuadrigaPools
 from quadriga.trainer.roles.placement import Role
 from quadriga.trainer.roles.pools import use_gpu, uses_by_pool

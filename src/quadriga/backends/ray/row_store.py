@@ -29,8 +29,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from quadriga.backends.ray.calls.store import RayHandle, RayStore, item_of
 from quadriga.backends.ray.cluster import cluster_nodes, fetch, kill_actor, this_node
+from quadriga.backends.ray.store import RayHandle, RayStore, item_of
 from quadriga.errors import ConfigError
 from quadriga.protocol.storage import (
     Ints,

@@ -1,37 +1,50 @@
-"""Starting the processes of a group: all at once, and built side by side."""
+"""Starting the processes of a group: all at once, and built side by side.
+
+
+What ranks that exist tell a program that attaches to them.
+
+
+An actor that knows where the ranks of a group are, for processes that know only its name.
+
+The ranks themselves learn rank 0's address from the group, so a group starts this actor on request
+only: `ray.get_actor(f"{prefix}_register_center").get_rank_zero_info.remote()`. Workers that were
+started without a group use it to find rank 0 (`join_register_center`).
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from quadriga.backends.ray.calls.row_store import make_store
-from quadriga.backends.ray.calls.waiting import RayBatch
-from quadriga.backends.ray.cluster import kill_actor
-from quadriga.backends.ray.process.memory import FULL_EVERY_IN_CONTROLLER, collect_rarely
-from quadriga.backends.ray.process.profiling import TorchProfiler
-from quadriga.backends.ray.process.rank_process import (
-    AsyncRankProcess,
-    RankProcess,
-    rank_process_class,
+from quadriga.backends.ray.cluster import kill_actor, node_address, this_node
+from quadriga.backends.ray.memory import FULL_EVERY_IN_CONTROLLER, collect_rarely
+from quadriga.backends.ray.profiling import TorchProfiler
+from quadriga.backends.ray.rank_process import AsyncRankProcess, RankProcess, rank_process_class
+from quadriga.backends.ray.row_store import make_store
+from quadriga.backends.ray.submission import send_code_of_loaded_files
+from quadriga.backends.ray.waiting import RayBatch
+from quadriga.errors import (
+    CallTimeoutError,
+    ConfigError,
+    DispatchError,
+    PlacementError,
+    WorkerDiedError,
 )
-from quadriga.backends.ray.process.user_code import send_code_of_loaded_files
-from quadriga.errors import CallTimeoutError, ConfigError, DispatchError, WorkerDiedError
 from quadriga.single_controller.backend import RankFacts, RankHandle
-from quadriga.single_controller.dispatch.builtin_modes import Dispatch, Execute
-from quadriga.single_controller.dispatch.modes import DispatchMode, ExecuteMode
-from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs, roles_of
-from quadriga.single_controller.ranks.environment import RankEnvironment, preloaded
+from quadriga.single_controller.dispatch import Dispatch, DispatchMode, Execute, ExecuteMode
+from quadriga.single_controller.environment import RankEnvironment, ReservedPort, preloaded
+from quadriga.single_controller.worker import ClassWithInitArgs, FusedWorker, roles_of
 
 if TYPE_CHECKING:
-    from quadriga.backends.ray.calls.store import RayStore
     from quadriga.backends.ray.cluster import ActorFactory, RankActor, Ref
+    from quadriga.backends.ray.store import RayStore
 
 SINGLE_START_TIMEOUT_S = 1800.0
 UNLIMITED = 2**20
@@ -222,3 +235,136 @@ def devices_of(facts: RankFacts) -> dict[str, str]:
 def class_roles(roles: Mapping[str, ClassWithInitArgs]) -> dict[str, type]:
     """Return every role that a process of these classes hosts."""
     return roles_of({role: member.cls for role, member in roles.items()})
+
+
+def classes_of(
+    names: Sequence[str] | None, actors: Sequence[RankActor] | None, namespace: str | None = None
+) -> dict[str, type]:
+    """Ask the first of some ranks for its roles and their worker classes.
+
+    A fused class stands for its roles. Raises `WorkerDiedError` if there is no such rank,
+    `CallTimeoutError` if it is busy for longer than a minute.
+    """
+    found: Any = actors[0] if actors else None  # Ray's handle has every method of the actor
+    try:
+        if found is None:
+            found = ray.get_actor((names or [""])[0], namespace=namespace)
+        answer = ray.get(found.quadriga_roles.remote(), timeout=ATTACH_TIMEOUT_S)
+    except ray.exceptions.RayActorError as error:
+        raise WorkerDiedError(f"The rank {names or actors} has ended: {error}") from error
+    except (ValueError, AttributeError) as error:
+        raise WorkerDiedError(
+            f"expected the names or handles of ranks of a worker group, got {names or actors}; "
+            "there is no such rank. Pass ray_cls_with_init and the names of ranks that run."
+        ) from error
+    except ray.exceptions.GetTimeoutError as error:
+        raise CallTimeoutError(
+            f"The rank {names or actors} has not told its worker class within "
+            f"{ATTACH_TIMEOUT_S:.0f} s, because it runs a call. Pass ray_cls_with_init."
+        ) from error
+    classes = cast(dict[str, type], answer)
+    fused = {role: cls for role, cls in classes.items() if issubclass(cls, FusedWorker)}
+    return fused or classes
+
+
+JOIN_TIMEOUT_S = 300.0
+"""How long a rank waits for the register center that rank 0 starts."""
+
+
+class WorkerGroupRegisterCenter:
+    """Hold where the ranks of one group are."""
+
+    def __init__(self, facts: Sequence[RankFacts]) -> None:
+        self._facts = {fact.rank: fact for fact in facts}
+
+    def get_rank_zero_info(self) -> dict[str, str]:
+        """Return `{"MASTER_ADDR", "MASTER_PORT"}`."""
+        first = self._facts[0]
+        return {"MASTER_ADDR": first.master_address, "MASTER_PORT": first.master_port}
+
+    def get_worker_info(self) -> dict[int, str]:
+        """Return the id of each rank's node, by rank."""
+        return {rank: fact.node_id for rank, fact in self._facts.items()}
+
+    def add_rank(self, fact: RankFacts) -> RankFacts:
+        """Note where a rank is, and return where rank 0 is."""
+        self._facts[fact.rank] = fact
+        return self._facts[0]
+
+
+def start_register_center(
+    prefix: str, facts: Sequence[RankFacts], detached: bool, namespace: str | None
+) -> object:
+    """Start the actor `{prefix}_register_center` and return its handle. It takes no CPU.
+
+    Raises `PlacementError` if an actor has this name already.
+    """
+    options: dict[str, object] = {"name": f"{prefix}_register_center", "num_cpus": 0}
+    if detached:
+        options["lifetime"] = "detached"
+    if namespace is not None:
+        options["namespace"] = namespace
+    factory = cast("ActorFactory", ray.remote(WorkerGroupRegisterCenter))
+    try:
+        return factory.options(**options).remote(list(facts))
+    except ValueError as error:  # Ray's error for a name that is taken
+        raise PlacementError(
+            f"the register center {options['name']!r} exists already: another group has the prefix "
+            f"{prefix!r}. Choose another name_prefix (WG_PREFIX), or end that group"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The address and port of rank 0, and what keeps them valid."""
+
+    master_address: str
+    master_port: str
+    center: object
+    """The handle of the register center."""
+    port: ReservedPort | None
+    """The port that this rank has reserved, if it is rank 0."""
+
+
+def join_register_center(name: str, rank: int, world_size: int) -> Joined:
+    """Find rank 0 through the actor `name`, which rank 0 starts.
+
+    Raises:
+        CallTimeoutError: there is no such actor, or it does not answer, within `JOIN_TIMEOUT_S`
+            seconds.
+        WorkerDiedError: the actor has ended.
+        PlacementError: rank 0 cannot start the actor, because the name is taken.
+    """
+    prefix = name.removesuffix("_register_center")
+    port = ReservedPort.choose() if rank == 0 else None
+    address, number = (node_address(), str(port.port)) if port else ("", "")
+    mine = RankFacts(
+        rank, world_size, node_address(), os.getpid(), address, number, prefix, None, this_node()
+    )
+    if port is not None:
+        return Joined(address, number, start_register_center(prefix, [mine], False, None), port)
+    expires = time.monotonic() + JOIN_TIMEOUT_S
+    while True:
+        try:
+            center: Any = ray.get_actor(name)  # a handle has every method of its actor
+            left = max(0.0, expires - time.monotonic())
+            first = ray.get(center.add_rank.remote(mine), timeout=left)
+            return Joined(first.master_address, first.master_port, center, None)
+        except ValueError as error:  # rank 0 has not started it yet
+            if time.monotonic() > expires:
+                raise CallTimeoutError(
+                    f"rank {rank} of {world_size} found no actor {name!r} within "
+                    f"{JOIN_TIMEOUT_S:.0f} s; start rank 0 of WG_PREFIX={prefix!r}, or set "
+                    "MASTER_ADDR and MASTER_PORT"
+                ) from error
+        except GetTimeoutError as error:
+            raise CallTimeoutError(
+                f"the register center {name!r} did not answer rank {rank} of {world_size} within "
+                f"{JOIN_TIMEOUT_S:.0f} s"
+            ) from error
+        except RayActorError as error:
+            raise WorkerDiedError(
+                f"the register center {name!r} has ended before rank {rank} of {world_size} "
+                f"joined; start rank 0 of WG_PREFIX={prefix!r} again"
+            ) from error
+        time.sleep(0.1)

@@ -1,4 +1,12 @@
-"""Dispatch by batch rows: over the ranks of a group, or over the data-parallel ranks of a mesh.
+"""Refuse calls in which a mode that splits batches finds no batch, but would repeat one.
+
+f([batch])    a container with a batch, a row, a future or a reference: every rank would work on
+              all rows, and the joined result would have them once for each rank
+f(iterator)   the rank that reads it first would get all items
+f(None)       every rank would work without data
+
+
+Dispatch by batch rows: over the ranks of a group, or over the data-parallel ranks of a mesh.
 
 Example: 8 ranks with tp=2 (inner) and dp=4, a batch of 8 rows, `dispatch_info` of the mesh
 `[0, 0, 1, 1, 2, 2, 3, 3]`, `collect_info` `[T, F, T, F, T, F, T, F]`:
@@ -18,14 +26,19 @@ backend (Ray's `ObjectRef`) is split as the future of its object.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from quadriga.errors import DispatchError, LengthError, MeshError
-from quadriga.single_controller.call import Arguments, GroupView, KeywordArguments, Split
-from quadriga.single_controller.dispatch.modes import ModeFunctions
-from quadriga.single_controller.dispatch.unsplit import check_unsplit
+from quadriga.protocol.containers import PLAIN_TYPES
+from quadriga.single_controller.call import (
+    Arguments,
+    GroupView,
+    KeywordArguments,
+    ModeFunctions,
+    Split,
+)
 
 if TYPE_CHECKING:
     from tensordict import TensorDict, TensorDictBase
@@ -35,6 +48,75 @@ if TYPE_CHECKING:
 
     Batch = DataProto | DataProtoFuture | TensorDictBase
     AsFuture = Callable[[object], DataProtoFuture]
+
+IsBatch = Callable[[object], bool]
+
+_PLAIN = frozenset(PLAIN_TYPES)
+
+
+def check_unsplit(
+    view: GroupView, args: Arguments, kwargs: KeywordArguments, is_batch: IsBatch
+) -> None:
+    """Check the arguments of a call, none of which is a batch. Raises `DispatchError`.
+
+    `is_batch(value)`: whether the mode splits a value.
+    """
+    named: dict[str, object] = {f"argument {i}": value for i, value in enumerate(args)}
+    named |= {f"argument {name!r}": value for name, value in kwargs.items()}
+    if all(value is None for value in named.values()):
+        _refuse(
+            view,
+            "None. Leave the argument out, or register the method with Dispatch.ONE_TO_ALL if it "
+            "needs no batch.",
+        )
+    for where, value in named.items():
+        title = f"{where} of type {type(value).__name__}"
+        if isinstance(value, Iterator):
+            _refuse(
+                view,
+                f"{title}, whose items one rank could read. Pass one batch: "
+                "DataProto.concat(list(...)).",
+            )
+        held = _held_batch(value, is_batch)
+        if held is value and held is not None:
+            _refuse(view, f"{where}, one row of a batch. Pass a batch of one row: data[0:1].")
+        if held is not None:
+            _refuse(
+                view,
+                f"{title} with a {type(held).__name__} inside, of which every rank would receive "
+                "all rows. Pass the batch itself, DataProto.concat or DataProtoFuture.concat of "
+                "several, or register the method with Dispatch.ONE_TO_ALL.",
+            )
+
+
+def _refuse(view: GroupView, got: str) -> NoReturn:
+    raise DispatchError(
+        f"{view.method}: expected a batch to split (DataProto, DataProtoFuture, TensorDict), got "
+        f"{got}"
+    )
+
+
+def _held_batch(value: object, is_batch: IsBatch) -> object:
+    """Return the first batch, row of a batch or reference in nested containers, else None."""
+    items: Iterator[object]
+    if is_batch(value) or _is_row(value):  # before its items: a TensorDict is a Mapping
+        return value
+    if isinstance(value, list | tuple | set | frozenset):
+        if _PLAIN.issuperset(map(type, value)):  # a list of token ids, in 10 ns an item
+            return None
+        items = iter(value)
+    elif isinstance(value, Mapping):
+        items = iter(value.values())
+    else:
+        return None
+    found = (_held_batch(item, is_batch) for item in items)
+    return next((held for held in found if held is not None), None)
+
+
+def _is_row(value: object) -> bool:
+    contents = sys.modules.get("quadriga.protocol.contents")
+    return contents is not None and isinstance(value, contents.DataProtoItem)
+
 
 _REFERENCES: dict[type, AsFuture] = {}
 """Class of a backend's references → the function that makes a future of one."""
@@ -269,7 +351,7 @@ def _split(
             return value.chunk(parts, uneven)
         value = arrived
     if len(value) % parts and isinstance(value, DataProto) and value.is_padding_enabled():
-        from quadriga.single_controller.dispatch.padding import add_padding
+        from quadriga.single_controller.padding import add_padding
 
         value = add_padding(view, where, value, parts)
     rows = len(value)
@@ -328,7 +410,7 @@ def _without_padding(
     padding = view.memo.get("padding")
     if padding is None:
         return outputs
-    from quadriga.single_controller.dispatch.padding import Padding, remove_padding
+    from quadriga.single_controller.padding import Padding, remove_padding
 
     if not isinstance(padding, Padding):  # a dispatch function of the user's uses the same key
         return outputs

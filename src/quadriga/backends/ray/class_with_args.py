@@ -13,10 +13,10 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from quadriga.backends.ray.process.start import facts_of, start_single
+from quadriga.backends.ray.start import facts_of, start_single
 from quadriga.errors import ConfigError
-from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs, ColocatedClass
-from quadriga.single_controller.ranks.class_with_args import (
+from quadriga.single_controller.worker import ClassWithInitArgs, ColocatedClass
+from quadriga.single_controller.worker import (
     create_colocated_worker_raw_cls as create_colocated_worker_raw_cls,
 )
 

@@ -33,25 +33,19 @@ import ray
 from ray import cloudpickle
 
 from quadriga.backends.ray.cluster import STACK_SIGNAL, node_address
-from quadriga.backends.ray.process.memory import (
-    FULL_EVERY_IN_RANK,
-    collect_rarely,
-    keep_freed_memory,
-)
-from quadriga.backends.ray.process.profiling import TorchProfiler
+from quadriga.backends.ray.memory import FULL_EVERY_IN_RANK, collect_rarely, keep_freed_memory
+from quadriga.backends.ray.profiling import TorchProfiler
 from quadriga.protocol.threads import in_thread
 from quadriga.single_controller.backend import RankFacts
-from quadriga.single_controller.call import Call, SharedArgument, unpack_results
-from quadriga.single_controller.placement.devices import visible_devices
-from quadriga.single_controller.ranks.call_order import Ticket
-from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs, members_of, roles_of
-from quadriga.single_controller.ranks.environment import RankEnvironment, ReservedPort
-from quadriga.single_controller.ranks.rank_host import RankHost
+from quadriga.single_controller.call import Call, SharedArgument, Ticket, unpack_results
+from quadriga.single_controller.environment import RankEnvironment, ReservedPort, visible_devices
+from quadriga.single_controller.rank_host import RankHost
+from quadriga.single_controller.worker import ClassWithInitArgs, members_of, roles_of
 
 if TYPE_CHECKING:
-    from quadriga.backends.ray.calls.splitting import Splits
-    from quadriga.backends.ray.calls.store import RayStore, ResultStore
     from quadriga.backends.ray.cluster import Ref
+    from quadriga.backends.ray.store import RayStore, ResultStore
+    from quadriga.backends.ray.submission import Splits
     from quadriga.protocol.storage import Handle
 
 Sent: TypeAlias = "bytes | tuple[bytes, list[Ref]] | SharedArgument"
@@ -214,7 +208,7 @@ class RankProcess:
     def _use_store(self, store: RayStore) -> None:
         # Imported here because these modules load numpy, whose thread pools read the environment
         # variables that `quadriga_prepare` has set by now.
-        from quadriga.backends.ray.calls.store import ResultStore
+        from quadriga.backends.ray.store import ResultStore
         from quadriga.protocol.storage import use_store
 
         use_store(store)
@@ -267,8 +261,8 @@ def data_call(data: bytes, refs: Sequence[Ref] = ()) -> Call:
     """
     role, method, values, names, materialize, step = pickle.loads(data)
     if tuple in set(map(type, values)):  # batches; a call without them loads no tensors
-        from quadriga.backends.ray.calls.row_store import RowHandleOnRay
-        from quadriga.backends.ray.calls.store import Location, RayHandle
+        from quadriga.backends.ray.row_store import RowHandleOnRay
+        from quadriga.backends.ray.store import Location, RayHandle
         from quadriga.protocol.message import handle_of_flat, restore
 
         locations: dict[int, Location] = {}

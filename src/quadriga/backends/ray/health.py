@@ -1,0 +1,688 @@
+"""Whether ranks and their nodes are alive, and running a small function on a rank's own node.
+
+Ray's record of an actor decides whether a rank is alive. A node that fails is noticed sooner than
+by Ray's health check, which takes up to a minute: its raylet's port is probed. One failed probe
+proves nothing (a dropped packet, a long pause); see `lost_nodes`.
+
+
+Read the stacks and the last output of a rank's process, on its node.
+
+A rank that is stuck cannot run a method, so its stack is asked for by a signal. `faulthandler`
+responds in C code, also while the thread holds the interpreter or waits inside a system call:
+
+    controller ──► task on the rank's node ──SIGUSR2──► rank process writes its stack file
+                                           ◄── reads what was added to the stack file
+
+
+Ray's errors as ours, and what a failure does to the peers of the rank that failed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
+
+import ray
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayError,
+    RaySystemError,
+    RayTaskError,
+    WorkerCrashedError,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from quadriga.backends.ray.cluster import (
+    STACK_SIGNAL,
+    RayNode,
+    RemoteMethod,
+    cluster_nodes,
+    fetch,
+    this_node,
+)
+from quadriga.errors import (
+    CallTimeoutError,
+    QuadrigaError,
+    WorkerDiedError,
+    WorkerError,
+    WorkerMethodError,
+)
+from quadriga.single_controller.backend import RankHandle, RankSet
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+    from quadriga.backends.ray.cluster import Ref
+
+T = TypeVar("T")
+Probe = Literal["open", "refused", "silent"]
+"""What a node's port does: it accepts a connection, refuses it, or does not respond."""
+
+PROBE_TIMEOUT_S = 1.5
+FAILED_PROBES = 3
+"""How many probes in a row must fail before a node can be lost."""
+LOST_AFTER_S: Mapping[Probe, float] = {"refused": 3.0, "silent": 10.0}
+"""For how long they must have failed. A refused connection means that the host is up and its raylet
+has ended; silence may be a pause of the network."""
+NODE_WAIT_S = 8.0
+"""How long a function on another node may take."""
+_DEAD = 4
+"""`ActorTableData.DEAD` in Ray's `gcs.proto`."""
+NO_RESPONSE = "  (its node does not respond)"
+
+
+# Actors
+
+
+def rank_alive(handle: RankHandle) -> bool:
+    """Return whether the rank's process exists: Ray knows of no death and its node is not lost."""
+    return actor_alive(handle.native) and not lost_nodes([handle.facts.node_id])
+
+
+def dead_ranks(handles: Sequence[RankHandle]) -> list[RankHandle]:
+    """Return those of many ranks that are not alive; a node is probed once for all its ranks."""
+    dead = [handle for handle in handles if not actor_alive(handle.native)]
+    if dead or not ray.is_initialized():
+        return dead
+    lost = lost_nodes({handle.facts.node_id for handle in handles})
+    return [handle for handle in handles if handle.facts.node_id in lost] if lost else []
+
+
+def actor_alive(actor: ActorHandle[object]) -> bool:
+    """Return True while an actor is being started or runs; False if this process left Ray.
+
+    A process that holds a handle is subscribed to the actor's state, so no message is sent.
+    """
+    if not ray.is_initialized():
+        return False
+    core = getattr(ray._private.worker.global_worker, "core_worker", None)
+    state_of = getattr(core, "get_local_actor_state", None)
+    local = None if state_of is None else state_of(actor._actor_id)
+    if local is not None:
+        return bool(local != _DEAD)
+    return actor_record(actor).get("State") not in (None, "DEAD")
+
+
+def actor_record(actor: ActorHandle[object]) -> dict[str, object]:
+    """Return the record of Ray's control store: State, Address, DeathCause, …; {} if unknown."""
+    from ray._private import state
+
+    return dict(state.actors(actor._actor_id.hex()) or {})
+
+
+# Nodes
+
+
+@dataclass
+class _Failing:
+    """A node whose probes fail."""
+
+    since: float
+    probes: int = 0
+
+
+_failing: dict[str, _Failing] = {}
+"""By node id. Shared by all waits and watches of this process, so that each probe counts."""
+_failing_lock = threading.Lock()
+
+
+def lost_nodes(node_ids: Iterable[str]) -> set[str]:
+    """Return those of these nodes that are lost, after one probe of each.
+
+    A node is lost if Ray's control store has recorded its death, or if at least three probes in a
+    row have failed for the time in `LOST_AFTER_S`. Callers ask again every few seconds.
+    """
+    probes = probe_nodes(node_ids)
+    lost = {node_id for node_id, probe in probes.items() if probe is None}
+    now = time.monotonic()
+    with _failing_lock:
+        for node_id, probe in probes.items():
+            if probe is None or probe == "open":
+                _failing.pop(node_id, None)
+                continue
+            failing = _failing.setdefault(node_id, _Failing(now))
+            failing.probes += 1
+            if failing.probes >= FAILED_PROBES and now - failing.since >= LOST_AFTER_S[probe]:
+                lost.add(node_id)
+    return lost
+
+
+def probe_nodes(node_ids: Iterable[str]) -> dict[str, Probe | None]:
+    """Return for each node what its port does; None if Ray has recorded the node's death.
+
+    The node of this process is always "open".
+    """
+    mine = this_node()
+    others = set(node_ids) - {mine, ""}
+    result: dict[str, Probe | None] = {mine: "open"}
+    if not others:
+        return result
+    known = {node.node_id: node for node in cluster_nodes() if node.alive}
+    result.update(dict.fromkeys(others))
+    result.update(_connect([known[node_id] for node_id in others if node_id in known]))
+    return result
+
+
+def _connect(nodes: Sequence[RayNode]) -> dict[str, Probe]:
+    """Connect to all nodes at once, in this thread: a thousand nodes take some milliseconds."""
+    result: dict[str, Probe] = {}
+    with selectors.DefaultSelector() as selector:
+        try:
+            for node in nodes:
+                family = socket.AF_INET6 if ":" in node.address else socket.AF_INET
+                sock = socket.socket(family, socket.SOCK_STREAM)
+                sock.setblocking(False)
+                selector.register(sock, selectors.EVENT_WRITE, node.node_id)
+                try:
+                    code = sock.connect_ex((node.address, node.port))
+                except OSError:  # the name of the host is not known
+                    code = errno.EHOSTUNREACH
+                if code not in (0, errno.EINPROGRESS):
+                    result[node.node_id] = _meaning(code)
+                    selector.unregister(sock)
+                    sock.close()
+            deadline = time.monotonic() + PROBE_TIMEOUT_S
+            while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+                for key, _ in selector.select(left):
+                    connected = cast(socket.socket, key.fileobj)
+                    code = connected.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                    result[key.data] = _meaning(code)
+                    selector.unregister(connected)
+                    connected.close()
+        finally:
+            for key in list(selector.get_map().values()):
+                result.setdefault(key.data, "silent")
+                cast(socket.socket, key.fileobj).close()
+    return result
+
+
+def _meaning(code: int) -> Probe:
+    if code == 0:
+        return "open"
+    return "refused" if code == errno.ECONNREFUSED else "silent"
+
+
+class NodeProbe:
+    """Find the ranks of one wait whose node is lost."""
+
+    def __init__(self, handles: Sequence[RankHandle]) -> None:
+        self._handles = handles
+        self._node_ids = {handle.facts.node_id for handle in handles}
+
+    def lost(self) -> list[RankHandle]:
+        """Probe the nodes once; return the ranks whose node is lost."""
+        lost = lost_nodes(self._node_ids)
+        return [h for h in self._handles if h.facts.node_id in lost] if lost else []
+
+
+# Functions on a rank's node
+
+
+def on_node_of(
+    handles: Sequence[RankHandle],
+    function: Callable[[T], str],
+    argument: Callable[[RankHandle], T],
+) -> dict[int, str]:
+    """Run `function(argument(handle))` on the node of each rank; return the texts by rank.
+
+    The texts are in the order of `handles`. A node that does not respond within 8 seconds gives a
+    text that says so.
+    """
+    mine = this_node()
+    texts = {handle.facts.rank: NO_RESPONSE for handle in handles}
+    remote: dict[int, Ref] = {}
+    probes = probe_nodes(handle.facts.node_id for handle in handles)
+    for handle in handles:
+        facts = handle.facts
+        if facts.node_id in (mine, ""):
+            texts[facts.rank] = function(argument(handle))
+        elif probes[facts.node_id] == "open":
+            strategy = NodeAffinitySchedulingStrategy(facts.node_id, soft=False)
+            task = cast(RemoteMethod, ray.remote(num_cpus=0, max_retries=0)(function))
+            remote[facts.rank] = task.options(scheduling_strategy=strategy).remote(argument(handle))
+    if remote:
+        refs = list(remote.values())
+        done = set(ray.wait(refs, num_returns=len(refs), timeout=NODE_WAIT_S)[0])
+        texts.update({rank: text_of(ref) for rank, ref in remote.items() if ref in done})
+    return texts
+
+
+def text_of(ref: Ref) -> str:
+    """Return the text that a node or a rank was asked for, or one that says that none came."""
+    try:
+        return str(ray.get(ref))
+    except RayError:
+        return NO_RESPONSE
+
+
+RANK_HOST = os.path.join("single_controller", "rank_host.py")
+WAIT_S = 2.0
+NOTHING_RUNS = "  (no method of a worker is running)"
+LAST_LINES = 20
+LAST_BYTES = 64 * 1024
+"""How much of the end of a log file is read."""
+
+COLLECTIVES = tuple(
+    os.path.join(*part.split("/"))
+    for part in (
+        "torch/distributed/distributed_c10d.py",
+        "torch/distributed/_functional_collectives.py",
+        "torch/distributed/rendezvous.py",
+        "torch/distributed/nn/functional.py",
+        "torch/distributed/tensor/_collective_utils.py",
+        "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py",
+        "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py",
+        "ray/util/collective/",
+    )
+)
+"""Files whose functions wait for other ranks. Other files of `torch/distributed` compute, or write
+checkpoints to a disk that may be slow."""
+_LOCAL_STEPS = ("_object_to_tensor", "_tensor_to_object")
+"""Functions of those files that pickle, and wait for no other rank."""
+_WRAPPERS = tuple(
+    os.path.join(*part.split("/"))
+    for part in (
+        "torch/distributed/c10d_logger.py",
+        "torch/utils/_contextlib.py",
+        "torch/_ops.py",
+        "torch/_compile.py",
+        "torch/_dynamo/eval_frame.py",
+    )
+)
+"""Files whose frames stand between a collective and the code that called it."""
+
+
+def stacks_of(handles: Sequence[RankHandle]) -> dict[int, str]:
+    """Return for each rank the stack of the thread that runs a call, innermost frame first.
+
+    A coroutine that waits is on the stack of no thread. The event loop of its rank is free, and is
+    asked by an ordinary call where its coroutines wait.
+    """
+    stacks = on_node_of(handles, dump, lambda h: (h.facts.pid, h.facts.stack_path))
+    idle = [h for h in handles if stacks[h.facts.rank] == NOTHING_RUNS]
+    asked = {
+        h.native.quadriga_coroutines.remote(): h.facts.rank
+        for h in idle
+        if hasattr(h.native, "quadriga_coroutines")
+    }
+    if asked:
+        for ref in ray.wait(list(asked), num_returns=len(asked), timeout=WAIT_S)[0]:
+            stacks[asked[ref]] = text_of(ref) or NOTHING_RUNS
+    return stacks
+
+
+def in_collective(stack: str) -> bool:
+    """Return whether the innermost function of a stack waits for other ranks.
+
+    For `dist.all_reduce` that is frame 0 here:
+
+        File ".../torch/distributed/distributed_c10d.py", line 2810 in all_reduce
+        File ".../torch/distributed/c10d_logger.py", line 81 in wrapper
+        File ".../my_worker.py", line 12 in update_actor
+    """
+    for line in stack.splitlines():
+        if any(wrapper in line for wrapper in _WRAPPERS):
+            continue
+        return any(file in line for file in COLLECTIVES) and not line.endswith(_LOCAL_STEPS)
+    return False
+
+
+def last_lines(handle: RankHandle) -> str:
+    """Return what a rank's process wrote to its stderr last."""
+    texts = on_node_of([handle], tail, lambda h: h.facts.log_path)
+    return texts[handle.facts.rank] or "  (no log)"
+
+
+def dump(process: tuple[int, str]) -> str:
+    """Make a process of this node write its stacks, and read them.
+
+    `process`: its process id and the path of its stack file.
+    """
+    pid, path = process
+    try:
+        before = os.path.getsize(path)
+        os.kill(pid, STACK_SIGNAL)
+    except OSError as error:
+        return f"  (process {pid} cannot be asked: {error})"
+    deadline = time.monotonic() + WAIT_S
+    size = before
+    try:
+        # The dump is complete when the file has grown and then stays as it is for 50 ms.
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            grown = os.path.getsize(path)
+            if grown > before and grown == size:
+                break
+            size = grown
+        with open(path, errors="replace") as file:
+            file.seek(before)
+            return running_thread(file.read()) or f"  (process {pid} does not respond)"
+    except OSError as error:
+        return f"  (process {pid} has ended: {error})"
+
+
+def running_thread(text: str) -> str:
+    """Return, of a dump of all threads, the one that runs a worker's method, down to that method.
+
+    "" for an empty dump.
+    """
+    for thread in text.strip().split("\n\n"):
+        lines = thread.splitlines()
+        inside = [i for i, line in enumerate(lines) if RANK_HOST in line]
+        if inside:
+            return "\n".join(lines[1 : inside[0]] or lines)
+    return NOTHING_RUNS if text.strip() else ""
+
+
+def tail(path: str | None) -> str:
+    """Return the last 20 lines of a file of this node, without the markers that Ray writes.
+
+    Only the last 64 KiB are read.
+    """
+    if not path or not os.path.exists(path):
+        return "  (no log)"
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = max(0, size - LAST_BYTES)
+        file.seek(start)
+        text = file.read().decode(errors="replace")
+    lines = text.splitlines()[1 if start else 0 :] or text.splitlines()
+    shown = [line.rstrip() for line in lines if not line.startswith(":")]
+    return "\n".join("  " + line for line in shown[-LAST_LINES:]) or "  (nothing)"
+
+
+DEAD = (ActorDiedError, ActorUnavailableError, WorkerCrashedError)
+GRACE_S = 0.5
+"""How long after a failure other ranks may still report that they failed earlier."""
+DEATH_GRACE_S = 3.0
+"""The same if a collective failed. The likely cause is the death of a peer, and Ray may learn of
+that death later than the collective does."""
+SHOWN_RANKS = 16
+"""How many ranks a message lists."""
+STUCK_S = 2.0
+"""A peer that is at one place of a collective for this long is stuck there."""
+
+
+class FailedCall:
+    """A call that one rank has failed: find the failure that explains the others.
+
+    A rank that dies makes its peers fail in a collective, and their errors may arrive first. So the
+    others get a grace, and a death counts before an error, an early error before a late one.
+    """
+
+    def __init__(
+        self,
+        refs: Sequence[Ref],
+        handles: Sequence[RankHandle],
+        fields: Sequence[Sequence[Ref]],
+        label: str,
+    ) -> None:
+        """`refs`, `handles`, `fields`: of each rank, as in `waiting.RayBatch`."""
+        self._refs = list(refs)
+        self._handles = handles
+        self._fields = fields
+        self._label = label
+        self.killed: list[RankHandle] = []
+        """Peers that were stuck in a collective."""
+
+    def first_failure(self, index: int, error: RayError) -> QuadrigaError:
+        """Return the failure that came first, with a note on the peers that have not ended.
+
+        `index`: the rank for which Ray has `error`. Peers stuck in a collective are killed.
+        """
+        failures, running = self._failures(GRACE_S)
+        if not failures:
+            failures = [translate(error, self._handles[index], self._label)]
+        first = min(failures, key=_order)
+        if not isinstance(first, WorkerDiedError) and _from_collective(first):
+            failures, running = self._await_death()
+            first = min([*failures, first], key=_order)
+        note = self._release(running) if running else ""
+        if note:
+            first.args = (f"{first.args[0]}\n\n{note}",)
+        return first
+
+    def not_sent(self, failed: RankHandle, error: Exception, ranks: RankSet) -> WorkerError:
+        """Return the error for a call that this object's ranks received and one rank did not.
+
+        `.remote()` of the rank `failed` raised `error`: the queue of its actor is full, or this
+        process has left the cluster. This counts as a failure of that rank: the others run the call
+        to its end, and those that wait for the rank in a collective are killed.
+        """
+        running: list[RankHandle] = []
+        if self._refs:
+            _, running = self._failures(GRACE_S)
+        note = self._release(running) if running else ""
+        role, _, method = self._label.rpartition(".")
+        facts = failed.facts
+        first = f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
+        cause = f"{self._label} could not be sent to rank {facts.rank} on {facts.node}: {first}"
+        if self.killed:
+            killed = ", ".join(str(handle.facts.rank) for handle in self.killed)
+            ranks.broken = f"rank(s) {killed} were killed in a collective after {cause}"
+        received = ", ".join(str(handle.facts.rank) for handle in self._handles) or "none"
+        return WorkerError(
+            f"{cause}. Rank(s) that received the call: {received}.\n\n{note}".rstrip(),
+            role=role,
+            rank=facts.rank,
+            node=facts.node,
+            method=method,
+        )
+
+    def _failures(self, grace: float) -> tuple[list[QuadrigaError], list[RankHandle]]:
+        """Return the failures so far, and the ranks that still run the call."""
+        ray.wait(self._refs, num_returns=len(self._refs), timeout=grace, fetch_local=False)
+        failures: list[QuadrigaError] = []
+        running: list[RankHandle] = []
+        for i, (ref, handle) in enumerate(zip(self._refs, self._handles, strict=True)):
+            try:
+                fetch([ref], timeout=0)
+            except GetTimeoutError:
+                running.append(handle)
+            except RayError as found:
+                failures.append(translate(found, handle, self._label))
+                self._read_failure_of_fields(i)
+        return failures, running
+
+    def _read_failure_of_fields(self, index: int) -> None:
+        """Read the other returns of a failed task: Ray logs errors that no process reads."""
+        for fields in self._fields[index] if self._fields else ():
+            with suppress(RayError):
+                fetch([fields], timeout=0)
+
+    def _await_death(self) -> tuple[list[QuadrigaError], list[RankHandle]]:
+        """Wait until Ray knows of a dead peer, after a collective has failed."""
+        deadline = time.monotonic() + DEATH_GRACE_S
+        while True:
+            failures, running = self._failures(0.0)
+            dead = [handle for handle in self._handles if not actor_alive(handle.native)]
+            if dead and not any(isinstance(f, WorkerDiedError) for f in failures):
+                failures.append(died(dead[0], self._label, "its process has ended"))
+            if dead or time.monotonic() > deadline:
+                return failures, running
+            time.sleep(0.1)
+
+    def _release(self, running: list[RankHandle]) -> str:
+        """Kill peers that are stuck. Return a note on the peers."""
+        self.killed = kill_stuck_peers(running)
+        lines = []
+        if self.killed:
+            ranks = ", ".join(str(h.facts.rank) for h in self.killed)
+            lines.append(f"Stuck in a collective and killed: rank(s) {ranks}.")
+        others = [str(h.facts.rank) for h in running if h not in self.killed]
+        if others:
+            lines.append(f"Still running the same call: rank(s) {', '.join(others)}.")
+        return "\n".join(lines)
+
+
+def _order(error: QuadrigaError) -> tuple[int, float]:
+    return (0 if isinstance(error, WorkerDiedError) else 1, getattr(error, "raised_at", 0.0))
+
+
+def translate(
+    error: RayError, handle: RankHandle, label: str, in_rank: bool = False
+) -> QuadrigaError:
+    """Return our error for one of Ray's.
+
+    Args:
+        error: what `ray.get` raised.
+        handle: the rank whose task it was.
+        label: "role.method".
+        in_rank: the rank raised it, and not this process.
+    """
+    role, _, method = label.rpartition(".")
+    facts = handle.facts
+    details = {"role": role, "rank": facts.rank, "node": facts.node, "method": method}
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, QuadrigaError):
+            return cause
+        if isinstance(cause, RayError):
+            return translate(cause, handle, label, in_rank=True)
+        return WorkerMethodError(
+            f"{type(cause).__name__} around {label}, rank {facts.rank} on {facts.node}: "
+            f"{_first_line(cause)}. The rank could not read the arguments or pickle the result, or "
+            "the method raised what is no `Exception`.",
+            remote_traceback=str(error),
+            **details,
+        )
+    if isinstance(error, RaySystemError):
+        place = f"rank {facts.rank} on {facts.node}"
+        what = (
+            f"An argument of {label} could not be read by {place}"
+            if in_rank
+            else f"A result of {label} from {place} could not be read by this process"
+        )
+        return WorkerMethodError(
+            f"{what}: {_last_line(error)}", remote_traceback=str(error), **details
+        )
+    if isinstance(error, DEAD):
+        return died(handle, label, _reason(error))
+    return WorkerMethodError(
+        f"{type(error).__name__} around {label}, rank {facts.rank} on {facts.node}: {error}",
+        remote_traceback="",
+        **details,
+    )
+
+
+def died(handle: RankHandle, label: str, reason: str) -> WorkerDiedError:
+    """Return the error for a process that has ended, with its last lines of output.
+
+    `label`: "role.method", with an empty method if the rank was idle.
+    """
+    role, _, method = label.rpartition(".")
+    facts = handle.facts
+    doing = f"{method} was in flight" if method else "it was idle"
+    return WorkerDiedError(
+        f"The process of {role} rank {facts.rank} on {facts.node} (pid {facts.pid}) ended while "
+        f"{doing}: {reason}\n\nIts last lines:\n{last_lines(handle)}",
+        role=role,
+        rank=facts.rank,
+        node=facts.node,
+        method=method,
+    )
+
+
+def _from_collective(error: QuadrigaError) -> bool:
+    """Return whether a collective reported the error, which a peer's death may have caused."""
+    text = f"{error} {getattr(error, 'remote_traceback', '')}".lower()
+    return any(word in text for word in ("gloo", "nccl", "torch.distributed", "torch/distributed"))
+
+
+def kill_stuck_peers(running: Sequence[RankHandle]) -> list[RankHandle]:
+    """Kill the ranks that wait in a collective which a failed rank will never join; return them.
+
+    No exception reaches a thread inside a collective, which ends after its own timeout (half an
+    hour by default). A rank is stuck if two stacks, two seconds apart, show the same place.
+    """
+    before = stacks_of(running)
+    suspects = [h for h in running if in_collective(before[h.facts.rank])]
+    if not suspects:
+        return []
+    time.sleep(STUCK_S)
+    after = stacks_of(suspects)
+    stuck = [h for h in suspects if after[h.facts.rank] == before[h.facts.rank]]
+    for handle in stuck:
+        ray.kill(handle.native)
+    return stuck
+
+
+def _reason(error: RayError) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    chosen = [line for line in lines if "exit" in line.lower() or "killed" in line.lower()]
+    text = " ".join(chosen[:2]) if chosen else (lines[0] if lines else type(error).__name__)
+    # Ray appends a list of everything that can end a process; the lines of the log say more.
+    return text.partition(" Some common causes include")[0]
+
+
+def _last_line(error: RayError) -> str:
+    """Return the last line of a traceback, which is the error itself."""
+    return str(error).strip().splitlines()[-1].strip()
+
+
+def _first_line(error: BaseException | None) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+
+
+def cancelled(source: str, handle: RankHandle | None = None) -> WorkerMethodError:
+    """Return the error for a result that was dropped. `source`: "role.method", and the rank."""
+    if handle is None:
+        return WorkerMethodError(f"The result of {source} was cancelled.", remote_traceback="")
+    role, _, method = source.rpartition(".")
+    rank, node = handle.facts.rank, handle.facts.node
+    return WorkerMethodError(
+        f"The result of {source}, rank {rank} on {node}, was cancelled. The rank runs the call.",
+        remote_traceback="",
+        role=role,
+        rank=rank,
+        node=node,
+        method=method,
+    )
+
+
+def is_returned(ref: Ref) -> bool:
+    """Return whether a task has returned or raised; False if it runs or its process has ended."""
+    try:
+        fetch([ref], timeout=0)
+    except (GetTimeoutError, *DEAD):
+        return False
+    except RayError:
+        return True
+    return True
+
+
+def places(handles: Sequence[RankHandle]) -> str:
+    """Return rank, node and process id of each rank, for a message."""
+    shown = [f"{h.facts.rank} ({h.facts.node}, pid {h.facts.pid})" for h in handles[:SHOWN_RANKS]]
+    more = len(handles) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def late(label: str, timeout: float | None, stuck: Sequence[RankHandle]) -> CallTimeoutError:
+    """Return the error for ranks that still run a call at its deadline, with their stacks.
+
+    `label`: "role.method". `timeout`: seconds.
+    """
+    stacks = stacks_of(stuck)
+    shown = "\n\n".join(f"Stack of rank {rank}:\n{stack}" for rank, stack in stacks.items())
+    role, _, method = label.rpartition(".")
+    first = stuck[0]
+    return CallTimeoutError(
+        f"{label} exceeded its deadline of {timeout:g} s; still running on rank(s) "
+        f"{places(stuck)}.\n\n{shown}",
+        role=role,
+        rank=first.facts.rank,
+        node=first.facts.node,
+        method=method,
+        stacks=stacks,
+    )

@@ -1,0 +1,423 @@
+"""Making the placement groups of pools: the largest first, each on one node.
+
+
+`RayResourcePool`: bundles of resources on Ray nodes, with one placement group per node.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import ray
+from ray.exceptions import GetTimeoutError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from quadriga.backends.ray.cluster import cluster_nodes, free_resources
+from quadriga.errors import PlacementError
+from quadriga.single_controller.resource_pool import (
+    NodeResources,
+    PoolNeeds,
+    ResourcePool,
+    check_feasible,
+    check_mergeable,
+)
+from quadriga.single_controller.resource_pool import merge_resource_pool as merge_resource_pool
+from quadriga.single_controller.resource_pool import split_resource_pool as split_resource_pool
+
+logger = logging.getLogger("quadriga.controller")
+
+Strategy: TypeAlias = Literal["STRICT_PACK", "PACK", "STRICT_SPREAD", "SPREAD"]
+"""How Ray places the bundles of one group; STRICT_PACK: all on one node."""
+
+PLACE_TIMEOUT_S = 120.0
+LOG_S = 10.0
+"""After how long a wait for bundles is logged."""
+
+
+@dataclass(frozen=True)
+class PoolRequest:
+    """What one pool asks Ray for."""
+
+    label: str
+    """The name of the pool in messages."""
+    name_prefix: str
+    store: tuple[int, ...]
+    """Processes on each node."""
+    bundle: dict[str, float]
+    """Resources of one process."""
+    detached: bool
+    """The groups outlive this driver."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one pool asks for on one node; `place` is (number of the pool, number of the node)."""
+
+    pool: PoolRequest
+    place: tuple[int, int]
+    count: int
+
+    @property
+    def size(self) -> tuple[float, ...]:
+        """Sort key: devices first, because they are scarcer than CPUs."""
+        bundle = self.pool.bundle
+        devices = bundle.get("GPU", 0) + bundle.get("NPU", 0)
+        return devices * self.count, bundle["CPU"] * self.count
+
+
+def place(
+    pools: Sequence[PoolRequest], strategy: Strategy, name: str | None, timeout: float
+) -> list[list[PlacementGroup]]:
+    """Make the placement groups of all pools: for each pool one group per node.
+
+    Ray gives each group the node that suits it best at that moment. Larger groups are therefore
+    placed before smaller ones are asked for. With two free nodes of 2 and 8 GPUs and the pools [2]
+    and [8]:
+
+        asked for in the order of the pools    [2] may get 2 GPUs of the large node; [8] never fits
+        asked for by size                      [8] gets the large node, then [2] the small one
+
+    Raises `PlacementError` after `timeout` seconds. No group is kept after an error.
+    """
+    parts = [
+        _Part(pool, (number, node), count)
+        for number, pool in enumerate(pools)
+        for node, count in enumerate(pool.store)
+    ]
+    parts.sort(key=lambda part: part.size, reverse=True)
+    made: dict[tuple[int, int], PlacementGroup] = {}
+    deadline = time.monotonic() + timeout
+    try:
+        for _, same_size in itertools.groupby(parts, key=lambda part: part.size):
+            batch = list(same_size)
+            for part in batch:
+                made[part.place] = _make(part, strategy, name)
+            if not _await([made[part.place] for part in batch], batch[0].pool, deadline):
+                raise _no_room(batch[0].pool, timeout)
+    except BaseException:  # Ctrl-C too: a user waits here while other jobs hold the devices
+        for group in made.values():
+            remove_placement_group(group)
+        raise
+    return [
+        sort_by_node_address([made[number, node] for node in range(len(pool.store))])
+        for number, pool in enumerate(pools)
+    ]
+
+
+def _make(part: _Part, strategy: Strategy, name: str | None) -> PlacementGroup:
+    prefix = name or f"{part.pool.name_prefix}{uuid.uuid4().hex[:6]}:"
+    group: PlacementGroup = placement_group(
+        bundles=[dict(part.pool.bundle) for _ in range(part.count)],
+        strategy=strategy,
+        name=f"{prefix}{part.place[1]}",
+        lifetime="detached" if part.pool.detached else None,
+    )
+    return group
+
+
+def _await(groups: list[PlacementGroup], pool: PoolRequest, deadline: float) -> bool:
+    """Wait until all groups are placed; return False if the deadline is exceeded."""
+    ready = [group.ready() for group in groups]
+    logged = False
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            ray.get(ready, timeout=min(LOG_S, left))
+            return True
+        except GetTimeoutError:
+            if not logged:
+                logger.warning("pool %s waits for bundles; free now: %s", pool.label, _free_text())
+                logged = True
+    return False
+
+
+def _no_room(pool: PoolRequest, timeout: float) -> PlacementError:
+    return PlacementError(
+        f"Pool {pool.label!r} {list(pool.store)}: its bundles were not free within "
+        f"{timeout:.0f} s. Each process asks for {pool.bundle}; free now: {_free_text()}. Other "
+        "jobs, or other pools of this one, hold the rest.",
+        pool=pool.label,
+        wanted=pool.bundle,
+        available=free_resources(),
+    )
+
+
+def sort_by_node_address(groups: Sequence[PlacementGroup]) -> list[PlacementGroup]:
+    """Return the groups by the address of their node, so that a rank keeps its node at a restart.
+
+    Only groups of one size are sorted among themselves, because group i of a pool must have the
+    size of node i. With the sizes [2, 3, 2] on the nodes 10.0.0.10, 10.0.0.1 and 10.0.0.9 the
+    result has the nodes 10.0.0.9, 10.0.0.1 and 10.0.0.10.
+    """
+    addresses = {node.node_id: node.address for node in cluster_nodes()}
+
+    def key(group: PlacementGroup) -> tuple[_AddressKey, str]:
+        node_id = nodes_of_bundles(group)[0]
+        return _address_key(addresses.get(node_id, "")), node_id
+
+    result = list(groups)
+    for size in {group.bundle_count for group in groups}:
+        slots = [i for i, group in enumerate(groups) if group.bundle_count == size]
+        ordered = sorted((groups[i] for i in slots), key=key)
+        for slot, group in zip(slots, ordered, strict=True):
+            result[slot] = group
+    return result
+
+
+def nodes_of_bundles(group: PlacementGroup) -> Mapping[int, str]:
+    """Return the node id of each bundle of a group that has been placed."""
+    nodes: Mapping[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    return nodes
+
+
+def local_places(places: Sequence[tuple[PlacementGroup, int]]) -> list[tuple[int, int]]:
+    """Return (local rank, local world size) of each rank, from its (placement group, bundle).
+
+    Local are the ranks of one placement group on one node. A PACK group may be on several nodes:
+    with bundles on the nodes [a, a, b, a] the result is [(0, 3), (1, 3), (0, 1), (2, 3)].
+    """
+    groups = {group.id: group for group, _ in places}
+    nodes = {group_id: nodes_of_bundles(group) for group_id, group in groups.items()}
+    keys = [(group.id, nodes[group.id].get(bundle)) for group, bundle in places]
+    sizes = Counter(keys)
+    numbers: Counter[object] = Counter()
+    local = []
+    for key in keys:
+        local.append((numbers[key], sizes[key]))
+        numbers[key] += 1
+    return local
+
+
+_AddressKey: TypeAlias = tuple[int, tuple[int, ...], str]
+
+
+def _address_key(address: str) -> _AddressKey:
+    """Sort IPv4 addresses by their numbers, and before names."""
+    parts = address.split(".")
+    if all(part.isdigit() for part in parts):
+        return 0, tuple(map(int, parts)), ""
+    return 1, (), address
+
+
+def alive_nodes() -> list[NodeResources]:
+    """Return the living nodes of the cluster with all that each has, in use or not.
+
+    Raises `PlacementError` if this process is not connected to Ray.
+    """
+    if not ray.is_initialized():
+        raise PlacementError(
+            "This process is not connected to Ray, so the nodes of the cluster are not known. Call "
+            'get_backend("ray").start() first, or use pools of the local backend '
+            '(get_backend("local").resource_pool) with backend=local.'
+        )
+    return [NodeResources(node.address, node.resources) for node in cluster_nodes() if node.alive]
+
+
+def _free_text() -> str:
+    free = free_resources()
+    shown = [f"{kind} {free[kind]:g}" for kind in ("CPU", "GPU", "NPU") if free.get(kind)]
+    return ", ".join(shown) or "nothing"
+
+
+_ALIKE = ("use_gpu", "accelerator_type", "max_colocate_count", "n_gpus_per_node", "detached")
+TRACE = 1e-4
+"""How much of an accelerator type's resource a bundle asks for: enough to choose the node."""
+_placing = threading.Lock()
+"""Held while a pool is placed: several threads may start groups on one pool."""
+
+
+class RayResourcePool(ResourcePool):
+    """`process_on_nodes=[8, 8]`: two nodes with eight bundles each.
+
+    One rank of a group uses one bundle: `max_colocate_count` CPUs, and one GPU or NPU if `use_gpu`.
+    """
+
+    def __init__(
+        self,
+        process_on_nodes: Sequence[int] | None = None,
+        use_gpu: bool = True,
+        name_prefix: str | None = None,
+        max_colocate_count: int = 10,
+        detached: bool = False,
+        accelerator_type: str | None = None,
+        n_gpus_per_node: int = 8,
+    ) -> None:
+        super().__init__(process_on_nodes, max_colocate_count, n_gpus_per_node)
+        self.use_gpu = use_gpu
+        self.name_prefix = name_prefix or f"{uuid.uuid4().hex[:6]}_"
+        self.label = self.name_prefix.rstrip("_")
+        self.detached = detached
+        self.accelerator_type = accelerator_type
+        self.pgs: list[PlacementGroup] | None = None
+        self.placed_together: tuple[RayResourcePool, ...] = ()
+        """Pools that were checked together: the placement of the first places all of them."""
+
+    def needs(self, device_name: str = "cuda", spread: bool = False) -> PoolNeeds:
+        """Return the resources that this pool needs.
+
+        `spread`: its processes may be on any node (PACK), so that no node needs room for several.
+        """
+        store = [1] * self.world_size if spread else self.store
+        return PoolNeeds(self.label, tuple(store), self.bundle(device_name))
+
+    def get_placement_groups(
+        self,
+        strategy: Strategy = "STRICT_PACK",
+        name: str | None = None,
+        device_name: str = "cuda",
+        timeout: float = PLACE_TIMEOUT_S,
+    ) -> list[PlacementGroup]:
+        """Return one placement group per node, in the order of the nodes' addresses.
+
+        The first call makes them. Raises `PlacementError` if the nodes cannot hold them, before any
+        group is made, or if the bundles are not free within `timeout` seconds.
+        """
+        with _placing:
+            if self.pgs is None:
+                companions = [p for p in self.placed_together if p.pgs is None]
+                pools = companions or [self]
+                spread = strategy != "STRICT_PACK"
+                check_feasible([pool.needs(device_name, spread) for pool in pools], alive_nodes())
+                requests = [pool.request(device_name) for pool in pools]
+                placed = place(requests, strategy, name, timeout)
+                for pool, groups in zip(pools, placed, strict=True):
+                    pool.pgs = groups
+            return self.pgs or []
+
+    def request(self, device_name: str) -> PoolRequest:
+        """Return the resources that Ray is asked for."""
+        store, bundle = tuple(self.store), self.bundle(device_name)
+        return PoolRequest(self.label, self.name_prefix, store, bundle, self.detached)
+
+    def roots(self) -> tuple[RayResourcePool, ...]:
+        """Return the pools whose bundles this one uses: itself, or those of which it is a part."""
+        return (self,)
+
+    def detach(self) -> None:
+        """Let the bundles outlive this driver, for a group with `detached=True`.
+
+        Raises `PlacementError` if they exist already and end with the driver.
+        """
+        for root in self.roots():
+            if root.pgs is not None and not root.detached:
+                raise PlacementError(
+                    f"A detached group cannot use pool {root.label!r}: its placement groups exist "
+                    "and end with this driver. Make the pool with detached=True.",
+                    pool=root.label,
+                )
+        for pool in (self, *self.roots()):
+            pool.detached = True
+
+    def release(self) -> None:
+        """Remove the placement groups. Processes that still run there are ended."""
+        groups, self.pgs = self.pgs or [], None
+        with ExitStack() as stack:  # all are removed before an error of one is raised
+            for group in reversed(groups):
+                stack.callback(remove_placement_group, group)
+
+    def bundle(self, device_name: str) -> dict[str, float]:
+        """Return the resources of one process."""
+        bundle: dict[str, float] = {"CPU": self.max_colocate_count}
+        if self.use_gpu:
+            bundle["NPU" if device_name == "npu" else "GPU"] = 1
+            if self.accelerator_type is not None:
+                bundle[self.accelerator_type] = TRACE
+        return bundle
+
+    def part(self, start: int, count: int) -> SubRayResourcePool:
+        """Return a pool of `count` bundles, from bundle `start` on."""
+        return SubRayResourcePool(self, start, count)
+
+    def merged_with(self, other: ResourcePool) -> MergedRayResourcePool:
+        """Return a pool of the bundles of both.
+
+        Raises `PlacementError` if their settings differ.
+        """
+        return MergedRayResourcePool(self, other)
+
+
+class SubRayResourcePool(RayResourcePool):
+    """`count` bundles of another pool, from bundle `start` on."""
+
+    def __init__(self, parent: RayResourcePool, start: int, count: int) -> None:
+        self.parent = parent
+        self.start_bundle_index = start
+        super().__init__(
+            parent.counts_of(start, count),
+            parent.use_gpu,
+            parent.name_prefix,
+            parent.max_colocate_count,
+            parent.detached,
+            parent.accelerator_type,
+            parent.n_gpus_per_node,
+        )
+        self.label = parent.label
+
+    def roots(self) -> tuple[RayResourcePool, ...]:
+        return self.parent.roots()
+
+    def get_placement_groups(
+        self,
+        strategy: Strategy = "STRICT_PACK",
+        name: str | None = None,
+        device_name: str = "cuda",
+        timeout: float = PLACE_TIMEOUT_S,
+    ) -> list[PlacementGroup]:
+        """Return all placement groups of the parent; `bundles_of_ranks` says which are used."""
+        return self.parent.get_placement_groups(strategy, name, device_name, timeout)
+
+    def bundles_of_ranks(self) -> list[tuple[int, int]]:
+        start = self.start_bundle_index
+        return self.parent.bundles_of_ranks()[start : start + self.world_size]
+
+
+class MergedRayResourcePool(RayResourcePool):
+    """The bundles of two pools: the first pool's, then the second's."""
+
+    def __init__(self, first: RayResourcePool, second: ResourcePool) -> None:
+        if not isinstance(second, RayResourcePool):
+            raise PlacementError(f"{first!r} is a pool on Ray, {second!r} is not.")
+        check_mergeable(first, second, _ALIKE)
+        self.first, self.second = first, second
+        super().__init__(
+            [*first.store, *second.store],
+            first.use_gpu,
+            f"{first.name_prefix}_{second.name_prefix}",
+            first.max_colocate_count,
+            first.detached,
+            first.accelerator_type,
+            first.n_gpus_per_node,
+        )
+        self.label = f"{first.label}+{second.label}"
+
+    def roots(self) -> tuple[RayResourcePool, ...]:
+        return (*self.first.roots(), *self.second.roots())
+
+    def get_placement_groups(
+        self,
+        strategy: Strategy = "STRICT_PACK",
+        name: str | None = None,
+        device_name: str = "cuda",
+        timeout: float = PLACE_TIMEOUT_S,
+    ) -> list[PlacementGroup]:
+        """Return the first pool's groups, then the second's."""
+        return [
+            *self.first.get_placement_groups(strategy, name, device_name, timeout),
+            *self.second.get_placement_groups(strategy, name, device_name, timeout),
+        ]
+
+    def bundles_of_ranks(self) -> list[tuple[int, int]]:
+        groups = len(self.first.get_placement_groups())
+        second = self.second.bundles_of_ranks()
+        return [
+            *self.first.bundles_of_ranks(),
+            *((group + groups, bundle) for group, bundle in second),
+        ]
