@@ -26,14 +26,14 @@ from quadriga.lazy import lazy_names
 _HOME = {
     "Nsight": "profiling",
     "RayBackend": "backend",
-    "RayClassWithInitArgs": "class_with_args",
+    "RayClassWithInitArgs": "start",
     "RayResourcePool": "pool",
     "RayWorkerGroup": "backend",
     "SubRayResourcePool": "pool",
     "TorchProfiler": "profiling",
-    "create_colocated_worker_cls": "class_with_args",
-    "create_colocated_worker_cls_fused": "class_with_args",
-    "create_colocated_worker_raw_cls": "class_with_args",
+    "create_colocated_worker_cls": "start",
+    "create_colocated_worker_cls_fused": "start",
+    "create_colocated_worker_raw_cls": "start",
     "ensure_ray": "cluster",
     "merge_resource_pool": "pool",
     "split_resource_pool": "pool",
@@ -44,18 +44,6 @@ __all__ = list(_HOME)
 if TYPE_CHECKING:
     from quadriga.backends.ray.backend import RayBackend as RayBackend
     from quadriga.backends.ray.backend import RayWorkerGroup as RayWorkerGroup
-    from quadriga.backends.ray.class_with_args import (
-        RayClassWithInitArgs as RayClassWithInitArgs,
-    )
-    from quadriga.backends.ray.class_with_args import (
-        create_colocated_worker_cls as create_colocated_worker_cls,
-    )
-    from quadriga.backends.ray.class_with_args import (
-        create_colocated_worker_cls_fused as create_colocated_worker_cls_fused,
-    )
-    from quadriga.backends.ray.class_with_args import (
-        create_colocated_worker_raw_cls as create_colocated_worker_raw_cls,
-    )
     from quadriga.backends.ray.cluster import ensure_ray as ensure_ray
     from quadriga.backends.ray.pool import RayResourcePool as RayResourcePool
     from quadriga.backends.ray.pool import SubRayResourcePool as SubRayResourcePool
@@ -63,5 +51,17 @@ if TYPE_CHECKING:
     from quadriga.backends.ray.pool import split_resource_pool as split_resource_pool
     from quadriga.backends.ray.profiling import Nsight as Nsight
     from quadriga.backends.ray.profiling import TorchProfiler as TorchProfiler
+    from quadriga.backends.ray.start import (
+        RayClassWithInitArgs as RayClassWithInitArgs,
+    )
+    from quadriga.backends.ray.start import (
+        create_colocated_worker_cls as create_colocated_worker_cls,
+    )
+    from quadriga.backends.ray.start import (
+        create_colocated_worker_cls_fused as create_colocated_worker_cls_fused,
+    )
+    from quadriga.backends.ray.start import (
+        create_colocated_worker_raw_cls as create_colocated_worker_raw_cls,
+    )
 else:
     __getattr__, __dir__ = lazy_names(__name__, _HOME)

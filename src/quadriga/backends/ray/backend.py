@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
-from quadriga.backends.ray.class_with_args import RayClassWithInitArgs, RayColocatedClass
 from quadriga.backends.ray.cluster import (
     RaySession,
     ensure_ray,
@@ -28,6 +27,8 @@ from quadriga.backends.ray.rank_process import coroutine_methods
 from quadriga.backends.ray.row_store import StoreName, make_store, serve_rows, servers
 from quadriga.backends.ray.start import (
     RankPlan,
+    RayClassWithInitArgs,
+    RayColocatedClass,
     class_roles,
     devices_of,
     facts_of,

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quadriga.backends.ray import RayClassWithInitArgs
-from quadriga.backends.ray.class_with_args import RayColocatedClass
 from quadriga.backends.ray.profiling import Nsight
-from quadriga.backends.ray.start import classes_of
+from quadriga.backends.ray.start import RayColocatedClass, classes_of
 from quadriga.single_controller import ClassWithInitArgs
 
 if TYPE_CHECKING:
