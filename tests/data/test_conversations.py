@@ -51,15 +51,6 @@ def test_a_turn_ends_with_the_token_of_the_template(name):
     assert tokenizer.decode([end]) == expected[0].removeprefix("Three.") != tokenizer.eos_token
 
 
-def test_a_template_without_an_end_token_has_that_of_the_tokenizer():
-    tokenizer = family(NO_END)
-    assert turn_end_ids(tokenizer) == (tokenizer.eos_token_id,)
-    tokenizer.chat_template = None
-    assert turn_end_ids(tokenizer) == ()
-    tokenizer.chat_template = "{{ raise_exception('only with tools') }}"
-    assert turn_end_ids(tokenizer) == ()
-
-
 def test_a_template_that_rewrites_earlier_turns_is_refused_or_trains_the_last():
     tokenizer = family(THINKING, CASES["ChatML"][1])
     chat = [*CHAT]
@@ -85,14 +76,6 @@ def test_a_template_that_opens_a_thought_trains_the_last_answer():
         encode_turns(tokenizer, [CHAT])
 
 
-@pytest.mark.parametrize("answer", ["d", "end", "im", "< 3", "<th", "assistant"])
-def test_an_answer_that_occurs_in_the_end_token_is_found(answer):
-    tokenizer = family(THOUGHT, CASES["ChatML"][1])
-    chat = [CHAT[0], {"role": "assistant", "content": answer}]
-    [found] = encode_turns(tokenizer, [chat])
-    assert trained_texts(tokenizer, found) == [f"{answer}<|im_end|>"]
-
-
 @pytest.mark.parametrize(
     ("written", "content", "trained"),
     [
@@ -107,20 +90,6 @@ def test_an_answer_that_the_template_shortens_ends_with_its_token(written, conte
     chat = [CHAT[0], {"role": "assistant", "content": content}]
     [found] = encode_turns(tokenizer, [chat])
     assert trained_texts(tokenizer, found) == [f"{trained}<|im_end|>"]
-
-
-def test_the_template_named_default_is_used():
-    """As in the tokenizer of Command R. Both kinds of quotes are in the templates."""
-    tokenizer = family(CHATML, CASES["ChatML"][1])
-    plain = encode_turns(tokenizer, [CHAT])
-    tokenizer.chat_template = {
-        "default": CHATML + """{{ "" }}""",
-        "tool_use": '{{ "tools" ** 2 }}' + "{{ 'a' }}",
-    }
-    assert encode_turns(tokenizer, [CHAT]) == plain
-    tokenizer.chat_template = {"rag": CHATML, "tool_use": CHATML}
-    with pytest.raises(ModelError, match="cannot be chosen"):
-        encode_turns(tokenizer, [CHAT])
 
 
 def test_a_special_token_within_an_answer_does_not_end_it():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quadriga.data.loader import PromptLoader, epoch_order
+from quadriga.data.loader import PromptLoader
 from quadriga.errors import CheckpointError
 from quadriga.protocol import DataProto
 
@@ -33,12 +33,6 @@ def test_an_epoch_has_every_row_once_and_epochs_differ():
     assert first != second and len(loader) == 3
     assert numbers(PromptLoader(Numbers(12), 4, seed=1)) == first
     assert numbers(PromptLoader(Numbers(12), 4, seed=2)) != first
-
-
-def test_the_last_smaller_batch_is_dropped_or_kept():
-    assert [len(b) for b in numbers(PromptLoader(Numbers(10), 4))] == [4, 4]
-    kept = PromptLoader(Numbers(10), 4, drop_last=False, shuffle=False)
-    assert numbers(kept) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] and len(kept) == 3
 
 
 @pytest.mark.parametrize("stop", range(8))
@@ -75,10 +69,3 @@ def test_a_resumed_loader_continues_in_the_original_order(stop):
 def test_a_state_of_other_data_is_an_error(other, key):
     with pytest.raises(CheckpointError, match=f"was saved with {key}="):
         PromptLoader(Numbers(12), 4).load_state_dict(other.state_dict())
-
-
-def test_the_order_depends_on_seed_and_epoch():
-    assert epoch_order(5, seed=0, epoch=0, shuffle=False).tolist() == [0, 1, 2, 3, 4]
-    one = epoch_order(50, seed=3, epoch=1, shuffle=True).tolist()
-    assert one == epoch_order(50, seed=3, epoch=1, shuffle=True).tolist()
-    assert one != epoch_order(50, seed=1, epoch=3, shuffle=True).tolist()

@@ -1,13 +1,11 @@
 """The rows of each epoch: permutations, and mixtures of files."""
 
 from collections import Counter
-from itertools import islice
 
 import pytest
-from test_loader import Numbers, numbers
 
-from quadriga.data.loader import Mixture, PromptLoader, shares
-from quadriga.errors import CheckpointError, ConfigError
+from quadriga.data.loader import Mixture, shares
+from quadriga.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -50,24 +48,3 @@ def test_weights_that_are_no_shares_are_refused(weights):
 def test_a_file_without_rows_can_have_no_share():
     with pytest.raises(ConfigError, match=r"training file 1 .* were left out"):
         Mixture([3, 0], [1, 1])
-
-
-def test_a_mixture_resumes_at_any_batch():
-    def loader():
-        return PromptLoader(Numbers(12), 5, seed=4, mixture=Mixture([10, 2], [1, 1]))
-
-    whole = loader()
-    expected = numbers(whole) + numbers(whole)
-    first = loader()
-    first_batch = numbers(islice(first, 1))
-    again = loader()
-    again.load_state_dict(first.state_dict())
-    assert first_batch + numbers(again) + numbers(again) == expected
-
-
-def test_other_weights_do_not_continue():
-    saved = PromptLoader(Numbers(12), 5, mixture=Mixture([10, 2], [1, 1])).state_dict()
-    with pytest.raises(CheckpointError, match=r"weights=\[1, 1\], but this run has weights=\[1, 2"):
-        PromptLoader(Numbers(12), 5, mixture=Mixture([10, 2], [1, 2])).load_state_dict(saved)
-    with pytest.raises(CheckpointError, match=r"weights=\[1, 1\], but this run has weights=None"):
-        PromptLoader(Numbers(12), 5).load_state_dict(saved)

@@ -57,14 +57,6 @@ def test_overlong_prompts_are_filtered_or_an_error(file, tokenizer):
         PromptDataset([file], tokenizer, max_prompt_length=2)
 
 
-def test_a_batch_is_padded_to_its_longest_prompt(file, tokenizer):
-    data = PromptDataset([file], tokenizer)
-    shortest = min(data, key=lambda item: len(item["input_ids"]))
-    width = len(shortest["input_ids"])
-    assert width < data.longest
-    assert data.collate([shortest]).batch["input_ids"].shape == (1, width)
-
-
 @pytest.mark.parametrize(
     ("row", "message"),
     [

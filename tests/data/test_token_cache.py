@@ -2,8 +2,6 @@
 
 import datetime
 import json
-import os
-import socket
 from decimal import Decimal
 
 import pyarrow as pa
@@ -119,19 +117,3 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, tokenizer, monkeypatc
     with pytest.raises(DataError, match=r"No space left on device; set data.cache_dir"):
         PromptDataset([file], tokenizer, cache_dir=tmp_path / "c")
     assert list((tmp_path / "c").iterdir()) == []
-
-
-@pytest.mark.usefixtures("small_pieces")
-def test_unfinished_files_of_ended_processes_are_removed(tmp_path, tokenizer):
-    folder = tmp_path / "c"
-    folder.mkdir()
-    host = socket.gethostname()
-    ended = folder / f"x.arrow.ab.{host}.4194304.part"
-    own = folder / f"x.arrow.ab.{host}.{os.getppid()}.part"
-    other = folder / "x.arrow.ab.other-host.4194304.part"
-    old = folder / "x.arrow.cd.other-host.1.part"
-    for file in (ended, own, other, old):
-        file.touch()
-    os.utime(old, (0, 0))
-    PromptDataset([json_lines(tmp_path / "a.jsonl", rows(2))], tokenizer, cache_dir=folder)
-    assert [file.exists() for file in (ended, own, other, old)] == [False, True, True, False]

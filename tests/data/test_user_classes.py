@@ -129,11 +129,6 @@ def test_rows_that_cannot_be_used_are_refused(sampler, name, message):
         next(iter(PromptLoader(Numbers(10), 4, sampler=sampler(name))))
 
 
-def test_a_state_that_is_no_json_is_refused(sampler):
-    with pytest.raises(DataError, match=r"BadState.state_dict must return a dict of JSON values"):
-        PromptLoader(Numbers(10), 4, sampler=sampler("BadState")).state_dict()
-
-
 @pytest.mark.parametrize("method", ["update", "state_dict", "load_state_dict"])
 def test_each_method_that_fails_is_named(sampler, method):
     loader = PromptLoader(Numbers(10), 4, sampler=sampler())
@@ -156,13 +151,6 @@ def test_a_batch_of_another_size_is_refused():
         data.collate = wrong
         with pytest.raises(DataError, match=rf"Numbers.collate must return .* of 4 rows.*{found}"):
             next(iter(PromptLoader(data, 4)))
-
-
-def test_a_class_without_methods_or_of_another_name_is_refused(sampler):
-    with pytest.raises(ConfigError, match="Nothing lacks rows, update, state_dict"):
-        sampler("Nothing")
-    with pytest.raises(ConfigError, match=r"data.sampler.name=Smapler: .* it has Sampler, Short"):
-        sampler("Smapler")
 
 
 def test_a_dataset_of_the_user(tmp_path, tokenizer):

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from quadriga.observability.console import RunConsole, duration
+from quadriga.observability.console import RunConsole
 
 
 class Clock:
@@ -73,10 +73,3 @@ def test_a_terminal_shows_a_progress_line_and_then_the_table():
     assert "reward 0.500" in text
     assert text.rstrip().endswith("┘")
     assert text.count("\x1b[?25h") >= 1  # the cursor is visible, for a debugger
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0s"), (59.4, "59s"), (185, "3m05s"), (7620, "2h07m")]
-)
-def test_duration_as_text(seconds, text):
-    assert duration(seconds) == text

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quadriga.errors import DataError, InputError
-from quadriga.observability.jsonl import JsonlFile, keep_rows, read_jsonl
+from quadriga.observability.jsonl import JsonlFile, read_jsonl
 
 
 def test_numpy_values_and_non_finite_numbers_are_converted(tmp_path):
@@ -57,11 +57,3 @@ def test_reading_skips_an_incomplete_line_and_names_a_bad_one(tmp_path):
         list(read_jsonl(path))
     with pytest.raises(DataError, match="cannot read"):
         list(read_jsonl(tmp_path / "absent"))
-
-
-def test_keep_rows_rewrites_the_file(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
-    keep_rows(path, lambda row: row["step"] != 2)
-    assert [row["step"] for row in read_jsonl(path)] == [1, 3]
-    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]

@@ -10,7 +10,7 @@ from run_cases import timeless
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
-from quadriga.errors import CheckpointError, ConfigError
+from quadriga.errors import CheckpointError
 from quadriga.trainer.ingredients import load_ingredients
 from quadriga.trainer.main import run_training
 
@@ -76,18 +76,3 @@ def test_a_mixture_of_files(train_overrides, tiny_task) -> None:
     with closing(made):
         rows = [n for batch in made.train_loader for n in batch.non_tensor_batch["index"]]
     assert len(rows) == 80 and sum(row >= 64 for row in rows) == 60
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (["data.train_weights=[1,2]"], "one positive number for each of the 1 training files"),
-        ([*SAMPLER, "data.train_weights=[1]"], "data.train_weights has no effect with data.samp"),
-        (["data.sampler.name=X"], "data.sampler.name=X has no effect without data.sampler.path"),
-        (["data.sampler.options={a: 1}"], "data.sampler.options={a:1} has no effect without"),
-        (["data.dataset.name=X"], "data.dataset.name=X has no effect without data.dataset.path"),
-    ],
-)
-def test_settings_without_effect_are_refused(train_overrides, settings, said) -> None:
-    with pytest.raises(ConfigError, match=said):
-        run_training(load_config(TrainConfig, [*train_overrides, *settings]))

@@ -95,12 +95,6 @@ def test_responses_of_files_by_hand(evaluate, tmp_path) -> None:
     assert (tmp_path / "eval" / "results.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_response_may_be_a_text_in_a_column_of_another_name(evaluate) -> None:
-    rows = [{**row(OWN, "3"), "output": "#### 3"}, {**row(OWN, "3"), "output": "#### 5"}]
-    (found,) = evaluate(rows, "response_key=output").summaries
-    assert {name: e.value for name, e in found.metrics.items()} == {"mean@1": 0.5, "pass@1": 0.5}
-
-
 RULE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "boom":
@@ -163,20 +157,6 @@ def test_another_model_or_file_in_the_same_folder_is_refused(
         evaluate(ROWS)
     assert (folder / "results.json").read_bytes() == before
     evaluate(ROWS, "overwrite=true")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["data_files=[a.parquet]"], "set either data_files"),
-        (["reward.on_failure=mask"], "reward.on_failure=mask leaves"),
-        (["confidence=1"], "confidence must be above 0 and below 1"),
-        (["correct_at=1", "resamples=0"], "resamples must be at least 1"),
-    ],
-)
-def test_wrong_settings_are_refused(evaluate, overrides, words) -> None:
-    with pytest.raises(ConfigError, match=words):
-        evaluate(ROWS, *overrides)
 
 
 @pytest.mark.parametrize(

@@ -84,47 +84,9 @@ def test_algorithms_train_with_the_settings_of_their_papers(step, overrides) -> 
     assert moved(step(*overrides))
 
 
-def test_the_length_penalty_and_the_filter_of_truncated_responses_run(step) -> None:
-    metrics = step("algorithm.overlong.enable=true", "algorithm.overlong.buffer_length=4",
-                   "algorithm.overlong.drop_truncated=true")  # fmt: skip
-    assert metrics["response_length/clip_ratio"] > 0
-    assert math.isfinite(metrics.get("actor/grad_norm", 0.0))
-
-
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 def test_every_policy_loss_trains(step, name) -> None:
     assert moved(step(f"{ACTOR}.policy_loss.name={name}"))
-
-
-@pytest.mark.nightly
-def test_kl_over_the_vocabulary_agrees_with_k3_and_with_the_fused_head(run, tmp_path) -> None:
-    """k3 is an unbiased estimate of it; the fused output layer computes the same numbers."""
-    rule, found = tmp_path / "rule.py", {}
-    rule.write_text(RULE)
-    for kind, more in {
-        "k3": [],
-        "full": [],
-        "fused": [
-            f"{ACTOR}.engine.fused_head=true",
-            "actor_rollout_ref.ref.engine.fused_head=true",
-        ],
-    }.items():
-        found[kind] = run(
-            f"{ACTOR}.use_kl_loss=true",
-            f"{ACTOR}.kl_loss_coef=0",
-            f"{ACTOR}.kl_loss_type={'full' if kind == 'fused' else kind}",
-            f"{ACTOR}.optim.lr=1e-2",
-            f"{ACTOR}.ppo_mini_batch_size=8",  # one optimizer step, with the weights that sampled
-            "actor_rollout_ref.rollout.n=16",
-            f"reward.path={rule}",
-            f"trainer.default_local_dir={tmp_path / kind}",
-            *more,
-        )[-1]
-    full, fused = found["full"], found["fused"]
-    assert full["actor/kl_loss"] > 0.01
-    assert full["actor/kl_loss"] == pytest.approx(found["k3"]["actor/kl_loss"], rel=0.2)
-    for name in ("actor/kl_loss", "actor/loss", "actor/grad_norm", "reward/mean"):
-        assert fused[name] == pytest.approx(full[name], rel=1e-4, abs=1e-6), name
 
 
 @pytest.mark.nightly

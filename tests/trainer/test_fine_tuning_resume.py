@@ -17,12 +17,8 @@ from safetensors.torch import load_file
 from quadriga.checkpoint.folders import complete_checkpoints
 from quadriga.checkpoint.marker import read_marker
 from quadriga.cli.main import main
-from quadriga.config.commands import RMConfig, SFTConfig
-from quadriga.config.loading import load_config
 from quadriga.errors import CheckpointError
 from quadriga.observability.jsonl import read_jsonl
-from quadriga.trainer.fine_tuning.rm import run_rm
-from quadriga.trainer.fine_tuning.sft import run_sft
 
 COMMANDS = ("sft", pytest.param("rm", marks=pytest.mark.nightly))
 
@@ -239,21 +235,3 @@ def test_a_run_that_has_reached_its_goal_takes_no_step_when_it_is_resumed(runs) 
     assert first.steps == 2
     assert runs.run("run", *goal, "trainer.resume_mode=auto") == first
     assert runs.run("run", "trainer.resume_mode=auto").steps == 6
-
-
-def test_a_checkpoint_of_the_other_command_is_refused(runs, tiny_task) -> None:
-    runs.run("run", "trainer.total_training_steps=1")
-    other = {"sft": run_rm, "rm": run_sft}[runs.command]
-    kind = {"sft": RMConfig, "rm": SFTConfig}[runs.command]
-    file = pairs(runs.folder / "p.jsonl", 8)
-    given = [
-        f"model.path={tiny_task.model}",
-        f"data.train_files={file}",
-        "trainer.backend=local",
-        f"trainer.default_local_dir={runs.folder / 'other'}",
-        f"trainer.resume_mode={runs.checkpoint('run', 1)}",
-        "trainer.resume_override=true",
-    ]
-    key = {"sft": "reward_model", "rm": "actor"}[runs.command]
-    with pytest.raises(CheckpointError, match=f"has no state of role {key}"):
-        other(load_config(kind, given))

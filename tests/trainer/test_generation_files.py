@@ -18,7 +18,6 @@ from quadriga.errors import ConfigError, InputError, RolloutError
 from quadriga.observability import jsonl
 from quadriga.protocol import DataProto
 from quadriga.trainer.evaluation import generate as generation
-from quadriga.trainer.evaluation import response_file
 from quadriga.trainer.evaluation.generate import check_versions, run_generation
 from quadriga.trainer.evaluation.response_file import ResponseFile
 
@@ -190,24 +189,6 @@ def test_two_processes_do_not_write_one_file(generate, tmp_path) -> None:
     generate()
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("output=answers.txt", r"output must end in one of \.jsonl, \.parquet"),
-        ("rollout.name=vlm", "rollout.name must be one of .*did you mean"),
-        ("prompt=hello", "set either prompt=… or data_files"),
-        ("sampling.top_k=0", "sampling.top_k must be -1"),
-        ("sampling.temperature=0", "n=3 greedy responses"),
-    ],
-)
-def test_wrong_settings_are_refused_before_ranks_start(
-    generate, monkeypatch, override, words
-) -> None:
-    no_ranks(monkeypatch)
-    with pytest.raises(ConfigError, match=words):
-        generate(override)
-
-
 # Faults.
 
 
@@ -229,26 +210,6 @@ def test_a_full_disk_keeps_what_was_written(generate, monkeypatch, tmp_path) -> 
     assert generate().read_bytes() == whole
 
 
-def test_a_rank_that_fails_is_named_and_nothing_is_lost(generate, monkeypatch, caplog) -> None:
-    from quadriga.rollout.hf.engine import HFRollout
-
-    whole = generate(output="whole.jsonl").read_bytes()
-    sample, calls = HFRollout.generate, []
-
-    def failing(self, *args, **kwargs):
-        calls.append(1)
-        if len(calls) == 3:
-            raise RuntimeError("planted")
-        return sample(self, *args, **kwargs)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(HFRollout, "generate", failing)
-        with pytest.raises(RuntimeError, match="planted"):
-            generate()
-    assert "has the responses to 12 of 16 prompts; the same command" in caplog.text
-    assert generate().read_bytes() == whole
-
-
 def test_rows_that_parquet_cannot_hold_stay_as_json_lines(tmp_path) -> None:
     path = tmp_path / "a.parquet"
     rows = [{"index": 0, "extra_info": {"x": 1}}, {"index": 1, "extra_info": {"x": "one"}}]
@@ -257,18 +218,6 @@ def test_rows_that_parquet_cannot_hold_stay_as_json_lines(tmp_path) -> None:
         with pytest.raises(InputError, match=r"cannot be written as parquet: .*\.jsonl"):
             file.finish()
         assert list(file.read()) == rows
-
-
-def test_parquet_columns_have_types_that_fit_all_rows(tmp_path, monkeypatch) -> None:
-    """Rows are written some at a time; the first ones do not decide on the types."""
-    monkeypatch.setattr(response_file, "_TOGETHER", 2)
-    truths = [None, None, "1", "2", None]
-    rows = [{"index": i, "reward_model": t and {"truth": t}} for i, t in enumerate(truths)]
-    rows[4]["extra_info"] = {"split": "test"}
-    with ResponseFile.open(tmp_path / "a.parquet", {}, total=5, batch_size=5, overwrite=False) as f:
-        f.write(rows)
-        f.finish()
-        assert list(f.read()) == [{"extra_info": None, **row} for row in rows]
 
 
 def test_responses_of_other_weights_are_refused():

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from peft import PeftModel
-from run_cases import timeless
 from transformers import AutoModelForCausalLM
 
 from quadriga.config.commands import SFTConfig
@@ -67,20 +66,6 @@ def test_the_reference_in_the_actor_equals_one_of_its_own(run, tmp_path):
     shared = metrics("shared")
     own = metrics("own", "trainer.n_gpus_per_node=2", "placement.actor=[0]", "placement.ref=[1]")
     assert shared == pytest.approx(own, rel=1e-4, abs=1e-9)
-
-
-def test_a_resumed_run_of_adapters_equals_an_uninterrupted_one(run, tmp_path):
-    whole = run(*LORA, "trainer.save_freq=1")
-    resumed = run(
-        *LORA,
-        f"trainer.resume_mode={tmp_path / 'run' / 'checkpoints' / 'global_step_1'}",
-        f"trainer.default_local_dir={tmp_path / 'again'}",
-    )
-    assert timeless(resumed)[-1] == timeless(whole)[-1]
-    files = (tmp_path / "run" / "checkpoints").rglob("actor/shard_*.safetensors")
-    size = (tmp_path / "run" / "model" / "adapter" / "adapter_model.safetensors").stat().st_size
-    for file in files:  # the adapter with two moments, in float32, and three headers
-        assert file.stat().st_size < 3 * size + 20_000
 
 
 def test_a_run_starts_from_an_adapter_and_refuses_that_of_another_base(run, tmp_path, tiny_task):

@@ -11,7 +11,6 @@ from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto
 from quadriga.trainer import dataflow
-from quadriga.trainer.checks.settings import check_train_settings
 from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.trainer.role_workers import settings_for_classes
 from quadriga.trainer.roles.placement import Role
@@ -55,13 +54,6 @@ def test_it_is_chosen_where_a_step_is_one_optimizer_step_and_nothing_reads_them_
     assert chosen(f"{LORA}.rank=4")
     assert not chosen(f"{LORA}.rank=4", f"{LORA}.dropout=0.1")  # of an update only
     assert not chosen(f"{SETTING}=false")
-
-
-def test_several_optimizer_steps_are_refused_with_the_arithmetic() -> None:
-    overrides = [f"{SETTING}=true", f"{ACTOR}.ppo_mini_batch_size=16", f"{ACTOR}.ppo_epochs=2"]
-    message = r"but 64 / 16 mini-batches × 2 epochs = 8"
-    with pytest.raises(ConfigError, match=message):
-        check_train_settings(load_config(TrainConfig, overrides))
 
 
 def test_a_stage_that_reads_them_before_the_update_is_named() -> None:

@@ -11,10 +11,7 @@ from run_cases import timeless
 
 from quadriga.checkpoint.folders import complete_checkpoints, latest_checkpoint
 from quadriga.checkpoint.marker import read_marker
-from quadriga.config.loading import load_config
-from quadriga.config.schema import TrainConfig
 from quadriga.errors import CheckpointError, ConfigError
-from quadriga.trainer.checkpoints import Changes, inputs_of
 
 RESUME = ("trainer.resume_mode=auto", "trainer.total_training_steps=3")
 LR = "actor_rollout_ref.actor.optim.lr"
@@ -108,25 +105,6 @@ def test_a_kill_while_later_steps_are_removed_leaves_the_steps_before_them(
     assert timeless(run(*settings, "trainer.resume_mode=auto")) == whole
 
 
-def test_secrets_are_not_written_into_a_checkpoint(train_overrides, monkeypatch) -> None:
-    monkeypatch.setenv("MY_PLACE", "hunter2-value")
-    config = load_config(TrainConfig, [*train_overrides, "trainer.project_name=${oc.env:MY_PLACE}"])
-    saved = inputs_of(config)
-    assert saved["trainer.project_name"] == "${oc.env:MY_PLACE}"
-    assert "hunter2" not in str(saved)
-
-
-def test_the_code_of_the_parts_of_a_reward_is_an_input(train_overrides, tmp_path) -> None:
-    rules = tmp_path / "rules.py"
-    rules.write_text("def score(**kw): return 1.0\n")
-    part = f"reward.parts={{short: {{path: '{rules}', name: score}}, right: {{weight: 2}}}}"
-    config = load_config(TrainConfig, [*train_overrides, part])
-    saved = inputs_of(config)
-    rules.write_text("def score(**kw): return 2.0\n")
-    changes = Changes.between(saved, inputs_of(config))
-    assert changes.other == ["the content of reward.parts is another one"]
-
-
 def test_a_checkpoint_of_another_folder_does_not_change_the_run_in_this_one(
     first, run, tmp_path
 ) -> None:
@@ -155,26 +133,3 @@ def test_later_steps_of_the_first_attempt_are_set_aside(run, tmp_path) -> None:
         "global_step_2.set_aside",
         "global_step_3.set_aside",
     }
-
-
-def test_a_checkpoint_of_before_a_data_setting_existed_can_be_continued() -> None:
-    own = inputs_of(TrainConfig())
-    saved = {key: value for key, value in own.items() if not key.startswith("data.sampler")}
-    del saved["content of data.sampler.path"]
-    assert Changes.between(saved, own).data == []
-    assert Changes.between(saved, {**own, "data.sampler.name": "Other"}).data == [
-        "data.sampler.name: Sampler → Other"
-    ]
-
-
-@pytest.mark.parametrize(
-    "key", ["actor_rollout_ref.model.path", "actor_rollout_ref.model.tokenizer_path"]
-)
-def test_a_run_does_not_replace_the_model_that_it_reads(first, run, key) -> None:
-    files = {path.name for path in (first / "model").iterdir()}
-    own = f"{key}={first / 'model'}"
-    with pytest.raises(ConfigError, match=rf"{key}=.* is in the run folder .* move it, or choose"):
-        run(own, "trainer.overwrite=true", "data.train_batch_size=8")
-    assert {path.name for path in (first / "model").iterdir()} == files
-    other = f"trainer.default_local_dir={first.parent / 'next'}"
-    run(own, other, "trainer.overwrite=true", "data.train_batch_size=8")

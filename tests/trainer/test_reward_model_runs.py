@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassificat
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
-from quadriga.errors import ConfigError, ModelError
+from quadriga.errors import ModelError
 from quadriga.trainer.preflight import check_train_config
 
 
@@ -45,12 +45,6 @@ def test_the_reward_is_the_weighted_sum_of_rules_and_model(run, with_model):
         expected = 2 * row["reward/rules"] + 0.5 * row["reward/model"]
         assert row["reward/mean"] == pytest.approx(expected, abs=1e-6)
     assert first["actor/grad_norm"] > 0  # the rules alone give a random model no signal
-
-
-def test_validation_is_scored_by_the_rules(run, with_model):
-    metrics = run(*with_model, "reward_model.rule_weight=0")
-    assert "reward/rules" not in steps(metrics)[0]
-    assert all(0 <= row["val/accuracy"] <= 1 for row in metrics if "val/accuracy" in row)
 
 
 @pytest.mark.parametrize(
@@ -102,49 +96,6 @@ def test_five_roles_on_pools_of_their_own_give_the_numbers_of_one_pool(
     run, five_roles, on_one_pool
 ):
     assert timeless(run(*five_roles, *POOLS_OF_THEIR_OWN)) == on_one_pool
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "pools",
-    [
-        POOLS_OF_THEIR_OWN,
-        ("trainer.n_gpus_per_node=2", "placement.actor=[0]", "placement.reward_model=[1]"),
-    ],
-    ids=["own", "actor and reward model"],
-)
-def test_five_roles_on_pools_of_ray_give_the_numbers_of_one_process(
-    run, five_roles, on_one_pool, pools
-):
-    rows = run(*five_roles, *pools, "trainer.backend=ray", "trainer.num_cpus=5")
-    for row, expected in zip(timeless(rows), on_one_pool, strict=True):
-        assert row == pytest.approx(expected, rel=1e-5, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"reward_model.model.path": ""}, r"enable=true needs a model: set reward_model\.model"),
-        ({"reward_model.weight": "0"}, "gives the reward model no part"),
-        ({"reward_model.model.lora.rank": "4"}, "is for a model that is trained, and this one"),
-        ({"reward_model.engine.fsdp_size": "2"}, "must be -1 .* or divide the 1 ranks"),
-        (
-            {"reward_model.engine.tensor_parallel_size": "2"},
-            r"does not divide the 1 ranks .* \(1 = 0 × 2 \+ 1\); choose sizes",
-        ),
-        ({"reward_model.engine.fused_head": "true"}, "is for log-probabilities, and a reward"),
-        (
-            {"reward_model.enable": "false", "placement.reward_model": "[0]"},
-            r"no such role: reward_model\.enable is false",
-        ),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused_before_start(
-    train_overrides, with_model, settings, message
-):
-    given = [*train_overrides, *with_model, *(f"{key}={value}" for key, value in settings.items())]
-    with pytest.raises(ConfigError, match=message):
-        check_train_config(load_config(TrainConfig, given))
 
 
 def test_a_model_without_a_head_is_refused_before_start(train_overrides, tiny_task):

@@ -14,7 +14,7 @@ from quadriga.algorithms.pairwise_loss import pairwise_loss
 from quadriga.config.commands import RMConfig
 from quadriga.config.loading import load_config
 from quadriga.engines.fsdp import FSDPEngine
-from quadriga.errors import ConfigError, DataError
+from quadriga.errors import ConfigError
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.trainer.fine_tuning.rm import run_rm
 
@@ -151,60 +151,6 @@ def test_a_step_equals_one_of_a_plain_loop(settings, tiny_task, tmp_path, micro)
     assert exported.config.pad_token_id == tokenizer.pad_token_id
     assert exported.score.weight.shape == (1, 32)
     assert torch.allclose(exported.score.weight, model.score.weight, atol=2e-3)
-
-
-def test_validation_plot_and_the_score_of_the_export(settings, tmp_path):
-    config = settings("trainer.test_freq=1", "trainer.total_training_steps=6")
-    result = run_rm(config)
-    found = metrics(config)
-    assert all({"val/loss", "val/accuracy", "rm/accuracy"} <= set(row) for row in found)
-    assert found[-1]["val/loss"] < found[0]["val/loss"]
-    assert result.validation["val/accuracy"] == found[-1]["val/accuracy"]
-    assert (tmp_path / "run" / "learning_curve.png").is_file()
-
-
-DIVISIONS = ("fsdp_size=2", "tensor_parallel_size=2", "sequence_parallel_size=2")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("division", DIVISIONS)
-def test_two_ranks_equal_one(settings, tmp_path, division):
-    # A large eps: without it, Adam would turn the rounding of a gradient that is 0 into a step.
-    one = settings("optim.eps=1e-3")
-    result = run_rm(one)
-    two = settings(
-        "optim.eps=1e-3", f"engine.{division}",
-        "trainer.backend=ray", "trainer.n_gpus_per_node=2", "trainer.num_cpus=4",
-        f"trainer.default_local_dir={tmp_path / 'two'}",
-    )  # fmt: skip
-    divided = run_rm(two)
-    for single, double in zip(metrics(one), metrics(two), strict=True):
-        for key in ("rm/loss", "rm/grad_norm", "rm/accuracy"):
-            assert double[key] == pytest.approx(single[key], rel=1e-4), key
-    weights, expected = (
-        AutoModelForSequenceClassification.from_pretrained(found.model_path).state_dict()
-        for found in (divided, result)
-    )
-    for name, tensor in expected.items():
-        assert torch.allclose(weights[name], tensor, atol=1e-5), name
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"chosen": "a", "rejected": "a"}, "are the same response"),
-        ({"chosen": 3, "rejected": "a"}, "'chosen' must be a text or a list of messages, got int"),
-        (
-            {"chosen": [{"role": "user", "content": "a"}], "rejected": "a"},
-            "'chosen' must be a response, or messages that end with one of the assistant, got 1",
-        ),
-        ({"chosen": "b", "rejected": "a", "margin": "much"}, "'margin' must be a finite number"),
-    ],
-)
-def test_rows_without_a_pair_are_refused(settings, tmp_path, row, message):
-    file = write(tmp_path / "bad.jsonl", [*rows(8), {"prompt": "1 + 1", **row}])
-    with pytest.raises(DataError, match=message):
-        run_rm(settings(f"data.train_files={file}", "data.margin_key=margin"))
 
 
 @pytest.mark.parametrize(

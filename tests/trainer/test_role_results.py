@@ -127,16 +127,6 @@ def test_a_metric_that_is_no_number_is_named(train_overrides, own_roles, case) -
         train(train_overrides)
 
 
-def test_numbers_of_other_types_are_metrics(train_overrides, own_roles) -> None:
-    metrics = {"a": torch.tensor(2.0), "b": np.float32(3), "c": True, "d": [1, 2]}
-    add_odd(lambda data: DataProto(meta_info={"metrics": metrics}))
-    with pytest.raises(WorkerError, match=r"the metric 'd'"):
-        train(train_overrides)
-    del metrics["d"]
-    rows = train(train_overrides, "trainer.overwrite=true")
-    assert [rows[1][f"odd/{name}"] for name in "abc"] == [2.0, 3.0, 1.0]
-
-
 def test_an_update_sees_no_greedy_responses(train_overrides, own_roles) -> None:
     """They are scored beside the batch, and their number need not divide over the ranks."""
     add_odd(lambda data: None)
@@ -176,19 +166,6 @@ def test_a_field_that_a_pass_is_computing_is_refused(train_overrides, own_roles)
     words = "stage odd.answer writes ref_log_prob, but beside score_responses it runs while"
     with pytest.raises(ConfigError, match=words):
         flow_with(train_overrides, fields.REF_LOG_PROB, REF, after="score_responses")
-
-
-def test_a_pass_does_not_replace_a_field_that_was_read(train_overrides, own_roles) -> None:
-    stages = [
-        RoleStage(
-            "answer", reads=(MASK,), writes=(fields.REF_LOG_PROB,), before="compute_log_prob"
-        ),
-        RoleStage("again", reads=(fields.REF_LOG_PROB,), after="odd.answer"),
-    ]
-    register_role(Role.add("Odd"), worker=Odd, stages=stages)
-    own = "actor_rollout_ref.actor.old_log_probs_from_update=false"
-    with pytest.raises(ConfigError, match="but stage compute_ref_log_prob then writes it again"):
-        StepPlan.of(load_train_config([*train_overrides, REF, own]))
 
 
 def test_of_two_roles_that_score_one_is_refused(train_overrides, own_roles) -> None:

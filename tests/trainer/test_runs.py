@@ -158,33 +158,6 @@ def test_equal_seeds_give_equal_runs_and_different_seeds_different_runs(run, tmp
     assert first != other
 
 
-@pytest.mark.parametrize(
-    ("score", "shown", "table"),
-    [
-        ("float('1' in solution_str)", {"val/score", "val/accuracy"}, "validation accuracy"),
-        ("-0.155 - len(solution_str)", {"val/score"}, "validation score"),
-        ("0.5", {"val/score"}, "validation score"),
-    ],
-)
-def test_a_score_that_is_no_accuracy_has_no_percentage(
-    run, tmp_path, capsys, score, shown, table
-) -> None:
-    rule = tmp_path / "rule.py"
-    rule.write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        f"    return {score}\n"
-    )
-    rows = run(f"reward.path={rule}", "trainer.loggers=[console,jsonl]",
-               "trainer.total_training_steps=1")  # fmt: skip
-    assert {name for row in rows for name in row if name.startswith("val/")} == {
-        "val/samples", *shown
-    }  # fmt: skip
-    out = capsys.readouterr().out
-    assert table in out
-    assert ("accuracy" in out) == ("val/accuracy" in shown)
-    assert ("%" in out) == ("val/accuracy" in shown)
-
-
 def test_a_run_that_died_before_its_first_checkpoint_begins_again(
     run, tmp_path, monkeypatch, caplog
 ) -> None:

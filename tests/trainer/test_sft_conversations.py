@@ -17,7 +17,7 @@ from quadriga.config.schema import ModelConfig
 from quadriga.data.conversations import SFTDataset
 from quadriga.errors import DataError
 from quadriga.models import load_tokenizer
-from quadriga.observability.jsonl import read_jsonl, read_samples
+from quadriga.observability.jsonl import read_jsonl
 from quadriga.trainer.fine_tuning.sft import SFTTrainer, run_sft
 from quadriga.workers.generation import special_tokens
 
@@ -108,19 +108,6 @@ def test_a_run_without_prompts_holds_no_rollout(settings, tiny_task, tmp_path, p
         assert any(metric in row for row in rows) is prompts, metric
 
 
-def test_the_last_turn_alone(settings, files, tiny_task, tmp_path):
-    run_sft(
-        load_config(
-            SFTConfig, [*settings, "data.loss_turns=last", "trainer.total_training_steps=1"]
-        )
-    )
-    [row] = [r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "sft/loss" in r]
-    tokenizer = load_tokenizer(str(tiny_task.model))
-    train = SFTDataset([files[0]], tokenizer, messages_key="messages", loss_turns="last")
-    model = AutoModelForCausalLM.from_pretrained(tiny_task.model, dtype=torch.float32)
-    assert row["sft/loss"] == pytest.approx(naive_loss(model, train, range(8)).item(), rel=1e-5)
-
-
 def test_validation_rows_need_answers(settings, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"messages": turns(1)[:1]}) + "\n")
@@ -151,22 +138,6 @@ def test_a_response_ends_as_a_turn_of_the_template(settings, other_ends, tmp_pat
     result = run_sft(load_config(SFTConfig, [*settings, *more, "trainer.test_freq=0"]))
     written = GenerationConfig.from_pretrained(result.model_path)
     assert sorted(written.eos_token_id) == sorted(ends)
-
-
-def test_what_ends_a_response_in_validation_is_a_setting(settings, tiny_task, tmp_path):
-    data = [
-        f"data.train_files={tiny_task.data('sft')}", f"data.val_files={tiny_task.data('test')}",
-        "data.messages_key=null", "trainer.total_training_steps=1", "trainer.test_freq=0",
-        "trainer.max_response_length=12", "trainer.val_size=4",
-    ]  # fmt: skip
-    vocabulary = load_tokenizer(str(tiny_task.model)).get_vocab()
-    stop = f"trainer.val_sampling.stop_token_ids=[{','.join(map(str, vocabulary.values()))}]"
-    for more, longest in ((), 12), ((stop,), 1):
-        folder = tmp_path / f"run{len(more)}"
-        given = [*settings, *data, *more, f"trainer.default_local_dir={folder}"]
-        run_sft(load_config(SFTConfig, given))
-        samples = read_samples(folder / "samples.jsonl")
-        assert max(sample.response_tokens for sample in samples) == longest
 
 
 def test_another_end_token_is_told(tiny_task, caplog):

@@ -87,16 +87,6 @@ def test_a_truncated_response_does_not_count_in_its_group() -> None:
     assert kept(data) == [0] * 6
 
 
-def test_a_batch_without_tokens_gets_zero_advantages() -> None:
-    data, config = batch(), algorithm("adv_estimator=grpo", "filter_groups.enable=true")
-    data.batch[fields.RESPONSE_MASK] = torch.zeros(6, 4, dtype=torch.int64)
-    data, metrics = stages.mask_zero_variance_groups(data, config)
-    assert metrics == {}
-    data, _ = stages.shape_scores(data, config)
-    data, _ = stages.estimate_advantages(data, config)
-    assert not data.batch[fields.ADVANTAGES].any()
-
-
 @pytest.mark.parametrize(
     ("overrides", "weight"),
     [
@@ -189,16 +179,6 @@ def test_a_critic_on_other_ranks_has_the_mini_batches_of_one_rank(actor, critic,
     for mini in range(count // size):
         rows = [r for part in parts for r in part.batch["row"][mini * share :][:share].tolist()]
         assert sorted(rows) == list(range(mini * size, (mini + 1) * size))
-
-
-def test_a_critic_takes_the_order_of_the_actor_where_it_fits():
-    assert Balance(2, critic_ranks=2, critic_mini_batch_rows=2).of_critic(8) is None
-    assert Balance(2, critic_mini_batch_rows=2).of_critic(8) is None
-    assert Balance(2, critic_ranks=1, critic_mini_batch_rows=8).of_critic(8) is None, "one"
-    assert Balance(2, critic_ranks=3, critic_mini_batch_rows=3).of_critic(8) is None, "8 / 3"
-    # 9 rows do not divide over the actor's ranks, so the batch was not ordered for it.
-    order = Balance(2, critic_ranks=3, critic_mini_batch_rows=3).of_critic(9)
-    assert order.tolist() == [0, 3, 6, 1, 4, 7, 2, 5, 8]
 
 
 def test_expanded_prompts_have_one_uid_per_prompt_and_one_seed_per_row() -> None:

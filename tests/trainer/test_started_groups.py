@@ -8,12 +8,10 @@ import pytest
 
 from quadriga.backends import BACKENDS, get_backend
 from quadriga.backends.local.backend import LocalBackend
-from quadriga.config.commands import GenerateConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, WorkerDiedError, WorkerMethodError
 from quadriga.protocol import DataProto
-from quadriga.rollout.hf.engine import HFRollout
 from quadriga.single_controller import (
     ClassWithInitArgs,
     Dispatch,
@@ -24,7 +22,6 @@ from quadriga.single_controller import (
 )
 from quadriga.single_controller.backend import raise_if_broken
 from quadriga.trainer import worker_groups as groups
-from quadriga.trainer.evaluation.ranks import rollout_group
 from quadriga.trainer.role_workers import worker_classes
 from quadriga.trainer.roles.placement import ResourcePoolManager, Role
 
@@ -117,22 +114,6 @@ def test_close_stops_every_group_and_the_backend_even_if_one_raises(monkeypatch)
     assert stopped == ["actor_rollout", "critic", "backend"]
     monkeypatch.undo()
     started.close()
-
-
-def test_a_run_and_an_evaluation_close_their_rollout_engines(run, tiny_task, monkeypatch) -> None:
-    closed: list[HFRollout] = []
-    original = HFRollout.close
-    monkeypatch.setattr(HFRollout, "close", lambda self: (closed.append(self), original(self)))
-    run("trainer.total_training_steps=1")
-    assert len(closed) == 1
-    generation = load_config(
-        GenerateConfig,
-        [f"model.path={tiny_task.model}", f"data_files={tiny_task.data('test')}", "output=none",
-         "trainer.backend=local"],
-    )  # fmt: skip
-    with pytest.raises(RuntimeError, match="a batch failed"), rollout_group(generation):
-        raise RuntimeError("a batch failed")
-    assert len(closed) == 2
 
 
 def test_the_pools_of_a_program_are_released_with_the_run(monkeypatch) -> None:

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from quadriga.checkpoint.marker import read_marker
 from quadriga.config.commands import EvalConfig
 from quadriga.config.loading import load_config
-from quadriga.errors import RewardError
 from quadriga.protocol import DataProto, fields
 from quadriga.trainer.evaluation.evaluate import run_evaluation
 from quadriga.trainer.validation import Validator
@@ -186,32 +184,3 @@ def test_a_run_that_is_resumed_continues_to_name_no_accuracy_where_scores_were_n
     record.last_validation = {"val/score": 1.0, "val/accuracy": 1.0}
     metrics = Validator(0, batches, Rollout(), Reward([1, 0]), record).run(step=5, due=True)
     assert metrics["val/accuracy"] == 0.5
-
-
-FAILING = """
-from pathlib import Path
-
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    if not Path({path!r}).exists() and extra_info["split"] == "test":
-        raise RuntimeError("the server of the judge is down")
-    return 1.0
-"""
-
-
-def test_a_reward_that_fails_in_the_last_validation_loses_no_step(run, tmp_path) -> None:
-    switch = tmp_path / "switch"
-    (tmp_path / "rule.py").write_text(FAILING.format(path=str(switch)))
-    settings = [f"reward.path={tmp_path / 'rule.py'}", "reward.on_failure=fail",
-                "trainer.val_before_train=false"]  # fmt: skip
-    with pytest.raises(RewardError, match="the server of the judge is down"):
-        run(*settings)
-    checkpoint = tmp_path / "run" / "checkpoints" / "global_step_2"
-    assert read_marker(checkpoint)["validation_pending"]
-    switch.touch()
-    rows = run(*settings, "trainer.resume_mode=auto")
-    assert [row["step"] for row in rows] == [1, 2, 2]
-    assert "actor/loss" in rows[1] and "val/score" not in rows[1]
-    assert rows[2]["val/score"] == 1.0 and "actor/loss" not in rows[2]
-    state = read_marker(checkpoint)
-    assert state["validation"]["val/score"] == 1.0 and not state["validation_pending"]

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from quadriga.algorithms.policy_losses import (
     POLICY_LOSSES,
-    compute_policy_loss,
     register_policy_loss,
 )
 from quadriga.config.loading import load_config
@@ -196,27 +195,3 @@ def test_a_run_whose_truncated_rows_are_not_computed_trains_the_same_model(outco
     assert len(tokens) < len(all_tokens) and sum(tokens) < sum(all_tokens)
     for name, value in expected.items():
         torch.testing.assert_close(weights[name], value, atol=5e-6, rtol=0)
-
-
-@pytest.mark.parametrize(
-    "name", [name for name, loss in POLICY_LOSSES.items() if loss.is_zero_without_advantage]
-)
-def test_a_loss_is_zero_without_advantage_and_other_rows_do_not_see_it(name):
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.rand(3, 4, 5, generator=generator, dtype=torch.float64)
-    mask = torch.arange(5) < torch.tensor([5, 2, 4, 1])[:, None]
-    advantages = (noise[0] - 0.5).index_fill(0, torch.tensor([1, 3]), 0)
-
-    def loss_of(rows):
-        log_prob = (-noise[1, rows]).requires_grad_()
-        loss = compute_policy_loss(
-            name, log_prob_BT=log_prob, old_log_prob_BT=-noise[2, rows],
-            advantages_BT=advantages[rows], response_mask_BT=mask[rows],
-            rollout_log_prob_BT=-noise[2, rows],
-        ).loss_BT  # fmt: skip
-        loss.sum().backward()
-        return loss.detach(), log_prob.grad
-
-    live = torch.tensor([0, 2])
-    for every, own in zip(loss_of(torch.arange(4)), loss_of(live), strict=True):
-        assert not every[[1, 3]].any() and torch.equal(every[live], own) and own.any()

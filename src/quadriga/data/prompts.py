@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack
 
 import numpy as np
 
@@ -32,6 +32,17 @@ from quadriga.protocol import DataProto, fields
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class PromptOptions(TypedDict, total=False):
+    """Which rows become prompts, and how. See `PromptDataset`."""
+
+    prompt_key: str
+    max_prompt_length: int | None
+    filter_overlong_prompts: bool
+    chat_template_kwargs: TemplateArguments
+    image_key: str | None
+    images: ImageRules | None
 
 
 class PromptDataset:
@@ -68,23 +79,10 @@ class PromptDataset:
         files: Sequence[str | Path],
         tokenizer: PreTrainedTokenizerBase,
         *,
-        prompt_key: str = "prompt",
-        max_prompt_length: int | None = None,
-        filter_overlong_prompts: bool = True,
-        chat_template_kwargs: TemplateArguments = NO_ARGUMENTS,
-        image_key: str | None = "images",
-        images: ImageRules | None = None,
         cache_dir: str | Path | None = None,
+        **options: Unpack[PromptOptions],
     ) -> None:
-        rules = PromptRules(
-            tokenizer,
-            prompt_key,
-            max_prompt_length,
-            filter_overlong_prompts,
-            chat_template_kwargs,
-            image_key,
-            images,
-        )
+        rules = PromptRules(tokenizer, **options)
         parts: list[PromptPart] = []
         rows = 0
         for path in check_files(files):
@@ -100,25 +98,11 @@ class PromptDataset:
         cls,
         values: Sequence[Mapping[str, object]],
         tokenizer: PreTrainedTokenizerBase,
-        *,
-        prompt_key: str = "prompt",
-        max_prompt_length: int | None = None,
-        filter_overlong_prompts: bool = True,
-        chat_template_kwargs: TemplateArguments = NO_ARGUMENTS,
-        image_key: str | None = "images",
-        images: ImageRules | None = None,
+        **options: Unpack[PromptOptions],
     ) -> PromptDataset:
         """Return the dataset of rows in memory. Error messages name them "given, row <number>"."""
         rows = [Row(dict(row), "given", number) for number, row in enumerate(values)]
-        rules = PromptRules(
-            tokenizer,
-            prompt_key,
-            max_prompt_length,
-            filter_overlong_prompts,
-            chat_template_kwargs,
-            image_key,
-            images,
-        )
+        rules = PromptRules(tokenizer, **options)
         dataset = cls.__new__(cls)
         dataset._join([PromptsInMemory(rows, rules, 0)], rules, "given")
         return dataset
@@ -175,11 +159,11 @@ class PromptRules:
     """How rows become prompts. See `PromptDataset` for the meaning of the fields."""
 
     tokenizer: PreTrainedTokenizerBase
-    prompt_key: str
-    max_prompt_length: int | None
-    filter_overlong_prompts: bool
-    arguments: TemplateArguments = field(default_factory=dict)
-    image_key: str | None = None
+    prompt_key: str = "prompt"
+    max_prompt_length: int | None = None
+    filter_overlong_prompts: bool = True
+    chat_template_kwargs: TemplateArguments = NO_ARGUMENTS
+    image_key: str | None = "images"
     images: ImageRules | None = None
 
     def encode(self, rows: Sequence[Row]) -> list[list[int] | None]:
@@ -213,7 +197,7 @@ class PromptRules:
         if not used:
             return []
         first = rows[0].number
-        return encode_chats(self.tokenizer, used, first=first, arguments=self.arguments)
+        return encode_chats(self.tokenizer, used, first=first, arguments=self.chat_template_kwargs)
 
     def keeps(self, tokens: int | None) -> bool:
         """Return whether a prompt of `tokens` tokens (None: too many characters) is used."""
@@ -323,7 +307,7 @@ class CachedPrompts:
         digest = tokenizer_digest(rules.tokenizer)
         if digest is None:
             return None
-        arguments = json.dumps(dict(rules.arguments), sort_keys=True)
+        arguments = json.dumps(dict(rules.chat_template_kwargs), sort_keys=True)
         most = most_characters(rules.max_prompt_length)
         settings = f"{digest} {rules.prompt_key} {most} {arguments}"
         if rules.images is not None or rules.image_key is not None:

@@ -226,21 +226,23 @@ def check_result(placed: PlacedStage, batch: DataProto, result: DataProto, *, ro
             f"stage {placed.name} got {rows} rows and returned {len(result)}; expected one row "
             "for each row of the batch"
         )
-    sizes = {"B": rows, **_columns(batch)}
-    arrays = set(result.non_tensor_batch)
+    own, arrays = operations.shapes(batch.contents), set(result.non_tensor_batch)
+    # A response mask [B, R] tells the columns of all fields of this shape.
+    tokens = own[fields.RESPONSE_MASK][0].split(", ")[-1] if fields.RESPONSE_MASK in own else ""
     for key, (shape, dtype) in found.items():
         declared = fields.BY_NAME.get(key)
         if declared is None:
             continue
         is_array = declared in fields.ARRAYS
-        fits = is_array or (dtype in _DTYPES.get(declared.dtype, (declared.dtype,)))
-        if is_array != (key in arrays) or not fits or not _has_shape(shape, declared.shape, sizes):
-            kind = "an array" if is_array else "a tensor"
-            got = "an array" if key in arrays else "a tensor"
-            letters = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+        fits = is_array or dtype in _DTYPES.get(declared.dtype, (declared.dtype,))
+        if declared.shape == "[B, R]":
+            fits &= not tokens or shape == f"[{rows}, {tokens}"
+        if is_array != (key in arrays) or not fits:
+            kind, got = ("an array" if x else "a tensor" for x in (is_array, key in arrays))
             raise FieldError(
                 f"stage {placed.name} returned {key} as {got} {shape} of {dtype}, expected {kind} "
-                f"{declared.shape} of {declared.dtype} ({letters}): {declared.unit}",
+                f"{declared.shape} of {declared.dtype} (B = {rows}, R = {tokens.strip(']')}): "
+                f"{declared.unit}",
                 field=key,
             )
 
@@ -271,25 +273,3 @@ def _is_number(value: object) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1
     return isinstance(value, int | float | np.number | np.bool_)
-
-
-def _columns(batch: DataProto) -> dict[str, int]:
-    """Return {"R": columns of a response}; {} before there are responses."""
-    shapes = operations.shapes(batch.contents)
-    if fields.RESPONSE_MASK not in shapes:
-        return {}
-    shape, _ = shapes[fields.RESPONSE_MASK]
-    return {"R": int(shape.strip("[]").split(", ")[1])}
-
-
-def _has_shape(shape: str, declared: str, sizes: Mapping[str, int]) -> bool:
-    """Whether a shape such as "[8, 12]" is one of "[B, P], then [B, P+R]" for these sizes."""
-    found = shape.strip("[]").split(", ")
-    for alternative in declared.split(", then "):
-        letters = alternative.strip("[]").split(", ")
-        pairs = list(zip(letters, found, strict=False))
-        if len(letters) == len(found) and all(
-            letter not in sizes or size == str(sizes[letter]) for letter, size in pairs
-        ):
-            return True
-    return False

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from quadriga.data import PromptDataset
+    from quadriga.data.prompts import PromptOptions
     from quadriga.workers.generation import GeneratingGroup
 
 Messages = Sequence[Mapping[str, object]]
@@ -172,36 +173,26 @@ def load_prompts(
         model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
     )
     check_generation_takes_images(config.rollout, model)
-    key, length, image_key = config.prompt_key, config.max_prompt_length, config.image_key
-    rules = image_rules(model, image_key)
-    arguments = config.chat_template_kwargs
+    options: PromptOptions = {
+        "prompt_key": config.prompt_key,
+        "max_prompt_length": config.max_prompt_length,
+        "chat_template_kwargs": config.chat_template_kwargs,
+        "image_key": config.image_key,
+        "images": image_rules(model, config.image_key),
+    }
     if prompt is None:
-        dataset = PromptDataset(
-            config.data_files,
-            tokenizer,
-            prompt_key=key,
-            max_prompt_length=length,
-            chat_template_kwargs=arguments,
-            image_key=image_key,
-            images=rules,
-            cache_dir=config.cache_dir,
-        )
+        files, cache_dir = config.data_files, config.cache_dir
+        dataset = PromptDataset(files, tokenizer, cache_dir=cache_dir, **options)
     else:
-        dataset = PromptDataset.from_rows(
-            [{key: [{"role": "user", "content": prompt}], str(image_key): list(images)}],
-            tokenizer,
-            prompt_key=key,
-            max_prompt_length=length,
-            image_key=image_key,
-            images=rules,
-            chat_template_kwargs=arguments,
-        )
+        message = {"role": "user", "content": prompt}
+        row = {config.prompt_key: [message], str(config.image_key): list(images)}
+        dataset = PromptDataset.from_rows([row], tokenizer, **options)
     check_generation_data(config, tokenizer, dataset)
     if dataset.filtered:
         _log.warning(
             "%d prompts have more than max_prompt_length=%d tokens and are left out",
             dataset.filtered,
-            length,
+            config.max_prompt_length,
         )
     return Prompts(dataset, tokenizer)
 

@@ -2,8 +2,8 @@
 
 Without declarations: critic, reference, reward model, added roles, a rollout in other processes,
 and the actor last, because then the memory that the others need is known. A worker with several
-uses has the place of its last one. A worker that must come earlier than another one comes directly
-before it:
+uses has the place of its last one. Of the workers whose predecessors have started, the first one in
+this order comes next:
 
     roles       critic, actor_rollout, judge (starts_before critic), mirror (starts_after actor)
     order       judge, critic, actor_rollout, mirror
@@ -12,7 +12,6 @@ before it:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from graphlib import CycleError, TopologicalSorter
 
 from quadriga.errors import ConfigError
 from quadriga.trainer.roles.placement import Role
@@ -40,35 +39,24 @@ def start_order(workers: Mapping[str, Sequence[str]], added: Sequence[AddedRole]
     Raises:
         ConfigError: the declarations have a cycle, or name a role that is not registered.
     """
-    earlier: dict[str, list[str]] = {key: [] for key in workers}
+    earlier: dict[str, set[str]] = {key: set() for key in workers}
     for role in added:
-        earlier[role.key] += _workers_of(role, role.starts_after, workers, added)
+        earlier[role.key] |= _workers_of(role, role.starts_after, workers, added)
         for other in _workers_of(role, role.starts_before, workers, added):
-            earlier[other].append(role.key)
-    try:
-        sorted_keys = list(TopologicalSorter(earlier).static_order())
-    except CycleError as error:
-        raise ConfigError(_cycle(error.args[1], workers)) from None
-    numbers = {key: number for number, key in enumerate(workers)}
-    places: dict[str, tuple[int, int]] = {}
-    for key in sorted_keys:
-        place = max(_ORDER.index(use if use in _ORDER else "") for use in workers[key])
-        if key in {role.key for role in added}:  # it must not pull the actor to the front
-            place = max([place, *(places[other][0] for other in earlier[key])])
-        places[key] = place, numbers[key]
-    in_order = {key: sorted(keys, key=places.__getitem__) for key, keys in earlier.items()}
+            earlier[other].add(role.key)
+    waiting = sorted(workers, key=lambda key: _place(workers[key]))
     order: list[str] = []
-    for key in sorted(workers, key=places.__getitem__):
-        _append(key, order, in_order)
+    while waiting:
+        ready = next((key for key in waiting if earlier[key] <= set(order)), None)
+        if ready is None:
+            raise ConfigError(_cycle(earlier, waiting, workers))
+        order.append(ready)
+        waiting.remove(ready)
     return order
 
 
-def _append(key: str, order: list[str], earlier: Mapping[str, Sequence[str]]) -> None:
-    """Append a worker to the order, after those that must come earlier."""
-    if key not in order:
-        for other in earlier[key]:
-            _append(other, order, earlier)
-        order.append(key)
+def _place(uses: Sequence[str]) -> int:
+    return max(_ORDER.index(use if use in _ORDER else "") for use in uses)
 
 
 def _workers_of(
@@ -76,7 +64,7 @@ def _workers_of(
     others: Sequence[Role],
     workers: Mapping[str, Sequence[str]],
     added: Sequence[AddedRole],
-) -> list[str]:
+) -> set[str]:
     """Return the workers of the run that have a use of these roles."""
     known = {one.role for one in added}
     for other in others:
@@ -86,10 +74,16 @@ def _workers_of(
                 "the run; register it with register_role, or name another role"
             )
     uses = {use for other in others for use in _USES.get(other, (other.key,))}
-    return [key for key, own in workers.items() if uses & set(own)]
+    return {key for key, own in workers.items() if uses & set(own)}
 
 
-def _cycle(keys: Sequence[str], workers: Mapping[str, Sequence[str]]) -> str:
+def _cycle(
+    earlier: Mapping[str, set[str]], waiting: Sequence[str], workers: Mapping[str, Sequence[str]]
+) -> str:
+    path = [waiting[0]]
+    while path[-1] not in path[:-1]:
+        path.append(next(key for key in waiting if key in earlier[path[-1]]))
+    keys = path[path.index(path[-1]) :][::-1]
     shared = [key for key in dict.fromkeys(keys) if len(workers[key]) > 1]
     notes = [f"{key} is one worker with {', '.join(workers[key])}" for key in shared]
     return (
