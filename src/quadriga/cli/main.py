@@ -8,7 +8,6 @@ Ray are imported only when a command runs.
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import select
 import signal
@@ -24,7 +23,7 @@ from quadriga.cli.commands import COMMANDS, Command, Invocation
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import mask_secrets
 from quadriga.containment import ExitGuard
-from quadriga.errors import InputError, QuadrigaError
+from quadriga.errors import InputError, QuadrigaError, nearest_name
 from quadriga.observability.quiet import silence_libraries
 
 MAX_LINE = 2000  # characters of the one line for wrong input
@@ -142,8 +141,8 @@ def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
     names = list(dict.fromkeys(command.name.split()[0] for command in COMMANDS))
     word = next((text for text in arguments if not text.startswith("-")), names[0])
     if word not in names:
-        near = difflib.get_close_matches(word, names, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(names)}"
+        near = nearest_name(word, names)
+        hint = f"did you mean {near}?" if near else f"choose from {', '.join(names)}"
         parser.error(f"no command {word!r}; {hint}")
 
 

@@ -68,13 +68,5 @@ def _make_model(shape: TinyModel, folder: str, demonstrations: Path, seed: int) 
 def _shape(config: ArithmeticDataConfig) -> TinyModel:
     from quadriga.models import TinyModel
 
-    return TinyModel(
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        intermediate_size=config.intermediate_size,
-        vocab_size=config.vocab_size,
-        initializer_range=config.initializer_range,
-        tie_word_embeddings=config.tie_word_embeddings,
-    )
+    sizes = {name: value for name, value in vars(config).items() if hasattr(TinyModel, name)}
+    return TinyModel(**sizes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import difflib
 import inspect
 import sys
 import threading
@@ -14,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from quadriga.data.rows import Row
-from quadriga.errors import ConfigError, ModelError
+from quadriga.errors import ConfigError, ModelError, nearest_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -174,8 +173,8 @@ def check_template_arguments(
                 key=f"{key}.{name}",
             )
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            instead = f"did you mean {near[0]}? Otherwise" if near else "correct its name, or"
+            near = nearest_name(name, known)
+            instead = f"did you mean {near}? Otherwise" if near else "correct its name, or"
             raise ConfigError(
                 f"{key}.{name} has no effect: the chat template of the tokenizer "
                 f"{str(tokenizer.name_or_path)!r} reads no {name}; {instead} remove it",

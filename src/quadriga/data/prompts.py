@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack
@@ -14,7 +14,6 @@ import numpy as np
 
 from quadriga.config.paths import expand_home
 from quadriga.data.chat import (
-    NO_ARGUMENTS,
     Chat,
     TemplateArguments,
     TemplateChat,
@@ -162,7 +161,7 @@ class PromptRules:
     prompt_key: str = "prompt"
     max_prompt_length: int | None = None
     filter_overlong_prompts: bool = True
-    chat_template_kwargs: TemplateArguments = NO_ARGUMENTS
+    chat_template_kwargs: TemplateArguments = field(default_factory=dict)
     image_key: str | None = "images"
     images: ImageRules | None = None
 

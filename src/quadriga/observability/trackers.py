@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from quadriga.config.secrets import mask_secrets
-from quadriga.errors import ConfigError, UnknownNameError
+from quadriga.errors import ConfigError, UnknownNameError, nearest_name
 from quadriga.files import cannot_write
 from quadriga.observability.console import RunConsole
 from quadriga.observability.jsonl import JsonlFile
@@ -154,13 +153,13 @@ def check_trackers(names: Iterable[str]) -> None:
     """
     for name in names:
         if name not in TRACKERS:
-            near = difflib.get_close_matches(name, TRACKERS, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            near = nearest_name(name, TRACKERS)
+            hint = f"; did you mean {near}?" if near else ""
             raise UnknownNameError(
                 f"trainer.loggers: no tracker {name!r}; known: {', '.join(sorted(TRACKERS))}{hint}",
                 name=name,
                 known=sorted(TRACKERS),
-                nearest=near[0] if near else None,
+                nearest=near,
             )
         if name == "wandb":
             _check_wandb()

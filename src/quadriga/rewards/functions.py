@@ -7,7 +7,6 @@ other numbers to log, and under "answer" or "pred" the answer that it found in t
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from types import ModuleType
 
 from quadriga.config.paths import expand_home
 from quadriga.containment import contained, describe, import_file
-from quadriga.errors import DataError, InputError, UnknownNameError
+from quadriga.errors import DataError, InputError, UnknownNameError, nearest_name
 
 # `...` and not the four names: a user may annotate `ground_truth` with any type.
 RewardFunction = Callable[..., object]
@@ -44,11 +43,11 @@ class FunctionRef:
         function: RewardFunction | None = getattr(module, self.name, None)
         if function is None or not callable(function):
             defined = [n for n, v in vars(module).items() if inspect.isfunction(v)]
-            near = difflib.get_close_matches(self.name, defined, n=1)
+            near = nearest_name(self.name, defined)
             raise InputError(
                 f"reward function {self.name!r} is not in {self.source}, which defines "
                 f"{', '.join(defined) or 'no function'}"
-                + (f"; did you mean {near[0]!r}?" if near else "")
+                + (f"; did you mean {near!r}?" if near else "")
             )
         _check_arguments(function, self)
         return function
@@ -112,8 +111,8 @@ def reward_function_for(data_source: object) -> FunctionRef:
     """Return the rule function of a data source. Raises `UnknownNameError` if it has none."""
     if isinstance(data_source, str) and data_source in FUNCTIONS:
         return FUNCTIONS[data_source]
-    near = difflib.get_close_matches(str(data_source), FUNCTIONS, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    near = nearest_name(str(data_source), FUNCTIONS)
+    hint = f" (did you mean {near!r}?)" if near else ""
     problem = f"no rule function for data_source {data_source!r}"
     if data_source is None:
         problem += " (the column data_source is missing, or empty)"
@@ -122,7 +121,7 @@ def reward_function_for(data_source: object) -> FunctionRef:
         "Set reward.path and reward.name, or call register_reward_function",
         name=data_source,
         known=tuple(FUNCTIONS),
-        nearest=near[0] if near else None,
+        nearest=near,
     )
 
 

@@ -6,7 +6,6 @@ outcome is sent between processes as JSON: reading it runs no code.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import numbers
@@ -16,7 +15,7 @@ from typing import Final, Literal, get_args
 
 from quadriga.config.schema import RewardConfig
 from quadriga.containment import cut, describe
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, nearest_name
 from quadriga.rewards.functions import FunctionRef, RewardFunction, load_reward_function
 
 Status = Literal["scored", "raised", "timed_out", "crashed"]
@@ -200,8 +199,8 @@ def _part(name: str, value: object) -> RewardPart:
         raise ConfigError(f"{key} must be a mapping of {', '.join(_KEYS)}, got {value!r}", key=key)
     for given in value:
         if given not in _KEYS:
-            near = difflib.get_close_matches(str(given), _KEYS, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(_KEYS)}"
+            near = nearest_name(str(given), _KEYS)
+            hint = f"; did you mean {near}?" if near else f"; known: {', '.join(_KEYS)}"
             raise ConfigError(f"no setting {key}.{given}{hint}", key=f"{key}.{given}")
     weight, path = value.get("weight", 1.0), value.get("path")
     number = isinstance(weight, int | float) and not isinstance(weight, bool)

@@ -16,10 +16,9 @@ the responses (`WHILE_PASSES`). With stages a, b, c, d of added roles:
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Sequence
 
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, nearest_name
 from quadriga.protocol import fields
 from quadriga.protocol.fields import StageFields
 from quadriga.trainer.roles.registry import PlacedStage
@@ -71,34 +70,19 @@ def check_writes(flow: Sequence[StageFields], added: Sequence[PlacedStage]) -> N
     """Check that what added stages write is used.
 
     Raises:
-        ConfigError: a later stage writes the field again before any stage reads it, or a pass
-            computes the same field.
+        ConfigError: a later stage writes the field again before any stage reads it.
     """
     names = {placed.name for placed in added}
     for number, stage in enumerate(flow):
-        if stage.name not in names:
-            continue
-        for field in stage.writes:
-            user = _next_use(field, flow[number + 1 :])
-            if user is not None:
+        for field in stage.writes if stage.name in names else ():
+            users = (s for s in flow[number + 1 :] if field in (*s.inputs, *s.writes, *s.drops))
+            user = next(users, None)
+            if user is not None and field not in user.inputs:
                 raise ConfigError(
                     f"stage {stage.name} writes {field}, but stage {user.name} then writes it "
                     f"again; place {stage.name} after it, or let it write another field",
                     field=field,
                 )
-
-
-def _next_use(field: str, later: Sequence[StageFields]) -> StageFields | None:
-    """Return the stage that makes the field of no use; None if there is no such stage."""
-    read = False
-    for stage in later:
-        # A pass adds its fields to the batch; it cannot replace one.
-        if field in stage.writes and stage.name in PASSES:
-            return stage
-        read = read or field in (*stage.reads, *stage.reads_if_present)
-        if not read and field in (*stage.writes, *stage.drops):
-            return stage
-    return None
 
 
 def scores_come_from_roles(flow: Sequence[StageFields]) -> bool:
@@ -182,6 +166,6 @@ def _no_place(placed: PlacedStage, flow: Sequence[StageFields]) -> str:
     else:
         reason = "which this run does not have"
     known = list(dict.fromkeys(stage.name for stage in flow if stage.name not in NOT_PLACES))
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
+    near = nearest_name(name, known)
+    hint = f"did you mean {near}? " if near else ""
     return f"{here} {side} {name!r}, {reason}; {hint}stages: {', '.join(known)}"
