@@ -27,7 +27,9 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quadriga.checkpoint.files import (
     SavedFile,
@@ -38,6 +40,10 @@ from quadriga.checkpoint.files import (
     write_json,
 )
 from quadriga.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from quadriga.data import PromptLoader
+    from quadriga.data.loader import LoaderState
 from quadriga.observability.jsonl import JsonObject
 
 MARKER = "COMPLETE.json"
@@ -215,3 +221,50 @@ def _files(folder: Path, marker: JsonObject) -> list[SavedFile]:
             path=str(folder),
         )
     return files
+
+
+@dataclass(frozen=True)
+class ControllerState:
+    """The state of the controller that a resumed run needs to repeat the steps of an
+    uninterrupted one, and what these steps depend on.
+
+    `validation`: the metrics of the last validation; {} if there was none.
+    `validation_pending`: the validation after this step had not ended. A run that is resumed begins
+    with it.
+    `metrics`: what was measured in this step before the checkpoint was saved. If the process ends
+    before it has logged the step, a resumed run logs these.
+    """
+
+    step: int
+    loader: LoaderState
+    kl_controller: dict[str, float]
+    inputs: dict[str, object] = field(default_factory=dict)
+    validation: dict[str, float] = field(default_factory=dict)
+    validation_pending: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def as_info(self) -> dict[str, object]:
+        """Return the state as JSON values, for the marker of the checkpoint."""
+        return asdict(self)
+
+    def continue_loader(self, loader: PromptLoader, *, data_changed: bool) -> None:
+        """Set a loader to the position in the data.
+
+        With other data the position means nothing: the loader begins the epoch of the checkpoint.
+        """
+        if data_changed:
+            position = loader.state_dict()
+            position["epoch"], position["batches_done"] = self.loader["epoch"], 0
+            loader.load_state_dict(position)
+        else:
+            loader.load_state_dict(self.loader)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint from which a run is resumed: its folder, the state of its controller, and
+    whether the data has changed since."""
+
+    folder: Path
+    state: ControllerState
+    data_changed: bool

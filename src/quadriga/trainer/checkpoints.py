@@ -8,9 +8,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -19,7 +19,13 @@ import yaml
 
 from quadriga.checkpoint.files import digest_file, digest_json
 from quadriga.checkpoint.folders import newest_undamaged_checkpoint, step_folder
-from quadriga.checkpoint.marker import change_info, read_marker, verify_checkpoint
+from quadriga.checkpoint.marker import (
+    ControllerState,
+    Resumed,
+    change_info,
+    read_marker,
+    verify_checkpoint,
+)
 from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import ModelConfig, RunConfig, TrainConfig
@@ -34,7 +40,7 @@ from quadriga.trainer.roles.registry import added_roles
 
 if TYPE_CHECKING:
     from quadriga.data import PromptLoader
-    from quadriga.data.loader import LoaderState
+    from quadriga.trainer.record import RunRecord
 
 _log = logging.getLogger("quadriga")
 
@@ -97,53 +103,6 @@ _WITHOUT_EFFECT = {"data.cache_dir"} | {
         "call_timeout_s", "num_cpus", "threads_per_worker", "check_memory", "device_memory_gb",
     )
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ControllerState:
-    """The state of the controller that a resumed run needs to repeat the steps of an
-    uninterrupted one, and what these steps depend on (`inputs_of`).
-
-    `validation`: the metrics of the last validation; {} if there was none.
-    `validation_pending`: the validation after this step had not ended. A run that is resumed begins
-    with it.
-    `metrics`: what was measured in this step before the checkpoint was saved. If the process ends
-    before it has logged the step, a resumed run logs these.
-    """
-
-    step: int
-    loader: LoaderState
-    kl_controller: dict[str, float]
-    inputs: dict[str, object] = field(default_factory=dict)
-    validation: dict[str, float] = field(default_factory=dict)
-    validation_pending: bool = False
-    metrics: dict[str, float] = field(default_factory=dict)
-
-    def as_info(self) -> dict[str, object]:
-        """Return the state as JSON values, for the marker of the checkpoint."""
-        return asdict(self)
-
-    def continue_loader(self, loader: PromptLoader, *, data_changed: bool) -> None:
-        """Set a loader to the position in the data.
-
-        With other data the position means nothing: the loader begins the epoch of the checkpoint.
-        """
-        if data_changed:
-            position = loader.state_dict()
-            position["epoch"], position["batches_done"] = self.loader["epoch"], 0
-            loader.load_state_dict(position)
-        else:
-            loader.load_state_dict(self.loader)
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """A checkpoint from which a run is resumed: its folder, the state of its controller, and
-    whether the data has changed since."""
-
-    folder: Path
-    state: ControllerState
-    data_changed: bool
 
 
 def checkpoint_to_resume(trainer: RunConfig, *, tell: bool = False) -> Path | None:
@@ -407,6 +366,11 @@ def check_resume(config: AnyRun) -> Path | None:
     return None if found is None else found.folder
 
 
+Save = Callable[[Path, ControllerState, int | None], None]
+"""Writes a checkpoint: the folder of checkpoints, the state of the controller, and how many
+checkpoints are kept."""
+
+
 class Checkpointing:
     """Finds the checkpoint of a run that is resumed, and says when the next one is due.
 
@@ -443,6 +407,52 @@ class Checkpointing:
                 self._pending = resumed.folder, resumed.state
         return resumed
 
+    def end_pending(
+        self, resumed: Resumed, record: RunRecord, validate: Callable[[], object]
+    ) -> None:
+        """Make the validation of the step of a checkpoint that lacks it, and record it there.
+
+        `validate`: logs the validation.
+        """
+        if resumed.state.validation_pending:
+            with record.ending(resumed.state.step):
+                validate()
+            self.record_validation(record.last_validation)
+
+    def end_step(
+        self,
+        record: RunRecord,
+        step: int,
+        *,
+        last: bool,
+        validate: Callable[[], bool] | None,
+        save: Save,
+        kl_controller: dict[str, float] | None = None,
+    ) -> bool:
+        """Save and validate where these are due, and log the step. Then stop if a signal asks for
+        it. Return whether the step is the last one of the run.
+
+        It is saved first, so that a validation that fails loses no step.
+
+        Args:
+            last: the step is the last one of the run, whatever the validation finds.
+            validate: logs the validation, and returns whether the run has reached its goal. None:
+                it is not due.
+            save: writes the states of the roles, and that of the controller.
+        """
+        kl = kl_controller or {}
+        with record.ending(step):
+            if self.due(step, last=last):
+                self._save(record, step, kl, save, validates=validate is not None)
+            if validate is not None:
+                last |= validate()
+        self.record_validation(record.last_validation)
+        # If the goal is reached, a signal has come, or time has passed.
+        if self.due(step, last=last):
+            self._save(record, step, kl, save)
+        self.stop.stop_if_requested()
+        return last
+
     def due(self, step: int, *, last: bool) -> bool:
         """Whether a checkpoint is saved after a step. `last`: it is the last one of the run.
 
@@ -454,31 +464,31 @@ class Checkpointing:
         by_number = last or (every > 0 and step % every == 0)
         return by_number or self.clock.due or self.stop.requested
 
-    def state(
+    def _save(
         self,
+        record: RunRecord,
         step: int,
+        kl_controller: dict[str, float],
+        save: Save,
         *,
-        validation: dict[str, float],
-        metrics: dict[str, float],
-        validation_pending: bool,
-        kl_controller: dict[str, float] | None = None,
-    ) -> ControllerState:
-        """Return the state of the controller after a step. `metrics`: of the step so far."""
-        return ControllerState(
+        validates: bool = False,
+    ) -> None:
+        """`validates`: a validation follows."""
+        state = ControllerState(
             step,
             self.loader.state_dict(),
-            kl_controller or {},
+            kl_controller,
             self.inputs,
-            validation,
-            validation_pending,
-            metrics,
+            record.last_validation,
+            validates,
+            record.row,
         )
-
-    def saved(self, root: Path, state: ControllerState) -> None:
-        """Note that a checkpoint with this state was saved in the folder `root` of checkpoints."""
+        root = record.folder.checkpoints
+        with record.span("save"):
+            save(root, state, self.config.trainer.max_ckpt_to_keep)
         self.clock.restart()
-        self._last_saved = state.step
-        self._pending = (step_folder(root, state.step), state) if state.validation_pending else None
+        self._last_saved = step
+        self._pending = (step_folder(root, step), state) if validates else None
 
     def record_validation(self, validation: dict[str, float]) -> None:
         """Record the validation of a step in the checkpoint that was saved before it, if one was.

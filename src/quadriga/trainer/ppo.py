@@ -23,12 +23,14 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from quadriga.algorithms.kl import make_kl_controller
+from quadriga.checkpoint.marker import Resumed
 from quadriga.config.paths import absolute_paths
 from quadriga.config.schema import TrainConfig
+from quadriga.errors import MismatchError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.trainer import stages
 from quadriga.trainer.balancing import Balance, balance_of
-from quadriga.trainer.checkpoints import Checkpointing, Resumed
+from quadriga.trainer.checkpoints import Checkpointing
 from quadriga.trainer.checks.settings import check_run_length
 from quadriga.trainer.dataflow import StepPlan, check_dataflow, validation_dataflow
 from quadriga.trainer.ingredients import Ingredients, check_ingredients, load_ingredients
@@ -208,10 +210,10 @@ class RayPPOTrainer:
         """Validate before the first step, or after the step of a checkpoint that lacks it."""
         if resumed is None:
             validator.run(step=0, due=self.config.trainer.val_before_train)
-        elif resumed.state.validation_pending and validator.loader is not None:
-            with record.ending(self.step):
-                validator.run(step=self.step, due=True)
-            self.checkpoints.record_validation(record.last_validation)
+        elif validator.loader is not None:
+            self.checkpoints.end_pending(
+                resumed, record, lambda: validator.run(step=self.step, due=True)
+            )
 
     def end_step(
         self, groups: PPOGroups, batch: DataProto, validator: Validator, record: RunRecord
@@ -220,14 +222,26 @@ class RayPPOTrainer:
         order (`Checkpointing`), and log the step. Then stop if a signal asks for it."""
         self.ingredients.train_loader.update(batch)
         record.log_samples(self.step, batch)
-        due = self._due(self.config.trainer.test_freq)
-        with record.ending(self.step):
+        try:
             self.mismatch_watch.check(self.step, record.measured)
-            self.save_if_due(groups, record, validates=due and validator.loader is not None)
-            validator.run(step=self.step, due=due)
-        self.checkpoints.record_validation(record.last_validation)
-        self.save_if_due(groups, record)  # if a signal has come, or time has passed
-        self.stop.stop_if_requested()
+        except MismatchError:
+            record.end_step(self.step)
+            raise
+
+        def validate() -> bool:
+            validator.run(step=self.step, due=True)
+            return False
+
+        last, every = self.step == self.total_steps, self.config.trainer.test_freq
+        due = last or (every > 0 and self.step % every == 0)
+        self.checkpoints.end_step(
+            record,
+            self.step,
+            last=last,
+            validate=validate if due and validator.loader is not None else None,
+            save=groups.save,
+            kl_controller=self.kl_controller.state_dict(),
+        )
 
     def score_and_mask(self, batch: DataProto, runner: StageRunner) -> DataProto:
         """Score the responses, measure them, and mask those that take no part in the update."""
@@ -304,26 +318,6 @@ class RayPPOTrainer:
             return self.reward_fn
         return ModelReward(self.reward_fn, model, self.config.reward_model)
 
-    def save_if_due(self, groups: PPOGroups, record: RunRecord, *, validates: bool = False) -> None:
-        """Save a checkpoint where the settings or a signal ask for it. `validates`: a validation
-        follows."""
-        if self.checkpoints.due(self.step, last=self.step == self.total_steps):
-            self.save(groups, record, validates=validates)
-
-    def save(self, groups: PPOGroups, record: RunRecord, *, validates: bool = False) -> None:
-        """Write a checkpoint of every role that learns, and of the controller."""
-        state = self.checkpoints.state(
-            self.step,
-            validation=record.last_validation,
-            metrics=record.row,
-            validation_pending=validates,
-            kl_controller=self.kl_controller.state_dict(),
-        )
-        root = record.folder.checkpoints
-        with record.span("save"):
-            groups.save(root, state, self.config.trainer.max_ckpt_to_keep)
-        self.checkpoints.saved(root, state)
-
     def resume(self, groups: PPOGroups) -> Resumed | None:
         """Load the checkpoint that `trainer.resume_mode` names, if there is one, and return it.
 
@@ -343,10 +337,6 @@ class RayPPOTrainer:
             if self._groups is not None:
                 self._groups.close()
                 self._groups = None
-
-    def _due(self, every: int) -> bool:
-        """Whether this step is the last one, or a multiple of `every` (0: only the last one)."""
-        return self.step == self.total_steps or (every > 0 and self.step % every == 0)
 
 
 def endless(loader: Iterable[DataProto]) -> Iterator[DataProto]:

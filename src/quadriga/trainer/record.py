@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from quadriga.algorithms.importance import mismatch_of_statistics
 from quadriga.algorithms.partial import merge_partials
 from quadriga.checkpoint.folders import restore_folder, set_aside_after
+from quadriga.checkpoint.marker import Resumed
 from quadriga.config.commands import RMConfig, RMTrainerConfig, SFTConfig
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import mask_secrets
@@ -21,7 +22,6 @@ from quadriga.observability.plots import plot_learning_curve
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import RunInfo, Trackers
 from quadriga.protocol import DataProto, fields
-from quadriga.trainer.checkpoints import Resumed
 from quadriga.trainer.stages import StageResult, named_mismatch
 from quadriga.workers.objectives import MISMATCH
 

@@ -17,11 +17,12 @@ from quadriga.checkpoint.folders import (
     discard_checkpoint,
     prune_checkpoints,
 )
+from quadriga.checkpoint.marker import ControllerState
 from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import RunConfig, TrainConfig
 from quadriga.errors import CheckpointError, QuadrigaError, RolloutOutputError
 from quadriga.protocol import DataProto, DataProtoFuture, fields
-from quadriga.trainer.checkpoints import ControllerState, unchanged_handlers
+from quadriga.trainer.checkpoints import unchanged_handlers
 from quadriga.trainer.replicas.replica import ReplicaLink, Replicas, are_replicas, start_replicas
 from quadriga.trainer.replicas.rollout import ReplicatedRollout
 from quadriga.trainer.role_workers import worker_classes
@@ -221,7 +222,7 @@ class PPOGroups(StartedGroups):
         critic = {} if self.critic is None else {"critic": self.critic}
         groups: dict[str, SavingGroup] = {"actor": self.actor, **critic}
         groups.update(saved_roles(self.added))
-        save_roles(folder, state, groups, max_to_keep)
+        save_roles(folder, state, max_to_keep, groups)
 
     def load(self, checkpoint: Path, step: int) -> None:
         """Load actor, critic and added roles from a folder that `save` wrote at `step`.
@@ -251,8 +252,8 @@ class SavingGroup(Protocol):
 def save_roles(
     folder: Path,
     state: ControllerState,
-    groups: Mapping[str, SavingGroup],
     max_to_keep: int | None,
+    groups: Mapping[str, SavingGroup],
 ) -> None:
     """Save groups, by the names of their roles, and the controller's state as one checkpoint.
 

@@ -19,17 +19,19 @@ from quadriga.config.commands import RMConfig
 from quadriga.config.paths import absolute_paths
 from quadriga.models.folder import local_folder, with_absolute_paths
 from quadriga.protocol import DataProto, fields, pad_dataproto_to_divisor, unpad_dataproto
+from quadriga.trainer.checkpoints import Checkpointing
 from quadriga.trainer.checks.settings import check_warmup
 from quadriga.trainer.fine_tuning.one_group import (
-    OneGroupCheckpoints,
+    is_due,
     start_one_group,
+    steps_of,
     total_steps_of,
 )
 from quadriga.trainer.preflight import check_fine_tuning_config
 from quadriga.trainer.record import RunRecord
 from quadriga.trainer.role_workers import threads_per_rank
 from quadriga.trainer.roles.placement import Role
-from quadriga.trainer.worker_groups import StartedGroups
+from quadriga.trainer.worker_groups import StartedGroups, save_roles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -83,7 +85,7 @@ class RMTrainer:
             rows.train, data.train_batch_size, shuffle=data.shuffle, seed=config.trainer.seed
         )
         check_warmup("optim", config.optim, self.total_steps)
-        self.checkpoints = OneGroupCheckpoints(config, self.loader, self.given)
+        self.checkpoints = Checkpointing(config, self.loader, self.given)
         self._started: StartedGroups | None = None
 
     @property
@@ -105,7 +107,7 @@ class RMTrainer:
                 self.checkpoints.end_pending(
                     resumed, record, lambda: self._log_validation(record, group, first)
                 )
-            for step, rows in self.checkpoints.steps(total, first):
+            for step, rows in steps_of(self.checkpoints, self.loader, total, first):
                 with record.span("step"):
                     record.log_update(group.update_rm(rows))
                 self._end_step(record, group, step)
@@ -114,11 +116,15 @@ class RMTrainer:
             return RMResult(path, total, record.last_validation)
 
     def _end_step(self, record: RunRecord, group: PairTrainingGroup, step: int) -> None:
-        last, every = step == self.total_steps, self.config.trainer.test_freq
-        due = self.val_pairs is not None and (last or (every > 0 and step % every == 0))
+        total = self.total_steps
+        due = self.val_pairs is not None and is_due(self.config.trainer, step, total)
         validate = partial(self._log_validation, record, group, step)
         self.checkpoints.end_step(
-            record, {_KEY: group}, step, last=last, validate=validate if due else None
+            record,
+            step,
+            last=step == total,
+            validate=validate if due else None,
+            save=partial(save_roles, groups={_KEY: group}),
         )
 
     def _log_validation(self, record: RunRecord, group: PairTrainingGroup, step: int) -> bool:

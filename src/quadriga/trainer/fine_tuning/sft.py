@@ -15,6 +15,7 @@ import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from quadriga.config.commands import SFTConfig, SFTDataConfig
@@ -23,12 +24,14 @@ from quadriga.config.schema import ActorConfig, ActorRolloutRefConfig, DataConfi
 from quadriga.data.conversations import turn_end_ids
 from quadriga.models.folder import end_token_ids, with_absolute_paths
 from quadriga.protocol import DataProto, fields, pad_dataproto_to_divisor, unpad_dataproto
+from quadriga.trainer.checkpoints import Checkpointing
 from quadriga.trainer.checks.sequence_checks import check_sft_data
 from quadriga.trainer.checks.settings import check_warmup
 from quadriga.trainer.dataflow import check_dataflow, sft_dataflow
 from quadriga.trainer.fine_tuning.one_group import (
-    OneGroupCheckpoints,
+    is_due,
     start_one_group,
+    steps_of,
     total_steps_of,
 )
 from quadriga.trainer.ingredients import check_rows, make_reward, prompt_dataset
@@ -37,7 +40,7 @@ from quadriga.trainer.record import RunRecord
 from quadriga.trainer.role_workers import threads_per_rank
 from quadriga.trainer.roles.placement import Role
 from quadriga.trainer.validation import Validator
-from quadriga.trainer.worker_groups import StartedGroups
+from quadriga.trainer.worker_groups import StartedGroups, save_roles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -118,7 +121,7 @@ class SFTTrainer:
         self.val_loader = _validation_loader(config, self.val_prompts)
         self.reward_fn = make_reward(config.reward, self.tokenizer)
         check_rows(self.reward_fn, self.val_loader, config.data.val_files)
-        self.checkpoints = OneGroupCheckpoints(config, self.loader, self.given)
+        self.checkpoints = Checkpointing(config, self.loader, self.given)
         self.step = 0
         self._groups: SFTGroups | None = None
 
@@ -187,16 +190,19 @@ class SFTTrainer:
             return SFTResult(path, self.step, validator.last.get("val/accuracy"))
 
     def end_step(self, validator: Validator, record: RunRecord) -> bool:
-        """See `OneGroupCheckpoints.end_step`."""
-        last, every = self.step == self.total_steps, self.config.trainer.test_freq
-        due = (last or (every > 0 and self.step % every == 0)) and self.has_validation
+        """See `Checkpointing.end_step`."""
+        total, policy = self.total_steps, self.init_workers().policy
 
         def validate() -> bool:
             return self._reached_goal(self.validate(validator, record))
 
-        saved = {_KEY: self.init_workers().policy}
+        due = self.has_validation and is_due(self.config.trainer, self.step, total)
         return self.checkpoints.end_step(
-            record, saved, self.step, last=last, validate=validate if due else None
+            record,
+            self.step,
+            last=self.step == total,
+            validate=validate if due else None,
+            save=partial(save_roles, groups={_KEY: policy}),
         )
 
     @property
@@ -218,7 +224,7 @@ class SFTTrainer:
 
     def schedule(self) -> Iterator[DataProto]:
         """Yield one batch of rows per step, epoch after epoch, and count `step`."""
-        for step, rows in self.checkpoints.steps(self.total_steps, self.step):
+        for step, rows in steps_of(self.checkpoints, self.loader, self.total_steps, self.step):
             self.step = step
             yield rows
 
