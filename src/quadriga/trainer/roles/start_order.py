@@ -2,8 +2,8 @@
 
 Without declarations: critic, reference, reward model, added roles, a rollout in other processes,
 and the actor last, because then the memory that the others need is known. A worker with several
-uses has the place of its last one. Of the workers whose predecessors have started, the first one in
-this order comes next:
+uses has the place of its last one. A worker that must come earlier than another one comes directly
+before it:
 
     roles       critic, actor_rollout, judge (starts_before critic), mirror (starts_after actor)
     order       judge, critic, actor_rollout, mirror
@@ -44,19 +44,27 @@ def start_order(workers: Mapping[str, Sequence[str]], added: Sequence[AddedRole]
         earlier[role.key] |= _workers_of(role, role.starts_after, workers, added)
         for other in _workers_of(role, role.starts_before, workers, added):
             earlier[other].add(role.key)
-    waiting = sorted(workers, key=lambda key: _place(workers[key]))
-    order: list[str] = []
-    while waiting:
-        ready = next((key for key in waiting if earlier[key] <= set(order)), None)
-        if ready is None:
-            raise ConfigError(_cycle(earlier, waiting, workers))
-        order.append(ready)
-        waiting.remove(ready)
-    return order
+    own, numbers = {role.key for role in added}, list(workers)
 
+    def place(key: str, after: tuple[str, ...] = ()) -> int:
+        if key in after:
+            raise ConfigError(_cycle([*after[after.index(key) :], key][::-1], workers))
+        before = [place(other, (*after, key)) for other in earlier[key]]
+        found = max(_ORDER.index(use if use in _ORDER else "") for use in workers[key])
+        # An added role comes after its predecessors; it must not pull the actor to the front.
+        return max([found, *before]) if key in own else found
 
-def _place(uses: Sequence[str]) -> int:
-    return max(_ORDER.index(use if use in _ORDER else "") for use in uses)
+    ranked = sorted(workers, key=lambda key: (place(key), numbers.index(key)))
+    order: dict[str, None] = {}
+
+    def append(key: str) -> None:
+        for other in sorted(earlier[key], key=ranked.index):
+            append(other)
+        order.setdefault(key)
+
+    for key in ranked:
+        append(key)
+    return list(order)
 
 
 def _workers_of(
@@ -77,13 +85,7 @@ def _workers_of(
     return {key for key, own in workers.items() if uses & set(own)}
 
 
-def _cycle(
-    earlier: Mapping[str, set[str]], waiting: Sequence[str], workers: Mapping[str, Sequence[str]]
-) -> str:
-    path = [waiting[0]]
-    while path[-1] not in path[:-1]:
-        path.append(next(key for key in waiting if key in earlier[path[-1]]))
-    keys = path[path.index(path[-1]) :][::-1]
+def _cycle(keys: Sequence[str], workers: Mapping[str, Sequence[str]]) -> str:
     shared = [key for key in dict.fromkeys(keys) if len(workers[key]) > 1]
     notes = [f"{key} is one worker with {', '.join(workers[key])}" for key in shared]
     return (
