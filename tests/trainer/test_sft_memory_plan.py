@@ -96,8 +96,8 @@ def test_the_command_plans_fine_tuning_for_the_rows_of_the_data(tiny_task, tmp_p
     less = f"trainer.device_memory_gb={pool.largest[1] / 2**30 - 1e-6}"
     assert main(["plan", "sft", *sft(tiny_task, tmp_path, less)]) == 0
     text = capsys.readouterr().out
-    assert "rows per step          8, 8 on each of 1 ranks" in text
-    assert "run                    1 steps, 64 rows" in text and "longest row" in text
+    assert "rows per step          8, 8 on each of 1 data ranks" in text
+    assert "run                    1 steps, 64 rows" in text and "longest conversation" in text
     assert "update of the actor" in text and "lower engine.max_tokens_per_micro_batch" in text
     assert not (tmp_path / "sft").exists()
     assert main(["plan", "sft"]) == 0

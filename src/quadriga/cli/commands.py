@@ -166,39 +166,23 @@ def demo(config: DemoConfig) -> None:
     run_demo(config)
 
 
-def plan(config: TrainConfig) -> None:
-    """Print the batch arithmetic and the memory of a run; no process is started."""
-    from quadriga.cli.show import show_plan
+def plan(config: TrainConfig | SFTConfig | RMConfig | GenerateConfig) -> None:
+    """Print the batches and the memory of a command; no process is started."""
+    from quadriga.cli import show
 
-    show_plan(config)
-
-
-def plan_of_sft(config: SFTConfig) -> None:
-    """Print the batches and the memory of fine-tuning; no process is started."""
-    from quadriga.cli.show import show_sft_plan
-
-    show_sft_plan(config)
-
-
-def plan_of_rm(config: RMConfig) -> None:
-    """Print the batches and the memory of a reward model's training; no process is started."""
-    from quadriga.cli.show import show_rm_plan
-
-    show_rm_plan(config)
-
-
-def plan_of_generation(config: GenerateConfig) -> None:
-    """Print the batches and the memory of generation; no process is started."""
-    from quadriga.cli.show import show_generation_plan
-
-    show_generation_plan(config)
+    if isinstance(config, TrainConfig):
+        show.show_plan(config)
+    elif isinstance(config, GenerateConfig):
+        show.show_generation_plan(config)
+    else:
+        show.show_fine_tuning_plan(config)
 
 
 PLANNED = {
     "train": with_settings("plan", "", plan, TrainConfig),
-    "sft": with_settings("plan sft", "", plan_of_sft, SFTConfig),
-    "rm": with_settings("plan rm", "", plan_of_rm, RMConfig),
-    "generate": with_settings("plan generate", "", plan_of_generation, GenerateConfig),
+    "sft": with_settings("plan sft", "", plan, SFTConfig),
+    "rm": with_settings("plan rm", "", plan, RMConfig),
+    "generate": with_settings("plan generate", "", plan, GenerateConfig),
 }
 """The word after `plan` -> the command whose settings follow."""
 

@@ -99,61 +99,45 @@ def show_plan(config: TrainConfig) -> None:
         print("memory                 set actor_rollout_ref.model.path, whose config.json it needs")
 
 
-def show_sft_plan(config: SFTConfig) -> None:
-    """Print the batches and the memory of supervised fine-tuning, for the rows of its data.
+def show_fine_tuning_plan(config: SFTConfig | RMConfig) -> None:
+    """Print the batches and the memory of fine-tuning, for the rows or pairs of its data.
 
     Raises:
         InputError: the settings, the data or the model do not fit.
     """
     from quadriga.engines.loading import check_trained_part
     from quadriga.trainer.checks.settings import check_fine_tuning_settings
-    from quadriga.trainer.fine_tuning.sft import load_sft_rows
-    from quadriga.trainer.memory.sft import sft_plan_text
 
     check_fine_tuning_settings(config)
     trainer, batch = config.trainer, config.data.train_batch_size
-    together = config.engine.model_parallel_size
-    parts = trainer.nnodes * trainer.n_gpus_per_node // together
-    ranks = f"{parts} ranks" if together == 1 else f"{parts} data ranks"
-    print(f"rows per step          {batch}, {batch // parts} on each of {ranks}")
+    kind = "pairs" if isinstance(config, RMConfig) else "rows"
+    ranks = trainer.nnodes * trainer.n_gpus_per_node // config.engine.model_parallel_size
+    print(f"{kind + ' per step':<23}{batch}, {batch // ranks} on each of {ranks} data ranks")
     if not (config.model.path and config.data.train_files):
-        print("memory                 set model.path and data.train_files, whose rows it needs")
+        print(f"memory                 set model.path and data.train_files, whose {kind} it needs")
         return
-    check_trained_part(config.model, "lm", config.optim)
-    loaded = load_sft_rows(config)
-    rows, evaluated = loaded.train, loaded.val_conversations
-    prompt, response = rows.longest
-    steps = trainer.total_training_steps or len(rows) // batch * trainer.total_epochs
-    print(f"run                    {steps} steps, {len(rows)} rows")
-    print(f"longest row            {prompt} + {response} = {prompt + response} tokens")
-    own = None if evaluated is None else evaluated.lengths
-    print(sft_plan_text(config, rows.lengths, loaded.val_prompts, own))
+    check_trained_part(config.model, "score" if kind == "pairs" else "lm", config.optim)
+    if isinstance(config, RMConfig):
+        from quadriga.trainer.fine_tuning.rm import load_pairs
+        from quadriga.trainer.memory.rm import rm_plan_text
 
+        pairs = load_pairs(config)
+        count, memory = len(pairs.train), rm_plan_text(config, pairs.lengths)
+        longest = f"{pairs.lengths.longest} tokens, and one more is added"
+    else:
+        from quadriga.trainer.fine_tuning.sft import load_sft_rows
+        from quadriga.trainer.memory.sft import sft_plan_text
 
-def show_rm_plan(config: RMConfig) -> None:
-    """Print the batches and the memory of a reward model's training, for the pairs of its data.
-
-    Raises:
-        InputError: the settings, the data or the model do not fit.
-    """
-    from quadriga.engines.loading import check_trained_part
-    from quadriga.trainer.checks.settings import check_fine_tuning_settings
-    from quadriga.trainer.fine_tuning.rm import load_pairs
-    from quadriga.trainer.memory.rm import rm_plan_text
-
-    check_fine_tuning_settings(config)
-    trainer, batch = config.trainer, config.data.train_batch_size
-    parts = trainer.nnodes * trainer.n_gpus_per_node // config.engine.model_parallel_size
-    print(f"pairs per step         {batch}, {batch // parts} on each of {parts} data ranks")
-    if not (config.model.path and config.data.train_files):
-        print("memory                 set model.path and data.train_files, whose pairs it needs")
-        return
-    check_trained_part(config.model, "score", config.optim)
-    pairs = load_pairs(config)
-    steps = trainer.total_training_steps or len(pairs.train) // batch * trainer.total_epochs
-    print(f"run                    {steps} steps, {len(pairs.train)} pairs")
-    print(f"longest conversation   {pairs.lengths.longest} tokens, and one more is added")
-    print(rm_plan_text(config, pairs.lengths))
+        loaded = load_sft_rows(config)
+        own = loaded.val_conversations and loaded.val_conversations.lengths
+        count = len(loaded.train)
+        memory = sft_plan_text(config, loaded.train.lengths, loaded.val_prompts, own or None)
+        prompt, response = loaded.train.longest
+        longest = f"{prompt} + {response} = {prompt + response} tokens"
+    steps = trainer.total_training_steps or count // batch * trainer.total_epochs
+    print(f"run                    {steps} steps, {count} {kind}")
+    print(f"longest conversation   {longest}")
+    print(memory)
 
 
 def show_generation_plan(config: GenerateConfig) -> None:
