@@ -144,7 +144,6 @@ def test_the_package_imports_no_library(module):
         "quadriga.config.loading",
         "quadriga.cli.main",
         "quadriga.observability.trackers",
-        "quadriga.observability.plots",
     ],
 )
 def test_settings_and_commands_import_nothing_heavy(module):

@@ -10,11 +10,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from quadriga.errors import InputError, UnknownNameError
-from quadriga.observability.plots import plot_learning_curve
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import (
     RunInfo,
     Trackers,
+    plot_learning_curve,
 )
 
 

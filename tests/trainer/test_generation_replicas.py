@@ -17,7 +17,7 @@ from quadriga.config.loading import load_config
 from quadriga.errors import InputError, RolloutDiedError
 from quadriga.protocol import fields
 from quadriga.rollout.guard import GuardedRollout
-from quadriga.trainer.evaluation import ranks
+from quadriga.trainer.evaluation import generate as ranks
 from quadriga.trainer.evaluation.evaluate import run_evaluation
 from quadriga.trainer.evaluation.generate import run_generation
 from quadriga.trainer.replicas import rollout

@@ -10,9 +10,9 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto
-from quadriga.trainer import dataflow
 from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.trainer.role_workers import settings_for_classes
+from quadriga.trainer.roles import needed
 from quadriga.trainer.roles.placement import Role
 from quadriga.workers import ActorRolloutRefWorker
 
@@ -39,7 +39,7 @@ def rule(tmp_path) -> str:
 
 def chosen(*overrides: str) -> bool:
     usual = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"]
-    return dataflow.takes_old_log_probs_from_update(load_config(TrainConfig, [*usual, *overrides]))
+    return needed.takes_old_log_probs_from_update(load_config(TrainConfig, [*usual, *overrides]))
 
 
 def test_it_is_chosen_where_a_step_is_one_optimizer_step_and_nothing_reads_them_before() -> None:

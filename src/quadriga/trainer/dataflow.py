@@ -15,13 +15,19 @@ from dataclasses import dataclass
 
 from quadriga.algorithms.advantages import get_advantage
 from quadriga.algorithms.policy_losses import get_policy_loss
-from quadriga.config.plan import batch_plan
 from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.protocol import fields
 from quadriga.protocol.fields import StageFields
-from quadriga.trainer.roles.needed import needs_critic, reads_ref_log_prob
+from quadriga.trainer.roles.needed import (
+    corrects_mismatch,
+    needs_critic,
+    reads_old_log_probs,
+    reads_ref_log_prob,
+    selects_tokens,
+    takes_old_log_probs_from_update,
+)
 from quadriga.trainer.roles.places import (
     added_until_scores,
     check_writes,
@@ -172,30 +178,6 @@ class StepPlan:
         return "\n".join(f"{key:<23}{value}" for key, value in rows)
 
 
-def takes_old_log_probs_from_update(config: TrainConfig) -> bool:
-    """Return whether the update computes the old log-probabilities itself.
-
-    If a step is one optimizer step, by the weights that generated the responses, they equal the
-    log-probabilities of the update without their gradient. A pass of their own is needed if a stage
-    reads them before the update, if the actor is not updated in every step, or if adapters drop
-    inputs in an update, because responses were sampled without dropout.
-    """
-    chosen = config.actor_rollout_ref.actor.old_log_probs_from_update
-    if chosen is not None:
-        return chosen
-    one_step = batch_plan(config).actor.optimizer_steps == 1
-    drops = config.actor_rollout_ref.model.lora.dropout > 0
-    read_earlier = _reads_old_log_probs(config) or _selects_tokens(config)
-    return one_step and not read_earlier and not drops and not config.critic.warmup_steps
-
-
-def _reads_old_log_probs(config: TrainConfig) -> bool:
-    """Return whether the reward, the correction or the estimator reads the log-probabilities."""
-    estimator = get_advantage(config.algorithm.adv_estimator)
-    in_reward = config.algorithm.use_kl_in_reward
-    return in_reward or _corrects(config) or "old_log_prob_BT" in estimator.needs
-
-
 def refills(config: TrainConfig) -> bool:
     """Return whether more prompts are drawn in place of zero-variance prompt groups."""
     settings = config.algorithm.filter_groups
@@ -217,7 +199,7 @@ def skips_before_passes(config: TrainConfig) -> bool:
     """
     estimator = get_advantage(config.algorithm.adv_estimator)
     useful = estimator.needs_groups and skips_zero_advantages(config.actor_rollout_ref.actor)
-    reads_passes = _reads_old_log_probs(config) or estimator.needs_values
+    reads_passes = reads_old_log_probs(config) or estimator.needs_values
     return useful and not reads_passes and added_until_scores(added_stages(config))
 
 
@@ -268,9 +250,9 @@ def _step_stages(
         (PENALISE_KL, algorithm.use_kl_in_reward),
         # Without the pass the update measures entropy and mismatch.
         (MEASURE_ENTROPY, old_log_prob_pass),
-        (_correct_mismatch(config), old_log_prob_pass or _corrects(config)),
+        (_correct_mismatch(config), old_log_prob_pass or corrects_mismatch(config)),
         (estimate, not early),
-        (SELECT_UPDATE_TOKENS, _selects_tokens(config)),
+        (SELECT_UPDATE_TOKENS, selects_tokens(config)),
         (UPDATE_CRITIC, critic),
         (LOG_UPDATE, critic),
         (_update_actor(config, old_log_prob_pass), True),
@@ -405,12 +387,8 @@ def _correct_mismatch(config: TrainConfig) -> StageFields:
     return StageFields(
         "correct_mismatch",
         reads=(fields.OLD_LOG_PROBS, fields.ROLLOUT_LOG_PROBS, _MASK),
-        writes=(fields.ROLLOUT_IS_WEIGHTS,) if _corrects(config) else (),
+        writes=(fields.ROLLOUT_IS_WEIGHTS,) if corrects_mismatch(config) else (),
     )
-
-
-def _corrects(config: TrainConfig) -> bool:
-    return config.algorithm.rollout_correction.level != "none"
 
 
 def _estimate_advantages(config: TrainConfig) -> StageFields:
@@ -431,9 +409,9 @@ def _update_actor(config: TrainConfig, old_log_prob_pass: bool) -> StageFields:
     optional = (
         (fields.OLD_LOG_PROBS, old_log_prob_pass),
         (fields.REF_LOG_PROB, actor.use_kl_loss and not actor.reads_full_kl),
-        (fields.ROLLOUT_IS_WEIGHTS, _corrects(config)),
+        (fields.ROLLOUT_IS_WEIGHTS, corrects_mismatch(config)),
         (fields.ROLLOUT_LOG_PROBS, loss.needs_rollout_log_probs),
-        (fields.SELECTED_TOKENS, _selects_tokens(config)),
+        (fields.SELECTED_TOKENS, selects_tokens(config)),
     )
     needed = tuple(field for field, is_needed in optional if is_needed)
     return StageFields(
@@ -442,8 +420,3 @@ def _update_actor(config: TrainConfig, old_log_prob_pass: bool) -> StageFields:
         reads_if_present=tuple(f for f in UPDATE_ACTOR.reads_if_present if f not in needed),
         writes=UPDATE_ACTOR.writes,
     )
-
-
-def _selects_tokens(config: TrainConfig) -> bool:
-    loss = get_policy_loss(config.actor_rollout_ref.actor.policy_loss.name)
-    return loss.select is not None

@@ -18,9 +18,8 @@ from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import mask_secrets
 from quadriga.observability.jsonl import Sample, SampleLog
 from quadriga.observability.metrics import MetricSet, Timer
-from quadriga.observability.plots import plot_learning_curve
 from quadriga.observability.run_folder import RunFolder
-from quadriga.observability.trackers import RunInfo, Trackers
+from quadriga.observability.trackers import RunInfo, Trackers, plot_learning_curve
 from quadriga.protocol import DataProto, fields
 from quadriga.trainer.stages import StageResult, named_mismatch
 from quadriga.workers.objectives import MISMATCH

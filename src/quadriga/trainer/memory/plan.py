@@ -32,7 +32,6 @@ from quadriga.rollout.memory import (
 )
 from quadriga.rollout.reserved import RESERVING, reserved_memory
 from quadriga.trainer.checks.images import uncounted_images
-from quadriga.trainer.dataflow import takes_old_log_probs_from_update
 from quadriga.trainer.memory.machine import device_limit
 from quadriga.trainer.memory.phases import (
     ACTOR,
@@ -50,6 +49,7 @@ from quadriga.trainer.roles.needed import (
     critic_model,
     needs_reference,
     reads_ref_log_prob,
+    takes_old_log_probs_from_update,
     uses_of_run,
 )
 from quadriga.workers.objectives import entropy_use
