@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-import torch
-from replica_groups import Future
 
 import quadriga.rollout
 from fake_rollout import FakeRollout, Fault
 from quadriga.config.commands import EvalConfig, GenerateConfig
 from quadriga.config.loading import load_config
-from quadriga.errors import InputError, RolloutDiedError
-from quadriga.protocol import fields
+from quadriga.errors import InputError
 from quadriga.rollout.guard import GuardedRollout
 from quadriga.trainer.evaluation import generate as ranks
 from quadriga.trainer.evaluation.evaluate import run_evaluation
@@ -97,12 +94,6 @@ def test_replicas_write_the_file_of_one_rank(generate, requests):
     assert all(rows == 3 for _, rows in requests)  # the samples of a prompt are one request
 
 
-def test_replicas_continue_a_file_that_one_rank_has_begun(generate, monkeypatch):
-    generate()
-    monkeypatch.setattr(ranks, "start_replicas", lambda *_, **__: pytest.fail("ranks were started"))
-    generate(*TWO)  # the file is complete, and replicas are none of its inputs
-
-
 def test_an_evaluation_with_replicas_has_the_scores_of_one_rank(tiny_task, tmp_path, requests):
     def results(output: str, *more: str) -> bytes:
         config = load_config(
@@ -128,37 +119,6 @@ def test_a_replica_that_is_lost_in_the_middle_loses_no_response(
     assert (replicas.all[0].loss is None) == (restarts == 1)
     last = [replica for replica, _ in requests[-4:]]
     assert (0 in last) == (restarts == 1)
-
-
-class Stale:
-    """The group of a replica whose answers say that weights of version 3 sampled them."""
-
-    def __init__(self, group):
-        self.shutdown, self.call = group.shutdown, group.generate_sequences
-        self.generate_sequences = self
-
-    def submit(self, rows):
-        answer = self.call.submit(rows).get()
-        answer.batch[fields.WEIGHT_VERSION] = torch.full((len(answer),), 3)
-        return Future(answer)
-
-
-@pytest.mark.parametrize("wrong", [1, 2])
-def test_a_replica_that_answers_with_other_weights_is_lost(generate, monkeypatch, caplog, wrong):
-    one = generate().read_bytes()
-
-    def spoil(replicas):
-        for replica in replicas.all[:wrong]:
-            replica.group = Stale(replica.group)
-
-    before_batch(monkeypatch, 1, spoil)
-    reason = "weights of version 3 sampled an answer, but the replicas have those of the model fold"
-    if wrong == 1:
-        assert generate(*TWO, output="two.jsonl").read_bytes() == one
-        assert reason in caplog.text
-    else:
-        with pytest.raises(RolloutDiedError, match=f"all 2 replicas .*{reason}"):
-            generate(*TWO, output="two.jsonl")
 
 
 # The other one is a fault of a weight sync.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 from replica_groups import NEEDS, Future, Group, Method, died, prompts, raised
@@ -24,7 +23,6 @@ from quadriga.errors import (
 from quadriga.protocol import fields
 from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.trainer.preflight import check_settings
-from quadriga.trainer.replicas import rollout as routing
 from quadriga.trainer.replicas.replica import ReplicaLink, Replicas
 from quadriga.trainer.replicas.rollout import PrefixHashes, PrefixRouter, ReplicatedRollout
 
@@ -75,20 +73,6 @@ class TestRows:
         answered(rollout(slow, fast, request_rows=1), prompts(*"abcdefghijklmnop"))
         assert len(slow.asked) == 2  # as many as it may have at once
         assert asked(slow, fast) == list(range(16))
-
-    def test_a_quarter_of_an_equal_part_is_one_request_unless_settings_say_otherwise(self):
-        groups = Group(), Group()
-        answered(rollout(*groups, request_rows=None), prompts(*map(chr, range(97, 121))))
-        assert {len(rows) for group in groups for rows in group.asked} == {3}  # 24 / (4 · 2)
-
-    def test_the_rows_in_the_requests_of_a_replica_are_its_load(self):
-        one, two = Group(looks=3), Group(looks=3)
-        answered(rollout(one, two, requests_in_flight=1), prompts(*WORDS[:4]))
-        assert (len(one.asked), len(two.asked)) == (1, 1)
-
-    def test_no_rows_give_no_rows(self):
-        batch = prompts("alpha")[:0]
-        assert len(rollout(Group(), Group()).generate_sequences(batch)) == 0
 
 
 LOSSES = {
@@ -181,15 +165,6 @@ class TestPrefixes:
         answered(rollout(*groups, request_rows=1), prompts(*texts))
         assert [len(group.asked) for group in groups] == [4, 4]
 
-    def test_an_idle_replica_takes_what_a_busy_one_has_no_room_for(self):
-        busy, idle = Group(), Group()
-        ours = rollout(busy, idle, request_rows=1, requests_in_flight=1)
-        texts = [f"{self.FIRST}{i}" for i in range(6)]
-        answered(ours, prompts(texts[0]))
-        busy.looks = 40
-        answered(ours, prompts(*texts))
-        assert len(idle.asked) == 5 and asked(busy, idle) == [0, 0, 1, 2, 3, 4, 5]
-
     def test_after_new_weights_no_replica_is_preferred(self):
         groups = Group(), Group()
         ours = rollout(*groups, request_rows=1)
@@ -214,15 +189,6 @@ class TestPrefixes:
         assert router.preferred(PrefixHashes([7, *text])) is None
         router.forget(1)
         assert all(router.preferred(PrefixHashes(text[:k])) != 1 for k in range(1, 60))
-
-    def test_the_router_keeps_a_bounded_number_of_prefixes(self, monkeypatch):
-        monkeypatch.setattr(routing, "LIMIT", 10)
-        router = PrefixRouter(0.5)
-        for start in range(30):
-            router.note(PrefixHashes(range(start, start + 40)), start)
-        assert len(router._last) == 10
-        assert router.preferred(PrefixHashes(range(29, 69))) == 29
-        assert router.preferred(PrefixHashes(range(40))) is None
 
     def test_hashes_are_those_of_the_formula(self):
         tokens = [5, 0, 2**31, 7]
@@ -258,14 +224,6 @@ class TestWeightSync:
         assert ours.replicas.version == 2
         answered(ours, prompts(*WORDS))
 
-    def test_the_replica_that_holds_no_base_says_what_is_sent(self):
-        """The others hold the base of the adapters, and ignore it."""
-        adapters, whole = (replace(NEEDS, part=part) for part in ("adapters", "unmerged"))
-        sender = Sender()
-        ours = rollout(*(Group(weights={"weight_needs": [n]}) for n in (adapters, whole)))
-        ReplicaLink(sender, ours.replicas).sync()
-        assert sender.needs == whole
-
     @pytest.mark.parametrize("method", ["weight_needs", "receive_weights", "finish_weights"])
     def test_a_replica_that_is_lost_in_a_sync_is_left_out(self, method):
         groups = Group(weights={method: died()}), Group()
@@ -298,12 +256,6 @@ class TestWeightSync:
     def test_replicas_of_several_versions_end_the_run(self):
         ours = rollout(Group(), Group(weights={"finish_weights": [7]}))
         with pytest.raises(WorkerError, match=r"hold the versions \[2, 7\], expected one"):
-            ReplicaLink(Sender(), ours.replicas).sync()
-
-    def test_weights_that_differ_end_the_run(self):
-        differ = raised(WorkerError("weight 'w' differs between trainer and rollout"))
-        ours = rollout(Group(), Group(weights={"finish_weights": differ}))
-        with pytest.raises(WorkerMethodError, match="weight 'w' differs"):
             ReplicaLink(Sender(), ours.replicas).sync()
 
     def test_without_a_replica_a_sync_ends_the_run(self):
@@ -342,19 +294,6 @@ class TestSettings:
     def test_settings_that_do_not_fit_are_refused(self, train_overrides, given, error, message):
         with pytest.raises(error, match=message):
             check_settings(load_config(TrainConfig, [*train_overrides, *given]))
-
-    def test_sequences_need_not_divide_among_replicas(self, train_overrides):
-        given = [*train_overrides, *APART]  # 8 prompts × 2 = 16 sequences, 2 replicas
-        seven = ["data.train_batch_size=7", "actor_rollout_ref.actor.ppo_mini_batch_size=7",
-                 "actor_rollout_ref.rollout.n=3"]  # fmt: skip
-        check_settings(load_config(TrainConfig, [*given, *seven]))
-        with pytest.raises(ConfigError, match="7 × 3 = 21 sequences do not divide over 2 ranks"):
-            check_settings(
-                load_config(
-                    TrainConfig,
-                    [*given, *seven, f"{KEY}.enable=false", f"{KEY}.request_rows=null"],
-                )
-            )
 
 
 class TestRuns:

@@ -220,45 +220,9 @@ class Pauses:
                 self._call("/continue_generation", {})
 
 
-_WEIGHTS, _REST = ("weights",), ("kv_cache", "cuda_graph")
+_WEIGHTS = ("weights",)
+_MEMORY = (*_WEIGHTS, "kv_cache", "cuda_graph")
 """Kinds of device memory, as SGLang names them."""
-
-
-class DeviceMemory:
-    """Releases the memory and gets it back, the weights before the rest.
-
-    Args:
-        call: sends a request with its path and its body.
-    """
-
-    def __init__(self, call: Callable[[str, Body], Json]) -> None:
-        self._call = call
-        self._released: frozenset[str] = frozenset()
-
-    def started(self) -> None:
-        """Note that SGLang was started again, and has all its memory."""
-        self._released = frozenset()
-
-    def release(self) -> None:
-        """Release all of it that is not released."""
-        tags = [tag for tag in (*_WEIGHTS, *_REST) if tag not in self._released]
-        if tags:
-            self._call("/release_memory_occupation", {"tags": list(tags)})
-            self._released = frozenset((*_WEIGHTS, *_REST))
-
-    def resume(self) -> None:
-        """Get all of it back."""
-        self._resume((*_WEIGHTS, *_REST))
-
-    def resume_weights(self) -> None:
-        """Get the memory of the weights back, but not that of keys and values."""
-        self._resume(_WEIGHTS)
-
-    def _resume(self, tags: Sequence[str]) -> None:
-        missing = [tag for tag in tags if tag in self._released]
-        if missing:
-            self._call("/resume_memory_occupation", {"tags": list(missing)})
-            self._released -= frozenset(missing)
 
 
 class Client:
@@ -273,7 +237,6 @@ class Client:
         restarts: how often SGLang was started again.
         held: the weights that SGLang held when it was started, if they can be read back.
         received: the digest of each weight that SGLang has accepted, as it was sent to it last.
-        memory: the device memory of SGLang.
         pauses: of generation.
     """
 
@@ -285,7 +248,7 @@ class Client:
         self._kept: dict[str, Tensor] = {}
         self._unusable = ""
         self._closed = False
-        self.memory = DeviceMemory(self.call)
+        self._released: frozenset[str] = frozenset()  # kinds of device memory
         self.pauses = Pauses(self.call)
         self.received: dict[str, int] = {}
         self.version = -1
@@ -395,7 +358,7 @@ class Client:
                 if self._closed:  # meanwhile
                     _end(self._transport)
                     break
-                self.memory.started()
+                self._released = frozenset()
                 if self._kept:
                     self._send(iter(self._kept.items()), self.version)
                 if self.held:
@@ -465,7 +428,7 @@ class Client:
         }
 
     def _send(self, stream: Iterator[tuple[str, Tensor]], version: int) -> None:
-        self.memory.resume_weights()
+        self._get_back(_WEIGHTS)
         parts = buckets(stream, self._options.bucket_mb << 20)
         part = next(parts, None)  # the first bucket is checked before anything is changed
         sent: dict[str, int] = {}
@@ -509,7 +472,7 @@ class Client:
             RolloutError: reading back failed.
         """
         assert isinstance(self._transport, PipeTransport), "a server elsewhere is not read"
-        self.memory.resume_weights()
+        self._get_back(_WEIGHTS)
         file = self._transport.host.folder / "held.json"
         body: dict[str, Json] = {
             "ranks": self._options.tensor_parallel,
@@ -527,12 +490,27 @@ class Client:
             problem = f"SGLang did not carry out {path}: {answer.get('message')}"
             raise failed(RolloutError, problem, method=path)
 
+    # Device memory, which the trainer needs meanwhile. Without a GPU nothing is freed.
+
+    def release(self) -> None:
+        """Release all memory that is not released."""
+        tags: list[Json] = [tag for tag in _MEMORY if tag not in self._released]
+        if tags:
+            self.call("/release_memory_occupation", {"tags": tags})
+            self._released = frozenset(_MEMORY)
+
     def resume(self) -> None:
         """Get all device memory back. An SGLang that has ended is started again, with all of it."""
         try:
-            self.memory.resume()
+            self._get_back(_MEMORY)
         except (RolloutDiedError, RolloutTimeoutError) as fault:
             self._recover(fault)
+
+    def _get_back(self, tags: Sequence[str]) -> None:
+        missing: list[Json] = [tag for tag in tags if tag in self._released]
+        if missing:
+            self.call("/resume_memory_occupation", {"tags": missing})
+            self._released -= frozenset(tags)
 
     def close(self) -> None:
         """End SGLang if it was started here. Requests of other threads fail."""

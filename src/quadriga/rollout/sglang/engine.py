@@ -220,7 +220,7 @@ class SGLangRollout(RolloutEngine):
                 raise self._error(
                     "release", "it was started without the means to; set rollout.take_turns=true"
                 )
-            self._client.memory.release()
+            self._client.release()
             if self._state == "ready":  # not if another thread has closed the engine
                 self._state = "released"
 
