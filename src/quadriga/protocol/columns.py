@@ -14,8 +14,8 @@ written into. Other writes leave the counter as it is (through `x.numpy()`, `x.d
 from which x was made), so the bytes are compared as well. Comparing reads both copies: it takes
 about as long as a put into memory of the store that was used before, and less than a put into fresh
 memory (docs/measurements). What it always saves is the memory of a second copy, and its way to
-other nodes. Handles are dropped with the source, and the oldest first if those of a source name
-more than twice its rows, or all of them together more than `KEPT_BYTES`.
+other nodes. Handles are dropped with the source, and the oldest first above
+`KEPT_STORED_BYTES`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import TypeAlias, TypeGuard
+from dataclasses import replace
+from typing import NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -37,7 +36,6 @@ from quadriga.protocol.encoding import decode, encode
 from quadriga.protocol.rows import Plans, RowMap, RowRange, RowSelection, Shard, runs
 from quadriga.protocol.storage import (
     CONTROLLER,
-    Array,
     Handle,
     IdentityMap,
     LocalHandle,
@@ -72,16 +70,7 @@ KEPT_STORED_BYTES = 2**30
 _COMPARED_ITEMS = 2**17  # of 8 bytes: 1 MiB at a time, which stays in the cache of the processor
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Rows of a source. The part keeps its source, as any view keeps its base."""
-
-    source: LocalValue
-    rows: Rows
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
+class _Copy(NamedTuple):
     """Stored rows: their handle and the version counter of the value when they were stored."""
 
     spec: FieldSpec
@@ -89,22 +78,15 @@ class _Copy:
     version: int
 
 
-_Key = tuple[object, Rows]  # session (see `session`) and rows
+_Key = tuple[object, Rows]  # session (see `session_of`) and rows
 
 
-@dataclass(slots=True, weakref_slot=True)
-class _Copies:
-    """The stored rows of one source, the oldest first, and the sum of their numbers."""
-
-    by_rows: dict[_Key, _Copy] = field(default_factory=dict)
-    rows: int = 0
-
-    def drop(self, key: _Key) -> None:
-        if self.by_rows.pop(key, None) is not None:
-            self.rows -= key[1][1] - key[1][0]
+class _Copies(dict[_Key, _Copy]):
+    """The stored rows of one source."""
 
 
-_parts: IdentityMap[_Part] = IdentityMap()
+_parts: IdentityMap[tuple[LocalValue, Rows]] = IdentityMap()
+"""View → its source and rows. The entry keeps the source, as any view keeps its base."""
 _sources: IdentityMap[_Copies] = IdentityMap()
 
 
@@ -119,12 +101,12 @@ class _Kept:
         """Add stored rows, and drop the oldest above `KEPT_STORED_BYTES`."""
         self._entries.append((weakref.ref(copies), key, nbytes))
         self._nbytes += nbytes
-        while self._nbytes > KEPT_STORED_BYTES or (self._entries and self._entries[0][0]() is None):
+        while self._nbytes > KEPT_STORED_BYTES or (self._entries and not self._entries[0][0]()):
             reference, old_key, old_nbytes = self._entries.popleft()
             self._nbytes -= old_nbytes
             owner = reference()
             if owner is not None:
-                owner.drop(old_key)
+                owner.pop(old_key, None)
 
 
 _kept = _Kept()
@@ -136,7 +118,7 @@ collection inside may end a stream of the user whose last statement sends one, t
 def note_part(part: LocalValue, source: LocalValue, rows: RowRange) -> None:
     """Note that `part` is a view of these rows of `source`, unless it is too small to be stored."""
     if part is not source and nbytes_of(part) > NOTED_BYTES:
-        _parts[part] = _Part(source, (rows.start, rows.stop))
+        _parts[part] = source, (rows.start, rows.stop)
 
 
 def find_stored(
@@ -145,7 +127,7 @@ def find_stored(
     """Return the handle of the same bytes in the store of `session`, None if there is none."""
     source, rows = source_of(value)
     copies = _sources.get(source)
-    copy = None if copies is None else copies.by_rows.get((session, rows))
+    copy = None if copies is None else copies.get((session, rows))
     if copy is None or copy.spec != spec or copy.version != _version(value):
         return None
     try:
@@ -158,24 +140,18 @@ def find_stored(
 def remember_stored(value: LocalValue, spec: FieldSpec, handle: Handle, session: object) -> None:
     """Keep the handle of a value that was just stored in the store of `session`."""
     source, rows = source_of(value)
-    key, copy = (session, rows), _Copy(spec, handle, _version(value))
-    limit = 2 * row_count(source)
+    key = session, rows
     with _lock:
         copies = _sources.get(source)
         if copies is None:
             copies = _sources[source] = _Copies()
-        copies.drop(key)
-        copies.by_rows[key] = copy
-        copies.rows += rows[1] - rows[0]
-        while len(copies.by_rows) > 1 and copies.rows > limit:
-            copies.drop(next(iter(copies.by_rows)))
+        copies[key] = _Copy(spec, handle, _version(value))
         _kept.add(copies, key, handle.nbytes)
 
 
 def source_of(value: LocalValue) -> tuple[LocalValue, Rows]:
     """Return the source of a view of rows, and these rows; the value itself if it is no view."""
-    part = _parts.get(value)
-    return (part.source, part.rows) if part else (value, (0, row_count(value)))
+    return _parts.get(value) or (value, (0, row_count(value)))
 
 
 def session_of(store: Store) -> object:
@@ -205,83 +181,64 @@ def _version(value: LocalValue) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _same_bytes(payload: Payload, stored: Payload) -> bool:
-    if isinstance(payload, np.ndarray) and isinstance(stored, np.ndarray):
-        return _same_array(payload, stored)
-    if isinstance(payload, tuple) and isinstance(stored, tuple):
-        return all(map(_same_array, payload, stored))
-    if isinstance(payload, dict) and isinstance(stored, dict):
-        return all(_same_bytes(payload[key], stored[key]) for key in payload)
-    return False
-
-
-def _same_array(a: Array, b: Array) -> bool:
-    """Return whether two contiguous arrays have the same bytes: NaNs too, and -0.0 is not 0.0."""
+def _same_bytes(a: Payload, b: Payload) -> bool:
+    """Return whether two contiguous payloads have the same bytes: NaNs too, and -0.0 is not 0.0."""
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return all(map(_same_bytes, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return all(_same_bytes(a[key], b[key]) for key in a)
+    if not isinstance(a, np.ndarray) or not isinstance(b, np.ndarray):
+        return False
     if a.dtype != b.dtype or a.shape != b.shape or a.dtype == object:
         return False
     bytes_a, bytes_b = a.reshape(-1).view(np.uint8), b.reshape(-1).view(np.uint8)
     whole = len(bytes_a) // 8 * 8
     items_a, items_b = bytes_a[:whole].view(np.int64), bytes_b[:whole].view(np.int64)
-    for i in range(0, len(items_a), _COMPARED_ITEMS):
-        j = i + _COMPARED_ITEMS
-        if not np.array_equal(items_a[i:j], items_b[i:j]):
-            return False
-    return np.array_equal(bytes_a[whole:], bytes_b[whole:])
+    same_items = all(
+        np.array_equal(items_a[i : i + _COMPARED_ITEMS], items_b[i : i + _COMPARED_ITEMS])
+        for i in range(0, len(items_a), _COMPARED_ITEMS)
+    )
+    return same_items and np.array_equal(bytes_a[whole:], bytes_b[whole:])
 
 
-@dataclass(slots=True)
-class CutRows:
-    """What was cut for one column: payloads by shard, and the row map into them."""
-
-    row_map: RowMap
-    payloads: dict[int, Payload] = field(default_factory=dict)
+CutRows = tuple[RowMap, dict[int, Payload]]
+"""What was cut for one column: the row map into the payloads, and the payloads by shard."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """One request: shard number `shard` of column number `column`."""
-
-    column: int
-    shard: int
-    request: RowRequest
-
-
-def cut_rows(columns: Sequence[tuple[RowMap, Sequence[Handle]]]) -> list[CutRows]:
+def cut_rows(fields: Sequence[tuple[RowMap, Sequence[Handle]]]) -> list[CutRows]:
     """Ask for rows of the columns, given as `(row map, handles)`, waiting once for all of them.
 
-    A shard that is not in `payloads` of the result is to be fetched as a whole.
+    A shard that is not in the payloads of the result is to be fetched as a whole.
     """
-    result = [CutRows(row_map) for row_map, _ in columns]
-    asked: list[_Asked] = []
-    for number, (row_map, handles) in enumerate(columns):
-        asked += _wanted(number, row_map, handles)
-    for kind in {type(one.request.handle) for one in asked}:
-        mine = [one for one in asked if type(one.request.handle) is kind]
-        found = mine[0].request.handle.fetch_rows([one.request for one in mine])
-        for one, payload in zip(mine, found, strict=True):
+    asked: dict[type, list[tuple[int, int, RowRequest]]] = {}
+    for number, (row_map, handles) in enumerate(fields):
+        for shard, request in _wanted(row_map, handles):
+            asked.setdefault(type(request.handle), []).append((number, shard, request))
+    payloads: list[dict[int, Payload]] = [{} for _ in fields]
+    for mine in asked.values():
+        found = mine[0][2].handle.fetch_rows([request for _, _, request in mine])
+        for (number, shard, _), payload in zip(mine, found, strict=True):
             if payload is not None:
-                result[one.column].payloads[one.shard] = payload
-    for cut in result:
-        if cut.payloads:
-            cut.row_map = _renumbered(cut.row_map, cut.payloads)
-    return result
+                payloads[number][shard] = payload
+    return [
+        (_renumbered(m, cut) if cut else m, cut)
+        for (m, _), cut in zip(fields, payloads, strict=True)
+    ]
 
 
-def _wanted(column: int, row_map: RowMap, handles: Sequence[Handle]) -> list[_Asked]:
+def _wanted(row_map: RowMap, handles: Sequence[Handle]) -> list[tuple[int, RowRequest]]:
+    """Return the shards of which to ask for rows, with the rows."""
     # pays(0.0) is False for every shard of this node, most often for all of them.
     candidates = [(s, h) for s, h in enumerate(handles) if is_row_handle(h) and h.pays(0.0)]
     if not candidates:
         return []
     shard_of, row_of = row_map.expand()
-    counts = np.bincount(shard_of, minlength=len(handles))
-    ends = np.cumsum(counts)
-    in_shards = row_of[np.argsort(shard_of, kind="stable")]
-    asked = []
-    for s, handle in candidates:
-        if handle.pays(counts[s] / row_map.shards[s].rows):
-            rows = in_shards[ends[s] - counts[s] : ends[s]]
-            asked.append(_Asked(column, s, RowRequest(handle, rows)))
-    return asked
+    wanted = [(s, handle, row_of[shard_of == s]) for s, handle in candidates]
+    return [
+        (s, RowRequest(handle, rows))
+        for s, handle, rows in wanted
+        if handle.pays(len(rows) / row_map.shards[s].rows)
+    ]
 
 
 def _renumbered(row_map: RowMap, payloads: dict[int, Payload]) -> RowMap:
@@ -297,25 +254,26 @@ def lost_field(
     fields: Sequence[tuple[str, RowMap, tuple[Handle, ...]]], error: LostObjectError
 ) -> LostObjectError:
     """Return the error that names field, role, rank and method of the first value that is lost."""
+    # A value that is late is not waited for a second time.
     late: Sequence[str] = getattr(error, "late", ())
-    reason = (
-        f"did not arrive ({error})"
-        if late
-        else "that node, or the process that called for them, no longer runs. Read a field before "
-        "that, or compute it again"
-    )
     for key, row_map, handles in fields:
         for shard, handle in zip(row_map.shards, handles, strict=True):
-            # A value that is late is not waited for a second time.
-            if handle.key in late if late else _is_lost(handle):
-                origin = shard.origin
-                return LostObjectError(
-                    f"field '{key}' is lost: its {shard.rows} rows were produced by {origin.role} "
-                    f"rank {origin.rank} in {origin.method or 'the controller'} on node "
-                    f"{origin.node or 'unknown'}, and {reason}",
-                    field=key, role=origin.role, rank=origin.rank,
-                    method=origin.method, node=origin.node,
-                )  # fmt: skip
+            if handle.key not in late and (late or not _is_lost(handle)):
+                continue
+            origin = shard.origin
+            reason = (
+                f"did not arrive ({error})"
+                if late
+                else "that node, or the process that called for them, no longer runs. Read a field "
+                "before that, or compute it again"
+            )
+            return LostObjectError(
+                f"field '{key}' is lost: its {shard.rows} rows were produced by {origin.role} "
+                f"rank {origin.rank} in {origin.method or 'the controller'} on node "
+                f"{origin.node or 'unknown'}, and {reason}",
+                field=key, role=origin.role, rank=origin.rank,
+                method=origin.method, node=origin.node,
+            )  # fmt: skip
     return error
 
 
@@ -416,12 +374,23 @@ Column: TypeAlias = LocalValue | RemoteColumn
 Columns: TypeAlias = Mapping[str, Column]
 
 
-@dataclass(slots=True)
-class TakeCache:
-    """Row maps that one operation has computed, for columns that share a map or its segments."""
+class Selections:
+    """Selections of rows, and the row maps that they give, for columns that share a map.
 
-    row_maps: dict[int, tuple[RowMap, tuple[int, ...]]] = field(default_factory=dict)
-    plans: Plans = field(default_factory=dict)
+    One selection may be of any kind, several are ranges.
+    """
+
+    def __init__(self, selections: Sequence[RowSelection]) -> None:
+        self.all = selections
+        self._row_maps: dict[int, list[tuple[RowMap, tuple[int, ...]]]] = {}
+        self._plans: Plans = {}
+
+    def of(self, row_map: RowMap) -> list[tuple[RowMap, tuple[int, ...]]]:
+        """Return `row_map.take` of the selections."""
+        found = self._row_maps.get(id(row_map))
+        if found is None:
+            found = self._row_maps[id(row_map)] = row_map.take(self.all, self._plans)
+        return found
 
 
 def is_remote(column: object) -> TypeGuard[RemoteColumn]:
@@ -455,24 +424,24 @@ def fetch(columns: Iterable[tuple[str, RemoteColumn]]) -> list[LocalValue]:
     if any(is_row_handle(handle) for _, handles in unread for handle in handles):
         cuts = cut_rows([(column.row_map, handles) for column, handles in unread])
     else:
-        cuts = [CutRows(column.row_map) for column, _ in unread]
+        cuts = [(column.row_map, {}) for column, _ in unread]
     # Columns may share stored values: x of a batch and x of a slice of it have equal keys.
     unique: dict[str, Handle] = {}
-    for (_, handles), cut in zip(unread, cuts, strict=True):
+    for (_, handles), (_, cut) in zip(unread, cuts, strict=True):
         for shard, handle in enumerate(handles):
-            if shard not in cut.payloads:
+            if shard not in cut:
                 unique.setdefault(handle.key, handle)
     try:
         found = dict(zip(unique, fetch_many(list(unique.values())), strict=True))
     except LostObjectError as error:
         places = [(key, column.row_map, handles) for key, column, handles in wanted]
         raise lost_field(places, error) from error
-    for (column, handles), cut in zip(unread, cuts, strict=True):
+    for (column, handles), (row_map, cut) in zip(unread, cuts, strict=True):
         payloads = [
-            cut.payloads[shard] if shard in cut.payloads else found[handle.key]
+            cut[shard] if shard in cut else found[handle.key]
             for shard, handle in enumerate(handles)
         ]
-        column._fill(payloads, cut.row_map)
+        column._fill(payloads, row_map)
     return [column.read(key) for key, column, _ in wanted]
 
 
@@ -494,42 +463,20 @@ def _same_reference(a: RemoteColumn, b: RemoteColumn) -> bool:
     )
 
 
-def take(columns: Columns, selection: RowSelection, cache: TakeCache) -> dict[str, Column]:
-    """Return the selected rows of every column; columns that share a row map share the result."""
-    taken: dict[str, Column] = {}
-    for key, column in columns.items():
+def take(fields: Columns, selections: Selections) -> list[dict[str, Column]]:
+    """Return for each selection its rows of every column."""
+    parts: list[dict[str, Column]] = [{} for _ in selections.all]
+    for key, column in fields.items():
         # Read before the check: another thread that reads the column drops its handles.
         handles = column.handles if isinstance(column, RemoteColumn) else ()
-        if not is_remote(column):
-            taken[key] = take_local(local_value(column), selection)
+        if is_remote(column):
+            for part, (row_map, kept) in zip(parts, selections.of(column.row_map), strict=True):
+                taken = tuple([handles[shard] for shard in kept])
+                part[key] = RemoteColumn(column.spec, row_map, taken)
             continue
-        found = cache.row_maps.get(id(column.row_map))
-        if found is None:
-            found = column.row_map.take(selection, cache.plans)
-            cache.row_maps[id(column.row_map)] = found
-        row_map, kept = found
-        taken[key] = RemoteColumn(column.spec, row_map, tuple([handles[s] for s in kept]))
-    return taken
-
-
-def chunk(
-    fields: Columns, bounds: Sequence[int], plans: rows.ChunkPlans
-) -> list[dict[str, Column]]:
-    """Return the rows from each bound to the next, of every column. `plans`: see `RowMap.chunk`."""
-    parts: list[dict[str, Column]] = [{} for _ in bounds[1:]]
-    maps: dict[int, list[tuple[RowMap, tuple[int, ...]]]] = {}
-    for key, column in fields.items():
-        handles = column.handles if isinstance(column, RemoteColumn) else ()
-        if not is_remote(column):
-            value = local_value(column)
-            for part, (start, stop) in zip(parts, pairwise(bounds), strict=True):
-                part[key] = take_local(value, RowRange(start, stop))
-            continue
-        found = maps.get(id(column.row_map))
-        if found is None:
-            found = maps[id(column.row_map)] = column.row_map.chunk(bounds, plans)
-        for part, (row_map, kept) in zip(parts, found, strict=True):
-            part[key] = RemoteColumn(column.spec, row_map, tuple([handles[s] for s in kept]))
+        value = local_value(column)
+        for part, selection in zip(parts, selections.all, strict=True):
+            part[key] = take_local(value, selection)
     return parts
 
 
@@ -547,37 +494,30 @@ def concat(parts: Sequence[Columns]) -> dict[str, Column]:
     A column that is remote in one of the parts is remote in the result: parts that are local are
     referenced as snapshots.
     """
-    cache: dict[tuple[int, ...], tuple[RowMap, list[tuple[int, int]]]] = {}
+    joined: dict[tuple[int, ...], tuple[RowMap, list[tuple[int, int]]]] = {}
     result: dict[str, Column] = {}
     for key in parts[0]:
-        columns = [part[key] for part in parts]
-        if any(is_remote(column) for column in columns):
-            result[key] = _concat_remote(key, columns, cache)
-        else:
-            values = [local_value(column) for column in columns]
-            joined = concat_values(values, key)
-            result[key] = inherit(joined, values) if len(values) > 1 else joined
+        fields = [part[key] for part in parts]
+        if not any(map(is_remote, fields)):
+            values = [local_value(column) for column in fields]
+            whole = concat_values(values, key)
+            result[key] = inherit(whole, values) if len(values) > 1 else whole
+            continue
+        remote = [c if is_remote(c) else snapshot_as_remote(key, local_value(c)) for c in fields]
+        spec = _common_spec(key, [c.spec for c in remote if len(c.row_map)] or [remote[0].spec])
+        # Dtypes differ, and only the values can be promoted: int64 and float32 rows become float32.
+        if spec is None:
+            result[key] = concat_values(fetch([(key, column) for column in remote]), key)
+            continue
+        maps = tuple(id(column.row_map) for column in remote)
+        if maps not in joined:
+            joined[maps] = rows.concat([column.row_map for column in remote])
+        row_map, sources = joined[maps]
+        if len(row_map.shards) < sum(len(c.handles) for c in remote) and not _same_handles(remote):
+            row_map, sources = rows.concat([column.row_map for column in remote], share=False)
+        handles = tuple([remote[part].handles[shard] for part, shard in sources])
+        result[key] = RemoteColumn(spec, row_map, handles)
     return result
-
-
-def _concat_remote(
-    key: str,
-    parts: Sequence[Column],
-    cache: dict[tuple[int, ...], tuple[RowMap, list[tuple[int, int]]]],
-) -> Column:
-    columns = [c if is_remote(c) else snapshot_as_remote(key, local_value(c)) for c in parts]
-    spec = _common_spec(key, [c.spec for c in columns if len(c.row_map)] or [columns[0].spec])
-    # Dtypes differ, and only the values can be promoted: int64 and float32 rows become float32.
-    if spec is None:
-        return concat_values(fetch([(key, column) for column in columns]), key)
-    maps = tuple(id(column.row_map) for column in columns)
-    found = cache.get(maps)
-    if found is None:
-        found = cache[maps] = rows.concat([column.row_map for column in columns])
-    row_map, sources = found
-    if len(row_map.shards) < sum(len(c.handles) for c in columns) and not _same_handles(columns):
-        row_map, sources = rows.concat([column.row_map for column in columns], share=False)
-    return RemoteColumn(spec, row_map, tuple([columns[p].handles[s] for p, s in sources]))
 
 
 def _same_handles(columns: Sequence[RemoteColumn]) -> bool:

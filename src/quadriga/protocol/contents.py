@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -20,7 +19,7 @@ from quadriga.protocol import columns
 from quadriga.protocol import contents as halves
 from quadriga.protocol.columns import Column, Columns, is_remote, local_value
 from quadriga.protocol.encoding import current_device
-from quadriga.protocol.rows import ChunkPlans, RowRange, RowSelection
+from quadriga.protocol.rows import RowRange, RowSelection
 from quadriga.protocol.storage import Array
 from quadriga.protocol.values import (
     LocalValue,
@@ -440,36 +439,15 @@ def check(contents: Contents) -> None:
 
 
 def take(
-    batch: TensorHalf, arrays: ArrayHalf, selection: RowSelection
-) -> tuple[TensorHalf, ArrayHalf]:
-    """Return the selected rows of both halves."""
-    if not isinstance(batch, RemoteBatch) and not isinstance(arrays, RemoteArrays):
-        local = {key: as_array(columns.take_local(a, selection)) for key, a in arrays.items()}
-        if batch is None:
-            return None, local
-        fields = tensors_of(batch)
-        taken_fields = {key: columns.take_local(v, selection) for key, v in fields.items()}
-        size = (len(selection), *batch.batch_size[1:])
-        return as_tensordict(taken_fields, size, batch.device), local
-    cache = columns.TakeCache()
-    tensors = columns.take(tensor_columns(batch), selection, cache)
-    taken = make_arrays(columns.take(array_columns(arrays), selection, cache))
-    return None if batch is None else make_batch(batch, tensors, len(selection)), taken
-
-
-def chunk(
-    batch: TensorHalf, arrays: ArrayHalf, bounds: Sequence[int]
+    batch: TensorHalf, arrays: ArrayHalf, selections: Sequence[RowSelection]
 ) -> list[tuple[TensorHalf, ArrayHalf]]:
-    """Return the rows of both halves from each bound to the next."""
-    pairs = list(pairwise(bounds))
-    if not isinstance(batch, RemoteBatch) and not isinstance(arrays, RemoteArrays):
-        return [take(batch, arrays, RowRange(start, stop)) for start, stop in pairs]
-    plans: ChunkPlans = {}
-    objects = map(make_arrays, columns.chunk(array_columns(arrays), bounds, plans))
-    tensors = columns.chunk(tensor_columns(batch), bounds, plans)
+    """Return for each selection its rows of both halves; several selections are ranges."""
+    chosen = columns.Selections(selections)
+    tensors = columns.take(tensor_columns(batch), chosen)
+    objects = columns.take(array_columns(arrays), chosen)
     return [
-        (None if batch is None else make_batch(batch, fields, stop - start), part)
-        for fields, part, (start, stop) in zip(tensors, objects, pairs, strict=True)
+        (None if batch is None else make_batch(batch, fields, len(rows)), make_arrays(part))
+        for fields, part, rows in zip(tensors, objects, selections, strict=True)
     ]
 
 
@@ -477,7 +455,7 @@ def row(batch: TensorHalf, arrays: ArrayHalf, index: int) -> tuple[TensorDict | 
     """Return one row of both halves; of remote fields only this row is fetched."""
     if isinstance(batch, RemoteBatch) or isinstance(arrays, RemoteArrays):
         # Taken first, so that prefetch fetches one row and the batch keeps its remote fields.
-        batch, arrays = take(batch, arrays, RowRange(index, index + 1))
+        ((batch, arrays),) = take(batch, arrays, [RowRange(index, index + 1)])
         prefetch(batch, arrays, None)
         index = 0
     item = {key: value[index] for key, value in arrays.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self, TypeAlias, TypeVar
 
@@ -205,7 +206,13 @@ class DataProto:
 
     def take_rows(self, selection: RowSelection) -> Self:
         """Return the selected rows. Fetches nothing."""
-        return self.with_contents(*halves.take(self.batch, self.non_tensor_batch, selection))
+        return self._parts([selection])[0]
+
+    def _parts(self, selections: Sequence[RowSelection]) -> list[Self]:
+        if not selections:
+            return []
+        parts = halves.take(self.batch, self.non_tensor_batch, selections)
+        return [self.with_contents(*part) for part in parts]
 
     def slice(
         self, start: int | None = None, end: int | None = None, step: int | None = None
@@ -222,7 +229,7 @@ class DataProto:
         self._take_in_place(from_index(indices, len(self)))
 
     def _take_in_place(self, selection: RowSelection) -> None:
-        taken = halves.take(self.batch, self.non_tensor_batch, selection)
+        (taken,) = halves.take(self.batch, self.non_tensor_batch, [selection])
         self.batch, self.non_tensor_batch = taken
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
@@ -242,14 +249,14 @@ class DataProto:
         that does not divide raises `LengthError`.
         """
         bounds = chunk_bounds(len(self), chunks, self.is_padding_enabled())
-        parts = halves.chunk(self.batch, self.non_tensor_batch, bounds)
-        return [self.with_contents(*part) for part in parts]
+        return self._parts([RowRange(*pair) for pair in pairwise(bounds)])
 
     def split(self, split_size: int) -> list[Self]:
         """Split into parts of `split_size` rows; the last part may be shorter."""
         if split_size < 1:
             raise LengthError(f"split: expected a size of at least 1, got {split_size}")
-        return [self.slice(i, i + split_size) for i in range(0, len(self), split_size)]
+        bounds = [*range(0, len(self), split_size), len(self)]
+        return self._parts([RowRange(*pair) for pair in pairwise(bounds)])
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:

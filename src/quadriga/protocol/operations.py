@@ -196,12 +196,13 @@ def unfold_column_chunks(contents: Contents, n_split: int, split_keys: Sequence[
         if key not in known:
             raise halves.missing(key, known, "the batch")
     halves.prefetch(batch, arrays, split_keys)
-    selection = RowIndices(np.repeat(np.arange(contents.rows, dtype=np.int64), n_split))
-    cache = columns.TakeCache()
+    selection = columns.Selections(
+        [RowIndices(np.repeat(np.arange(contents.rows, dtype=np.int64), n_split))]
+    )
 
     def unfold(half: Columns) -> dict[str, Column]:
         others = {key: column for key, column in half.items() if key not in split_keys}
-        taken = columns.take(others, selection, cache)
+        (taken,) = columns.take(others, selection)
         return {
             key: taken[key] if key in taken else _split_value(key, local_value(column), n_split)
             for key, column in half.items()
@@ -209,7 +210,7 @@ def unfold_column_chunks(contents: Contents, n_split: int, split_keys: Sequence[
 
     new_batch = None
     if batch is not None:
-        new_batch = halves.make_batch(batch, unfold(tensors), len(selection))
+        new_batch = halves.make_batch(batch, unfold(tensors), contents.rows * n_split)
     return Contents(new_batch, halves.make_arrays(unfold(objects)), dict(meta))
 
 

@@ -99,13 +99,10 @@ class Shard:
         """Return a shard with a new number: 64 random bits, unique over all processes."""
         return Shard(int.from_bytes(os.urandom(8), "little"), rows, origin)
 
-    def __reduce__(self) -> tuple[type[Shard], tuple[int, int, Origin]]:
-        return Shard, (self.uid, self.rows, self.origin)
-
 
 _Plan = tuple[Ints, tuple[int, ...]]  # segments, and the indices of the shards that they need
-Plans = dict[bytes, _Plan]
-ChunkPlans = dict[bytes, list[_Plan]]
+Plans = dict[bytes, list[_Plan]]
+"""Content of a row map → the plans of all selections of one operation."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +146,7 @@ class RowMap:
         return int(self.offsets[-1])
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _restore, (self.shards, self.content)
+        return row_map_of, self.flat()
 
     def flat(self) -> tuple[object, ...]:
         """Return the arguments of `row_map_of`: tuples of numbers and strings, and bytes."""
@@ -174,53 +171,44 @@ class RowMap:
         return np.repeat(self.segments[:, 0], lengths), rows
 
     def take(
-        self, selection: RowSelection, plans: Plans | None = None
-    ) -> tuple[RowMap, tuple[int, ...]]:
-        """Return the map of the selected rows and the indices of the shards that it still needs.
-
-        The shards are renumbered in the order of those indices. `plans` caches the work within one
-        operation: maps with equal segments over different shards, which results of several calls
-        have, are computed once.
-        """
-        if isinstance(selection, RowRange) and (selection.start, selection.stop) == (0, len(self)):
-            return self, tuple(range(len(self.shards)))
-        plan = None if plans is None else plans.get(self.content)
-        if plan is None:
-            plan = _without_unused_shards(self._selected(selection))
-            if plans is not None:
-                plans[self.content] = plan
-        segments, kept = plan
-        return RowMap(tuple([self.shards[s] for s in kept]), segments), kept
-
-    def chunk(
-        self, bounds: Sequence[int], plans: ChunkPlans
+        self, selections: Sequence[RowSelection], plans: Plans
     ) -> list[tuple[RowMap, tuple[int, ...]]]:
-        """Return `take` of the rows from each bound to the next, in one pass over all of them.
+        """Return for each selection its map and the indices of the shards that it still needs.
 
-        `bounds` ascend. `plans` caches the work for maps with equal segments, as in `take`.
+        The shards are renumbered in the order of those indices. One selection may be of any kind;
+        several are ranges, computed in one pass. `plans` caches the work within one operation: maps
+        with equal segments over different shards, which results of several calls have, are computed
+        once.
         """
-        if len(bounds) == 2:
-            return [self.take(RowRange(*bounds))]
+        first = selections[0]
+        if selections == [RowRange(0, len(self))]:
+            return [(self, tuple(range(len(self.shards))))]
         found = plans.get(self.content)
         if found is None:
-            found = plans[self.content] = self._chunk_plans(bounds)
+            if isinstance(first, RowRange) and len(selections) == 1:
+                found = [_without_unused_shards(self._range(first.start, first.stop))]
+            elif isinstance(first, RowRange):
+                found = self._ranges([r for r in selections if isinstance(r, RowRange)])
+            else:
+                found = [_without_unused_shards(self._selected(first.rows))]
+            plans[self.content] = found
         shards = self.shards
         return [
             (RowMap(tuple([shards[s] for s in kept]), segments), kept) for segments, kept in found
         ]
 
-    def _chunk_plans(self, bounds: Sequence[int]) -> list[_Plan]:
-        # Segments a [0, 3) and b [0, 3), bounds 0, 2, 4, 6:
+    def _ranges(self, ranges: Sequence[RowRange]) -> list[_Plan]:
+        # Segments a [0, 3) and b [0, 3), ranges 0 to 2, 2 to 4, 4 to 6:
         #   part           0            1                2
         #   segments       a [0, 2)     a [2, 3) b [0, 1)    b [1, 3)
         #   first, last    0, 1         0, 2             1, 2
-        starts, stops = np.array(bounds[:-1]), np.array(bounds[1:])
+        starts, stops = np.array([(r.start, r.stop) for r in ranges], dtype=np.int64).T
         first = self.offsets.searchsorted(starts, side="right") - 1
         last = self.offsets.searchsorted(stops, side="left")
         counts = np.where(stops > starts, last - first, 0)
         ends = np.cumsum(counts)
         begins = ends - counts
-        within = np.arange(int(counts.sum())) - np.repeat(begins, counts)
+        within = np.arange(int(ends[-1])) - np.repeat(begins, counts)
         segments = self.segments[np.repeat(first, counts) + within]
         some = counts > 0
         segments[begins[some], 1] += (starts - self.offsets[first])[some]
@@ -235,18 +223,9 @@ class RowMap:
             for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)
         ]
 
-    def _selected(self, selection: RowSelection) -> Ints:
-        if len(selection) == 0:
-            return np.empty((0, 3), dtype=np.int64)
-        if isinstance(selection, RowRange):
-            return self._range(selection.start, selection.stop)
-        # The last segment that starts at or before a row contains that row.
-        which = self.offsets.searchsorted(selection.rows, side="right") - 1
-        shard = self.segments[which, 0]
-        row = self.segments[which, 1] + selection.rows - self.offsets[which]
-        return runs(shard, row)
-
     def _range(self, start: int, stop: int) -> Ints:
+        if start == stop:
+            return np.empty((0, 3), dtype=np.int64)
         first = bisect_right(self.starts, start) - 1
         last = bisect_left(self.starts, stop)
         # [2, 5) of segments a [0, 3) and b [0, 3): a loses its first 2 rows, b its last 6 - 5 = 1.
@@ -255,9 +234,13 @@ class RowMap:
         segments[-1, 2] -= self.starts[last] - stop
         return segments
 
-
-def _restore(shards: tuple[Shard, ...], segments: bytes) -> RowMap:
-    return RowMap(shards, np.frombuffer(segments, dtype=np.int64).reshape(-1, 3))
+    def _selected(self, rows: Ints) -> Ints:
+        if len(rows) == 0:
+            return np.empty((0, 3), dtype=np.int64)
+        # The last segment that starts at or before a row contains that row.
+        which = self.offsets.searchsorted(rows, side="right") - 1
+        row = self.segments[which, 1] + rows - self.offsets[which]
+        return runs(self.segments[which, 0], row)
 
 
 def row_map_of(
@@ -282,45 +265,40 @@ def concat(parts: Sequence[RowMap], share: bool = True) -> tuple[RowMap, list[tu
     shards: list[Shard] = []
     sources: list[tuple[int, int]] = []
     known: dict[int, int] = {}
-    numbers: list[list[int]] = []
+    numbers: list[int] = []
     # Parts that were chunked from one batch name the same shards. A shard is known by its uid, so
     # concatenating all chunks again gives a map with as many shards as the batch had.
     for p, part in enumerate(parts):
-        renumbered = []
         for s, shard in enumerate(part.shards):
             at = known.get(shard.uid) if share else None
             if at is None:
                 at = known[shard.uid] = len(shards)
                 shards.append(shard)
                 sources.append((p, s))
-            renumbered.append(at)
-        numbers.append(renumbered)
-    few = sum(len(part.segments) for part in parts) <= _FEW
-    join = _join_few if few else _join_many
-    return RowMap(tuple(shards), join([part.segments for part in parts], numbers)), sources
+            numbers.append(at)
+    if sum(len(part.segments) for part in parts) <= _FEW:
+        return RowMap(tuple(shards), _join_few(parts, numbers)), sources
+    segments = np.concatenate([part.segments for part in parts])
+    # Shards of two parts are numbered 0 1 | 0 1: those of the second part are at 2 3 in `numbers`.
+    before = np.cumsum([0, *(len(part.shards) for part in parts[:-1])])
+    base = np.repeat(before, [len(part.segments) for part in parts])
+    segments[:, 0] = np.array(numbers, dtype=np.int64)[segments[:, 0] + base]
+    return RowMap(tuple(shards), _merge(segments)), sources
 
 
-def _join_few(segments: Sequence[Ints], numbers: Sequence[list[int]]) -> Ints:
+def _join_few(parts: Sequence[RowMap], numbers: Sequence[int]) -> Ints:
     """Join segments with renumbered shards; merge those that continue each other."""
     joined: list[list[int]] = []
-    for part, renumbered in zip(segments, numbers, strict=True):
-        for shard, start, stop in part.tolist():
-            at = renumbered[shard]
+    base = 0
+    for part in parts:
+        for shard, start, stop in part.segments.tolist():
+            at = numbers[base + shard]
             if joined and joined[-1][0] == at and joined[-1][2] == start:
                 joined[-1][2] = stop
             else:
                 joined.append([at, start, stop])
+        base += len(part.shards)
     return np.array(joined, dtype=np.int64).reshape(-1, 3)
-
-
-def _join_many(segments: Sequence[Ints], numbers: Sequence[list[int]]) -> Ints:
-    """Do the same as `_join_few` in numpy, for permuted batches of many rows."""
-    pieces = []
-    for part, renumbered in zip(segments, numbers, strict=True):
-        piece = part.copy()
-        piece[:, 0] = np.array(renumbered, dtype=np.int64)[piece[:, 0]]
-        pieces.append(piece)
-    return _merge(np.concatenate(pieces))
 
 
 def runs(shard: Ints, row: Ints) -> Ints:
