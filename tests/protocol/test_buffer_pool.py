@@ -38,6 +38,7 @@ def test_memory_above_the_limit_is_not_kept(pool):
     assert pool.kept_bytes == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("view_of", "numbers"),
     [

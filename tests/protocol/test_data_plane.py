@@ -274,6 +274,7 @@ def test_four_calls_of_several_groups_store_a_local_field_once(groups):
     assert four.read(data, ["big"])[0][1] == [1, 2]
 
 
+@pytest.mark.nightly
 def test_a_dead_owner_is_named(plane_backends, groups):
     host = plane_backends["ray"]
     pool = host.resource_pool([2], use_gpu=False)
@@ -346,6 +347,7 @@ def wait_until_down_to(measure, goal: int) -> int:
     return used
 
 
+@pytest.mark.nightly
 def test_200_steps_leave_no_bytes_in_the_store_of_a_backend(groups, plane_backends, backend):
     """Neither the store nor the marks of writers grow."""
     group = groups(backend, 3)

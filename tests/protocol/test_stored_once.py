@@ -153,5 +153,5 @@ def test_threads_that_send_one_batch_note_its_rows_together(store, monkeypatch):
     finally:
         sys.setswitchinterval(interval)
     copies = _sources.get(value)
-    assert copies.rows == sum(stop - start for _, (start, stop) in copies.by_rows)
+    assert copies.rows == sum(stop - start for _, (start, stop) in copies)
     assert columns._kept._nbytes == 8 * 200 * 10

@@ -14,8 +14,8 @@ written into. Other writes leave the counter as it is (through `x.numpy()`, `x.d
 from which x was made), so the bytes are compared as well. Comparing reads both copies: it takes
 about as long as a put into memory of the store that was used before, and less than a put into fresh
 memory (docs/measurements). What it always saves is the memory of a second copy, and its way to
-other nodes. Handles are dropped with the source, and the oldest first above
-`KEPT_STORED_BYTES`.
+other nodes. Handles are dropped with the source, and the oldest first if those of a source
+name more than twice its rows, or all together more than `KEPT_STORED_BYTES`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,13 @@ _Key = tuple[object, Rows]  # session (see `session_of`) and rows
 
 
 class _Copies(dict[_Key, _Copy]):
-    """The stored rows of one source."""
+    """The stored rows of one source, the oldest first, and the sum of their numbers."""
+
+    rows: int = 0
+
+    def drop(self, key: _Key) -> None:
+        if self.pop(key, None) is not None:
+            self.rows -= key[1][1] - key[1][0]
 
 
 _parts: IdentityMap[tuple[LocalValue, Rows]] = IdentityMap()
@@ -106,7 +112,7 @@ class _Kept:
             self._nbytes -= old_nbytes
             owner = reference()
             if owner is not None:
-                owner.pop(old_key, None)
+                owner.drop(old_key)
 
 
 _kept = _Kept()
@@ -145,7 +151,11 @@ def remember_stored(value: LocalValue, spec: FieldSpec, handle: Handle, session:
         copies = _sources.get(source)
         if copies is None:
             copies = _sources[source] = _Copies()
+        copies.drop(key)
         copies[key] = _Copy(spec, handle, _version(value))
+        copies.rows += rows[1] - rows[0]
+        while len(copies) > 1 and copies.rows > 2 * row_count(source):
+            copies.drop(next(iter(copies)))
         _kept.add(copies, key, handle.nbytes)
 
 

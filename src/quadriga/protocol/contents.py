@@ -442,6 +442,8 @@ def take(
     batch: TensorHalf, arrays: ArrayHalf, selections: Sequence[RowSelection]
 ) -> list[tuple[TensorHalf, ArrayHalf]]:
     """Return for each selection its rows of both halves; several selections are ranges."""
+    if not isinstance(batch, RemoteBatch) and not isinstance(arrays, RemoteArrays):
+        return [_take_local(batch, arrays, rows) for rows in selections]
     chosen = columns.Selections(selections)
     tensors = columns.take(tensor_columns(batch), chosen)
     objects = columns.take(array_columns(arrays), chosen)
@@ -449,6 +451,16 @@ def take(
         (None if batch is None else make_batch(batch, fields, len(rows)), make_arrays(part))
         for fields, part, rows in zip(tensors, objects, selections, strict=True)
     ]
+
+
+def _take_local(
+    batch: TensorDict | None, arrays: ArrayHalf, rows: RowSelection
+) -> tuple[TensorHalf, ArrayHalf]:
+    objects = {key: as_array(columns.take_local(a, rows)) for key, a in arrays.items()}
+    if batch is None:
+        return None, objects
+    fields = {key: columns.take_local(v, rows) for key, v in tensors_of(batch).items()}
+    return as_tensordict(fields, (len(rows), *batch.batch_size[1:]), batch.device), objects
 
 
 def row(batch: TensorHalf, arrays: ArrayHalf, index: int) -> tuple[TensorDict | None, MetaInfo]:
