@@ -10,7 +10,7 @@ from worker_cases import Taking, Unequal
 from quadriga.backends.ray import submission
 from quadriga.backends.ray.submission import split_futures
 from quadriga.backends.ray.waiting import RayPending
-from quadriga.compat.verl.controller.futures import DataProtoFuture as FutureOfVerl
+from quadriga.compat.verl.controller.decorator import DataProtoFuture as FutureOfVerl
 from quadriga.errors import LengthError, WorkerMethodError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.single_controller import Dispatch, Worker, register

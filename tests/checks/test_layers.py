@@ -20,7 +20,8 @@ LAYERS = (
     ("weight_sync",),
     ("workers",),
     ("trainer",),
-    ("compat", "cli", "testing"),
+    ("compat",),
+    ("cli", "testing"),
 )
 LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 
@@ -30,8 +31,8 @@ ALLOWED_IN = {
     "vllm": (r"quadriga\.rollout\.vllm(\..*)?",),
     "sglang": (r"quadriga\.rollout\.sglang(\..*)?",),
     "megatron": (r"quadriga\.engines\.megatron.*",),
-    "hydra": (r"quadriga\.(config|cli)(\..*)?",),
-    "omegaconf": (r"quadriga\.(config|cli)(\..*)?",),
+    "hydra": (r"quadriga\.(config|cli)(\..*)?", r"quadriga\.compat\.verl_settings"),
+    "omegaconf": (r"quadriga\.(config|cli)(\..*)?", r"quadriga\.compat\.verl_settings"),
 }
 
 

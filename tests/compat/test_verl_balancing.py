@@ -1,4 +1,4 @@
-"""Balancing of micro-batches over a process group."""
+"""Sequence-length balancing in verl's spelling, also of micro-batches over a process group."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from quadriga.compat.verl.tensors import balancing
+import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
+from quadriga.compat.verl import balancing
 from quadriga.errors import LengthError
 
 
@@ -86,3 +87,46 @@ def test_a_rank_that_cannot_split_its_rows_takes_part_in_the_reduction(beside, m
     with pytest.raises(LengthError, match="Sequence 0"):
         rows_of(7, 1)
     assert reduced == [[0, -2, 1]]
+
+
+def test_balancing():
+    from verl.utils import seqlen_balancing as sb
+
+    lengths = [8, 7, 1, 2, 6, 3, 5, 4]
+    parts = sb.karmarkar_karp(lengths, 4, equal_size=True)
+    assert [sum(lengths[i] for i in part) for part in parts] == [9, 9, 9, 9]
+    assert sb.get_reverse_idx([2, 0, 1]) == [1, 2, 0]
+    assert (sb.ceildiv(7, 3), sb.roundup_divisible(7, 3)) == (3, 9)
+    balance = sb.log_seqlen_unbalance(lengths, parts, "tokens")
+    assert (balance["tokens/minmax_diff"], balance["tokens/balanced_max"]) == (12, 9)
+    grouped = sb.get_group_balanced_partitions([1, 1, 5, 5, 2, 2, 4, 4], list("aabbccdd"), 2)
+    assert sorted(map(sorted, grouped)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_dynamic_batches():
+    from verl.protocol import DataProto
+    from verl.utils import seqlen_balancing as sb
+
+    lengths = torch.tensor([4, 1, 3, 2])
+    mask = (torch.arange(4)[None] < lengths[:, None]).long()
+    data = DataProto.from_dict(tensors={"attention_mask": mask, "row": torch.arange(4)})
+    parts, rows = sb.prepare_dynamic_batch(data, max_token_len=5)
+    assert all(int(part.batch["attention_mask"].sum()) <= 5 for part in parts)
+    joined = torch.cat([part.batch["row"] for part in parts])
+    assert sb.restore_dynamic_batch(joined, rows).tolist() == [0, 1, 2, 3]
+
+
+def test_rows_of_a_group_stay_in_one_micro_batch():
+    from verl.utils import seqlen_balancing as sb
+    from verl.utils import tensordict_utils as tu
+
+    lengths = torch.tensor([1, 1, 4, 4, 2, 2])
+    mask = (torch.arange(4)[None] < lengths[:, None]).long()
+    batch = tu.get_tensordict({"attention_mask": mask, "row": torch.arange(6)})
+    parts, rows = sb.rearrange_micro_batches(
+        batch, max_token_len=8, num_batches_divided_by=3, force_group_size=2
+    )
+    assert rows == [[2, 3], [4, 5], [0, 1]]  # largest workload first
+    assert [part["row"].tolist() for part in parts] == rows
+    with pytest.raises(LengthError, match="6 rows, which do not divide into groups"):
+        sb.rearrange_micro_batches(batch, max_token_len=8, force_group_size=4)

@@ -9,11 +9,10 @@ from omegaconf import OmegaConf
 from quadriga.compat.verl.config import number
 from quadriga.compat.verl.controller.pools import ResourcePoolManager
 from quadriga.compat.verl.training import trainer
-from quadriga.compat.verl.training.hooks import call_hooks
-from quadriga.compat.verl.training.settings import need_critic, need_reference_policy
-from quadriga.compat.verl.training.trainer import TaskRunner, run_ppo
+from quadriga.compat.verl.training.run_settings import need_critic, need_reference_policy
+from quadriga.compat.verl.training.trainer import TaskRunner, call_hooks, run_ppo
+from quadriga.compat.verl_settings import plain_values
 from quadriga.config.role_ranks import num_ranks
-from quadriga.config.verl.settings import plain_values
 from quadriga.errors import ConfigError
 from quadriga.single_controller import Worker
 from quadriga.trainer.roles.placement import Role

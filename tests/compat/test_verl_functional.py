@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from types import SimpleNamespace
 
@@ -150,3 +151,27 @@ def test_a_model_of_text_has_no_processor(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text("{}")
     with pytest.raises(ModelError, match=r"has a preprocessor_config\.json"):
         hf_processor(str(tmp_path))
+
+
+def test_functional():
+    from verl.utils.py_functional import append_to_dict, temp_env_var, union_two_dict
+    from verl.utils.ray_utils import ray_noset_visible_devices
+
+    with temp_env_var("QUADRIGA_TEST", "1"):
+        assert os.environ["QUADRIGA_TEST"] == "1"
+    assert "QUADRIGA_TEST" not in os.environ
+    metrics: dict = {}
+    append_to_dict(metrics, {"loss": 1.0})
+    append_to_dict(metrics, {"loss": [2.0, 3.0]})
+    assert metrics == {"loss": [1.0, 2.0, 3.0]}
+    with pytest.raises(ConflictError, match="'a'"):
+        union_two_dict({"a": 1}, {"a": 2})
+    assert not ray_noset_visible_devices({})
+
+
+def test_device():
+    from verl.utils import device
+
+    name = device.get_device_name()
+    assert name in ("cpu", "cuda", "npu")
+    assert {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[name] == device.get_nccl_backend()

@@ -33,30 +33,6 @@ def test_a_path_of_this_machine_needs_no_copy(tmp_path, monkeypatch):
         copy_to_local("hdfs://a/b")
 
 
-def test_a_tokenizer_has_a_padding_token(tmp_path, monkeypatch):
-    from verl.utils import hf_tokenizer
-
-    from quadriga.compat.verl import files
-    from quadriga.models.tiny import TinyModel, write_tiny_model
-
-    shape = TinyModel(
-        hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, intermediate_size=16
-    )
-    write_tiny_model(str(tmp_path), ["one two three"], shape)
-    tokenizer = hf_tokenizer(str(tmp_path), trust_remote_code=False)
-    assert tokenizer.pad_token_id is not None
-    # The second argument is verl's `correct_pad_token`, and does not trust the code of a model.
-    trusted = []
-    monkeypatch.setattr(
-        files, "load_tokenizer", lambda path, trust_remote_code: trusted.append(trust_remote_code)
-    )
-    hf_tokenizer(str(tmp_path), True, True)
-    assert trusted == [False]
-    with pytest.raises(ModelError, match="correct_pad_token=False"):
-        hf_tokenizer(str(tmp_path), correct_pad_token=False)
-    assert tokenizer.decode(tokenizer("two three")["input_ids"]).split() == ["two", "three"]
-
-
 @pytest.fixture
 def tokenizer_folder(tmp_path):
     """The folder of a tiny model, under the name of the model whose end token verl corrects."""
@@ -86,7 +62,10 @@ def test_the_end_token_of_gemma_2_is_that_of_a_turn(tokenizer_folder):
 def test_options_of_tokenizers_have_their_effect_or_are_refused(tokenizer_folder):
     from verl.utils import hf_tokenizer
 
-    assert hf_tokenizer(tokenizer_folder).padding_side == "left"
+    plain = hf_tokenizer(tokenizer_folder, True, True, trust_remote_code=False)
+    assert plain.padding_side == "left" and plain.pad_token_id is not None
+    with pytest.raises(ModelError, match="correct_pad_token=False"):
+        hf_tokenizer(tokenizer_folder, correct_pad_token=False)
     other = hf_tokenizer(
         tokenizer_folder,
         padding_side="right",
@@ -100,7 +79,7 @@ def test_options_of_tokenizers_have_their_effect_or_are_refused(tokenizer_folder
     assert other.chat_template == "{{ messages }}"
     assert other.pad_token_id == other.convert_tokens_to_ids("one")
     for name, value in {"revision": "main", "use_fast": False}.items():
-        with pytest.raises(ConfigError, match=rf"hf_tokenizer has no option '{name}'; .*padding"):
+        with pytest.raises(ConfigError, match=rf"{name}=.* is no option; .*padding"):
             hf_tokenizer(tokenizer_folder, **{name: value})
     with pytest.raises(ConfigError, match="padding_side='up' is neither left nor right"):
         hf_tokenizer(tokenizer_folder, padding_side="up")
@@ -264,6 +243,7 @@ ray.shutdown()
 """
 
 
+@pytest.mark.nightly
 def test_a_hook_of_ray_provides_the_modules_in_processes_without_a_group():
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     run = subprocess.run(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from quadriga.compat.verl_settings import read_verl
+from quadriga.compat.verl_table import TRAIN
 from quadriga.config.schema import EngineConfig, TrainConfig
-from quadriga.config.verl.settings import read_verl
-from quadriga.config.verl.table import TRAIN
 
 MEGATRON = """
 actor_rollout_ref:

@@ -1,127 +1,225 @@
-"""Code that imports verl's names runs on Quadriga's classes."""
+"""Code that imports verl's names gets Quadriga's objects, or is told what to use."""
 
 from __future__ import annotations
 
-import asyncio
 import importlib
+import importlib.util
 import os
-import re
 import subprocess
 import sys
-from fnmatch import fnmatch
-from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-from verl_names import ESTIMATORS, LEFT_OUT, PUBLIC
 
-import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
-from quadriga.compat.verl.names import MODULES
-from quadriga.compat.verl.names.not_offered import NO_COUNTERPART, NOT_OFFERED
-from quadriga.compat.verl.names.trainers import TRAINER_MODULES
-from quadriga.errors import ConflictError, LengthError
+import quadriga.compat.verl
+from quadriga.compat.verl.names import MODULES, NAMES, NOT_OFFERED
+
+# The names of verl 0.9.1 that programs, its examples and the specification import.
+OFFERED = {
+    "verl": "DataProto",
+    "verl.protocol": (
+        "BatchData DataProto DataProtoConfig DataProtoFuture DataProtoItem _padding_size_key "
+        "all_gather_data_proto collate_fn deserialize_single_tensor deserialize_tensordict "
+        "fold_batch_dim pad_dataproto_to_divisor serialize_single_tensor serialize_tensordict "
+        "unfold_batch_dim union_numpy_dict union_tensor_dict unpad_dataproto"
+    ),
+    "verl.single_controller.base.decorator": (
+        "DISPATCH_MODE_FN_REGISTRY Dispatch Execute MAGIC_ATTR _check_dispatch_mode "
+        "_check_execute_mode collect_all_to_all collect_dp_compute collect_dp_compute_data_proto "
+        "collect_lazy_compute_data_proto collect_nd_compute collect_nd_compute_dataproto "
+        "dispatch_all_to_all dispatch_dp_compute dispatch_dp_compute_data_proto "
+        "dispatch_dp_compute_data_proto_with_func dispatch_lazy_compute_data_proto "
+        "dispatch_nd_compute dispatch_nd_compute_dataproto dispatch_one_to_all "
+        "dummy_direct_rollout_call get_predefined_dispatch_fn get_predefined_execute_fn "
+        "init_predefined_dispatch_mode init_predefined_execute_mode "
+        "make_nd_compute_dataproto_dispatch_fn register register_dispatch_mode "
+        "update_dispatch_mode"
+    ),
+    "verl.single_controller.base.worker": "DistGlobalInfo DistRankInfo Worker WorkerHelper",
+    "verl.single_controller.base.worker_group": (
+        "ClassWithInitArgs ResourcePool WorkerGroup check_workers_alive"
+    ),
+    "verl.single_controller.ray.base": (
+        "RayClassWithInitArgs RayResourcePool RayWorkerGroup ResourcePoolManager "
+        "SubRayResourcePool create_colocated_worker_cls create_colocated_worker_cls_fused "
+        "create_colocated_worker_raw_cls extract_pg_from_exist func_generator "
+        "get_master_addr_port get_random_string merge_resource_pool "
+        "sort_placement_group_by_node_ip split_resource_pool"
+    ),
+    "verl.utils": "hf_processor hf_tokenizer validate_config",
+    "verl.utils.ray_utils": "parallel_put ray_noset_visible_devices",
+    "verl.utils.device": (
+        "auto_set_device get_device_id get_device_name get_nccl_backend get_resource_name "
+        "get_torch_device get_visible_devices_keyword is_cuda_available is_npu_available "
+        "set_expandable_segments"
+    ),
+    "verl.utils.py_functional": (
+        "append_to_dict list_of_dict_to_dict_of_list rename_dict temp_env_var union_two_dict"
+    ),
+    "verl.utils.seqlen_balancing": (
+        "calculate_workload ceildiv get_group_balanced_partitions get_reverse_idx "
+        "get_seqlen_balanced_partitions greedy_partition karmarkar_karp log_seqlen_unbalance "
+        "prepare_dynamic_batch rearrange_micro_batches restore_dynamic_batch roundup_divisible"
+    ),
+    "verl.utils.tensordict_utils": (
+        "assert_tensordict_eq assign_non_tensor assign_non_tensor_data assign_non_tensor_stack "
+        "chunk_tensordict concat_nested_tensors concat_tensordict concat_tensordict_with_none_bsz "
+        "contiguous get get_keys get_non_tensor_data get_tensordict index_select_tensor_dict "
+        "list_of_dict_to_tensordict make_iterator nested_tensor_from_tensor_list pad_to_divisor "
+        "pop pop_keys union_tensor_dict unpad unwrap_non_tensor_data"
+    ),
+    "verl.utils.torch_functional": (
+        "clip_by_value entropy_from_logits get_response_mask logprobs_from_logits masked_mean "
+        "masked_sum masked_var masked_whiten pad_2d_list_to_length pad_sequence_to_length"
+    ),
+    "verl.trainer.ppo.core_algos": (
+        "ADV_ESTIMATOR_REGISTRY AdaptiveKLController AdvantageEstimator FixedKLController "
+        "POLICY_LOSS_REGISTRY PolicyLossFn agg_loss compute_entropy_loss "
+        "compute_gae_advantage_return compute_gdpo_outcome_advantage "
+        "compute_gpg_outcome_advantage compute_grpo_outcome_advantage "
+        "compute_grpo_passk_outcome_advantage compute_grpo_vectorized_outcome_advantage "
+        "compute_opo_outcome_advantage compute_policy_loss compute_policy_loss_cispo "
+        "compute_policy_loss_clip_cov compute_policy_loss_geo_mean compute_policy_loss_gpg "
+        "compute_policy_loss_gspo compute_policy_loss_kl_cov compute_policy_loss_sapo "
+        "compute_policy_loss_vanilla compute_reinforce_plus_plus_baseline_outcome_advantage "
+        "compute_reinforce_plus_plus_outcome_advantage compute_remax_outcome_advantage "
+        "compute_rewards compute_rloo_outcome_advantage compute_rloo_vectorized_outcome_advantage "
+        "compute_value_loss get_adv_estimator_fn get_kl_controller get_policy_loss_fn kl_penalty "
+        "kl_penalty_forward register_adv_est register_policy_loss verl_F"
+    ),
+    "verl.trainer.ppo.metric_utils": "compute_data_metrics reduce_metrics verl_F",
+    "verl.trainer.ppo.ray_trainer": (
+        "RayPPOTrainer apply_kl_penalty compute_advantage compute_response_mask tu"
+    ),
+    "verl.trainer.main_ppo": "TaskRunner main run_ppo",
+    "verl.workers.fsdp_workers": "ActorRolloutRefWorker CriticWorker",
+}
+
+# For each module, names that it has from other modules of verl: module → home → names.
+AGAIN = {
+    "verl.trainer.main_ppo": {
+        "verl.trainer.ppo.utils": "need_critic need_reference_policy",
+        "verl.utils.config": "validate_config",
+        "verl.utils.device": "auto_set_device is_cuda_available",
+    },
+    "verl.trainer.ppo.ray_trainer": {
+        "verl": "DataProto",
+        "verl.protocol": "pad_dataproto_to_divisor unpad_dataproto",
+        "verl.single_controller.base": "Worker",
+        "verl.trainer.ppo": "core_algos",
+        "verl.trainer.ppo.core_algos": "AdvantageEstimator agg_loss",
+        "verl.trainer.ppo.metric_utils": "compute_data_metrics compute_timing_metrics",
+        "verl.trainer.ppo.utils": "Role WorkerType need_critic need_reference_policy",
+        "verl.utils.metric": "reduce_metrics",
+        "verl.utils.py_functional": "rename_dict",
+        "verl.utils.seqlen_balancing": "calculate_workload log_seqlen_unbalance",
+        "verl.utils.torch_functional": "masked_mean",
+    },
+    "verl.trainer.ppo.utils": {"verl.single_controller.base": "Worker"},
+    "verl.workers.engine_workers": {
+        "verl.single_controller.base": "Worker",
+        "verl.single_controller.base.decorator": "Dispatch register",
+        "verl.utils.device": "get_device_name get_torch_device",
+    },
+}
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_every_name_can_be_imported(module):
     loaded = importlib.import_module(module)
-    for name in MODULES[module]:
+    spelled = [name for key in NAMES for home, _, name in [key.rpartition(".")] if home == module]
+    for name in [*OFFERED.get(module, "").split(), *spelled]:
         assert getattr(loaded, name) is not None
     with pytest.raises(AttributeError, match="in Quadriga"):
         loaded.no_such_name  # noqa: B018
 
 
 def test_names_are_quadrigas_objects():
-    from verl import DataProto
     from verl.single_controller.base.decorator import Dispatch
     from verl.single_controller.ray import RayClassWithInitArgs
-
-    import quadriga.backends.ray
-    import quadriga.protocol
-    import quadriga.single_controller
-
-    assert DataProto is quadriga.protocol.DataProto
-    assert Dispatch is quadriga.single_controller.Dispatch
-    assert RayClassWithInitArgs is quadriga.backends.ray.RayClassWithInitArgs
-
-
-def test_the_migration_page_lists_the_names_that_are_left_out():
-    page = (Path(__file__).parents[2] / "docs" / "concepts" / "migration.md").read_text()
-    for module, names in LEFT_OUT.items():
-        assert not set(names.split()) & set(MODULES[module])
-        for name in names.split():
-            assert is_on_page(name, page), name
-
-
-def test_the_migration_page_lists_the_estimators_that_are_left_out():
     from verl.trainer.ppo.core_algos import AdvantageEstimator
 
-    page = (Path(__file__).parents[2] / "docs" / "concepts" / "migration.md").read_text()
-    missing = set(ESTIMATORS.split()) - set(AdvantageEstimator.__members__)
-    assert missing == {"OPTIMAL_TOKEN_BASELINE", "TIR_OPTIMAL_TOKEN_BASELINE"}
-    assert all(is_on_page(name, page) for name in missing)
+    import quadriga.backends.ray
+    import quadriga.single_controller
+
+    assert Dispatch is quadriga.single_controller.Dispatch
+    assert RayClassWithInitArgs is quadriga.backends.ray.RayClassWithInitArgs
+    assert {"GAE", "GRPO", "RLOO", "REMAX", "OPO", "GPG"} <= set(AdvantageEstimator.__members__)
 
 
-def is_on_page(name: str, page: str) -> bool:
-    """Whether the page has the name or a pattern of it, such as `serialize_*` or `loss_{a,b}`."""
-    patterns = re.findall(r"`([\w*]+(?:\{[\w,]+\})?)`", page)
-    for pattern in patterns:
-        head, _, choices = pattern.rstrip("}").partition("{")
-        if name in [head + choice for choice in choices.split(",")] or fnmatch(name, head):
-            return True
-    return False
-
-
-@pytest.mark.parametrize("module", PUBLIC)
-def test_every_public_name_of_verl_is_provided_or_left_out(module):
-    missing = set(PUBLIC[module].split()) - set(MODULES[module])
-    assert missing == set(LEFT_OUT.get(module, "").split())
-
-
-@pytest.mark.parametrize("module", TRAINER_MODULES)
-def test_a_name_that_is_not_offered_says_what_to_use(module):
+@pytest.mark.parametrize("module", AGAIN)
+def test_a_name_that_is_imported_again_is_the_same_object(module):
     loaded = importlib.import_module(module)
-    for name in LEFT_OUT.get(module, "").split():
-        with pytest.raises(AttributeError, match=f"has no '{name}' in Quadriga"):
-            getattr(loaded, name)
+    for home, names in AGAIN[module].items():
+        for name in names.split():
+            assert getattr(loaded, name) is getattr(importlib.import_module(home), name), name
 
 
-def test_advice_for_names_and_modules_that_are_not_offered():
-    from verl.trainer import main_ppo
-    from verl.workers import engine_workers
+@pytest.mark.parametrize(
+    ("statement", "advice"),
+    [
+        ("from verl.utils.torch_functional import get_unpad_data", r"Instead: quadriga\.engines"),
+        ("from verl.trainer.main_ppo import TaskRunnerV1", r"Did you mean TaskRunner\?"),
+        ("from verl.trainer.main_ppo import create_rl_dataset", r"Instead: quadriga\.data"),
+        ("from verl.utils.tracking import Tracking", r"Instead: .* quadriga\.observability"),
+        ("from verl.workers import engine", r"Instead: .* quadriga\.engines"),
+        ("from verl.workers.config import CriticConfig", r"Instead: .* quadriga\.config\.schema"),
+        ("from verl.trainer.ppo.core_algos import compute_dro", r"Instead: .* register_adv_est"),
+        ("from verl.trainer import nothing", r"has no 'nothing' in Quadriga\.$"),
+        ("import verl.single_controller.base.register_center.ray", r"register_center=True"),
+        ("import verl.workers.rollout.vllm_rollout", r"Instead: .* quadriga\.rollout"),
+        ("import verl.tools", r"one response per prompt"),
+        ("import verl.nothing", r"module 'verl\.nothing'\. docs/concepts"),
+    ],
+)
+def test_an_import_of_what_is_not_offered_says_what_to_use(statement, advice):
+    with pytest.raises(ImportError, match=advice):
+        exec(statement, {})
 
-    with pytest.raises(AttributeError, match=r"Use verl\.trainer\.main_ppo\.TaskRunner\."):
-        main_ppo.TaskRunnerV1  # noqa: B018
-    with pytest.raises(AttributeError, match=r"Use quadriga\.workers\.CriticWorker"):
-        engine_workers.TrainingWorker  # noqa: B018
-    with pytest.raises(ModuleNotFoundError, match=r"Use quadriga\.rollout"):
-        importlib.import_module("verl.workers.rollout.vllm_rollout")
-    with pytest.raises(ModuleNotFoundError, match=r"module 'verl\.nothing'\. docs/concepts"):
-        importlib.import_module("verl.nothing")
 
-
-@pytest.mark.parametrize("use", sorted(set(NOT_OFFERED.values())))
-def test_what_is_advised_exists(use):
-    """Each advice begins with a name that can be imported."""
-    found: object = None
-    module, *attributes = use.split(" ")[0].rstrip(";,.").split(".")
-    for number in range(len(attributes), -1, -1):
-        try:
-            found = importlib.import_module(".".join([module, *attributes[:number]]))
-        except ModuleNotFoundError:
+@pytest.mark.parametrize("module", NOT_OFFERED)
+def test_what_is_advised_exists(module):
+    for word in NOT_OFFERED[module].replace("(", "").replace(",", " ").split():
+        parts = word.strip(").;").split(".")
+        if parts[0] != "quadriga" or len(parts) == 1:
             continue
-        for name in attributes[number:]:
-            found = getattr(found, name)
-        break
-    assert found is not None
+        try:
+            importlib.import_module(".".join(parts))
+        except ModuleNotFoundError:
+            getattr(importlib.import_module(".".join(parts[:-1])), parts[-1])
 
 
-def test_advice_for_what_has_no_counterpart():
-    with pytest.raises(ModuleNotFoundError, match=r"'verl\.tools'\. Quadriga generates one"):
-        importlib.import_module("verl.tools")
-    assert not set(NO_COUNTERPART) & set(NOT_OFFERED)
-    assert all(reason.endswith(".") for reason in NO_COUNTERPART.values())
+def test_the_error_of_an_import_names_the_module():
+    with pytest.raises(ImportError) as caught:
+        exec("from verl.utils.torch_functional import get_unpad_data", {})
+    assert caught.value.name == "verl.utils.torch_functional"
+    module = importlib.import_module("verl.utils.torch_functional")
+    assert not hasattr(module, "get_unpad_data")
+    with pytest.raises(AttributeError, match="has no 'get_unpad_data' in Quadriga"):
+        module.get_unpad_data  # noqa: B018
+
+
+def test_all_names_of_a_module_are_imported():
+    names: dict = {}
+    exec("from verl.trainer.ppo.metric_utils import *", names)
+    assert callable(names["compute_data_metrics"])
+
+
+def test_a_name_that_is_replaced_is_replaced_for_the_functions_of_its_module():
+    from verl.trainer.ppo import core_algos
+
+    values = (torch.zeros(1, 1), torch.zeros(1, 1))
+    with mock.patch("verl.trainer.ppo.core_algos.kl_penalty_forward", lambda *given: "mine"):
+        assert core_algos.kl_penalty_forward(*values, "kl") == "mine"
+        assert quadriga.compat.verl.core_algos.kl_penalty_forward(*values, "kl") == "mine"
+    assert core_algos.kl_penalty_forward(*values, "kl").item() == 0
+
+
+def test_libraries_find_the_modules():
+    spec = importlib.util.find_spec("verl.utils.device")
+    assert (spec.name, spec.origin) == ("verl.utils.device", "quadriga.compat.verl")
 
 
 def test_importing_the_modules_imports_no_library():
@@ -142,7 +240,7 @@ def test_an_imported_verl_is_not_replaced(tmp_path):
         "try:\n    import quadriga.compat.verl\n"
         "except ConfigError as error:\n    print(verl.MINE, error)"
     )
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env
     )
@@ -172,89 +270,9 @@ def test_dispatch_functions_of_verl():
     assert get_predefined_execute_fn(Execute.RANK_ZERO)["execute_fn_name"] == "execute_rank_zero"
 
 
-def test_functional():
-    from verl.utils.py_functional import append_to_dict, temp_env_var, union_two_dict
-    from verl.utils.ray_utils import auto_await, ray_noset_visible_devices
-
-    with temp_env_var("QUADRIGA_TEST", "1"):
-        assert os.environ["QUADRIGA_TEST"] == "1"
-    assert "QUADRIGA_TEST" not in os.environ
-    metrics: dict = {}
-    append_to_dict(metrics, {"loss": 1.0})
-    append_to_dict(metrics, {"loss": [2.0, 3.0]})
-    assert metrics == {"loss": [1.0, 2.0, 3.0]}
-    with pytest.raises(ConflictError, match="'a'"):
-        union_two_dict({"a": 1}, {"a": 2})
-    assert not ray_noset_visible_devices({})
-
-    @auto_await
-    async def number():
-        await asyncio.sleep(0)
-        return 42
-
-    async def awaited():
-        return await number()
-
-    assert number() == 42
-    assert asyncio.run(awaited()) == 42
-
-
-def test_device():
-    from verl.utils import device
-
-    name = device.get_device_name()
-    assert name in ("cpu", "cuda", "npu")
-    assert device.is_device_available() == (name != "cpu")
-    assert {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[name] == device.get_nccl_backend()
-    device.manual_seed(1)
-    device.manual_seed_all(1)
-
-
-def test_balancing():
-    from verl.utils import seqlen_balancing as sb
-
-    lengths = [8, 7, 1, 2, 6, 3, 5, 4]
-    parts = sb.karmarkar_karp(lengths, 4, equal_size=True)
-    assert [sum(lengths[i] for i in part) for part in parts] == [9, 9, 9, 9]
-    assert sb.get_reverse_idx([2, 0, 1]) == [1, 2, 0]
-    assert (sb.ceildiv(7, 3), sb.roundup_divisible(7, 3)) == (3, 9)
-    balance = sb.log_seqlen_unbalance(lengths, parts, "tokens")
-    assert (balance["tokens/minmax_diff"], balance["tokens/balanced_max"]) == (12, 9)
-    grouped = sb.get_group_balanced_partitions([1, 1, 5, 5, 2, 2, 4, 4], list("aabbccdd"), 2)
-    assert sorted(map(sorted, grouped)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-def test_dynamic_batches():
-    from verl.protocol import DataProto
-    from verl.utils import seqlen_balancing as sb
-
-    lengths = torch.tensor([4, 1, 3, 2])
-    mask = (torch.arange(4)[None] < lengths[:, None]).long()
-    data = DataProto.from_dict(tensors={"attention_mask": mask, "row": torch.arange(4)})
-    parts, rows = sb.prepare_dynamic_batch(data, max_token_len=5)
-    assert all(int(part.batch["attention_mask"].sum()) <= 5 for part in parts)
-    joined = torch.cat([part.batch["row"] for part in parts])
-    assert sb.restore_dynamic_batch(joined, rows).tolist() == [0, 1, 2, 3]
-
-
-def test_rows_of_a_group_stay_in_one_micro_batch():
-    from verl.utils import seqlen_balancing as sb
-    from verl.utils import tensordict_utils as tu
-
-    lengths = torch.tensor([1, 1, 4, 4, 2, 2])
-    mask = (torch.arange(4)[None] < lengths[:, None]).long()
-    batch = tu.get_tensordict({"attention_mask": mask, "row": torch.arange(6)})
-    parts, rows = sb.rearrange_micro_batches(
-        batch, max_token_len=8, num_batches_divided_by=3, force_group_size=2
-    )
-    assert rows == [[2, 3], [4, 5], [0, 1]]  # largest workload first
-    assert [part["row"].tolist() for part in parts] == rows
-    with pytest.raises(LengthError, match="6 rows, which do not divide into groups"):
-        sb.rearrange_micro_batches(batch, max_token_len=8, force_group_size=4)
-
-
 def test_names_of_verls_worker(monkeypatch):
-    from verl.single_controller.base import Worker
+    from verl.single_controller.base import ClassWithInitArgs, Worker
+    from verl.single_controller.ray.base import create_colocated_worker_raw_cls
 
     import quadriga.single_controller
 
@@ -266,12 +284,6 @@ def test_names_of_verls_worker(monkeypatch):
     worker._register_dispatch_collect_info("actor", 0, False)
     assert worker.query_collect_info("actor") is False
     assert worker.fused_worker_dict == {}
-    assert worker.get_fused_worker_by_name("critic") is None
-
-
-def test_a_fused_class_has_verls_names():
-    from verl.single_controller.base import ClassWithInitArgs, Worker
-    from verl.single_controller.ray.base import create_colocated_worker_raw_cls
 
     class Actor(Worker):
         pass
@@ -280,51 +292,3 @@ def test_a_fused_class_has_verls_names():
     assert isinstance(fused.actor, Actor)
     assert fused.actor.get_fused_worker_by_name("actor") is fused.actor
     assert fused.get_fused_worker_by_name("critic") is None
-
-
-def test_a_worker_written_for_verl_runs_on_ray(tmp_path):
-    """A program whose module imports verl, in the controller and in the workers."""
-    (tmp_path / "their_worker.py").write_text(
-        "import torch\n"
-        "from verl import DataProto\n"
-        "from verl.single_controller.base import Worker\n"
-        "from verl.single_controller.base.decorator import Dispatch, Execute, register\n"
-        "class Actor(Worker):\n"
-        "    def __init__(self, scale):\n"
-        "        super().__init__()\n"
-        "        self.scale = scale\n"
-        "    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)\n"
-        "    def double(self, data):\n"
-        "        critic = self.get_fused_worker_by_name('critic')\n"
-        "        assert self.fused_worker_dict['critic'] is critic\n"
-        "        data.batch['a'] = data.batch['a'] * self.scale\n"
-        "        return data\n"
-        "    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)\n"
-        "    def who(self):\n"
-        "        return self.rank\n"
-    )
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import quadriga.compat.verl\n"
-        "import ray, torch\n"
-        "from their_worker import Actor\n"
-        "from verl import DataProto\n"
-        "from verl.single_controller.ray import (RayClassWithInitArgs, RayResourcePool,\n"
-        "    RayWorkerGroup, create_colocated_worker_cls)\n"
-        "ray.init('local', num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20,\n"
-        "         log_to_driver=False)\n"
-        "pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)\n"
-        "cls = RayClassWithInitArgs(cls=ray.remote(Actor), scale=3)\n"
-        "both = create_colocated_worker_cls({'actor': cls, 'critic': cls})\n"
-        "wg = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=both, device_name='cpu')\n"
-        "actor = wg.spawn(prefix_set={'actor', 'critic'})['actor']\n"
-        "data = DataProto.from_dict(tensors={'a': torch.arange(4)})\n"
-        "print(actor.double(data).batch['a'].tolist(), actor.who(),\n"
-        "      ray.get(actor.execute_all_async('who')))\n"
-        "ray.shutdown()\n"
-    )
-    run = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, timeout=150, cwd=tmp_path
-    )
-    assert run.returncode == 0, run.stderr
-    assert "[0, 3, 6, 9] 0 [0, 1]" in run.stdout

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from quadriga.compat.verl.training.reward import RewardOfTensors
+from quadriga.compat.verl.training.run_settings import RewardOfTensors
 from quadriga.errors import ConfigError, FieldError
 from quadriga.protocol import DataProto, fields
 from quadriga.trainer.stages import score_responses

@@ -8,12 +8,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from quadriga.cli.main import main
+from quadriga.compat.verl_settings import plain_values, read_verl, translate
+from quadriga.compat.verl_table import EVAL, GENERATE, SFT, TRAIN
 from quadriga.config.commands import EvalConfig, GenerateConfig, SFTConfig
 from quadriga.config.convert import type_of_key
 from quadriga.config.loading import to_yaml
 from quadriga.config.schema import TrainConfig
-from quadriga.config.verl.settings import plain_values, read_verl, translate
-from quadriga.config.verl.table import EVAL, GENERATE, SFT, TRAIN
 from quadriga.errors import ConfigError
 
 FILE = """

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from quadriga.compat.verl_settings import read_verl
+from quadriga.compat.verl_table import TRAIN
 from quadriga.config.loading import load_config
 from quadriga.config.reading import MAX_NESTED, check_interpolations
 from quadriga.config.schema import TrainConfig
-from quadriga.config.verl.settings import read_verl
-from quadriga.config.verl.table import TRAIN
 from quadriga.errors import ConfigError
 
 

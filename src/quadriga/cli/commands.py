@@ -99,8 +99,8 @@ def load(settings: type[T], invocation: Invocation) -> T:
 
 def translated(settings: type[T], invocation: Invocation) -> T:
     """Return our settings for a command line of verl, and tell what became of it."""
-    from quadriga.config.verl.settings import read_verl
-    from quadriga.config.verl.table import TRAIN
+    from quadriga.compat.verl_settings import read_verl
+    from quadriga.compat.verl_table import TRAIN
     from quadriga.errors import ConfigError
 
     if invocation.file is not None:

@@ -23,6 +23,7 @@ from quadriga.parallel.device import compute_dtype
 from quadriga.rollout.base import SamplingParams
 from quadriga.rollout.hf.generation import CachedModel
 from quadriga.rollout.hf.kv_cache import (
+    CacheBuffers,
     PromptRows,
     RepeatedPrompts,
     SharedPrompts,
@@ -157,7 +158,7 @@ class _SimulatedGeneration:
     def __init__(self, model: CachedModel, rows: GeneratedRows) -> None:
         self.model = model
         self.rows = rows
-        self.cache = model.new_cache()
+        self.cache = model.new_cache(CacheBuffers())
         # Token ids, log-probabilities, and the uniform numbers that sampling needs.
         self.outputs = torch.empty(rows.count, rows.response, 20, dtype=torch.uint8, device=META)
         self.copied = 0

@@ -19,7 +19,7 @@ from verl.utils import tensordict_utils
 from verl.utils.ray_utils import parallel_put
 
 from quadriga.algorithms.advantages import ADVANTAGES
-from quadriga.compat.verl.algorithms import core_algos
+from quadriga.compat.verl import core_algos
 from quadriga.errors import ConflictError, DispatchError, LengthError, MeshError
 
 MODULE = verl.trainer.ppo.core_algos

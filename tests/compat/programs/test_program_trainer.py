@@ -38,8 +38,8 @@ from verl.utils.model import (
 from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 
 from quadriga.algorithms.advantages import ADVANTAGES
-from quadriga.compat.verl.training.ray_settings import ray_init_arguments
-from quadriga.compat.verl.training.reward import RewardOfTensors
+from quadriga.compat.verl.training.run_settings import RewardOfTensors
+from quadriga.compat.verl.training.trainer import ray_init_arguments
 from quadriga.errors import ConfigError, InputError
 
 

@@ -9,12 +9,12 @@ process and in the worker processes that it starts. An installed verl is neither
 changed; its other modules cannot be imported in such a process. A name is imported when it is first
 used.
 
-    controller/   workers, worker groups, modes     metrics         metrics of a batch
-    algorithms/   advantages, losses, stages        device          accelerators
-    tensors/      tensors and batches               files           files and tokenizers
-    training/     trainers and entry points         functional      small helper functions
-    names/        the tables of names               config          reading of settings
-                                                    config_classes  verl's classes of settings
+    controller/   workers, worker groups, modes     core_algos      estimators, KL, value loss
+    training/     trainers and entry points         policy_losses   policy losses
+    names         the table of verl's modules       metrics         metrics of a batch
+    config        verl's configuration objects      tensors         functions on tensors
+    functional    small functions                   tensordicts     functions on TensorDicts
+                                                    balancing       sequence-length balancing
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from dis import opmap
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 
-from quadriga.compat.verl.names import MODULES, advice
+from quadriga.compat.verl.names import MODULES, NAMES, advice
 from quadriga.errors import ConfigError
 from quadriga.single_controller.environment import preload_in_workers
 
@@ -36,74 +37,70 @@ _IMPORT_FROM = opmap["IMPORT_FROM"]
 
 
 class AliasModule(ModuleType):
-    """A module whose names are defined in other modules.
+    """A module of verl, whose names are those of the modules that `MODULES` lists for it.
 
-    `sources` maps each name to "module:attribute". The source is imported when the name is read.
-
-    A value that is assigned to a name replaces it for the functions of its module too, as in a
-    module of verl. It replaces only names that are defined for verl's programs: a name of
-    Quadriga's own modules is replaced here and not there.
+    They are imported when a name is read. A value that is assigned to a name replaces it for the
+    functions of its module too, as in a module of verl. It replaces only names of this package: a
+    name of Quadriga's own modules is replaced here and not there.
     """
 
-    _sources: dict[str, str]
     _replaced: dict[str, object]
 
-    def __init__(self, name: str, sources: dict[str, str]) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__(name, f"Quadriga's names under {name}. See quadriga.compat.verl.")
-        self.__dict__["_sources"] = sources
         self.__dict__["_replaced"] = {}
-        self.__all__ = [public for public in sources if not public.startswith("_")]
 
     def __getattr__(self, name: str) -> object:
-        sources: dict[str, str] = self.__dict__.get("_sources", {})
-        if name not in sources:
-            message = (
-                f"{self.__name__!r} has no {name!r} in Quadriga.{self._advice(name)} It has: "
-                f"{', '.join(self._offered()) or 'no names'}."
-            )
+        if name == "__all__":
+            return [public for public in dir(self) if not public.startswith("_")]
+        if name.startswith("__"):  # libraries ask every loaded module for such names
+            raise AttributeError(name)
+        found = self._source(name)
+        if found is None:
+            message = f"{self.__name__!r} has no {name!r} in Quadriga.{self._advice(name)}"
             # In `from module import name`, Python replaces an AttributeError by an ImportError
             # with a message of its own. `hasattr` and `getattr` need the AttributeError.
             if _runs_from_import(sys._getframe(1)):
                 raise ImportError(message, name=self.__name__)
             raise AttributeError(message, name=name, obj=self)
-        module, attribute = self._source(name)
-        value: object = getattr(module, attribute)
+        module, attribute = found
+        value: object = getattr(module, attribute) if attribute else module
         self.__dict__[name] = value
         return value
 
     def _advice(self, name: str) -> str:
-        """Return in which module of verl a name is, or what to use in its place."""
-        home = next((other for other, names in MODULES.items() if name in names), None)
-        if home is not None:
-            return f" Import it from {home}."
-        return advice(f"{self.__name__}.{name}")
+        near = get_close_matches(name, dir(self), n=1, cutoff=0.8)
+        return f" Did you mean {near[0]}?" if near else advice(f"{self.__name__}.{name}")
 
-    def _offered(self) -> list[str]:
-        """Return the names of this module and of the modules below it."""
-        below = f"{self.__name__}."
-        children = (name.removeprefix(below) for name in MODULES if name.startswith(below))
-        return [*self._sources, *(name for name in children if "." not in name)]
-
-    def _source(self, name: str) -> tuple[ModuleType, str]:
-        """Return the module that defines a name, and the name there."""
-        module, _, attribute = self._sources[name].partition(":")
-        return importlib.import_module(module), attribute
+    def _source(self, name: str) -> tuple[ModuleType, str] | None:
+        """Return the module that has a name, and the name there; "" if it is the module."""
+        module, _, attribute = NAMES.get(f"{self.__name__}.{name}", "").partition(":")
+        if module:
+            return importlib.import_module(module), attribute
+        sources = map(importlib.import_module, MODULES[self.__name__])
+        return next(((source, name) for source in sources if hasattr(source, name)), None)
 
     def __setattr__(self, name: str, value: object) -> None:
-        if self.__dict__["_sources"].get(name, "").startswith(f"{__name__}."):
-            module, attribute = self._source(name)
+        found = None if name.startswith("__") else self._source(name)
+        if found is not None and found[1] and found[0].__name__.startswith(f"{__name__}."):
+            module, attribute = found
             self._replaced.setdefault(name, getattr(module, attribute))
             setattr(module, attribute, value)
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name in self._replaced:  # the end of `unittest.mock.patch`, for example
-            module, attribute = self._source(name)
-            setattr(module, attribute, self._replaced.pop(name))
+        found = self._source(name) if name in self._replaced else None
+        if found is not None:  # the end of `unittest.mock.patch`, for example
+            setattr(*found, self._replaced.pop(name))
         super().__delattr__(name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *self._sources})
+        spelled = (key.rpartition(".") for key in NAMES)
+        own = {name for module, _, name in spelled if module == self.__name__}
+        sources = map(importlib.import_module, MODULES[self.__name__])
+        return sorted(
+            {*super().__dir__(), *own, *(name for source in sources for name in dir(source))}
+        )
 
     def __reduce__(self) -> tuple[object, ...]:
         return module_named, (self.__name__,)
@@ -146,8 +143,8 @@ def install() -> None:
             "first import of verl, or do not import it.",
             key="quadriga.compat.verl",
         )
-    for name, sources in MODULES.items():
-        module = AliasModule(name, sources)
+    for name in MODULES:
+        module = AliasModule(name)
         # A module with a `__path__` is a package: `import verl.utils.device` then looks up
         # `verl.utils` in sys.modules and does not search the disk, and `NotOffered` is asked for
         # modules below one that verl does not have as a package.
@@ -159,7 +156,7 @@ def install() -> None:
     for name in MODULES:
         parent, _, child = name.rpartition(".")
         if parent:
-            setattr(sys.modules[parent], child, sys.modules[name])
+            sys.modules[parent].__dict__[child] = sys.modules[name]
     sys.modules["verl"].__dict__["__version__"] = VERSION
     sys.meta_path.append(NotOffered())
 

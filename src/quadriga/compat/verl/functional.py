@@ -1,24 +1,33 @@
-"""Small functions from verl's utility modules, under verl's names."""
+"""Small functions of verl's utility modules: dicts, the accelerator, files, tokenizers."""
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
-import functools
-import inspect
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import torch
 
 from quadriga import protocol
-from quadriga.errors import ConflictError, FieldError, LengthError
+from quadriga.backends.ray.programs import stored
+from quadriga.errors import ConfigError, ConflictError, FieldError, LengthError, ModelError
+from quadriga.parallel.device import get_device_name
+from quadriga.single_controller import ray_noset_visible_devices
 from quadriga.single_controller.environment import environment
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from transformers import PreTrainedTokenizerBase
 
-P = ParamSpec("P")
+__all__ = ["ray_noset_visible_devices"]
+
 ValueT = TypeVar("ValueT")
+
+# verl.utils.py_functional, verl.utils.ray_utils and verl.protocol
 
 
 def temp_env_var(key: str, value: str) -> AbstractContextManager[None]:
@@ -47,13 +56,12 @@ def union_two_dict(dict1: dict[str, ValueT], dict2: Mapping[str, ValueT]) -> dic
     Raises `ConflictError` if both have different values under one key.
     """
     for key, value in dict2.items():
-        if key in dict1 and dict1[key] != value:
+        if dict1.setdefault(key, value) != value:
             raise ConflictError(
                 f"Both dicts have the key {key!r}, with different values: {dict1[key]!r} and "
                 f"{value!r}. Remove or rename one of them.",
                 field=key,
             )
-        dict1[key] = value
     return dict1
 
 
@@ -70,22 +78,10 @@ def list_of_dict_to_dict_of_list(
         for key, value in entry.items():
             if key not in lists:
                 raise FieldError(
-                    f"list_of_dict_to_dict_of_list: entry {number} has the key {key!r}, which the "
-                    f"first entry lacks; it has {', '.join(map(repr, lists)) or 'no key'}. Add the "
-                    "key to the first entry.",
-                    field=key,
+                    f"entry {number} has the key {key!r}, which the first entry lacks", field=key
                 )
             lists[key].append(value)
     return lists
-
-
-def convert_to_regular_types(obj: object) -> object:
-    """Convert mappings to dicts and sequences to lists, recursively. Strings stay as they are."""
-    if isinstance(obj, Mapping):
-        return {key: convert_to_regular_types(value) for key, value in obj.items()}
-    if isinstance(obj, Sequence) and not isinstance(obj, str | bytes):
-        return [convert_to_regular_types(value) for value in obj]
-    return obj
 
 
 def parallel_put(data_list: Sequence[object], max_workers: int | None = None) -> list[object]:
@@ -94,50 +90,14 @@ def parallel_put(data_list: Sequence[object], max_workers: int | None = None) ->
     `max_workers`: the number of threads; None: one per object, 16 at most. Raises `LengthError` for
     an empty list and for fewer than one thread.
     """
-    from quadriga.backends.ray.programs import stored
-
-    if not data_list:
-        raise LengthError("parallel_put: expected at least one object, got an empty list")
     workers = min(16, len(data_list)) if max_workers is None else max_workers
-    if workers < 1:
-        raise LengthError(f"parallel_put: expected max_workers of 1 or more, got {max_workers}")
+    if not data_list or workers < 1:
+        raise LengthError(
+            f"parallel_put: got {len(data_list) or 'an empty list of'} objects and "
+            f"max_workers={max_workers}, expected at least one of each"
+        )
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         return list(pool.map(stored, data_list))
-
-
-def get_event_loop() -> asyncio.AbstractEventLoop:
-    """Return the running event loop of this thread, or set and return a new one."""
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        loop = asyncio.new_event_loop()
-        asyncio.set_event_loop(loop)
-        return loop
-
-
-def auto_await(
-    func: Callable[P, ValueT | Coroutine[object, object, ValueT]],
-) -> Callable[P, ValueT | Coroutine[object, object, ValueT]]:
-    """Make a coroutine function callable with and without a running event loop.
-
-    Inside a running loop the call returns the coroutine, to be awaited. Without one it runs the
-    coroutine to its end and returns the result. Results of plain functions are returned unchanged.
-    """
-
-    @functools.wraps(func)
-    def call(*args: P.args, **kwargs: P.kwargs) -> ValueT | Coroutine[object, object, ValueT]:
-        result = func(*args, **kwargs)
-        if not inspect.iscoroutine(result):
-            return result
-        coroutine = cast("Coroutine[object, object, ValueT]", result)
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:  # no loop runs in this thread
-            with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                return pool.submit(asyncio.run, coroutine).result()
-        return coroutine
-
-    return call
 
 
 def all_gather_data_proto(data: protocol.DataProto, process_group: ProcessGroup) -> None:
@@ -149,3 +109,140 @@ def all_gather_data_proto(data: protocol.DataProto, process_group: ProcessGroup)
     dist.all_gather_object(gathered, data.to("cpu"), group=process_group)
     joined = protocol.DataProto.concat(gathered)
     data.batch, data.non_tensor_batch = joined.batch, joined.non_tensor_batch
+
+
+# verl.utils.device
+
+_RESOURCES = {"cuda": "GPU", "npu": "NPU", "cpu": "CPU"}
+_COLLECTIVES = {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}
+
+is_cuda_available = torch.cuda.is_available()
+is_npu_available = get_device_name() == "npu"
+
+
+def get_torch_device() -> ModuleType:
+    """Return the torch module of the device type: `torch.cuda`, `torch.npu` or `torch.cpu`."""
+    module: ModuleType = getattr(torch, get_device_name())
+    return module
+
+
+def get_device_id() -> int:
+    """Return the index of the current device, 0 on a CPU."""
+    return 0 if get_device_name() == "cpu" else int(get_torch_device().current_device())
+
+
+def get_nccl_backend() -> str:
+    """Return the collective library of the device type: "nccl", "hccl" or "gloo"."""
+    return _COLLECTIVES[get_device_name()]
+
+
+def get_resource_name() -> str:
+    """Return Ray's resource name of the device type: "GPU", "NPU" or "CPU"."""
+    return _RESOURCES[get_device_name()]
+
+
+def get_visible_devices_keyword() -> str:
+    """Return the environment variable that lists the visible devices."""
+    return "ASCEND_RT_VISIBLE_DEVICES" if get_device_name() == "npu" else "CUDA_VISIBLE_DEVICES"
+
+
+def set_expandable_segments(enable: bool) -> None:
+    """Set `expandable_segments` of the CUDA allocator. Other device types ignore it."""
+    if get_device_name() == "cuda":
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"expandable_segments:{enable}"
+
+
+class _TrainerSettings(Protocol):
+    device: str
+
+
+def auto_set_device(config: object) -> None:
+    """Set `config.trainer.device` to the device type of this process, unless it is "cpu"."""
+    trainer: _TrainerSettings | None = getattr(config, "trainer", None)
+    if trainer is not None and getattr(trainer, "device", "auto") != "cpu":
+        trainer.device = get_device_name()
+
+
+# verl.utils.fs and verl.utils.tokenizer
+
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+"""Files of a model folder that describe a processor."""
+_SIDES = ("padding_side", "truncation_side")
+_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+OPTIONS = (*_SIDES, *_TOKENS, "model_max_length", "chat_template")
+"""Attributes of a tokenizer that `hf_tokenizer` sets."""
+
+
+def copy_to_local(src: str, cache_dir: str | None = None, **kwargs: object) -> str:
+    """Return the path of a file or folder of this machine, unchanged; `~` is replaced.
+
+    `cache_dir` and the other arguments are for other places, which are refused. Raises
+    `ModelError` for a path of HDFS or an object store.
+    """
+    if "://" in src and not src.startswith("hf://"):
+        raise ModelError(
+            f"copy_to_local: {src!r} is not on this machine. Copy it to a folder first, and pass "
+            "that folder"
+        )
+    return str(Path(src).expanduser()) if src.startswith("~") else src
+
+
+def hf_tokenizer(
+    name_or_path: str,
+    correct_pad_token: bool = True,
+    correct_gemma2: bool = True,
+    *,
+    trust_remote_code: bool = False,
+    **options: object,
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model folder or a model of the hub. It has a padding token.
+
+    Args:
+        name_or_path: the folder, or `hf://owner/name`.
+        correct_pad_token: True, because batches are padded.
+        correct_gemma2: the end token of gemma-2-2b-it is that of a turn, as in verl.
+        trust_remote_code: run code of the folder.
+        options: `padding_side` ("left" by default) and the other names in `OPTIONS`.
+
+    Raises:
+        ModelError: the folder has no tokenizer, or `correct_pad_token` is False.
+        ConfigError: there is no such option, or the tokenizer cannot have its value.
+    """
+    from quadriga.models import load_tokenizer
+
+    if not correct_pad_token:
+        raise ModelError(
+            "hf_tokenizer: correct_pad_token=False would leave a tokenizer without a padding "
+            "token, but batches are padded; leave it True",
+            path=name_or_path,
+        )
+    tokenizer = load_tokenizer(name_or_path, trust_remote_code=trust_remote_code)
+    if correct_gemma2 and "gemma-2-2b-it" in name_or_path:
+        options = {"eos_token": "<end_of_turn>", **options}
+    for name, value in options.items():
+        problem = ""
+        if name not in OPTIONS:
+            problem = f"is no option; the options are {', '.join(OPTIONS)}"
+        elif name in _SIDES and value not in ("left", "right"):
+            problem = "is neither left nor right"
+        elif name in _TOKENS and value not in tokenizer.get_vocab():
+            # A tokenizer would take the id of the unknown token for one that it does not have.
+            problem = "is no token of the vocabulary"
+        if problem:
+            raise ConfigError(f"hf_tokenizer: {name}={value!r} {problem}", key=name)
+        setattr(tokenizer, name, value)
+    return tokenizer
+
+
+def hf_processor(name_or_path: str, **kwargs: object) -> None:
+    """Return None: a model of text has no processor. The other arguments are for processors.
+
+    Raises `ModelError` for a model folder with a processor of images, video or audio.
+    """
+    for name in _PROCESSORS:
+        if (Path(name_or_path).expanduser() / name).is_file():
+            raise ModelError(
+                f"hf_processor: {name_or_path} has a {name}, and Quadriga loads the image "
+                "processor of a model itself; remove the call (docs/concepts/images.md)",
+                path=name_or_path,
+            )

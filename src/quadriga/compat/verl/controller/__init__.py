@@ -1,9 +1,7 @@
-"""verl's controller: workers, worker groups, modes and futures.
+"""verl's controller.
 
-worker       Worker, and records of a rank's place         groups      RayWorkerGroup
-named_calls  calls by name that return references          options     of groups, in Quadriga's form
-binding      functors of methods, base class of groups     pools       resource pools by role
-decorator    @register, dispatch and collect functions     ports       addresses, random names
-columns      which rank receives what in a call            joining     results, now or later
-padding      of functions that are called with a group     futures     batches made of references
+decorator   @register, dispatch and collect functions, futures of Ray's references
+groups      RayWorkerGroup, the base class of groups, functors of methods
+worker      Worker, the place of a rank, addresses and ports
+pools       resource pools by role
 """

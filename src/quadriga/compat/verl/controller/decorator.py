@@ -1,27 +1,53 @@
-"""The dispatch and collect functions of verl's decorator module, computed by the dispatch modes.
+"""verl's decorator module: `register`, dispatch and collect functions, computed by the modes.
 
 `worker_group` is a worker group or a view of one. The functions without a mesh need only its
 `world_size`, so that code which composes them can pass an object of its own. A function that joins
 batches accepts Ray's references to them too, and then returns a `DataProtoFuture`.
+
+A dispatch function of verl returns (args, kwargs), and an execute function decides what they mean:
+
+    all ranks    each argument is a list with world_size entries    rank i: entry i of each
+                 otherwise                                          every rank: all of them, whole
+    rank zero                                                       rank zero: all of them, whole
+
+Example with 2 ranks: `[3, 4], k=[5, 6]` is split, `[3, 4], k=5` is not, and neither is `(3, 4)`.
+
+Padding, where a program calls the functions with a group, as verl's do it:
+
+    args, kwargs = dispatch_dp_compute_data_proto(group, batch)    kwargs[PADDING]: rows added
+    count = kwargs.pop(PADDING, 0)
+    output = collect_dp_compute_data_proto(group, run(*args, **kwargs))
+    output = without_padding(output, count)
+
+The functions for a mesh add no rows then: their parts are uneven. In a call of a group, the view of
+the call keeps the padding, and the collect function removes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cache, partial
-from typing import Any, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypedDict, TypeVar, cast
 
-from quadriga import single_controller
-from quadriga.compat.verl.controller.joining import collect_later
-from quadriga.compat.verl.controller.padding import with_count, with_uneven_parts
-from quadriga.errors import DispatchError
+import torch
+
+from quadriga import protocol, single_controller
+from quadriga.backends.ray.programs import all_references, is_reference
+from quadriga.backends.ray.submission import pending_values
+from quadriga.errors import DispatchError, LengthError
+from quadriga.protocol import DataProto
+from quadriga.protocol.boundary import PendingValue
 from quadriga.single_controller import Dispatch, Execute, batch_modes, dispatch
+from quadriga.single_controller.bound_method import Part, parts_of_ranks
 from quadriga.single_controller.call import (
+    Arguments,
     CallView,
     CollectFn,
+    Collector,
     DispatchFn,
     GroupInfo,
     GroupView,
+    KeywordArguments,
     ModeFunctions,
     Split,
 )
@@ -29,12 +55,163 @@ from quadriga.single_controller.dispatch import (
     VERL_ATTRIBUTE,
     DispatchMode,
     ExecuteMode,
+    PartScheme,
     inline_dispatch_mode,
     update_dispatch_mode,
 )
-from quadriga.single_controller.dispatch import (
-    get_predefined_dispatch_fn as functions_of_mode,
-)
+from quadriga.single_controller.dispatch import get_predefined_dispatch_fn as functions_of_mode
+from quadriga.single_controller.padding import Padding
+
+if TYPE_CHECKING:
+    from quadriga.backends.ray.cluster import Ref
+
+
+class DataProtoFuture(protocol.DataProtoFuture):
+    """A batch that ranks may still be computing, with the arguments of verl.
+
+    Args:
+        collect_fn: joins the objects of the references to one batch. `DataProto.concat` also joins
+            TensorDicts.
+        futures: Ray's references to batches, in order.
+        dispatch_fn: makes the value of `get()` from the joined batch; None: the batch itself.
+        others: references of other ranks of the call. They are not joined, but waited for: a rank
+            that fails ends the wait for the ranks that it has a collective with.
+    """
+
+    def __init__(
+        self,
+        collect_fn: Callable[[list[Any]], Any],  # batches of a user's own classes
+        futures: Sequence[Any],  # references of Ray
+        dispatch_fn: Callable[[Any], Any] | None = None,
+        others: Sequence[Any] = (),
+    ) -> None:
+        super().__init__(list(pending_values([*futures, *others])), collect_fn)
+        self.futures = list(futures)
+        self.dispatch_fn = dispatch_fn
+
+    @staticmethod
+    def concat(data: Sequence[Any]) -> protocol.DataProtoFuture:
+        """Return one future of several references, or of several futures, without waiting."""
+        if not data:
+            raise LengthError("concat: expected at least one reference, got an empty list")
+        if any(isinstance(value, PendingValue) for value in data):
+            return protocol.DataProtoFuture.concat(data)
+        return DataProtoFuture(protocol.DataProto.concat, data)
+
+    def chunk(self, chunks: int, uneven: bool = False) -> list[protocol.DataProtoFuture]:
+        """Return `chunks` futures, one for each part, without waiting."""
+        return [self._with_parts(part.parts) for part in super().chunk(chunks, uneven)]
+
+    def _with_parts(self, parts: tuple[Any, ...]) -> Self:
+        twin = type(self)(self.collect_fn or protocol.DataProto.concat, self.futures)
+        twin.pending, twin.parts, twin.dispatch_fn = self.pending, parts, self.dispatch_fn
+        return twin
+
+    def _joined(self, packed: Sequence[object]) -> Any:
+        given, self_parts = self.collect_fn, self.parts
+        joined = protocol.DataProtoFuture(
+            [], None if given is protocol.DataProto.concat else given
+        )._joined(packed[: len(self.futures)])
+        if self.dispatch_fn is not None:
+            joined = self.dispatch_fn(joined)
+        for part in self_parts:
+            joined = part.of(joined)
+        return joined
+
+
+PADDING = "_padding_size_key_x123d"
+"""verl's key."""
+
+
+def with_count(view: GroupView, split: Split) -> Split:
+    """Return split arguments without the field that marks padding, and with the rows added."""
+    padding = view.memo.get("padding")
+    if not isinstance(padding, Padding):
+        return split
+    args, kwargs = split
+    for parts in (*args, *kwargs.values()):
+        for part in parts:
+            if isinstance(part, DataProto):
+                part.non_tensor_batch.pop(padding.field, None)
+    added: object = padding.parts * padding.part_rows - padding.rows
+    return cast(Split, (args, {**kwargs, PADDING: added}))
+
+
+def with_uneven_parts(view: GroupView, split: Split) -> Split:
+    """Return split arguments without the rows that are padding."""
+    padding = view.memo.get("padding")
+    if not isinstance(padding, Padding):
+        return split
+    real: dict[int, object] = {}  # ranks that receive the same part still do
+
+    def of(part: object) -> object:
+        if not isinstance(part, DataProto) or padding.field not in part.non_tensor_batch:
+            return part
+        if id(part) not in real:
+            marked = torch.from_numpy(part.non_tensor_batch[padding.field].astype(bool))
+            kept = part[~marked]
+            kept.non_tensor_batch.pop(padding.field)
+            real[id(part)] = kept
+        return real[id(part)]
+
+    args, kwargs = split
+    return (
+        tuple([of(part) for part in parts] for parts in args),
+        {name: [of(part) for part in parts] for name, parts in kwargs.items()},
+    )
+
+
+def without_padding(output: object, count: int) -> object:
+    """Return a batch or a list of results without its last `count` entries."""
+    if not count or not isinstance(output, DataProto | list):
+        return output
+    return output[:-count]
+
+
+def collect_later(collect_fn: CollectFn, view: GroupView, output: object) -> object:
+    """Join results, or return a future of the batches that references of Ray name.
+
+    The future has the references of the ranks that are collected. A collect function of the user's,
+    and one that returns a list, receives all references.
+    """
+    plain = collect_fn.func if isinstance(collect_fn, partial) else collect_fn
+    if plain in (batch_modes.collect_joined, batch_modes.collect_by_mesh) and is_reference(output):
+        return _future(view, collect_fn, [output])  # of the one rank that runs the call
+    if not all_references(output):
+        return collect_fn(view, output)
+    if plain is batch_modes.collect_joined:
+        return _future(view, collect_fn, output)
+    if plain is batch_modes.collect_by_mesh:
+        (mesh_name,) = cast("partial[object]", collect_fn).args
+        info = view.dispatch_info(mesh_name), view.collect_info(mesh_name)
+        return _future_of_parts(view, *info, output)
+    scheme: object = getattr(plain, "__self__", None)
+    if isinstance(scheme, PartScheme) and plain == scheme.collect_batches:
+        layout = view.rank_layout
+        return _future_of_parts(view, scheme.parts(layout), scheme.collects(layout), output)
+    return collect_fn(view, output)
+
+
+def _future_of_parts(
+    view: GroupView, part_of_rank: Sequence[int], collects: Sequence[bool], refs: Sequence[Ref]
+) -> DataProtoFuture:
+    """Return the future of one result per part, which also ends if another rank fails."""
+    chosen = cast("dict[int, Ref]", batch_modes.select_parts(view, part_of_rank, collects, refs))
+    known = {id(ref) for ref in chosen.values()}
+    others = [ref for ref in refs if id(ref) not in known]
+    return _future(view, partial(_join_parts, list(chosen)), list(chosen.values()), others)
+
+
+def _join_parts(parts: list[int], view: GroupView, outputs: Sequence[object]) -> object:
+    return batch_modes.join(view, outputs, parts)
+
+
+def _future(
+    view: GroupView, collect_fn: CollectFn, refs: Sequence[Ref], others: Sequence[Any] = ()
+) -> DataProtoFuture:
+    assert isinstance(view, CallView)
+    return DataProtoFuture(Collector(collect_fn, view), list(refs), others=others)
+
 
 MAGIC_ATTR = VERL_ATTRIBUTE
 
@@ -360,3 +537,55 @@ dispatch_megatron_pp_only = _megatron("MEGATRON_PP_ONLY")["dispatch_fn"]
 collect_megatron_pp_only = _megatron("MEGATRON_PP_ONLY")["collect_fn"]
 
 __all__ = ["DISPATCH_MODE_FN_REGISTRY", "MAGIC_ATTR", "Dispatch", "Execute"]
+
+
+Columns: TypeAlias = tuple[Arguments, KeywordArguments]
+"""(args, kwargs) of an execute function: usually a list with one entry per rank each."""
+
+
+def columns_of(
+    view: CallView, mode: DispatchMode, args: Arguments, kwargs: KeywordArguments
+) -> Columns:
+    """Return what the dispatch function of a mode makes of the arguments of a call.
+
+    Raises `DispatchError` if a function of the user's returned no pair (args, kwargs).
+    """
+    split: object = _function_of(mode)(view, *args, **kwargs)
+    try:
+        split_args, split_kwargs = cast(Columns, split)
+        return tuple(split_args), dict(split_kwargs)
+    except (TypeError, ValueError):
+        raise DispatchError(
+            f"{view.method}: a dispatch function returns (args, kwargs), got {split!r}."
+        ) from None
+
+
+def parts_of(view: CallView, mode: DispatchMode, columns: Columns) -> list[Part]:
+    """Return the arguments of each executing rank, by the table above.
+
+    The functions of Quadriga's modes return one entry per executing rank, and so must every
+    function if the execute mode chooses some ranks. Raises `DispatchError` or `LengthError` if it
+    returns something else.
+    """
+    n = len(view.ranks)
+    chosen = mode.ranks is not None or (n < view.world_size and not view.single)
+    if chosen or (view.single and _is_of_quadriga(_function_of(mode))):
+        return parts_of_ranks(view, cast(Split, columns))
+    args, kwargs = columns
+    every = (*args, *kwargs.values())
+    if not view.single and all(isinstance(v, list) and len(v) == n for v in every):
+        return parts_of_ranks(view, cast(Split, columns))
+    return [columns] * n
+
+
+def _function_of(mode: DispatchMode) -> DispatchFn:
+    """Return the dispatch function of a mode in verl's groups."""
+    # The other built-in modes have one meaning in both libraries.
+    if mode.name in ("ONE_TO_ALL", "ALL_TO_ALL"):
+        return get_predefined_dispatch_fn(mode)["dispatch_fn"]
+    return mode.dispatch_fn
+
+
+def _is_of_quadriga(function: DispatchFn) -> bool:
+    plain = function.func if isinstance(function, partial) else function
+    return getattr(plain, "__module__", "").startswith("quadriga.single_controller.")

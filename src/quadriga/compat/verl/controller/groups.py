@@ -1,4 +1,10 @@
-"""verl's `RayWorkerGroup`: calls return Ray's object references, and names are bound verl's way."""
+"""verl's worker groups: calls return Ray's object references, and names are bound verl's way.
+
+WorkerGroup._bind_worker_method(cls, func_generator)     for each registered method of `cls`
+  func_generator(group, name, dispatch_fn, collect_fn, execute_fn, blocking)
+    → functor(*args)     dispatch_fn(group, *args) → execute_fn(name, *parts) → references
+                         → values if blocking → collect_fn(group, outputs)
+"""
 
 from __future__ import annotations
 
@@ -6,25 +12,376 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
-from quadriga.backends.ray import RayResourcePool
+from quadriga import single_controller
+from quadriga.backends.ray import RayClassWithInitArgs, RayResourcePool
+from quadriga.backends.ray import RayWorkerGroup as QuadrigaGroup
 from quadriga.backends.ray.cluster import ensure_ray
+from quadriga.backends.ray.profiling import Nsight
+from quadriga.backends.ray.programs import actor_method, stored, values_of
+from quadriga.backends.ray.start import RayColocatedClass, classes_of
+from quadriga.backends.ray.submission import submit_values
 from quadriga.compat.verl.controller import decorator
-from quadriga.compat.verl.controller.binding import ModeOfMethod, WorkerGroup, mode_of
-from quadriga.compat.verl.controller.binding import func_generator as library_functor
-from quadriga.compat.verl.controller.columns import columns_of, parts_of
-from quadriga.compat.verl.controller.named_calls import GroupOfReferences
-from quadriga.compat.verl.controller.options import class_of_ranks, nsight_of
-from quadriga.errors import DispatchError
-from quadriga.single_controller import ClassWithInitArgs
-from quadriga.single_controller.bound_method import Part
-from quadriga.single_controller.call import Arguments, CallView, KeywordArguments
-from quadriga.single_controller.dispatch import DispatchMode, NotGiven, registered_methods
+from quadriga.compat.verl.controller.decorator import (
+    MAGIC_ATTR,
+    PADDING,
+    Columns,
+    ExecuteName,
+    collect_later,
+    columns_of,
+    get_predefined_execute_fn,
+    inline_functions,
+    parts_of,
+    without_padding,
+)
+from quadriga.errors import DispatchError, WorkerDiedError
+from quadriga.protocol import DataProto
+from quadriga.single_controller import ClassWithInitArgs, GroupLayout, RankLayout
+from quadriga.single_controller.backend import RankSet
+from quadriga.single_controller.bound_method import BoundGroup, Part, build_calls
+from quadriga.single_controller.call import Arguments, CallView, GroupInfo, KeywordArguments
+from quadriga.single_controller.dispatch import (
+    Dispatch,
+    DispatchMode,
+    Execute,
+    ExecuteMode,
+    NotGiven,
+    inline_dispatch_mode,
+    registered_methods,
+)
 from quadriga.single_controller.worker_group import bind_all
 
 if TYPE_CHECKING:
-    from quadriga.backends.ray.cluster import RankActor
+    from quadriga.backends.ray.cluster import RankActor, Ref
+
+Functor: TypeAlias = Callable[..., Any]  # returns what a user's method or collect function returns
+FunctorFactory: TypeAlias = Callable[..., Functor]
+
+
+def func_generator(
+    self: object,
+    method_name: str,
+    dispatch_fn: Callable[..., Columns],
+    collect_fn: Callable[..., object],
+    execute_fn: Callable[..., Any],  # references of Ray, or what a group of the user's returns
+    blocking: bool,
+) -> Functor:
+    """Return the functor of one method. Its class has the name of the method, for traces.
+
+    Args:
+        self: the group.
+        method_name: what `execute_fn` calls.
+        dispatch_fn: `dispatch_fn(group, *args, **kwargs)` splits the arguments.
+        collect_fn: `collect_fn(group, outputs)` joins the results.
+        execute_fn: `execute_fn(method_name, *args, **kwargs)` returns Ray's references.
+        blocking: whether to wait for the references before `collect_fn`. The wait ends with
+            `CallTimeoutError` at the deadline that the group was given.
+    """
+
+    def call(functor: object, *args: object, **kwargs: object) -> object:
+        split_args, split_kwargs = dispatch_fn(self, *args, **kwargs)
+        padding = cast(int, split_kwargs.pop(PADDING, 0))
+        output = execute_fn(method_name, *split_args, **split_kwargs)
+        if blocking:
+            ranks: RankSet | None = getattr(self, "_ranks", None)  # not in a group of one's own
+            refs = output if isinstance(output, list) else [output]
+            values = values_of(refs, ranks.timeout if ranks else None, method_name)
+            output = values if isinstance(output, list) else values[0]
+        return without_padding(collect_fn(self, output), padding)
+
+    functor: Functor = type(method_name, (), {"__call__": call})()
+    return functor
+
+
+_LIBRARY = func_generator
+
+
+@dataclass
+class ModeOfMethod:
+    """The two functions of a method's mode, for a functor that calls them with the group.
+
+    Attributes:
+        label: "role.method", for error messages.
+        dispatch: the dispatch mode.
+        execute: the execute mode.
+        role: the role of the method, in a group of several roles, which have their own meshes.
+        views: thread → the view of its call. `collect_fn` needs what `dispatch_fn` has noted in
+            it, such as the number of padding rows.
+    """
+
+    label: str
+    dispatch: DispatchMode
+    execute: ExecuteMode
+    role: str | None = None
+    views: dict[int, CallView] = field(default_factory=dict)
+
+    @property
+    def on_one_rank(self) -> bool:
+        """Whether one rank executes and receives the arguments as they are."""
+        return self.execute.single or self.dispatch.ranks is not None
+
+    def dispatch_fn(self, group: GroupInfo, *args: object, **kwargs: object) -> Columns:
+        """Split the arguments of a call into the columns of its execute function."""
+        if self.role is not None:
+            group = cast(BoundGroup, group)._role_view(self.role)
+        ranks = self.dispatch.ranks or self.execute.ranks
+        every: Sequence[int] = range(group.world_size)
+        view = CallView(group, every, self.label, self.on_one_rank)
+        given = isinstance(ranks, NotGiven)  # then an execute function of the group knows them
+        view.ranks = every if given else ranks(view)
+        self.views[threading.get_ident()] = view
+        mode = Dispatch.get(self.dispatch.name, self.dispatch)
+        columns = columns_of(view, mode, args, kwargs)
+        if given or (self.execute == Execute["ALL"] and not self.on_one_rank):
+            return columns
+        parts = parts_of(view, mode, columns)
+        if self.on_one_rank:
+            return parts[0]
+        split_args, split_kwargs = columns
+        return (
+            tuple([part[0][i] for part in parts] for i in range(len(split_args))),
+            {name: [part[1][name] for part in parts] for name in split_kwargs},
+        )
+
+    def collect_fn(self, group: GroupInfo, output: object) -> object:
+        """Join the results, or make a future of references to batches."""
+        view = self.views.pop(threading.get_ident(), None)
+        if view is None:
+            view = CallView(group, range(group.world_size), self.label, self.on_one_rank)
+        mode = Dispatch.get(self.dispatch.name, self.dispatch)
+        return collect_later(mode.collect_fn, view, output)
+
+
+def mode_of(method: object, label: str) -> tuple[ModeOfMethod, bool] | None:
+    """Return the mode of a registered function and whether its calls wait; None if unregistered."""
+    record = getattr(method, MAGIC_ATTR, None)
+    if not isinstance(record, dict):
+        return None
+    mode: DispatchMode | Mapping[str, Any] = record["dispatch_mode"]  # a program's own dict
+    dispatch = (
+        mode if isinstance(mode, DispatchMode) else inline_dispatch_mode(inline_functions(mode))
+    )
+    return ModeOfMethod(label, dispatch, record["execute_mode"]), bool(record["blocking"])
+
+
+class _IsGroup(type):
+    """`isinstance(group, WorkerGroup)` is true for Quadriga's groups too."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        if super().__instancecheck__(instance):
+            return True
+        return cls is WorkerGroup and isinstance(instance, single_controller.WorkerGroup)
+
+
+class WorkerGroup(metaclass=_IsGroup):
+    """verl's base class of groups, for groups of one's own.
+
+    A subclass sets `_workers` and calls `_bind_worker_method`. Its `execute_all` and
+    `execute_rank_zero` return references of Ray.
+    """
+
+    fused_worker_execute_fn_name = "_fuw_execute"
+    # Bound like every registered method, from the class `Worker`.
+    _query_dispatch_info: Callable[[str], list[int]]
+    _query_collect_info: Callable[[str], list[bool]]
+    _query_rank_layout: Callable[[], list[RankLayout]]
+
+    def __init__(self, resource_pool: Any = None, **kwargs: object) -> None:  # any callable pool
+        self._is_init_with_detached_workers = resource_pool is None
+        self._process_dispatch_config = None if resource_pool is None else resource_pool.store
+        self._workers: list[Any] = []  # handles of any kind
+        self._worker_names: list[str] = []
+        self._dispatch_info: dict[str, list[int]] = {}
+        self._collect_info: dict[str, list[bool]] = {}
+        self.fused_worker_used = False
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers."""
+        return len(self._workers)
+
+    @property
+    def workers(self) -> list[Any]:
+        """The handles of the workers."""
+        return self._workers
+
+    def dispatch_info(self, mesh_name: str) -> list[int]:
+        """Return the data-parallel rank of each rank in a mesh. The workers are asked once."""
+        if mesh_name not in self._dispatch_info:
+            self._dispatch_info[mesh_name] = self._query_dispatch_info(mesh_name)
+        return self._dispatch_info[mesh_name]
+
+    def collect_info(self, mesh_name: str) -> list[bool]:
+        """Return for each rank whether its result is collected in a mesh. The same as above."""
+        if mesh_name not in self._collect_info:
+            self._collect_info[mesh_name] = self._query_collect_info(mesh_name)
+        return self._collect_info[mesh_name]
+
+    @property
+    def rank_layout(self) -> GroupLayout:
+        """The tp × cp × dp × pp layout that the workers registered."""
+        return GroupLayout.of(self._query_rank_layout())
+
+    def _is_worker_alive(self, worker: object) -> bool:
+        raise NotImplementedError(f"{type(self).__name__} must define _is_worker_alive(worker).")
+
+    def _block_until_all_workers_alive(self, timeout: float = 300.0) -> None:
+        """Wait until every worker is alive. Raises `TimeoutError` after `timeout` seconds."""
+        expires = time.monotonic() + timeout
+        while not all(map(self._is_worker_alive, self._workers)):
+            if time.monotonic() > expires:
+                raise TimeoutError(f"{type(self).__name__}: not all workers live after {timeout} s")
+            time.sleep(0.2)
+
+    def _bind_worker_method(self, user_defined_cls: type, func_generator: Any) -> list[str]:
+        """Make each registered method of a class an attribute of the group. Return their names.
+
+        `func_generator` makes the attribute, as the function of this module does. Raises
+        `DispatchError` if the group does not have the execute function of a method.
+        """
+        names = []
+        for name in dir(user_defined_cls):
+            found = self._mode_of(user_defined_cls, name)
+            if found is None:
+                continue
+            mode, blocking = found
+            functor = func_generator(
+                self,
+                name,
+                dispatch_fn=mode.dispatch_fn,
+                collect_fn=mode.collect_fn,
+                execute_fn=self._execute_function(mode, name),
+                blocking=blocking,
+            )
+            setattr(self, name, functor)
+            names.append(name)
+        return names
+
+    def _mode_of(self, user_defined_cls: type, name: str) -> tuple[ModeOfMethod, bool] | None:
+        """Return the mode of a method and whether its calls wait; None if it is not registered."""
+        return mode_of(getattr(user_defined_cls, name, None), f"{type(self).__name__}.{name}")
+
+    def _execute_function(self, mode: ModeOfMethod, method: str) -> Callable[..., object]:
+        """Return the function of this group that runs calls of a mode."""
+        execute = Execute["RANK_ZERO"] if mode.dispatch.ranks else mode.execute
+        name: ExecuteName = get_predefined_execute_fn(execute)
+        function: Callable[..., object] | None = getattr(self, name["execute_fn_name"], None)
+        if function is None:
+            raise DispatchError(
+                f"{method} is registered with {execute!r}, but {type(self).__name__} has no method "
+                f"{name['execute_fn_name']!r}. Define it, or give the mode its ranks with "
+                "update_execute_mode."
+            )
+        return function
+
+
+class GroupOfReferences(QuadrigaGroup):
+    """A worker group whose calls by name return references where Quadriga returns `Pending`s."""
+
+    def _replaces(self, *names: str) -> bool:
+        """Return whether a subclass has replaced one of these methods."""
+        return any(getattr(type(self), f) is not getattr(GroupOfReferences, f) for f in names)
+
+    def _call_ranks(
+        self, targets: Sequence[int], method_name: str, parts: Sequence[Part]
+    ) -> list[object]:
+        """Call any method of some ranks with the arguments of each, all packed before one is sent.
+
+        A class that replaces `_execute_remote_single_worker` is asked once for each rank.
+        """
+        name = "_execute_remote_single_worker"
+        if self._replaces(name):
+            return [
+                self._execute_remote_single_worker(self.workers[rank], method_name, *args, **kwargs)
+                for rank, (args, kwargs) in zip(targets, parts, strict=True)
+            ]
+        return list(self._submit(targets, method_name, parts))
+
+    def _execute_remote_single_worker(
+        self, worker: object, method_name: str, *args: object, **kwargs: object
+    ) -> object:
+        """Call any method of one worker. Return a Ray object reference to its value."""
+        rank = next((r for r, known in enumerate(self.workers) if known is worker), None)
+        if rank is None:
+            self._role_and_method(method_name)  # raises for a method that no role has
+            return actor_method(worker, method_name)(*args, **kwargs)
+        return self._submit([rank], method_name, [(args, kwargs)])[0]
+
+    def _submit(
+        self, targets: Sequence[int], method_name: str, parts: Sequence[Part]
+    ) -> Sequence[object]:
+        role, name = self._role_and_method(method_name)
+        ranks = self._ranks
+        if ranks.broken:
+            label = f"{role}.{name}"
+            raise WorkerDiedError(f"{label} cannot be called: {ranks.broken}", method=label)
+        record = registered_methods(ranks.roles[role]).get(name)
+        materialize = record is None or record.materialize_futures
+        calls = build_calls(ranks, targets, role, name, parts, materialize)
+        return submit_values(ranks, targets, calls)
+
+    def execute_all_async(  # type: ignore[override]  # see the class
+        self, method_name: str, *args: object, **kwargs: object
+    ) -> list[object]:
+        """Call any method by name on every rank. Return one Ray object reference per rank.
+
+        If every argument is a list of world_size length, rank i receives entry i of each.
+        """
+        n = self.world_size
+        given = (*args, *kwargs.values())
+        if all(isinstance(value, list) and len(value) == n for value in given):
+            parts = [
+                (
+                    tuple(_entry(value, i) for value in args),
+                    {name: _entry(value, i) for name, value in kwargs.items()},
+                )
+                for i in range(n)
+            ]
+        else:
+            # A batch is stored once, whatever the number of ranks that receive it.
+            once = {id(v): stored(v) for v in given if isinstance(v, DataProto) and n > 1}
+            same_args = tuple(once.get(id(value), value) for value in args)
+            parts = [(same_args, {k: once.get(id(v), v) for k, v in kwargs.items()})] * n
+        return self._call_ranks(range(n), method_name, parts)
+
+    def execute_rank_zero_async(  # type: ignore[override]  # see the class
+        self, method_name: str, *args: object, **kwargs: object
+    ) -> object:
+        """Call any method by name on rank 0. Return a Ray object reference."""
+        return self._execute_remote_single_worker(self.workers[0], method_name, *args, **kwargs)
+
+    def execute_all_sync(self, method_name: str, *args: object, **kwargs: object) -> list[object]:
+        """Call any method by name on every rank, through `execute_all_async`. Return its values."""
+        if self._replaces("execute_all_async", "_execute_remote_single_worker"):
+            refs = cast("list[Ref]", self.execute_all_async(method_name, *args, **kwargs))
+            return values_of(refs, self._ranks.timeout, method_name)
+        return super().execute_all_sync(method_name, *args, **kwargs)
+
+    def execute_rank_zero_sync(self, method_name: str, *args: object, **kwargs: object) -> object:
+        """Call any method by name on rank 0, through `execute_rank_zero_async`."""
+        if self._replaces("execute_rank_zero_async", "_execute_remote_single_worker"):
+            ref = cast("Ref", self.execute_rank_zero_async(method_name, *args, **kwargs))
+            return values_of([ref], self._ranks.timeout, method_name)[0]
+        return super().execute_rank_zero_sync(method_name, *args, **kwargs)
+
+    def execute_all(  # type: ignore[override]  # see the class
+        self, method_name: str, *args: object, **kwargs: object
+    ) -> list[object]:
+        """Call `execute_all_async`."""
+        return self.execute_all_async(method_name, *args, **kwargs)
+
+    def execute_rank_zero(  # type: ignore[override]  # see the class
+        self, method_name: str, *args: object, **kwargs: object
+    ) -> object:
+        """Call `execute_rank_zero_async`."""
+        return self.execute_rank_zero_async(method_name, *args, **kwargs)
+
+
+def _entry(value: object, index: int) -> object:
+    return value[index] if isinstance(value, list) else value
+
 
 WorkerT = TypeVar("WorkerT")
 
@@ -155,7 +512,7 @@ class RayWorkerGroup(GroupOfReferences, WorkerGroup):
         self._offered = self._bound_names(self._ranks.roles, self._role, self._binding)
         # Each role has its own meshes. A program's dispatch function may write into the dicts.
         self._dispatch_info, self._collect_info = {}, {}
-        bound = self._bind_worker_method(self._class_to_bind(), library_functor)
+        bound = self._bind_worker_method(self._class_to_bind(), func_generator)
         if type(self)._bind_worker_method is RayWorkerGroup._bind_worker_method:
             # A method that is overridden without @register keeps the record of the overridden one.
             for name in set(self._offered) - set(bound):
@@ -213,7 +570,7 @@ class RayWorkerGroup(GroupOfReferences, WorkerGroup):
         Quadriga's groups, which has deadlines and reports the first failure of any rank.
         """
         names = super()._bind_worker_method(user_defined_cls, func_generator)
-        if func_generator is library_functor:
+        if func_generator is _LIBRARY:
             for name in names:
                 found = mode_of(getattr(user_defined_cls, name), name)
                 if found is not None and found[1] and self._runs_natively(name, found[0]):
@@ -276,3 +633,27 @@ def check_workers_alive(
         time.sleep(gap_time)
     if threading.main_thread().is_alive():
         _thread.interrupt_main()
+
+
+def class_of_ranks(
+    names: Sequence[str] | None, actors: Sequence[RankActor] | None, options: dict[str, Any]
+) -> ClassWithInitArgs:
+    """Return the class, or the roles, of ranks that exist."""
+    classes = classes_of(names, actors, options.get("namespace"))
+    if len(classes) > 1:
+        return RayColocatedClass({role: RayClassWithInitArgs(cls) for role, cls in classes.items()})
+    role, cls = next(iter(classes.items()))
+    options.setdefault("role", role)
+    return RayClassWithInitArgs(cls)
+
+
+def nsight_of(options: Mapping[str, object], steps: int) -> Nsight:
+    """Return verl's `worker_nsight_options` for a run that profiles `steps` steps.
+
+    The capture ends with its sixth range of a step, verl's number of profiled methods, unless
+    `capture-range-end` is given.
+    """
+    flags = {name: str(value) for name, value in options.items() if value is not None}
+    if "capture-range" in flags:
+        flags.setdefault("capture-range-end", f"repeat-shutdown:{6 * steps}")
+    return Nsight(flags)

@@ -1,19 +1,58 @@
-"""verl's `Worker`, and its records of the place of a rank in a tp × dp × pp × cp layout."""
+"""verl's `Worker`, the place of a rank in a tp × dp × pp × cp layout, addresses and ports."""
 
 from __future__ import annotations
 
 import os
+import random
+import string
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from quadriga import single_controller
-from quadriga.backends.ray.cluster import this_node
+from quadriga.backends.ray.cluster import node_address, this_node
 from quadriga.backends.ray.start import join_register_center
-from quadriga.compat.verl.controller.ports import WorkerHelper
-from quadriga.compat.verl.device import get_visible_devices_keyword
+from quadriga.compat.verl.functional import get_visible_devices_keyword
 from quadriga.single_controller import Dispatch, RankLayout, register
-from quadriga.single_controller.environment import RankEnvironment
+from quadriga.single_controller.environment import RankEnvironment, ReservedPort
+
+
+class WorkerHelper:
+    """Address of this node, and a port that is free on it."""
+
+    @staticmethod
+    def _get_node_ip() -> str:
+        return node_address()
+
+    @staticmethod
+    def _get_free_port() -> int:
+        reserved = ReservedPort.choose()
+        reserved.release()
+        return reserved.port
+
+    def get_available_master_addr_port(self) -> tuple[str, str]:
+        """Return (address of this node, free port)."""
+        return self._get_node_ip(), str(self._get_free_port())
+
+    get_availale_master_addr_port = get_available_master_addr_port  # verl's spelling
+
+
+def get_random_string(length: int) -> str:
+    """Return a random string of letters and digits."""
+    return "".join(random.choices(string.ascii_letters + string.digits, k=length))
+
+
+def get_master_addr_port(master_port_range: Sequence[int] | None = None) -> tuple[str, str]:
+    """Return (address of this node, free port).
+
+    `master_port_range`: (first, last + 1), the ports to choose from; None: any port. Raises
+    `PlacementError` if none of them is free.
+    """
+    reserved = ReservedPort.choose(master_port_range)
+    reserved.release()
+    return node_address(), str(reserved.port)
+
 
 DISABLED = "DISABLE_WORKER_INIT"
 """With the value 1, a worker that is started by hand does not look for the other ranks."""

@@ -11,44 +11,443 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from quadriga.algorithms.user_files import load_user_files
 from quadriga.backends.ray import RayWorkerGroup as QuadrigaRayWorkerGroup
 from quadriga.backends.ray.cluster import ensure_ray
-from quadriga.backends.ray.programs import run_in_actor, write_timeline
-from quadriga.compat.verl.config import VerlConfig
+from quadriga.backends.ray.programs import init_parameters, run_in_actor, write_timeline
+from quadriga.compat.verl.config import VerlConfig, setting
 from quadriga.compat.verl.controller.groups import RayWorkerGroup
 from quadriga.compat.verl.controller.pools import ResourcePoolManager
-from quadriga.compat.verl.training.hooks import RUN, PoolManager, call_hooks, check_runner
-from quadriga.compat.verl.training.ray_settings import ray_settings
-from quadriga.compat.verl.training.reward import reward_of_tensors
-from quadriga.compat.verl.training.roles import (
+from quadriga.compat.verl.training.run_settings import (
     check_called,
-    check_stages,
-    pools_of,
-    worker_classes,
-)
-from quadriga.compat.verl.training.settings import (
     check_settings,
+    check_stages,
     need_critic,
     need_reference_policy,
+    pools_of,
+    reward_of_tensors,
     settings_of,
     train_settings,
+    worker_classes,
 )
-from quadriga.compat.verl.training.trainer_names import (
-    VerlTrainerNames,
-    check_methods_of_subclass,
-)
+from quadriga.compat.verl_settings import plain_values
+from quadriga.compat.verl_table import EVAL, GENERATE, SFT
 from quadriga.config.commands import EvalConfig, GenerateConfig, SFTConfig
 from quadriga.config.schema import TrainConfig
-from quadriga.config.verl.table import EVAL, GENERATE, SFT
-from quadriga.errors import ConfigError
+from quadriga.config.secrets import mask_secrets
+from quadriga.errors import ConfigError, DispatchError
+from quadriga.protocol import DataProto
+from quadriga.single_controller.worker import plain_class
+from quadriga.trainer.ppo import RayPPOTrainer as QuadrigaTrainer
+from quadriga.trainer.roles.placement import ResourcePoolManager as QuadrigaPools
 from quadriga.trainer.roles.placement import Role
 from quadriga.trainer.roles.pools import check_settings_of_pools
 from quadriga.trainer.roles.registry import register_again, registered_for
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from quadriga.algorithms.kl import KLController
+    from quadriga.workers.roles import ActorGroup, CriticGroup, RefGroup
+
+PoolManager: TypeAlias = "ResourcePoolManager[Role] | QuadrigaPools"
+
+RUN = "run"
+HOOKS: dict[str, tuple[str, ...]] = {
+    "add_actor_rollout_worker": ("config",),
+    "add_critic_worker": ("config",),
+    "add_reward_model_resource_pool": ("config",),
+    "add_teacher_model_resource_pool": ("config",),
+    "add_ref_policy_worker": ("config", "ref_policy_cls"),
+    "init_resource_pool_mgr": ("config",),
+}
+"""The hooks that every runner has → the names of their arguments."""
+_POLICY = (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor)
+_NO_METHOD = object()
+
+
+class HookedRunner(Protocol):
+    """A runner with its hooks, as `TaskRunner`."""
+
+    role_worker_mapping: dict[Role, object]
+    mapping: dict[Role, str]
+
+    def add_actor_rollout_worker(self, config: VerlConfig) -> tuple[type, type]:
+        """Choose the class of the policy."""
+        ...
+
+    def add_critic_worker(self, config: VerlConfig) -> None:
+        """Choose the class of the critic."""
+        ...
+
+    def add_reward_model_resource_pool(self, config: VerlConfig) -> None:
+        """Choose a pool for the reward model."""
+        ...
+
+    def add_teacher_model_resource_pool(self, config: VerlConfig) -> None:
+        """Choose a pool for the teacher."""
+        ...
+
+    def add_ref_policy_worker(self, config: VerlConfig, ref_policy_cls: type) -> None:
+        """Choose the class of the reference."""
+        ...
+
+    def init_resource_pool_mgr(self, config: VerlConfig) -> PoolManager:
+        """Return the pools."""
+        ...
+
+
+def call_hooks(runner: HookedRunner, config: VerlConfig) -> tuple[type, PoolManager]:
+    """Check the hooks of a runner, and call them. Return the class of groups and the pools.
+
+    Raises:
+        ConfigError: a hook cannot be called, or returns something else than expected.
+    """
+    _check_mappings(runner)
+    added = _added_hooks(type(runner), vars(runner))
+    _check_hooks(runner, added)
+    chosen = runner.add_actor_rollout_worker(config)
+    if not isinstance(chosen, tuple) or len(chosen) != 2:
+        raise ConfigError(
+            "add_actor_rollout_worker must return (class of the policy, class of groups), got "
+            f"{chosen!r}"
+        )
+    policy_class, group_class = chosen
+    runner.add_critic_worker(config)
+    runner.add_reward_model_resource_pool(config)
+    runner.add_teacher_model_resource_pool(config)
+    runner.add_ref_policy_worker(config, policy_class)
+    for name in added:
+        getattr(runner, name)(config)
+    if not any(role in runner.role_worker_mapping for role in _POLICY):
+        raise ConfigError(
+            f"{type(runner).__name__} has chosen no class for the policy; set "
+            "self.role_worker_mapping[Role.ActorRollout] in add_actor_rollout_worker"
+        )
+    pools = runner.init_resource_pool_mgr(config)
+    if not isinstance(pools, ResourcePoolManager | QuadrigaPools):
+        raise ConfigError(
+            f"init_resource_pool_mgr must return a ResourcePoolManager, got {pools!r}"
+        )
+    return group_class, pools
+
+
+def check_runner(runner_class: object, built_in: type) -> None:
+    """Check a class that `run_ppo` builds and runs, before anything starts.
+
+    `built_in`: verl's runner; the hooks of a subclass that keeps its `run` are checked too.
+
+    Raises:
+        ConfigError: names the method, and what is wrong with it.
+    """
+    try:
+        cls: type | None = plain_class(runner_class)
+    except DispatchError:
+        cls = None
+    if cls is None or not hasattr(cls, RUN):
+        raise ConfigError(
+            f"run_ppo: task_runner_class must be a class with a method {RUN}, got {runner_class!r}",
+            key="task_runner_class",
+        )
+    try:
+        inspect.signature(cls).bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"run_ppo builds {cls.__name__}() without arguments: {error}", key="task_runner_class"
+        ) from None
+    _check_method(cls, RUN, ("config",))
+    if issubclass(cls, built_in) and getattr(cls, RUN) is getattr(built_in, RUN):
+        _check_hooks(cls, _added_hooks(cls))
+
+
+def _check_mappings(runner: HookedRunner) -> None:
+    name = type(runner).__name__
+    for attribute in ("role_worker_mapping", "mapping"):
+        if not hasattr(runner, attribute):
+            raise ConfigError(f"{name} has no {attribute}; call super().__init__() in __init__")
+        value: object = getattr(runner, attribute)
+        if not isinstance(value, dict):
+            raise ConfigError(f"{name}.{attribute} must be a dict, got {value!r}")
+
+
+def _added_hooks(cls: type, own: Iterable[str] = ()) -> list[str]:
+    """Return the names of the hooks that subclasses of `TaskRunner` add, in their order.
+
+    `own`: the attributes of the object.
+    """
+    names = [name for base in reversed(cls.__mro__) for name in vars(base)]
+    return [
+        name
+        for name in dict.fromkeys([*names, *own])
+        if name.startswith("add_")
+        and name.endswith(("_worker", "_resource_pool"))
+        and name not in HOOKS
+    ]
+
+
+def _check_hooks(owner: object, added: Iterable[str]) -> None:
+    for name, arguments in {**HOOKS, **dict.fromkeys(added, ("config",))}.items():
+        _check_method(owner, name, arguments)
+
+
+def _check_method(owner: object, name: str, arguments: tuple[str, ...]) -> None:
+    """Check that a method of a class or of an object is a plain function with these arguments."""
+    cls = owner if isinstance(owner, type) else type(owner)
+    method = _method_of_class(owner, name) if isinstance(owner, type) else getattr(owner, name)
+    if method is _NO_METHOD:
+        return
+    if not callable(method):
+        raise ConfigError(f"{cls.__name__}.{name} must be a method, got {method!r}")
+    check_plain(cls, name, method)
+    signature = inspect.signature(method)
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        raise ConfigError(
+            f"TaskRunner calls {name}({', '.join(arguments)}), but {cls.__name__} defines "
+            f"{name}{signature}; change its parameters"
+        ) from None
+
+
+def check_plain(cls: type, name: str, method: object) -> None:
+    """Check that a call of a method runs its body. Raises `ConfigError` that names the method."""
+    kinds: dict[str, Callable[[object], bool]] = {
+        "a coroutine function": inspect.iscoroutinefunction,
+        "an asynchronous generator function": inspect.isasyncgenfunction,
+        "a generator function": inspect.isgeneratorfunction,
+    }
+    for kind, applies in kinds.items():
+        if applies(method):
+            raise ConfigError(
+                f"{cls.__name__}.{name} is {kind}, whose body would not run, because nothing "
+                "awaits or iterates it; write it as a plain function"
+            )
+
+
+def _method_of_class(cls: type, name: str) -> object:
+    """Return a method of a class as an object of it has it, without making an object.
+
+    Return `_NO_METHOD` for what only an object can tell: a property.
+    """
+    found = inspect.getattr_static(cls, name)
+    if inspect.isfunction(found):
+        return partial(found, None)
+    if isinstance(found, staticmethod | classmethod) or not hasattr(found, "__get__"):
+        return getattr(cls, name)
+    return _NO_METHOD
+
+
+RUNTIME_ENV = {
+    "env_vars": {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN"},
+}
+"""What `run_ppo` asks of Ray's processes, unless `ray_kwargs` says otherwise."""
+
+_TIMELINE = "timeline_json_file"
+
+
+@dataclass(frozen=True)
+class RaySettings:
+    """How `run_ppo` uses Ray.
+
+    Attributes:
+        arguments: of `ray.init`.
+        timeline: the file for a trace of all tasks; None: no trace.
+    """
+
+    arguments: dict[str, Any]
+    timeline: str | None
+
+
+def ray_settings(config: VerlConfig) -> RaySettings:
+    """Return the settings of Ray in a configuration of verl.
+
+    They are in the section `ray_kwargs`; older configurations have a section `ray_init` instead.
+
+    Raises:
+        ConfigError: names the key, and the value that Ray does not take.
+    """
+    given = _section(setting(config, "ray_kwargs"), "ray_kwargs")
+    older = _section(setting(config, "ray_init"), "ray_init")
+    trace = given.get(_TIMELINE) or older.pop(_TIMELINE, None)
+    if not isinstance(trace, str | None):
+        raise ConfigError(
+            f"ray_kwargs.{_TIMELINE} must be a file name, got {trace!r}",
+            key=f"ray_kwargs.{_TIMELINE}",
+        )
+    return RaySettings(ray_init_arguments(given.get("ray_init", older)), trace)
+
+
+def ray_init_arguments(given: VerlConfig) -> dict[str, Any]:
+    """Return the arguments of `ray.init`: the user's, and `RUNTIME_ENV` where they are silent.
+
+    Raises:
+        ConfigError: `ray.init` has no such argument, or `runtime_env` is not as Ray expects it.
+    """
+    where = "ray_kwargs.ray_init"
+    arguments = _section(given, where)
+    known = init_parameters()
+    for name in arguments:
+        # Names with an underscore are not in the signature; Ray checks them.
+        if name not in known and not name.startswith("_"):
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f". Did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"ray.init has no argument {name!r}{hint}", key=f"{where}.{name}")
+    environment = _section(arguments.get("runtime_env"), f"{where}.runtime_env")
+    variables = _section(environment.get("env_vars"), f"{where}.runtime_env.env_vars")
+    for name, value in variables.items():
+        if not isinstance(value, str):
+            key = f"{where}.runtime_env.env_vars.{name}"
+            hint = "" if value is None else f"; write '{value}' in quotes"
+            raise ConfigError(f"{key} must be text, got {value!r}{hint}", key=key)
+    kept = {key: value for key, value in environment.items() if value is not None}
+    return {
+        **{key: value for key, value in arguments.items() if value is not None},
+        "runtime_env": {**kept, "env_vars": {**RUNTIME_ENV["env_vars"], **variables}},
+    }
+
+
+def get_ppo_ray_runtime_env(config: VerlConfig = None) -> dict[str, dict[str, str]]:
+    """Return what `run_ppo` asks of Ray's processes. `config` is not used."""
+    return {name: dict(value) for name, value in RUNTIME_ENV.items()}
+
+
+def _section(value: object, key: str) -> dict[str, object]:
+    """Return the settings of a section; {} for None. Raises `ConfigError` for another value."""
+    if value is None:
+        return {}
+    is_section = isinstance(value, Mapping) or hasattr(value, "__dict__")
+    if isinstance(value, Sequence) or not is_section:  # a list of OmegaConf is a sequence
+        shown = mask_secrets(repr(value))
+        raise ConfigError(f"{key} must be a section of settings, got {shown}", key=key)
+    return plain_values(value)
+
+
+_ROLE = "register a role with a stage beside it (docs/concepts/roles.md)"
+_CALLS = f"override the method of the worker class, which role_worker_mapping gives, or {_ROLE}"
+_VALIDATION = "override make_validator, or give the stage of a role in_validation=True"
+_SAMPLES = "override open_record, which keeps samples and metrics"
+_PROFILING = "read the times of each span in metrics.jsonl"
+
+REPLACED: dict[str, str] = {
+    "_balance_batch": f"set trainer.balance_batch, or {_ROLE}",
+    "_compute_old_log_prob": _CALLS,
+    "_compute_ref_log_prob": _CALLS,
+    "_compute_reward_colocate": f"pass reward_fn, or {_ROLE}",
+    "_compute_values": _CALLS,
+    "_create_dataloader": "set data.train_files and data.val_files",
+    "_dump_generations": _SAMPLES,
+    "_get_gen_batch": _ROLE,
+    "_load_checkpoint": "override resume",
+    "_log_rollout_data": _SAMPLES,
+    "_maybe_log_val_generations": _SAMPLES,
+    "_merge_validation_results": _VALIDATION,
+    "_save_checkpoint": "override save",
+    "_start_profiling": _PROFILING,
+    "_stop_profiling": _PROFILING,
+    "_update_actor": _CALLS,
+    "_update_critic": _CALLS,
+    "_val_metrics_update": _VALIDATION,
+    "_validate": _VALIDATION,
+}
+"""Method of verl's trainer that Quadriga's `fit` does not call → what to write instead."""
+
+
+class VerlTrainerNames(QuadrigaTrainer):
+    """Quadriga's trainer with verl's names of its parts, for a `fit` of one's own.
+
+    The groups are started when they are first read.
+    """
+
+    @property
+    def actor_rollout_wg(self) -> ActorGroup:
+        """The worker group of the policy."""
+        return self.init_workers().actor
+
+    @property
+    def critic_wg(self) -> CriticGroup | None:
+        """The worker group of the critic; None if the estimator reads no values."""
+        return self.init_workers().critic
+
+    @property
+    def ref_policy_wg(self) -> RefGroup | None:
+        """The worker group of the reference; None if no stage reads its log-probabilities."""
+        return self.init_workers().ref
+
+    @property
+    def use_critic(self) -> bool:
+        """Whether the run has a critic."""
+        return self.critic_wg is not None
+
+    @property
+    def use_reference_policy(self) -> bool:
+        """Whether the run has a reference."""
+        return self.ref_policy_wg is not None
+
+    @property
+    def train_dataloader(self) -> Iterable[DataProto]:
+        """The loader of the prompts; its batches are `DataProto`s."""
+        return self.ingredients.train_loader
+
+    @property
+    def val_dataloader(self) -> Iterable[DataProto] | None:
+        """The loader of the prompts of the validation; None without such data."""
+        return self.ingredients.val_loader
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the policy."""
+        return self.ingredients.tokenizer
+
+    @property
+    def kl_ctrl_in_reward(self) -> KLController:
+        """The controller of the KL coefficient in the rewards."""
+        return self.kl_controller
+
+    @property
+    def total_training_steps(self) -> int:
+        """The number of training steps of the whole run."""
+        return self.total_steps
+
+    @property
+    def global_steps(self) -> int:
+        """The number of the step, from 1; 0 before the first one."""
+        return self.step
+
+    @global_steps.setter
+    def global_steps(self, step: int) -> None:
+        self.step = step
+
+
+def check_methods_of_subclass(cls: type[QuadrigaTrainer], fit: object) -> None:
+    """Check that the methods of a subclass are called, and that their bodies run.
+
+    A subclass with a `fit` of its own may call methods of verl's trainer, and may await its own.
+    `fit`: the one that calls none of them.
+
+    Raises:
+        ConfigError: names the method, and what to write instead.
+    """
+    check_plain(cls, "fit", cls.fit)
+    if cls.fit is not fit:
+        return
+    for name, method in inspect.getmembers(cls, inspect.isfunction):
+        replaced = getattr(VerlTrainerNames, name, None)
+        if inspect.isfunction(replaced) and not inspect.isgeneratorfunction(replaced):
+            check_plain(cls, name, method)
+    for name, use in REPLACED.items():
+        if hasattr(cls, name):
+            raise ConfigError(
+                f"{cls.__name__} defines {name}, which Quadriga's fit does not call; {use}, or "
+                "override fit too"
+            )
 
 
 class RayPPOTrainer(VerlTrainerNames):

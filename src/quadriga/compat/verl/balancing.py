@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from quadriga.compat.verl.tensors.tensordicts import select_rows
+from quadriga.compat.verl.tensordicts import select_rows
 from quadriga.errors import LengthError
 from quadriga.parallel.balancing import (
     balance_stats,

@@ -4,14 +4,14 @@
                                             └── no row in the table ──► `Translation.ignored`
 
 A setting that changes what is computed and has no counterpart is an error (`_REFUSED`). Any other
-one is listed.
+one is listed. This module is not in `compat.verl`, because the command line uses it, and an import
+of `compat.verl` provides verl's modules.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +23,11 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from quadriga.compat.verl_table import LEAVE, Row
 from quadriga.config.convert import build
 from quadriga.config.paths import expand_home
 from quadriga.config.reading import check_interpolations, check_override, read_settings_file
 from quadriga.config.secrets import mask_secrets
-from quadriga.config.verl.table import LEAVE, Row
-from quadriga.config.verl.unused import reason_unused
 from quadriga.config.writing import Plain, remember_given
 from quadriga.errors import ConfigError
 
@@ -60,7 +59,6 @@ _STRATEGY_KEYS = (
     "critic.strategy",
 )
 _RESUME_MODE, _RESUME_PATH = "trainer.resume_mode", "trainer.resume_from_path"
-_MODE_OF_PATH = "resume_path"
 _ABSENT = object()
 _UNUSED = ("_target_", "???")
 _VARIABLE = re.compile(r"\$\{oc\.env:[^${}]*\}")
@@ -115,13 +113,10 @@ class Translation(Generic[T]):
         lines += [f"  {b}" for b in self.becomes if b.verl_key in self.chosen and b.changed]
         given = [key for key in self.ignored if key.partition("=")[0] in self.chosen]
         rest = [key for key in self.ignored if key not in given]
-        if given:
-            lines += ["ignored, without a counterpart, from the command line:"]
-            lines += [f"  {key}" for key in given]
-        if rest:
-            shown = _by_section(rest) if len(rest) <= MOST_LISTED else _counted(rest)
-            lines += ["ignored, without a counterpart, from the file:"]
-            lines += [f"  {line}" for line in shown]
+        for source, shown in (("command line", given), ("file", _by_section(rest))):
+            if shown:
+                lines.append(f"ignored, without a counterpart, from the {source}:")
+                lines += [f"  {line}" for line in shown]
         return mask_secrets("\n".join(lines))
 
 
@@ -187,14 +182,13 @@ def translate(
     given = {key: value for key, value in _leaves(values, table) if not _is_unused(key, value)}
     _check_sections(given, table)
     _check_offered(given)
-    _check_resumed(given)
     ours: dict[str, Plain] = {}
     becomes = []
     left_out = []
     for verl_key, row in table.items():
         if verl_key not in given:
             continue
-        reason = reason_unused(verl_key, given)
+        reason = _without_effect(verl_key, given)
         if reason is not None:
             if verl_key in chosen:
                 left_out.append(f"{verl_key}={given[verl_key]} ({reason})")
@@ -306,6 +300,24 @@ def _is_unused(key: str, value: object) -> bool:
     return key.rpartition(".")[2] == _UNUSED[0] or value == _UNUSED[1] or value is None
 
 
+def _without_effect(key: str, given: Mapping[str, object]) -> str | None:
+    """Return why verl does not read `key` beside the other settings `given`; None: it does."""
+    if key.startswith("critic.") and given.get("algorithm.adv_estimator", "gae") != "gae":
+        return "the estimator reads no values"
+    role, found, name = key.rpartition(".megatron.")
+    if not found:
+        return None
+    of_actor = given.get("actor_rollout_ref.actor.strategy", "fsdp")
+    default = of_actor if role == "actor_rollout_ref.ref" else "fsdp"
+    strategy = given.get(f"{role}.strategy", default)
+    if strategy != "megatron":
+        return f"the strategy is {strategy}"
+    ranks = given.get(f"{role}.megatron.tensor_model_parallel_size", 1)
+    if name == "sequence_parallel" and ranks == 1:
+        return "tensor_model_parallel_size is 1"  # verl turns it off
+    return None
+
+
 def _check_sections(given: Mapping[str, object], table: Mapping[str, Row]) -> None:
     """Check that no value stands where the table has a section, whose settings it would replace."""
     known = [*table, *_REFUSED]
@@ -320,6 +332,7 @@ def _check_sections(given: Mapping[str, object], table: Mapping[str, Row]) -> No
 
 
 def _check_offered(given: Mapping[str, object]) -> None:
+    """Check the settings that have no counterpart, and that a path to resume from is read."""
     for key, reason in _REFUSED.items():
         if given.get(key) not in (None, False, 0):
             raise ConfigError(f"{key}={given[key]!r} of verl has no counterpart: {reason}", key=key)
@@ -330,20 +343,16 @@ def _check_offered(given: Mapping[str, object]) -> None:
                 f"with Megatron-core; set it to one of {', '.join(_STRATEGIES)}",
                 key=key,
             )
-
-
-def _check_resumed(given: Mapping[str, object]) -> None:
-    """Check that `trainer.resume_mode` and `trainer.resume_from_path` belong together."""
     mode, path = given.get(_RESUME_MODE), given.get(_RESUME_PATH)
-    if mode == _MODE_OF_PATH and not isinstance(path, str):
+    if mode == "resume_path" and not isinstance(path, str):
         raise ConfigError(
             f"{_RESUME_MODE}={mode} needs {_RESUME_PATH}, the folder of a checkpoint; got {path!r}",
             key=_RESUME_MODE,
         )
-    if mode not in (None, _MODE_OF_PATH) and path is not None:
+    if mode not in (None, "resume_path") and path is not None:
         raise ConfigError(
             f"{_RESUME_MODE} is {mode!r}, which reads no {_RESUME_PATH}, but that is {path!r}; set "
-            f"{_RESUME_MODE}={_MODE_OF_PATH} to resume from it",
+            f"{_RESUME_MODE}=resume_path to resume from it",
             key=_RESUME_PATH,
         )
 
@@ -367,19 +376,18 @@ def _set(tree: dict[str, Plain], key: str, value: object) -> None:
     tree[last] = value  # type: ignore[assignment]  # `build` checks the type
 
 
-def _by_section(keys: Iterable[str]) -> list[str]:
-    """Return one line per section: `actor_rollout_ref.actor: grad_norm, strategy`."""
+def _by_section(keys: Collection[str]) -> list[str]:
+    """Return one line per section: `actor_rollout_ref.actor: grad_norm, strategy`.
+
+    Of many keys only their number is given: `actor_rollout_ref.actor: 64 settings`.
+    """
+    counted = len(keys) > MOST_LISTED
     sections: dict[str, list[str]] = {}
     for key in keys:
-        *section, last = key.rsplit(".", 1)
-        sections.setdefault(".".join(section), []).append(last)
+        *parts, _ = key.split("=")[0].split(".")
+        section = parts[:2] if counted else parts
+        sections.setdefault(".".join(section), []).append(key.removeprefix(f"{'.'.join(parts)}."))
     return [
-        f"{name}: {', '.join(names)}" if name else ", ".join(names)
-        for name, names in sections.items()
+        ": ".join(filter(None, (name, f"{len(held)} settings" if counted else ", ".join(held))))
+        for name, held in sections.items()
     ]
-
-
-def _counted(keys: Iterable[str]) -> list[str]:
-    """Return one line per section of at most two parts: `actor_rollout_ref.actor: 64 settings`."""
-    counts = Counter(".".join(key.split(".")[:-1][:2]) or key for key in keys)
-    return [f"{name}: {count} setting{'s' * (count > 1)}" for name, count in counts.items()]

@@ -1,0 +1,160 @@
+"""The table of verl's modules, and what to use for modules and names that are not offered.
+
+A module of verl has the names of the modules that `MODULES` lists for it, the first one that has a
+name first. So it also has the names that these modules import, as in verl: programs write
+`from verl.trainer.ppo.ray_trainer import AdvantageEstimator`. `NAMES` has names that are spelled in
+another way.
+"""
+
+from __future__ import annotations
+
+PROTOCOL, CONTROLLER = "quadriga.protocol", "quadriga.single_controller"
+RAY, WORKERS = "quadriga.backends.ray", "quadriga.workers"
+COMPAT = "quadriga.compat.verl"
+ALGOS, LOSSES = f"{COMPAT}.core_algos", f"{COMPAT}.policy_losses"
+BALANCING, TABLES = f"{COMPAT}.balancing", f"{COMPAT}.tensordicts"
+FUNCTIONS, METRICS, TENSORS = f"{COMPAT}.functional", f"{COMPAT}.metrics", f"{COMPAT}.tensors"
+CONFIG = f"{COMPAT}.config"
+DECORATOR, WORKER = f"{COMPAT}.controller.decorator", f"{COMPAT}.controller.worker"
+GROUPS, POOLS = f"{COMPAT}.controller.groups", f"{COMPAT}.controller.pools"
+TRAINER, SETTINGS = f"{COMPAT}.training.trainer", f"{COMPAT}.training.run_settings"
+SHARDING = f"{COMPAT}.training.sharding_managers"
+SFT = "quadriga.trainer.fine_tuning.sft"
+
+MODULES: dict[str, tuple[str, ...]] = {
+    "verl": (PROTOCOL, FUNCTIONS),
+    "verl.protocol": (DECORATOR, PROTOCOL, TENSORS, FUNCTIONS),
+    "verl.single_controller": (GROUPS, WORKER, CONTROLLER),
+    "verl.single_controller.base": (GROUPS, WORKER, CONTROLLER),
+    "verl.single_controller.base.decorator": (DECORATOR, CONTROLLER),
+    "verl.single_controller.base.megatron": (),
+    "verl.single_controller.base.megatron.worker": (WORKER,),
+    "verl.single_controller.base.worker": (WORKER, CONTROLLER, FUNCTIONS),
+    "verl.single_controller.base.worker_group": (GROUPS, DECORATOR, CONTROLLER),
+    "verl.single_controller.ray": (GROUPS, POOLS, RAY),
+    "verl.single_controller.ray.base": (
+        *(GROUPS, WORKER, POOLS, RAY, DECORATOR, CONTROLLER, PROTOCOL, FUNCTIONS),
+    ),
+    "verl.trainer": (),
+    "verl.trainer.config": (CONFIG,),
+    "verl.trainer.constants_ppo": (TRAINER,),
+    "verl.trainer.fsdp_sft_trainer": (TRAINER, SFT),
+    "verl.trainer.main_eval": (TRAINER,),
+    "verl.trainer.main_generation": (TRAINER,),
+    "verl.trainer.main_generation_server": (TRAINER,),
+    "verl.trainer.main_ppo": (TRAINER, SETTINGS, FUNCTIONS),
+    "verl.trainer.main_ppo_v0": (TRAINER, SETTINGS, FUNCTIONS),
+    "verl.trainer.ppo": (),
+    "verl.trainer.ppo.core_algos": (ALGOS, LOSSES),
+    "verl.trainer.ppo.metric_utils": (METRICS, FUNCTIONS),
+    "verl.trainer.ppo.ray_trainer": (
+        *(TRAINER, ALGOS, METRICS, BALANCING, POOLS, GROUPS, WORKER, SETTINGS, RAY, FUNCTIONS),
+        *(PROTOCOL, TENSORS),
+    ),
+    "verl.trainer.ppo.utils": (WORKER, SETTINGS, ALGOS),
+    "verl.trainer.sft_trainer": (TRAINER, SFT, FUNCTIONS),
+    "verl.utils": (FUNCTIONS, SETTINGS),
+    "verl.utils.config": (SETTINGS,),
+    "verl.utils.device": (FUNCTIONS,),
+    "verl.utils.fs": (FUNCTIONS,),
+    "verl.utils.metric": (METRICS,),
+    "verl.utils.model": (TENSORS,),
+    "verl.utils.py_functional": (FUNCTIONS,),
+    "verl.utils.ray_utils": (FUNCTIONS,),
+    "verl.utils.seqlen_balancing": (BALANCING,),
+    "verl.utils.tensordict_utils": (TABLES,),
+    "verl.utils.tokenizer": (FUNCTIONS,),
+    "verl.utils.torch_functional": (TENSORS, FUNCTIONS),
+    "verl.workers": (),
+    "verl.workers.config": (CONFIG,),
+    "verl.workers.engine_workers": (WORKERS, DECORATOR, WORKER, CONTROLLER, FUNCTIONS),
+    "verl.workers.fsdp_workers": (WORKERS, DECORATOR, WORKER, CONTROLLER, FUNCTIONS),
+    "verl.workers.sharding_manager": (),
+    "verl.workers.sharding_manager.base": (SHARDING,),
+    "verl.workers.sharding_manager.fsdp_ulysses": (SHARDING,),
+    "verl.workers.sharding_manager.fsdp_vllm": (SHARDING,),
+    "verl.workers.sharding_manager.megatron_vllm": (SHARDING,),
+}
+"""Module of verl → the modules whose names it has."""
+
+NAMES: dict[str, str] = {
+    "verl.protocol._padding_size_key": f"{DECORATOR}:PADDING",
+    "verl.trainer.fsdp_sft_trainer.FSDPSFTTrainer": f"{SFT}:SFTTrainer",
+    "verl.trainer.fsdp_sft_trainer.main": f"{TRAINER}:run_sft",
+    "verl.trainer.main_eval.main": f"{TRAINER}:run_eval",
+    "verl.trainer.main_generation.main": f"{TRAINER}:run_generation",
+    "verl.trainer.main_generation.main_task": f"{TRAINER}:run_generation",
+    "verl.trainer.main_generation_server.main": f"{TRAINER}:run_generation",
+    "verl.trainer.main_ppo.main": f"{TRAINER}:run_ppo",
+    "verl.trainer.main_ppo_v0.BaseTaskRunner": f"{TRAINER}:TaskRunner",
+    "verl.trainer.ppo.core_algos.verl_F": TENSORS,
+    "verl.trainer.ppo.metric_utils.verl_F": TENSORS,
+    "verl.trainer.ppo.ray_trainer.core_algos": "verl.trainer.ppo.core_algos",
+    "verl.trainer.ppo.ray_trainer.tu": TABLES,
+    "verl.trainer.ppo.ray_trainer.WorkerType": f"{CONTROLLER}:Worker",
+    "verl.trainer.ppo.utils.WorkerType": f"{CONTROLLER}:Worker",
+    "verl.trainer.sft_trainer.main": f"{TRAINER}:run_sft",
+    "verl.utils.seqlen_balancing.tu": TABLES,
+    "verl.workers.engine_workers.tu": TABLES,
+}
+"""Name of verl → "module:name", or a module."""
+
+_DATA = "quadriga.data reads data.train_files and data.val_files"
+_ENGINES = "training engines are those of quadriga.engines (build_engine), chosen by engine.name"
+_REWARDS = "reward.path names a file with a reward function of yours (quadriga.rewards)"
+_ROLLOUTS = "rollout engines are those of quadriga.rollout (build_rollout), chosen by rollout.name"
+_SETTINGS = "settings are quadriga.config.schema; quadriga train --verl FILE translates a file"
+_TURNS = "Quadriga generates one response per prompt"
+
+NOT_OFFERED: dict[str, str] = {
+    "verl.base_config": _SETTINGS,
+    "verl.checkpoint_engine": "weights are sent by quadriga.weight_sync",
+    "verl.experimental": "use the trainers of quadriga.trainer",
+    "verl.interactions": _TURNS,
+    "verl.model_merger": "ActorRolloutRefWorker.export_hf of quadriga.workers writes a Hugging "
+    "Face folder",
+    "verl.models": "quadriga.models loads the models of transformers",
+    "verl.single_controller.base.register_center": "pass register_center=True to RayWorkerGroup",
+    "verl.third_party": _ROLLOUTS,
+    "verl.tools": _TURNS,
+    "verl.trainer.config": _SETTINGS,
+    "verl.trainer.distillation": "Quadriga has no distillation loss",
+    "verl.trainer.main_ppo": _DATA,
+    "verl.trainer.ppo.core_algos": "add an estimator with register_adv_est, and a loss with "
+    "quadriga.algorithms.policy_losses.register_policy_loss",
+    "verl.trainer.ppo.ray_trainer": _REWARDS,
+    "verl.trainer.ppo.reward": _REWARDS,
+    "verl.utils.checkpoint": "checkpoints are written by quadriga.checkpoint",
+    "verl.utils.dataset": _DATA,
+    "verl.utils.debug": "spans are timed by quadriga.observability.timing",
+    "verl.utils.fs": "files are on this machine; copy_to_local checks that, pathlib does the rest",
+    "verl.utils.fsdp_utils": _ENGINES,
+    "verl.utils.hdfs_io": "files are on this machine; use pathlib and shutil",
+    "verl.utils.import_utils": "algorithm.user_files names files that add algorithms and roles",
+    "verl.utils.megatron_utils": _ENGINES,
+    "verl.utils.profiler": "spans are timed by quadriga.observability.timing",
+    "verl.utils.reward_score": _REWARDS,
+    "verl.utils.torch_functional": "quadriga.engines and quadriga.models compute log-probabilities "
+    "and gradients",
+    "verl.utils.tracking": "trackers are those of quadriga.observability.trackers",
+    "verl.utils.ulysses": "the engine splits tokens itself: set engine.sequence_parallel_size",
+    "verl.workers.actor": "use quadriga.workers.ActorRolloutRefWorker",
+    "verl.workers.config": _SETTINGS,
+    "verl.workers.critic": "use quadriga.workers.CriticWorker",
+    "verl.workers.engine": _ENGINES,
+    "verl.workers.fsdp_workers": "the classes are those of quadriga.workers",
+    "verl.workers.megatron_workers": "use verl.workers.fsdp_workers, with engine.name=megatron",
+    "verl.workers.reward_manager": _REWARDS,
+    "verl.workers.rollout": _ROLLOUTS,
+    "verl.workers.sharding_manager": "weights are sent by quadriga.weight_sync",
+}
+"""Module → what to use for it, for the modules below it and for its names that are missing."""
+
+
+def advice(name: str) -> str:
+    """Return what to use for a name of verl that is not offered; "" if that is not known."""
+    while name:
+        if name in NOT_OFFERED:
+            return f" Instead: {NOT_OFFERED[name]}."
+        name = name.rpartition(".")[0]
+    return ""

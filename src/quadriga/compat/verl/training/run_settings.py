@@ -1,0 +1,332 @@
+"""What a program for verl gives to a trainer, as Quadriga's: settings, roles and pools, rewards.
+
+verl starts only the roles that its trainer knows, and does not tell about others. Here a role of
+the program takes part in the run if `register_role` has said which stage calls it; any other one is
+an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+
+from quadriga.algorithms.advantages import get_advantage
+from quadriga.algorithms.policy_losses import ALIASES, POLICY_LOSSES
+from quadriga.compat.verl.config import VerlConfig, setting
+from quadriga.compat.verl.controller.pools import ResourcePoolManager
+from quadriga.compat.verl.policy_losses import POLICY_LOSS_REGISTRY
+from quadriga.compat.verl_settings import plain_values, translate
+from quadriga.compat.verl_table import ESTIMATOR, TRAIN, Row, to
+from quadriga.config.commands import EvalConfig, GenerateConfig, SFTConfig
+from quadriga.config.role_ranks import with_roles
+from quadriga.config.schema import TrainConfig
+from quadriga.errors import ConfigError
+from quadriga.protocol import DataProto, fields
+from quadriga.rewards.manager import mean_extras, reward_components
+from quadriga.rewards.outcome import SCORED, Outcome, plain_extras
+from quadriga.single_controller import Worker
+from quadriga.single_controller.worker import plain_class
+from quadriga.trainer.preflight import check_train_config
+from quadriga.trainer.roles.placement import ResourcePoolManager as QuadrigaPools
+from quadriga.trainer.roles.placement import Role
+from quadriga.trainer.roles.pools import use_gpu, uses_by_pool
+from quadriga.trainer.roles.registry import AddedRole, added_roles, is_built_in, registered_for
+from quadriga.trainer.stages import BatchReward
+
+C = TypeVar("C", TrainConfig, SFTConfig, GenerateConfig, EvalConfig)
+
+_REWARD_MODEL = Role.RewardModel.key
+"""Also the name of a section of verl, which a program may leave in its configuration."""
+
+
+def settings_of(
+    config: VerlConfig,
+    cls: type[C],
+    table: Mapping[str, Row],
+    tell: bool = True,
+) -> C:
+    """Return our settings: `config` itself, or its translation. `tell`: report on stderr."""
+    if isinstance(config, cls):
+        return config
+    translation = translate(cls, table, plain_values(config))
+    if tell:
+        print(translation.report(), file=sys.stderr)
+    return translation.config
+
+
+def train_settings(config: VerlConfig, tell: bool = True) -> TrainConfig:
+    """Return the settings of a training, with a section for each role that the program has added.
+
+    The section of a role, `judge: {weight: 2}`, has the keys of its settings; the report lists the
+    section of a role that is not registered as ignored.
+    """
+    if isinstance(config, TrainConfig):
+        return config
+    added = registered_for(())
+    cls = with_roles({role.key: role.settings for role in added})
+    values = plain_values(config)
+    if any(role.key == _REWARD_MODEL for role in added):
+        values = _without_switch(values)
+    return settings_of(values, cls, {**TRAIN, **_rows(added)}, tell)
+
+
+def _rows(added: tuple[AddedRole, ...]) -> dict[str, Row]:
+    """Return the rows of the sections of added roles."""
+    rows: dict[str, Row] = {}
+    for role in added:
+        if role.settings is None:
+            continue
+        if role.key == _REWARD_MODEL:  # verl has other keys in this section
+            names = [field.name for field in dataclasses.fields(role.settings)]
+            rows |= {key: to(key) for key in (f"{role.key}.{name}" for name in names)}
+        else:  # as a whole, so that an unknown key is an error
+            rows[role.key] = to(role.key)
+    return rows
+
+
+def _without_switch(values: Mapping[str, object]) -> dict[str, object]:
+    """Return values without verl's switch of its own reward model, which a role replaces."""
+
+    def off(section: object) -> object:
+        return {**section, "enable": None} if isinstance(section, Mapping) else section
+
+    changed = dict(values)
+    if _REWARD_MODEL in changed:
+        changed[_REWARD_MODEL] = off(changed[_REWARD_MODEL])
+    reward = changed.get("reward")
+    if isinstance(reward, Mapping) and _REWARD_MODEL in reward:
+        changed["reward"] = {**reward, _REWARD_MODEL: off(reward[_REWARD_MODEL])}
+    return changed
+
+
+def need_reference_policy(config: VerlConfig) -> bool:
+    """Return whether a stage reads the reference policy."""
+    actor = setting(setting(config, "actor_rollout_ref"), "actor")
+    in_reward = setting(setting(config, "algorithm"), "use_kl_in_reward", False)
+    return bool(in_reward or setting(actor, "use_kl_loss", False))
+
+
+def need_critic(config: VerlConfig) -> bool:
+    """Return whether the estimator reads values."""
+    name = setting(setting(config, "algorithm"), "adv_estimator", "gae")
+    return get_advantage(str(ESTIMATOR(name))).needs_values
+
+
+def check_settings(config: TrainConfig) -> None:
+    """Check the settings of a training before anything starts.
+
+    Raises:
+        InputError: names the first setting, file or folder that does not fit.
+    """
+    name = config.actor_rollout_ref.actor.policy_loss.name
+    if name in POLICY_LOSS_REGISTRY and name not in {**POLICY_LOSSES, **ALIASES}:
+        raise ConfigError(
+            f"the policy loss {name!r} was added with verl's register_policy_loss and returns one "
+            "number for all tokens, but the trainer needs the loss of each token; add it with "
+            "quadriga.algorithms.policy_losses.register_policy_loss "
+            "(docs/concepts/policy_losses.md)",
+            key="actor_rollout_ref.actor.policy_loss.name",
+        )
+    check_train_config(config)
+
+
+def validate_config(
+    config: VerlConfig, use_reference_policy: bool | None = None, use_critic: bool | None = None
+) -> None:
+    """Check the settings of a training as `RayPPOTrainer` does, before anything starts.
+
+    `use_reference_policy`, `use_critic`: what the program assumes; None: nothing.
+
+    Raises:
+        InputError: names the first setting, file or folder that does not fit, or the assumption
+            that differs from what the settings say.
+    """
+    for name, given, needed in (
+        ("use_reference_policy", use_reference_policy, need_reference_policy),
+        ("use_critic", use_critic, need_critic),
+    ):
+        if given is not None and given != needed(config):
+            raise ConfigError(
+                f"validate_config: got {name}={given}, but {needed.__name__}(config) is "
+                f"{needed(config)}; pass what it returns",
+                key=name,
+            )
+    check_settings(train_settings(config, tell=False))
+
+
+_POLICY = (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor)
+
+
+def worker_classes(mapping: Mapping[Role, object]) -> dict[Role, type[Worker]]:
+    """Return the worker class of each role, also for the results of `ray.remote`."""
+    return {role: plain_class(cls) for role, cls in mapping.items()}
+
+
+def check_called(roles: Iterable[Role], config: TrainConfig, where: str) -> None:
+    """Check that a stage calls each role that a program has added to a trainer.
+
+    Args:
+        roles: the roles that have a worker class or a pool.
+        config: the settings, with the added roles of the run.
+        where: the name of the mapping, for the message.
+
+    Raises:
+        ConfigError: names the role, and what to write.
+    """
+    known = {added.role for added in added_roles(config)}
+    for role in roles:
+        if not isinstance(role, Role):
+            raise ConfigError(
+                f"{where} has the key {role!r}, expected a role: Role.Critic, or the result of "
+                "Role.add('Judge')"
+            )
+        if not is_built_in(role) and role not in known:
+            raise ConfigError(
+                f"{where} has role {role}, but no stage of a step calls it. Register it before the "
+                f"run: register_role(Role.{role.name}, worker=…, stages=[RoleStage('method', "
+                "reads=(…), writes=(…), after='score_responses')]) of quadriga.trainer.roles; "
+                "docs/concepts/roles.md has a program"
+            )
+
+
+def check_stages(config: TrainConfig) -> None:
+    """Check that the added roles of a run have stages. Raises `ConfigError` for one without."""
+    for added in added_roles(config):
+        if not added.stages:
+            raise ConfigError(
+                f"role {added.key} is registered without stages, so nothing would call it in a "
+                f"step; pass stages=[RoleStage(…)] to register_role(Role.{added.role.name}, …)"
+            )
+
+
+def pools_of(
+    manager: ResourcePoolManager[Role] | QuadrigaPools | None, config: TrainConfig, device: str
+) -> QuadrigaPools | None:
+    """Return the pools of the run, from those of a program. None: those of the settings.
+
+    An added role that is mapped to no pool shares the pool of the policy. A pool of verl's manager
+    that no role of the run uses is left out, and stderr names it.
+    """
+    if not isinstance(manager, ResourcePoolManager):
+        return manager
+    mapping = dict(manager.mapping)
+    shared = next((mapping[role] for role in _POLICY if role in mapping), None)
+    if shared is not None:
+        mapping = {added.role: shared for added in added_roles(config)} | mapping
+    options: dict[str, object] = {
+        "use_gpu": use_gpu(device),
+        "max_colocate_count": manager.max_colocate_count,
+    }
+
+    def pools(spec: Mapping[str, list[int]], roles: Mapping[Role, str]) -> QuadrigaPools:
+        return QuadrigaPools(spec, roles, pool_options=options)
+
+    given = pools(manager.resource_pool_spec, mapping)
+    used = uses_by_pool(config, given)
+    unused = [name for name in manager.resource_pool_spec if name not in used]
+    if not unused:
+        return given
+    print(
+        f"pools without a role of this run, which are not created: {', '.join(unused)}",
+        file=sys.stderr,
+    )
+    return pools(
+        {name: ranks for name, ranks in manager.resource_pool_spec.items() if name in used},
+        {role: name for role, name in mapping.items() if name in used},
+    )
+
+
+_TENSOR = "reward_tensor"
+_EXTRA = "reward_extra_info"
+
+
+class RewardOfTensors:
+    """A reward function of verl as one of Quadriga.
+
+    verl's `reward_fn(data, return_dict=True)` returns a dict with `reward_tensor` [B, R] float32,
+    or that tensor. `reward_extra_info` of the dict maps names to one value per row: the numbers are
+    measured, and those that `components` names become the field `reward_components` [B, K].
+
+    Attributes:
+        metrics: `reward/extra/<name>`, the means of the numbers of the last batch.
+    """
+
+    def __init__(self, reward_fn: Callable[..., object], components: Sequence[str] = ()) -> None:
+        self.reward_fn = reward_fn
+        self.components = tuple(components)
+        self.metrics: dict[str, float] = {}
+        # From the signature, and not by a call: a TypeError can also be one of its own code.
+        parameters = inspect.signature(reward_fn).parameters.values()
+        self._returns_dict = any(
+            p.name == "return_dict" or p.kind is p.VAR_KEYWORD for p in parameters
+        )
+
+    def __call__(self, data: DataProto) -> DataProto:
+        """Score every row of `data`.
+
+        Raises:
+            ConfigError: the function returned something else than one value per row.
+            FieldError: it did not return a component.
+        """
+        options = {"return_dict": True} if self._returns_dict else {}
+        returned = self.reward_fn(data, **options)
+        if not isinstance(returned, Mapping):
+            returned = {_TENSOR: returned}
+        outcomes = _outcomes(returned.get(_EXTRA), len(data))
+        written = {fields.TOKEN_LEVEL_SCORES: _scores(returned.get(_TENSOR), len(data))}
+        if self.components:
+            written[fields.REWARD_COMPONENTS] = reward_components(outcomes, self.components)
+        self.metrics = mean_extras(outcomes)
+        return DataProto.from_dict(written)
+
+
+def reward_of_tensors(reward_fn: object, components: Sequence[str]) -> BatchReward | None:
+    """Return a reward function of Quadriga; None for None. Raises `ConfigError` for no function."""
+    if reward_fn is None:
+        return None
+    if not callable(reward_fn):
+        raise ConfigError(
+            f"RayPPOTrainer: reward_fn must be a function of a batch, got {reward_fn!r}",
+            key="reward_fn",
+        )
+    return RewardOfTensors(reward_fn, components)
+
+
+def _scores(scores: object, rows: int) -> torch.Tensor:
+    if isinstance(scores, torch.Tensor) and scores.dim() == 2 and len(scores) == rows:
+        return scores.float()
+    got = type(scores).__name__
+    if isinstance(scores, torch.Tensor):
+        got = f"shape {list(scores.shape)}"
+    raise ConfigError(
+        f"reward_fn must return a tensor [{rows}, R], or a dict with {_TENSOR!r}, got {got}",
+        key="reward_fn",
+    )
+
+
+def _outcomes(extra: object, rows: int) -> list[Outcome]:
+    """Return one outcome per row, with the values of the row in `reward_extra_info`."""
+    if extra is None:
+        extra = {}
+    if not isinstance(extra, Mapping):
+        raise ConfigError(
+            f"{_EXTRA} of reward_fn must be a dict of lists, got {type(extra).__name__}",
+            key="reward_fn",
+        )
+    for name, values in extra.items():
+        sized = hasattr(values, "__len__") and not isinstance(values, str)
+        if not sized or len(values) != rows:
+            raise ConfigError(
+                f"{_EXTRA}[{name!r}] must have one value for each of the {rows} rows, got "
+                f"{len(values) if sized else values!r}",
+                key="reward_fn",
+            )
+    return [
+        Outcome(SCORED, extra=plain_extras({name: values[row] for name, values in extra.items()}))
+        for row in range(rows)
+    ]
