@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.cli.main import main
 from quadriga.config.commands import EvalConfig
 from quadriga.config.loading import load_config
 from quadriga.errors import ConfigError, DataError, RewardError
@@ -171,13 +170,3 @@ def test_another_model_or_file_in_the_same_folder_is_refused(
 def test_rows_that_cannot_be_scored_are_named(evaluate, rows, words) -> None:
     with pytest.raises(DataError, match=words):
         evaluate(rows)
-
-
-def test_the_command_prints_the_table(evaluate, tmp_path, capsys) -> None:
-    evaluate(ROWS)
-    file = tmp_path / "responses.jsonl"
-    assert main(["eval", f"response_files={file}", f"output={tmp_path / 'shown'}"]) == 0
-    out = capsys.readouterr().out
-    assert "maj@4" in out and "overall" in out and "0.417" in out and "95% interval" in out
-    assert main(["eval", f"response_file={file}"]) == 2
-    assert "no setting response_file; did you mean response_files?" in capsys.readouterr().err

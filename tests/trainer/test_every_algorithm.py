@@ -98,11 +98,6 @@ def test_every_rollout_correction_has_weight_one_without_mismatch(step, level, m
     assert metrics["actor/importance_weight"] == pytest.approx(1.0, abs=1e-3)
 
 
-def test_kl_in_the_reward_is_zero_while_the_policy_is_the_reference(step) -> None:
-    metrics = step("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive")
-    assert metrics["reward/kl_penalty"] == pytest.approx(0.0, abs=1e-5)
-
-
 def test_refilling_fills_the_batch_with_complete_prompt_groups(step) -> None:
     metrics = step("algorithm.filter_groups.enable=true", "algorithm.filter_groups.mode=refill")
     assert metrics["batch/sequences"] == 16

@@ -76,12 +76,6 @@ def test_the_newest_checkpoint_continues_the_run_in_its_folder(runs) -> None:
     assert [path.name for path in folder.glob("*.set_aside")] == ["global_step_6.set_aside"]
 
 
-def test_a_checkpoint_is_saved_by_time(runs) -> None:
-    runs.run("run", "trainer.save_interval_s=1e-6", "trainer.total_training_steps=2")
-    found = complete_checkpoints(runs.folder / "run" / "checkpoints")
-    assert [step for step, _ in found] == [1, 2]
-
-
 CHANGES = [
     ("data.train_batch_size=10", "data.train_batch_size: {} → 10"),
     ("trainer.seed=5", "trainer.seed: 0 → 5"),

@@ -173,13 +173,6 @@ def test_changed_data_and_weights_are_refused_and_named(generate, tiny_task, tmp
         generate(f"data_files={tiny_task.data('train')}")
 
 
-def test_a_file_that_is_not_of_this_command_is_kept(generate, tmp_path) -> None:
-    (tmp_path / "answers.jsonl").write_text("notes\n")
-    with pytest.raises(ConfigError, match=r"no answers\.jsonl\.inputs\.json says what has made it"):
-        generate()
-    assert (tmp_path / "answers.jsonl").read_text() == "notes\n"
-
-
 def test_two_processes_do_not_write_one_file(generate, tmp_path) -> None:
     opened = ResponseFile.open(
         tmp_path / "answers.jsonl", {}, total=1, batch_size=1, overwrite=False
@@ -208,16 +201,6 @@ def test_a_full_disk_keeps_what_was_written(generate, monkeypatch, tmp_path) -> 
             generate()
     assert (tmp_path / "answers.jsonl").read_bytes() == b"".join(whole.splitlines(True)[:8])
     assert generate().read_bytes() == whole
-
-
-def test_rows_that_parquet_cannot_hold_stay_as_json_lines(tmp_path) -> None:
-    path = tmp_path / "a.parquet"
-    rows = [{"index": 0, "extra_info": {"x": 1}}, {"index": 1, "extra_info": {"x": "one"}}]
-    with ResponseFile.open(path, {}, total=2, batch_size=2, overwrite=False) as file:
-        file.write(rows)
-        with pytest.raises(InputError, match=r"cannot be written as parquet: .*\.jsonl"):
-            file.finish()
-        assert list(file.read()) == rows
 
 
 def test_responses_of_other_weights_are_refused():

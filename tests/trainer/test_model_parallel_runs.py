@@ -5,11 +5,6 @@ from __future__ import annotations
 import pytest
 from run_cases import timeless
 
-from quadriga.config.loading import load_config
-from quadriga.config.schema import TrainConfig
-from quadriga.errors import ConfigError
-from quadriga.trainer.preflight import check_train_config
-
 ACTOR, REF = "actor_rollout_ref.actor.engine", "actor_rollout_ref.ref.engine"
 ROLES = (
     "algorithm.adv_estimator=gae",
@@ -23,7 +18,6 @@ RULE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return len(solution_str) % 3
 """
-SIX = ("data.train_batch_size=12", "actor_rollout_ref.actor.ppo_mini_batch_size=6")
 TWO_RANKS = ("trainer.backend=ray", "trainer.num_cpus=2", "trainer.n_gpus_per_node=2")
 
 
@@ -47,11 +41,3 @@ def test_roles_divided_in_three_ways_train_as_one_rank(run, tmp_path):
         for name, value in chosen.items():
             assert found[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
     assert steps == 2 and one[-1]["actor/grad_norm"] > 1e-3
-
-
-def test_a_model_that_does_not_divide_is_refused_before_the_start(train_overrides):
-    more = ["trainer.backend=ray", "trainer.num_cpus=3", "trainer.n_gpus_per_node=3"]
-    sizes = [*SIX, "critic.engine.sequence_parallel_size=3", *ROLES]
-    config = load_config(TrainConfig, [*train_overrides, *more, *sizes])
-    with pytest.raises(ConfigError, match=r"critic\.engine\.sequence_parallel_size=3 does not"):
-        check_train_config(config)

@@ -11,7 +11,7 @@ from run_cases import timeless
 
 from quadriga.checkpoint.folders import complete_checkpoints, latest_checkpoint
 from quadriga.checkpoint.marker import read_marker
-from quadriga.errors import CheckpointError, ConfigError
+from quadriga.errors import CheckpointError
 
 RESUME = ("trainer.resume_mode=auto", "trainer.total_training_steps=3")
 LR = "actor_rollout_ref.actor.optim.lr"
@@ -103,20 +103,6 @@ def test_a_kill_while_later_steps_are_removed_leaves_the_steps_before_them(
         with pytest.raises(KeyboardInterrupt):
             run(*settings, f"trainer.resume_mode={checkpoints / 'global_step_1'}")
     assert timeless(run(*settings, "trainer.resume_mode=auto")) == whole
-
-
-def test_a_checkpoint_of_another_folder_does_not_change_the_run_in_this_one(
-    first, run, tmp_path
-) -> None:
-    other = tmp_path / "other"
-    run(f"trainer.default_local_dir={other}")
-    named = f"trainer.resume_mode={latest_checkpoint(other / 'checkpoints')}"
-    before = (first / "metrics.jsonl").read_text()
-    with pytest.raises(ConfigError, match="already holds a run"):
-        run(named, "trainer.total_training_steps=3")
-    assert (first / "metrics.jsonl").read_text() == before
-    fresh = f"trainer.default_local_dir={tmp_path / 'fresh'}"
-    assert [row["step"] for row in run(named, "trainer.total_training_steps=3", fresh)] == [3]
 
 
 def test_later_steps_of_the_first_attempt_are_set_aside(run, tmp_path) -> None:

@@ -158,31 +158,10 @@ def test_a_field_that_is_being_computed_is_named(refused) -> None:
     assert "reads old_log_probs, but beside score_responses it runs while this is computed" in line
 
 
-def test_a_role_of_two_files_is_refused(tmp_path, own_roles) -> None:
-    (tmp_path / "copy").mkdir()
-    one, two = write_tally(tmp_path), write_tally(tmp_path / "copy")
-    files = ",".join(text.partition("=[")[2].rstrip("]") for text in (one, two))
-    with pytest.raises(ConfigError, match=r"role tally is registered already, by .*tally\.py"):
-        load_train_config([f"algorithm.user_files=[{files}]"])
-
-
 def test_two_stages_with_one_method_are_refused(own_roles) -> None:
     stage = RoleStage("score", reads=("uid",), before="shape_scores")
     with pytest.raises(ConfigError, match="role tally has two stages that call score"):
         register_role(Role.add("Tally"), stages=[stage, stage])
-
-
-def test_programs_give_classes_and_pools_only_to_roles_of_the_run(
-    train_overrides, own_roles
-) -> None:
-    config = load_train_config(train_overrides)
-    with pytest.raises(ConfigError, match="role_worker_mapping has role reward_model, which"):
-        RayPPOTrainer(config, role_worker_mapping={Role.RewardModel: object})
-    manager = ResourcePoolManager(
-        {"a": [1], "b": [1]}, {Role.ActorRollout: "a", Role.RewardModel: "b"}, get_backend("local")
-    )
-    with pytest.raises(ConfigError, match="resource_pool_manager has role reward_model, which"):
-        RayPPOTrainer(config, resource_pool_manager=manager)
 
 
 def test_a_role_without_a_pool_of_the_program_is_named(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 
 import pytest
 import torch
@@ -198,19 +197,6 @@ def test_a_role_that_scores_equals_a_function_that_scores(
              "data.val_batch_size=5")  # fmt: skip
     if variant == "grpo":
         assert trained([*again, *apart]) == expected
-
-
-def test_data_without_ground_truth_needs_a_role_that_scores(
-    train_overrides, own_roles, tmp_path
-) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("\n".join(json.dumps({"prompt": f"{i}+1?"}) for i in range(16)))
-    given = [*train_overrides, f"data.train_files=[{file}]", f"data.val_files=[{file}]"]
-    with pytest.raises(Exception, match="data_source") as caught:
-        RayPPOTrainer(load_train_config(given))
-    assert "row 0" in str(caught.value)
-    register_role(Role.add("Scorer"), worker=Scorer, stages=[SCORING])
-    assert trained(given)[-1]["val/samples"] == 16
 
 
 def test_a_program_may_give_the_class_and_the_pool(train_overrides, own_roles) -> None:

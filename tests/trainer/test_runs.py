@@ -149,15 +149,6 @@ def test_two_ranks_compute_the_steps_of_one_rank(run, tmp_path, own) -> None:
         ), name
 
 
-def test_equal_seeds_give_equal_runs_and_different_seeds_different_runs(run, tmp_path) -> None:
-    first, again, other = (
-        timeless(run(f"trainer.seed={seed}", f"trainer.default_local_dir={tmp_path / name}"))
-        for seed, name in ((1, "a"), (1, "b"), (2, "c"))
-    )
-    assert first == again
-    assert first != other
-
-
 def test_a_run_that_died_before_its_first_checkpoint_begins_again(
     run, tmp_path, monkeypatch, caplog
 ) -> None:

@@ -143,19 +143,6 @@ def test_the_pools_of_a_program_are_released_with_the_run(monkeypatch) -> None:
         assert in_use == []
 
 
-def test_the_schedule_of_each_role_counts_the_optimizer_steps_of_this_role() -> None:
-    config = load_config(
-        TrainConfig,
-        ["algorithm.adv_estimator=gae", "data.train_batch_size=32", "critic.warmup_steps=4",
-         "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.actor.ppo_epochs=3",
-         "critic.ppo_mini_batch_size=16", "critic.ppo_epochs=1"],
-    )  # fmt: skip
-    workers = {"actor_rollout": ["actor", "rollout"], "critic": ["critic"]}
-    classes = worker_classes(config, workers, 10, {})
-    steps = {key: cls.kwargs["runtime"].total_steps for key, cls in classes.items()}
-    assert steps == {"actor_rollout": 72, "critic": 20}
-
-
 class HalfCritic(Idle):
     """A critic that computes values and cannot be updated."""
 

@@ -46,16 +46,6 @@ def test_a_step_that_takes_longer_than_the_grace_is_interrupted():
         time.sleep(600)
 
 
-@pytest.mark.parametrize("save", [True, False])
-def test_where_there_is_nothing_to_save_the_first_signal_stops(save):
-    stop = stopper(save=save)
-    with stop.listening(), pytest.raises(KeyboardInterrupt):
-        if not save:
-            with stop.steps():
-                signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
-
-
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_library_does_not_replace_the_handlers_of_the_run(number):
     stop = stopper()

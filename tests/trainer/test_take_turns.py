@@ -7,13 +7,11 @@ import torch
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
-from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.rollout import ROLLOUTS
 from quadriga.rollout.hf import HF
 from quadriga.rollout.hf.engine import HFRollout
 from quadriga.trainer import role_workers
-from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.weight_sync.worker import PolicyWeights
 from quadriga.workers import ActorRolloutRefWorker
 
@@ -149,23 +147,3 @@ class TestDroppedWeights:
         copy = "actor_rollout_ref.rollout.share_weights=false"
         run("actor_rollout_ref.rollout.name=dropping", copy)
         assert Dropping.updates == 3
-
-    def test_trained_weights_that_were_not_synced_get_a_new_version(
-        self, train_overrides, monkeypatch
-    ):
-        overrides = [*train_overrides, f"{TURNS}=true", "trainer.backend=local",
-                     "actor_rollout_ref.rollout.name=dropping"]  # fmt: skip
-        trainer = RayPPOTrainer(load_config(TrainConfig, overrides))
-        groups = trainer.init_workers()
-        try:
-            groups.sync_weights()
-            actor, before = groups.actor, Dropping.updates
-            version = actor.actor_weight_version()
-            for trained in (0, 2, 2):
-                monkeypatch.setattr(FSDPEngine, "optimizer_steps", property(lambda _, n=trained: n))
-                actor.trainer_mode()  # which drops the weights
-                actor.rollout_mode()
-            assert Dropping.updates == before + 3
-            assert Dropping.last_version == actor.actor_weight_version() == version + 1
-        finally:
-            trainer.close()

@@ -173,14 +173,3 @@ def test_validation_of_a_run_equals_an_evaluation_of_its_model(
     samples = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
     texts = [json.loads(line)["response"] for line in samples if '"val"' in line][:4]
     assert len(set(texts)) > 1
-
-
-def test_a_run_that_is_resumed_continues_to_name_no_accuracy_where_scores_were_not_right_or_wrong():
-    record = Record()
-    record.last_validation = {"val/score": 0.5}
-    batches = [prompts([0, 1], [None, None])]
-    metrics = Validator(0, batches, Rollout(), Reward([1, 0]), record).run(step=5, due=True)
-    assert metrics["val/score"] == 0.5 and "val/accuracy" not in metrics
-    record.last_validation = {"val/score": 1.0, "val/accuracy": 1.0}
-    metrics = Validator(0, batches, Rollout(), Reward([1, 0]), record).run(step=5, due=True)
-    assert metrics["val/accuracy"] == 0.5
