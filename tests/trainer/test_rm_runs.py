@@ -10,6 +10,7 @@ import torch
 from run_cases import timeless
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from quadriga.algorithms.pairwise_loss import pairwise_loss
 from quadriga.config.commands import RMConfig
 from quadriga.config.loading import load_config
 from quadriga.engines.fsdp import FSDPEngine
@@ -67,6 +68,17 @@ def settings(tiny_task, tmp_path):
 def metrics(config):
     folder = Path(config.trainer.default_local_dir)
     return timeless(list(read_jsonl(folder / "metrics.jsonl")))
+
+
+def test_the_loss_by_hand_and_its_derivative():
+    chosen = torch.tensor([2.0, 0.0], dtype=torch.float64, requires_grad=True)
+    rejected = torch.tensor([1.0, 3.0], dtype=torch.float64, requires_grad=True)
+    found = pairwise_loss(chosen, rejected, torch.tensor([0.5, 0.0], dtype=torch.float64))
+    # −log σ(0.5) and −log σ(−3)
+    assert found.loss_P.tolist() == pytest.approx([0.4740769842, 3.0485873515])
+    found.loss_P.sum().backward()
+    assert torch.allclose(chosen.grad, -found.slope_P)
+    assert torch.allclose(rejected.grad, found.slope_P)
 
 
 @pytest.mark.parametrize(
