@@ -95,7 +95,7 @@ def test_a_method_of_a_trainer_whose_body_would_not_run_is_refused(settings):
     async def later(self, *args):
         pass
 
-    for name in ("save", "make_validator", "_due", "fit"):
+    for name in ("save", "make_validator", "end_step", "fit"):
         own = type("Own", (RayPPOTrainer,), {name: later})
         with pytest.raises(ConfigError, match=rf"Own\.{name} is a coroutine function, whose body"):
             own(settings)
