@@ -173,7 +173,7 @@ def test_a_critic_on_other_ranks_has_the_mini_batches_of_one_rank(actor, critic,
     tensors["sequence_length"] = torch.from_numpy(length) + 1
     data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": uid})
     ordered, _ = stages.balance_over_ranks(data, balance)
-    order = balance.of_critic(count)
+    order = balance.critic_order(count)
     parts = ordered.select_idxs(order).chunk(critic)
     share = size // critic
     for mini in range(count // size):

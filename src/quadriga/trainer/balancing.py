@@ -68,7 +68,7 @@ class Balance:
         parts = [part[rank] for rank in range(self.ranks) for part in pieces]
         return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
-    def of_critic(self, rows: int) -> NDArray[np.int64] | None:
+    def critic_order(self, rows: int) -> NDArray[np.int64] | None:
         """Return the order in which a critic on another number of ranks gets the rows of a batch
         that is ordered for the actor, so that it has the mini-batches that one rank has.
 

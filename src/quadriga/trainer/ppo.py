@@ -193,7 +193,7 @@ class RayPPOTrainer:
 
                     if critic:
                         with record.span("update_critic"):
-                            order = balance.of_critic(len(batch))
+                            order = balance.critic_order(len(batch))
                             batch = runner.update(critic.update_critic, batch, order)
                     # In the first `warmup_steps` steps only the critic learns.
                     if self.step > self.config.critic.warmup_steps or not critic:
