@@ -128,10 +128,10 @@ class BatchPlan(_Step):
             ]
         if self.total_steps is not None:
             actor_steps, critic_steps = self.optimizer_steps(self.total_steps)
-            critic_order = f" and {critic_steps} of the critic" if with_critic else ""
+            of_critic = f" and {critic_steps} of the critic" if with_critic else ""
             lines.append(
                 f"run                    {self.total_steps} steps, "
-                f"{actor_steps} optimizer steps of the actor{critic_order}"
+                f"{actor_steps} optimizer steps of the actor{of_critic}"
             )
         return "\n".join(lines)
 
