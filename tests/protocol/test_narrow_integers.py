@@ -10,14 +10,7 @@ import torch
 
 from quadriga.protocol import DataProto, message, use_store
 from quadriga.protocol.boundary import pack_argument, pack_result, unpack_argument, unpack_result
-from quadriga.protocol.storage import CONTROLLER, InProcessStore, Origin, traffic
-from quadriga.workers.method_fields import (
-    COMPUTE_LOG_PROB,
-    COMPUTE_VALUES,
-    GENERATE_SEQUENCES,
-    UPDATE_ACTOR,
-    UPDATE_CRITIC,
-)
+from quadriga.protocol.storage import InProcessStore, Origin, traffic
 
 
 class OtherProcess(InProcessStore):
@@ -149,43 +142,6 @@ def step_fields() -> dict[str, torch.Tensor]:
         "responses": ids[:, P:], "prompts": ids[:, :P], "position_ids": mask.cumsum(1) - 1,
     }  # fmt: skip
     return {name: made.get(name, torch.rand(B, R)) for name in BYTES_OF_TOKEN}
-
-
-@pytest.mark.parametrize(
-    ("stage", "before", "now"),
-    [
-        (COMPUTE_LOG_PROB, 16_384, 4_352),
-        (COMPUTE_VALUES, 16_384, 4_352),
-        (UPDATE_CRITIC, 20_480, 8_448),
-        (UPDATE_ACTOR, 22_528, 10_496),
-    ],
-    ids=lambda value: getattr(value, "name", value),
-)
-def test_a_method_of_a_step_moves_the_bytes_of_its_fields_to_a_rank(stage, before, now, sent):
-    """Bytes for each row; `before` is the same with 8 bytes for each integer."""
-    batch = unpack_result(
-        pack_result(DataProto.from_dict(step_fields()), Origin("Actor", 0, "generate_sequences"))
-    )
-    received = unpack_argument(pack_argument(batch))
-    reads = [*stage.reads, *(n for n in stage.reads_if_present if n in BYTES_OF_TOKEN)]
-    traffic.reset()
-    for name in reads:
-        assert torch.equal(received.batch[name], batch.batch[name])
-    sizes = [BYTES_OF_TOKEN[name] for name in reads]
-    assert sum(columns * dtype for columns, _, dtype in sizes) == before
-    assert sum(columns * item for columns, item, _ in sizes) == now
-    assert traffic.reset().fetched_bytes == 2 * B * now  # of `received` and of `batch`
-
-
-def test_the_result_of_generation_is_stored_in_the_bytes_of_its_numbers(sent):
-    known = {name for name in GENERATE_SEQUENCES.writes if name in BYTES_OF_TOKEN}
-    fields = {name: tensor for name, tensor in step_fields().items() if name in known}
-    assert len(fields) == 7
-    traffic.reset()
-    pack_result(DataProto.from_dict(fields), CONTROLLER)
-    assert traffic.reset().stored_bytes == B * sum(
-        columns * item for columns, item, _ in (BYTES_OF_TOKEN[name] for name in known)
-    )
 
 
 def test_numpy_arrays_keep_their_dtype(sent):

@@ -11,7 +11,7 @@ from quadriga.backends.ray import store as ray_store
 from quadriga.errors import LostObjectError
 from quadriga.protocol.columns import RemoteColumn, fetch, row_map_of_shard
 from quadriga.protocol.encoding import encode
-from quadriga.protocol.storage import Origin
+from quadriga.protocol.storage import Origin, fetch_many
 
 MB = 2**20
 
@@ -64,7 +64,7 @@ def test_handles_of_one_object_return_their_own_values(monkeypatch):
     store = ray_store.RayStore()
     handles = store.put_many([("a", 1), (np.zeros(1), 16 * MB), ("b", 2), ("c", 3)])
     assert len(kept) == 2 and [h.nbytes for h in handles] == [1, 16 * MB, 2, 3]
-    assert store.get_many([handles[3], handles[0], handles[2]]) == ["c", "a", "b"]
+    assert fetch_many([handles[3], handles[0], handles[2]]) == ["c", "a", "b"]
     assert handles[1].fetch() is kept[0]
 
 

@@ -158,10 +158,6 @@ class RemoteBatch:
             raise self._missing(key)
         del self.columns[key]
 
-    def del_(self, key: str) -> RemoteBatch:
-        del self[key]
-        return self
-
     def pop(self, key: str, default: object = _ABSENT) -> Entry:
         """Remove a tensor and return it; fetches it."""
         if key not in self.columns and default is not _ABSENT:
@@ -206,9 +202,6 @@ class RemoteBatch:
     def to_tensordict(self) -> TensorDict:
         """Return a real `TensorDict` of the same tensors; fetches all of them."""
         return as_tensordict(self._read_all(), self.batch_size, self.device)
-
-    def is_empty(self) -> bool:
-        return not self.columns
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.to_tensordict())

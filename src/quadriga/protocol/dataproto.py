@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from quadriga.errors import FieldError, LengthError, ProtocolError
+from quadriga.errors import FieldError, LengthError
 from quadriga.protocol import contents as halves
 from quadriga.protocol import disk
 from quadriga.protocol.contents import (
@@ -54,19 +54,7 @@ from quadriga.protocol.storage import Array
 from quadriga.protocol.values import object_array
 
 
-class _CheckedSettings(type):
-    """Makes `DataProtoConfig.auto_padding = True` a checked assignment."""
-
-    def __setattr__(cls, name: str, value: object) -> None:
-        if name == "auto_padding" and not isinstance(value, bool):
-            raise ProtocolError(
-                f"DataProtoConfig.auto_padding: expected True or False, got {value!r} "
-                f"({type(value).__name__})"
-            )
-        super().__setattr__(name, value)
-
-
-class DataProtoConfig(metaclass=_CheckedSettings):
+class DataProtoConfig:
     """Settings of `DataProto` for this process.
 
     `auto_padding`: if True, a batch that does not divide by the number of ranks is padded for the

@@ -212,13 +212,11 @@ def load(filepath: str | Path) -> Contents:
     path = Path(filepath)
     try:
         if not path.is_file():  # False also for a pipe, and for a name with a zero byte
-            raise DataError(f"no batch file {path}", path=str(path))
+            raise OSError("no batch file")
         with path.open("rb") as file:
             contents = _Reader(file).contents()
         halves.check(contents)
         return contents
-    except DataError:
-        raise
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}", path=str(path)) from error
     except _REFUSALS as error:
@@ -242,12 +240,10 @@ class _Reader:
         size = file.seek(0, os.SEEK_END)
         length = int.from_bytes(self._bytes(0, min(8, size)), "little")
         if not 0 < length <= min(MAX_HEADER, size - 8):
-            raise ValueError(f"a header of {length} bytes in a file of {size}: it is truncated, or "
-                             "not a file of this version of DataProto.save_to_disk")  # fmt: skip
+            raise ValueError(f"a header of {length} bytes: truncated, or no file of save_to_disk")
         header = json.loads(self._bytes(8, length))
         if header.pop("__metadata__", None) != METADATA:
-            raise ValueError("it is a safetensors file, but not of DataProto.save_to_disk with "
-                             f"version {METADATA['version']} of the format")  # fmt: skip
+            raise ValueError(f"not of DataProto.save_to_disk with the metadata {METADATA}")
         self._entries = _entries(header, 8 + length, size)
         digest, end = hashlib.sha256(), size - _DIGEST_BYTES
         for start in range(0, end, _CHUNK):
@@ -343,8 +339,6 @@ def _entries(
         entries[name], at = (at, dtype, tuple(shape)), stop
     if at != size or [*entries][-1:] != [DIGEST] or entries[DIGEST][1:] != ("U8", (_DIGEST_BYTES,)):
         raise ValueError(f"the header describes {at} bytes, the file has {size}")
-    if STRUCTURE not in entries or entries[STRUCTURE][1] != "U8":
-        raise ValueError(f"the entry {STRUCTURE} is missing")
     return entries
 
 

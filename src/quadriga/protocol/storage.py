@@ -98,9 +98,6 @@ class Store(Protocol):
         """Put each `(value, nbytes)`. Values that are put together may be kept until the handles
         of all of them are dropped."""
 
-    def get_many(self, handles: Sequence[Handle]) -> list[StoredValue]:
-        """Return the values of these handles, in order."""
-
 
 class RowHandle(Handle, Protocol):
     """A handle of a store that can send some rows of a payload without the others."""
@@ -200,9 +197,6 @@ class InProcessStore:
 
     def put_many(self, values: Sequence[tuple[StoredValue, int]]) -> list[Handle]:
         return [self.put(value, nbytes) for value, nbytes in values]
-
-    def get_many(self, handles: Sequence[Handle]) -> list[StoredValue]:
-        return fetch_many(handles)
 
 
 _process_store: Store = InProcessStore()

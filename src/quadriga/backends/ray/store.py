@@ -36,7 +36,7 @@ import ray
 
 from quadriga.backends.ray.cluster import cluster_nodes
 from quadriga.errors import LostObjectError
-from quadriga.protocol.storage import Handle, Transport, fetch_many, transports
+from quadriga.protocol.storage import Handle, Transport, transports
 
 if TYPE_CHECKING:
     from quadriga.backends.ray.cluster import Ref
@@ -201,10 +201,6 @@ class RayStore:
                 handles[i] = self.handle_class(location, values[i][1], index)
         return [handles[i] for i in range(len(values))]
 
-    def get_many(self, handles: Sequence[Handle]) -> list[object]:
-        """Return the values of these handles, in order."""
-        return fetch_many(handles)
-
 
 def alone_bytes() -> int:
     """Return the size from which on a value is an object of its own.
@@ -299,10 +295,6 @@ class ResultStore:
     def put_many(self, values: Sequence[tuple[object, int]]) -> list[Handle]:
         """Keep values for the returns of the task."""
         return [self.put(value, nbytes) for value, nbytes in values]
-
-    def get_many(self, handles: Sequence[Handle]) -> list[object]:
-        """Return the values of these handles, in order."""
-        return fetch_many(handles)
 
     def returns(self, value: object, count: int) -> tuple[object, ...]:
         """Return the first return of the task and its `count` returns of fields.
