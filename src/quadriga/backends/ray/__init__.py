@@ -8,8 +8,7 @@
     submission       encode calls and send them; `referenced`: a reference that is an argument
     profiling        profilers of ranks
     rank_process     the process of one rank
-    start            start ranks, ask existing ranks, the register center
-    class_with_args  classes with their actor options
+    start            classes with their actor options, start ranks, the register center
     pool             pools and their placement groups
     backend          RayWorkerGroup and RayBackend
     programs         Ray's own calls, for programs of `quadriga.compat`
