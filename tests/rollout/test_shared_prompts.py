@@ -20,7 +20,6 @@ from quadriga.rollout.base import SamplingParams
 from quadriga.rollout.hf.decode_attention import decode_attention, use_decode_attention
 from quadriga.rollout.hf.engine import HFRollout
 from quadriga.rollout.hf.kv_cache import (
-    CacheBuffers,
     PromptCache,
     PromptRows,
     RepeatedPrompts,
@@ -132,7 +131,7 @@ def test_a_prompt_is_held_once():
     assert use_decode_attention(model)
     sizes = {}
     for kind in (SharedPrompts, RepeatedPrompts):
-        cache = kind(model, CacheBuffers())
+        cache = kind(model)
         with torch.inference_mode():
             model(torch.arange(40).view(1, 40), past_key_values=cache.cache, use_cache=True)
         cache.begin_rows(torch.zeros(8, dtype=torch.int64), None, 3)

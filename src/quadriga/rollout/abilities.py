@@ -118,9 +118,7 @@ class SamplingParams:
         return tuple(name for name, active in excludes.items() if active)
 
 
-LogProbCondition = Literal[
-    "always", "unfiltered", "at temperature 1", "unfiltered or at temperature 1", "never"
-]
+LogProbCondition = Literal["always", "unfiltered", "at temperature 1"]
 """When an engine can give one kind of log-probabilities.
 
 "unfiltered": `SamplingParams.filters` is empty. "at temperature 1": the temperature is 1, or 0.
@@ -181,16 +179,12 @@ class RolloutAbilities:
 
     def gives_log_probs(self, sampling: SamplingParams) -> bool:
         """Return whether the engine can give `sampling.log_probs` with these settings."""
-        condition = self.log_probs.get(sampling.log_probs, "never")
-        unfiltered = not sampling.filters
-        at_one = sampling.temperature in (0, 1)
-        return {
-            "always": True,
-            "unfiltered": unfiltered,
-            "at temperature 1": at_one,
-            "unfiltered or at temperature 1": unfiltered or at_one,
-            "never": False,
-        }[condition]
+        condition = self.log_probs.get(sampling.log_probs)
+        if condition == "unfiltered":
+            return not sampling.filters
+        return condition == "always" or (
+            condition == "at temperature 1" and sampling.temperature in (0, 1)
+        )
 
     def check(self, sampling: SamplingParams, engine: str) -> None:
         """Check that the engine can do what `sampling` asks.

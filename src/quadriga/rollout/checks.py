@@ -1,32 +1,6 @@
 """Checks of what a rollout engine is asked for, and of what it returns before training reads it.
 
-Shapes: B rows, P prompt columns, T columns of a sequence.
-"""
-
-from __future__ import annotations
-
-from typing import Literal
-
-import torch
-from torch import Tensor
-
-from quadriga.errors import RolloutInputError, RolloutOutputError, ShapeError
-from quadriga.rollout.abilities import RolloutAbilities
-from quadriga.rollout.base import RolloutOutput, SamplingParams
-
-OutputFault = Literal[
-    "row count",
-    "shape",
-    "dtype",
-    "mask",
-    "token id",
-    "padding",
-    "log-probability",
-    "end",
-    "finish reason",
-    "weight version",
-]
-"""What an engine's output violates.
+The attribute `fault` of a `RolloutOutputError`:
 
 - `row count`, `shape`, `dtype`: of the tensors, or the number of finish reasons.
 - `mask`: a row of the response mask is not ones followed by zeros, or is empty.
@@ -36,12 +10,23 @@ OutputFault = Literal[
 - `end`: an end token inside a response.
 - `finish reason`: it disagrees with the last token or with the length.
 - `weight version`: other weights than the engine held during the call.
+
+Shapes: B rows, P prompt columns, T columns of a sequence.
 """
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quadriga.errors import RolloutInputError, RolloutOutputError, ShapeError
+from quadriga.rollout.abilities import RolloutAbilities
+from quadriga.rollout.base import RolloutOutput, SamplingParams
 
 _ROUNDING = 1e-3
 """Nats by which rounding may bring the log-probability of a certain token above 0."""
 
-_Rule = tuple[OutputFault, Tensor, str]
+_Rule = tuple[str, Tensor, str]
 """What is violated, for each row whether it is right, and the problem in words."""
 
 
@@ -177,7 +162,7 @@ class OutputCheck:
             versions: the versions of the weights that may have sampled a row.
 
         Raises:
-            RolloutOutputError: the output breaks the protocol. Attribute `fault`: an `OutputFault`.
+            RolloutOutputError: the output breaks the protocol. Attribute `fault`; see the module.
         """
         width = sampling.max_new_tokens
         self._form("response_ids", out.response_ids, (rows, width), torch.int64)
@@ -252,7 +237,7 @@ class OutputCheck:
             if not bool(right_B.all()):
                 raise self._error(fault, int((~right_B).nonzero()[0]), problem)
 
-    def _error(self, fault: OutputFault, row: int | None, problem: str) -> RolloutOutputError:
+    def _error(self, fault: str, row: int | None, problem: str) -> RolloutOutputError:
         where = "" if self._rank is None else f" on rank {self._rank}"
         what = "its output" if row is None else f"row {row} of its output"
         return RolloutOutputError(

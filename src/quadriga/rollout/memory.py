@@ -23,7 +23,6 @@ from quadriga.parallel.device import compute_dtype
 from quadriga.rollout.base import SamplingParams
 from quadriga.rollout.hf.generation import CachedModel
 from quadriga.rollout.hf.kv_cache import (
-    CacheBuffers,
     PromptRows,
     RepeatedPrompts,
     SharedPrompts,
@@ -158,7 +157,7 @@ class _SimulatedGeneration:
     def __init__(self, model: CachedModel, rows: GeneratedRows) -> None:
         self.model = model
         self.rows = rows
-        self.cache = model.new_cache(CacheBuffers())
+        self.cache = model.new_cache()
         # Token ids, log-probabilities, and the uniform numbers that sampling needs.
         self.outputs = torch.empty(rows.count, rows.response, 20, dtype=torch.uint8, device=META)
         self.copied = 0

@@ -31,7 +31,6 @@ from quadriga.rollout.base import (
 )
 from quadriga.rollout.checks import check_request, check_sequences
 from quadriga.rollout.hf.generation import CachedModel, Generation, check_generation
-from quadriga.rollout.hf.kv_cache import CacheBuffers
 from quadriga.rollout.responses import StopStringsOfModel
 
 
@@ -104,11 +103,11 @@ class HFRollout(RolloutEngine):
         mask = torch.zeros(count, width, dtype=torch.int64)
         log_probs = torch.zeros(count, width)
         stopped = torch.zeros(count, dtype=torch.bool)
-        stop_strings, buffers = self._stop_strings.check(sampling.stop_strings), CacheBuffers()
+        stop_strings = self._stop_strings.check(sampling.stop_strings)
         with torch.inference_mode():
             for rows in self._micro_batches(attention_mask):
                 seeds = sample_seeds[rows].to(self.device)
-                generation = Generation(self._cached, sampling, seeds, stop_strings, buffers)
+                generation = Generation(self._cached, sampling, seeds, stop_strings)
                 of_rows = None if images is None else images.select(rows)
                 generation.prefill(prompt_ids[rows], attention_mask[rows], of_rows)
                 generation.decode()

@@ -19,7 +19,6 @@ from quadriga.parallel.packing import first_row_with_same_prompt
 from quadriga.rollout.abilities import SamplingParams
 from quadriga.rollout.hf.decode_attention import use_decode_attention
 from quadriga.rollout.hf.kv_cache import (
-    CacheBuffers,
     RepeatedPrompts,
     RowRemoval,
     SharedPrompts,
@@ -43,10 +42,10 @@ class CachedModel:
         self._parameters = set(inspect.signature(module.forward).parameters)
         self.shares_prompts = use_decode_attention(module)
 
-    def new_cache(self, buffers: CacheBuffers) -> SharedPrompts | RepeatedPrompts:
-        """Return an empty cache, in the memory of earlier ones."""
+    def new_cache(self) -> SharedPrompts | RepeatedPrompts:
+        """Return an empty cache."""
         kind = SharedPrompts if self.shares_prompts else RepeatedPrompts
-        return kind(self.module, buffers)
+        return kind(self.module)
 
     def forward(
         self,
@@ -102,12 +101,10 @@ class Generation:
         sampling: SamplingParams,
         seeds: Tensor,
         stop_strings: StopStrings | None,
-        buffers: CacheBuffers,
     ) -> None:
         self.model = model
         self.device = model.device
         self.stop_strings = stop_strings
-        self.buffers = buffers
         self.sampling = sampling
         count, width = len(seeds), sampling.max_new_tokens
         self.uniform = uniform(seeds, torch.arange(width, device=self.device))
@@ -146,7 +143,7 @@ class Generation:
             positions = owners.position_ids[..., first_column:].transpose(0, 1).to(self.device)
             # The first new token is behind the largest number of the prompt in any dimension.
             following = positions.amax((0, 2)) + 1
-        self.rows = self.model.new_cache(self.buffers)
+        self.rows = self.model.new_cache()
         ids = prompts[distinct].to(self.device)
         logits = self.model.forward(self.rows.cache, ids, positions, others)
         self.rows.begin_rows(
@@ -204,11 +201,7 @@ class Generation:
         self.positions = self.positions + 1
 
     def collect(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return ids, mask, log-probabilities and `stopped` on the CPU, masked behind the end.
-
-        The cache is not used afterwards: its buffers are kept for the next micro-batch.
-        """
-        self.rows.release()
+        """Return ids, mask, log-probabilities and `stopped` on the CPU, masked behind the end."""
         mask = torch.arange(self.ids.shape[1], device=self.device) < self.lengths[:, None]
         ids = self.ids.masked_fill(~mask, self.sampling.pad_token_id)
         log_probs = self.log_probs.masked_fill(~mask, 0.0)

@@ -9,7 +9,6 @@ Shapes: b rows, p distinct prompts of P columns, H heads, Hk key heads, `length`
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -60,17 +59,6 @@ if TYPE_CHECKING:
 #   returned                   3  4  5      views of the buffer; the older columns stay in it
 #   get_mask_sizes(1) = (3, 3): the mask has 3 columns, and its first is column 3
 
-# Memory of three caches after one another, of one buffer each. The sizes are numbers of elements:
-#
-#   micro-batch           needs   from       free afterwards
-#   1, prefill            100     new        -
-#   1, the next token     180     new        -              the buffer of 100 is freed
-#   1 ends                                   180
-#   2, prefill            120     the 180    -
-#   2, rows are removed    90     new        -              the 180 is freed
-#   2 ends                                   90
-#   3, prefill            100     new        -              the 90 is dropped: it is too small
-
 _SPARE_COLUMNS = 64
 
 
@@ -100,53 +88,11 @@ class RowRemoval:
         return RowRemoval(order, places, sources)
 
 
-class CacheBuffers:
-    """Memory that the caches of successive micro-batches use one after the other.
-
-    Buffers in use and free ones together need no more memory than one cache at its largest: a
-    buffer is kept only if another kept one takes its place, or at the end of a micro-batch.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []
-
-    @property
-    def free_bytes(self) -> int:
-        """The bytes that are kept for the next cache."""
-        return sum(flat.nbytes for flat in self._free)
-
-    def take(self, like: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, bool]:
-        """Return a buffer of a shape, with the dtype and device of `like`, and whether it was kept.
-
-        Its values are undefined. The smallest one that suffices is taken.
-        """
-        count = math.prod(shape)
-        kind = (like.dtype, like.device)
-        fitting = [f for f in self._free if (f.dtype, f.device) == kind and f.numel() >= count]
-        if fitting:
-            flat = min(fitting, key=Tensor.numel)
-            self._remove(flat)
-            return flat[:count].view(shape), True
-        if self._free:
-            # The new buffer takes the place of one that is too small.
-            self._remove(max(self._free, key=Tensor.numel))
-        return like.new_empty(shape), False
-
-    def give(self, buffer: Tensor) -> None:
-        """Keep the memory of a buffer that is no longer used."""
-        whole = buffer.new_empty(0).set_(buffer.untyped_storage())
-        self._free.append(whole)
-
-    def _remove(self, flat: Tensor) -> None:
-        self._free = [other for other in self._free if other is not flat]
-
-
 class GrowingCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as a base class
     """Keys and values [b, H, length, D] of one layer, in buffers with spare columns.
 
     Args:
         window: the tokens that a query can see, itself included. None: all tokens before it.
-        buffers: the memory of earlier caches.
         spare_columns: columns that a new buffer has beside those that it must hold.
     """
 
@@ -154,23 +100,17 @@ class GrowingCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as
     keys: Tensor
     values: Tensor
 
-    def __init__(
-        self,
-        window: int | None = None,
-        buffers: CacheBuffers | None = None,
-        spare_columns: int = _SPARE_COLUMNS,
-    ) -> None:
+    def __init__(self, window: int | None = None, spare_columns: int = _SPARE_COLUMNS) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers has no annotations here
         self.length = 0
         self.window = window
         self.is_sliding = window is not None
-        self._buffers = buffers or CacheBuffers()
         self._spare_columns = spare_columns
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate buffers for the first tokens, whose shape and dtype they take."""
-        self.keys, _ = self._resized(key_states[:, :, :0], key_states.shape[2])
-        self.values, _ = self._resized(value_states[:, :, :0], value_states.shape[2])
+        self.keys = self._resized(key_states[:, :, :0], key_states.shape[2])
+        self.values = self._resized(value_states[:, :, :0], value_states.shape[2])
         self.is_initialized = True
 
     def update(
@@ -182,8 +122,8 @@ class GrowingCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as
         added = key_states.shape[2]
         start, end = self._first_seen(), self.length + added
         if end > self.keys.shape[2]:
-            self.keys = self._replaced(self.keys, added)
-            self.values = self._replaced(self.values, added)
+            self.keys = self._resized(self.keys[:, :, : self.length], added)
+            self.values = self._resized(self.values[:, :, : self.length], added)
         self.keys[:, :, self.length : end] = key_states
         self.values[:, :, self.length : end] = value_states
         self.length = end
@@ -200,8 +140,8 @@ class GrowingCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as
     def reorder_cache(self, rows: Tensor) -> None:
         """Keep only `rows`, in their order, in another buffer. A row may be repeated."""
         if self.is_initialized:
-            self.keys = self._replaced(self.keys, 0, rows)
-            self.values = self._replaced(self.values, 0, rows)
+            self.keys = self._resized(self.keys[:, :, : self.length], 0, rows)
+            self.values = self._resized(self.values[:, :, : self.length], 0, rows)
 
     def remove_rows(self, removal: RowRemoval) -> None:
         """Remove rows in place."""
@@ -214,34 +154,17 @@ class GrowingCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as
         used.index_copy_(0, removal.places, used.index_select(0, removal.sources))
         return buffer[: len(removal.order)]
 
-    def release(self) -> None:
-        """Keep the buffers for the next cache. This layer is empty then."""
-        if self.is_initialized:
-            self._buffers.give(self.keys)
-            self._buffers.give(self.values)
-            del self.keys, self.values
-            self.length, self.is_initialized = 0, False
-
-    def _replaced(self, old: Tensor, added: int, rows: Tensor | None = None) -> Tensor:
-        """Return the columns in use, or some of their rows, in another buffer; keep the old one if
-        the other one was kept too."""
-        new, was_kept = self._resized(old[:, :, : self.length], added, rows)
-        if was_kept:
-            self._buffers.give(old)
-        return new
-
-    def _resized(self, old: Tensor, added: int, rows: Tensor | None = None) -> tuple[Tensor, bool]:
+    def _resized(self, old: Tensor, added: int, rows: Tensor | None = None) -> Tensor:
         """Copy `old` [b, H, length, D], or some of its rows, to a buffer with space for `added`
-        more columns and the spare ones; return it, and whether it was kept before."""
+        more columns and the spare ones."""
         count, heads, length, width = old.shape
         count = count if rows is None else len(rows)
-        shape = (count, heads, length + added + self._spare_columns, width)
-        new, was_kept = self._buffers.take(old, shape)
+        new = old.new_empty(count, heads, length + added + self._spare_columns, width)
         if rows is None:
             new[:, :, :length] = old
         else:
             torch.index_select(old, 0, rows, out=new[:, :, :length])
-        return new, was_kept
+        return new
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return (columns of the mask for `query_length` new tokens, offset of the first)."""
@@ -286,28 +209,21 @@ def remove_rows(cache: Cache, removal: RowRemoval) -> None:
             layer.reorder_cache(removal.order)  # type: ignore[arg-type]  # LongTensor
 
 
-def release_cache(cache: Cache) -> None:
-    """Keep the buffers of a cache for the next one with the same `CacheBuffers`."""
-    for layer in cache.layers:
-        if isinstance(layer, GrowingCacheLayer):
-            layer.release()
-
-
-def growing_cache(config: PreTrainedConfig, buffers: CacheBuffers | None = None) -> Cache:
-    """Return an empty cache for a model of this config. `buffers`: the memory of earlier caches.
+def growing_cache(config: PreTrainedConfig) -> Cache:
+    """Return an empty cache for a model of this config.
 
     Transformers chooses the kind of each layer. Growing layers take the place of its full and
     sliding-window layers; layers with a recurrent state stay as they are.
     """
     layers = DynamicCache(config=config).layers
-    return Cache(layers=[_growing_layer(layer, buffers) for layer in layers])
+    return Cache(layers=[_growing_layer(layer) for layer in layers])
 
 
-def _growing_layer(layer: CacheLayer, buffers: CacheBuffers | None) -> CacheLayer:
+def _growing_layer(layer: CacheLayer) -> CacheLayer:
     if type(layer) is DynamicLayer:
-        return GrowingCacheLayer(buffers=buffers)
+        return GrowingCacheLayer()
     if type(layer) is DynamicSlidingWindowLayer:
-        return GrowingCacheLayer(layer.sliding_window, buffers)
+        return GrowingCacheLayer(layer.sliding_window)
     return layer
 
 
@@ -375,11 +291,10 @@ class PromptCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as 
     is_compileable = False
     is_sliding = False
 
-    def __init__(self, buffers: CacheBuffers | None) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers has no annotations here
-        buffers = buffers or CacheBuffers()
-        self.prompt = GrowingCacheLayer(buffers=buffers, spare_columns=0)
-        self.own = GrowingCacheLayer(buffers=buffers)
+        self.prompt = GrowingCacheLayer(spare_columns=0)
+        self.own = GrowingCacheLayer()
         self.prefilled = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -395,11 +310,6 @@ class PromptCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as 
         part = self.own if self.prefilled else self.prompt
         return part.update(key_states, value_states)
 
-    def release(self) -> None:
-        """Keep the buffers for the next cache."""
-        self.prompt.release()
-        self.own.release()
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return (columns of the mask for `query_length` new tokens, offset of the first)."""
         return self.get_seq_length() + query_length, 0
@@ -414,11 +324,11 @@ class PromptCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as 
 
 
 class PromptCache(Cache):
-    """A cache of `PromptCacheLayer`s. `buffers`: the memory of earlier caches."""
+    """A cache of `PromptCacheLayer`s."""
 
-    def __init__(self, config: PreTrainedConfig, buffers: CacheBuffers | None = None) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         count = len(DynamicCache(config=config).layers)
-        self.parts = [PromptCacheLayer(buffers) for _ in range(count)]
+        self.parts = [PromptCacheLayer() for _ in range(count)]
         super().__init__(layers=[*self.parts])
         self.attended: set[PromptCacheLayer] = set()
         """The layers whose rows have attended to their prompts."""
@@ -475,11 +385,6 @@ class PromptCache(Cache):
         for layer in self.parts:
             layer.own.remove_rows(removal)
 
-    def release(self) -> None:
-        """Keep the buffers of all layers for the next cache."""
-        for layer in self.parts:
-            layer.release()
-
 
 # The caches of a generation
 
@@ -492,8 +397,8 @@ class SharedPrompts:
     distinct prompts to it.
     """
 
-    def __init__(self, module: PreTrainedModel, buffers: CacheBuffers) -> None:
-        self.cache = PromptCache(module.config, buffers)
+    def __init__(self, module: PreTrainedModel) -> None:
+        self.cache = PromptCache(module.config)
         self._dtype = module.dtype
 
     def begin_rows(self, prompt_of_row: Tensor, visible: Tensor | None, new_tokens: int) -> None:
@@ -514,9 +419,6 @@ class SharedPrompts:
 
     def remove_rows(self, removal: RowRemoval) -> None:
         self.cache.remove_rows(removal)
-
-    def release(self) -> None:
-        self.cache.release()
 
     @property
     def growing(self) -> list[GrowingCacheLayer]:
@@ -551,8 +453,8 @@ class SharedPrompts:
 class RepeatedPrompts:
     """The cache of one micro-batch that holds the prompt of every row."""
 
-    def __init__(self, module: PreTrainedModel, buffers: CacheBuffers) -> None:
-        self.cache = growing_cache(module.config, buffers)
+    def __init__(self, module: PreTrainedModel) -> None:
+        self.cache = growing_cache(module.config)
         self.columns = 0
         """The columns in use, counted if there is padding."""
         self._module = module
@@ -578,9 +480,6 @@ class RepeatedPrompts:
         remove_rows(self.cache, removal)
         if self._mask is not None:
             self._mask = self._mask[removal.order]
-
-    def release(self) -> None:
-        release_cache(self.cache)
 
     @property
     def growing(self) -> list[GrowingCacheLayer]:

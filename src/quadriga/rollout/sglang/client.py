@@ -20,28 +20,32 @@ import torch
 from torch import Tensor
 
 from quadriga.config.schema import ModelConfig
-from quadriga.errors import RolloutDiedError, RolloutError, RolloutTimeoutError
+from quadriga.errors import (
+    RolloutDiedError,
+    RolloutError,
+    RolloutOutputError,
+    RolloutTimeoutError,
+)
 from quadriga.models.folder import local_folder
-from quadriga.parallel.distributed import gloo_on_loopback, rank
+from quadriga.parallel.distributed import gloo_on_loopback
+from quadriga.rollout.base import tensor_digest
 from quadriga.rollout.sglang.host import Json
 from quadriga.rollout.sglang.options import CPU_TOKENS, MEM_FRACTION_STATIC, SGLangOptions
 from quadriga.rollout.sglang.transports import (
-    NAME,
     Body,
     HostProcess,
     HTTPTransport,
     PipeTransport,
     Transport,
+    failed,
 )
 from quadriga.rollout.sglang.weights import (
     HeldWeight,
     Shapes,
     buckets,
-    check_restarted,
     checked,
     question,
     read_answer,
-    version_of_server,
 )
 
 T = TypeVar("T")
@@ -268,7 +272,14 @@ class Client:
             version = "-1"
             body: Body = {"new_version": version, "abort_all_requests": False}
             self.call("/update_weight_version", body)
-        return version_of_server(version, self._options.url)
+        try:
+            return int(str(version))
+        except ValueError:
+            raise failed(
+                RolloutError,
+                f"the weights of the server at {self._options.url} have the version {version!r}, "
+                "which is not a number; start it again",
+            ) from None
 
     # Requests
 
@@ -298,11 +309,7 @@ class Client:
             RolloutError: a request failed and could not be repeated.
         """
         if self._unusable:
-            raise RolloutError(
-                f"rollout engine {NAME!r} of rank {rank()}: {self._unusable}",
-                engine=NAME,
-                rank=rank(),
-            )
+            raise failed(RolloutError, self._unusable)
         done: dict[int, T] = {}
         while len(done) < len(bodies):
             waiting = {i: body for i, body in enumerate(bodies) if i not in done}
@@ -355,8 +362,7 @@ class Client:
                 if self._kept:
                     self._send(iter(self._kept.items()), self.version)
                 if self.held:
-                    held = {name: weight.digest for name, weight in self.held.items()}
-                    check_restarted(held, self._kept, self.read_back(), self.version)
+                    self._check_restarted()
                 self.pauses.started()
                 return
             except (RolloutDiedError, RolloutTimeoutError) as error:
@@ -368,6 +374,24 @@ class Client:
                 raise
         self._unusable = f"it failed before: {fault}"
         raise fault
+
+    def _check_restarted(self) -> None:
+        """Compare what a restarted SGLang holds with the weights that it was sent, and with the
+        first weights of the folder for the others."""
+        sent = {name: tensor_digest(self._kept[name]) for name in self.held if name in self._kept}
+        expected = {name: weight.digest for name, weight in self.held.items()} | sent
+        found = self.read_back()
+        wrong = [n for n, d in expected.items() if n not in found or found[n].digest != d]
+        if wrong:
+            raise failed(
+                RolloutOutputError,
+                f"after its restart {len(wrong)} of {len(expected)} weights differ from those of "
+                f"version {self.version}, {wrong[0]!r} first; no responses are sampled from them. "
+                "Start the run again from its last checkpoint",
+                fault="weights",
+                row=None,
+                version=self.version,
+            )
 
     def _may_restart(self) -> bool:
         started_here = isinstance(self._transport, PipeTransport)
@@ -463,13 +487,8 @@ class Client:
         """Call, and raise `RolloutError` if the answer says that it did not succeed."""
         answer = self.call(path, body, payload)
         if isinstance(answer, dict) and answer.get("success") is False:
-            raise RolloutError(
-                f"rollout engine {NAME!r} of rank {rank()}: SGLang did not carry out {path}: "
-                f"{answer.get('message')}",
-                engine=NAME,
-                rank=rank(),
-                method=path,
-            )
+            problem = f"SGLang did not carry out {path}: {answer.get('message')}"
+            raise failed(RolloutError, problem, method=path)
 
     # Device memory, which the trainer needs meanwhile. Without a GPU nothing is freed.
 

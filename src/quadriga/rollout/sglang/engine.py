@@ -25,7 +25,7 @@ from quadriga.rollout.sglang.client import Client, Launch
 from quadriga.rollout.sglang.host import Json
 from quadriga.rollout.sglang.options import SGLang
 from quadriga.rollout.sglang.requests import generate_body, read_samples, read_scores, score_body
-from quadriga.rollout.sglang.transports import NAME
+from quadriga.rollout.sglang.transports import NAME, failed
 from quadriga.rollout.sglang.weights import model_end_tokens, model_shapes
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -202,12 +202,8 @@ class SGLangRollout(RolloutEngine):
             held = self._client.read_back()
             missing = sorted(self._names - held.keys())
             if missing:
-                raise RolloutOutputError(
-                    f"rollout engine {NAME!r}: it no longer has the weight {missing[0]!r}",
-                    engine=NAME,
-                    fault="weights",
-                    row=None,
-                )
+                problem = f"it no longer has the weight {missing[0]!r}"
+                raise failed(RolloutOutputError, problem, fault="weights", row=None)
             return {name: weight.digest for name, weight in held.items()}
 
     def received_digests(self) -> Mapping[str, int]:

@@ -9,7 +9,7 @@ from quadriga.errors import RolloutOutputError
 from quadriga.rollout.abilities import SamplingParams
 from quadriga.rollout.responses import Response
 from quadriga.rollout.sglang.host import Json
-from quadriga.rollout.sglang.transports import NAME
+from quadriga.rollout.sglang.transports import failed
 
 T = TypeVar("T")
 _Entry = Mapping[str, Any]
@@ -136,9 +136,5 @@ def _log_probs(entries: Sequence[Sequence[Any]], count: int, row: int) -> list[f
 
 
 def _fault(row: int, fault: str, found: str) -> RolloutOutputError:
-    return RolloutOutputError(
-        f"rollout engine {NAME!r}: wrong {fault} in the answer for row {row}: {found}",
-        engine=NAME,
-        fault=fault,
-        row=row,
-    )
+    problem = f"wrong {fault} in the answer for row {row}: {found}"
+    return failed(RolloutOutputError, problem, fault=fault, row=row)

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from quadriga.errors import RolloutDiedError, RolloutError, RolloutTimeoutError, printable
@@ -34,6 +35,7 @@ _READ = 1 << 20
 _READER_S = 10.0  # for the thread that reads answers to see the end of the pipe
 _MAX_DETAIL = 2000
 NAME = "sglang"
+ErrorT = TypeVar("ErrorT", bound=RolloutError)
 _GUARD = Path(__file__).with_name("guard.py")
 _HOST = "quadriga.rollout.sglang.host"
 _LOG_LINES = 12
@@ -108,11 +110,10 @@ class HostProcess:
 
     def died(self, what: str) -> RolloutDiedError:
         """Return the error for processes that have ended: what was being done, and the log."""
-        return RolloutDiedError(
-            f"rollout engine {NAME!r} of rank {rank()}: its process ended while {what}; "
-            f"{self.log()}. Correct the cause, or set rollout.options.restarts to start it again",
-            engine=NAME,
-            rank=rank(),
+        return failed(
+            RolloutDiedError,
+            f"its process ended while {what}; {self.log()}. Correct the cause, or set "
+            "rollout.options.restarts to start it again",
         )
 
     def log(self) -> str:
@@ -181,9 +182,7 @@ class _Answers:
             while (frame := read_frame(fd)) is not None:
                 self._resolve(frame[0])
         except (OSError, ValueError, TypeError, KeyError) as error:
-            fault = RolloutError(
-                f"rollout engine {NAME!r}: unreadable answer: {error!r}", engine=NAME
-            )
+            fault = failed(RolloutError, f"unreadable answer: {error!r}")
         finally:
             os.close(fd)
         with self._lock:
@@ -345,12 +344,10 @@ class HTTPTransport:
         except TimeoutError as error:
             raise late(path, timeout_s, "its log is on its own machine") from error
         except (OSError, http.client.HTTPException) as error:
-            raise RolloutDiedError(
-                f"rollout engine {NAME!r} of rank {rank()}: the server at "
-                f"{self._address[0]}:{self._address[1]} cannot be reached for {path}: {error}; "
-                "start it, or correct rollout.options.url",
-                engine=NAME,
-                rank=rank(),
+            raise failed(
+                RolloutDiedError,
+                f"the server at {self._address[0]}:{self._address[1]} cannot be reached for "
+                f"{path}: {error}; start it, or correct rollout.options.url",
             ) from error
         finally:
             connection.close()
@@ -363,12 +360,11 @@ Transport = PipeTransport | HTTPTransport
 def late(path: str, timeout_s: float, log: str) -> RolloutTimeoutError:
     """Return the error for an answer that did not arrive in time."""
     setting = {"start": "start_timeout_s", "/generate": "generate_timeout_s"}
-    return RolloutTimeoutError(
-        f"rollout engine {NAME!r} of rank {rank()}: no answer to {path} within {timeout_s:g} s; "
-        f"{log}. If it is slow and not stuck, raise rollout.options."
-        f"{setting.get(path, 'call_timeout_s')}; rollout.options.restarts starts it again",
-        engine=NAME,
-        rank=rank(),
+    return failed(
+        RolloutTimeoutError,
+        f"no answer to {path} within {timeout_s:g} s; {log}. If it is slow and not stuck, raise "
+        f"rollout.options.{setting.get(path, 'call_timeout_s')}; rollout.options.restarts starts "
+        "it again",
         method=path,
         deadline=timeout_s,
     )
@@ -377,9 +373,10 @@ def late(path: str, timeout_s: float, log: str) -> RolloutTimeoutError:
 def refused(path: str, answer: Json) -> RolloutError:
     """Return the error for a request that SGLang did not carry out."""
     text = answer if isinstance(answer, str) else json.dumps(answer)
-    return RolloutError(
-        f"rollout engine {NAME!r} of rank {rank()}: SGLang refused {path}: {text[:_MAX_DETAIL]}",
-        engine=NAME,
-        rank=rank(),
-        method=path,
-    )
+    return failed(RolloutError, f"SGLang refused {path}: {text[:_MAX_DETAIL]}", method=path)
+
+
+def failed(kind: type[ErrorT], problem: str, **details: object) -> ErrorT:
+    """Return an error of the engine on this rank."""
+    place = {"engine": NAME, "rank": rank()}
+    return kind(f"rollout engine {NAME!r} of rank {rank()}: {problem}", **place, **details)

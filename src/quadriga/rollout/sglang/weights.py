@@ -23,13 +23,12 @@ import torch
 from torch import Tensor
 
 from quadriga.config.schema import ModelConfig
-from quadriga.errors import ModelError, RolloutError, RolloutOutputError
+from quadriga.errors import ModelError, RolloutOutputError
 from quadriga.models.folder import local_folder
 from quadriga.models.loading import model_without_weights
 from quadriga.models.weight_files import read_header, read_json, weight_file_names
-from quadriga.parallel.distributed import rank
 from quadriga.rollout.base import check_weight, tensor_digest
-from quadriga.rollout.sglang.transports import NAME
+from quadriga.rollout.sglang.transports import NAME, failed
 
 _ALIGNMENT = 16
 
@@ -177,68 +176,9 @@ def read_answer(file: Path) -> dict[str, HeldWeight]:
     except FileNotFoundError:
         content = {"error": f"there is no answer in {file}; look at the log of SGLang"}
     if "error" in content:
-        raise RolloutOutputError(
-            f"rollout engine {NAME!r}: its weights could not be read back: {content['error']}",
-            engine=NAME,
-            fault="weights",
-            row=None,
-        )
+        problem = f"its weights could not be read back: {content['error']}"
+        raise failed(RolloutOutputError, problem, fault="weights", row=None)
     return {
         name: HeldWeight(getattr(torch, dtype), int(digest))
         for name, (dtype, digest) in content["held"].items()
     }
-
-
-# Comparisons
-
-
-def check_restarted(
-    held: Mapping[str, int],
-    kept: Mapping[str, Tensor],
-    found: Mapping[str, HeldWeight],
-    version: int,
-) -> None:
-    """Compare what a restarted SGLang holds with the weights that it was sent, and with those of
-    the folder for the others.
-
-    Args:
-        held: digests of the weights of the folder that could be read back at the first start.
-        kept: the weights of the last updates.
-        found: what was read back after the restart.
-
-    Raises:
-        RolloutOutputError: one differs.
-    """
-    sent = {name: tensor_digest(weight) for name, weight in kept.items() if name in held}
-    wrong = [
-        name
-        for name, digest in {**held, **sent}.items()
-        if name not in found or found[name].digest != digest
-    ]
-    if wrong:
-        raise RolloutOutputError(
-            f"rollout engine {NAME!r} of rank {rank()}: after its restart {len(wrong)} of "
-            f"{len(held)} weights differ from those of version {version}, {wrong[0]!r} first; no "
-            "responses are sampled from them. Start the run again from its last checkpoint",
-            engine=NAME,
-            rank=rank(),
-            fault="weights",
-            row=None,
-            version=version,
-        )
-
-
-def version_of_server(version: object, url: str | None) -> int:
-    """Return the number of a version that a server at `url` tells.
-
-    Raises:
-        RolloutError: it is no number.
-    """
-    try:
-        return int(str(version))
-    except ValueError:
-        raise RolloutError(
-            f"rollout engine {NAME!r}: the weights of the server at {url} have the version "
-            f"{version!r}, which is not a number; start it again",
-            engine=NAME,
-        ) from None

@@ -22,8 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,7 +42,7 @@ from quadriga.rollout.responses import (
     token_rows,
 )
 from quadriga.rollout.vllm.options import VLLM, check_temperature
-from quadriga.rollout.vllm.start import Isolation, RunningEngine, StartSettings
+from quadriga.rollout.vllm.start import Isolation, RunningEngine
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams as VLLMSamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
+ResultT = TypeVar("ResultT")
 _64_BITS = (1 << 64) - 1
 
 
@@ -89,9 +89,15 @@ class VLLMRollout(RolloutEngine):
         self._isolation = Isolation()
         self._state = "closed"
         self._releasable = releasable or self.device.type == "cpu"
-        rows = rollout.settings.micro_batch_size
-        settings = StartSettings(model, self.device, dtype, rows, self.options, releasable, copies)
-        self._running = RunningEngine(settings, self._isolation)
+        self._running = RunningEngine(
+            rollout,
+            model,
+            self.device,
+            dtype,
+            self._isolation,
+            releasable=releasable,
+            copies=copies,
+        )
         self._state = "ready"
         self._weights_awake = True
         self._stop_strings = StopStringsOfModel(model)
@@ -113,15 +119,12 @@ class VLLMRollout(RolloutEngine):
         check_request(self.name, self.abilities, prompt_ids, attention_mask, sampling, sample_seeds)
         check_temperature(sampling.temperature)
         with self._inside("generate"):
-            responses = generate_rows(
-                self._running.engine,
+            responses = self._call("generate").generate(
                 token_rows(prompt_ids, attention_mask),
                 sampling,
                 sample_seeds.tolist(),
-                vocabulary=self.abilities.vocabulary,
-                stop_strings=self._stop_strings.check(sampling.stop_strings),
-                deadline=Deadline("generate", self.options.call_timeout_s),
-                adapter=self._adapter(),
+                self.abilities.vocabulary,
+                self._stop_strings.check(sampling.stop_strings),
             )
         return padded_output(responses, sampling, self.version)
 
@@ -129,21 +132,17 @@ class VLLMRollout(RolloutEngine):
         self._check_generates("score")
         check_sequences(self.name, self.abilities, ids, attention_mask)
         with self._inside("score"):
-            results = score_rows(
-                self._running.engine,
-                token_rows(ids, attention_mask),
-                deadline=Deadline("score", self.options.call_timeout_s),
-                adapter=self._adapter(),
-            )
+            results = self._call("score").score(token_rows(ids, attention_mask))
         log_probs = torch.zeros(ids.shape)
         for row, result in enumerate(results):
             columns = attention_mask[row].nonzero()[1:, 0].cpu()
             log_probs[row, columns] = torch.tensor(result)
         return log_probs
 
-    def _adapter(self) -> LoRARequest | None:
+    def _call(self, method: str) -> _Call:
         adapter = self._running.adapter
-        return None if adapter is None else adapter.request()
+        request = None if adapter is None else adapter.request()
+        return _Call(self._running.engine, request, method, self.options.call_timeout_s)
 
     # Weights
 
@@ -271,15 +270,117 @@ class VLLMRollout(RolloutEngine):
 
 
 @dataclass(frozen=True)
-class Deadline:
-    """When a call must have ended. `seconds` None: never."""
+class _Call:
+    """One call. `adapter`: with which vLLM computes. `seconds`: its deadline, if there is one."""
 
+    engine: LLMEngine
+    adapter: LoRARequest | None
     method: str
     seconds: float | None
     start: float = field(default_factory=time.monotonic)
 
-    def check(self, done: int, count: int) -> None:
-        """Raise `RolloutTimeoutError` if the time is over."""
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        vocabulary: int,
+        stop_strings: StopStrings | None,
+    ) -> list[Response]:
+        """Sample a response for each prompt."""
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import SamplingParams as VLLMSamplingParams
+
+        _set_log_probs(self.engine, sampling)
+        watch = stop_strings is not None
+        ends = [token for token in sampling.end_token_ids if token < vocabulary]
+        requests = [
+            VLLMSamplingParams(
+                temperature=sampling.temperature,
+                top_p=1.0 if sampling.greedy else sampling.top_p,
+                top_k=0 if sampling.greedy or sampling.top_k < 0 else sampling.top_k,
+                min_p=0.0 if sampling.greedy else sampling.min_p,
+                seed=None if sampling.greedy else spread_seed(seed),
+                max_tokens=sampling.max_new_tokens,
+                min_tokens=sampling.min_new_tokens if ends else 0,
+                stop_token_ids=ends,
+                ignore_eos=True,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.CUMULATIVE if watch else RequestOutputKind.FINAL_ONLY,
+            )
+            for seed in seeds
+        ]
+        known = [0] * len(prompts)
+
+        def read(row: int, output: RequestOutput) -> Response | None:
+            sample = output.outputs[0]
+            tokens, end = [int(token) for token in sample.token_ids], None
+            if stop_strings is not None:
+                first = max(known[row] + 1, sampling.min_new_tokens)
+                end = stop_strings.completed_at(tokens, first)
+            known[row] = len(tokens)
+            if end is None and not output.finished:
+                return None
+            log_probs = list(sample.logprobs.logprobs)[:end]
+            stopped = end is not None or sample.finish_reason == "stop"
+            return Response(tokens[:end], log_probs, "stop" if stopped else "length")
+
+        return self._run(prompts, requests, read)
+
+    def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        """Compute the log-probability at temperature 1 of each token but the first."""
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import SamplingParams as VLLMSamplingParams
+
+        _set_sampler(self.engine, "raw_logprobs", 1.0)
+        request = VLLMSamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        return self._run(
+            sequences,
+            [request] * len(sequences),
+            lambda row, output: list(output.prompt_logprobs.logprobs),
+        )
+
+    def _run(
+        self,
+        prompts: Sequence[list[int]],
+        requests: Sequence[VLLMSamplingParams],
+        read: Callable[[int, RequestOutput], ResultT | None],
+    ) -> list[ResultT]:
+        """Return what `read` makes of the outputs of each row; None: the row goes on.
+
+        When it ends, for whatever reason, no request is left in the engine.
+        """
+        found: dict[int, ResultT] = {}
+        running = {str(row): row for row in range(len(prompts))}
+        self._check_deadline(0, len(prompts))
+        try:
+            for row, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
+                tokens = {"prompt_token_ids": prompt}
+                self.engine.add_request(str(row), tokens, request, lora_request=self.adapter)
+            while running:
+                for output in self.engine.step():
+                    # A row that was ended here can still have an output of the step before.
+                    number = output.request_id
+                    result = read(running[number], output) if number in running else None
+                    if result is not None:
+                        found[running.pop(number)] = result
+                        if not output.finished:
+                            self.engine.abort_request([number])
+                self._check_deadline(len(found), len(prompts))
+        finally:
+            self.engine.abort_request(list(running))
+        return [found[row] for row in range(len(prompts))]
+
+    def _check_deadline(self, done: int, count: int) -> None:
         if self.seconds is None or time.monotonic() - self.start <= self.seconds:
             return
         raise RolloutTimeoutError(
@@ -294,87 +395,6 @@ class Deadline:
         )
 
 
-def generate_rows(
-    engine: LLMEngine,
-    prompts: Sequence[list[int]],
-    sampling: SamplingParams,
-    seeds: Sequence[int],
-    *,
-    vocabulary: int,
-    stop_strings: StopStrings | None,
-    deadline: Deadline,
-    adapter: LoRARequest | None = None,
-) -> list[Response]:
-    """Sample a response for each prompt. `adapter`: with which vLLM computes."""
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.sampling_params import SamplingParams as VLLMSamplingParams
-
-    _set_log_probs(engine, sampling)
-    watch = stop_strings is not None
-    ends = [token for token in sampling.end_token_ids if token < vocabulary]
-    requests = [
-        VLLMSamplingParams(
-            temperature=sampling.temperature,
-            top_p=1.0 if sampling.greedy else sampling.top_p,
-            top_k=0 if sampling.greedy or sampling.top_k < 0 else sampling.top_k,
-            min_p=0.0 if sampling.greedy else sampling.min_p,
-            seed=None if sampling.greedy else spread_seed(seed),
-            max_tokens=sampling.max_new_tokens,
-            min_tokens=sampling.min_new_tokens if ends else 0,
-            stop_token_ids=ends,
-            ignore_eos=True,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.CUMULATIVE if watch else RequestOutputKind.FINAL_ONLY,
-        )
-        for seed in seeds
-    ]
-    known = dict.fromkeys(range(len(prompts)), 0)
-    responses: dict[int, Response] = {}
-    for row, output, finished in _steps(engine, prompts, requests, deadline, adapter):
-        sample = output.outputs[0]
-        tokens, end = [int(token) for token in sample.token_ids], None
-        if stop_strings is not None:
-            first = max(known[row] + 1, sampling.min_new_tokens)
-            end = stop_strings.completed_at(tokens, first)
-        known[row] = len(tokens)
-        if end is not None or output.finished:
-            log_probs = list(sample.logprobs.logprobs)[:end]
-            stopped = end is not None or sample.finish_reason == "stop"
-            responses[row] = Response(tokens[:end], log_probs, "stop" if stopped else "length")
-            finished()
-    return [responses[row] for row in known]
-
-
-def score_rows(
-    engine: LLMEngine,
-    sequences: Sequence[list[int]],
-    *,
-    deadline: Deadline,
-    adapter: LoRARequest | None = None,
-) -> list[list[float]]:
-    """Compute the log-probability at temperature 1 of each token but the first."""
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.sampling_params import SamplingParams as VLLMSamplingParams
-
-    _set_sampler(engine, "raw_logprobs", 1.0)
-    request = VLLMSamplingParams(
-        temperature=0.0,
-        max_tokens=1,
-        prompt_logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-    results: dict[int, list[float]] = {}
-    requests = [request] * len(sequences)
-    for row, output, finished in _steps(engine, sequences, requests, deadline, adapter):
-        results[row] = list(output.prompt_logprobs.logprobs)
-        finished()
-    return [results[row] for row in range(len(sequences))]
-
-
 def spread_seed(seed: int) -> int:
     """Return a number from 0 to 2^63 - 1 in which every bit of a 64-bit seed changes the low bits.
 
@@ -386,40 +406,6 @@ def spread_seed(seed: int) -> int:
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _64_BITS
     return (mixed ^ (mixed >> 31)) >> 1
-
-
-def _steps(
-    engine: LLMEngine,
-    prompts: Sequence[list[int]],
-    requests: Sequence[VLLMSamplingParams],
-    deadline: Deadline,
-    adapter: LoRARequest | None,
-) -> Iterator[tuple[int, RequestOutput, Callable[[], None]]]:
-    """Yield (row, output, function that ends the row) until every row has been ended.
-
-    When it ends, for whatever reason, no request is left in the engine.
-    """
-    deadline.check(0, len(prompts))
-    running = {str(row): row for row in range(len(prompts))}
-    try:
-        for row, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-            tokens = {"prompt_token_ids": prompt}
-            engine.add_request(str(row), tokens, request, lora_request=adapter)
-        while running:
-            for output in engine.step():
-                # A row that was ended here can still have an output of the step before.
-                if output.request_id in running:
-                    end = partial(_end_row, engine, running, output)
-                    yield running[output.request_id], output, end
-            deadline.check(len(prompts) - len(running), len(prompts))
-    finally:
-        engine.abort_request(list(running))
-
-
-def _end_row(engine: LLMEngine, running: dict[str, int], output: RequestOutput) -> None:
-    del running[output.request_id]
-    if not output.finished:
-        engine.abort_request([output.request_id])
 
 
 def _set_log_probs(engine: LLMEngine, sampling: SamplingParams) -> None:

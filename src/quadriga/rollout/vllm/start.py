@@ -38,6 +38,7 @@ from quadriga.models.loading import model_without_weights
 from quadriga.parallel.distributed import init_distributed, rank, world_size
 from quadriga.rollout.vllm.options import (
     CPU_CACHE_MB,
+    VLLM,
     VLLMOptions,
     check_ranks,
     engine_window,
@@ -176,21 +177,8 @@ _order_of_ranks: list[int] = []
 """The ranks of all copies, one copy after another; empty: in the order of their numbers."""
 
 
-@dataclass(frozen=True)
-class StartSettings:
-    """What one engine is started with. `rows` are generated at once.
-
-    `releasable`: weights and cache can be released on a GPU.
-    `copies`: the ranks that hold each copy together, in ascending order; None: neighbours.
-    """
-
-    model: ModelConfig
-    device: torch.device
-    dtype: torch.dtype
-    rows: int
-    options: VLLMOptions
-    releasable: bool = True
-    copies: Sequence[tuple[int, ...]] | None = None
+_Copies = Sequence[tuple[int, ...]] | None
+"""The ranks that hold each copy together, in ascending order; None: neighbours."""
 
 
 class RunningEngine:
@@ -209,36 +197,50 @@ class RunningEngine:
         RolloutError: vLLM did not start.
     """
 
-    def __init__(self, settings: StartSettings, isolation: Isolation) -> None:
-        folder = local_folder(settings.model.path)
+    def __init__(
+        self,
+        rollout: VLLM,
+        model: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        isolation: Isolation,
+        *,
+        releasable: bool,
+        copies: _Copies,
+    ) -> None:
+        folder, options = local_folder(model.path), rollout.options
         reference = model_without_weights(
             folder,
             value_head=False,
-            dtype=settings.dtype,
-            trust_remote_code=settings.model.trust_remote_code,
+            dtype=dtype,
+            trust_remote_code=model.trust_remote_code,
         )
-        self.window = engine_window(
-            settings.options, settings.model.path, context_window(reference.config)
-        )
+        self.window = engine_window(options, model.path, context_window(reference.config))
         self.vocabulary: int = reference.config.get_text_config().vocab_size
         self.adapter: LoadedAdapter | None = None
         self._owns_group = not dist.is_initialized()
-        init_distributed(settings.device.type)
-        lora = settings.model.lora
-        planned = plan_adapter(reference, lora) if lora.enabled else None
-        copy = settings.options.tensor_parallel_size
-        check_ranks(settings.options, world_size())
+        init_distributed(device.type)
+        planned = plan_adapter(reference, model.lora) if model.lora.enabled else None
+        check_ranks(options, world_size())
+        arguments: dict[str, object] = {
+            "model": str(folder),
+            "trust_remote_code": model.trust_remote_code,
+            "dtype": str(dtype).removeprefix("torch."),
+            # `score` generates one token behind the window, whose log-probability is not used.
+            "max_model_len": self.window + 1,
+            "max_num_seqs": rollout.settings.micro_batch_size,
+            "enable_sleep_mode": releasable and device.type != "cpu",
+            **_adapters(planned),
+        }
         try:
             with isolation.inside():
-                self.engine = _start(settings, str(folder), self.window, planned)
+                self.engine = _start(options, device, copies, arguments)
                 _joined(+1)
-                group = _copy_group(copy)
+                group = _copy_group(options.tensor_parallel_size)
                 if planned is not None:
                     self.adapter = LoadedAdapter(self.engine, planned)
                 adapters = self.adapter.places() if self.adapter is not None else {}
-                self.weights = EngineWeights(
-                    self.model(), reference, settings.model.path, group, adapters
-                )
+                self.weights = EngineWeights(self.model(), reference, model.path, group, adapters)
                 self.weights.check_files(folder)
         except BaseException:
             with isolation.inside():
@@ -272,35 +274,29 @@ def _copy_group(size: int) -> dist.ProcessGroup | None:
     return group
 
 
-def _start(settings: StartSettings, folder: str, window: int, planned: Adapter | None) -> LLMEngine:
-    if settings.device.type == "cpu":
+def _start(
+    options: VLLMOptions, device: torch.device, copies: _Copies, given: Mapping[str, object]
+) -> LLMEngine:
+    on_cpu = device.type == "cpu"
+    if on_cpu:
         _keep_weights_unpacked()
-    if settings.options.tensor_parallel_size > 1:
-        _set_groups(settings.copies)
+    if options.tensor_parallel_size > 1:
+        _set_groups(copies)
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    options, on_cpu = settings.options, settings.device.type == "cpu"
     cache_mb = options.kv_cache_mb or (CPU_CACHE_MB if on_cpu else None)
     if world_size() > 1:
         # vLLM then uses the ranks' process group and joins nothing of its own.
         os.environ["RANK"] = str(rank())
-        os.environ.setdefault("LOCAL_RANK", str(settings.device.index or 0))
+        os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
     arguments: dict[str, object] = {
-        "model": folder,
+        **given,
         "skip_tokenizer_init": True,
-        "trust_remote_code": settings.model.trust_remote_code,
-        "dtype": str(settings.dtype).removeprefix("torch."),
-        # `score` generates one token behind the window, whose log-probability is not used.
-        "max_model_len": window + 1,
-        "max_num_seqs": settings.rows,
         "kv_cache_memory_bytes": cache_mb << 20 if cache_mb else None,
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "enforce_eager": on_cpu if options.enforce_eager is None else options.enforce_eager,
         "enable_prefix_caching": options.enable_prefix_caching,
-        **_prefill(on_cpu, window),
-        **_adapters(planned),
-        "enable_sleep_mode": settings.releasable and not on_cpu,
         "logprobs_mode": "raw_logprobs",
         "tensor_parallel_size": options.tensor_parallel_size,
         "distributed_executor_backend": "external_launcher" if world_size() > 1 else "uni",
@@ -309,17 +305,22 @@ def _start(settings: StartSettings, folder: str, window: int, planned: Adapter |
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         **options.engine_args,
-        **_compiled_for(settings.copies, options.engine_args),
+        **_compiled_for(copies, options.engine_args),
     }
+    if on_cpu:
+        # vLLM draws a token after each step and discards it if the prompt is not complete. It then
+        # sets the random numbers of the row back, which a generator on a CPU cannot do.
+        least = max(_CPU_STEP_TOKENS, int(str(given["max_model_len"])))
+        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": least}
     try:
         engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
     except (ModelError, ConfigError):
         raise
     except Exception as error:
         raise RolloutError(
-            f"rollout engine 'vllm' on rank {rank()} did not start with the model in {folder}: "
-            f"{' '.join(str(error).split())}. Check actor_rollout_ref.rollout.options, or set "
-            "actor_rollout_ref.rollout.name=hf",
+            f"rollout engine 'vllm' on rank {rank()} did not start with the model in "
+            f"{given['model']}: {' '.join(str(error).split())}. Check "
+            "actor_rollout_ref.rollout.options, or set actor_rollout_ref.rollout.name=hf",
             engine="vllm",
             rank=rank(),
         ) from error
@@ -342,9 +343,7 @@ def _adapters(planned: Adapter | None) -> dict[str, object]:
     }
 
 
-def _compiled_for(
-    copies: Sequence[tuple[int, ...]] | None, engine_args: Mapping[str, object]
-) -> dict[str, object]:
+def _compiled_for(copies: _Copies, engine_args: Mapping[str, object]) -> dict[str, object]:
     """Return the argument that keeps compiled models of other copies apart.
 
     vLLM names a compiled model in its cache by the number of the rank, and the model has constants
@@ -355,20 +354,6 @@ def _compiled_for(
     given = engine_args.get("additional_config") or {}
     ranks = [list(copy) for copy in copies]
     return {"additional_config": {**cast("Mapping[str, object]", given), "copies": ranks}}
-
-
-def _prefill(on_cpu: bool, window: int) -> dict[str, object]:
-    """Return the arguments that say whether a prompt may be computed in several steps.
-
-    vLLM draws a token after each step and discards it if the prompt is not complete. It then sets
-    the random numbers of the row back, which a generator on a CPU cannot do: vLLM would fail.
-    """
-    if not on_cpu:
-        return {}
-    return {
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(_CPU_STEP_TOKENS, window + 1),
-    }
 
 
 def _keep_weights_unpacked() -> None:
@@ -388,7 +373,7 @@ def _keep_weights_unpacked() -> None:
     utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
 
 
-def _set_groups(copies: Sequence[tuple[int, ...]] | None) -> None:
+def _set_groups(copies: _Copies) -> None:
     """Let the ranks of `copies` hold a copy together, where vLLM would take neighbouring ranks, and
     communicate through their process group only.
 
