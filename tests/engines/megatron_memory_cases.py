@@ -14,9 +14,9 @@ from memory_models import SIZES
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
 from quadriga.engines.base import EntropyUse
-from quadriga.engines.memory.megatron import stage_memories
-from quadriga.engines.memory.passes import Rows
-from quadriga.models.simulated.allocations import AllocationCounter
+from quadriga.engines.megatron.memory import stage_memories
+from quadriga.engines.memory import Rows, TrainingUse
+from quadriga.models.memory import AllocationCounter
 from quadriga.parallel.distributed import gather_over_ranks
 
 ROWS = Rows(count=16, prompt=32, response=48, samples=4, micro_batch=4)
@@ -48,10 +48,9 @@ class Case:
 
 def planned(case: Case, folder: Path, ranks: int):
     """Return the plan of each stage."""
-    return stage_memories(
-        case.model(folder), case.engine, head=case.head, ranks=ranks, device_type="cpu",
-        update=replace(ROWS, entropy=case.entropy), evaluate=replace(ROWS, entropy=case.entropy),
-    )  # fmt: skip
+    rows = replace(ROWS, entropy=case.entropy)
+    use = TrainingUse(case.head, ranks, "cpu", rows, rows)
+    return stage_memories(case.model(folder), case.engine, use)
 
 
 def measured(case: Case, folder: Path) -> dict[str, int]:

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from optimizer_cases import has_torchao
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from memory_models import CONFIGS, SIZES
@@ -28,10 +27,10 @@ from quadriga.config.schema import (
 )
 from quadriga.engines.base import EntropyUse
 from quadriga.engines.fsdp import FSDPEngine
-from quadriga.engines.memory.fsdp import fsdp_memory
-from quadriga.engines.memory.passes import Rows
-from quadriga.engines.memory.states import TrainingMemory
+from quadriga.engines.fsdp_memory import fsdp_memory
+from quadriga.engines.memory import Rows, TrainingUse
 from quadriga.engines.optimizers.rules import local_shard
+from quadriga.models.memory import EngineMemory
 
 ROWS = Rows(count=8, prompt=32, response=48, samples=4)
 ONE_UNIT, LAYER_UNITS = 10**9, 1
@@ -69,52 +68,35 @@ class Case:
     entropy: EntropyUse = "unused"
 
 
+LLAMA = "llama untied"
 WITH_ENTROPY = [
-    *(
-        Case("llama untied", checkpointing, entropy=entropy)
-        for checkpointing, entropy in product((False, True), ("value", "gradient"))
-    ),
-    Case("llama untied", micro_batch=4, unit=LAYER_UNITS, entropy="value"),
+    Case(LLAMA, entropy="value"),
+    Case(LLAMA, True, entropy="gradient"),
+    Case(LLAMA, micro_batch=4, unit=LAYER_UNITS, entropy="value"),
 ]
 OPTIMIZERS = ("adamw_8bit", "muon") if has_torchao() else ("muon",)
 CASES = [
+    *(Case(family) for family in CONFIGS),
+    *(Case(family, True) for family in (LLAMA, "qwen3 experts")),
+    Case(LLAMA, "selective"),
+    *(Case("qwen3 experts", optimizer=optimizer) for optimizer in OPTIMIZERS),
+    *(Case(LLAMA, optimizer=optimizer, unit=LAYER_UNITS) for optimizer in OPTIMIZERS),
     *(
-        Case(family, checkpointing)
-        for family, checkpointing in product(CONFIGS, (False, True, "selective"))
+        Case(LLAMA, early, micro_batch=4, early=early, unit=unit)
+        for early, unit in product((False, True), (ONE_UNIT, LAYER_UNITS))
     ),
-    *(
-        Case(family, optimizer=optimizer, unit=unit)
-        for family, optimizer, unit in product(
-            ("llama untied", "qwen3 experts"), OPTIMIZERS, (ONE_UNIT, LAYER_UNITS)
-        )
-    ),
-    *(
-        Case("llama untied", checkpointing, micro_batch=4, early=early, unit=unit)
-        for checkpointing, early, unit in product(
-            (False, True), (False, True), (ONE_UNIT, LAYER_UNITS)
-        )
-    ),
-    *(
-        Case("llama untied", unit=unit, micro_batch=micro, fsdp_size=1)
-        for unit, micro in product((ONE_UNIT, LAYER_UNITS), (None, 4))
-    ),
-    Case("llama untied", unit=ONE_UNIT, rank=8),
-    Case("llama untied", unit=LAYER_UNITS, micro_batch=4, rank=8),
-    Case("llama untied", unit=ONE_UNIT, freeze=("model.embed_tokens.*", "model.layers.0.*")),
-    Case("qwen3 experts", rank=4, checkpointing=True),
+    Case(LLAMA, unit=LAYER_UNITS, micro_batch=4, fsdp_size=1),
+    Case(LLAMA, unit=LAYER_UNITS, micro_batch=4, rank=8),
+    Case(LLAMA, freeze=("model.embed_tokens.*", "model.layers.0.*")),
     *WITH_ENTROPY,
 ]
 DIVIDED = [
-    *(
-        Case("llama untied", checkpointing, micro_batch=micro, early=early, tensor=2)
-        for checkpointing, micro, early in ((True, 4, False), (False, 4, True))
-    ),
+    Case(LLAMA, True, micro_batch=4, early=False, tensor=2),
     Case("qwen2 tied", micro_batch=4, tensor=2, rank=8),
     Case("qwen3 experts", tensor=2),
-    Case("qwen2 tied", tensor=2, dtype="bfloat16"),
     Case("qwen2 tied", micro_batch=4, tensor=2, dtype="bfloat16"),
-    Case("llama untied", True, micro_batch=4, sequence=2),
-    Case("llama untied", micro_batch=4, context=2),
+    Case(LLAMA, True, micro_batch=4, sequence=2),
+    Case(LLAMA, micro_batch=4, context=2),
 ]
 """Cases whose rows are divided over two ranks."""
 
@@ -122,15 +104,13 @@ DIVIDED = [
 @dataclass(frozen=True)
 class Measured:
     """Bytes on one rank. `update` and `evaluate`: the most that a call allocates. `step`: gradient
-    shards, and the most that the update of the parameters allocates. `sent`: what the passes of a
-    step send."""
+    shards, and the most that the update of the parameters allocates."""
 
     parameters: int
     optimizer: int
     update: int
     step: int
     evaluate: int
-    sent: int
 
 
 def write_models(folder: Path) -> None:
@@ -159,14 +139,10 @@ def settings(case: Case, folder: Path) -> tuple[ModelConfig, EngineConfig]:
 
 
 @cache
-def planned(case: Case, folder: Path, ranks: int, *, reshard: bool = True) -> TrainingMemory:
+def planned(case: Case, folder: Path, ranks: int) -> EngineMemory:
     rows = replace(ROWS, micro_batch=case.micro_batch, entropy=case.entropy)
-    model, engine = settings(case, folder)
-    return fsdp_memory(
-        model, replace(engine, reshard_after_forward=reshard), head="lm", ranks=ranks,
-        device_type="cpu", update=rows, evaluate=rows, optim=OptimConfig(name=case.optimizer),
-        min_unit_parameters=case.unit,
-    )  # fmt: skip
+    use = TrainingUse("lm", ranks, "cpu", rows, rows, OptimConfig(name=case.optimizer))
+    return fsdp_memory(*settings(case, folder), use, min_unit_parameters=case.unit)
 
 
 def measured(case: Case, folder: Path) -> Measured:
@@ -187,9 +163,8 @@ def measured(case: Case, folder: Path) -> Measured:
             batch, loss, entropy=case.entropy != "unused", micro_batch_size=case.micro_batch
         )
 
-    sent = sent_by(engine, update)
+    update()
     return Measured(  # the moments exist after the first step
-        sent=sent,
         parameters=stored(map(local_shard, engine.module.parameters()))
         + stored(engine.module.buffers()),
         optimizer=stored(engine.optimizer.existing_moments()),
@@ -202,56 +177,6 @@ def measured(case: Case, folder: Path) -> Measured:
             )
         ),
     )
-
-
-class Sent(TorchDispatchMode):
-    """Counts the bytes that this rank sends in collectives, unless it is paused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total, self.paused = 0, False
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace in ("c10d", "_c10d_functional") and not self.paused:
-            self.total += sent_bytes(function.__name__.split(".")[0], args)
-        return function(*args, **(kwargs or {}))
-
-
-def sent_bytes(name: str, args) -> int:
-    """Return the bytes that a rank sends in a collective of two ranks."""
-    if name == "_allgather_base_":  # output, input
-        return args[1].nbytes
-    if name == "_reduce_scatter_base_":  # output, input
-        return args[1].nbytes // 2
-    if name == "alltoall_base_":  # output, input
-        return args[1].nbytes // 2
-    if name == "all_reduce":  # of a DTensor
-        return args[0].nbytes
-    if name in ("wait_tensor", "_wrap_tensor_autograd"):
-        return 0
-    if name in ("allreduce_", "allgather_"):
-        return sum(tensor.nbytes for tensor in args[name == "allgather_"])
-    raise AssertionError(f"the collective {name} is not counted")
-
-
-def sent_by(engine, update) -> int:
-    """Return the bytes that `update` sends, without those of the optimizer."""
-    mode, step = Sent(), engine.optimizer.step
-
-    def uncounted_step():
-        mode.paused = True
-        try:
-            return step()
-        finally:
-            mode.paused = False
-
-    engine.optimizer.step = uncounted_step
-    try:
-        with mode:
-            update()
-    finally:
-        engine.optimizer.step = step
-    return mode.total
 
 
 def stored(tensors) -> int:

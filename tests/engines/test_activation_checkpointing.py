@@ -19,7 +19,7 @@ from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.activation_checkpointing import is_expensive
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.loading import simulated_model
-from quadriga.engines.memory.passes import Rows, pass_memory
+from quadriga.engines.memory import Rows, pass_memory
 from quadriga.errors import ModelError
 
 

@@ -13,7 +13,7 @@ from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines.attention import flex, kernels
 from quadriga.engines.attention.masks import Kernel
 from quadriga.engines.loading import load_model, simulated_model
-from quadriga.engines.memory.passes import Rows, pass_memory
+from quadriga.engines.memory import Rows, pass_memory
 from quadriga.engines.token_model import TokenModel
 
 

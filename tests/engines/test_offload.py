@@ -11,8 +11,7 @@ import torch
 
 from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines.fsdp import FSDPEngine
-from quadriga.engines.memory.fsdp import fsdp_memory
-from quadriga.engines.memory.passes import Rows
+from quadriga.engines.memory import Rows, TrainingUse, engine_memory
 from quadriga.engines.offload import OffloadedTensors
 
 
@@ -91,21 +90,19 @@ def test_views_of_one_storage_are_copied_once_and_stay_views():
 def test_offload_returns_the_bytes_that_the_memory_plan_counts(model_folder):
     engine = offloading(model_folder)
     cases.step(engine)
-    plan = fsdp_memory(
-        ModelConfig(path=model_folder), EngineConfig(), head="lm", ranks=1, device_type="cpu",
-        update=Rows(2, 3, 4), evaluate=None,
-    )  # fmt: skip
+    use = TrainingUse("lm", 1, "cpu", Rows(2, 3, 4), None)
+    plan = engine_memory(ModelConfig(path=model_folder), EngineConfig(), use)
     states = [*engine._tensors("parameters"), *engine._tensors("moments")]
 
     def held() -> int:
         storages = [tensor.untyped_storage() for tensor in states]
         return sum({s._cdata: s.nbytes() for s in storages}.values())
 
-    assert held() == plan.parameters + plan.optimizer
+    assert held() == sum(plan.held.values())
     engine.offload()
     assert held() == 0
     assert sum(state.num_bytes for state in engine._memory.offloaded.values()) == (
-        plan.parameters + plan.optimizer
+        sum(plan.held.values())
     )
     engine.reload()
-    assert held() == plan.parameters + plan.optimizer
+    assert held() == sum(plan.held.values())

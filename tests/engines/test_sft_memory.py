@@ -16,7 +16,7 @@ from quadriga.engines.fsdp import FSDPEngine
 from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.protocol import fields
 from quadriga.trainer.fine_tuning.sft import load_sft_rows
-from quadriga.trainer.memory.sft import sft_memory_plan
+from quadriga.trainer.memory import sft_plan
 
 VOCABULARY = 2000
 
@@ -65,7 +65,7 @@ def engine_of(config) -> FSDPEngine:
 def peaks(config, train, evaluated=None):
     """Return (planned, measured) bytes of an update, and of the pass of the validation loss."""
     own = None if evaluated is None else lengths(evaluated)
-    (pool,) = sft_memory_plan(config, lengths(train), None, own, "cpu").pools
+    (pool,) = sft_plan(config, "cpu", lengths(train), None, own).pools
     plan, engine = pool.engines["actor"], engine_of(config)
     size = config.data.micro_batch_size_per_gpu
 
@@ -75,14 +75,14 @@ def peaks(config, train, evaluated=None):
         )
 
     update()  # the moments exist after the first step
-    found = [(plan.update_peak, cases.least_peak_of(update))]
+    found = [(plan.peak("backward", "step"), cases.least_peak_of(update))]
     if evaluated is not None:
         rows, most = batch(evaluated), config.engine.forward_rows(size)
 
         def evaluate():
             engine.forward(rows, micro_batch_size=most)
 
-        found.append((plan.evaluate_peak, cases.least_peak_of(evaluate)))
+        found.append((plan.peak("evaluate"), cases.least_peak_of(evaluate)))
     return found
 
 
@@ -113,28 +113,24 @@ def test_the_pass_of_the_validation_loss_is_planned(model):
     assert evaluation[1] > 1.3 * update[1]
 
 
-def plan_of(config):
-    rows = load_sft_rows(config)
-    own = None if rows.val_conversations is None else rows.val_conversations.lengths
-    return sft_memory_plan(config, rows.train.lengths, rows.val_prompts, own, "cpu").pools[0]
-
-
 def test_the_rows_of_the_validation_are_those_of_its_data(tmp_path):
     folder = tmp_path / "model"
     write_tiny_model(folder, ["one two three"], TinyModel(hidden_size=24, num_layers=1))
     for name, count in (("train", 16), ("val", 7)):
         row = {"prompt": "one two", "extra_info": {"answer": "three " * count}}
         (tmp_path / name).with_suffix(".jsonl").write_text((json.dumps(row) + "\n") * count)
-    files = (f"data.train_files={tmp_path}/train.jsonl", f"data.val_files={tmp_path}/val.jsonl")
-    given = (*files, "data.train_batch_size=12", "data.micro_batch_size_per_gpu=1")
-    pool = plan_of(settings(folder, *given))
-    update, evaluated = pool.engines["actor"].update, pool.engines["actor"].evaluate
-    assert (update.rows, evaluated.rows) == (1, 7) and update.tokens > evaluated.tokens / 7
-    assert "loss of the validation" in pool.phases
-    fewer = plan_of(settings(folder, *given, "trainer.val_size=5")).engines["actor"].evaluate
-    assert fewer.rows == 5
-    # 7 rows are padded to 8, two of each rank.
-    ranks = plan_of(settings(folder, *given, "trainer.n_gpus_per_node=4"))
-    assert ranks.engines["actor"].evaluate.rows == 2
+
+    def peak(*more):
+        files = (f"data.train_files={tmp_path}/train.jsonl", f"data.val_files={tmp_path}/val.jsonl")
+        size = ("data.train_batch_size=12", "data.micro_batch_size_per_gpu=1")
+        config = settings(folder, *files, *size, *more)
+        rows = load_sft_rows(config)
+        own = None if rows.val_conversations is None else rows.val_conversations.lengths
+        (pool,) = sft_plan(config, "cpu", rows.train.lengths, rows.val_prompts, own).pools
+        assert ("loss of the validation" in pool.phases) == (own is not None)
+        return pool.engines["actor"].peak("evaluate")
+
+    # 7 rows; then 5; then 7 rows are padded to 8, two of each rank.
+    assert peak() > peak("trainer.val_size=5") > peak("trainer.n_gpus_per_node=4")
     for none in ("data.val_loss=false", "data.val_files=[]"):
-        assert plan_of(settings(folder, *given, none)).engines["actor"].evaluate is None
+        assert peak(none) == 0

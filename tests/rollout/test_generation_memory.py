@@ -13,11 +13,12 @@ from transformers import (
 
 from memory_models import CONFIGS as FAMILIES
 from memory_models import SIZES
-from quadriga.config.schema import ModelConfig
+from quadriga.config.schema import ModelConfig, RolloutConfig
 from quadriga.rollout.base import SamplingParams
 from quadriga.rollout.hf import generation
 from quadriga.rollout.hf.engine import HFRollout
-from quadriga.rollout.memory import GeneratedRows, generation_memory
+from quadriga.rollout.hf.memory import generation_memory
+from quadriga.rollout.memory import GeneratedRows, GenerationUse
 
 CONFIGS = FAMILIES | {
     "bloom, which takes no bias": lambda: BloomConfig(
@@ -67,8 +68,8 @@ def test_the_plan_is_what_generation_allocates(family, lengths, tmp_path, monkey
     monkeypatch.setattr(generation.Generation, "collect", recorded)
     ids, mask = prompts(lengths)
     peak = peak_of(lambda: engine.generate(ids, mask, SAMPLING, torch.arange(12)))
-    plan = generation_memory(model, ROWS, SAMPLING, dtype="auto", device_type="cpu")
-    assert held == [plan.kv_cache]
-    assert plan.peak == pytest.approx(peak, rel=0.15)
+    plan = generation_memory(RolloutConfig(), model, GenerationUse(ROWS, SAMPLING, "cpu"))
+    assert held == [plan.adds["generate"]["KV cache"]]
+    assert plan.peak("generate") == pytest.approx(peak, rel=0.15)
     weights = {t.untyped_storage().data_ptr(): t.nbytes for t in engine.module.parameters()}
-    assert plan.weights == pytest.approx(sum(weights.values()), rel=0.01)
+    assert plan.held["weights"] == pytest.approx(sum(weights.values()), rel=0.01)

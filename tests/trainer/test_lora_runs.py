@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from quadriga.config.commands import SFTConfig
 from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, InputError
-from quadriga.trainer.preflight import (
-    check_fine_tuning_config,
-)
+from quadriga.trainer.memory import train_plan
+from quadriga.trainer.preflight import check_fine_tuning_config
 
 LORA = ("actor_rollout_ref.model.lora.rank=4", "actor_rollout_ref.actor.optim.lr=1e-2")
 KL = (
@@ -83,6 +83,16 @@ def test_a_run_starts_from_an_adapter_and_refuses_that_of_another_base(run, tmp_
 def test_the_critic_has_adapters_of_its_own(run):
     metrics = run(*LORA, "algorithm.adv_estimator=gae", "critic.model.lora.rank=2")
     assert metrics[-1]["critic/grad_norm"] > 0
+
+
+def test_the_plan_has_no_second_model_for_the_reference(train_overrides):
+    plain = load_config(TrainConfig, [*train_overrides, *KL])
+    adapted = load_config(TrainConfig, [*train_overrides, *KL, *LORA])
+    for config, roles in ((plain, {"actor", "ref"}), (adapted, {"actor"})):
+        (pool,) = train_plan(config, "cpu").pools
+        assert set(pool.engines) == roles
+    whole, small = (train_plan(c, "cpu").pools[0].engines["actor"] for c in (plain, adapted))
+    assert small.held["optimizer states"] < whole.held["optimizer states"] / 3
 
 
 def test_sft_trains_adapters_and_frozen_weights(tiny_task, tmp_path):

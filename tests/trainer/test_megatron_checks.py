@@ -13,11 +13,9 @@ from quadriga.engines.megatron import settings as megatron_settings
 from quadriga.errors import ConfigError, InputError
 from quadriga.models.context_window import LongestSequence
 from quadriga.models.loading import load_causal_lm
-from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.trainer.checks.engines import check_stages
 from quadriga.trainer.checks.sequence_checks import check_token_budget
-from quadriga.trainer.memory.plan import memory_plan
-from quadriga.trainer.memory.resharding import resharding, resharding_lines
+from quadriga.trainer.memory import train_plan
 from quadriga.trainer.preflight import check_train_config
 
 ACTOR, REF = "actor_rollout_ref.actor.engine", "actor_rollout_ref.ref.engine"
@@ -150,8 +148,8 @@ def test_fine_tuning_names_the_setting(capsys, tiny_task, tmp_path, available, c
 @pytest.mark.parametrize(
     "tensor, help_named",
     [
-        (1, "divide the model (engine.tensor_parallel_size, engine.pipeline_parallel_size); or "),
-        (2, "trainer.device_memory_gb; use fewer ranks of a node"),  # both ranks divide it already
+        (1, "set engine.tensor_parallel_size=2 ("),
+        (2, "use fewer ranks of a node, or a smaller model"),  # both ranks divide it already
     ],
 )
 def test_the_memory_of_fine_tuning_is_planned_and_refused(
@@ -171,8 +169,10 @@ def test_the_memory_of_fine_tuning_is_planned_and_refused(
     # The two processes need 1 GiB, and the parameters more than the 10 KiB that are left.
     assert main(["plan", command, *given]) == 0
     printed = capsys.readouterr().out
-    rows = {line.strip().split("  ")[0]: line.split()[1:2] for line in printed.splitlines()}
-    assert rows["parameters"] == rows["gradients"] and "optimizer states" in rows, printed
+    role = "actor" if command == "sft" else "reward_model"
+    rows = {line.strip().split("  ")[0]: line.split()[2:] for line in printed.splitlines()}
+    assert rows[f"{role} parameters"] == rows[f"{role} gradients"], printed
+    assert f"{role} optimizer states" in rows
     shared = "4, 2 on each of 2 " if tensor == 1 else "4, 4 on each of 1 data ranks"
     assert "not counted" not in printed and shared in printed, printed
     assert main([command, *given]) == 2
@@ -182,15 +182,17 @@ def test_the_memory_of_fine_tuning_is_planned_and_refused(
 
 def test_the_memory_of_a_run_is_planned(train_overrides, available):
     more = ["trainer.backend=ray", "trainer.n_gpus_per_node=4", f"{TENSOR}=2", *MEGATRON]
-    plan = memory_plan(load_config(TrainConfig, [*train_overrides, *more]), "cpu")
+    plan = train_plan(load_config(TrainConfig, [*train_overrides, *more]), "cpu")
     (pool,) = plan.pools
     model = load_causal_lm(load_config(TrainConfig, train_overrides).actor_rollout_ref.model.path)
     sizes = {name: 4 * p.numel() for name, p in model.named_parameters()}
     norms = sum(size for name, size in sizes.items() if "norm" in name)
     actor = pool.engines["actor"]
-    assert actor.parameters == actor.kept == (sum(sizes.values()) - norms) / 2 + norms
-    assert actor.optimizer == pytest.approx(actor.parameters, rel=0.1)  # two data-parallel ranks
-    assert actor.backward_peak > 0 and not plan.missing
+    held = actor.held
+    assert held["parameters"] == held["gradients"] == (sum(sizes.values()) - norms) / 2 + norms
+    # Two data-parallel ranks.
+    assert held["optimizer states"] == pytest.approx(held["parameters"], rel=0.1)
+    assert actor.peak("backward") > 0 and not plan.missing
 
 
 @pytest.mark.parametrize("micro_batch", [1, None])
@@ -221,93 +223,9 @@ def test_tensor_ranks_do_not_enlarge_the_token_budget():
         check_token_budget("engine", engine, longest)
 
 
-def test_the_plan_has_what_ranks_receive_when_training_becomes_generation(train_overrides):
-    more = ["trainer.backend=ray", "trainer.n_gpus_per_node=4", f"{TENSOR}=2", *MEGATRON]
-    config = load_config(TrainConfig, [*train_overrides, *more])
-    model = load_causal_lm(config.actor_rollout_ref.model.path)
-    sizes = {name: 4 * p.numel() for name, p in model.named_parameters()}
-    norms = sum(size for name, size in sizes.items() if "norm" in name)
-    whole = sum(sizes.values())
-    found = resharding(config, "cpu")
-    # Norms are on both tensor-parallel ranks, everything else is divided by two.
-    assert found.training == (whole - norms) / 2 + norms
-    assert found.received == whole - found.training
-    assert (found.whole, found.generating, found.ranks.replicas) == (whole, whole, 2)
-    assert resharding(config, "cuda").received == found.received / 2  # bfloat16
-    line = resharding_lines(config, "cpu")[-1].removeprefix("  this run")
-    sizes = (found.received, found.generating, found.training)
-    assert [float(x) for x in line.split()] == pytest.approx([n / 2**20 for n in sizes], rel=1e-3)
-    apart = [*more, "placement.actor=[0-1]", "placement.rollout=[2-3]", "placement.critic=[0-1]"]
-    assert resharding(load_config(TrainConfig, [*train_overrides, *apart]), "cpu") is None
-
-
-@pytest.mark.parametrize(("tensor", "stages", "together"), [(2, 1, 2), (2, 2, 2), (1, 2, 2)])
-def test_ranks_that_generate_together_receive_only_their_parts(
-    train_overrides, available, tensor, stages, together
-):
-    """Nothing is received where training and generation are divided alike, but vLLM pads the
-    vocabulary and so gives its first rank more rows."""
-    config = load_config(TrainConfig, [
-        *train_overrides, *MEGATRON, "trainer.backend=ray", "trainer.n_gpus_per_node=4",
-        f"{TENSOR}={tensor}", f"{STAGES}={stages}", "actor_rollout_ref.rollout.name=vllm",
-        f"actor_rollout_ref.rollout.options.tensor_parallel_size={together}",
-    ])  # fmt: skip
-    model = load_causal_lm(config.actor_rollout_ref.model.path)
-    sizes = {name: 4 * p.numel() for name, p in model.named_parameters()}
-    norms = sum(size for name, size in sizes.items() if "norm" in name)
-    whole = sum(sizes.values())
-    found = resharding(config, "cpu")
-    assert (found.whole, found.gen_tensor) == (whole, together)
-    rows, columns = model.get_input_embeddings().weight.shape
-    more = 4 * 2 * columns * (-(-rows // 64) * 64 / 2 - rows / 2)  # of embedding and head
-    assert found.generating == (whole - norms) / 2 + norms + more
-    if stages == 1:
-        assert found.received == more > 0
-    elif tensor == 2:  # the first stage has its half of the embedding and of a layer
-        first = {n: s for n, s in sizes.items() if "layers.0." in n or "embed" in n}
-        trained = sum(s if "norm" in n else s / 2 for n, s in first.items())
-        assert found.received == found.generating - trained
-    else:  # neighbours: each has one stage, and half of it is not in its half of the rows
-        assert found.received > found.whole / 5
-
-
 def test_the_default_of_a_degree_equals_its_value(train_overrides, available):
     more = [*train_overrides, *MEGATRON, "trainer.backend=ray", "trainer.n_gpus_per_node=2",
             "actor_rollout_ref.actor.use_kl_loss=true", f"{REF}.name=megatron",
             f"{TENSOR}=2", f"{REF}.tensor_parallel_size=2",
             f"{ACTOR}.expert_tensor_parallel_size=2"]  # fmt: skip
     check_train_config(load_config(TrainConfig, more))
-
-
-def test_context_parallel_ranks_are_replicas_in_the_plan_of_a_weight_sync(
-    train_overrides, available
-):
-    more = [*train_overrides, *MEGATRON, "trainer.backend=ray", "trainer.n_gpus_per_node=4",
-            f"{TENSOR}=2"]  # fmt: skip
-    without = resharding(load_config(TrainConfig, more), "cpu")
-    context = [*more, f"{ACTOR}.context_parallel_size=2"]
-    check_train_config(load_config(TrainConfig, context))
-    assert resharding(load_config(TrainConfig, context), "cpu") == without
-    assert without.ranks.replicas == 2
-
-
-def test_the_plan_divides_for_generation_as_vllm_does(train_overrides, available, tmp_path):
-    """Four ranks and two key heads: ranks share k and v in pairs, and q is divided by four. The
-    vocabulary is padded to a multiple of 64."""
-    shape = TinyModel(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2)
-    write_tiny_model(tmp_path / "grouped", ["one two three"], shape)
-    config = load_config(TrainConfig, [
-        *train_overrides, *MEGATRON, "trainer.backend=ray", "trainer.n_gpus_per_node=4",
-        f"{TENSOR}=2", "actor_rollout_ref.rollout.name=vllm",
-        "actor_rollout_ref.rollout.options.tensor_parallel_size=4",
-        f"actor_rollout_ref.model.path={tmp_path / 'grouped'}",
-    ])  # fmt: skip
-    model = load_causal_lm(config.actor_rollout_ref.model.path)
-    expected = 0
-    for name, p in model.named_parameters():
-        if "embed" in name or "lm_head" in name:
-            expected += 4 * (-(-len(p) // 64) * 64 // 4) * p.shape[1]
-        else:
-            parts = 1 if "norm" in name else 2 if ".k_" in name or ".v_" in name else 4
-            expected += 4 * p.numel() // parts
-    assert resharding(config, "cpu").generating == expected

@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 from run_cases import timeless
 
+from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
+from quadriga.trainer.memory import train_plan
+
 ACTOR, REF = "actor_rollout_ref.actor.engine", "actor_rollout_ref.ref.engine"
 ROLES = (
     "algorithm.adv_estimator=gae",
@@ -41,3 +45,19 @@ def test_roles_divided_in_three_ways_train_as_one_rank(run, tmp_path):
         for name, value in chosen.items():
             assert found[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
     assert steps == 2 and one[-1]["actor/grad_norm"] > 1e-3
+
+
+@pytest.mark.parametrize("name", ["sequence", "context", "tensor"])
+def test_ranks_that_share_rows_need_less_memory_for_activations(train_overrides, name):
+    def actor(ranks: int, size: int):
+        more = [f"trainer.n_gpus_per_node={ranks}", f"{ACTOR}.{name}_parallel_size={size}"]
+        config = load_config(TrainConfig, [*train_overrides, "trainer.backend=ray", *more])
+        return train_plan(config, "cuda").pools[0].engines["actor"]
+
+    alone, together = actor(2, 1), actor(4, 2)  # the same rows for each data-parallel rank
+    assert alone.missing == together.missing == ""
+    before, after = (memory.adds["backward"] for memory in (alone, together))
+    assert after["activations"] < 0.75 * before["activations"]
+    assert together.held["parameters"] < 0.6 * alone.held["parameters"]
+    if name == "tensor":
+        assert after["gathered parameters"] < before["gathered parameters"]

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassificat
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ModelError
+from quadriga.trainer.memory import train_plan
 from quadriga.trainer.preflight import check_train_config
 
 
@@ -102,3 +103,14 @@ def test_a_model_without_a_head_is_refused_before_start(train_overrides, tiny_ta
     model = ("reward_model.enable=true", f"reward_model.model.path={tiny_task.model}")
     with pytest.raises(ModelError, match="has no head: a reward model is a sequence classifier"):
         check_train_config(load_config(TrainConfig, [*train_overrides, *model]))
+
+
+def test_the_memory_plan_has_the_reward_model(train_overrides, with_model):
+    config = load_config(TrainConfig, [*train_overrides, *with_model])
+    (pool,) = train_plan(config, "cpu").pools
+    engine = pool.engines["reward_model"]
+    assert engine.held["parameters"] > 0 and "optimizer states" not in engine.held
+    assert "scores" in pool.phases
+    few = [*train_overrides, *with_model, "reward_model.micro_batch_size_per_gpu=1"]
+    (pool,) = train_plan(load_config(TrainConfig, few), "cpu").pools
+    assert pool.engines["reward_model"].peak("evaluate") < engine.peak("evaluate")

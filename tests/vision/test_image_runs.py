@@ -22,7 +22,7 @@ from quadriga.trainer.checks.images import image_rules
 from quadriga.trainer.evaluation import response_file as inputs
 from quadriga.trainer.evaluation.generate import run_generation
 from quadriga.trainer.main import run_training
-from quadriga.trainer.memory.plan import memory_plan
+from quadriga.trainer.memory import train_plan
 
 RULE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -76,7 +76,7 @@ def test_a_run_trains_on_rows_with_and_without_images(overrides, tmp_path):
     answers = run_generation(load_config(GenerateConfig, [*generate, f"images=[{picture}]"]))
     assert answers[0].prompt[0]["content"] == "<image>which colour has it?"
     assert len(answers[0].responses) == 1
-    assert "image encoder" in memory_plan(config, "cpu").missing[0]
+    assert "image encoder" in train_plan(config, "cpu").missing[0]
 
 
 def test_a_changed_image_file_is_a_change_of_the_data(overrides, files, folder, tmp_path):

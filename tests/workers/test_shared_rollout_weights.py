@@ -10,7 +10,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import RolloutError
 from quadriga.protocol import DataProto, fields
-from quadriga.trainer.memory.plan import memory_plan
+from quadriga.trainer.memory import train_plan
 from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
 from quadriga.workers.generation import generation_inputs
 from quadriga.workers.runtime import RankRuntime
@@ -91,9 +91,8 @@ def test_the_plan_has_the_bytes_of_the_copy(worker, folder, overrides, expected)
     own = sum(size for address, size in held.items() if address not in of_actor)
     assert expected == {0: "none", sum(held.values()): "all"}.get(own, "some")
     config = load_config(TrainConfig, [f"{SECTION}.model.path={folder}", *overrides])
-    (pool,) = memory_plan(config, "cpu").pools
-    states = sum(engine.parameters + engine.optimizer for engine in pool.engines.values())
-    assert pool.phases["generation"] - pool.processes - states - pool.generation.peak == own
+    (pool,) = train_plan(config, "cpu").pools
+    assert pool.phases["generation"].get("rollout weights", 0) == own
 
 
 def test_generation_between_an_update_and_a_sync_is_refused(worker) -> None:

@@ -41,7 +41,7 @@ from quadriga.checkpoint.shards import Block, block_of
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.activation_checkpointing import checkpoint_layers
 from quadriga.engines.base import HeadKind
-from quadriga.engines.optimizers.choice import check_fits_parameters, rule_of_each
+from quadriga.engines.optimizers.choice import check_fits_parameters
 from quadriga.engines.sharding import fsdp_units, shard_model
 from quadriga.engines.tensor_parallel import check_model_parallel, divide_layers
 from quadriga.engines.token_model import TokenModel
@@ -212,12 +212,6 @@ def check_trained_part(
         check_new_trained(model, new - stored_tensors(local_folder(config.path)).keys(), config)
     if optim is not None and chosen:
         check_fits_parameters(model, optim.name, optim_key)
-
-
-def fits_8bit(config: ModelConfig, head: HeadKind) -> bool:
-    """Return whether `optim.name=adamw_8bit` fits a trained parameter of the model."""
-    model = simulated_model(config, head, torch.float32, trained=True)
-    return "adamw_8bit" in rule_of_each(model, "adamw_8bit").values()
 
 
 def saved_buffer_names(model: nn.Module) -> set[str]:

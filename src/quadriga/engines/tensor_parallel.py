@@ -235,15 +235,6 @@ def divide_layers(model: PreTrainedModel, ranks: ModelRanks, mesh: DeviceMesh | 
                     _divide_experts(inner, tensor)
 
 
-def whole_weights(model: PreTrainedModel) -> Iterator[int]:
-    """Yield the `id` of each weight of a decoder layer that the ranks do not divide."""
-    plan = TensorPlan.of(model.config)
-    for name, layer in decoder_parts(model):
-        for leaf, parameter in layer.named_parameters():
-            if plan.division(f"{name}.{leaf}").dim is None:
-                yield id(parameter)
-
-
 def _divide_weights(
     module: nn.Module, prefix: str, plan: TensorPlan, ranks: Subgroup, mesh: DeviceMesh | None
 ) -> None:

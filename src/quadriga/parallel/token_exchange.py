@@ -16,10 +16,7 @@ Shapes: n tokens of a rank, s ranks, H heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 import torch
@@ -29,34 +26,6 @@ from torch import Tensor
 from quadriga.parallel.model_ranks import Subgroup
 
 _Collective: TypeAlias = Callable[[Tensor, Subgroup], Tensor]
-
-
-@dataclass
-class SentBytes:
-    """The bytes that this rank has sent to other ranks, or on the meta device would send."""
-
-    total: int = 0
-
-
-_COUNTER: ContextVar[SentBytes | None] = ContextVar("sent", default=None)
-
-
-@contextmanager
-def counting_sent_bytes() -> Iterator[SentBytes]:
-    """Count within the block what this thread sends."""
-    counter = SentBytes()
-    token = _COUNTER.set(counter)
-    try:
-        yield counter
-    finally:
-        _COUNTER.reset(token)
-
-
-def _count(x: Tensor, factor: int, ranks: Subgroup) -> None:
-    """Count `factor` · x / s bytes for each of the s − 1 other ranks."""
-    counter = _COUNTER.get()
-    if counter is not None:
-        counter.total += x.nbytes * factor * (ranks.size - 1) // ranks.size
 
 
 def exchange_heads(x: Tensor, ranks: Subgroup) -> Tensor:
@@ -157,7 +126,6 @@ def _to_tokens(x: Tensor, ranks: Subgroup) -> Tensor:
 def _exchanged(parts: Tensor, ranks: Subgroup) -> Tensor:
     """Send part r of [s, …] to rank r."""
     sent = parts.contiguous()
-    _count(sent, 1, ranks)
     received = torch.empty_like(sent)
     if not sent.is_meta:
         dist.all_to_all_single(received, sent, group=ranks.group)
@@ -166,7 +134,6 @@ def _exchanged(parts: Tensor, ranks: Subgroup) -> Tensor:
 
 def _gathered(x: Tensor, ranks: Subgroup) -> Tensor:
     sent = x.contiguous()
-    _count(sent, ranks.size, ranks)
     whole = sent.new_empty(len(sent) * ranks.size, *sent.shape[1:])
     if not sent.is_meta:
         dist.all_gather_single(whole, sent, group=ranks.group)
@@ -175,7 +142,6 @@ def _gathered(x: Tensor, ranks: Subgroup) -> Tensor:
 
 def _summed(x: Tensor, ranks: Subgroup) -> Tensor:
     sent = x.contiguous()
-    _count(sent, 1, ranks)
     own = sent.new_empty(len(sent) // ranks.size, *sent.shape[1:])
     if not sent.is_meta:
         dist.reduce_scatter_single(own, sent, group=ranks.group)

@@ -45,7 +45,9 @@ if TYPE_CHECKING:
         SamplingConfig,
     )
     from quadriga.models.context_window import LongestSequence
+    from quadriga.models.memory import EngineMemory
     from quadriga.rollout.base import RolloutEngine
+    from quadriga.rollout.memory import GenerationUse
 
 ROLLOUT_KEY = "actor_rollout_ref.rollout"
 """The section of the rollout in the settings, for messages."""
@@ -147,6 +149,14 @@ class Rollout:
     def loads_adapters(self, lora: LoraConfig) -> bool:
         """Return whether the engine can compute with the adapters of a model beside its weights."""
         return False
+
+    def memory(self, model: ModelConfig, use: GenerationUse) -> EngineMemory | None:
+        """Return what the engine holds and adds on a rank; None: it is not known.
+
+        Raises:
+            ModelError: the folder has no config of a causal language model.
+        """
+        return None
 
     def build(
         self,

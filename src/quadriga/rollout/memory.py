@@ -1,37 +1,31 @@
-"""The device memory of generation on one rank, counted on the meta device.
+"""How a run uses a rollout engine: what its memory depends on.
 
-Generation is simulated at its two largest moments: the prefill of the distinct prompts, and the
-last token, when no row has ended.
+`Rollout.memory(model, use)` of each engine returns its `EngineMemory`. vLLM and SGLang
+allocate their keys and values once, and keep them while the actor trains, unless
+`rollout.take_turns` releases them. On an accelerator they take a share of the device:
 
-Shapes: b rows, P prompt columns, R response columns, V vocabulary entries.
+    engine   share of the device                 weights   keys and values   activations   context
+    vllm     gpu_memory_utilization              in it     the rest of it    in it         in it
+    sglang   server_args.mem_fraction_static     in it     the rest of it    beside it     beside it
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING
 
 from quadriga.config.schema import DtypeName, ModelConfig, SamplingConfig
-from quadriga.errors import QuadrigaError
 from quadriga.models.loading import model_without_weights
-from quadriga.models.simulated.allocations import AllocationCounter
-from quadriga.models.simulated.kernels import kernels_of
+from quadriga.models.memory import META
 from quadriga.parallel.device import compute_dtype
 from quadriga.rollout.base import SamplingParams
-from quadriga.rollout.hf.generation import CachedModel
-from quadriga.rollout.hf.kv_cache import (
-    PromptRows,
-    RepeatedPrompts,
-    SharedPrompts,
-    columns_at_end,
-    columns_before,
-)
-from quadriga.rollout.hf.sampling import draw
 
-META = torch.device("meta")
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CONTEXT_BYTES = 2**30
+"""What a process takes of an accelerator, apart from tensors: its context and its kernels."""
 
 
 @dataclass(frozen=True)
@@ -51,33 +45,18 @@ class GeneratedRows:
 
 
 @dataclass(frozen=True)
-class GenerationMemory:
-    """Bytes of a rollout engine on one rank.
+class GenerationUse:
+    """How a run uses a rollout engine.
 
     Attributes:
-        weights: the unsharded weights.
-        kv_cache: keys, values and recurrent states at the end.
-        peak: the most bytes beside the weights, the cache included.
-        uncounted: why `kv_cache` and `peak` are 0 although there are some; "" if they are counted.
-        loaded: bytes of host memory while it is loaded.
-        backup: bytes of host memory while it is released.
-        reserved: the part of `peak` that exists all the time, unless the engine is released.
-        processes: its own processes below the rank that use the device.
-        missing: what is not counted, in words.
-        setting: the setting in the section of the rollout that limits what it reserves, with its
-            value; "" if there is none.
+        device_type: "cpu", or the type of an accelerator.
+        device: bytes of the accelerator of a rank. None: they are not known.
     """
 
-    weights: int
-    kv_cache: int
-    peak: int
-    uncounted: str = ""
-    loaded: int = 0
-    backup: int = 0
-    reserved: int = 0
-    processes: int = 0
-    missing: str = ""
-    setting: str = ""
+    rows: GeneratedRows
+    sampling: SamplingParams
+    device_type: str
+    device: int | None = None
 
 
 def planned_sampling(settings: SamplingConfig, response: int) -> SamplingParams:
@@ -93,125 +72,19 @@ def planned_sampling(settings: SamplingConfig, response: int) -> SamplingParams:
     )
 
 
-def generation_memory(
-    model: ModelConfig,
-    rows: GeneratedRows,
-    sampling: SamplingParams,
-    *,
-    dtype: DtypeName,
-    device_type: str,
-) -> GenerationMemory:
-    """Return the memory of the engine `hf`.
+def rollout_on_meta(model: ModelConfig, dtype: DtypeName, device_type: str) -> PreTrainedModel:
+    """Return the model of a rollout without weights."""
+    import torch
 
-    Raises:
-        ModelError: the folder has no config of a causal language model.
-    """
-    auto = torch.device("cpu" if device_type == "cpu" else "meta")
-    module = model_without_weights(
+    return model_without_weights(
         model.path,
         value_head=False,
-        dtype=compute_dtype(dtype, auto),
+        dtype=compute_dtype(dtype, torch.device("cpu") if device_type == "cpu" else META),
         attn_implementation=model.attn_implementation,
         trust_remote_code=model.trust_remote_code,
     )
-    weights = stored_bytes(list(module.state_dict().values()))
-    try:
-        with torch.no_grad(), kernels_of(device_type):
-            kv_cache, peak = _simulate(module, rows, sampling)
-    except QuadrigaError:
-        raise
-    except Exception as error:  # a model whose code reads numbers fails in any way; reported
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
-        kv_cache = peak = 0
-    else:
-        reason = ""
-    return GenerationMemory(
-        weights, kv_cache, peak, uncounted=reason, loaded=weights, backup=weights
-    )
 
 
-def _simulate(
-    module: PreTrainedModel, rows: GeneratedRows, sampling: SamplingParams
-) -> tuple[int, int]:
-    """Return (bytes of the cache at the end, most bytes beside the weights)."""
-    counter = AllocationCounter()
-    with counter:
-        generation = _SimulatedGeneration(CachedModel(module, META), rows)
-        generation.prefill()
-        # Prompts of different lengths need a mask, for which no number is known here: one for the
-        # model and one in the dtype of the scores.
-        masks = rows.prompts * rows.prompt**2 * (1 + module.dtype.itemsize)
-        prefill = counter.peak + masks
-        generation.run(generation.sample(sampling))
-        kv_cache, counter.peak = generation.fill(), 0
-        token = generation.sample(sampling)
-        sampled, counter.peak = counter.peak, 0
-        generation.run(token)
-        run = counter.peak + generation.copied
-    return kv_cache, max(prefill, sampled, run)
-
-
-class _SimulatedGeneration:
-    """A generation on the meta device, as `rollout.hf` makes it."""
-
-    def __init__(self, model: CachedModel, rows: GeneratedRows) -> None:
-        self.model = model
-        self.rows = rows
-        self.cache = model.new_cache()
-        # Token ids, log-probabilities, and the uniform numbers that sampling needs.
-        self.outputs = torch.empty(rows.count, rows.response, 20, dtype=torch.uint8, device=META)
-        self.copied = 0
-        """Bytes of the old buffer while the last one that grows is copied."""
-
-    def prefill(self) -> None:
-        """Run the distinct prompts, which the rows continue."""
-        count, width = self.rows.prompts, self.rows.prompt
-        ids = torch.zeros(count, width, dtype=torch.int64, device=META)
-        logits = self.model.forward(self.cache.cache, ids, ids.cumsum(1))
-        of_row = torch.empty(self.rows.count, dtype=torch.int64, device=META)
-        self._begin_rows(of_row, torch.ones_like(ids, dtype=torch.bool))
-        self.logits = logits.index_select(0, of_row)
-
-    def _begin_rows(self, of_row: Tensor, visible: Tensor) -> None:
-        if isinstance(self.cache, SharedPrompts):
-            count, prompts = self.rows.count, self.rows.prompts
-            slots = of_row.new_empty(prompts * -(-count // prompts))
-            bias = torch.zeros(visible.shape, dtype=self.model.module.dtype, device=META)[:, None]
-            self.cache.cache.begin_rows(PromptRows(prompts, of_row, slots, of_row, bias))
-        else:
-            self.cache.begin_rows(of_row, visible, self.rows.response)
-
-    def fill(self) -> int:
-        """Extend the cache to the last token but one; return the bytes that it has at the end."""
-        for layer in self.cache.growing:
-            first, tokens = layer.keys.shape[2], layer.length + self.rows.response - 2
-            columns = columns_at_end(first, tokens)
-            for name in ("keys", "values"):
-                b, heads, _, size = getattr(layer, name).shape
-                setattr(layer, name, None)  # so that it does not exist beside the new one
-                setattr(layer, name, self.logits.new_empty(b, heads, columns, size))
-            layer.length = max(tokens - 1, 0)
-            if columns > first:
-                bytes_before = layer.keys.nbytes * columns_before(columns) // columns
-                self.copied = max(self.copied, bytes_before)
-        if isinstance(self.cache, RepeatedPrompts):
-            self.cache.columns = self.rows.prompt + max(self.rows.response - 2, 0)
-        return stored_bytes(list(self.cache.tensors()))
-
-    def sample(self, sampling: SamplingParams) -> Tensor:
-        """Sample one token for each row."""
-        numbers = torch.empty(self.rows.count, dtype=torch.float64, device=META)
-        return draw(self.logits, sampling, numbers, 0)[0]
-
-    def run(self, token: Tensor) -> None:
-        """Run the model on the newest token of each row."""
-        positions = torch.zeros_like(token)[:, None]
-        self.logits = self.model.forward(
-            self.cache.cache, token[:, None], positions, self.cache.arguments()
-        )
-
-
-def stored_bytes(tensors: list[Tensor]) -> int:
-    """Return the bytes of the storages of these tensors."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({s._cdata: s.nbytes() for s in storages}.values())
+def rest_of_share(share: float, device: int | None, used: int) -> int:
+    """Return what a share of the device leaves for keys and values."""
+    return 0 if device is None else max(0, math.ceil(share * device) - used)

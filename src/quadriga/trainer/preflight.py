@@ -115,7 +115,7 @@ def check_program(
     if not own_reward:
         check_reward(config.reward)
     if not own_policy:
-        from quadriga.trainer.memory.report import check_memory  # imports torch
+        from quadriga.trainer.memory import train_memory  # imports torch
 
         check_models(config)
         check_images_supported(config)
@@ -123,7 +123,7 @@ def check_program(
         check_parts(config)
     check_run_folder(config)
     if not own_policy:
-        check_memory(config)
+        train_memory(config).check()
     warn_of_unread(config)
 
 

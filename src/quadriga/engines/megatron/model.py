@@ -242,7 +242,7 @@ class Stage(GPTModel):  # type: ignore[misc]  # Megatron-core has no types
     ) -> None:
         chunks, stages = ranks.sizes.chunks, ranks.degrees.pipeline
         # At most (chunks + 1) · stages − 1 micro-batches wait for their backward pass; see
-        # `engines/memory/megatron.py`. Without recomputation none of them needs its rows.
+        # `memory.py`. Without recomputation none of them needs its rows.
         recomputed = transformer.recompute_granularity is not None
         self.rows_in_flight = RowsInFlight((chunks + 1) * stages if recomputed else 1)
         layers = config.num_hidden_layers // stages // chunks

@@ -19,7 +19,9 @@ from quadriga.rollout import Rollout
 if TYPE_CHECKING:
     import torch
 
+    from quadriga.models.memory import EngineMemory
     from quadriga.rollout.base import RolloutEngine
+    from quadriga.rollout.memory import GenerationUse
 
 
 class HF(Rollout):
@@ -27,6 +29,11 @@ class HF(Rollout):
 
     computes_images = True
     shares_weights = True
+
+    def memory(self, model: ModelConfig, use: GenerationUse) -> EngineMemory:
+        from quadriga.rollout.hf.memory import generation_memory
+
+        return generation_memory(self.settings, model, use)
 
     def build(
         self,

@@ -33,7 +33,9 @@ from quadriga.rollout.abilities import (
 )
 
 if TYPE_CHECKING:
-    pass
+    from quadriga.config.schema import ModelConfig
+    from quadriga.models.memory import EngineMemory
+    from quadriga.rollout.memory import GenerationUse
 
 KEY = "actor_rollout_ref.rollout.options"
 """The setting that holds the options, for messages."""
@@ -191,6 +193,11 @@ class SGLang(Rollout):
             seeded=seeds,
             batch_invariant=False,
         )
+
+    def memory(self, model: ModelConfig, use: GenerationUse) -> EngineMemory:
+        from quadriga.rollout.sglang.memory import sglang_memory
+
+        return sglang_memory(self.settings, self.options, model, use)
 
     def check(self, ranks: int | None) -> None:
         if self.options.url is None:

@@ -29,6 +29,8 @@ from quadriga.rollout.abilities import ALL_SETTINGS
 
 if TYPE_CHECKING:
     from quadriga.models.context_window import ContextWindow, LongestSequence
+    from quadriga.models.memory import EngineMemory
+    from quadriga.rollout.memory import GenerationUse
 
 TESTED_VERSION = "0.32.0"
 """The version of vLLM that the tests run with."""
@@ -137,6 +139,11 @@ class VLLM(Rollout):
     @property
     def ranks_of_copy(self) -> int:
         return self.options.tensor_parallel_size
+
+    def memory(self, model: ModelConfig, use: GenerationUse) -> EngineMemory:
+        from quadriga.rollout.vllm.memory import vllm_memory
+
+        return vllm_memory(self.settings, self.options, model, use)
 
     def check(self, ranks: int | None) -> None:
         check_installed(self.options)

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, overload
 
 from quadriga.config.commands import GenerateConfig, GenerationConfig
@@ -107,9 +106,9 @@ def run_generation(config: GenerateConfig) -> Sequence[Answer]:
     check_generate_settings(config)
     prompts = load_prompts(config, _tagged(config), config.images)
     if config.output is None:
-        from quadriga.trainer.memory.generation import check_generation_memory  # imports torch
+        from quadriga.trainer.memory import generating_memory  # imports torch
 
-        check_generation_memory(config, prompts.dataset)
+        generating_memory(config, prompts.dataset).check()
         return [_answer(row) for batch in generate(config, prompts) for row in batch]
     return WrittenAnswers(write_responses(config, prompts, config.output))
 
@@ -223,7 +222,7 @@ def write_responses(config: GenerationConfig, prompts: Prompts, path: str) -> St
         InputError: it cannot be written.
         WorkerError: a rank failed. The batches before it are in the file.
     """
-    from quadriga.trainer.memory.generation import check_generation_memory  # imports torch
+    from quadriga.trainer.memory import generating_memory  # imports torch
 
     total = len(prompts)
     why = rollout_of(config.rollout).not_reproduced(config.sampling)
@@ -235,7 +234,7 @@ def write_responses(config: GenerationConfig, prompts: Prompts, path: str) -> St
         total=total,
         batch_size=config.batch_size,
         overwrite=config.overwrite,
-        check=partial(check_generation_memory, config, prompts.dataset),
+        check=generating_memory(config, prompts.dataset).check,
     ) as file:
         if file.done:
             _log.warning("%s has the responses to %d of %d prompts", path, file.done, total)

@@ -74,13 +74,13 @@ class RMTrainer:
 
     def __init__(self, config: RMConfig) -> None:
         from quadriga.data import PromptLoader
-        from quadriga.trainer.memory.rm import check_rm_memory  # imports torch
+        from quadriga.trainer.memory import rm_memory  # imports torch
 
         self.given, config = config, absolute_paths(config)
         self.config, data = config, config.data
         rows = load_pairs(config)
         self.tokenizer, self.val_pairs = rows.tokenizer, rows.val
-        check_rm_memory(config, rows.lengths)
+        rm_memory(config, rows.lengths).check()
         self.loader = PromptLoader(
             rows.train, data.train_batch_size, shuffle=data.shuffle, seed=config.trainer.seed
         )

@@ -96,7 +96,7 @@ class SFTTrainer:
 
     def __init__(self, config: SFTConfig) -> None:
         from quadriga.data import SFTLoader
-        from quadriga.trainer.memory.sft import check_sft_memory  # imports torch
+        from quadriga.trainer.memory import sft_memory  # imports torch
 
         check_dataflow(sft_dataflow())
         self.given, config = config, absolute_paths(config)
@@ -110,7 +110,7 @@ class SFTTrainer:
             self.val_conversations = SFTLoader(
                 rows.val_conversations, size, shuffle=False, drop_last=False
             )
-        check_sft_memory(config, train.lengths, self.val_prompts, evaluated)
+        sft_memory(config, train.lengths, self.val_prompts, evaluated).check()
         self.loader = SFTLoader(
             train,
             data.train_batch_size,

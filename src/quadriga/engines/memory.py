@@ -1,34 +1,39 @@
-"""The activations of one micro-batch, counted on the meta device by the code that trains.
+"""The memory of a training engine, known before a weight is loaded.
 
-Shapes: P prompt columns, R response columns, K targets, V vocabulary entries.
+States are arithmetic: `fsdp_memory` and `megatron.memory`. The activations of one micro-batch are
+counted on the meta device by the code that trains. Both engines have one function
+`(model, engine, use) -> EngineMemory`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from quadriga.config.schema import EngineConfig, ModelConfig
+from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.base import EntropyUse, HeadKind
 from quadriga.engines.micro_batches import plan_micro_batches, select_rows
 from quadriga.engines.token_model import TokenModel
 from quadriga.errors import QuadrigaError
 from quadriga.models.log_probs.linear_log_prob import ACCELERATOR_TILE, CPU_TILE
 from quadriga.models.log_probs.log_prob import meta_entropies_have_gradients
-from quadriga.models.simulated.allocations import AllocationCounter, gradients_set_aside
-from quadriga.models.simulated.kernels import kernels_of, run_backward
+from quadriga.models.memory import (
+    META,
+    AllocationCounter,
+    EngineMemory,
+    failure,
+    gradients_set_aside,
+    kernels_of,
+    run_backward,
+)
 from quadriga.parallel.model_ranks import ModelRanks
-from quadriga.parallel.token_exchange import counting_sent_bytes
 from quadriga.protocol import fields
 
-META = torch.device("meta")
 _MANY = 16  # micro-batches
 
 
@@ -53,7 +58,7 @@ class Rows:
     entropy: EntropyUse = "unused"
 
     def batch(self, vocabulary: int) -> dict[str, Tensor]:
-        """Return the fields that a forward pass needs, with P + R columns."""
+        """Return the fields that a forward pass needs, with prompt + response columns."""
         ids = torch.zeros(self.count, self.prompt + self.response, dtype=torch.int64)
         # Different prompts begin with different tokens: the digits of the prompt's number. With 5
         # words, prompt 7 begins with 2 1, because 7 = 2 + 1 · 5.
@@ -78,6 +83,30 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class TrainingUse:
+    """How a run uses a training engine.
+
+    Attributes:
+        ranks: ranks of the worker group.
+        device_type: "cpu", or the type of an accelerator.
+        update: the rows of one rank in an optimizer step. None: the engine is not trained.
+        evaluate: the rows of one rank in a pass without gradients. None: there is none.
+    """
+
+    head: HeadKind
+    ranks: int
+    device_type: str
+    update: Rows | None
+    evaluate: Rows | None
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+    @property
+    def device(self) -> torch.device:
+        """A device on which `compute_dtype` chooses the same dtypes."""
+        return torch.device("cpu") if self.device_type == "cpu" else META
+
+
+@dataclass(frozen=True)
 class PassMemory:
     """Bytes of one micro-batch on one rank, without parameters.
 
@@ -89,20 +118,80 @@ class PassMemory:
         saved: bytes after the forward pass, which the backward pass needs.
         activations: most bytes in both passes, without complete gradients of parameters.
         with_gradients: most bytes in both passes, with the gradients of this micro-batch.
-        logits: bytes of the logits. They are a part of `activations`.
-        exchanged: bytes that the rank sends to others of its model-parallel group.
+        logits: bytes of the logits, a part of `activations`.
+        problem: why the other numbers are 0; "" if they are counted.
     """
 
     rows: int
-    tokens: int
-    several: bool
-    forward: int
-    saved: int
-    activations: int
-    with_gradients: int
-    logits: int
-    exchanged: int = 0
+    tokens: int = 0
+    several: bool = True
+    forward: int = 0
     inside: int = 0
+    saved: int = 0
+    activations: int = 0
+    with_gradients: int = 0
+    logits: int = 0
+    problem: str = ""
+
+
+def engine_memory(model: ModelConfig, engine: EngineConfig, use: TrainingUse) -> EngineMemory:
+    """Return the memory of the engine that `build_engine` builds, on the rank that needs most.
+
+    Raises:
+        ConfigError: the model or the ranks do not divide by the degrees of the engine.
+        ModelError: the folder has no config of a model that the engine computes.
+    """
+    if engine.name == "megatron":
+        from quadriga.engines.megatron.memory import megatron_memory
+
+        return megatron_memory(model, engine, use)
+    from quadriga.engines.fsdp_memory import fsdp_memory
+
+    return fsdp_memory(model, engine, use)
+
+
+_COUNTED: dict[Hashable, PassMemory] = {}
+"""Passes of the plans of this process: plans with another optimizer, or with states in host memory,
+have equal passes."""
+
+
+def count_pass(
+    module: PreTrainedModel,
+    model: ModelConfig,
+    engine: EngineConfig,
+    use: TrainingUse,
+    *,
+    backward: bool,
+    stages: int = 1,
+) -> PassMemory | None:
+    """Return the memory of the update, or of the pass without gradients; None if there is none.
+
+    Args:
+        module: a model on the meta device; `model` are its settings.
+        stages: least micro-batches, if there are as many rows.
+    """
+    rows = use.update if backward else use.evaluate
+    if rows is None:
+        return None
+    same = replace(engine, param_offload=False, optimizer_offload=False, offload_policy=False)
+    if not backward:  # nothing is kept that could be computed again
+        model = replace(model, gradient_checkpointing=False)
+    config = module.config.to_json_string()
+    key = (config, model, same, use.head, use.device_type, stages, rows, backward)
+    if key not in _COUNTED:
+        try:
+            found = pass_memory(
+                module, engine, rows, head=use.head, device_type=use.device_type,
+                backward=backward, stages=stages,
+            )  # fmt: skip
+        except QuadrigaError:
+            raise
+        except Exception as error:  # a model whose code reads numbers fails in any way; reported
+            return PassMemory(rows.count, problem=failure(error))
+        if len(_COUNTED) > 64:
+            _COUNTED.clear()
+        _COUNTED[key] = found
+    return _COUNTED[key]
 
 
 def pass_memory(
@@ -113,17 +202,10 @@ def pass_memory(
     head: HeadKind,
     device_type: str,
     backward: bool,
-    entropy: EntropyUse = "unused",
     stages: int = 1,
 ) -> PassMemory:
-    """Compute the largest micro-batch of `rows` with a model on the meta device.
-
-    Args:
-        backward: whether the pass computes gradients.
-        entropy: whether it computes entropies too, and in the backward pass their gradients.
-        stages: least micro-batches, if there are as many rows.
-    """
-    with kernels_of(device_type), meta_entropies_have_gradients(entropy == "gradient"):
+    """Compute the largest micro-batch of `rows` with a model on the meta device."""
+    with kernels_of(device_type), meta_entropies_have_gradients(rows.entropy == "gradient"):
         model = TokenModel(
             module,
             head,
@@ -138,30 +220,29 @@ def pass_memory(
         micro, several = _largest_micro_batch(model, engine, rows, stages)
         counter, inside = AllocationCounter(), []
         hook = module.register_forward_hook(lambda *_: inside.append(counter.peak))
-        parameters = list(module.parameters())
         with (
-            counting_sent_bytes() as sent,
-            gradients_set_aside(counter, parameters),
+            gradients_set_aside(counter, list(module.parameters())),
             counter,
             torch.set_grad_enabled(backward),
         ):
-            outputs = model(micro, temperature=1.0, entropy=entropy != "unused")
+            outputs = model(micro, temperature=1.0, entropy=rows.entropy != "unused")
             forward, saved = counter.peak, counter.live
             if backward:
                 run_backward(torch.stack([v.sum() for v in outputs.values()]).sum())
             del outputs
         hook.remove()
+    count = len(micro[fields.INPUT_IDS])
+    prompts = math.ceil(count / rows.samples) if model.packed else count
     return PassMemory(
-        rows=len(micro[fields.INPUT_IDS]),
-        tokens=computed_tokens(rows, len(micro[fields.INPUT_IDS]), shared=model.packed),
+        rows=count,
+        tokens=prompts * rows.prompt + count * rows.response,
         several=several,
         forward=forward,
+        inside=inside[0],
         saved=saved,
         activations=counter.peak,
         with_gradients=counter.peak_with_kept,
         logits=_logits(model, micro, engine.model_parallel_size),
-        exchanged=sent.total,
-        inside=inside[0],
     )
 
 
@@ -183,12 +264,6 @@ def _largest_micro_batch(
     return first, len(micro_batches) > 1
 
 
-def computed_tokens(rows: Rows, count: int, *, shared: bool) -> int:
-    """Return the tokens of `count` rows. With `shared`, each prompt counts once."""
-    prompts = math.ceil(count / rows.samples) if shared else count
-    return prompts * rows.prompt + count * rows.response
-
-
 def _logits(model: TokenModel, micro: dict[str, Tensor], ranks: int) -> int:
     """Return the bytes of the logits of a micro-batch; with a fused head, those of its tiles.
 
@@ -203,76 +278,3 @@ def _logits(model: TokenModel, micro: dict[str, Tensor], ranks: int) -> int:
         tile = CPU_TILE if model.device_type == "cpu" else ACCELERATOR_TILE
         return 2 * min(logits, tile) * torch.float32.itemsize
     return logits * next(model.model.parameters()).dtype.itemsize
-
-
-_COUNTED: ContextVar[dict[Hashable, PassMemory] | None] = ContextVar("_COUNTED", default=None)
-
-
-@contextmanager
-def passes_counted_once() -> Iterator[None]:
-    """Within this block, or a function with this decorator, equal passes are counted once.
-
-    Plans with another optimizer, or with states in host memory, have equal passes.
-    """
-    token = _COUNTED.set({})
-    try:
-        yield
-    finally:
-        _COUNTED.reset(token)
-
-
-@dataclass
-class Passes:
-    """Counts passes of one model; after a failure, `problem` says why there is no count.
-
-    `model`: the settings of `module`.
-    """
-
-    module: PreTrainedModel
-    model: ModelConfig
-    engine: EngineConfig
-    head: HeadKind
-    device_type: str
-    problem: str = ""
-    stages: int = 1
-
-    def count(self, rows: Rows | None, *, backward: bool) -> PassMemory | None:
-        """Return the memory of a pass, without activations if the model cannot be simulated."""
-        if rows is None:
-            return None
-        counted, key = _COUNTED.get(), self._key(rows, backward=backward)
-        if counted is None:
-            return self._count(rows, backward=backward)
-        if key not in counted:
-            found = self._count(rows, backward=backward)
-            if self.problem:
-                return found
-            counted[key] = found
-        return counted[key]
-
-    def _key(self, rows: Rows, *, backward: bool) -> Hashable:
-        """Return all that the memory of a pass depends on."""
-        engine, model = self.engine, self.model
-        engine = replace(engine, param_offload=False, optimizer_offload=False, offload_policy=False)
-        if not backward:  # nothing is kept that could be computed again
-            model = replace(model, gradient_checkpointing=False)
-        config = self.module.config.to_json_string()
-        return (config, model, engine, self.head, self.device_type, self.stages, rows, backward)
-
-    def _count(self, rows: Rows, *, backward: bool) -> PassMemory:
-        try:
-            return pass_memory(
-                self.module,
-                self.engine,
-                rows,
-                head=self.head,
-                device_type=self.device_type,
-                backward=backward,
-                entropy=rows.entropy,
-                stages=self.stages,
-            )
-        except QuadrigaError:
-            raise
-        except Exception as error:  # a model whose code reads numbers fails in any way; reported
-            self.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
-            return PassMemory(rows.count, 0, True, 0, 0, 0, 0, 0)

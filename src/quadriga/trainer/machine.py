@@ -9,7 +9,6 @@ from pathlib import Path
 from quadriga.config.schema import RunConfig
 
 GIB = 2**30
-SETTING = "trainer.device_memory_gb"
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 # Files of the limit, of the use, and of the part of the use that the kernel gives up when needed,
@@ -41,14 +40,18 @@ def planned_device(trainer: RunConfig) -> str | None:
         return trainer.device
     seen = get_device_name()
     # The controller may be on a node of a cluster without a device, and the ranks on others.
-    elsewhere = trainer.backend == "ray" and (trainer.nnodes > 1 or "RAY_ADDRESS" in os.environ)
-    return None if seen == "cpu" and elsewhere else seen
+    return None if seen == "cpu" and ranks_are_elsewhere(trainer) else seen
+
+
+def ranks_are_elsewhere(trainer: RunConfig) -> bool:
+    """Return whether some ranks can be on other machines."""
+    return trainer.backend == "ray" and (trainer.nnodes > 1 or "RAY_ADDRESS" in os.environ)
 
 
 def device_limit(trainer: RunConfig, device_type: str) -> DeviceLimit | None:
     """Return the memory that ranks can use. None: it is not known on this machine."""
     if trainer.device_memory_gb is not None:
-        return DeviceLimit(int(trainer.device_memory_gb * GIB), SETTING)
+        return DeviceLimit(int(trainer.device_memory_gb * GIB), "trainer.device_memory_gb")
     if device_type == "cpu":
         # Other nodes are taken to be like this one.
         return DeviceLimit(available_memory(), "available on this machine")
@@ -61,58 +64,28 @@ def device_limit(trainer: RunConfig, device_type: str) -> DeviceLimit | None:
     return DeviceLimit(int(properties.total_memory), str(properties.name))
 
 
-def gib(size: int) -> str:
-    """Return bytes in GiB with three digits: "79.2", "0.0132"."""
-    return f"{size / GIB:.3g}"
-
-
-def gib_apart(needed: int, limit: int) -> tuple[str, str]:
-    """Return two sizes as `gib` does, with as many digits as show which one is larger.
-
-    80.04 and 80 GiB are "80.04" and "80", not twice "80".
-    """
-    for digits in range(3, 18):
-        texts = f"{needed / GIB:.{digits}g}", f"{limit / GIB:.{digits}g}"
-        if texts[0] != texts[1]:
-            break
-    return texts
-
-
 def available_memory(groups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int:
     """Return the bytes that new processes of this machine, or of its control group, can use."""
     import psutil
 
-    free = int(psutil.virtual_memory().available)
-    return min([free, *(limit for folder in _folders(groups, own) for limit in _left(folder))])
-
-
-def _folders(groups: Path, own: Path) -> list[Path]:
-    """Return the folders that can hold the limit of this process."""
     # A line of /proc/self/cgroup is number:controllers:path, with number 0 in version 2. In a
     # container the path can be one of the host, and the files are in the top folder.
     lines = own.read_text().splitlines() if own.is_file() else []
-    paths = [line.split(":", 2) for line in lines if line.count(":") >= 2]
-    memory = [path for _, kind, path in paths if kind in ("", "memory")]
-    return [
-        folder / path.lstrip("/")
-        for folder in (groups, groups / "memory")
-        for path in (*memory, "")
-    ]
+    parts = [line.split(":", 2) for line in lines if line.count(":") >= 2]
+    paths = [path.lstrip("/") for _, kind, path in parts if kind in ("", "memory")]
+    folders = [top / path for top in (groups, groups / "memory") for path in (*paths, "")]
+    limits = [left for folder in folders if (left := _left(folder)) is not None]
+    return min([int(psutil.virtual_memory().available), *limits])
 
 
-def _left(folder: Path) -> list[int]:
-    """Return the limit of a control group less its use; [] if it has none."""
+def _left(folder: Path) -> int | None:
+    """Return the limit of a control group less its use; None if it has no limit."""
     for limit, use, reclaimable in _FILES:
-        size, used = (_number(folder / name) for name in (limit, use))
-        if size is not None and used is not None:
+        texts = [(folder / name).read_text().strip() for name in (limit, use)
+                 if (folder / name).is_file()]  # fmt: skip
+        if len(texts) == 2 and texts[0].isdecimal():  # "max" is no limit
             statistics = folder / "memory.stat"
             rows = statistics.read_text().splitlines() if statistics.is_file() else []
             kept = dict(row.split(maxsplit=1) for row in rows)
-            return [max(0, size - used + int(kept.get(reclaimable, 0)))]
-    return []
-
-
-def _number(file: Path) -> int | None:
-    """Return the number in a file; None without a file, and for "max", which is no limit."""
-    text = file.read_text().strip() if file.is_file() else ""
-    return int(text) if text.isdecimal() else None
+            return max(0, int(texts[0]) - int(texts[1]) + int(kept.get(reclaimable, 0)))
+    return None

@@ -21,7 +21,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines.activation_checkpointing import checkpoint_layers
-from quadriga.engines.base import HeadKind
 from quadriga.engines.loading import simulated_model, tied_names
 from quadriga.engines.megatron.families import (
     Sizes,
@@ -32,10 +31,10 @@ from quadriga.engines.megatron.families import (
     padded_vocabulary,
 )
 from quadriga.engines.megatron.settings import degrees_of, sizes_of
-from quadriga.engines.memory.passes import Passes, PassMemory, Rows
-from quadriga.engines.memory.states import TrainingMemory
+from quadriga.engines.memory import PassMemory, Rows, TrainingUse, count_pass
 from quadriga.engines.optimizers.rules import MOMENTS
 from quadriga.models.log_probs.vocabulary_parallel import BLOCK_LOGITS
+from quadriga.models.memory import Bytes, EngineMemory
 from quadriga.parallel.balancing import owners_of
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.layouts import Degrees, Model, Weight, parallel_layout
@@ -46,65 +45,53 @@ _FORWARD_TILES, _BACKWARD_TILES, _PRODUCT_TILES = {True: 3, False: 2}, {True: 6,
 without entropy, and while their gradients are multiplied with the hidden states."""
 
 
-def megatron_memory(
-    model: ModelConfig,
-    engine: EngineConfig,
-    *,
-    head: HeadKind,
-    ranks: int,
-    device_type: str,
-    update: Rows | None,
-    evaluate: Rows | None,
-) -> TrainingMemory:
-    """Return the memory of the stage that needs most; see `fsdp_memory` for the arguments.
+def megatron_memory(model: ModelConfig, engine: EngineConfig, use: TrainingUse) -> EngineMemory:
+    """Return the memory of the stage that needs most.
 
     Raises:
         ConfigError: the model or the ranks do not divide by the degrees.
         ModelError: the folder has no config of a model that the engine computes.
     """
-    stages = stage_memories(
-        model, engine, head=head, ranks=ranks, device_type=device_type, update=update,
-        evaluate=evaluate,
-    )  # fmt: skip
-    return max(
-        stages,
-        key=lambda m: m.parameters + m.optimizer + m.kept + max(m.update_peak, m.evaluate_peak),
-    )
+    stages = stage_memories(model, engine, use)
+    return max(stages, key=lambda m: sum(m.held.values()) + m.peak("backward", "evaluate"))
 
 
 def stage_memories(
-    model: ModelConfig,
-    engine: EngineConfig,
-    *,
-    head: HeadKind,
-    ranks: int,
-    device_type: str,
-    update: Rows | None,
-    evaluate: Rows | None,
-) -> list[TrainingMemory]:
-    """Return the memory of a rank of each pipeline stage; see `megatron_memory`."""
-    auto = torch.device("cpu" if device_type == "cpu" else "meta")
-    dtype, trained = compute_dtype(engine.dtype, auto), update is not None
-    module = simulated_model(model, head, dtype, trained=trained)
+    model: ModelConfig, engine: EngineConfig, use: TrainingUse
+) -> list[EngineMemory]:
+    """Return the memory of a rank of each pipeline stage."""
+    dtype, trained = compute_dtype(engine.dtype, use.device), use.update is not None
+    module = simulated_model(model, use.head, dtype, trained=trained)
     config, sizes = module.config.get_text_config(), sizes_of(engine)
     check_sizes(config, sizes, "engine")
-    degrees = degrees_of(sizes, ranks)
+    counts = {name: p.numel() for name, p in module.named_parameters()}
+    tied = {name for names in tied_names(module).values() for name in names}
     weights = {
-        name: Weight(name, tuple(p.shape), p.itemsize) for name, p in module.named_parameters()
+        name: Weight(name, tuple(p.shape), p.itemsize)
+        for name, p in module.named_parameters()
+        if name not in tied
     }
-    for names in tied_names(module).values():
-        for name in names:
-            weights.pop(name, None)
     stored = megatron_model(
         config, weights, tensor_ranks=sizes.tensor, stages=sizes.pipeline, chunks=sizes.chunks
     )
     found = []
     for stage in range(sizes.pipeline):
-        states = _states(stored, degrees, stage, dtype, engine, trained=trained)
-        passes = _StagePasses(model, engine, config, sizes, head, device_type, dtype, stage)
-        found.append(_with_passes(states, passes, update, evaluate))
-    elements = [parameter.numel() for parameter in module.parameters()]
-    return [replace(m, weights=sum(elements), largest_weight=max(elements)) for m in found]
+        held = _states(stored, degrees_of(sizes, use.ranks), stage, dtype, engine, trained=trained)
+        passes = StagePasses(model, engine, config, sizes, use, dtype, stage)
+        update, evaluate = passes.count(backward=True), passes.count(backward=False)
+        adds = {} if update is None else {"backward": {"activations": update.activations}}
+        if evaluate is not None:
+            adds["evaluate"] = {"activations": evaluate.forward}
+        found.append(
+            EngineMemory(
+                held=held,
+                adds=adds,
+                missing=next((p.problem for p in (update, evaluate) if p), ""),
+                weights={None: sum(counts.values())},  # the rollout is sent other tensors
+                largest_weight=max(counts.values()),
+            )
+        )
+    return found
 
 
 def _states(
@@ -115,7 +102,7 @@ def _states(
     engine: EngineConfig,
     *,
     trained: bool,
-) -> TrainingMemory:
+) -> Bytes:
     """Return parameters, gradients and the optimizer's state of the first rank of a stage."""
     one = degrees if degrees.spread > 1 else replace(degrees, replicas=1)
     layout = parallel_layout(stored, one)
@@ -123,8 +110,10 @@ def _states(
     experts = {tensor.name for tensor in stored.stored if tensor.expert is not None}
     of_both: dict[bool, list[int]] = {False: [], True: []}
     for tensor in layout.ranks[first]:
-        of_both[tensor.name in experts].append(_count(tensor.shape))
+        of_both[tensor.name in experts].append(torch.Size(tensor.shape).numel())
     elements = sum(map(sum, of_both.values()))
+    if not trained:
+        return {"parameters": elements * dtype.itemsize}
     owned = 0
     parts = max(degrees.expert, degrees.spread)
     data = degrees.world_size // degrees.pipeline // degrees.tensor
@@ -134,25 +123,11 @@ def _states(
         owned += _largest_share(sizes, count) if engine.distributed_optimizer else sum(sizes)
     wide = torch.float32.itemsize
     copies = wide if dtype.itemsize < wide else 0
-    return TrainingMemory(
-        parameters=elements * dtype.itemsize,
-        optimizer=owned * (len(MOMENTS) * max(wide, dtype.itemsize) + copies) if trained else 0,
-        kept=elements * wide if trained else 0,
-        gathered=0,
-        gradients=0,
-        buffers=0,
-        update=None,
-        evaluate=None,
-        backward_peak=0,
-        step_peak=0,
-        evaluate_peak=0,
-        weights=0,
-        largest_weight=0,
-    )
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
+    return {
+        "parameters": elements * dtype.itemsize,
+        "gradients": elements * wide,
+        "optimizer states": owned * (len(MOMENTS) * max(wide, dtype.itemsize) + copies),
+    }
 
 
 def _largest_share(sizes: list[int], ranks: int) -> int:
@@ -163,56 +138,41 @@ def _largest_share(sizes: list[int], ranks: int) -> int:
     return max(loads)
 
 
-def _with_passes(
-    states: TrainingMemory, passes: _StagePasses, update: Rows | None, evaluate: Rows | None
-) -> TrainingMemory:
-    trained = passes.count(update, backward=True)
-    evaluated = passes.count(evaluate, backward=False)
-    return replace(
-        states,
-        update=trained,
-        evaluate=evaluated,
-        backward_peak=0 if trained is None else trained.activations,
-        evaluate_peak=0 if evaluated is None else evaluated.forward,
-        uncounted=passes.problem,
-    )
-
-
-@dataclass
-class _StagePasses:
-    """Counts the passes of a stage."""
+@dataclass(frozen=True)
+class StagePasses:
+    """Counts the passes of a pipeline stage."""
 
     model: ModelConfig
     engine: EngineConfig
     config: PreTrainedConfig
     sizes: Sizes
-    head: HeadKind
-    device_type: str
+    use: TrainingUse
     dtype: torch.dtype
     stage: int
-    problem: str = ""
 
-    def count(self, rows: Rows | None, *, backward: bool) -> PassMemory | None:
+    def count(self, *, backward: bool) -> PassMemory | None:
         """Return the memory of a pass with all micro-batches that are in flight."""
+        rows = self.use.update if backward else self.use.evaluate
         if rows is None:
             return None
         if expert_count(self.config):
-            self.problem = _EXPERTS
-            return PassMemory(rows.count, 0, True, 0, 0, 0, 0, 0)
+            return PassMemory(rows.count, problem=_EXPERTS)
         split = self.sizes.sequence_parallel
         one_rank = replace(
             self.engine, name="fsdp", tensor_parallel_size=1, pipeline_parallel_size=1
         )
-        module = self._chunk(1 if split else self.sizes.tensor, trained=backward)
-        passes = Passes(
-            module, self.model, one_rank, "value", self.device_type, stages=self.sizes.pipeline
+        found = count_pass(
+            self._chunk(1 if split else self.sizes.tensor, trained=backward),
+            self.model,
+            one_rank,
+            replace(self.use, head="value"),
+            backward=backward,
+            stages=self.sizes.pipeline,
         )
-        found = passes.count(rows, backward=backward)
-        self.problem = passes.problem
         assert found is not None
-        # What the ranks of a stage exchange is not counted; the simulated model has other ranks.
-        tokens = -(-found.tokens // self.sizes.context)
-        found = replace(found, tokens=tokens, exchanged=0)
+        if found.problem:
+            return found
+        found = replace(found, tokens=-(-found.tokens // self.sizes.context))
         if split:
             found = self._split(found)
         found = self._beyond_transformers(found, backward=backward)
@@ -297,7 +257,7 @@ class _StagePasses:
 
     def _with_head(self, found: PassMemory, rows: Rows, *, backward: bool) -> PassMemory:
         """Return the activations with the blocks of logits, which the last stage has."""
-        if self.head != "lm" or self.stage < self.sizes.pipeline - 1:
+        if self.use.head != "lm" or self.stage < self.sizes.pipeline - 1:
             return found
         wide = max(self.dtype.itemsize, torch.float32.itemsize)
         tensor, vocabulary = self.sizes.tensor, self.config.vocab_size

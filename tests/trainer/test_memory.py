@@ -1,0 +1,426 @@
+"""The memory plan of a run: its table, and the refusal of a run that does not fit."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from run_cases import two_steps
+from transformers import AutoConfig, LlamaConfig
+
+from quadriga.cli.main import main
+from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
+from quadriga.errors import ConfigError
+from quadriga.rollout.memory import CONTEXT_BYTES
+from quadriga.trainer import machine, memory
+from quadriga.trainer.machine import GIB, available_memory, planned_device
+from quadriga.trainer.memory import PROCESS_BYTES, train_memory, train_plan, update_rows
+from quadriga.trainer.preflight import check_train_config
+
+ENGINE = "actor_rollout_ref.actor.engine"
+ROLLOUT = "actor_rollout_ref.rollout"
+TURNS = f"{ROLLOUT}.take_turns=true"
+GPU = ("trainer.device=cuda", "trainer.device_memory_gb=32")
+RANKS = ("trainer.n_gpus_per_node=2", "placement.actor=[0]", "placement.rollout=[1]")
+UPDATE, SYNC = "update of the actor", "weight sync"
+
+
+@pytest.fixture
+def settings(tiny_task, tmp_path):
+    def make(*more) -> TrainConfig:
+        return load_config(TrainConfig, [*two_steps(tiny_task, tmp_path), *more])
+
+    return make
+
+
+@pytest.fixture
+def pools(settings):
+    def make(*more, device="cpu"):
+        return train_plan(settings(*more), device).pools
+
+    return make
+
+
+def size(held) -> int:
+    return sum(held.values())
+
+
+def refusal(config) -> str:
+    with pytest.raises(ConfigError) as refused:
+        train_memory(config).check()
+    return str(refused.value)
+
+
+def limits(needed: int) -> tuple[str, str]:
+    """Settings of a little more and a little less memory than is needed."""
+    more, less = (f"trainer.device_memory_gb={needed / GIB + by}" for by in (1e-6, -1e-6))
+    return more, less
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_phases_add_what_the_roles_hold(pools, shared):
+    share = f"{ROLLOUT}.share_weights={str(shared).lower()}"
+    (pool,) = pools("algorithm.adv_estimator=gae", share)
+    actor, critic, rollout = pool.engines["actor"], pool.engines["critic"], pool.generation
+    held = PROCESS_BYTES["cpu"] + size(actor.held) + size(critic.held)
+    held += 0 if shared else rollout.held["weights"]
+    assert pool.totals["generation"] == held + rollout.peak("generate")
+    assert pool.totals[UPDATE] == held + actor.peak("backward", "step")
+    assert pool.totals["values"] == held + critic.peak("evaluate")
+    assert pool.phases[UPDATE]["actor activations"] == actor.adds["backward"]["activations"]
+    assert pool.largest[1] == max(pool.totals.values())
+
+
+def test_offload_and_turns_free_memory_of_accelerators_only(pools):
+    offload = (f"{ENGINE}.param_offload=true", f"{ENGINE}.optimizer_offload=true")
+    plain, offloaded, turns = (pools(*m, device="cuda")[0] for m in ((), offload, (TURNS,)))
+    actor = plain.engines["actor"]
+    states = size(actor.held) - actor.held["buffers of the model"]
+    assert plain.totals["generation"] - offloaded.totals["generation"] == pytest.approx(
+        states, abs=actor.held["buffers of the model"]
+    )
+    assert plain.totals["generation"] - turns.totals["generation"] == size(actor.held)
+    # Offloaded moments are on the device during the step of the optimizer, after the gradients.
+    saved = min(actor.held["optimizer states"], actor.peak("backward") - actor.peak("step"))
+    assert plain.totals[UPDATE] - offloaded.totals[UPDATE] == saved > 0
+    weights = plain.generation.held["weights"]
+    assert plain.totals[UPDATE] - turns.totals[UPDATE] == weights
+    own = f"{ROLLOUT}.share_weights=false"
+    assert pools(*offload, own)[0].phases == pools(own)[0].phases
+    # What leaves the device is in the memory of the host.
+    assert offloaded.host == turns.host == CONTEXT_BYTES + size(actor.held)
+    assert plain.host == CONTEXT_BYTES + weights  # while the rollout is loaded
+
+
+def test_the_offload_policy_leaves_no_states_on_an_accelerator(pools):
+    offload = f"{ENGINE}.offload_policy=true"
+    (plain,), (hosted,) = (pools(*more, device="cuda") for more in ([], [offload]))
+    one, other = plain.engines["actor"], hosted.engines["actor"]
+    shards = one.held["parameters"]
+    assert other.held == {"buffers of the model": one.held["buffers of the model"]}
+    assert other.host == 4 * shards and one.host == other.peak("step") == 0
+    assert hosted.host == CONTEXT_BYTES + 4 * shards
+    assert plain.totals["generation"] - hosted.totals["generation"] == 3 * shards
+    assert pools(offload)[0].phases == pools()[0].phases  # on a CPU the host is the device
+
+
+def test_the_plan_reads_the_optimizer(pools):
+    (adamw,), (muon,) = (
+        pools(f"actor_rollout_ref.actor.optim.name={name}") for name in ("adamw", "muon")
+    )
+    states = [pool.engines["actor"].held["optimizer states"] for pool in (adamw, muon)]
+    assert states[1] < 0.8 * states[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        # With one optimizer step the update computes the old log-probabilities.
+        (["ppo_mini_batch_size=8"], "value"),
+        (["ppo_mini_batch_size=8", "old_log_probs_from_update=false"], "unused"),
+        (["ppo_mini_batch_size=8", "entropy_coeff=0.01"], "gradient"),
+        ([], "unused"),
+    ],
+)
+def test_the_plan_knows_what_the_update_needs_of_the_entropies(more, expected, settings):
+    config = settings(*(f"actor_rollout_ref.actor.{setting}" for setting in more))
+    assert update_rows(config, "actor").entropy == expected
+
+
+def test_the_ranks_of_each_node_are_added(settings, pools):
+    """States are sharded over the ranks of a role. Pools on different nodes share no memory."""
+    (one,) = pools()
+    four = ("trainer.n_gpus_per_node=4", "placement.actor=[0,1]", "placement.rollout=[2,3]")
+    plan = train_plan(settings(*four), "cpu")
+    actor, rollout = plan.pools
+    assert actor.generation is None and not rollout.engines
+    states = (pool.engines["actor"].held["optimizer states"] for pool in (actor, one))
+    assert next(states) == pytest.approx(next(states) / 2, rel=0.02)
+    assert plan.needed == 2 * actor.largest[1] + 2 * rollout.largest[1]
+    nodes = ("trainer.nnodes=2", "trainer.n_gpus_per_node=2", "trainer.backend=ray")
+    apart = train_plan(settings(*nodes, *four[1:]), "cpu")
+    assert apart.needed == max(2 * pool.largest[1] for pool in apart.pools)
+    uneven = ("placement.actor=[0,1,2]", "placement.rollout=[3]", "data.train_batch_size=12",
+              "actor_rollout_ref.actor.ppo_mini_batch_size=12")  # fmt: skip
+    plan = train_plan(settings(*nodes, *uneven), "cpu")
+    actor, rollout = (pool.largest[1] for pool in plan.pools)
+    assert plan.needed == max(2 * actor, actor + rollout)
+
+
+def test_a_weight_sync_holds_buffers(pools):
+    """Buckets are not larger than the model."""
+    (alone,) = pools("trainer.backend=ray")
+    engine = alone.engines["actor"]
+    bucket, weight = 4 * sum(engine.weights.values()), 8 * engine.largest_weight
+    assert alone.phases[SYNC]["weights in flight"] == weight
+    (both,) = pools("trainer.backend=ray", "trainer.n_gpus_per_node=2")
+    assert both.phases[SYNC]["weights in flight"] == weight + 2 * bucket
+    actor, _ = pools(*RANKS)
+    assert actor.phases[SYNC]["weights in flight"] == weight + 3 * bucket
+
+
+@pytest.mark.parametrize(("shards", "copies"), [(1, 0), (-1, 1)])
+def test_ranks_with_whole_weights_share_them_with_the_rollout(pools, shards, copies):
+    ranks = ("trainer.backend=ray", "trainer.n_gpus_per_node=2", f"{ENGINE}.fsdp_size={shards}")
+    (pool,) = pools(*ranks)
+    own = pool.phases["generation"].get("rollout weights", 0)
+    assert own == copies * pool.generation.held["weights"]
+
+
+VALIDATION = {
+    "more responses per prompt": (f"{ROLLOUT}.val_n=8", "data.val_batch_size=24"),
+    "filters": (
+        f"{ROLLOUT}.val_sampling.temperature=1", f"{ROLLOUT}.val_sampling.top_p=0.9",
+        "data.val_batch_size=16",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", VALIDATION)
+def test_a_training_run_plans_its_validation(pools, case):
+    def peak(*more):
+        return pools("data.max_prompt_length=2", *more)[0].generation.peak("generate")
+
+    *of_sampling, batch = VALIDATION[case]
+    assert peak(*of_sampling, batch) > peak(batch)
+    assert peak(*of_sampling, batch, "data.val_files=[]") == peak("data.val_files=[]")
+
+
+# The refusal, and what to change.
+
+
+def test_a_run_that_does_not_fit_is_refused_before_it_starts(settings, tmp_path):
+    few = f"{ROLLOUT}.micro_batch_size=1"
+    small = settings("trainer.device_memory_gb=0.51", few)
+    with pytest.raises(ConfigError) as refused:
+        check_train_config(small)
+    text = str(refused.value)
+    sums = "the run needs .* GiB on a node: ranks × GiB = 1 × .* (actor, rollout: update of the "
+    assert re.match(f"{re.escape(sums)}".replace(r"\.\*", ".*"), text), text
+    assert "= 0.5 (processes) + " in text and "but 0.51 GiB are trainer.device_memory_gb" in text
+    assert f"set {'actor_rollout_ref'}.model.gradient_checkpointing=true (" in text
+    assert "max_tokens_per_micro_batch=16384 (" in text
+    assert "offload_policy" not in text and not (tmp_path / "run").exists()
+    train_memory(settings("trainer.device_memory_gb=0.51", "trainer.check_memory=false")).check()
+    train_memory(settings("trainer.device_memory_gb=16")).check()
+
+
+def test_a_rank_that_needs_more_than_its_device_has_is_refused(settings):
+    """The controller needs no device for the check: the settings say what the ranks have."""
+    device = ("trainer.device=cuda", "trainer.backend=ray", "trainer.n_gpus_per_node=2")
+    phase, needed = train_plan(settings(*device), "cuda").pools[0].largest
+    enough, less = limits(needed)
+    train_memory(settings(*device, enough)).check()
+    text = refusal(settings(*device, less))
+    # One KiB more than there is: as many digits as show the difference.
+    found = re.search(
+        rf"a rank of actor, rollout needs (\S*) GiB \({phase} = .*, but its device has (\S*) GiB",
+        text,
+    )
+    assert found and float(found[1]) == pytest.approx(needed / GIB, abs=1e-6), text
+    assert float(found[1]) > float(found[2])
+    assert len(re.findall(r" → ", text)) == 3, text  # three remedies, with their effects
+
+
+def test_what_does_not_help_is_not_proposed(settings):
+    done = ("actor_rollout_ref.model.gradient_checkpointing=true", f"{ROLLOUT}.micro_batch_size=1",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1")  # fmt: skip
+    text = refusal(settings("trainer.device_memory_gb=0.501", *done))
+    for useless in ("gradient_checkpointing", "ppo_micro_batch", "rollout.micro_batch", "8bit"):
+        assert useless not in text.split("; ", 2)[2], text  # rows of 32 elements have no 8 bits
+    assert "use a smaller model" in text and "fewer ranks" not in text
+
+
+def write_llama(folder, hidden: int) -> str:
+    LlamaConfig(
+        vocab_size=96, hidden_size=hidden, intermediate_size=hidden, num_hidden_layers=1,
+        num_attention_heads=2, architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)  # fmt: skip
+    return str(folder)
+
+
+def test_remedies_are_those_of_the_pool_that_needs_most(settings, tmp_path):
+    """States of a large critic on ranks of its own: only its settings lower them."""
+    path = write_llama(tmp_path / "critic", 512)
+    config = settings(
+        "trainer.device=cuda", "trainer.n_gpus_per_node=4", "placement.actor=[0,1]",
+        "placement.rollout=[0,1]", "placement.critic=[2,3]", "algorithm.adv_estimator=gae",
+        f"critic.model.path={path}", "trainer.device_memory_gb=1.001",
+        "critic.ppo_micro_batch_size_per_gpu=1", f"{ROLLOUT}.micro_batch_size=1",
+    )  # fmt: skip
+    text = refusal(config)
+    assert text.startswith("a rank of critic needs ")
+    assert "set critic.engine.offload_policy=true (" in text
+    assert "set critic.optim.name=adamw_8bit (" in text
+    assert "actor_rollout_ref" not in text
+
+
+def test_the_pass_of_a_reward_model_is_made_smaller_by_its_own_settings(settings, tmp_path):
+    path = f"reward_model.model.path={write_llama(tmp_path / 'scores', 512)}"
+    config = settings("reward_model.enable=true", path, "data.val_files=[]",
+                      "trainer.device_memory_gb=0.51")  # fmt: skip
+    planned = train_memory(config)
+    plan = train_plan(config, "cpu")
+    assert plan.pools[0].largest[0] == "scores"
+    found = planned.remedies(plan)
+    assert found[0].startswith("lower reward_model.engine.max_tokens_per_micro_batch=16384 (")
+
+
+def test_a_host_that_is_too_small_is_refused(settings, monkeypatch):
+    monkeypatch.setattr(memory, "available_memory", lambda: 2**29)
+    config = settings(*GPU, f"{ENGINE}.optimizer_offload=true")
+    text = refusal(config)
+    assert "the ranks of a node need 1 GiB of host memory" in text
+    assert "but 0.5 GiB are available on this machine" in text and "keep states on" in text
+    assert "host memory of a node: 1 GiB" in train_memory(config).text()
+    nodes = settings(*GPU, "trainer.nnodes=2", "trainer.backend=ray")
+    train_memory(nodes).check()  # the memory of other machines is not known
+
+
+def test_the_command_shows_the_table(tiny_task, tmp_path, capsys, pools):
+    assert main(["plan", *two_steps(tiny_task, tmp_path)]) == 0
+    out = capsys.readouterr().out
+    for row in ("actor parameters", "actor gradients", "actor optimizer states", "processes",
+                "actor activations", "rollout KV cache", UPDATE, "the run fits"):  # fmt: skip
+        assert row in out
+    few = f"{ROLLOUT}.micro_batch_size=1"
+    _, less = limits(pools(few)[0].largest[1])
+    assert main(["plan", *two_steps(tiny_task, tmp_path), less, few]) == 0
+    assert f"lower {ENGINE}.max_tokens_per_micro_batch" in capsys.readouterr().out
+
+
+def test_the_table_names_what_is_not_counted(settings, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("the code of this model reads numbers")
+
+    monkeypatch.setattr("quadriga.engines.memory.pass_memory", fail)
+    text = train_memory(settings("data.max_response_length=14")).text()
+    assert "not counted: activations of the actor (RuntimeError: the code of this model" in text
+
+
+# The memory of the machine.
+
+
+def test_a_cluster_elsewhere_has_devices_of_its_own(monkeypatch):
+    assert planned_device(load_config(TrainConfig, ["trainer.device=cuda"]).trainer) == "cuda"
+    monkeypatch.setattr("quadriga.parallel.device.get_device_name", lambda: "cpu")
+    auto = load_config(TrainConfig, []).trainer
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert planned_device(auto) == "cpu"
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert planned_device(auto) is None
+    assert planned_device(load_config(TrainConfig, ["trainer.backend=local"]).trainer) == "cpu"
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_limit_of_a_control_group_counts(version, tmp_path):
+    folder = tmp_path / ("memory/job" if version == 1 else "job")
+    folder.mkdir(parents=True)
+    own = tmp_path / "own"
+    own.write_text("4:memory:/job\n1:cpu:/x\n" if version == 1 else "0::/job\n")
+    limit, use, stat = machine._FILES[version == 1]
+    (folder / limit).write_text("3000000\n")
+    (folder / use).write_text("2000000\n")
+    assert available_memory(tmp_path, own) == 1_000_000
+    (folder / "memory.stat").write_text(f"cache 5\n{stat} 500000\n")
+    assert available_memory(tmp_path, own) == 1_500_000
+    (folder / limit).write_text("max\n")
+    assert available_memory(tmp_path, own) > 3_000_000
+
+
+# vLLM and SGLang, which reserve memory.
+
+
+def engine(name, *options) -> list[str]:
+    return [f"{ROLLOUT}.name={name}", *(f"+{ROLLOUT}.options.{option}" for option in options)]
+
+
+def test_vllm_holds_its_share_of_the_device_in_every_phase(pools):
+    """Half of 32 GiB: the context of the process, the weights, and keys and values in the rest."""
+    (pool,) = pools(*GPU, *engine("vllm"), device="cuda")
+    assert size(pool.generation.held) == 16 * GIB - CONTEXT_BYTES
+    held = size(pool.engines["actor"].held) + 16 * GIB
+    assert pool.totals["generation"] == held
+    assert pool.totals[UPDATE] == held + pool.engines["actor"].peak("backward", "step")
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_taking_turns_releases_the_reservation_while_the_actor_trains(name, pools):
+    (plain,) = pools(*GPU, *engine(name), device="cuda")
+    (turns,) = pools(*GPU, *engine(name), TURNS, device="cuda")
+    actor = plain.engines["actor"].held
+    context = CONTEXT_BYTES if name == "vllm" else 0  # which the process keeps
+    assert plain.totals[UPDATE] - turns.totals[UPDATE] == 16 * GIB - context
+    assert plain.totals["generation"] - turns.totals["generation"] == size(actor)
+    # Before the first sync nothing was released, and there are no moments.
+    difference = plain.totals[SYNC] - turns.totals[SYNC]
+    assert difference == actor["optimizer states"]
+    assert turns.host >= CONTEXT_BYTES + size(actor)
+    dropped = pools(*GPU, *engine("vllm", "sleep_level=2"), TURNS, device="cuda")
+    assert dropped[0].generation.host == 0 < turns.generation.host
+
+
+def test_the_options_of_vllm_are_in_the_plan(settings):
+    def reserved(*options, more=GPU, device="cuda"):
+        plan = train_plan(settings(*more, *engine("vllm", *options)), device)
+        return plan.pools[0].generation.held, plan.missing
+
+    share, missing = reserved("gpu_memory_utilization=0.25")
+    assert size(share) == 8 * GIB - CONTEXT_BYTES and missing == ()
+    cache, missing = reserved("kv_cache_mb=2048")
+    assert cache["KV cache"] == 2 * GIB and missing == ("activations and CUDA graphs of vLLM",)
+    half, _ = reserved("tensor_parallel_size=2", more=(*GPU, "trainer.n_gpus_per_node=2"))
+    assert half["weights"] == share["weights"] // 2
+    on_cpu, missing = reserved(device="cpu")
+    assert on_cpu["KV cache"] == GIB and missing == ("activations of vLLM",)
+    unknown, missing = reserved(more=["trainer.device=cuda"])
+    assert unknown["KV cache"] == 0 and missing == ("keys and values of vLLM, 0.5 of the device",)
+
+
+def test_the_options_of_sglang_are_in_the_plan(settings, tiny_task):
+    def reserved(*options, device="cuda"):
+        plan = train_plan(settings(*GPU, *engine("sglang", *options)), device)
+        return plan.pools[0], plan.missing
+
+    half, missing = reserved()
+    assert size(half.generation.held) == 16 * GIB
+    assert missing == ("activations and CUDA graphs of SGLang",)
+    # Its scheduler is a process of its own that uses the device.
+    held = 2 * CONTEXT_BYTES + size(half.engines["actor"].held) + 16 * GIB
+    assert half.totals["generation"] == held
+    server, missing = reserved("url=http://127.0.0.1:30000")
+    assert not server.generation.held and missing == ("the SGLang at http://127.0.0.1:30000",)
+    two, missing = reserved("tensor_parallel=2")
+    assert "its part on 1 further devices" in missing[0]
+    assert two.generation.held["weights"] == half.generation.held["weights"] // 2
+    on_cpu, missing = reserved(device="cpu")
+    model = AutoConfig.from_pretrained(tiny_task.model)
+    head = model.hidden_size // model.num_attention_heads
+    of_token = 2 * model.num_hidden_layers * model.num_key_value_heads * head * 4
+    assert on_cpu.generation.held["KV cache"] == (1 << 16) * of_token
+    assert missing == ("activations of SGLang",)
+    assert on_cpu.totals["generation"] > 4 * PROCESS_BYTES["cpu"]
+
+
+def test_a_rollout_with_devices_of_its_own_has_a_table_of_its_own(pools):
+    actor, rollout = pools(*GPU, *engine("vllm"), *RANKS, device="cuda")
+    assert actor.largest[1] < 2 * GIB and rollout.totals == {"generation": 16 * GIB}
+    _, rollout = pools(*GPU, *engine("sglang"), *RANKS, device="cuda")
+    # Its rank only sends requests; the scheduler is the process that uses the device.
+    assert rollout.totals == {"generation": CONTEXT_BYTES + 16 * GIB}
+
+
+def test_a_reservation_that_does_not_fit_is_refused_with_its_setting(settings):
+    text = refusal(settings(*GPU, *engine("vllm", "gpu_memory_utilization=1.0")))
+    assert f"lower {ROLLOUT}.options.gpu_memory_utilization=1 (" in text
+    assert "take_turns=true" in text and "micro_batch_size=256" not in text
+    train_memory(settings(*GPU, *engine("vllm"))).check()
+
+
+def test_a_plan_that_leaves_something_out_does_not_say_that_the_run_fits(settings):
+    assert "the run fits" in train_memory(settings(*GPU, *engine("vllm"))).text()
+    config = settings(*GPU, *engine("sglang"))
+    text, left = train_memory(config).text(), 32 * GIB - train_plan(config, "cuda").needed
+    assert "not counted: activations and CUDA graphs of SGLang" in text
+    assert f"what is counted fits; {left / GIB:.3g} GiB are left for what is not" in text

@@ -1,0 +1,256 @@
+"""The memory plans of `quadriga sft`, `rm`, `generate` and `eval`, and the refusal of a run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import Qwen2Config
+
+from quadriga.cli.main import main
+from quadriga.config.commands import GenerateConfig, RMConfig, SFTConfig
+from quadriga.config.loading import load_config
+from quadriga.data.conversations import ConversationLengths
+from quadriga.data.pairs import PairLengths
+from quadriga.errors import ConfigError
+from quadriga.trainer import memory
+from quadriga.trainer.evaluation import generate
+from quadriga.trainer.evaluation.generate import load_prompts
+from quadriga.trainer.fine_tuning.rm import load_pairs
+from quadriga.trainer.fine_tuning.sft import load_sft_rows
+from quadriga.trainer.machine import GIB
+from quadriga.trainer.memory import (
+    generating_memory,
+    generation_plan,
+    rm_memory,
+    rm_plan,
+    sft_memory,
+    sft_plan,
+)
+
+
+def pair(chosen, rejected, question="3 + 4"):
+    return {
+        name: [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        for name, answer in (("chosen", chosen), ("rejected", rejected))
+    }
+
+
+PAIRS = [pair("#### 7", f"#### {wrong}") for wrong in (8, 9)] * 8
+
+
+@pytest.fixture
+def arguments(tiny_task, tmp_path):
+    """arguments("rm", "a=b", …) returns the arguments of a run of one step."""
+
+    def make(command, *more, pairs=PAIRS):
+        file = tmp_path / "pairs.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in pairs))
+        if command in ("generate", "eval"):
+            files = f"data_files={tiny_task.data('test')}"
+            ranks = ("trainer.device=cpu", "trainer.threads_per_worker=1", "max_response_length=6")
+            return [f"model.path={tiny_task.model}", files, *ranks, *more]
+        return [
+            f"model.path={tiny_task.model}",
+            f"data.train_files={file if command == 'rm' else tiny_task.data('sft')}",
+            "data.train_batch_size=8", "trainer.total_training_steps=1", "trainer.backend=local",
+            "trainer.loggers=[jsonl]", "trainer.threads_per_worker=1",
+            f"trainer.default_local_dir={tmp_path / 'run'}", *more,
+        ]  # fmt: skip
+
+    return make
+
+
+@pytest.fixture
+def plan(arguments):
+    """plan("sft", "a=b", …) returns the plan of a run for the rows of its data."""
+
+    def make(command, *more, device="cpu", pairs=PAIRS):
+        given = arguments(command, *more, pairs=pairs)
+        if command == "rm":
+            config = load_config(RMConfig, given)
+            return rm_plan(config, device, load_pairs(config).lengths)
+        if command == "sft":
+            config = load_config(SFTConfig, given)
+            rows = load_sft_rows(config)
+            own = None if rows.val_conversations is None else rows.val_conversations.lengths
+            return sft_plan(config, device, rows.train.lengths, rows.val_prompts, own)
+        config = load_config(GenerateConfig, given)
+        return generation_plan(config, device, load_prompts(config).dataset)
+
+    return make
+
+
+def limit(needed: float) -> str:
+    return f"trainer.device_memory_gb={needed / GIB}"
+
+
+STARTS = {
+    "rm": "fine_tuning.rm.start_one_group",
+    "sft": "fine_tuning.sft.start_one_group",
+    "generate": "evaluation.generate.rollout_group",
+}
+
+
+@pytest.mark.parametrize("command", STARTS)
+def test_a_run_that_does_not_fit_is_refused_before_a_rank_starts(
+    command, arguments, plan, tmp_path, capsys, monkeypatch
+):
+    output = [f"output={tmp_path / 'out.jsonl'}"] if command == "generate" else []
+    needed = plan(command).needed
+    with monkeypatch.context() as context:
+        context.setattr(f"quadriga.trainer.{STARTS[command]}", lambda *_: pytest.fail("started"))
+        assert main([command, *arguments(command, *output, limit(needed - 1000))]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "the run needs " in line and f"ranks × GiB = 1 × {needed / GIB:.3g} (" in line
+    remedies = {
+        "generate": ("lower rollout.micro_batch_size=256 (", "lower max_response_length=6 ("),
+    }.get(command, ("set model.gradient_checkpointing=true (", "max_tokens_per_micro_batch=16384"))
+    for text in (*remedies, "trainer.check_memory=false"):
+        assert text in line
+    assert not (tmp_path / "run").exists() and not (tmp_path / "out.jsonl").exists()
+    overwrite = "overwrite=true" if command == "generate" else "trainer.overwrite=true"
+    assert main([command, *arguments(command, *output, limit(needed + 1000), overwrite)]) == 0
+
+
+def test_the_rows_of_the_plan_are_those_of_the_longest_pair(arguments, plan):
+    """A pair with two prompts shares nothing: the plan counts both of its rows."""
+    config = load_config(RMConfig, arguments("rm"))
+    lengths = load_pairs(config).lengths
+    assert 0 < lengths.own < lengths.longest
+    (pool,) = plan("rm", device="cuda").pools
+    assert set(pool.phases) == {"scores", "update of the reward_model"}
+    apart = {**pair("#### 7", "#### 7"), "rejected": pair("", "#### 7", "30 + 40 + 50")["rejected"]}
+    (longer,) = plan("rm", device="cuda", pairs=[apart, *PAIRS]).pools
+    assert longer.engines["reward_model"].peak("backward") > pool.engines["reward_model"].peak(
+        "backward"
+    )
+
+
+def test_fine_tuning_plans_its_validation(plan, tiny_task):
+    (pool,) = plan("sft").pools
+    assert list(pool.phases) == ["update of the actor"] and pool.generation is None
+    validated = f"data.val_files={tiny_task.data('test')}"
+    for dtype, copies in (("float32", 0), ("bfloat16", 1)):
+        (pool,) = plan("sft", validated, f"engine.dtype={dtype}").pools
+        assert list(pool.phases) == ["generation", "update of the actor", "weight sync"]
+        own = pool.phases["generation"].get("rollout weights", 0)
+        assert own == copies * pool.generation.held["weights"]
+
+
+def test_rows_and_tokens_limit_the_micro_batch_of_an_update(plan):
+    def peak(*more):
+        return plan("sft", *more).pools[0].engines["actor"].peak("backward")
+
+    three, fewer = "data.micro_batch_size_per_gpu=3", "engine.max_tokens_per_micro_batch=1"
+    assert peak(three, fewer) < peak(three) < peak()
+    assert peak(three, fewer, "engine.use_dynamic_bsz=false") == peak(three)
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("sft", ("rows per step          8, 8 on each of 1 ranks", "longest row")),
+        ("rm", ("pairs per step         8, 8 on each of 1 data ranks", "longest conversation")),
+    ],
+)
+def test_the_command_plans_the_rows_of_the_data(command, shown, arguments, plan, tmp_path, capsys):
+    less = limit(plan(command).needed - 1000)
+    assert main(["plan", command, *arguments(command, less)]) == 0
+    text = capsys.readouterr().out
+    for line in (*shown, "update of the", "lower engine.max_tokens_per_micro_batch"):
+        assert line in text
+    assert not (tmp_path / "run").exists()
+    assert main(["plan", command]) == 0
+    assert "set model.path and data.train_files" in capsys.readouterr().out
+
+
+def test_the_command_plans_generation(tiny_task, capsys):
+    path, small = f"model.path={tiny_task.model}", "rollout.micro_batch_size=16"
+    more = ["n=2", "sampling.temperature=1", "trainer.n_gpus_per_node=4", small]
+    assert main(["plan", "generate", path, *more]) == 0
+    text = capsys.readouterr().out
+    assert "responses of a batch   128 = 64 prompts × 2, 32 on each of 4 ranks" in text
+    assert "at once on a rank    16 of up to 512 + 512 tokens" in text
+    assert "rollout KV cache" in text and "the run fits" in text
+    vllm = ["rollout.name=vllm", "rollout.options.tensor_parallel_size=2", "trainer.device=cuda"]
+    assert main(["plan", "generate", path, *more, *vllm, "trainer.device_memory_gb=32"]) == 0
+    text = capsys.readouterr().out
+    assert "64 on each of 4 ranks" in text and "the run fits" in text  # two compute the same rows
+    large = ["trainer.device_memory_gb=32", "+rollout.options.kv_cache_mb=40000"]
+    assert main(["plan", "generate", path, *more, *vllm, *large]) == 0
+    assert "lower rollout.options.kv_cache_mb=40000 (" in capsys.readouterr().out
+    assert main(["plan", "train", "trainer.n_gpus_per_node=3"]) == 2
+    assert "do not divide over 3 ranks" in capsys.readouterr().err
+    assert main(["plan", "generate"]) == 2
+    assert "model.path is empty" in capsys.readouterr().err
+
+
+def test_a_refusal_leaves_the_output_and_a_complete_one_needs_no_memory(
+    arguments, tmp_path, capsys, monkeypatch
+):
+    output, small = f"output={tmp_path / 'out.jsonl'}", "trainer.device_memory_gb=0.4"
+    assert main(["generate", *arguments("generate", output)]) == 0
+    before = (tmp_path / "out.jsonl").read_bytes()
+    monkeypatch.setattr(generate, "rollout_group", lambda _: pytest.fail("ranks were started"))
+    assert main(["generate", *arguments("generate", output, small)]) == 0
+    again = arguments("generate", output, small, "seed=1", "overwrite=true")
+    assert main(["generate", *again]) == 2
+    assert "trainer.check_memory=false" in capsys.readouterr().err
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+    for command, one in (("generate", ("prompt=3 + 4", "data_files=[]")), ("eval", ())):
+        assert main([command, *arguments(command, *one, small)]) == 2
+        assert "trainer.check_memory=false" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("filtered", ["top_p=0.9", "min_p=0.1"])
+def test_filters_of_sampling_are_planned(plan, filtered):
+    one, two = (
+        plan("generate", "sampling.temperature=1", *more).pools[0].generation.peak("generate")
+        for more in ((), (f"sampling.{filtered}",))
+    )
+    assert two > one
+
+
+def test_the_rows_of_a_request_are_planned(arguments):
+    def rows(*more):
+        given = arguments("generate", "batch_size=256", "trainer.n_gpus_per_node=4", *more)
+        return memory.generated_rows(load_config(GenerateConfig, given), None)[1]
+
+    replicas = "rollout.replicas.enable=true"
+    assert rows() == rows(replicas) == rows("rollout.replicas.request_rows=8") == 64
+    assert rows(replicas, "rollout.replicas.request_rows=128") == 128
+    assert rows(replicas, "rollout.replicas.request_rows=100000") == 256
+
+
+SEVEN_BILLION = {
+    "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False,
+    "architectures": ["Qwen2ForCausalLM"],
+}  # fmt: skip
+
+
+def test_hosts_that_are_too_small_are_refused(tmp_path, monkeypatch):
+    """A model of 7.6 billion parameters on one device of 80 GB and a host of 24 GiB."""
+    monkeypatch.setattr(memory, "available_memory", lambda: 24 * GIB)
+    Qwen2Config(**SEVEN_BILLION).save_pretrained(tmp_path)
+    given = (f"model.path={tmp_path}", "trainer.device=cuda", "trainer.device_memory_gb=60")
+    lengths = ConversationLengths(rows=64, longest=256, targets=128, share=0.5)
+    checkpointed = (*given, "model.gradient_checkpointing=true")
+    runs = {
+        SFTConfig: lambda config: sft_memory(config, lengths, None, None),
+        RMConfig: lambda config: rm_memory(config, PairLengths(longest=256, own=128)),
+    }
+    for kind, make in runs.items():
+        with pytest.raises(ConfigError, match=r"set engine.offload_policy=true \("):
+            make(load_config(kind, checkpointed)).check()
+        hosted = (*checkpointed, "engine.offload_policy=true")
+        with pytest.raises(ConfigError, match="but 24 GiB are available on this machine"):
+            make(load_config(kind, hosted)).check()
+        make(load_config(kind, [*hosted, "trainer.check_memory=false"])).check()
+    # Each rank of a generation loads the whole model on its host.
+    prompts = type("Prompts", (), {"longest": 16, "__len__": lambda self: 1})()
+    generating_memory(load_config(GenerateConfig, given), prompts).check()
+    two = load_config(GenerateConfig, [*given, "trainer.n_gpus_per_node=2"])
+    with pytest.raises(ConfigError, match="but 24 GiB are available on this machine"):
+        generating_memory(two, prompts).check()
