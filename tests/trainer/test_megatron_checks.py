@@ -164,6 +164,7 @@ def test_the_memory_of_fine_tuning_is_planned_and_refused(
     given = [
         f"model.path={tiny_task.model}", f"data.train_files={files}", "data.train_batch_size=4",
         "trainer.n_gpus_per_node=2", "trainer.device_memory_gb=1.00001", "engine.name=megatron",
+        "model.gradient_checkpointing=true", "data.micro_batch_size_per_gpu=1",
         f"engine.tensor_parallel_size={tensor}", f"trainer.default_local_dir={tmp_path / 'run'}",
     ]  # fmt: skip
     # The two processes need 1 GiB, and the parameters more than the 10 KiB that are left.

@@ -133,7 +133,7 @@ def test_fine_tuning_plans_its_validation(plan, tiny_task):
     validated = f"data.val_files={tiny_task.data('test')}"
     for dtype, copies in (("float32", 0), ("bfloat16", 1)):
         (pool,) = plan("sft", validated, f"engine.dtype={dtype}").pools
-        assert list(pool.phases) == ["generation", "update of the actor", "weight sync"]
+        assert {"generation", "loss of the validation", "weight sync"} < set(pool.phases)
         own = pool.phases["generation"].get("rollout weights", 0)
         assert own == copies * pool.generation.held["weights"]
 
@@ -142,7 +142,7 @@ def test_rows_and_tokens_limit_the_micro_batch_of_an_update(plan):
     def peak(*more):
         return plan("sft", *more).pools[0].engines["actor"].peak("backward")
 
-    three, fewer = "data.micro_batch_size_per_gpu=3", "engine.max_tokens_per_micro_batch=1"
+    three, fewer = "data.micro_batch_size_per_gpu=3", "engine.max_tokens_per_micro_batch=54"
     assert peak(three, fewer) < peak(three) < peak()
     assert peak(three, fewer, "engine.use_dynamic_bsz=false") == peak(three)
 
@@ -204,12 +204,13 @@ def test_a_refusal_leaves_the_output_and_a_complete_one_needs_no_memory(
 
 
 @pytest.mark.parametrize("filtered", ["top_p=0.9", "min_p=0.1"])
-def test_filters_of_sampling_are_planned(plan, filtered):
-    one, two = (
-        plan("generate", "sampling.temperature=1", *more).pools[0].generation.peak("generate")
-        for more in ((), (f"sampling.{filtered}",))
-    )
-    assert two > one
+def test_filters_of_sampling_are_planned(arguments, filtered):
+    def peak(*more):
+        rows = ("batch_size=512", "max_prompt_length=2", "sampling.temperature=1")
+        config = load_config(GenerateConfig, arguments("generate", *rows, *more))
+        return generation_plan(config, "cpu").pools[0].generation.peak("generate")
+
+    assert peak(f"sampling.{filtered}") > peak()
 
 
 def test_the_rows_of_a_request_are_planned(arguments):

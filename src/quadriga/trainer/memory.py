@@ -726,8 +726,9 @@ class Memory(Generic[ConfigT]):
                 if isinstance(now, bool | str) or key.endswith("parallel_size"):
                     text = f"set {key}={str(trial).lower()} {effect})"
                 else:
+                    with_ = "with one row in each" if trial == 1 else f"with {trial:g}"
                     verb = f"set {key}" if now is None else f"lower {key}={now:g}"
-                    text = f"{verb} {effect} with {trial:g})"
+                    text = f"{verb} {effect} {with_})"
                 found.append((other.needed, text))
         best = [text for _, text in sorted(found)[:3]]
         more = "use fewer ranks of a node, or " if plan.ranks_per_node > 1 else "use "
@@ -755,7 +756,7 @@ class Memory(Generic[ConfigT]):
             if pool.generation is not None and pool.generation.limit is not None:
                 name, value = pool.generation.limit
                 section = next(s for s in self.sections if s.endswith("rollout"))
-                yield f"{section}.{name}", value, value / 2
+                yield f"{section}.{name}", value, type(value)(value / 2)
 
 
 _TRIALS: dict[str, Any] = {

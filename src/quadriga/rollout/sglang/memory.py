@@ -30,7 +30,7 @@ def sglang_memory(
         cache = math.ceil((of_token or 0) * tokens / ranks) if isinstance(tokens, int) else 0
         missing, processes = "activations of SGLang", 3  # its host, scheduler and detokenizer
         if isinstance(tokens, int):
-            limit = ("options.server_args.max_total_tokens", float(tokens))
+            limit = ("options.server_args.max_total_tokens", tokens)
     else:
         share = options.server_args.get("mem_fraction_static", MEM_FRACTION_STATIC)
         counted = use.device is not None and isinstance(share, float) and 0 < share < 1
