@@ -22,7 +22,8 @@ def sglang_memory(
         return EngineMemory({}, {"generate": {}}, missing=f"the SGLang at {options.url}")
     module = rollout_on_meta(model, rollout.dtype, use.device_type)
     size, ranks = stored_bytes(module.state_dict().values()), options.tensor_parallel
-    weights, limit = math.ceil(size / ranks), None
+    weights = math.ceil(size / ranks)
+    limit: tuple[str, float] | None = None
     if on_cpu:
         of_token = _bytes_of_token(module.config.get_text_config(), module.dtype)
         tokens = options.server_args.get("max_total_tokens", CPU_TOKENS)
