@@ -14,8 +14,9 @@ import torch
 from transformers import DeepseekV3Config, LlamaConfig
 
 from quadriga.config.schema import EngineConfig, ModelConfig
+from quadriga.engines import engine_memory
 from quadriga.engines.loading import simulated_model
-from quadriga.engines.memory import Rows, TrainingUse, engine_memory, pass_memory
+from quadriga.engines.memory import Rows, TrainingUse, pass_memory
 from quadriga.engines.micro_batches import plan_micro_batches
 from quadriga.models.memory import AllocationCounter
 

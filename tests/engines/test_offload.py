@@ -10,8 +10,9 @@ import engine_cases as cases
 import torch
 
 from quadriga.config.schema import EngineConfig, ModelConfig
+from quadriga.engines import engine_memory
 from quadriga.engines.fsdp import FSDPEngine
-from quadriga.engines.memory import Rows, TrainingUse, engine_memory
+from quadriga.engines.memory import Rows, TrainingUse
 from quadriga.engines.offload import OffloadedTensors
 
 

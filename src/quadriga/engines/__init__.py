@@ -9,7 +9,7 @@
   uses `attention` (packed rows) and `token_slice` (the tokens of one rank).
 - `megatron`: the engine over Megatron-core (docs/concepts/megatron.md).
 - `sequence_cost`: what sequences of a model cost, from its config.
-- `memory`: the device memory of an engine, known before it is built.
+- `memory`: the device memory of an engine, known before it is built; `fsdp_memory`: of `fsdp`.
 
 May import every package below `engines` in docs/architecture.md, but not `rollout`. Importing this
 file imports no torch.
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
     from quadriga.engines.base import HeadKind, TrainEngine
+    from quadriga.engines.memory import TrainingUse
+    from quadriga.models.memory import EngineMemory
 
 
 class EngineFactory(Protocol):
@@ -188,3 +190,19 @@ def build_engine(
         )
     factory = ENGINES[engine.name]
     return factory(model, engine, optim, head=head, device=device, total_steps=total_steps)
+
+
+def engine_memory(model: ModelConfig, engine: EngineConfig, use: TrainingUse) -> EngineMemory:
+    """Return the memory of the engine that `build_engine` builds, on the rank that needs most.
+
+    Raises:
+        ConfigError: the model or the ranks do not divide by the degrees of the engine.
+        ModelError: the folder has no config of a model that the engine computes.
+    """
+    if engine.name == "megatron":
+        from quadriga.engines.megatron.memory import megatron_memory
+
+        return megatron_memory(model, engine, use)
+    from quadriga.engines.fsdp_memory import fsdp_memory
+
+    return fsdp_memory(model, engine, use)

@@ -25,7 +25,6 @@ from quadriga.models.log_probs.log_prob import meta_entropies_have_gradients
 from quadriga.models.memory import (
     META,
     AllocationCounter,
-    EngineMemory,
     failure,
     gradients_set_aside,
     kernels_of,
@@ -132,22 +131,6 @@ class PassMemory:
     with_gradients: int = 0
     logits: int = 0
     problem: str = ""
-
-
-def engine_memory(model: ModelConfig, engine: EngineConfig, use: TrainingUse) -> EngineMemory:
-    """Return the memory of the engine that `build_engine` builds, on the rank that needs most.
-
-    Raises:
-        ConfigError: the model or the ranks do not divide by the degrees of the engine.
-        ModelError: the folder has no config of a model that the engine computes.
-    """
-    if engine.name == "megatron":
-        from quadriga.engines.megatron.memory import megatron_memory
-
-        return megatron_memory(model, engine, use)
-    from quadriga.engines.fsdp_memory import fsdp_memory
-
-    return fsdp_memory(model, engine, use)
 
 
 _COUNTED: dict[Hashable, PassMemory] = {}

@@ -13,9 +13,10 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.rollout.memory import CONTEXT_BYTES
-from quadriga.trainer import machine, memory
+from quadriga.trainer import machine, memory_check
 from quadriga.trainer.machine import GIB, available_memory, planned_device
-from quadriga.trainer.memory import PROCESS_BYTES, train_memory, train_plan, update_rows
+from quadriga.trainer.memory import PROCESS_BYTES, train_plan, update_rows
+from quadriga.trainer.memory_check import train_memory
 from quadriga.trainer.preflight import check_train_config
 
 ENGINE = "actor_rollout_ref.actor.engine"
@@ -268,7 +269,7 @@ def test_the_pass_of_a_reward_model_is_made_smaller_by_its_own_settings(settings
 
 
 def test_a_host_that_is_too_small_is_refused(settings, monkeypatch):
-    monkeypatch.setattr(memory, "available_memory", lambda: 2**29)
+    monkeypatch.setattr(memory_check, "available_memory", lambda: 2**29)
     config = settings(*GPU, f"{ENGINE}.optimizer_offload=true")
     text = refusal(config)
     assert "the ranks of a node need 1 GiB of host memory" in text
