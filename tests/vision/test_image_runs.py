@@ -22,7 +22,7 @@ from quadriga.trainer.checks.images import image_rules
 from quadriga.trainer.evaluation import response_file as inputs
 from quadriga.trainer.evaluation.generate import run_generation
 from quadriga.trainer.main import run_training
-from quadriga.trainer.memory import train_plan
+from quadriga.trainer.memory.plan import train_plan
 
 RULE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -91,7 +91,7 @@ def show_plan(config: TrainConfig) -> None:
     print(plan.text(with_critic=needs_critic(config)))
     print(StepPlan.of(config).text())
     if config.actor_rollout_ref.model.path:
-        from quadriga.trainer.memory_check import train_memory
+        from quadriga.trainer.memory.check import train_memory
 
         check_parts(config)
         print(train_memory(config).text())
@@ -119,14 +119,14 @@ def show_fine_tuning_plan(config: SFTConfig | RMConfig) -> None:
     check_trained_part(config.model, "score" if kind == "pairs" else "lm", config.optim)
     if isinstance(config, RMConfig):
         from quadriga.trainer.fine_tuning.rm import load_pairs
-        from quadriga.trainer.memory_check import rm_memory
+        from quadriga.trainer.memory.check import rm_memory
 
         pairs = load_pairs(config)
         count, memory = len(pairs.train), rm_memory(config, pairs.lengths).text()
         longest = f"{pairs.lengths.longest} tokens, and one more is added"
     else:
         from quadriga.trainer.fine_tuning.sft import load_sft_rows
-        from quadriga.trainer.memory_check import sft_memory
+        from quadriga.trainer.memory.check import sft_memory
 
         loaded = load_sft_rows(config)
         own = loaded.val_conversations and loaded.val_conversations.lengths
@@ -147,8 +147,8 @@ def show_generation_plan(config: GenerateConfig) -> None:
         InputError: the settings or the config of the model are invalid.
     """
     from quadriga.trainer.checks.settings import check_generate_settings
-    from quadriga.trainer.memory import generated_rows
-    from quadriga.trainer.memory_check import generating_memory
+    from quadriga.trainer.memory.check import generating_memory
+    from quadriga.trainer.memory.plan import generated_rows
     from quadriga.trainer.preflight import require_model_path
 
     check_generate_settings(config)

@@ -65,12 +65,14 @@ class Rollout:
 
     Attributes:
         engine: "module:class" of the `RolloutEngine`, which is imported when it is built.
+        memory_function: "module:function" of `memory`, called with (settings, model, use).
         computes_images: it generates from prompts with images.
         shares_weights: it can use the tensors of an actor in the same process as its weights.
         no_adapters: why it cannot load the adapters of a model, for messages.
     """
 
     engine: ClassVar[str] = ""
+    memory_function: ClassVar[str] = ""
     computes_images: ClassVar[bool] = False
     shares_weights: ClassVar[bool] = False
     no_adapters: ClassVar[str] = ""
@@ -156,7 +158,10 @@ class Rollout:
         Raises:
             ModelError: the folder has no config of a causal language model.
         """
-        return None
+        if not self.memory_function:
+            return None
+        found: EngineMemory = _imported(self.memory_function)(self.settings, model, use)
+        return found
 
     def build(
         self,

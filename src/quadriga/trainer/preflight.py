@@ -115,7 +115,7 @@ def check_program(
     if not own_reward:
         check_reward(config.reward)
     if not own_policy:
-        from quadriga.trainer.memory_check import train_memory
+        from quadriga.trainer.memory.check import train_memory
 
         check_models(config)
         check_images_supported(config)

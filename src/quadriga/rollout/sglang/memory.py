@@ -10,14 +10,14 @@ from transformers import PreTrainedConfig
 from quadriga.config.schema import ModelConfig, RolloutEngineConfig
 from quadriga.models.memory import EngineMemory, stored_bytes
 from quadriga.rollout.memory import GenerationUse, rest_of_share, rollout_on_meta
-from quadriga.rollout.sglang.options import CPU_TOKENS, MEM_FRACTION_STATIC, SGLangOptions
+from quadriga.rollout.sglang.options import CPU_TOKENS, MEM_FRACTION_STATIC, SGLang
 
 
 def sglang_memory(
-    rollout: RolloutEngineConfig, options: SGLangOptions, model: ModelConfig, use: GenerationUse
+    rollout: RolloutEngineConfig, model: ModelConfig, use: GenerationUse
 ) -> EngineMemory:
     """Return weights, and keys and values: some tokens, or the rest of a share of the device."""
-    on_cpu = use.device_type == "cpu"
+    options, on_cpu = SGLang(rollout).options, use.device_type == "cpu"
     if options.url is not None:
         return EngineMemory({}, {"generate": {}}, missing=f"the SGLang at {options.url}")
     module = rollout_on_meta(model, rollout.dtype, use.device_type)

@@ -33,9 +33,7 @@ from quadriga.rollout.abilities import (
 )
 
 if TYPE_CHECKING:
-    from quadriga.config.schema import ModelConfig
-    from quadriga.models.memory import EngineMemory
-    from quadriga.rollout.memory import GenerationUse
+    pass
 
 KEY = "actor_rollout_ref.rollout.options"
 """The setting that holds the options, for messages."""
@@ -171,6 +169,7 @@ class SGLang(Rollout):
     """See `Rollout`."""
 
     engine = "quadriga.rollout.sglang.engine:SGLangRollout"
+    memory_function = "quadriga.rollout.sglang.memory:sglang_memory"
 
     filter_order = "joint"
     no_adapters = (
@@ -193,11 +192,6 @@ class SGLang(Rollout):
             seeded=seeds,
             batch_invariant=False,
         )
-
-    def memory(self, model: ModelConfig, use: GenerationUse) -> EngineMemory:
-        from quadriga.rollout.sglang.memory import sglang_memory
-
-        return sglang_memory(self.settings, self.options, model, use)
 
     def check(self, ranks: int | None) -> None:
         if self.options.url is None:

@@ -7,14 +7,14 @@ import math
 from quadriga.config.schema import ModelConfig, RolloutEngineConfig
 from quadriga.models.memory import EngineMemory, stored_bytes
 from quadriga.rollout.memory import CONTEXT_BYTES, GenerationUse, rest_of_share, rollout_on_meta
-from quadriga.rollout.vllm.options import CPU_CACHE_MB, VLLMOptions
+from quadriga.rollout.vllm.options import CPU_CACHE_MB, VLLM
 
 
 def vllm_memory(
-    rollout: RolloutEngineConfig, options: VLLMOptions, model: ModelConfig, use: GenerationUse
+    rollout: RolloutEngineConfig, model: ModelConfig, use: GenerationUse
 ) -> EngineMemory:
     """Return weights, and keys and values: a given size, or the rest of a share of the device."""
-    on_cpu = use.device_type == "cpu"
+    options, on_cpu = VLLM(rollout).options, use.device_type == "cpu"
     module = rollout_on_meta(model, rollout.dtype, use.device_type)
     size = stored_bytes(module.state_dict().values())
     weights = math.ceil(size / options.tensor_parallel_size)

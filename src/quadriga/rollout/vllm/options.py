@@ -29,8 +29,6 @@ from quadriga.rollout.abilities import ALL_SETTINGS
 
 if TYPE_CHECKING:
     from quadriga.models.context_window import ContextWindow, LongestSequence
-    from quadriga.models.memory import EngineMemory
-    from quadriga.rollout.memory import GenerationUse
 
 TESTED_VERSION = "0.32.0"
 """The version of vLLM that the tests run with."""
@@ -128,6 +126,7 @@ class VLLM(Rollout):
     """See `Rollout`."""
 
     engine = "quadriga.rollout.vllm.engine:VLLMRollout"
+    memory_function = "quadriga.rollout.vllm.memory:vllm_memory"
 
     def __init__(self, settings: RolloutEngineConfig) -> None:
         super().__init__(settings)
@@ -139,11 +138,6 @@ class VLLM(Rollout):
     @property
     def ranks_of_copy(self) -> int:
         return self.options.tensor_parallel_size
-
-    def memory(self, model: ModelConfig, use: GenerationUse) -> EngineMemory:
-        from quadriga.rollout.vllm.memory import vllm_memory
-
-        return vllm_memory(self.settings, self.options, model, use)
 
     def check(self, ranks: int | None) -> None:
         check_installed(self.options)

@@ -23,7 +23,7 @@ from quadriga.config.role_ranks import (
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from quadriga.engines import check_engine
 from quadriga.errors import ConfigError
-from quadriga.trainer.machine import planned_device
+from quadriga.trainer.memory.machine import planned_device
 from quadriga.trainer.roles.needed import critic_model, needs_critic, needs_reference, uses_of_run
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from quadriga.config.plan import mini_batch_prompts
 from quadriga.config.role_ranks import base_is_in_actor
 from quadriga.config.schema import OptimConfig, ReplicasConfig, TrainConfig
 from quadriga.trainer.checks.engines import RoleEngine, role_engines
-from quadriga.trainer.machine import planned_device
+from quadriga.trainer.memory.machine import planned_device
 from quadriga.trainer.roles.needed import needs_critic
 
 if TYPE_CHECKING:

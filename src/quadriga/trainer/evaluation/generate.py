@@ -106,7 +106,7 @@ def run_generation(config: GenerateConfig) -> Sequence[Answer]:
     check_generate_settings(config)
     prompts = load_prompts(config, _tagged(config), config.images)
     if config.output is None:
-        from quadriga.trainer.memory_check import generating_memory  # imports torch
+        from quadriga.trainer.memory.check import generating_memory  # imports torch
 
         generating_memory(config, prompts.dataset).check()
         return [_answer(row) for batch in generate(config, prompts) for row in batch]
@@ -222,7 +222,7 @@ def write_responses(config: GenerationConfig, prompts: Prompts, path: str) -> St
         InputError: it cannot be written.
         WorkerError: a rank failed. The batches before it are in the file.
     """
-    from quadriga.trainer.memory_check import generating_memory
+    from quadriga.trainer.memory.check import generating_memory
 
     total = len(prompts)
     why = rollout_of(config.rollout).not_reproduced(config.sampling)

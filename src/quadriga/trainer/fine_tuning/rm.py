@@ -74,7 +74,7 @@ class RMTrainer:
 
     def __init__(self, config: RMConfig) -> None:
         from quadriga.data import PromptLoader
-        from quadriga.trainer.memory_check import rm_memory  # imports torch
+        from quadriga.trainer.memory.check import rm_memory  # imports torch
 
         self.given, config = config, absolute_paths(config)
         self.config, data = config, config.data

@@ -96,7 +96,7 @@ class SFTTrainer:
 
     def __init__(self, config: SFTConfig) -> None:
         from quadriga.data import SFTLoader
-        from quadriga.trainer.memory_check import sft_memory  # imports torch
+        from quadriga.trainer.memory.check import sft_memory  # imports torch
 
         check_dataflow(sft_dataflow())
         self.given, config = config, absolute_paths(config)

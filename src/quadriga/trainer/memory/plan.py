@@ -47,7 +47,7 @@ from quadriga.rollout.memory import (
     planned_sampling,
 )
 from quadriga.trainer.checks.images import uncounted_images
-from quadriga.trainer.machine import (
+from quadriga.trainer.memory.machine import (
     GIB,
     device_limit,
 )

@@ -13,7 +13,7 @@ from quadriga.config.role_ranks import (
 from quadriga.config.schema import RunConfig, TrainConfig
 from quadriga.data.pairs import PairLengths
 from quadriga.errors import ConfigError, ModelError
-from quadriga.trainer.machine import (
+from quadriga.trainer.memory.machine import (
     available_memory,
     device_limit,
     planned_device,
@@ -23,7 +23,7 @@ from quadriga.trainer.machine import (
 if TYPE_CHECKING:
     from quadriga.data import PromptDataset
     from quadriga.data.conversations import ConversationLengths
-from quadriga.trainer.memory import (
+from quadriga.trainer.memory.plan import (
     CRITIC,
     REWARD_MODEL,
     MemoryPlan,
