@@ -145,7 +145,7 @@ def test_rows_and_tokens_limit_the_micro_batch_of_an_update(plan):
 @pytest.mark.parametrize(
     ("command", "shown"),
     [
-        ("sft", ("rows per step          8, 8 on each of 1 data ranks", "longest row")),
+        ("sft", ("rows per step          8, 8 on each of 1 data ranks", "longest conversation")),
         ("rm", ("pairs per step         8, 8 on each of 1 data ranks", "longest conversation")),
     ],
 )
