@@ -83,9 +83,6 @@ def test_experts_divide_over_ranks_and_need_tokens_of_their_own():
 @pytest.mark.parametrize(
     "model, engine, optim, message",
     [
-        (MODEL, {"fsdp_size": 2}, {}, "engine.fsdp_size=2 is for engine.name=fsdp"),
-        (MODEL, {"sequence_parallel_size": 2}, {}, "engine.sequence_parallel_size=2 is for"),
-        (MODEL, {"offload_policy": True}, {}, "engine.offload_policy=true is for"),
         (MODEL, {"dtype": "float16"}, {}, "engine.dtype=float16 is not built"),
         (MODEL, {"sequence_parallel": True}, {}, "engine.tensor_parallel_size is 1"),
         (MODEL, {"virtual_pipeline_parallel_size": 2}, {}, "engine.pipeline_parallel_size is 1"),
@@ -210,9 +207,18 @@ def test_chunks_of_layers_take_turns_over_the_stages():
     assert [stored.stage for stored in norms] == [0, 1, 0, 1]
 
 
-def test_the_fsdp_engine_refuses_settings_of_megatron(tmp_path):
-    with pytest.raises(ConfigError, match=r"engine\.pipeline_parallel_size=2 is read by"):
-        build_engine(ModelConfig(path=str(tmp_path)), EngineConfig(pipeline_parallel_size=2))
+@pytest.mark.parametrize(
+    "engine",
+    [
+        EngineConfig(pipeline_parallel_size=2),
+        replace(MEGATRON, fsdp_size=2),
+        replace(MEGATRON, sequence_parallel_size=2),
+        replace(MEGATRON, offload_policy=True),
+    ],
+)
+def test_an_engine_refuses_settings_of_the_other(tmp_path, engine):
+    with pytest.raises(ConfigError, match=r"engine\.\w+=(2|true) is read by engine\.name=\w+ only"):
+        build_engine(ModelConfig(path=str(tmp_path)), engine)
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,18 @@ def check_engine(
     Raises:
         ConfigError: names the setting.
     """
+    _check_read(key, engine)
+    if engine.name == "megatron":
+        from quadriga.engines.megatron.settings import check_device, check_installed, check_settings
+
+        check_installed(f"{key}.name")
+        if device_type is not None:
+            check_device(device_type, f"{key}.name")
+        check_settings(model, engine, optim, key, model_key)
+
+
+def _check_read(key: str, engine: EngineConfig) -> None:
+    """Raise `ConfigError` for a setting that only another engine reads."""
     for other in READ_BY.keys() - {engine.name}:
         for name in READ_BY[other]:
             if (value := getattr(engine, name)) != getattr(type(engine), name):
@@ -146,13 +158,6 @@ def check_engine(
                     f"{key}.name={engine.name}; remove it",
                     key=f"{key}.{name}",
                 )
-    if engine.name == "megatron":
-        from quadriga.engines.megatron.settings import check_device, check_installed, check_settings
-
-        check_installed(f"{key}.name")
-        if device_type is not None:
-            check_device(device_type, f"{key}.name")
-        check_settings(model, engine, optim, key, model_key)
 
 
 def build_engine(
@@ -188,6 +193,7 @@ def build_engine(
             known=list(ENGINES),
             nearest=nearest,
         )
+    _check_read("engine", engine)
     factory = ENGINES[engine.name]
     return factory(model, engine, optim, head=head, device=device, total_steps=total_steps)
 
