@@ -136,7 +136,7 @@ def test_parallel_put(cluster):
     assert (number, batch.batch["a"].tolist(), tensor.tolist()) == (1, [4, 4], [1.0] * 3)
     with pytest.raises(LengthError, match="empty"):
         parallel_put([])
-    with pytest.raises(LengthError, match="max_workers=0"):
+    with pytest.raises(LengthError, match="max_workers of 1 or more, got 0"):
         parallel_put([1], max_workers=0)
 
 

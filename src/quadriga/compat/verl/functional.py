@@ -90,12 +90,11 @@ def parallel_put(data_list: Sequence[object], max_workers: int | None = None) ->
     `max_workers`: the number of threads; None: one per object, 16 at most. Raises `LengthError` for
     an empty list and for fewer than one thread.
     """
+    if not data_list:
+        raise LengthError("parallel_put: got an empty list, expected at least one object")
     workers = min(16, len(data_list)) if max_workers is None else max_workers
-    if not data_list or workers < 1:
-        raise LengthError(
-            f"parallel_put: got {len(data_list) or 'an empty list of'} objects and "
-            f"max_workers={max_workers}, expected at least one of each"
-        )
+    if workers < 1:
+        raise LengthError(f"parallel_put: expected max_workers of 1 or more, got {max_workers}")
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         return list(pool.map(stored, data_list))
 
