@@ -7,12 +7,11 @@ cannot disagree with the function.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol, TypeVar
 
-from quadriga.errors import InputError, UnknownNameError, UnknownSettingError
+from quadriga.errors import InputError, UnknownNameError, UnknownSettingError, nearest_name
 
 Name = TypeVar("Name", bound=str)
 Entry = TypeVar("Entry")
@@ -37,7 +36,7 @@ def look_up(table: Mapping[Name, Entry], name: Name, kind: str) -> Entry:
     """
     if name in table:
         return table[name]
-    nearest = next(iter(difflib.get_close_matches(str(name), table, n=1)), None)
+    nearest = nearest_name(str(name), table)
     raise UnknownNameError(
         f"There is no {kind} `{name}`"
         + (f"; did you mean `{nearest}`?" if nearest else ".")
@@ -101,7 +100,7 @@ def choose_settings(
     read = tuple(read)
     for name in given:
         if name not in read and name not in shared:
-            nearest = next(iter(difflib.get_close_matches(name, read, n=1)), None)
+            nearest = nearest_name(name, read)
             raise UnknownSettingError(
                 f"`{entry_name}` reads no setting `{name}`"
                 + (f"; did you mean `{nearest}`?" if nearest else ".")

@@ -7,12 +7,11 @@ Each implements `quadriga.single_controller.backend.Backend`. A backend may impo
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from typing import TYPE_CHECKING
 
-from quadriga.errors import ConfigError, UnknownNameError
+from quadriga.errors import ConfigError, UnknownNameError, nearest_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,13 +40,13 @@ def get_backend(name: str, **options: object) -> Backend:
         ConfigError: the backend has no such option.
     """
     if name not in BACKENDS:
-        near = difflib.get_close_matches(name, BACKENDS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        near = nearest_name(name, BACKENDS)
+        hint = f" Did you mean {near!r}?" if near else ""
         raise UnknownNameError(
             f"No backend {name!r}.{hint} Known: {', '.join(BACKENDS)}.",
             name=name,
             known=list(BACKENDS),
-            nearest=near[0] if near else None,
+            nearest=near,
         )
     module, _, cls = BACKENDS[name].partition(":")
     factory: Callable[..., Backend] = getattr(importlib.import_module(module), cls)

@@ -10,7 +10,6 @@ of `compat.verl` provides verl's modules.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from quadriga.config.paths import expand_home
 from quadriga.config.reading import check_interpolations, check_override, read_settings_file
 from quadriga.config.secrets import mask_secrets
 from quadriga.config.writing import Plain, remember_given
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, nearest_name
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -274,8 +273,8 @@ def _refuse_strange(
         for name in key.split("."):
             found = found.get(name, _ABSENT) if isinstance(found, Mapping) else _ABSENT
         if found is _ABSENT:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            near = nearest_name(key, known, least=0.8)
+            hint = f" Did you mean {near}?" if near else ""
             raise ConfigError(
                 f"{key}: neither {path} nor the table of verl's settings has this key.{hint} "
                 f"To add it nevertheless, write +{key}=…",

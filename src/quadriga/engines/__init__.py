@@ -17,11 +17,10 @@ file imports no torch.
 
 from __future__ import annotations
 
-import difflib
 from typing import TYPE_CHECKING, Protocol
 
 from quadriga.config.describe import as_written
-from quadriga.errors import ConfigError, UnknownNameError
+from quadriga.errors import ConfigError, UnknownNameError, nearest_name
 
 if TYPE_CHECKING:
     import torch
@@ -185,7 +184,7 @@ def build_engine(
         ModelError: the folder does not hold a suitable model.
     """
     if engine.name not in ENGINES:
-        nearest = next(iter(difflib.get_close_matches(engine.name, ENGINES, n=1)), None)
+        nearest = nearest_name(engine.name, ENGINES)
         hint = f"; did you mean {nearest!r}?" if nearest else ""
         raise UnknownNameError(
             f"there is no training engine {engine.name!r}; known: {', '.join(ENGINES)}{hint}",

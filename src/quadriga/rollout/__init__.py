@@ -16,14 +16,13 @@ file imports no torch.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from quadriga.algorithms.user_files import running_user_file
 from quadriga.config.schema import RolloutEngineConfig
-from quadriga.errors import ConfigError, UnknownNameError
+from quadriga.errors import ConfigError, UnknownNameError, nearest_name
 from quadriga.rollout.abilities import (
     ALL_SETTINGS,
     FilterOrder,
@@ -232,7 +231,7 @@ def rollout_of(settings: RolloutEngineConfig) -> Rollout:
     """
     found = ROLLOUTS.get(settings.name)
     if found is None:
-        nearest = next(iter(difflib.get_close_matches(settings.name, ROLLOUTS, n=1)), None)
+        nearest = nearest_name(settings.name, ROLLOUTS)
         hint = f"; did you mean {nearest!r}?" if nearest else ""
         raise UnknownNameError(
             f"there is no rollout engine {settings.name!r}; known: {', '.join(ROLLOUTS)}{hint}",

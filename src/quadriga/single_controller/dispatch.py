@@ -37,13 +37,12 @@ The dispatch and execute modes that come with the package, in one table each.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NoReturn, TypeVar
 
-from quadriga.errors import DispatchError, LengthError, UnknownNameError
+from quadriga.errors import DispatchError, LengthError, UnknownNameError, nearest_name
 from quadriga.single_controller.batch_modes import (
     collect_joined,
     dispatch_batches,
@@ -175,14 +174,14 @@ class ModeRegistry(Generic[ModeT]):
         try:
             return self._members[name]
         except KeyError:
-            near = difflib.get_close_matches(name, self._members, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            near = nearest_name(name, self._members)
+            hint = f" Did you mean {near}?" if near else ""
             raise _UnknownModeError(
                 f"{self._title} has no mode {name!r}.{hint} Known: {', '.join(self._members)}. "
                 f"Add one with register_{self._title.lower()}_mode({name!r}, ...).",
                 name=name,
                 known=list(self._members),
-                nearest=near[0] if near else None,
+                nearest=near,
             ) from None
 
     def get(self, name: str, default: ModeT) -> ModeT:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ from quadriga.errors import (
     WorkerDiedError,
     WorkerError,
     WorkerMethodError,
+    nearest_name,
 )
 from quadriga.single_controller.backend import Mesh, RankSet, Watch, forget
 from quadriga.single_controller.batch_modes import check_mesh
@@ -117,8 +117,8 @@ class WorkerGroup(VerlNames):
                 known=sorted(self._offered),
             )
         known = sorted(n for n in self._offered if not n.startswith("_"))
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        near = nearest_name(name, known)
+        hint = f" Did you mean {near}?" if near else ""
         raise UnregisteredMethodError(
             f"{self} has no registered method {name!r}.{hint} Registered: {', '.join(known)}. "
             "Mark a worker's method with @register to call it through a group.",

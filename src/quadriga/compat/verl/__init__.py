@@ -22,14 +22,13 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from dis import opmap
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 
 from quadriga.compat.verl.names import MODULES, NAMES, advice
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, nearest_name
 from quadriga.single_controller.environment import preload_in_workers
 
 VERSION = "0.9.1+quadriga"
@@ -69,8 +68,8 @@ class AliasModule(ModuleType):
         return value
 
     def _advice(self, name: str) -> str:
-        near = get_close_matches(name, dir(self), n=1, cutoff=0.8)
-        return f" Did you mean {near[0]}?" if near else advice(f"{self.__name__}.{name}")
+        near = nearest_name(name, dir(self), least=0.8)
+        return f" Did you mean {near}?" if near else advice(f"{self.__name__}.{name}")
 
     def _source(self, name: str) -> tuple[ModuleType, str] | None:
         """Return the module that has a name, and the name there; "" if it is the module."""

@@ -10,12 +10,11 @@ run are `quadriga.config.schema`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, ClassVar, Final, TypeAlias, overload
 
-from quadriga.errors import ConfigError, UnknownSettingError
+from quadriga.errors import ConfigError, UnknownSettingError, nearest_name
 
 VerlConfig: TypeAlias = object
 """A mapping, an OmegaConf node or an object with attributes; None: no settings."""
@@ -65,7 +64,7 @@ class VerlSettings(Mapping[str, object]):
     def __init__(self, **given: object) -> None:
         for key in given:
             if key not in self.defaults:
-                nearest = next(iter(difflib.get_close_matches(key, self.defaults, n=1)), None)
+                nearest = nearest_name(key, self.defaults)
                 hint = f"Did you mean {nearest}? " if nearest else ""
                 raise UnknownSettingError(
                     f"{type(self).__name__} has no setting {key!r}. {hint}It has: "

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ from quadriga.compat.verl_table import EVAL, GENERATE, SFT
 from quadriga.config.commands import EvalConfig, GenerateConfig, SFTConfig
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import mask_secrets
-from quadriga.errors import ConfigError, DispatchError
+from quadriga.errors import ConfigError, DispatchError, nearest_name
 from quadriga.protocol import DataProto
 from quadriga.single_controller.worker import plain_class
 from quadriga.trainer.ppo import RayPPOTrainer as QuadrigaTrainer
@@ -297,8 +296,8 @@ def ray_init_arguments(given: VerlConfig) -> dict[str, Any]:
     for name in arguments:
         # Names with an underscore are not in the signature; Ray checks them.
         if name not in known and not name.startswith("_"):
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f". Did you mean {near[0]}?" if near else ""
+            near = nearest_name(name, known)
+            hint = f". Did you mean {near}?" if near else ""
             raise ConfigError(f"ray.init has no argument {name!r}{hint}", key=f"{where}.{name}")
     environment = _section(arguments.get("runtime_env"), f"{where}.runtime_env")
     variables = _section(environment.get("env_vars"), f"{where}.runtime_env.env_vars")
