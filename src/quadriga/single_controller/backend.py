@@ -1,7 +1,6 @@
-"""Early detection of broken groups. Every call and every wait tests `broken_groups`.
+"""What a backend provides to start worker groups and to run calls. Ray and local implement it.
 
-
-What a backend provides to start worker groups and to run calls. Ray and local implement it.
+Every call and every wait tests `broken_groups`, so that a broken group is noticed early.
 """
 
 from __future__ import annotations

@@ -1,19 +1,11 @@
-"""Refuse calls in which a mode that splits batches finds no batch, but would repeat one.
-
-f([batch])    a container with a batch, a row, a future or a reference: every rank would work on
-              all rows, and the joined result would have them once for each rank
-f(iterator)   the rank that reads it first would get all items
-f(None)       every rank would work without data
-
-
-Dispatch by batch rows: over the ranks of a group, or over the data-parallel ranks of a mesh.
+"""Dispatch by batch rows: over the ranks of a group, or over the data-parallel ranks of a mesh.
 
 Example: 8 ranks with tp=2 (inner) and dp=4, a batch of 8 rows, `dispatch_info` of the mesh
 `[0, 0, 1, 1, 2, 2, 3, 3]`, `collect_info` `[T, F, T, F, T, F, T, F]`:
 
     rows    0 1     2 3     4 5     6 7          4 = max(dispatch_info) + 1 parts
     part     0       1       2       3
-            / \\     / \\     / \\     / \\         ranks of one part receive the same object,
+            / \     / \     / \     / \         ranks of one part receive the same object,
     rank   0   1   2   3   4   5   6   7         which is sent once
            |       |       |       |             only collecting ranks contribute
     result rows of part 0, 1, 2, 3, joined in this order
@@ -21,6 +13,13 @@ Example: 8 ranks with tp=2 (inner) and dp=4, a batch of 8 rows, `dispatch_info` 
 A batch is a `DataProto`, a `DataProtoFuture` or a `TensorDict`. This module does not import them
 when it loads: a value can only be a batch if `tensordict` is imported already. A reference of a
 backend (Ray's `ObjectRef`) is split as the future of its object.
+
+A call in which such a mode finds no batch, but would repeat one, is refused:
+
+f([batch])    a container with a batch, a row, a future or a reference: every rank would work on
+              all rows, and the joined result would have them once for each rank
+f(iterator)   the rank that reads it first would get all items
+f(None)       every rank would work without data
 """
 
 from __future__ import annotations

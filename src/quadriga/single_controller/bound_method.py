@@ -1,15 +1,4 @@
-"""Calls of generator methods: each rank yields items, and the controller receives them.
-
-The controller asks each rank for one item per call, and for the next item before it returns the
-current one. A rank therefore computes at most one item ahead, other calls run between the items,
-and every step has the deadline and the errors of a call.
-
-    controller   open next      next      next          "close" if it is dropped before the end
-    rank             0    1         2         3         items computed
-    program                0         1         2        items received
-
-
-A worker's method on its group, `group.update_actor(batch)`, and one call of it.
+"""A worker's method on its group, `group.update_actor(batch)`, and one call of it.
 
 BoundMethod.__call__          test for broken groups
   start_call                  split the arguments by the dispatch mode
@@ -17,8 +6,16 @@ BoundMethod.__call__          test for broken groups
     RankSet.backend.submit    send
   StartedCall.wait            gather, unpack and join the results
 
+A factory of bound methods can call a function before and after each call (`with_hooks`).
 
-Bound methods that call a function before and after each call.
+Each rank of a generator method yields items, which the controller receives. It asks each rank for
+one item per call, and for the next item before it returns the current one. A rank therefore
+computes at most one item ahead, other calls run between the items, and every step has the deadline
+and the errors of a call.
+
+    controller   open next      next      next          "close" if it is dropped before the end
+    rank             0    1         2         3         items computed
+    program                0         1         2        items received
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Dispatch modes, execute modes, and the record of a registered method.
 
+The modes that come with the package are in one table each.
+
 A dispatch mode is a pair of functions that receive a group view (`call.GroupView`):
 
 - `dispatch_fn(group, *args, **kwargs) -> (args, kwargs)`. Each returned argument is a list with one
@@ -9,8 +11,7 @@ A dispatch mode is a pair of functions that receive a group view (`call.GroupVie
 An execute mode selects the ranks that execute a call. `register_dispatch_mode` and
 `register_execute_mode` add modes. Added modes are sent to the workers before the worker classes.
 
-
-The MEGATRON dispatch modes, which split by the `RankLayout` that the workers registered.
+The MEGATRON dispatch modes split by the `RankLayout` that the workers registered:
 
 | mode | part of a rank | results from |
 |---|---|---|
@@ -30,9 +31,6 @@ whose results are collected:
 
 MEGATRON_PP_AS_DP joins parts 0, 1, 2, 3, which come from ranks 0, 4, 2, 6: the stages of one model
 replica hold adjacent parts.
-
-
-The dispatch and execute modes that come with the package, in one table each.
 """
 
 from __future__ import annotations

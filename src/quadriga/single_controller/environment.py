@@ -1,10 +1,7 @@
-"""Which accelerators a process may use, from the environment variables of all vendors.
-
-
-The environment of a rank's process: variables, the port of rank 0, modules to import first.
+"""The environment of a rank's process: variables, the port of rank 0, modules to import first.
 
 The variables have the names of torchrun, so `torch.distributed.init_process_group` works without
-arguments.
+arguments. Which accelerators a process may use is read from the variables of all vendors.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Start calls in the order in which they were sent, although they may arrive in another order.
+"""`RankHost`: holds the workers of one rank by role and runs calls on them, for every backend.
 
-
-A generator method that runs in a rank, one item per call.
-
-
-`RankHost`: holds the workers of one rank by role and runs calls on them, for every backend.
+Calls start in the order in which they were sent, although they may arrive in another order. A
+generator method runs in the rank one item per call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""`ResourcePool`: how many processes run on each node.
+"""`ResourcePool`: how many processes run on each node, and whether pools fit on nodes.
 
-
-Check by arithmetic whether pools fit on nodes, before any process starts.
+The check is arithmetic and runs before any process starts.
 """
 
 from __future__ import annotations

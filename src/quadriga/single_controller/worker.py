@@ -1,7 +1,7 @@
-"""`Worker`: the base class of the object that a rank holds.
+"""`Worker`, the base class of the object that a rank holds, and worker classes with arguments.
 
-
-A worker class with its constructor arguments, and several such classes in one process.
+`ClassWithInitArgs` is a worker class with its constructor arguments; several of them can share one
+process.
 """
 
 from __future__ import annotations

@@ -1,18 +1,12 @@
-"""Running calls on ranks that are objects of this process, and the store of remote fields.
-
-Values in the store stay in this process. A handle holds its value, and the value is freed with the
-last handle.
-
-
-`LocalWorkerGroup`: a worker group whose ranks are objects of this process.
-
-
-The local backend: every rank is an object of this process, called in the calling thread.
+"""The local backend: every rank is an object of this process, called in the calling thread.
 
 One rank supports everything, `torch.distributed` with a world size of 1 included. Several ranks are
 called one after the other, so they cannot run collectives: asking for one raises CollectiveError. A
 call cannot be interrupted: one that exceeds its deadline is logged at that moment, and raises
 CallTimeoutError when it returns (see `deadlines`).
+
+Values in the store stay in this process. A handle holds its value, and the value is freed with the
+last handle.
 """
 
 from __future__ import annotations

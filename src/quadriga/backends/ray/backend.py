@@ -1,7 +1,6 @@
-"""`RayWorkerGroup`: a worker group whose ranks are Ray actors.
+"""The Ray backend: ranks are actors, calls are actor tasks, remote fields are Ray objects.
 
-
-The Ray backend: ranks are actors, calls are actor tasks, remote fields are Ray objects.
+`RayWorkerGroup` is a worker group whose ranks are Ray actors.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Whether ranks and their nodes are alive, and running a small function on a rank's own node.
+"""Whether ranks and their nodes are alive, what a stuck rank does, and Ray's errors as ours.
 
 Ray's record of an actor decides whether a rank is alive. A node that fails is noticed sooner than
 by Ray's health check, which takes up to a minute: its raylet's port is probed. One failed probe
 proves nothing (a dropped packet, a long pause); see `lost_nodes`.
-
-
-Read the stacks and the last output of a rank's process, on its node.
 
 A rank that is stuck cannot run a method, so its stack is asked for by a signal. `faulthandler`
 responds in C code, also while the thread holds the interpreter or waits inside a system call:
@@ -13,8 +10,7 @@ responds in C code, also while the thread holds the interpreter or waits inside 
     controller ──► task on the rank's node ──SIGUSR2──► rank process writes its stack file
                                            ◄── reads what was added to the stack file
 
-
-Ray's errors as ours, and what a failure does to the peers of the rank that failed.
+A failure also decides what happens to the peers of the rank that failed.
 """
 
 from __future__ import annotations

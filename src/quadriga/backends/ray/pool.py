@@ -1,7 +1,6 @@
-"""Making the placement groups of pools: the largest first, each on one node.
+"""`RayResourcePool`: bundles of resources on Ray nodes, with one placement group per node.
 
-
-`RayResourcePool`: bundles of resources on Ray nodes, with one placement group per node.
+Placement groups are made the largest first, each on one node.
 """
 
 from __future__ import annotations

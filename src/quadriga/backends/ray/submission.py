@@ -1,8 +1,18 @@
-"""Code of the user's files that workers cannot import by name: it is sent with what uses it.
+"""Sending calls to the actors of ranks: `RayCallBackend`.
 
+A call is encoded once for all ranks that receive the same arguments, and every call of a submission
+is encoded before the first is sent: an argument that cannot be pickled is an error before any rank
+runs. How a call is sent depends on what it holds:
 
-Calls that are more than plain data: pickled by cloudpickle, and what is put into the store.
+    numbers, short strings, batches of small fields    bytes: a pickle of tuples
+    batches with fields in the store                   the same, and a list of their references
+    anything else                                      `PickledCall`: bytes, buffers, references
+    more than `BIG` in batches, or for a rank with     a reference to the call in the store
+    coroutine methods
+    an argument above `BIG` that several ranks get     a reference to the argument in the store
 
+Calls that are more than plain data are pickled by cloudpickle. Code of the user's files that
+workers cannot import by name is sent with what uses it.
 
 Futures of which many ranks receive a part: one of them splits the batch for all.
 
@@ -17,21 +27,6 @@ and returns each part as an object of its own. With the results r0 … r3 and 4 
 
 Consumes: the calls of one submission. Produces: the same calls, with the futures of p0 … p3. The
 other receivers wait for rank 0. The first failure of any result is the failure of every part.
-
-
-Sending calls to the actors of ranks: `RayCallBackend`.
-
-A call is encoded once for all ranks that receive the same arguments, and every call of a submission
-is encoded before the first is sent: an argument that cannot be pickled is an error before any rank
-runs. How a call is sent depends on what it holds:
-
-    numbers, short strings, batches of small fields    bytes: a pickle of tuples
-    batches with fields in the store                   the same, and a list of their references
-    anything else                                      `PickledCall`: bytes, buffers, references
-    more than `BIG` in batches, or for a rank with     a reference to the call in the store
-    coroutine methods
-    an argument above `BIG` that several ranks get     a reference to the argument in the store
-
 
 Calls whose references `ray.get` turns into values, for programs that call Ray themselves.
 

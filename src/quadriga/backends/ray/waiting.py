@@ -1,4 +1,13 @@
-"""A long wait for results of ranks, in slices. One slice:
+"""Waiting for results of ranks: the first failure of any of them ends the wait.
+
+    RayBatch       the results of one submission, in the process that submitted it
+    RayPending     one of those results; pickled, it becomes a result that another process waits for
+    wait_for       waits for several of both kinds at once
+
+A wait first asks Ray for everything at once, which is all that a short call needs. After
+`FIRST_WAIT_S` it goes on in slices.
+
+One slice of a long wait:
 
 1. `ray.wait(fetch_local=False)`: which results exist? Small ones and errors are read at once.
 2. `ray.wait(fetch_local=True)`: pull the large ones from their nodes. Ray goes on with such a
@@ -11,16 +20,6 @@ and on another node; its pull takes 0.6 s. Time is in seconds from the start of 
     0.0 ─ 0.5   slice 1   rank 0 has returned, its value is read
     0.5 ─ 1.0   slice 2   rank 1 has returned, its value is remote: the pull starts at 1.0
     1.0 ─ 1.6   slice 3   rank 2 returns at 1.2; then only the pull is waited for, which ends at 1.6
-
-
-Waiting for results of ranks: the first failure of any of them ends the wait.
-
-    RayBatch       the results of one submission, in the process that submitted it
-    RayPending     one of those results; pickled, it becomes a result that another process waits for
-    wait_for       waits for several of both kinds at once
-
-A wait first asks Ray for everything at once, which is all that a short call needs. After
-`FIRST_WAIT_S` it goes on in slices (see `slices`).
 """
 
 from __future__ import annotations
