@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
-from quadriga.checkpoint import files, folders, hf_export
+from quadriga import files
+from quadriga.checkpoint import folders, hf_export
 from quadriga.checkpoint.hf_export import export_hf
 
 

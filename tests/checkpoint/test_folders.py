@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quadriga.checkpoint import files, folders
+from quadriga import files
+from quadriga.checkpoint import folders
 from quadriga.checkpoint.files import write_json, write_tensors
 from quadriga.checkpoint.folders import (
     begin_checkpoint,

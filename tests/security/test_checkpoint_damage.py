@@ -15,8 +15,9 @@ import shutil
 import pytest
 import torch
 
+from quadriga import files
 from quadriga.checkpoint import marker as markers
-from quadriga.checkpoint.files import HashedFile, SavedFile, digest_file, digest_json, write_json
+from quadriga.checkpoint.files import SavedFile, digest_file, digest_json, write_json
 from quadriga.checkpoint.folders import (
     begin_checkpoint,
     commit_checkpoint,
@@ -30,6 +31,7 @@ from quadriga.checkpoint.marker import MARKER, read_marker, verify_checkpoint
 from quadriga.checkpoint.rank_state import load_rank_state, save_rank_state
 from quadriga.config.schema import TrainerConfig
 from quadriga.errors import CheckpointError, InputError
+from quadriga.files import HashedFile
 from quadriga.trainer.checkpoints import checkpoint_to_resume, read_state
 from quadriga.trainer.worker_groups import reported_files
 
@@ -235,10 +237,11 @@ def test_a_link_within_a_checkpoint_is_not_deleted_through(root, tmp_path):
     assert (outside / "precious").exists()
 
 
-def test_a_link_in_place_of_a_file_is_not_written_through(tmp_path):
+def test_a_link_in_place_of_a_file_is_not_written_through(tmp_path, monkeypatch):
     target = tmp_path / "target"
     target.write_text("precious")
-    (tmp_path / "state.json.partial").symlink_to(target)
+    monkeypatch.setattr(files.secrets, "token_hex", lambda size: "drawn")  # the name is random
+    (tmp_path / ".drawn.partial").symlink_to(target)
     with pytest.raises(InputError, match=r"cannot write .*state\.json"):
         write_json(tmp_path / "state.json", {})
     assert target.read_text() == "precious"

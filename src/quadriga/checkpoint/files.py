@@ -1,8 +1,4 @@
-"""Write files so that they are complete or absent, whenever the process is killed.
-
-A file is written under the name `<name>.partial`, flushed to disk and then renamed. A rename within
-a file system is atomic, and the content is on disk before it. The final name therefore never refers
-to incomplete content, not even after a power failure.
+"""The files of a checkpoint: JSON and tensors, each complete or absent (`quadriga.files`).
 
 The digest of a file is computed from the bytes that the process writes, and not from the file: it
 also shows damage that happens while they are written.
@@ -12,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +18,8 @@ import torch
 from torch import Tensor
 
 from quadriga.errors import CheckpointError
-from quadriga.observability.jsonl import JsonObject, cannot_write
+from quadriga.files import HashedFile, atomic_write
+from quadriga.observability.jsonl import JsonObject
 
 # The names of dtypes in a safetensors header.
 _DTYPES = {
@@ -59,62 +55,16 @@ class SavedFile:
         return replace(self, name=f"{folder}/{self.name}")
 
 
-def flush(path: Path) -> None:
-    """Wait until the content of a file, or the entries of a folder, are on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-class HashedFile:
-    """A file that is being written. It counts and digests what is written to it."""
-
-    def __init__(self, path: Path) -> None:
-        # Not through a link: a link at this name would let the bytes go to another folder.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
-        self._file = os.fdopen(os.open(path, flags, 0o644), "wb")
-        self._digest = hashlib.sha256()
-        self.size = 0
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Append bytes."""
-        self._digest.update(data)
-        self._file.write(data)
-        self.size += len(data)
-
-    def finish(self) -> str:
-        """Flush the content to disk, close the file, and return the digest."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        return self._digest.hexdigest()
-
-    def close(self) -> None:
-        """Close the file. A second call does nothing."""
-        self._file.close()
-
-
 @contextmanager
 def _written(path: Path) -> Iterator[tuple[HashedFile, list[SavedFile]]]:
     """Yield a file to write, and a list that holds its `SavedFile` after the block.
 
     Raises `InputError` with the path and the reason if it cannot be written.
     """
-    partial, saved = path.with_name(path.name + ".partial"), list[SavedFile]()
-    try:
-        file = HashedFile(partial)
-        try:
-            yield file, saved
-            digest = file.finish()
-        finally:
-            file.close()
-        os.replace(partial, path)
-        flush(path.parent)  # the rename is an entry of the folder
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    saved.append(SavedFile(path.name, file.size, digest))
+    saved = list[SavedFile]()
+    with atomic_write(path) as file:
+        yield file, saved
+    saved.append(SavedFile(path.name, file.size, file.digest().hex()))
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> SavedFile:

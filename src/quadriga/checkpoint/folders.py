@@ -30,10 +30,10 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from quadriga.checkpoint.files import SavedFile, flush, is_plain_file
+from quadriga.checkpoint.files import SavedFile, is_plain_file
 from quadriga.checkpoint.marker import MARKER, verify_checkpoint, write_marker
 from quadriga.errors import CheckpointError
-from quadriga.observability.jsonl import cannot_write
+from quadriga.files import cannot_write, flush
 
 _NAME = re.compile(r"global_step_(\d+)(\.replaced)?")
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from quadriga.config.secrets import mask_secrets
 from quadriga.errors import DataError
-from quadriga.files import cannot_write as cannot_write
+from quadriga.files import cannot_write
 
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 # An object as read from a file. Its values are untyped: the reader of a row knows what it expects.
