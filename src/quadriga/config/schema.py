@@ -193,12 +193,6 @@ class EngineConfig:
     attention: AttentionName = "auto"  # kernel of packed rows; auto: the fastest that is exact
 
     @property
-    def offloads(self) -> tuple[str, ...]:
-        """The names of the settings that are on and keep states in host memory."""
-        names = ("param_offload", "optimizer_offload", "offload_policy")
-        return tuple(name for name in names if getattr(self, name))
-
-    @property
     def model_parallel_size(self) -> int:
         """Ranks that compute the same rows together."""
         return math.prod(self._parts().values())
