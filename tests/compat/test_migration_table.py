@@ -1,4 +1,4 @@
-"""The table of idioms on the migration page names every program, and no test that is missing."""
+"""The table of idioms names every program, and no test that is missing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 PROGRAMS = Path(__file__).parent / "programs"
-PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "migration.md"
+PAGE = PROGRAMS / "README.md"
 
 
 def named_on_page(page: str) -> set[str]:
