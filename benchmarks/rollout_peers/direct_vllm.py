@@ -22,8 +22,7 @@ def engines(folder: str) -> Iterator[tuple[Alone, Mapping[str, Direct]]]:
     os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB, as below us
     import vllm
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.sampling_params import SamplingParams as OwnParams
+    from vllm.sampling_params import RequestOutputKind, SamplingParams as OwnParams
 
     # Before ours, which changes vLLM in this process.
     apart = vllm.LLM(folder, dtype="float32", skip_tokenizer_init=True, disable_log_stats=True)

@@ -9,8 +9,7 @@ import algorithm_reference as ref
 import pytest
 import torch
 from algorithm_cases import NAN, Case, cases
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from torch import Tensor
 
 from quadriga.algorithms.advantages import ADVANTAGES, compute_advantages

@@ -8,8 +8,7 @@ import algorithm_reference as ref
 import pytest
 import torch
 from algorithm_cases import NAN, Case, cases
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from quadriga.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
 from quadriga.algorithms.partial import Partial, merge_partials

@@ -18,10 +18,10 @@ from quadriga.backends.ray import (
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
+    pool as placement,
     split_resource_pool,
     start,
 )
-from quadriga.backends.ray import pool as placement
 from quadriga.backends.ray.start import classes_of, facts_of, join_register_center
 from quadriga.errors import (
     CallTimeoutError,

@@ -6,9 +6,7 @@ from weakref import WeakSet
 
 import pytest
 
-from quadriga.backends.ray import backend as ray_backends
-from quadriga.backends.ray import cluster, row_store
-from quadriga.backends.ray import pool as pools
+from quadriga.backends.ray import backend as ray_backends, cluster, pool as pools, row_store
 from quadriga.backends.ray.backend import RayBackend
 
 

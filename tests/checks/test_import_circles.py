@@ -33,7 +33,7 @@ LAZY = (
     "    from quadriga.p.a import A as A\n"
     "    from quadriga.p.b import B as B\n"
     "else:\n"
-    "    __getattr__, __dir__ = lazy_names(__name__, {})\n"
+    "    __getattr__, __dir__, __all__ = lazy_names(__name__)\n"
 )
 
 

@@ -92,8 +92,7 @@ METHODS = {
 
 
 def test_names_of_the_package():
-    assert set(quadriga.__all__) == PACKAGE_NAMES
-    assert set(quadriga._HOME) == PACKAGE_NAMES - {"__version__"}
+    assert {*quadriga.__all__, "__version__"} == PACKAGE_NAMES
 
 
 @pytest.mark.parametrize("name", sorted(PACKAGE_NAMES))

@@ -117,8 +117,7 @@ def test_dynamic_batches():
 
 
 def test_rows_of_a_group_stay_in_one_micro_batch():
-    from verl.utils import seqlen_balancing as sb
-    from verl.utils import tensordict_utils as tu
+    from verl.utils import seqlen_balancing as sb, tensordict_utils as tu
 
     lengths = torch.tensor([1, 1, 4, 4, 2, 2])
     mask = (torch.arange(4)[None] < lengths[:, None]).long()

@@ -10,8 +10,7 @@ import torch
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.models.tiny import TinyModel
-from rank_groups import run_ranks as run_ranks
-from rank_groups import run_two_ranks as run_two_ranks
+from rank_groups import run_ranks as run_ranks, run_two_ranks as run_two_ranks
 
 if TYPE_CHECKING:
     from head_cases import Folders

@@ -10,8 +10,7 @@ import lora_cases
 import pytest
 import torch
 from lora_cases import LORA, build, weights
-from peft import LoraConfig as PeftConfig
-from peft import PeftModel, get_peft_model
+from peft import LoraConfig as PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config
 

@@ -6,8 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from quadriga.errors import LengthError
 from quadriga.parallel.balancing import RowCosts, arrange_rows, partition_groups

@@ -23,8 +23,7 @@ import torch
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import EngineConfig, TrainConfig
-from quadriga.engines import build_engine
-from quadriga.engines import loading as engine_loading
+from quadriga.engines import build_engine, loading as engine_loading
 from quadriga.errors import ModelError
 from quadriga.models import (
     load_causal_lm,

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from protocol_cases import rows_of, shard
 
 from quadriga.backends.local.backend import LocalStore

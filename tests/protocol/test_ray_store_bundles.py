@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from quadriga.backends.ray import cluster
-from quadriga.backends.ray import store as ray_store
+from quadriga.backends.ray import cluster, store as ray_store
 from quadriga.errors import LostObjectError
 from quadriga.protocol.columns import RemoteColumn, fetch, row_map_of_shard
 from quadriga.protocol.encoding import encode

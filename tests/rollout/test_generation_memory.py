@@ -11,8 +11,7 @@ from transformers import (
     LlamaConfig,
 )
 
-from memory_models import CONFIGS as FAMILIES
-from memory_models import SIZES
+from memory_models import CONFIGS as FAMILIES, SIZES
 from quadriga.config.schema import ModelConfig, RolloutConfig
 from quadriga.rollout.base import SamplingParams
 from quadriga.rollout.hf import generation

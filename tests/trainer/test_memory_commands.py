@@ -17,8 +17,7 @@ from quadriga.trainer.evaluation import generate
 from quadriga.trainer.evaluation.generate import load_prompts
 from quadriga.trainer.fine_tuning.rm import load_pairs
 from quadriga.trainer.fine_tuning.sft import load_sft_rows
-from quadriga.trainer.memory import check as memory_check
-from quadriga.trainer.memory import plan as memory
+from quadriga.trainer.memory import check as memory_check, plan as memory
 from quadriga.trainer.memory.check import generating_memory, rm_memory, sft_memory
 from quadriga.trainer.memory.machine import GIB
 from quadriga.trainer.memory.plan import generation_plan, rm_plan, sft_plan

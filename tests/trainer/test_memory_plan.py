@@ -13,8 +13,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.rollout.memory import CONTEXT_BYTES
-from quadriga.trainer.memory import check as memory_check
-from quadriga.trainer.memory import machine
+from quadriga.trainer.memory import check as memory_check, machine
 from quadriga.trainer.memory.check import train_memory
 from quadriga.trainer.memory.machine import GIB, available_memory, planned_device
 from quadriga.trainer.memory.plan import PROCESS_BYTES, train_plan, update_rows

@@ -6,8 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from layout_cases import Ranks, filled, fsdp_layout, pairs, values_of
 
 from quadriga.config.schema import EngineConfig

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from quadriga.algorithms import group_advantages as by_group
-from quadriga.algorithms import registry
-from quadriga.algorithms import return_advantages as by_return
+from quadriga.algorithms import (
+    group_advantages as by_group,
+    registry,
+    return_advantages as by_return,
+)
 from quadriga.algorithms.checks import (
     as_float,
     require_finite,

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from quadriga.algorithms import clipped_losses as clipped
-from quadriga.algorithms import covariance_losses as covariance
-from quadriga.algorithms import registry
-from quadriga.algorithms import sequence_losses as sequence
+from quadriga.algorithms import (
+    clipped_losses as clipped,
+    covariance_losses as covariance,
+    registry,
+    sequence_losses as sequence,
+)
 from quadriga.algorithms.checks import (
     as_float,
     require_finite,

@@ -32,8 +32,7 @@ from quadriga.config.paths import expand_home
 from quadriga.config.reading import check_interpolations, check_override, read_settings_file
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import is_secret_name, mask_secrets
-from quadriga.config.writing import Plain, remember_given, to_plain
-from quadriga.config.writing import to_yaml as to_yaml
+from quadriga.config.writing import Plain, remember_given, to_plain, to_yaml as to_yaml
 from quadriga.errors import ConfigError, UnknownSettingError
 
 if TYPE_CHECKING:

@@ -23,37 +23,21 @@ from typing import TYPE_CHECKING
 
 from quadriga.lazy import lazy_names
 
-_HOME = {
-    "ArithmeticFiles": "arithmetic",
-    "ArithmeticTask": "arithmetic",
-    "Problem": "arithmetic",
-    "PromptDataset": "prompts",
-    "PromptLoader": "loader",
-    "SFTDataset": "conversations",
-    "SFTLoader": "loader",
-    "check_files": "rows",
-    "collate_answers": "collate",
-    "collate_prompts": "collate",
-    "make_parts": "arithmetic",
-    "read_rows": "rows",
-    "write_arithmetic": "arithmetic",
-}
-
-__all__ = list(_HOME)
-
 if TYPE_CHECKING:
-    from quadriga.data.arithmetic import ArithmeticFiles as ArithmeticFiles
-    from quadriga.data.arithmetic import ArithmeticTask as ArithmeticTask
-    from quadriga.data.arithmetic import Problem as Problem
-    from quadriga.data.arithmetic import make_parts as make_parts
-    from quadriga.data.arithmetic import write_arithmetic as write_arithmetic
-    from quadriga.data.collate import collate_answers as collate_answers
-    from quadriga.data.collate import collate_prompts as collate_prompts
+    from quadriga.data.arithmetic import (
+        ArithmeticFiles as ArithmeticFiles,
+        ArithmeticTask as ArithmeticTask,
+        Problem as Problem,
+        make_parts as make_parts,
+        write_arithmetic as write_arithmetic,
+    )
+    from quadriga.data.collate import (
+        collate_answers as collate_answers,
+        collate_prompts as collate_prompts,
+    )
     from quadriga.data.conversations import SFTDataset as SFTDataset
-    from quadriga.data.loader import PromptLoader as PromptLoader
-    from quadriga.data.loader import SFTLoader as SFTLoader
+    from quadriga.data.loader import PromptLoader as PromptLoader, SFTLoader as SFTLoader
     from quadriga.data.prompts import PromptDataset as PromptDataset
-    from quadriga.data.rows import check_files as check_files
-    from quadriga.data.rows import read_rows as read_rows
+    from quadriga.data.rows import check_files as check_files, read_rows as read_rows
 else:
-    __getattr__, __dir__ = lazy_names(__name__, _HOME)
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -22,33 +22,23 @@ from typing import TYPE_CHECKING
 
 from quadriga.lazy import lazy_names
 
-_HOME = {
-    "TinyModel": "tiny",
-    "check_context_window": "context_window",
-    "check_model_folder": "folder",
-    "check_vocabulary": "vocabulary",
-    "end_token_ids": "folder",
-    "load_causal_lm": "loading",
-    "load_tokenizer": "loading",
-    "load_value_model": "loading",
-    "quiet_libraries": "loading",
-    "train_tokenizer": "tiny",
-    "write_tiny_model": "tiny",
-}
-
-__all__ = list(_HOME)
-
 if TYPE_CHECKING:
     from quadriga.models.context_window import check_context_window as check_context_window
-    from quadriga.models.folder import check_model_folder as check_model_folder
-    from quadriga.models.folder import end_token_ids as end_token_ids
-    from quadriga.models.loading import load_causal_lm as load_causal_lm
-    from quadriga.models.loading import load_tokenizer as load_tokenizer
-    from quadriga.models.loading import load_value_model as load_value_model
-    from quadriga.models.tiny import TinyModel as TinyModel
-    from quadriga.models.tiny import train_tokenizer as train_tokenizer
-    from quadriga.models.tiny import write_tiny_model as write_tiny_model
+    from quadriga.models.folder import (
+        check_model_folder as check_model_folder,
+        end_token_ids as end_token_ids,
+    )
+    from quadriga.models.loading import (
+        load_causal_lm as load_causal_lm,
+        load_tokenizer as load_tokenizer,
+        load_value_model as load_value_model,
+    )
+    from quadriga.models.tiny import (
+        TinyModel as TinyModel,
+        train_tokenizer as train_tokenizer,
+        write_tiny_model as write_tiny_model,
+    )
     from quadriga.models.vocabulary import check_vocabulary as check_vocabulary
     from quadriga.observability.quiet import quiet_libraries as quiet_libraries
 else:
-    __getattr__, __dir__ = lazy_names(__name__, _HOME)
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

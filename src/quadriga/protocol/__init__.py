@@ -20,43 +20,30 @@ from typing import TYPE_CHECKING
 
 from quadriga.lazy import lazy_names
 
-_HOME = {
-    "DataProto": "dataproto",
-    "DataProtoConfig": "dataproto",
-    "DataProtoFuture": "boundary",
-    "DataProtoItem": "contents",
-    "Origin": "storage",
-    "as_completed": "boundary",
-    "collate_fn": "dataproto",
-    "current_store": "storage",
-    "fold_batch_dim": "dataproto",
-    "pad_dataproto_to_divisor": "dataproto",
-    "parallel_put": "storage",
-    "unfold_batch_dim": "dataproto",
-    "union_numpy_dict": "contents",
-    "union_tensor_dict": "contents",
-    "unpad_dataproto": "dataproto",
-    "use_store": "storage",
-}
-
-__all__ = list(_HOME)
-
 if TYPE_CHECKING:
-    from quadriga.protocol.boundary import DataProtoFuture as DataProtoFuture
-    from quadriga.protocol.boundary import as_completed as as_completed
-    from quadriga.protocol.contents import DataProtoItem as DataProtoItem
-    from quadriga.protocol.contents import union_numpy_dict as union_numpy_dict
-    from quadriga.protocol.contents import union_tensor_dict as union_tensor_dict
-    from quadriga.protocol.dataproto import DataProto as DataProto
-    from quadriga.protocol.dataproto import DataProtoConfig as DataProtoConfig
-    from quadriga.protocol.dataproto import collate_fn as collate_fn
-    from quadriga.protocol.dataproto import fold_batch_dim as fold_batch_dim
-    from quadriga.protocol.dataproto import pad_dataproto_to_divisor as pad_dataproto_to_divisor
-    from quadriga.protocol.dataproto import unfold_batch_dim as unfold_batch_dim
-    from quadriga.protocol.dataproto import unpad_dataproto as unpad_dataproto
-    from quadriga.protocol.storage import Origin as Origin
-    from quadriga.protocol.storage import current_store as current_store
-    from quadriga.protocol.storage import parallel_put as parallel_put
-    from quadriga.protocol.storage import use_store as use_store
+    from quadriga.protocol.boundary import (
+        DataProtoFuture as DataProtoFuture,
+        as_completed as as_completed,
+    )
+    from quadriga.protocol.contents import (
+        DataProtoItem as DataProtoItem,
+        union_numpy_dict as union_numpy_dict,
+        union_tensor_dict as union_tensor_dict,
+    )
+    from quadriga.protocol.dataproto import (
+        DataProto as DataProto,
+        DataProtoConfig as DataProtoConfig,
+        collate_fn as collate_fn,
+        fold_batch_dim as fold_batch_dim,
+        pad_dataproto_to_divisor as pad_dataproto_to_divisor,
+        unfold_batch_dim as unfold_batch_dim,
+        unpad_dataproto as unpad_dataproto,
+    )
+    from quadriga.protocol.storage import (
+        Origin as Origin,
+        current_store as current_store,
+        parallel_put as parallel_put,
+        use_store as use_store,
+    )
 else:
-    __getattr__, __dir__ = lazy_names(__name__, _HOME)
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -15,8 +15,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from quadriga.errors import ConflictError, FieldError, LengthError
-from quadriga.protocol import columns
-from quadriga.protocol import contents as halves
+from quadriga.protocol import columns, contents as halves
 from quadriga.protocol.columns import Column, Columns, is_remote, local_value
 from quadriga.protocol.encoding import current_device
 from quadriga.protocol.rows import RowRange, RowSelection

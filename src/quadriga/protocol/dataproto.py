@@ -14,8 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from quadriga.errors import FieldError, LengthError
-from quadriga.protocol import contents as halves
-from quadriga.protocol import disk
+from quadriga.protocol import contents as halves, disk
 from quadriga.protocol.contents import (
     ArrayHalf,
     Contents,

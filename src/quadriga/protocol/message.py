@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, TypeAlias
 
-from quadriga.protocol import columns
-from quadriga.protocol import contents as halves
+from quadriga.protocol import columns, contents as halves
 from quadriga.protocol.columns import NOTED_BYTES, Column, RemoteColumn, is_remote, local_value
 from quadriga.protocol.containers import PLAIN_TYPES, walk
 from quadriga.protocol.contents import Contents, MetaInfo

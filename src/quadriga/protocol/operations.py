@@ -16,8 +16,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch.utils.data import DataLoader
 
 from quadriga.errors import FieldError, LengthError
-from quadriga.protocol import columns
-from quadriga.protocol import contents as halves
+from quadriga.protocol import columns, contents as halves
 from quadriga.protocol.columns import Column, Columns, is_remote, local_value
 from quadriga.protocol.contents import ArrayHalf, Contents, MetaInfo, Tensors
 from quadriga.protocol.rows import RowIndices

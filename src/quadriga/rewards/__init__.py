@@ -17,23 +17,13 @@ from typing import TYPE_CHECKING
 
 from quadriga.lazy import lazy_names
 
-_HOME = {
-    "Failure": "manager",
-    "FunctionRef": "functions",
-    "RewardManager": "manager",
-    "RewardPool": "pool",
-    "load_reward_function": "functions",
-    "register_reward_function": "functions",
-}
-
-__all__ = list(_HOME)
-
 if TYPE_CHECKING:
-    from quadriga.rewards.functions import FunctionRef as FunctionRef
-    from quadriga.rewards.functions import load_reward_function as load_reward_function
-    from quadriga.rewards.functions import register_reward_function as register_reward_function
-    from quadriga.rewards.manager import Failure as Failure
-    from quadriga.rewards.manager import RewardManager as RewardManager
+    from quadriga.rewards.functions import (
+        FunctionRef as FunctionRef,
+        load_reward_function as load_reward_function,
+        register_reward_function as register_reward_function,
+    )
+    from quadriga.rewards.manager import Failure as Failure, RewardManager as RewardManager
     from quadriga.rewards.pool import RewardPool as RewardPool
 else:
-    __getattr__, __dir__ = lazy_names(__name__, _HOME)
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

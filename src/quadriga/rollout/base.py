@@ -16,9 +16,11 @@ from torch import Tensor
 
 from quadriga.errors import ModelError, RolloutAbilityError, RolloutError
 from quadriga.parallel.distributed import rank
-from quadriga.rollout.abilities import LogProbKind as LogProbKind
-from quadriga.rollout.abilities import RolloutAbilities
-from quadriga.rollout.abilities import SamplingParams as SamplingParams
+from quadriga.rollout.abilities import (
+    LogProbKind as LogProbKind,
+    RolloutAbilities,
+    SamplingParams as SamplingParams,
+)
 
 if TYPE_CHECKING:
     from quadriga.models.vision.rows import MultiModalRows

@@ -57,31 +57,23 @@ def expect_raises(run: Callable[[], object], kind: type[ErrorT], what: str) -> E
     raise LawBroken(f"{what}: expected {kind.__name__}, got the value {value!r}")
 
 
-_HOME = {
-    "BACKEND_LAWS": "backends",
-    "BackendUnderTest": "backends",
-    "MODE_LAWS": "modes",
-    "ModeUnderTest": "modes",
-    "ROLLOUT_LAWS": "rollouts",
-    "RolloutUnderTest": "rollouts",
-    "SimulatedGroup": "modes",
-    "check_backend": "backends",
-    "check_mode": "modes",
-    "check_rollout": "rollouts",
-    "write_reference_model": "rollouts",
-}
-
 if TYPE_CHECKING:
-    from quadriga.testing.backends import BACKEND_LAWS as BACKEND_LAWS
-    from quadriga.testing.backends import BackendUnderTest as BackendUnderTest
-    from quadriga.testing.backends import check_backend as check_backend
-    from quadriga.testing.modes import MODE_LAWS as MODE_LAWS
-    from quadriga.testing.modes import ModeUnderTest as ModeUnderTest
-    from quadriga.testing.modes import SimulatedGroup as SimulatedGroup
-    from quadriga.testing.modes import check_mode as check_mode
-    from quadriga.testing.rollouts import ROLLOUT_LAWS as ROLLOUT_LAWS
-    from quadriga.testing.rollouts import RolloutUnderTest as RolloutUnderTest
-    from quadriga.testing.rollouts import check_rollout as check_rollout
-    from quadriga.testing.rollouts import write_reference_model as write_reference_model
+    from quadriga.testing.backends import (
+        BACKEND_LAWS as BACKEND_LAWS,
+        BackendUnderTest as BackendUnderTest,
+        check_backend as check_backend,
+    )
+    from quadriga.testing.modes import (
+        MODE_LAWS as MODE_LAWS,
+        ModeUnderTest as ModeUnderTest,
+        SimulatedGroup as SimulatedGroup,
+        check_mode as check_mode,
+    )
+    from quadriga.testing.rollouts import (
+        ROLLOUT_LAWS as ROLLOUT_LAWS,
+        RolloutUnderTest as RolloutUnderTest,
+        check_rollout as check_rollout,
+        write_reference_model as write_reference_model,
+    )
 else:
-    __getattr__, __dir__ = lazy_names(__name__, _HOME)
+    __getattr__, __dir__, _ = lazy_names(__name__)

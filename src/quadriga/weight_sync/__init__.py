@@ -19,25 +19,17 @@ from typing import TYPE_CHECKING
 
 from quadriga.lazy import lazy_names
 
-_HOME = {
-    "SyncReport": "sync",
-    "WeightNeeds": "sync",
-    "WeightReceiver": "buckets",
-    "WeightSender": "buckets",
-    "WeightSync": "sync",
-    "compare_digests": "verification",
-    "needs_of": "sync",
-}
-
-__all__ = list(_HOME)
-
 if TYPE_CHECKING:
-    from quadriga.weight_sync.buckets import WeightReceiver as WeightReceiver
-    from quadriga.weight_sync.buckets import WeightSender as WeightSender
-    from quadriga.weight_sync.sync import SyncReport as SyncReport
-    from quadriga.weight_sync.sync import WeightNeeds as WeightNeeds
-    from quadriga.weight_sync.sync import WeightSync as WeightSync
-    from quadriga.weight_sync.sync import needs_of as needs_of
+    from quadriga.weight_sync.buckets import (
+        WeightReceiver as WeightReceiver,
+        WeightSender as WeightSender,
+    )
+    from quadriga.weight_sync.sync import (
+        SyncReport as SyncReport,
+        WeightNeeds as WeightNeeds,
+        WeightSync as WeightSync,
+        needs_of as needs_of,
+    )
     from quadriga.weight_sync.verification import compare_digests as compare_digests
 else:
-    __getattr__, __dir__ = lazy_names(__name__, _HOME)
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

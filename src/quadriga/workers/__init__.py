@@ -23,30 +23,12 @@ from typing import TYPE_CHECKING
 
 from quadriga.lazy import lazy_names
 
-_HOME = {
-    "ActorRolloutRefWorker": "actor_rollout_ref",
-    "CriticWorker": "critic",
-    "PairTrainingWorker": "pair_training",
-    "RankRuntime": "runtime",
-    "RewardModelWorker": "reward_model",
-    "SFTWorker": "sft",
-}
-
-__all__ = [
-    "ActorRolloutRefWorker",
-    "CriticWorker",
-    "PairTrainingWorker",
-    "RankRuntime",
-    "RewardModelWorker",
-    "SFTWorker",
-]
-
 if TYPE_CHECKING:
-    from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
-    from quadriga.workers.critic import CriticWorker
-    from quadriga.workers.pair_training import PairTrainingWorker
-    from quadriga.workers.reward_model import RewardModelWorker
-    from quadriga.workers.runtime import RankRuntime
-    from quadriga.workers.sft import SFTWorker
+    from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker as ActorRolloutRefWorker
+    from quadriga.workers.critic import CriticWorker as CriticWorker
+    from quadriga.workers.pair_training import PairTrainingWorker as PairTrainingWorker
+    from quadriga.workers.reward_model import RewardModelWorker as RewardModelWorker
+    from quadriga.workers.runtime import RankRuntime as RankRuntime
+    from quadriga.workers.sft import SFTWorker as SFTWorker
 else:
-    __getattr__, __dir__ = lazy_names(__name__, _HOME)
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -29,8 +29,7 @@ from verl.single_controller.ray import (
 )
 from verl.single_controller.ray.base import func_generator
 
-from quadriga.backends.ray import Nsight
-from quadriga.backends.ray import RayWorkerGroup as QuadrigaRayWorkerGroup
+from quadriga.backends.ray import Nsight, RayWorkerGroup as QuadrigaRayWorkerGroup
 from quadriga.errors import CallTimeoutError, DispatchError, UnregisteredMethodError
 
 

@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING
 
 from quadriga.lazy import lazy_names
 
-_HOME = {"LocalBackend": "backend", "LocalWorkerGroup": "backend"}
-
-__all__ = list(_HOME)
-
 if TYPE_CHECKING:
-    from quadriga.backends.local.backend import LocalBackend as LocalBackend
-    from quadriga.backends.local.backend import LocalWorkerGroup as LocalWorkerGroup
+    from quadriga.backends.local.backend import (
+        LocalBackend as LocalBackend,
+        LocalWorkerGroup as LocalWorkerGroup,
+    )
 else:
-    __getattr__, __dir__ = lazy_names(__name__, _HOME)
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -22,45 +22,24 @@ from typing import TYPE_CHECKING
 
 from quadriga.lazy import lazy_names
 
-_HOME = {
-    "Nsight": "profiling",
-    "RayBackend": "backend",
-    "RayClassWithInitArgs": "start",
-    "RayResourcePool": "pool",
-    "RayWorkerGroup": "backend",
-    "SubRayResourcePool": "pool",
-    "TorchProfiler": "profiling",
-    "create_colocated_worker_cls": "start",
-    "create_colocated_worker_cls_fused": "start",
-    "create_colocated_worker_raw_cls": "start",
-    "ensure_ray": "cluster",
-    "merge_resource_pool": "pool",
-    "split_resource_pool": "pool",
-}
-
-__all__ = list(_HOME)
-
 if TYPE_CHECKING:
-    from quadriga.backends.ray.backend import RayBackend as RayBackend
-    from quadriga.backends.ray.backend import RayWorkerGroup as RayWorkerGroup
+    from quadriga.backends.ray.backend import (
+        RayBackend as RayBackend,
+        RayWorkerGroup as RayWorkerGroup,
+    )
     from quadriga.backends.ray.cluster import ensure_ray as ensure_ray
-    from quadriga.backends.ray.pool import RayResourcePool as RayResourcePool
-    from quadriga.backends.ray.pool import SubRayResourcePool as SubRayResourcePool
-    from quadriga.backends.ray.pool import merge_resource_pool as merge_resource_pool
-    from quadriga.backends.ray.pool import split_resource_pool as split_resource_pool
-    from quadriga.backends.ray.profiling import Nsight as Nsight
-    from quadriga.backends.ray.profiling import TorchProfiler as TorchProfiler
+    from quadriga.backends.ray.pool import (
+        RayResourcePool as RayResourcePool,
+        SubRayResourcePool as SubRayResourcePool,
+        merge_resource_pool as merge_resource_pool,
+        split_resource_pool as split_resource_pool,
+    )
+    from quadriga.backends.ray.profiling import Nsight as Nsight, TorchProfiler as TorchProfiler
     from quadriga.backends.ray.start import (
         RayClassWithInitArgs as RayClassWithInitArgs,
-    )
-    from quadriga.backends.ray.start import (
         create_colocated_worker_cls as create_colocated_worker_cls,
-    )
-    from quadriga.backends.ray.start import (
         create_colocated_worker_cls_fused as create_colocated_worker_cls_fused,
-    )
-    from quadriga.backends.ray.start import (
         create_colocated_worker_raw_cls as create_colocated_worker_raw_cls,
     )
 else:
-    __getattr__, __dir__ = lazy_names(__name__, _HOME)
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

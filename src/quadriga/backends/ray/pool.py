@@ -28,9 +28,9 @@ from quadriga.single_controller.resource_pool import (
     ResourcePool,
     check_feasible,
     check_mergeable,
+    merge_resource_pool as merge_resource_pool,
+    split_resource_pool as split_resource_pool,
 )
-from quadriga.single_controller.resource_pool import merge_resource_pool as merge_resource_pool
-from quadriga.single_controller.resource_pool import split_resource_pool as split_resource_pool
 
 logger = logging.getLogger("quadriga.controller")
 

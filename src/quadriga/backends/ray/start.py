@@ -49,10 +49,8 @@ from quadriga.single_controller.worker import (
     ClassWithInitArgs,
     ColocatedClass,
     FusedWorker,
-    roles_of,
-)
-from quadriga.single_controller.worker import (
     create_colocated_worker_raw_cls as create_colocated_worker_raw_cls,
+    roles_of,
 )
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from quadriga.algorithms.policy_losses import compute_policy_loss as token_losses
-from quadriga.algorithms.policy_losses import select_tokens
+from quadriga.algorithms.policy_losses import compute_policy_loss as token_losses, select_tokens
 from quadriga.compat.verl.config import VerlConfig, number, setting
 from quadriga.compat.verl.core_algos import agg_loss, registered
 from quadriga.errors import InputError

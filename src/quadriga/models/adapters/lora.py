@@ -150,8 +150,7 @@ def add_adapters(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
         ConfigError: PEFT adapts other layers than those of `adapter`.
         ModelError: a value that is read is not finite.
     """
-    from peft import LoraConfig as PeftConfig
-    from peft import inject_adapter_in_model
+    from peft import LoraConfig as PeftConfig, inject_adapter_in_model
 
     config = PeftConfig(
         r=adapter.rank,

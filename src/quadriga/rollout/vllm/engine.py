@@ -288,8 +288,7 @@ class _Call:
         stop_strings: StopStrings | None,
     ) -> list[Response]:
         """Sample a response for each prompt."""
-        from vllm.sampling_params import RequestOutputKind
-        from vllm.sampling_params import SamplingParams as VLLMSamplingParams
+        from vllm.sampling_params import RequestOutputKind, SamplingParams as VLLMSamplingParams
 
         _set_log_probs(self.engine, sampling)
         watch = stop_strings is not None
@@ -331,8 +330,7 @@ class _Call:
 
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         """Compute the log-probability at temperature 1 of each token but the first."""
-        from vllm.sampling_params import RequestOutputKind
-        from vllm.sampling_params import SamplingParams as VLLMSamplingParams
+        from vllm.sampling_params import RequestOutputKind, SamplingParams as VLLMSamplingParams
 
         _set_sampler(self.engine, "raw_logprobs", 1.0)
         request = VLLMSamplingParams(

@@ -56,10 +56,10 @@ from quadriga.single_controller.dispatch import (
     DispatchMode,
     ExecuteMode,
     PartScheme,
+    get_predefined_dispatch_fn as functions_of_mode,
     inline_dispatch_mode,
     update_dispatch_mode,
 )
-from quadriga.single_controller.dispatch import get_predefined_dispatch_fn as functions_of_mode
 from quadriga.single_controller.padding import Padding
 
 if TYPE_CHECKING:

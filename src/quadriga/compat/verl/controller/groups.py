@@ -16,8 +16,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from quadriga import single_controller
-from quadriga.backends.ray import RayClassWithInitArgs, RayResourcePool
-from quadriga.backends.ray import RayWorkerGroup as QuadrigaGroup
+from quadriga.backends.ray import (
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup as QuadrigaGroup,
+)
 from quadriga.backends.ray.cluster import ensure_ray
 from quadriga.backends.ray.profiling import Nsight
 from quadriga.backends.ray.programs import actor_method, stored, values_of

@@ -32,8 +32,7 @@ from quadriga.rewards.outcome import SCORED, Outcome, plain_extras
 from quadriga.single_controller import Worker
 from quadriga.single_controller.worker import plain_class
 from quadriga.trainer.preflight import check_train_config
-from quadriga.trainer.roles.placement import ResourcePoolManager as QuadrigaPools
-from quadriga.trainer.roles.placement import Role
+from quadriga.trainer.roles.placement import ResourcePoolManager as QuadrigaPools, Role
 from quadriga.trainer.roles.pools import use_gpu, uses_by_pool
 from quadriga.trainer.roles.registry import AddedRole, added_roles, is_built_in, registered_for
 from quadriga.trainer.stages import BatchReward

@@ -45,8 +45,7 @@ from quadriga.errors import ConfigError, DispatchError, nearest_name
 from quadriga.protocol import DataProto
 from quadriga.single_controller.worker import plain_class
 from quadriga.trainer.ppo import RayPPOTrainer as QuadrigaTrainer
-from quadriga.trainer.roles.placement import ResourcePoolManager as QuadrigaPools
-from quadriga.trainer.roles.placement import Role
+from quadriga.trainer.roles.placement import ResourcePoolManager as QuadrigaPools, Role
 from quadriga.trainer.roles.pools import check_settings_of_pools
 from quadriga.trainer.roles.registry import register_again, registered_for
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker
