@@ -63,6 +63,6 @@ def test_every_known_difference_to_verl_is_documented() -> None:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "EXPLAINED"
     )
     cases = {key.value for key in explained.keys}
-    page = (CONCEPTS / "differences.md").read_text().partition("\n## TRL")[0]
+    page = (CONCEPTS.parent / "measurements/differences.md").read_text().partition("\n## TRL")[0]
     rows = re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE)
     assert cases == {name for row in rows for name in re.findall(r"`([^`]*)`", row)}
