@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 
+import torch
 import torch.multiprocessing as mp
 
 WAIT_S = 120
@@ -36,6 +37,24 @@ def run_ranks(count: int, main, *args, wait_s: float = WAIT_S, start_method: str
     finally:  # also if the limit of the test ends the wait
         for process in context.processes:
             process.kill()
+
+
+def spawn_ranks(main, ranks: int, *args, limit: float) -> None:
+    """Run `main(rank, ranks, *args)` in one process per rank, each a rank of a process group.
+
+    Raises `TimeoutError` after `limit` seconds; then no process is left.
+    """
+    run_ranks(ranks, _run_as_rank, main, ranks, args, wait_s=limit)
+
+
+def _run_as_rank(rank: int, main, ranks: int, args, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    main(rank, ranks, *args)
+    torch.distributed.destroy_process_group()
 
 
 def _run_and_exit(rank: int, main, *args) -> None:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kills import KilledError, kill_at
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
-from quadriga import files
-from quadriga.checkpoint import folders, hf_export
+from quadriga.checkpoint import hf_export
 from quadriga.checkpoint.hf_export import export_hf
-
-
-class KilledError(Exception):
-    """Stands for the death of the process."""
 
 
 def export(folder, value):
@@ -22,25 +18,6 @@ def export(folder, value):
 
 def die(*args, **kwargs):
     raise KilledError
-
-
-def kill_at(patch, moment):
-    """Raise at the `moment`-th operation on the disk."""
-    count = [0]
-
-    def counted(function):
-        def call(*args, **kwargs):
-            count[0] += 1
-            if count[0] == moment:
-                raise KilledError
-            return function(*args, **kwargs)
-
-        return call
-
-    patch.setattr(folders.os, "replace", counted(folders.os.replace))
-    patch.setattr(files.os, "fsync", counted(files.os.fsync))
-    patch.setattr(hf_export, "save_torch_state_dict", counted(hf_export.save_torch_state_dict))
-    patch.setattr(folders.shutil, "rmtree", counted(folders.shutil.rmtree))
 
 
 def test_killed_at_every_operation_on_the_disk(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -98,17 +97,6 @@ def test_a_tokenizer_that_was_deleted_or_damaged_during_the_run_is_an_error(tmp_
     with pytest.raises(ModelError, match=r"source has no tokenizer, .*tokenizer\.json.*vocab\.txt"):
         engine.save_hf(tmp_path / "out")
     assert ids(tmp_path / "out") == before, "the export of before is complete"
-
-
-def test_a_model_without_a_tokenizer_is_exported_without_one(tmp_path):
-    source = write_llama(tmp_path / "source")
-    shutil.copytree(source, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
-    engine = FSDPEngine(ModelConfig(path=str(tmp_path / "bare")), EngineConfig())
-    engine.save_hf(tmp_path / "out")
-    assert not list((tmp_path / "out").glob("tokenizer*"))
-    own = ModelConfig(path=str(tmp_path / "bare"), tokenizer_path=str(source))
-    FSDPEngine(own, EngineConfig()).save_hf(tmp_path / "with")
-    assert ids(tmp_path / "with") == ids(source)
 
 
 def test_the_folder_of_the_megatron_engine_exports_it_too(tmp_path):

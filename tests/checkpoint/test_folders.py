@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kills import KilledError, kill_at
 
-from quadriga import files
-from quadriga.checkpoint import folders
 from quadriga.checkpoint.files import write_json, write_tensors
 from quadriga.checkpoint.folders import (
     begin_checkpoint,
@@ -14,14 +13,11 @@ from quadriga.checkpoint.folders import (
     complete_checkpoints,
     latest_checkpoint,
     prune_checkpoints,
+    read_marker,
     step_folder,
+    verify_checkpoint,
 )
-from quadriga.checkpoint.marker import read_marker, verify_checkpoint
 from quadriga.errors import CheckpointError
-
-
-class KilledError(Exception):
-    """Stands for the death of the process."""
 
 
 def save(root, step, content):
@@ -49,26 +45,6 @@ def test_the_highest_step_is_the_latest(tmp_path):
         save(tmp_path, step, 1.0)
     assert latest_checkpoint(tmp_path) == step_folder(tmp_path, 10)
     assert [step for step, _ in complete_checkpoints(tmp_path)] == [2, 9, 10]
-
-
-def kill_at(monkeypatch, moment):
-    """Raise at the `moment`-th operation on the disk; return the counter of operations."""
-    count = [0]
-
-    def counted(function):
-        def call(*args, **kwargs):
-            count[0] += 1
-            if count[0] == moment:
-                raise KilledError
-            return function(*args, **kwargs)
-
-        return call
-
-    monkeypatch.setattr(files.os, "replace", counted(files.os.replace))
-    monkeypatch.setattr(files.os, "fsync", counted(files.os.fsync))
-    monkeypatch.setattr(files.HashedFile, "write", counted(files.HashedFile.write))
-    monkeypatch.setattr(folders.shutil, "rmtree", counted(folders.shutil.rmtree))
-    return count
 
 
 @pytest.mark.parametrize("step", [6, 5], ids=["a new step", "the same step again"])

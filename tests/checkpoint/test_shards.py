@@ -1,7 +1,4 @@
-"""Blocks that one number of ranks writes and another number reads.
-
-The ranks are simulated: a test replaces `block_of`. `tests/engines` saves on real ranks.
-"""
+"""Shards on disk: written by some ranks, read by others; scalars and random states."""
 
 from __future__ import annotations
 
@@ -12,9 +9,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from quadriga.checkpoint import shards
-from quadriga.checkpoint.rank_state import load_rank_state, save_rank_state
+from quadriga.checkpoint.files import digest_file, write_tensors
+from quadriga.checkpoint.rank_state import load_rank_state, read_scalars, save_rank_state
+from quadriga.checkpoint.shards import Block, Origin, read_blocks, write_shard
 from quadriga.errors import CheckpointError
 
 FULL = torch.arange(35.0).view(7, 5)
@@ -70,14 +70,6 @@ def test_a_checkpoint_of_another_model_is_an_error(tmp_path):
         shards.read_blocks(tmp_path, {"other": torch.zeros(2)}, rank=0)
 
 
-def test_an_unknown_format_is_an_error(tmp_path):
-    shards.write_shard(tmp_path, {"w": FULL}, {}, shards.Origin(3, 0, 1))
-    index = tmp_path / "shard_00000.json"
-    index.write_text(json.dumps(json.loads(index.read_text()) | {"format": 99}))
-    with pytest.raises(CheckpointError, match="format 99"):
-        shards.read_indexes(tmp_path)
-
-
 WRONG_INDEXES = {
     "blocks as a list": {"blocks": []},
     "a block as a number": {"blocks": {"w": 5}},
@@ -108,7 +100,8 @@ def test_scalars_and_random_states_are_restored(tmp_path):
     save_rank_state(tmp_path, {"s": scalar}, {"step": 12}, rank=0, world_size=1)
     expected = [random.random(), np.random.rand(), torch.rand(1).item()]
     scalar.zero_()
-    assert load_rank_state(tmp_path, {"s": scalar}, rank=0) == {"step": 12}
+    assert read_scalars(tmp_path) == {"step": 12}
+    load_rank_state(tmp_path, {"s": scalar}, rank=0)
     assert scalar.item() == 3.5
     assert [random.random(), np.random.rand(), torch.rand(1).item()] == expected
 
@@ -116,3 +109,48 @@ def test_scalars_and_random_states_are_restored(tmp_path):
 def test_a_checkpoint_holds_no_pickle_file(tmp_path):
     save_rank_state(tmp_path, {"w": FULL}, {}, rank=0, world_size=1)
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
+
+
+WHOLE = torch.arange(12.0).view(4, 3)
+
+
+def rows(*numbers: int, name: str = "w") -> dict[str, Block]:
+    return {
+        f"{name}#{i}": Block(WHOLE[n : n + 1].clone(), (4, 3), (n, 0), True)
+        for i, n in enumerate(numbers)
+    }
+
+
+def test_blocks_are_read_by_any_division_of_the_tensor(tmp_path):
+    write_shard(tmp_path, rows(0, 2), {}, Origin(1, 0, 2))
+    write_shard(tmp_path, rows(1, 3), {}, Origin(1, 1, 2))
+    found = torch.zeros(4, 3)
+    read_blocks(tmp_path, {"w": found}, rank=0)
+    assert torch.equal(found, WHOLE)
+    part = Block(torch.zeros(2, 3), (4, 3), (1, 0), False)
+    read_blocks(tmp_path, {"w#7": part}, rank=0)
+    assert torch.equal(part.data, WHOLE[1:3])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+)
+def test_the_written_tensors_are_those_that_safetensors_reads(tmp_path, dtype):
+    tensors = {
+        "a": torch.arange(6).view(2, 3).to(dtype),
+        "transposed": torch.arange(6).view(2, 3).to(dtype).T,
+        "scalar": torch.tensor(1).to(dtype),
+        "empty": torch.zeros(0, 3, dtype=dtype),
+        "other": torch.ones(3, dtype=torch.uint8),
+    }
+    saved = write_tensors(tmp_path / "x.safetensors", tensors, {"step": "3"})
+    read = load_file(tmp_path / "x.safetensors")
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+    assert read.keys() == tensors.keys()
+    assert saved.digest == digest_file(tmp_path / "x.safetensors")
+    assert saved.size == (tmp_path / "x.safetensors").stat().st_size
+
+
+def test_a_dtype_that_a_checkpoint_cannot_hold_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"'w' has dtype torch\.complex64"):
+        write_tensors(tmp_path / "x.safetensors", {"w": torch.zeros(2, dtype=torch.complex64)})

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 from itertools import product
-from pathlib import Path
 
 import engine_cases
-import memory_cases
 import optimizer_cases
 import torch
-from memory_cases import LAYER_UNITS, ONE_UNIT, Case
 
 RANKS, SHARDS = 4, 2
 CUTS = (0, 3, 5, 5, 7)  # first row of each rank; rank 2 has none
@@ -19,17 +16,6 @@ STEPS_OF = [
     (name, on_host, early) for name, on_host, early in product(NAMES, (False, True), (False, True))
 ]
 """Optimizer, `offload_policy`, and whether gradients are reduced after each micro-batch."""
-
-PLANS = [
-    Case("llama untied", unit=unit, micro_batch=micro, early=early, fsdp_size=SHARDS)
-    for unit, micro, early in (
-        (ONE_UNIT, None, None),
-        (LAYER_UNITS, None, None),
-        (LAYER_UNITS, 4, True),
-        (LAYER_UNITS, 4, False),
-        (ONE_UNIT, 4, True),
-    )
-]
 
 
 def build(folder: str, name: str, on_host: bool, early: bool):
@@ -52,8 +38,8 @@ def skipped(engine, rank: int, rows) -> tuple[float, ...]:
     return engine_cases.skipped_and_changed(engine, damaged)
 
 
-def rank_main(rank: int, gpt2: str, models: str, results: str, port: int) -> None:
-    """Make steps with every optimizer, measure every plan, and write what rank 0 has found."""
+def rank_main(rank: int, gpt2: str, results: str, port: int) -> None:
+    """Make steps with every optimizer, and write what rank 0 has found."""
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1",
@@ -66,7 +52,6 @@ def rank_main(rank: int, gpt2: str, models: str, results: str, port: int) -> Non
         norms = optimizer_cases.steps(engine, rows)
         weights = {name: tensor.clone() for name, tensor in engine.state_stream()}
         stepped[case] = norms, weights, skipped(engine, rank, rows)
-    measured = {case: memory_cases.measured(case, Path(models)) for case in PLANS}
     if rank == 0:
-        torch.save((stepped, measured), results)
+        torch.save(stepped, results)
     torch.distributed.destroy_process_group()

@@ -30,16 +30,13 @@ from quadriga.config.schema import (
 )
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.protocol import DataProto
-from quadriga.workers.pair_training import update_pairs
+from quadriga.workers.reward_model import update_pairs
 from quadriga.workers.updates import update_policy, update_values
 
 Degrees = tuple[int, int, int]
 """(tensor, sequence, context)."""
 
 Rows = Literal["packed", "shared"]
-AGGREGATIONS = (
-    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm",
-)  # fmt: skip
 TOLERANCES = {"float64": 1e-10, "float32": 1e-6}
 SIZES = {
     "vocab_size": 200, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -328,15 +325,3 @@ def fork_ranks(rank: int, ranks: int, folders, wanted, results: str, port: int) 
     """Run `rank_main` in processes that need not import anything again."""
     args = (ranks, folders, wanted, results, port)
     torch.multiprocessing.start_processes(rank_main, args, nprocs=ranks, start_method="fork")
-
-
-def fork_divisions(rank: int, ranks: int, folders, wanted, results: str, port: int) -> None:
-    """Run `fork_ranks` for each list of `wanted`: `results/0.pt`, `results/1.pt`, …
-
-    The process groups of an engine remain until its process ends, with a thread for each.
-    """
-    for number, division in enumerate(wanted):
-        cases.run_ranks(
-            ranks, rank_main, ranks, folders, division, f"{results}/{number}.pt",
-            wait_s=math.inf, start_method="fork",
-        )  # fmt: skip

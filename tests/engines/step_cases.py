@@ -6,7 +6,6 @@ rotary positions compute these in float32 whatever the dtype, and agree only to 
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -82,19 +81,3 @@ def step(folder: str, way: Way, rows: dict[str, torch.Tensor], **settings) -> FS
 
 def parameters(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.state_stream()}
-
-
-def rank_main(rank: int, folder: str, results: str, port: int) -> None:
-    """Make the step in every way on two ranks, each layer an FSDP unit; rank 0 writes."""
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)
-    }  # fmt: skip
-    found = {}
-    for way in WAYS:
-        batch = make_batch(way.rows)
-        own = cases.rows_of(batch, 0, 4) if rank == 0 else cases.rows_of(batch, 4, 7)
-        found[way] = parameters(step(folder, way, own, min_unit_parameters=1))
-    if rank == 0:
-        torch.save(found, results)
-    torch.distributed.destroy_process_group()

@@ -19,7 +19,6 @@ from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.activation_checkpointing import is_expensive
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.loading import simulated_model
-from quadriga.engines.memory import Rows, pass_memory
 from quadriga.errors import ModelError
 
 
@@ -40,14 +39,6 @@ def expected(folder):
     return found | {"padded": found["packed"]}
 
 
-@pytest.fixture(scope="module")
-def two_ranks(folder, tmp_path_factory):
-    results = tmp_path_factory.mktemp("ranks") / "results.pt"
-    engine_cases.run_two_ranks(cases.rank_main, folder, str(results))
-    # The file was written by `rank_main`; its keys are dataclasses, which need pickle.
-    return torch.load(results, weights_only=False)
-
-
 def assert_equal(found, expected):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -58,11 +49,6 @@ def assert_equal(found, expected):
 def test_parameters_after_a_step_of_one_rank(way, folder, expected):
     engine = cases.step(folder, way, cases.make_batch(way.rows))
     assert_equal(cases.parameters(engine), expected[way.rows])
-
-
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_parameters_after_a_step_of_two_ranks(way, two_ranks, expected):
-    assert_equal(two_ranks[way], expected[way.rows])
 
 
 class CountOperators(TorchDispatchMode):
@@ -89,19 +75,6 @@ def test_selective_computes_cheap_operators_again_and_expensive_ones_once(folder
         assert found["selective"][name] == found[False][name] < found[True][name]
     for name in ("tanh", "native_layer_norm"):
         assert found[False][name] < found["selective"][name] <= found[True][name]
-
-
-def test_selective_keeps_less_than_all_and_more_than_inputs(folder):
-    saved = []
-    for form in (False, "selective", True):
-        config = ModelConfig(path=folder, gradient_checkpointing=form)
-        module = simulated_model(config, "lm", torch.float32, trained=True)
-        rows = Rows(8, 8, 24, samples=4)
-        saved.append(
-            pass_memory(module, EngineConfig(), rows, head="lm", device_type="cpu", backward=True)
-        )
-    every, selective, inputs = (memory.saved for memory in saved)
-    assert inputs < 0.8 * selective and selective < 0.8 * every
 
 
 @pytest.mark.parametrize(

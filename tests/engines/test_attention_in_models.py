@@ -9,11 +9,11 @@ import torch
 from torch.nn.attention import flex_attention as flex_module
 from transformers import AutoModelForCausalLM
 
-from quadriga.config.schema import EngineConfig, ModelConfig
+from quadriga.config.schema import ModelConfig
 from quadriga.engines.attention import flex, kernels
 from quadriga.engines.attention.masks import Kernel
-from quadriga.engines.loading import load_model, simulated_model
-from quadriga.engines.memory import Rows, pass_memory
+from quadriga.engines.loading import load_model
+from quadriga.engines.memory import Rows
 from quadriga.engines.token_model import TokenModel
 
 
@@ -56,6 +56,7 @@ def as_on_cuda(call) -> Kernel:
     return "varlen" if plain else "flex"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("model_type", "used", "checkpointing"),
     [
@@ -84,39 +85,3 @@ def test_models_give_the_same_numbers_as_with_sdpa(
 
 
 ROWS = Rows(count=8, prompt=64, response=32, samples=4)
-
-
-def planned(folder, attention, device_type="cuda"):
-    module = simulated_model(ModelConfig(path=folder), "lm", torch.bfloat16, trained=True)
-    settings = EngineConfig(attention=attention, dtype="bfloat16")
-    return pass_memory(
-        module, settings, ROWS, head="lm", device_type=device_type, backward=True
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
-def test_the_memory_plan_counts_the_kernel_that_will_run(model_type, tmp_path):
-    """Two prompts of 64 tokens, eight responses of 32: 384 packed tokens.
-
-    The two kernels of CUDA devices keep queries, outputs and one number for each query and head;
-    `sdpa` has the queries of each prompt four times, 768 in all.
-    """
-    folder = small_folder(model_type, tmp_path)
-    sdpa, chosen = planned(folder, "sdpa"), planned(folder, "auto")
-    assert chosen.tokens == sdpa.tokens == 384
-    heads, size, layers, item = 4, 64, 4, 2
-    # Outputs and gathered queries of 768 slots, against outputs of 384 tokens.
-    least = (2 * 768 - 384) * heads * size * layers * item
-    assert sdpa.saved - chosen.saved > 0.8 * least
-    explicit = planned(folder, "flex" if model_type == "gemma2" else "varlen")
-    assert explicit.saved == chosen.saved
-
-
-@pytest.mark.parametrize("attention", ["varlen", "flex"])
-def test_attention_that_is_planned_without_a_device_keeps_what_it_must(attention, tmp_path):
-    """Per layer: queries, keys, values, outputs (2 key heads of 4), and a log-sum in float32."""
-    folder = small_folder("llama", tmp_path)
-    found = planned(folder, attention)
-    tokens, layers = 384, 4
-    kept = tokens * (4 + 2 + 2 + 4) * 64 * 2 + tokens * 4 * 4
-    assert found.saved > layers * kept

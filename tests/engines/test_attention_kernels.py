@@ -69,6 +69,7 @@ def test_varlen_equals_the_naive_loop(name, sizes, share, naive_flash):
     cases.assert_same(cases.packed_rows(ROWS[name], share=share), sizes, compute)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("sizes", [*PLAIN.values(), *SPECIAL.values()], ids=[*PLAIN, *SPECIAL])
 @pytest.mark.parametrize("name", ROWS)
 def test_flex_equals_the_naive_loop(name, sizes, flex_backward):
@@ -79,60 +80,6 @@ def test_flex_equals_the_naive_loop(name, sizes, flex_backward):
         return cases.computed("flex", *arguments)
 
     cases.assert_same(cases.packed_rows(ROWS[name]), sizes, compute)
-
-
-def test_flex_without_shared_prompts(flex_backward):
-    rows = cases.packed_rows(ROWS["shared"], share=False)
-    assert len(rows.row) == int(rows.length.sum())
-    cases.assert_same(rows, Sizes(), lambda *a: cases.computed("flex", *a))
-
-
-def test_lengths_by_hand():
-    """The example in `kernels.py`."""
-    rows = cases.packed_rows([(0, 2, 2), (0, 2, 1), (1, 3, 3)])
-    found = kernels.RowLengths.of(rows, cases.CPU)
-    assert found.query_ends.tolist() == [0, 4, 5, 11]
-    assert found.key_ends.tolist() == [0, 4, 7, 13]
-    assert found.keys.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 6, 7, 8, 9, 10]
-    assert (found.most_queries, found.most_keys) == (6, 6)
-    repeated = cases.packed_rows([(0, 2, 2), (0, 2, 1)], share=False)
-    assert kernels.RowLengths.of(repeated, cases.CPU).keys is None
-
-
-def test_ranges_by_hand():
-    """The example in `flex.py`."""
-    rows = cases.packed_rows([(0, 2, 2), (0, 2, 1), (1, 3, 3)])
-    ranges = flex.TokenRanges(rows, cases.CPU)
-    own_first, prompt_first, prompt_last = (x.tolist() for x in ranges.ranges("window", 3))
-    assert own_first[:11] == [0, 0, 0, 1, 4, 5, 5, 5, 6, 7, 8]
-    assert [(i, prompt_first[i], n) for i, n in enumerate(prompt_last) if n] == [(4, 0, 2)]
-    assert own_first[11:] == list(range(11, 256))  # padding attends to itself
-
-
-LONG = [(0, 300, 200), (0, 300, 150), (1, 20, 400)]  # rows that fill blocks
-
-
-@pytest.mark.parametrize("lengths", [*ROWS.values(), LONG], ids=[*ROWS, "long rows"])
-@pytest.mark.parametrize("kind", ["causal", "window", "chunk"])
-def test_blocks_of_the_mask_are_those_of_all_pairs(lengths, kind, monkeypatch):
-    """Kernels of accelerators read these tables; operators on a CPU read the function only."""
-    monkeypatch.setattr(flex, "_SLICE", 300 * 128)  # one block of queries at a time
-    ranges = flex.TokenRanges(cases.packed_rows(lengths), cases.CPU)
-    found = ranges.block_mask(cases.local_mask(Sizes(kind=kind, local=260)))
-    expected = flex_module.create_block_mask(
-        found.mask_mod, None, None, ranges.padded, ranges.padded, device="cpu"
-    )
-    for table in ("kv", "full_kv", "q", "full_q"):
-        assert blocks_of(found, table) == blocks_of(expected, table)
-    assert ranges.block_mask(cases.local_mask(Sizes(kind=kind, local=260))) is found
-    assert bool(found.full_kv_num_blocks.sum()) is (lengths is LONG)
-
-
-def blocks_of(mask, table):
-    """Return for each row of blocks the set of blocks in a table of a block mask."""
-    counts, indices = getattr(mask, f"{table}_num_blocks"), getattr(mask, f"{table}_indices")
-    rows = zip(counts[0, 0].tolist(), indices[0, 0].tolist(), strict=True)
-    return [set(row[:count]) for count, row in rows]
 
 
 class AddedDtypes(TorchDispatchMode):

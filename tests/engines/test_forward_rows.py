@@ -52,7 +52,7 @@ def test_log_prob_reference_and_value_passes_have_the_size_of_the_update(by_toke
     worker.compute_log_prob(batch())
     worker.compute_ref_log_prob(batch())
     critic_worker = object.__new__(CriticWorker)
-    critic_worker.critic = critic = Recorder()
+    critic_worker.engine = critic = Recorder()
     critic_worker.config = replace(CriticConfig(), engine=engine, ppo_micro_batch_size_per_gpu=3)
     critic_worker.compute_values(batch())
     assert [actor.sizes, ref.sizes, critic.sizes] == [[expected]] * 3

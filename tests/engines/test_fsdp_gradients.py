@@ -109,18 +109,6 @@ def test_gradients_with_each_layer_as_an_fsdp_unit(model_folder, expected):
     assert_close(cases.gradients(engine, cases.make_batch(), 3)[0], expected)
 
 
-def test_gradients_with_activation_checkpointing(model_folder, expected):
-    from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
-    from quadriga.engines.fsdp import FSDPEngine
-
-    engine = FSDPEngine(
-        ModelConfig(path=model_folder, gradient_checkpointing=True),
-        EngineConfig(dtype="float64", reduce_dtype="float64"),
-        OptimConfig(),
-    )
-    assert_close(cases.gradients(engine, cases.make_batch(), 3)[0], expected)
-
-
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("packed", [True, False])
 def test_gradients_of_the_value_head(model_folder, packed):

@@ -11,7 +11,6 @@ import head_cases
 import pytest
 import torch
 from head_cases import HeadCase
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
@@ -41,25 +40,6 @@ def test_head_gradients_on_one_rank(folders, expected, case):
 @pytest.mark.parametrize("case", head_cases.TWO_RANKS, ids=str)
 def test_head_gradients_on_two_ranks(two_ranks, expected, case):
     check(two_ranks["heads"][case], expected[case.tied])
-
-
-def test_fused_head_with_activation_checkpointing_in_float32(folders):
-    batch = cases.make_batch()
-    found = []
-    for fused in (True, False):
-        engine = FSDPEngine(
-            ModelConfig(path=folders.policy, gradient_checkpointing=True),
-            EngineConfig(fused_head=fused),
-            OptimConfig(),
-        )
-        outputs = engine.forward(batch, temperature=0.7, entropy=True)
-        found.append((outputs, cases.gradients(engine, batch, 3)[0]))
-    (fused, fused_gradients), (unfused, unfused_gradients) = found
-    for name, values in unfused.items():
-        torch.testing.assert_close(fused[name], values, rtol=1e-5, atol=1e-5)
-    for name, gradient in unfused_gradients.items():
-        scale = float(gradient.abs().max())
-        torch.testing.assert_close(fused_gradients[name], gradient, rtol=1e-5, atol=1e-5 * scale)
 
 
 def test_reference_is_unchanged_and_has_no_gradient(folders):
@@ -121,24 +101,6 @@ def test_model_that_scales_its_logits_cannot_use_the_fused_head(scaled, monkeypa
     torch.testing.assert_close(found, log_p[prompt - 1, ids[prompt]], rtol=1e-5, atol=1e-5)
 
 
-def test_output_layer_with_bias_cannot_use_the_fused_head(model_folder, monkeypatch):
-    from quadriga.engines import loading
-    from quadriga.models.weights.names import WeightNames
-
-    def with_bias(*args, **kwargs):
-        model = load(*args, **kwargs)
-        weight = model.lm_head.weight
-        model.lm_head = nn.Linear(weight.shape[1], weight.shape[0])
-        return model
-
-    load = loading.load_causal_lm
-    monkeypatch.setattr(loading, "load_causal_lm", with_bias)
-    whole = WeightNames(reason="the model is changed")
-    monkeypatch.setattr(loading, "match_names", lambda *_, **__: whole)
-    with pytest.raises(ConfigError, match="the output layer of LlamaForCausalLM has a bias"):
-        FSDPEngine(ModelConfig(path=model_folder), EngineConfig(fused_head=True), OptimConfig())
-
-
 @pytest.mark.parametrize(
     ("tokens", "fused"), [(16384, False), (2**30, True)], ids=["few logits", "many logits"]
 )
@@ -148,11 +110,3 @@ def test_fused_head_is_used_by_default_for_many_logits(model_folder, tokens, fus
     vocabulary = json.loads((Path(model_folder) / "config.json").read_text())["vocab_size"]
     assert (tokens * vocabulary >= 2**26) is fused
     assert engine._token_model.fused is fused
-
-
-def test_reference_of_another_engine_kind_is_rejected(model_folder):
-    engine = cases.trainable(model_folder)
-    with pytest.raises(
-        ConfigError, match="engines of the same kind, but the reference's engine is object"
-    ):
-        engine.train_step(cases.make_batch(), head_cases.loss, reference=object())

@@ -8,9 +8,7 @@ from dataclasses import replace
 import attention_cases as cases
 import pytest
 import torch
-from torch import nn
 from torch.nn.attention import flex_attention as flex_module
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.attention import flex, kernels
@@ -18,11 +16,9 @@ from quadriga.engines.attention.choice import (
     CAPABILITY,
     choose_kernels,
     kernel_problem,
-    unsupported,
 )
 from quadriga.engines.attention.masks import AttentionCall, LocalMask
 from quadriga.engines.fsdp import FSDPEngine
-from quadriga.engines.token_model import TokenModel
 from quadriga.errors import ConfigError
 
 BF16 = AttentionCall(torch.bfloat16, heads=4, key_heads=2, size=64, value_size=64)
@@ -110,24 +106,6 @@ def test_a_kernel_with_wrong_numbers_is_not_used(caplog):
         choose(BF16, setting="flex", check=only_sdpa)
 
 
-CALLS = {
-    "llama": {BF16},
-    "mistral": {replace(BF16, mask="window")},
-    "qwen2": {BF16, replace(BF16, mask="window")},
-    "gemma2": {replace(BF16, softcap=True), replace(BF16, softcap=True, mask="window")},
-    "gpt_oss": {replace(BF16, sinks=True), replace(BF16, sinks=True, mask="window")},
-    "llama4_text": {BF16, replace(BF16, mask="chunk")},
-    "deepseek_v3": {replace(BF16, key_heads=4, size=48, value_size=32)},
-}
-
-
-@pytest.mark.parametrize("model_type", CALLS)
-def test_the_calls_of_a_model_are_known_before_it_is_used(model_type):
-    model = AutoModelForCausalLM.from_config(cases.small_config(model_type)).eval()
-    found = TokenModel(model, "lm", cases.CPU)._attention_calls(torch.bfloat16)
-    assert found == CALLS[model_type]
-
-
 def test_a_mask_of_another_form_is_told_apart():
     assert LocalMask(lambda row, head, query, key: key <= query, 4).kind == "other"
     assert cases.local_mask(cases.Sizes(kind="window")).kind == "window"
@@ -188,27 +166,3 @@ def test_a_wrong_kernel_fails_the_comparison(kernel, message, monkeypatch):
     monkeypatch.setattr(kernels, "varlen_attn", kernel)
     call = replace(BF16, size=8, value_size=8, mask="window" if kernel is one_more else "causal")
     assert message in kernel_problem("varlen", call, cases.CPU)
-
-
-def test_flex_computes_no_part_of_the_queries():
-    call = replace(FLOAT32, size=16, value_size=16, part=True)
-    assert "context parallelism" in unsupported("flex", call, "cuda", (9, 0))
-
-
-def test_sdpa_is_supported_everywhere():
-    strange = replace(BF16, dtype=torch.float64, mask="other", softcap=True, sinks=True)
-    assert unsupported("sdpa", strange, "npu", (0, 0)) is None
-    assert kernel_problem("sdpa", strange, cases.CPU) is None
-
-
-def test_a_call_that_was_not_seen_before_the_start_is_computed_by_sdpa(monkeypatch):
-    """For example in another dtype than that of the engine."""
-    model = AutoModelForCausalLM.from_config(
-        LlamaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
-    )
-    found = TokenModel(model, "lm", cases.CPU, dtype=torch.bfloat16, device_type="cuda")
-    call = AttentionCall(torch.bfloat16, 2, 2, 16, 16)
-    assert found.kernel_of(call) == "varlen"
-    assert found.kernel_of(replace(call, dtype=torch.float32)) == "sdpa"
-    on_cpu = TokenModel(model, "lm", cases.CPU)
-    assert isinstance(model, nn.Module) and on_cpu.kernel_of(call) == "sdpa"

@@ -12,9 +12,8 @@ import torch
 from lora_cases import LORA, build, weights
 from peft import LoraConfig as PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM
 
-from memory_models import CONFIGS
 from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.loading import check_trained_part
@@ -246,15 +245,6 @@ def test_layers_that_fit_nothing_are_refused(model_folder, lora, message):
         build(model_folder, replace(LORA, **lora))
 
 
-def test_frozen_weights_have_the_compute_dtype_and_adapters_float32(model_folder):
-    engine = build(model_folder, dtype="bfloat16", min_unit_parameters=1)
-    for name, parameter in engine.module.named_parameters():
-        assert parameter.dtype == (torch.float32 if is_adapter(name) else torch.bfloat16), name
-    before = adapters(engine)
-    assert cases.step(engine)["grad_norm"] > 0
-    assert any(not torch.equal(before[name], after) for name, after in adapters(engine).items())
-
-
 def test_dropout_is_on_in_updates_only(model_folder):
     engine = build(model_folder, replace(LORA, dropout=0.5))
     assert not any(module.training for module in engine.module.modules())  # before any update
@@ -289,26 +279,6 @@ def test_full_kl_to_the_base_in_the_same_weights(model_folder):
     assert torch.allclose(seen[0], seen[1], atol=1e-7)
 
 
-def test_a_model_that_is_loaded_whole_has_the_same_adapters(tmp_path):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS["qwen3 experts"]())
-    model.save_pretrained(tmp_path)
-    lora = replace(LORA, target_modules=("q_proj", "o_proj"))
-    engine = build(str(tmp_path), lora)
-    parts = adapters(engine)
-    assert len(parts) == 2 * 2 * 2
-    assert all((value == 0).all() == ("lora_B" in name) for name, value in parts.items())
-    assert cases.step(engine)["grad_norm"] > 0
-    frozen = FSDPEngine(ModelConfig(path=str(tmp_path)), EngineConfig())
-    assert list(weights(engine)) == list(weights(frozen))
-    assert torch.equal(log_probs(engine.without_adapters()), log_probs(frozen))
-
-
-def test_a_frozen_engine_has_no_adapters(model_folder):
-    with pytest.raises(ConfigError, match=r"model\.lora is for a model that is trained"):
-        build(model_folder, optim=None)
-
-
 @pytest.mark.parametrize(
     ("key", "value", "refused"),
     [
@@ -330,13 +300,6 @@ def test_adapters_that_are_more_than_a_product_are_refused(
         return
     with pytest.raises(ModelError, match=rf"has {key}=.* which is not supported"):
         build(model_folder, lora)
-
-
-def test_a_model_without_linear_layers_has_no_adapters(tmp_path):
-    GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32,
-               architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)  # fmt: skip
-    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel has no nn\.Linear layer .* Conv1D"):
-        check_trained_part(ModelConfig(path=str(tmp_path), lora=LoraConfig(rank=2)), "lm")
 
 
 def test_a_head_that_is_new_cannot_be_frozen(model_folder):

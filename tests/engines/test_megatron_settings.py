@@ -107,17 +107,6 @@ def test_settings_that_the_engine_does_not_follow_are_refused(model, engine, opt
         check_settings(model, replace(MEGATRON, **engine), OptimConfig(**optim))
 
 
-def test_messages_name_the_section_of_the_role():
-    key = "critic.engine"
-    for model, optim, setting in (
-        (MODEL, OptimConfig(name="muon"), "critic.optim.name=muon"),
-        (replace(MODEL, use_shm=True), OptimConfig(), "critic.model.use_shm"),
-    ):
-        with pytest.raises(ConfigError, match=f"^{setting} is not built") as raised:
-            check_settings(model, MEGATRON, optim, key, "critic.model")
-        assert raised.value.key == setting.split("=")[0]
-
-
 @pytest.mark.parametrize(
     "sizes, message",
     [
@@ -164,12 +153,6 @@ def test_a_second_engine_of_a_process_has_the_same_ranks(monkeypatch):
     monkeypatch.setattr(ranks, "world_size", lambda: 2)
     with pytest.raises(ConfigError, match=r"context_parallel_size=2, but another .* has 1"):
         ranks.join_ranks(Sizes(context=2))
-
-
-def test_context_parallel_ranks_have_the_same_weights():
-    degrees = degrees_of(Sizes(tensor=2, pipeline=2, context=2, expert=2), 16)
-    # 16 / (2 · 2) = 4 ranks with the same layers, for two data-parallel ranks of two ranks each.
-    assert (degrees.expert, degrees.replicas) == (2, 2)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,7 @@ import engine_cases as cases
 import torch
 
 from quadriga.config.schema import EngineConfig, ModelConfig
-from quadriga.engines import engine_memory
 from quadriga.engines.fsdp import FSDPEngine
-from quadriga.engines.memory import Rows, TrainingUse
 from quadriga.engines.offload import OffloadedTensors
 
 
@@ -86,24 +84,3 @@ def test_views_of_one_storage_are_copied_once_and_stay_views():
     offloaded.reload()
     whole[2] = 9
     assert view.tolist() == [9, 3]
-
-
-def test_offload_returns_the_bytes_that_the_memory_plan_counts(model_folder):
-    engine = offloading(model_folder)
-    cases.step(engine)
-    use = TrainingUse("lm", 1, "cpu", Rows(2, 3, 4), None)
-    plan = engine_memory(ModelConfig(path=model_folder), EngineConfig(), use)
-    states = [*engine._tensors("parameters"), *engine._tensors("moments")]
-
-    def held() -> int:
-        storages = [tensor.untyped_storage() for tensor in states]
-        return sum({s._cdata: s.nbytes() for s in storages}.values())
-
-    assert held() == sum(plan.held.values())
-    engine.offload()
-    assert held() == 0
-    assert sum(state.num_bytes for state in engine._memory.offloaded.values()) == (
-        sum(plan.held.values())
-    )
-    engine.reload()
-    assert held() == sum(plan.held.values())

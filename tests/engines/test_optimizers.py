@@ -19,7 +19,6 @@ from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.loading import simulated_model
 from quadriga.engines.optimizers import check_optimizer_packages
 from quadriga.engines.optimizers.choice import rule_of_each
-from quadriga.engines.optimizers.rules import local_shard
 from quadriga.errors import CheckpointError, ConfigError, NonFiniteError
 
 NEEDS_TORCHAO = pytest.mark.skipif(not cases.has_torchao(), reason="torchao is not installed")
@@ -67,6 +66,7 @@ def assert_same(found, expected):
 
 
 # In float32 the rounding of a gradient can change a code of 8 bits, and a weight by 1e-4.
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -84,6 +84,7 @@ def test_parameters_of_several_ranks_equal_those_of_one(name, dtype, folder, sev
         assert_close(found[name, "hybrid"][1], expected, 1e-10)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
 def test_state_of_several_ranks_continues_on_one(name, folder, several):
     found, results, ranks = several
@@ -198,22 +199,6 @@ def test_steps_with_offloaded_state_equal_steps_without(name, folder):
     assert_same(state(offloaded), state(plain))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_only_parameters_with_gradients_have_moments_after_a_save(name, folder, tmp_path):
-    engine = cases.build(folder, name)
-    engine.save(tmp_path)
-    assert list(engine.optimizer.existing_moments()) == []
-    for rule in engine.optimizer.rules:
-        # As after a loss that depends on the first parameter of the rule only.
-        gradients = [torch.ones_like(local_shard(p.detach())) for _, p in rule.named[:1]]
-        rule.update([*gradients, *[None] * (len(rule.named) - 1)], 0.1)
-        before = [tensor.clone() for tensor in rule.existing()]
-        assert before
-        rule.tensors()
-        found = list(rule.existing())
-        assert len(found) == len(before) and all(map(torch.equal, found, before))
-
-
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
     "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -236,14 +221,6 @@ def test_muon_updates_hidden_matrices(head, tied, tmp_path):
     assert "model.embed_tokens.weight" in others and "model.norm.weight" in others
 
 
-def test_an_output_layer_that_the_model_does_not_name_is_an_embedding_if_tied(tmp_path):
-    config = LlamaConfig(**SIZES, tie_word_embeddings=True, architectures=["LlamaForCausalLM"])
-    config.save_pretrained(tmp_path)
-    model = simulated_model(ModelConfig(path=str(tmp_path)), "lm", torch.float32, trained=True)
-    model.get_output_embeddings = lambda: None
-    assert rule_of_each(model, "muon")["model.embed_tokens.weight"] == "adamw"
-
-
 def test_muon_updates_each_expert(tmp_path):
     Qwen3MoeConfig(
         **SIZES, head_dim=8, num_experts=4, moe_intermediate_size=24, num_experts_per_tok=2,
@@ -256,12 +233,6 @@ def test_muon_updates_each_expert(tmp_path):
     assert {name for name, rule in found.items() if rule == "muon"} == {
         f"model.layers.0.{name}" for name in matrices
     }
-
-
-def test_frozen_parameters_have_no_rule(folder):
-    model = simulated_model(ModelConfig(path=folder), "lm", torch.float32, trained=True)
-    model.transformer.wte.weight.requires_grad_(False)
-    assert "transformer.wte.weight" not in rule_of_each(model, "adamw")
 
 
 @NEEDS_TORCHAO

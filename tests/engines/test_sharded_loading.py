@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
 
 import loading_cases as cases
 import pytest
@@ -18,8 +17,6 @@ from quadriga.engines import loading
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.sharding import decoder_layers
 from quadriga.errors import ModelError
-from quadriga.parallel.distributed import data_parallel_mesh, init_distributed
-from quadriga.parallel.model_ranks import ModelRanks, ShardMeshes
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +45,6 @@ def test_each_rank_reads_its_own_rows_and_the_headers(found, root):
         assert own <= rank.read["sharded"] < own + 0.1 * stored
 
 
-def test_each_rank_allocates_its_shards_and_one_piece(found):
-    for rank in found:
-        own = 4 * rank.own_elements  # float32
-        assert own <= rank.allocated["sharded"] < 1.1 * own + cases.PIECE_BYTES
-        assert rank.allocated["whole"] > 4 * 0.95 * sum(r.own_elements for r in found)
-
-
 def test_a_weight_that_is_not_finite_is_named_on_all_ranks_as_with_the_whole_model(found):
     errors = {rank.errors["not finite"] for rank in found}
     assert errors == {rank.errors["not finite, whole"] for rank in found}
@@ -71,11 +61,6 @@ def test_an_error_on_one_rank_is_raised_on_all_ranks(found, damage, text):
     for number, rank in enumerate(found):
         begin = "" if number == 1 else "rank 1 cannot load the model: "
         assert re.match(f"{begin}(the )?model .*{text}", rank.errors[damage]), rank.errors[damage]
-
-
-def test_ranks_that_can_read_the_folder_load_nothing_if_another_rank_cannot(found):
-    loaded = [rank.whole_models for rank in found]
-    assert loaded == [["absent"] if number == 1 else [] for number in range(len(found))]
 
 
 EXPERT = "model.layers.0.mlp.experts.1.up_proj.weight"
@@ -105,15 +90,6 @@ def test_a_parameter_of_all_experts_is_read_from_the_tensors_of_each(tmp_path, c
     assert load_experts(tmp_path, caplog) == ([], True)
 
 
-def test_experts_of_two_dtypes_are_loaded_whole_and_the_log_says_so(tmp_path, caplog):
-    (text,), equal = load_experts(tmp_path, caplog, up=torch.ones(16, 32, dtype=torch.float16))
-    assert equal
-    assert text == (
-        f"each rank loads the whole model in {tmp_path}: the tensors of the experts do not make up "
-        "model.layers.0.mlp.experts.gate_up_proj"
-    )
-
-
 def test_a_failure_to_match_names_is_a_reason_to_load_the_whole_model(root, monkeypatch, caplog):
     def failing(*args, **kwargs):
         raise KeyError("a rule of transformers")
@@ -140,36 +116,12 @@ def test_a_device_without_memory_for_a_whole_unit_is_an_error_of_all_ranks(root,
     assert isinstance(agreed[-1], ModelError)
 
 
-def test_a_model_that_is_loaded_whole_is_on_the_host_until_fsdp_moves_its_units(root):
-    """The meta device stands for a device that is smaller than the model."""
-    device = torch.device("meta")
-    init_distributed("cpu")
-    mesh = data_parallel_mesh(torch.device("cpu"))
-    settings = EngineConfig(dtype="float32", fused_head=False)
-    with cases.whole_models():
-        loaded = loading.load_sharded(
-            ModelConfig(path=str(root / "untied")), settings, "lm", device,
-            trained=True, packed=None, min_unit_parameters=1, ranks=ModelRanks(),
-            meshes=ShardMeshes(mesh, mesh),
-        )  # fmt: skip
-    assert {p.device.type for p in loaded.module.parameters()} == {"cpu"}
-
-
 def test_a_model_that_has_computed_an_example_is_sharded_again(root):
     # The fused head is chosen by an example, for which the parameters are gathered.
     model, settings = ModelConfig(path=str(root / "untied")), EngineConfig(fused_head=True)
     engine = FSDPEngine(model, settings, OptimConfig(), min_unit_parameters=1)
     assert engine._token_model.fused
     assert all(isinstance(parameter, DTensor) for parameter in engine.module.parameters())
-
-
-def test_a_file_that_ends_early_is_named(root, tmp_path):
-    folder = shutil.copytree(root / "files", tmp_path / "files")
-    file = max(folder.glob("*.safetensors"))
-    with file.open("rb+") as opened:
-        opened.truncate(file.stat().st_size - 4)
-    with pytest.raises(ModelError, match=rf"{file.name} is not .*: it has \d+ bytes"):
-        FSDPEngine(ModelConfig(path=str(folder)), EngineConfig())
 
 
 def test_layers_that_are_nested_or_share_parameters_are_no_units():

@@ -16,19 +16,21 @@ import pytest
 import torch
 
 from quadriga import files
-from quadriga.checkpoint import marker as markers
+from quadriga.checkpoint import folders as markers
 from quadriga.checkpoint.files import SavedFile, digest_file, digest_json, write_json
 from quadriga.checkpoint.folders import (
+    MARKER,
     begin_checkpoint,
     commit_checkpoint,
     complete_checkpoints,
     newest_undamaged_checkpoint,
     prune_checkpoints,
+    read_marker,
     set_aside_after,
     step_folder,
+    verify_checkpoint,
 )
-from quadriga.checkpoint.marker import MARKER, read_marker, verify_checkpoint
-from quadriga.checkpoint.rank_state import load_rank_state, save_rank_state
+from quadriga.checkpoint.rank_state import load_rank_state, read_scalars, save_rank_state
 from quadriga.config.schema import TrainerConfig
 from quadriga.errors import CheckpointError, InputError
 from quadriga.files import HashedFile
@@ -250,7 +252,8 @@ def test_a_link_in_place_of_a_file_is_not_written_through(tmp_path, monkeypatch)
 def test_the_files_of_another_step_or_rank_are_refused_by_each_rank(root, tmp_path):
     one, two = (step_folder(root, step) / "actor" for step in (1, 2))
     tensors = {"w": torch.zeros(4)}
-    assert load_rank_state(two, tensors, rank=0, step=2) == {"step": 2}
+    assert read_scalars(two, step=2) == {"step": 2}
+    load_rank_state(two, tensors, rank=0, step=2)
     with pytest.raises(CheckpointError, match=r"of step 2, .* expected of step 3"):
         load_rank_state(two, tensors, rank=0, step=3)
     for name in ("shard_00001.json", "shard_00001.safetensors", "random_00001.safetensors"):

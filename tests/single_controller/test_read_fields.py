@@ -19,7 +19,7 @@ from quadriga.single_controller import (
 )
 from quadriga.single_controller.dispatch import registered_methods
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, method_fields
-from quadriga.workers.sft import SFTWorker
+from quadriga.workers.actor_rollout_ref import SFTWorker
 
 SPLIT = {"dispatch_mode": Dispatch.DP_COMPUTE_PROTO}
 

@@ -14,8 +14,7 @@ from fine_tuning_cases import Runs, pairs, six_steps
 from run_cases import timeless
 from safetensors.torch import load_file
 
-from quadriga.checkpoint.folders import complete_checkpoints
-from quadriga.checkpoint.marker import read_marker
+from quadriga.checkpoint.folders import complete_checkpoints, read_marker
 from quadriga.cli.main import main
 from quadriga.errors import CheckpointError
 from quadriga.observability.jsonl import read_jsonl

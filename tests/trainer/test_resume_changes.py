@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from run_cases import timeless
 
-from quadriga.checkpoint.folders import complete_checkpoints, latest_checkpoint
-from quadriga.checkpoint.marker import read_marker
+from quadriga.checkpoint.folders import complete_checkpoints, latest_checkpoint, read_marker
 from quadriga.errors import CheckpointError
 
 RESUME = ("trainer.resume_mode=auto", "trainer.total_training_steps=3")

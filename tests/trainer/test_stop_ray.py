@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from run_process import RunProcess, started_run
 
-from quadriga.checkpoint.folders import latest_checkpoint
-from quadriga.checkpoint.marker import verify_checkpoint
+from quadriga.checkpoint.folders import latest_checkpoint, verify_checkpoint
 from quadriga.observability.jsonl import read_jsonl
 
 pytestmark = pytest.mark.nightly

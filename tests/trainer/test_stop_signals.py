@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.checkpoint.folders import complete_checkpoints, latest_checkpoint
-from quadriga.checkpoint.marker import verify_checkpoint
+from quadriga.checkpoint.folders import complete_checkpoints, latest_checkpoint, verify_checkpoint
 from quadriga.cli.main import main
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.trainer import ppo, stages

@@ -156,6 +156,7 @@ def test_rows_of_a_fused_projection_in_a_wrong_order_are_found_in_the_first_sync
         WeightSync(engine, Hidden(model_folder, exchanged)).run(1)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SOME)
 def test_a_weight_that_becomes_stale_is_found_by_the_scores(engine, model_folder, name):
     hidden = Hidden(model_folder)

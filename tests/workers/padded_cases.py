@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
-from group_cases import norm_in_float64
+from parity_cases import norm_in_float64
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from quadriga.config.commands import RMConfig

@@ -14,7 +14,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from group_cases import P, R, norm_in_float64
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -31,12 +30,19 @@ from quadriga.protocol import DataProto, fields
 from quadriga.trainer.balancing import Balance
 from quadriga.workers.updates import update_policy
 
+P, R = 9, 6
 Form = Literal["padded", "packed", "shared"]
 Batch = dict[str, torch.Tensor]
 Parameters = dict[str, torch.Tensor]
 GROUPS = (1, 4, 2, 5, 1)  # rows of each prompt group: 13 rows, so that no number of ranks divides
 DEAD = (1, 4)  # groups whose advantages are all 0, which the update does not compute
 RATE = 1e-2
+
+
+def norm_in_float64(norm: LlamaRMSNorm, hidden: torch.Tensor) -> torch.Tensor:
+    """The formula of `LlamaRMSNorm`, which rounds to float32 whatever the dtype."""
+    variance = hidden.pow(2).mean(-1, keepdim=True)
+    return norm.weight * hidden * torch.rsqrt(variance + norm.variance_epsilon)
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import megatron_cases
 import pytest
 import torch
-from group_cases import spawn_ranks
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from quadriga.config.schema import EngineConfig
 from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.single_controller import RankLayout, Worker
 from quadriga.workers.runtime import register_engine_ranks
+from rank_groups import spawn_ranks
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-import group_cases
 import pytest
 import torch
 
@@ -20,8 +19,8 @@ from quadriga.config.schema import (
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import NonFiniteError
 from quadriga.protocol import DataProto, fields
-from quadriga.workers.objectives import BatchCounts, SupervisedObjective
 from quadriga.workers.updates import update_policy, update_values
+from rank_groups import spawn_ranks
 
 torch.set_num_threads(1)
 ROWS, P, R = 4, 3, 4
@@ -107,19 +106,6 @@ def test_a_nan_skips_the_step_of_the_critic(folder):
     assert not torch.equal(engine.weights(), before)
 
 
-def test_an_infinite_output_skips_a_supervised_step():
-    """log p = −inf has a finite gradient, so that the norm of the gradient would not show it."""
-    objective = SupervisedObjective(BatchCounts(4.0, 2.0))
-    log_probs = torch.tensor([[-1.0, -2.0], [-torch.inf, -1.0]], requires_grad=True)
-    mask = {fields.RESPONSE_MASK: torch.ones(2, 2, dtype=torch.int64)}
-    loss, _ = objective({"log_probs": log_probs}, mask)
-    loss.backward()
-    assert log_probs.grad.isnan().all()
-    mask[fields.RESPONSE_MASK][1, 0] = 0
-    loss, _ = objective({"log_probs": log_probs}, mask)
-    assert float(loss.detach()) == (1 + 2 + 1) / 4
-
-
 def test_the_metric_counts_the_steps_that_were_skipped_so_far(folder):
     """Not their mean over the optimizer steps of the update, which would be 0.75 here."""
     engine = Engine(folder, 1, 3)
@@ -143,18 +129,8 @@ def test_inputs_that_are_not_finite_are_refused(folder, name):
         policy(Engine(folder), data, ActorConfig())
 
 
-def test_returns_that_are_not_finite_are_refused(folder):
-    data = batch()
-    data.batch[fields.RETURNS][1, 2] = float("inf")
-    with pytest.raises(NonFiniteError, match="`returns` is inf at row 1, token 2"):
-        update_values(
-            Engine(folder, head="value"), data, CriticConfig(), mini_batch_rows=ROWS, epochs=1,
-            length_scale=R,
-        )  # fmt: skip
-
-
 def test_a_nan_on_one_rank_skips_the_step_on_all(folder, tmp_path):
-    group_cases.spawn_ranks(damaged_on_one_rank, 2, folder, str(tmp_path), limit=120)
+    spawn_ranks(damaged_on_one_rank, 2, folder, str(tmp_path), limit=120)
     for rank in range(2):
         assert (tmp_path / f"{rank}.txt").read_text() == "1.0 skipped, unchanged"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import padded_cases
 import pytest
 import torch
-from group_cases import spawn_ranks
 from padded_cases import SIZES, UPDATES
 
 from quadriga.algorithms.partial import merge_partials
@@ -21,6 +20,7 @@ from quadriga.single_controller import (
 from quadriga.workers import PairTrainingWorker
 from quadriga.workers.method_fields import UPDATE_ACTOR
 from quadriga.workers.updates import rows_of_update, rows_per_mini_batch
+from rank_groups import spawn_ranks
 
 
 def results_on(ranks: int, folder: str, path) -> list:
@@ -67,18 +67,6 @@ class Actor(Worker):
         return _report(data, [{"tokens": tokens}], [{"rank": self.rank, "tokens": tokens}], "")
 
 
-class Outer(Worker):
-    """Calls a group of its own with the rows that it received, some of them padding."""
-
-    def __init__(self):
-        super().__init__()
-        self._register_dispatch_collect_info("actor", self.rank, True)
-
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
-    def update_actor(self, data):
-        return group(Actor, 2).update_actor(data)
-
-
 def group(kind, ranks: int, *args):
     backend = get_backend("local")
     return backend.worker_group(
@@ -96,13 +84,6 @@ def test_every_rank_reports_once_and_padding_has_no_tokens(rows, ranks):
     report = group(Actor, ranks).update_actor(data)
     assert list(report.non_tensor_batch) == [fields.PARTIALS]
     assert len(report) == ranks
-    assert sum(tokens_of(report)) == float(data.batch[fields.RESPONSE_MASK].sum())
-
-
-def test_padding_of_an_outer_call_has_no_tokens_in_an_inner_one():
-    data = padded_cases.batch(5)
-    report = group(Outer, 2).update_actor(data)  # parts of 3 rows, padded again to 4
-    assert len(report) == 4
     assert sum(tokens_of(report)) == float(data.batch[fields.RESPONSE_MASK].sum())
 
 
@@ -149,24 +130,3 @@ def test_pairs_stay_together_in_padded_parts(arrived):
         assert len(data.arrived()) == 6
     metrics = group(Pairs, 2).update_rm(data).meta_info["metrics"]
     assert metrics == {"rows": [[0, 1, 2, 3], [4, 5, 0, 1]]}
-
-
-def test_an_arrived_future_is_padded_as_its_batch():
-    """Each rank has 5 rows and so 2 mini-batches of 4, which the ranks must have in common."""
-    data = padded_cases.batch(9)
-    later = group(Echo, 1).echo(data)
-    reports = [group(Actor, 2).update_actor(given) for given in (data, later)]
-    assert reports[0].meta_info == reports[1].meta_info
-    assert tokens_of(reports[0]) == tokens_of(reports[1])
-    both = group(Both, 2).both(data, later)
-    assert both.batch["same"].tolist() == [True] * 9
-
-
-class Both(Worker):
-    """Compares the rows of two batches."""
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def both(self, one, two):
-        return DataProto.from_dict(
-            {"same": (one.batch[fields.INPUT_IDS] == two.batch[fields.INPUT_IDS]).all(-1)}
-        )

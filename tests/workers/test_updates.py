@@ -83,12 +83,6 @@ def test_a_mini_batch_without_tokens_takes_no_optimizer_step() -> None:
     assert report.meta_info["metrics"]["actor/optimizer_steps"] == 1.0
 
 
-def test_a_batch_without_tokens_takes_no_optimizer_step() -> None:
-    engine, report = update(torch.zeros(4, 2, dtype=torch.int64), mini=2)
-    assert engine.seen == []
-    assert report.meta_info["metrics"] == {"actor/optimizer_steps": 0.0}
-
-
 def test_the_report_has_one_row_of_partials_per_rank() -> None:
     _, report = update(torch.ones(4, 2, dtype=torch.int64), mini=2)
     joined = DataProto.concat([report, report])
@@ -127,13 +121,6 @@ def test_ranks_with_different_numbers_of_mini_batches_all_raise(rows) -> None:
         check_mini_batches_of_ranks(Ranks(1, 2, 3), rows, 2)
 
 
-def test_ranks_with_equally_many_mini_batches_go_on() -> None:
-    ranks = Ranks(2, 2, 2)
-    check_mini_batches_of_ranks(ranks, 3, 2)
-    assert ranks.calls == 1  # one collective
-    check_mini_batches_of_ranks(Ranks(1, 1), 0, 2)  # a rank without rows has an empty one
-
-
 def test_mini_batches_cover_every_row_once_per_epoch() -> None:
     given = {fields.RESPONSE_MASK: torch.ones(5, 1), "row": torch.arange(5)}
     parts = [m["row"].tolist() for m in mini_batches(given, size=2, epochs=2)]
@@ -141,11 +128,6 @@ def test_mini_batches_cover_every_row_once_per_epoch() -> None:
     shuffled = [m["row"].tolist() for m in mini_batches(given, size=5, epochs=2, shuffled_unit=1)]
     assert [sorted(part) for part in shuffled] == [[0, 1, 2, 3, 4]] * 2
     assert shuffled[0] != shuffled[1]
-
-
-def test_without_a_mini_batch_size_an_update_is_one_optimizer_step() -> None:
-    engine, _ = update(torch.ones(5, 2, dtype=torch.int64), mini=None)
-    assert [len(seen[fields.RESPONSE_MASK]) for seen in engine.seen] == [5]
 
 
 def test_every_update_and_every_seed_of_a_run_shuffles_in_another_order() -> None:

@@ -1,8 +1,8 @@
 """Checkpoints: save a run so that it can be resumed on any number of ranks, and export models.
 
-    folders     the folders of a run's checkpoints: begin, commit, find, prune
-    marker      the list of files with digests that makes a checkpoint complete, and its checks
-    files       write a file completely or not at all, with its digest
+    folders     the folders of a run's checkpoints: begin, commit, find, check, prune; the marker, a
+                list of files with digests that makes a checkpoint complete
+    files       JSON and tensors with their digests
     shards      parameter shards: each rank writes its blocks, any number of ranks reads them
     rank_state  the whole state of one rank: tensors, scalars, random states
     hf_export   a model as a Hugging Face folder

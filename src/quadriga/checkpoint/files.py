@@ -1,16 +1,11 @@
-"""The files of a checkpoint: JSON and tensors, each complete or absent (`quadriga.files`).
-
-The digest of a file is computed from the bytes that the process writes, and not from the file: it
-also shows damage that happens while they are written.
-"""
+"""The files of a checkpoint: JSON and tensors, written by `atomic_write`, with their digests."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quadriga.errors import CheckpointError
-from quadriga.files import HashedFile, atomic_write
+from quadriga.files import atomic_write
 from quadriga.observability.jsonl import JsonObject
 
 # The names of dtypes in a safetensors header.
@@ -55,26 +50,14 @@ class SavedFile:
         return replace(self, name=f"{folder}/{self.name}")
 
 
-@contextmanager
-def _written(path: Path) -> Iterator[tuple[HashedFile, list[SavedFile]]]:
-    """Yield a file to write, and a list that holds its `SavedFile` after the block.
-
-    Raises `InputError` with the path and the reason if it cannot be written.
-    """
-    saved = list[SavedFile]()
-    with atomic_write(path) as file:
-        yield file, saved
-    saved.append(SavedFile(path.name, file.size, file.digest().hex()))
-
-
 def write_json(path: Path, value: Mapping[str, object]) -> SavedFile:
     """Write one JSON object atomically.
 
     Raises `InputError` with the path and the reason if it cannot be written.
     """
-    with _written(path) as (file, saved):
+    with atomic_write(path) as file:
         file.write(json.dumps(value, indent=1).encode())
-    return saved[0]
+    return SavedFile(path.name, file.size, file.digest().hex())
 
 
 def write_tensors(
@@ -113,12 +96,12 @@ def write_tensors(
         start = stop
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with _written(path) as (file, saved):
+    with atomic_write(path) as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for _, tensor in ordered:
             flat = tensor.detach().cpu().contiguous().reshape(-1)
             file.write(flat.view(torch.uint8).numpy().data)
-    return saved[0]
+    return SavedFile(path.name, file.size, file.digest().hex())
 
 
 def digest_file(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: begun under another name, committed by a rename, found and pruned.
+"""The checkpoints of a run: begun under another name, committed by a rename, checked and pruned.
 
     root/global_step_20.partial/      being written, never read
     root/global_step_20/              complete: its marker, written last, lists every file
@@ -20,20 +20,52 @@ checkpoint is found:
     after the old one is deleted      20/                                   20 (new)
 
 Symbolic links in these folders are neither read through nor deleted through.
+
+The marker of a complete checkpoint: what belongs to it, and the proof that it is undamaged.
+
+    {
+      "format": 2,
+      "step": 20,
+      "files": {"actor/shard_00000.safetensors": {"size": 4096, "digest": "…"}, …},
+      "info": {…},
+      "digest": "…"          SHA-256 of the marker without this entry
+    }
+
+    damage                                  found by
+    a file is missing, grown or shorter     `read_marker`, which reads no file
+    a byte of a file is changed             `verify_checkpoint`, from the digest of the file
+    the marker is changed                   `read_marker`, from the digest of the marker
+    a file or folder is a link              `read_marker`
+    files of another step or rank           `rank_state.load_rank_state`, from each shard
+
+Digests show damage and mistakes. They are no protection against a person who can write to the
+folder, and who can compute them again.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from quadriga.checkpoint.files import SavedFile, is_plain_file
-from quadriga.checkpoint.marker import MARKER, verify_checkpoint, write_marker
+from quadriga.checkpoint.files import (
+    SavedFile,
+    digest_file,
+    digest_json,
+    is_plain_file,
+    read_json,
+    write_json,
+)
 from quadriga.errors import CheckpointError
 from quadriga.files import cannot_write, flush
+from quadriga.observability.jsonl import JsonObject
 
 _NAME = re.compile(r"global_step_(\d+)(\.replaced)?")
 
@@ -229,3 +261,231 @@ def newest_undamaged_checkpoint(root: str | Path) -> tuple[Path | None, list[Che
         else:
             return folder, errors
     return None, errors
+
+
+if TYPE_CHECKING:
+    from quadriga.data import PromptLoader
+    from quadriga.data.loader import LoaderState
+
+MARKER = "COMPLETE.json"
+FORMAT = 2
+_STEP_FOLDER = re.compile(r"global_step_(\d+)(\..*)?")
+_SETTLED_S = 2.0
+"""Seconds since the last change of a file after which its time stamps show every later change.
+Their resolution is milliseconds on local file systems, and up to two seconds on others."""
+
+_Stamps = tuple[tuple[str, int, int, int, int, int], ...]
+_VERIFIED: dict[Path, _Stamps] = {}
+"""Folder → time stamps of its files when they were last compared with their digests."""
+
+_READERS = 8  # files that are read at the same time; SHA-256 runs without Python's lock
+
+
+def write_marker(
+    folder: Path, step: int, files: Iterable[SavedFile], info: Mapping[str, object]
+) -> None:
+    """Write the marker of a checkpoint. From then on the folder counts as complete."""
+    values: dict[str, object] = {
+        "format": FORMAT,
+        "step": step,
+        "files": {file.name: {"size": file.size, "digest": file.digest} for file in files},
+        "info": dict(info),
+    }
+    # Through JSON, because the digest is that of the values as they are read: 10 becomes "10" where
+    # it is a key.
+    marker: JsonObject = json.loads(json.dumps(values))
+    write_json(folder / MARKER, {**marker, "digest": digest_json(marker)})
+
+
+def change_info(folder: Path, info: Mapping[str, object]) -> None:
+    """Write another `info` into the marker of a complete checkpoint, by one rename.
+
+    Raises:
+        CheckpointError: the marker is missing or damaged.
+        InputError: it cannot be written.
+    """
+    marker = _read(folder)
+    write_marker(folder, marker["step"], _files(folder, marker), info)
+
+
+def read_marker(folder: str | Path) -> JsonObject:
+    """Return the `info` of a complete checkpoint, after every check that reads no other file.
+
+    Raises `CheckpointError` if the marker is missing, damaged or of another format, or if a file
+    that it lists is missing, is reached through a link, or has another size.
+    """
+    folder = Path(folder)
+    marker = _read(folder)
+    for file in _files(folder, marker):
+        path = folder / file.name
+        if not is_plain_file(folder, file.name) or path.stat().st_size != file.size:
+            raise CheckpointError(
+                f"{folder}: {file.name!r} is missing, is no plain file or does not have "
+                f"{file.size} bytes: the checkpoint is damaged; resume from another one",
+                path=str(path),
+            )
+    info: JsonObject = marker["info"]
+    return info
+
+
+def verify_checkpoint(folder: str | Path) -> JsonObject:
+    """Return the `info` of a complete checkpoint, after a comparison of all files with digests.
+
+    Files that this process has compared already, and that have not been written since, are not read
+    again: a run checks its checkpoint before it starts a worker, and again when it loads it.
+
+    Raises `CheckpointError` as `read_marker` does, and if the content of a file is changed.
+    """
+    folder = Path(folder).absolute()
+    info = read_marker(folder)
+    files = _files(folder, _read(folder))
+    stamps = _stamps(folder, files)
+    if stamps is not None and _VERIFIED.get(folder) == stamps:
+        return info
+    _compare(folder, files)
+    if stamps is not None:
+        _VERIFIED[folder] = stamps
+    return info
+
+
+def _stamps(folder: Path, files: Iterable[SavedFile]) -> _Stamps | None:
+    """Return what the file system knows of the marker and the files; None if one of them was
+    changed so recently that a later change might have the same time."""
+    names = [MARKER, *(file.name for file in files)]
+    found = [(name, (folder / name).stat()) for name in names]
+    newest = max(stat.st_ctime_ns for _, stat in found)
+    if time.time_ns() - newest < _SETTLED_S * 10**9:
+        return None
+    return tuple(
+        (name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        for name, stat in found
+    )
+
+
+def _compare(folder: Path, files: list[SavedFile]) -> None:
+    """Raise `CheckpointError` if the content of a file does not have its digest."""
+    with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
+        digests = pool.map(lambda file: _digest(folder / file.name), files)
+        for file, digest in zip(files, digests, strict=True):
+            if digest != file.digest:
+                path = folder / file.name
+                raise CheckpointError(
+                    f"{path} has {file.size} bytes as expected, but other content than was "
+                    f"written (SHA-256 {digest[:12]}…, expected {file.digest[:12]}…): the "
+                    "checkpoint is damaged; resume from another one",
+                    path=str(path),
+                )
+
+
+def _digest(path: Path) -> str:
+    try:
+        return digest_file(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}", path=str(path)) from error
+
+
+def _read(folder: Path) -> JsonObject:
+    """Return the marker if its format, its digest, its step and its `info` are as expected."""
+    if not is_plain_file(folder, MARKER):
+        raise CheckpointError(
+            f"{folder} is not a complete checkpoint: it has no {MARKER}; expected a folder "
+            "global_step_N in the checkpoints of a run",
+            path=str(folder),
+        )
+    path = folder / MARKER
+    marker = read_json(path)
+    found = marker.get("format", 1)  # the first format did not name itself
+    if found != FORMAT:
+        raise CheckpointError(
+            f"{folder} is a checkpoint of format {found!r}, but this version reads format "
+            f"{FORMAT} only; resume it with the version that wrote it, or start a new run",
+            path=str(folder),
+        )
+    digest = marker.pop("digest", None)
+    if digest != digest_json(marker):
+        raise CheckpointError(
+            f"{path} has been changed since it was written: its digest does not match; the "
+            "checkpoint is damaged; resume from another one",
+            path=str(path),
+        )
+    for key, kind, what in (("step", int, "number of a step"), ("info", dict, "state of a run")):
+        if not isinstance(marker.get(key), kind):
+            raise CheckpointError(
+                f"{path} has no {what} ({key!r}): the checkpoint is damaged; resume from another "
+                "one",
+                path=str(path),
+            )
+    named = _STEP_FOLDER.fullmatch(folder.name)
+    if named and int(named[1]) != marker["step"]:
+        raise CheckpointError(
+            f"{path} is of step {marker['step']}, but its folder is named {folder.name}; rename "
+            "the folder, or resume from another one",
+            path=str(path),
+        )
+    return marker
+
+
+def _files(folder: Path, marker: JsonObject) -> list[SavedFile]:
+    """Return the files that a marker lists. There must be one at least."""
+    listed = marker.get("files")
+    try:
+        files = [SavedFile(n, f["size"], f["digest"]) for n, f in dict(listed or {}).items()]
+        if not all(type(f.size) is int and type(f.digest) is str for f in files):
+            raise TypeError("a size is no integer, or a digest is no text")
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder / MARKER} does not list files with size and digest", path=str(folder)
+        ) from error
+    if not files:
+        raise CheckpointError(
+            f"{folder / MARKER} lists no file: the checkpoint is empty; resume from another one",
+            path=str(folder),
+        )
+    return files
+
+
+@dataclass(frozen=True)
+class ControllerState:
+    """The state of the controller that a resumed run needs to repeat the steps of an
+    uninterrupted one, and what these steps depend on.
+
+    `validation`: the metrics of the last validation; {} if there was none.
+    `validation_pending`: the validation after this step had not ended. A run that is resumed begins
+    with it.
+    `metrics`: what was measured in this step before the checkpoint was saved. If the process ends
+    before it has logged the step, a resumed run logs these.
+    """
+
+    step: int
+    loader: LoaderState
+    kl_controller: dict[str, float]
+    inputs: dict[str, object] = field(default_factory=dict)
+    validation: dict[str, float] = field(default_factory=dict)
+    validation_pending: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def as_info(self) -> dict[str, object]:
+        """Return the state as JSON values, for the marker of the checkpoint."""
+        return asdict(self)
+
+    def continue_loader(self, loader: PromptLoader, *, data_changed: bool) -> None:
+        """Set a loader to the position in the data.
+
+        With other data the position means nothing: the loader begins the epoch of the checkpoint.
+        """
+        if data_changed:
+            position = loader.state_dict()
+            position["epoch"], position["batches_done"] = self.loader["epoch"], 0
+            loader.load_state_dict(position)
+        else:
+            loader.load_state_dict(self.loader)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint from which a run is resumed: its folder, the state of its controller, and
+    whether the data has changed since."""
+
+    folder: Path
+    state: ControllerState
+    data_changed: bool

@@ -88,8 +88,8 @@ def load_rank_state(
     *,
     rank: int,
     step: int | None = None,
-) -> JsonObject:
-    """Fill `tensors` in place, restore the random states, and return the scalars.
+) -> None:
+    """Fill `tensors` in place, and restore the random states.
 
     If fewer ranks wrote the checkpoint, the additional ranks keep their current random states.
 
@@ -100,22 +100,18 @@ def load_rank_state(
     folder = Path(folder)
     indexes = read_indexes(folder, step=step)
     read_blocks(folder, tensors, rank=rank, step=step)
-    states: dict[str, Tensor] | None = None
     if rank < len(indexes):
         with open_tensors(_random_file(folder, rank), indexes[rank].origin) as file:
             states = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    path = indexes[rank if states else 0].path.with_suffix(".json")
-    try:
-        if states is not None:
+        path = indexes[rank].path.with_suffix(".json")
+        try:
             restore_random(states, indexes[rank].extra["random"])
-        scalars: JsonObject = {**indexes[0].extra["scalars"]}
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{path}: its scalars or random states cannot be restored: {error}; resume from "
-            "another checkpoint",
-            path=str(path),
-        ) from error
-    return scalars
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{path}: its random states cannot be restored: {error}; resume from another "
+                "checkpoint",
+                path=str(path),
+            ) from error
 
 
 def _random_file(folder: Path, rank: int) -> Path:

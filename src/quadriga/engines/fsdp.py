@@ -56,8 +56,6 @@ from quadriga.engines.offload import DeviceMemory
 from quadriga.engines.optimizers.choice import build_optimizer
 from quadriga.engines.optimizers.rules import local_shard
 from quadriga.engines.optimizers.sharded import (
-    SKIPPED_IN_A_ROW,
-    UPDATES,
     ShardedOptimizer,
     check_schedule,
 )
@@ -319,15 +317,10 @@ class FSDPEngine:
             state = self._state()
             if self._part.frozen:
                 check_all_taken(folder, state, "model.")
-            scalars = load_rank_state(folder, state, rank=rank(), step=step)
+            load_rank_state(folder, state, rank=rank(), step=step)
             if self.optimizer is not None:
-                self.optimizer.load_tensors(
-                    {n.removeprefix("optimizer."): t for n, t in state.items()},
-                    step_count=scalars["step"],
-                    skipped=scalars["skipped"],
-                    skipped_in_a_row=scalars.get(SKIPPED_IN_A_ROW, 0),  # not in old checkpoints
-                    updates=scalars.get(UPDATES, {}),
-                )
+                moments = {n.removeprefix("optimizer."): t for n, t in state.items()}
+                self.optimizer.load(moments, saved)
 
     def save_hf(self, folder: str | Path) -> None:
         with self._on_device("parameters"):

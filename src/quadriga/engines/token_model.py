@@ -34,7 +34,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from quadriga.algorithms.full_kl import kl_full
 from quadriga.config.schema import AttentionName
-from quadriga.engines.attention.choice import CAPABILITY, choose_kernels, kernel_problem
+from quadriga.engines.attention.choice import kernels_of
 from quadriga.engines.attention.masks import AttentionCall, Kernel, KernelOf, sdpa_only
 from quadriga.engines.attention.packed import (
     AttentionRows,
@@ -366,18 +366,10 @@ class TokenModel:
                 f"engine.attention={setting} needs packed rows, and {class_name(self.model)} is "
                 "computed with padded rows; set it to auto"
             )
-        fixed = setting == "sdpa" or (setting == "auto" and self.device_type != "cuda")
-        if fixed or not self.packed:
+        if not self.packed:
             return sdpa_only
-        on_cuda = self.device.type == "cuda"
-        kernels = choose_kernels(
-            self._attention_calls(dtype),
-            setting,
-            device_type=self.device_type,
-            capability=torch.cuda.get_device_capability(self.device) if on_cuda else CAPABILITY,
-            check=partial(kernel_problem, device=self.device) if on_cuda else _not_checked,
-        )
-        return lambda call: kernels.get(call, "sdpa")
+        calls = partial(self._attention_calls, dtype)
+        return kernels_of(calls, setting, self.device, self.device_type)
 
     def _attention_calls(self, dtype: torch.dtype) -> set[AttentionCall]:
         """Return the calls of attention in one forward pass, as they will be in `dtype`."""
@@ -470,10 +462,6 @@ class TokenModel:
             lambda x: x[row, column],
             aligned.unpack,
         )
-
-
-def _not_checked(kernel: Kernel, call: AttentionCall) -> None:
-    """Stand for `kernel_problem` where there is no device to run a kernel on."""
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING
 import yaml
 
 from quadriga.checkpoint.files import digest_file, digest_json
-from quadriga.checkpoint.folders import newest_undamaged_checkpoint, step_folder
-from quadriga.checkpoint.marker import (
+from quadriga.checkpoint.folders import (
     ControllerState,
     Resumed,
     change_info,
+    newest_undamaged_checkpoint,
     read_marker,
+    step_folder,
     verify_checkpoint,
 )
 from quadriga.config.commands import RMConfig, SFTConfig

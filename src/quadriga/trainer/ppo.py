@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.algorithms.kl import make_kl_controller
-from quadriga.checkpoint.marker import ControllerState, Resumed
+from quadriga.checkpoint.folders import ControllerState, Resumed
 from quadriga.config.paths import absolute_paths
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import MismatchError

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from quadriga.algorithms.importance import mismatch_of_statistics
 from quadriga.algorithms.partial import merge_partials
-from quadriga.checkpoint.folders import restore_folder, set_aside_after
-from quadriga.checkpoint.marker import Resumed
+from quadriga.checkpoint.folders import Resumed, restore_folder, set_aside_after
 from quadriga.config.commands import RMConfig, RMTrainerConfig, SFTConfig
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import mask_secrets

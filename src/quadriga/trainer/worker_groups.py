@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Protocol
 from quadriga.backends import get_backend
 from quadriga.checkpoint.files import SavedFile
 from quadriga.checkpoint.folders import (
+    ControllerState,
     begin_checkpoint,
     commit_checkpoint,
     discard_checkpoint,
     prune_checkpoints,
 )
-from quadriga.checkpoint.marker import ControllerState
 from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import RunConfig, TrainConfig
 from quadriga.errors import CheckpointError, QuadrigaError, RolloutOutputError

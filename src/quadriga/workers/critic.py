@@ -6,23 +6,20 @@ from typing import TYPE_CHECKING
 
 from quadriga.config.schema import CriticConfig
 from quadriga.engines.base import VALUES
-from quadriga.errors import WorkerError
 from quadriga.protocol import DataProto, fields
 from quadriga.single_controller import (
     Dispatch,
-    Worker,
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
 from quadriga.workers.method_fields import COMPUTE_VALUES, UPDATE_CRITIC
-from quadriga.workers.runtime import RankRuntime, prepare_rank, register_engine_ranks
+from quadriga.workers.runtime import EngineWorker, RankRuntime
 
 if TYPE_CHECKING:
-    from quadriga.checkpoint.files import SavedFile
-    from quadriga.engines.base import TrainEngine
+    pass
 
 
-class CriticWorker(Worker):
+class CriticWorker(EngineWorker):
     """The value model in one rank.
 
     Args:
@@ -38,20 +35,16 @@ class CriticWorker(Worker):
         responses_per_prompt: int = 1,
         runtime: RankRuntime | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__("critic", config.engine, runtime)
         self.config = config
         self.responses_per_prompt = responses_per_prompt
-        self.runtime = runtime or RankRuntime()
-        self.device = prepare_rank(self.runtime)
-        self.critic: TrainEngine | None = None
-        register_engine_ranks(self, "critic", config.engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the model with its value head."""
         from quadriga.engines import build_engine
 
-        self.critic = build_engine(
+        self.engine = build_engine(
             self.config.model,
             self.config.engine,
             self.config.optim,
@@ -102,23 +95,3 @@ class CriticWorker(Worker):
             epochs=self.config.ppo_epochs or 1,
             length_scale=self.runtime.max_response_length,
         )
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str, step: int) -> list[SavedFile]:
-        """Save the shard of this rank under `path`, as of `step`. Return its files."""
-        return self._engine().save(path, step)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str, step: int) -> None:
-        """Load a folder of `save_checkpoint` that was saved at `step`."""
-        self._engine().load(path, step)
-
-    def _engine(self) -> TrainEngine:
-        if self.critic is None:
-            raise WorkerError(
-                f"rank {self.rank} with role 'critic' has no training engine: call init_model "
-                "first",
-                role="critic",
-                rank=self.rank,
-            )
-        return self.critic

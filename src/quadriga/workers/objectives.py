@@ -28,7 +28,13 @@ from quadriga.algorithms.kl import kl_loss
 from quadriga.algorithms.partial import Partial
 from quadriga.algorithms.policy_losses import compute_policy_loss, get_policy_loss
 from quadriga.algorithms.value_loss import value_loss
-from quadriga.config.schema import ActorConfig, CriticConfig, Options, PolicyLossConfig
+from quadriga.config.schema import (
+    ActorConfig,
+    AggregationName,
+    CriticConfig,
+    Options,
+    PolicyLossConfig,
+)
 from quadriga.engines.base import ENTROPY, FULL_KL, LOG_PROBS, VALUES, EntropyUse
 from quadriga.errors import NonFiniteError
 from quadriga.protocol import fields
@@ -62,6 +68,23 @@ class BatchCounts:
         Waits for: the other ranks. Every rank must call this for the same mini-batch.
         """
         return cls(*engine.global_counts(*count_mask(response_mask_BT)))
+
+    def aggregate(
+        self,
+        loss_BT: Tensor,
+        mask_BT: Tensor,
+        mode: AggregationName,
+        length_scale: float | None = None,
+    ) -> Tensor:
+        """Return the share of a micro-batch in the loss of the mini-batch."""
+        return aggregate(
+            loss_BT,
+            mask_BT,
+            mode,
+            global_tokens=self.tokens,
+            global_sequences=self.sequences,
+            loss_scale_length=length_scale,
+        )
 
 
 def skips_zero_advantages(config: ActorConfig) -> bool:
@@ -184,17 +207,8 @@ class PolicyObjective:
             )
             named |= {f"{MISMATCH}{name}": part for name, part in statistics.items()}
         self.partials.append(named)
-        return self._aggregate(loss_BT, mask), {}
-
-    def _aggregate(self, loss_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        return aggregate(
-            loss_BT,
-            mask_BT,
-            self.config.loss_agg_mode,
-            global_tokens=self.counts.tokens,
-            global_sequences=self.counts.sequences,
-            loss_scale_length=self.length_scale,
-        )
+        mode = self.config.loss_agg_mode
+        return self.counts.aggregate(loss_BT, mask, mode, self.length_scale), {}
 
 
 def loss_settings(policy_loss: PolicyLossConfig) -> Options:
@@ -228,15 +242,8 @@ class ValueObjective:
             cliprange_value=self.config.cliprange_value,
         )
         self.partials.append({f"critic/{name}": part for name, part in value.metrics.items()})
-        loss = aggregate(
-            value.loss_BT,
-            mask,
-            self.config.loss_agg_mode,
-            global_tokens=self.counts.tokens,
-            global_sequences=self.counts.sequences,
-            loss_scale_length=self.length_scale,
-        )
-        return loss, {}
+        mode = self.config.loss_agg_mode
+        return self.counts.aggregate(value.loss_BT, mask, mode, self.length_scale), {}
 
 
 class SupervisedObjective:
@@ -249,11 +256,4 @@ class SupervisedObjective:
         mask = micro[fields.RESPONSE_MASK]
         if (damaged := loss_of_damaged(outputs, mask)) is not None:
             return damaged
-        loss = aggregate(
-            -outputs[LOG_PROBS],
-            mask,
-            "token-mean",
-            global_tokens=self.counts.tokens,
-            global_sequences=self.counts.sequences,
-        )
-        return loss, {}
+        return self.counts.aggregate(-outputs[LOG_PROBS], mask, "token-mean"), {}

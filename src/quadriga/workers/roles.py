@@ -75,6 +75,28 @@ class RoleGroup(Protocol):
         ...
 
 
+class TrainedGroup(RoleGroup, Protocol):
+    """A group whose model is trained and saved."""
+
+    @property
+    def save_checkpoint(self) -> GroupMethod[[str, int], list[list[SavedFile]]]:
+        """Save one shard per rank under a folder, as of a step; returns the files of each rank:
+        `ActorRolloutRefWorker.save_checkpoint`, `EngineWorker.save_checkpoint`."""
+        ...
+
+    @property
+    def load_checkpoint(self) -> GroupMethod[[str, int], list[None]]:
+        """Load a folder of `save_checkpoint` that was saved at a step:
+        `ActorRolloutRefWorker.load_checkpoint`, `EngineWorker.load_checkpoint`."""
+        ...
+
+    @property
+    def export_hf(self) -> GroupMethod[[str], list[None]]:
+        """Write a Hugging Face folder: `ActorRolloutRefWorker.export_hf`,
+        `EngineWorker.export_hf`."""
+        ...
+
+
 class RolloutGroup(RoleGroup, Protocol):
     """The policy as it generates responses."""
 
@@ -84,7 +106,7 @@ class RolloutGroup(RoleGroup, Protocol):
         ...
 
 
-class ActorGroup(RoleGroup, Protocol):
+class ActorGroup(TrainedGroup, Protocol):
     """The policy as it is trained."""
 
     @property
@@ -105,22 +127,6 @@ class ActorGroup(RoleGroup, Protocol):
     @property
     def actor_weight_version(self) -> GroupMethod[[], int]:
         """The version of the weights: `ActorRolloutRefWorker.actor_weight_version`."""
-        ...
-
-    @property
-    def save_checkpoint(self) -> GroupMethod[[str, int], list[list[SavedFile]]]:
-        """Save one shard per rank under a folder: `ActorRolloutRefWorker.save_checkpoint`."""
-        ...
-
-    @property
-    def load_checkpoint(self) -> GroupMethod[[str, int], list[None]]:
-        """Load a folder of `save_checkpoint` that was saved at a step:
-        `ActorRolloutRefWorker.load_checkpoint`."""
-        ...
-
-    @property
-    def export_hf(self) -> GroupMethod[[str], list[None]]:
-        """Write a Hugging Face folder: `ActorRolloutRefWorker.export_hf`."""
         ...
 
 
@@ -207,7 +213,7 @@ class RefGroup(RoleGroup, Protocol):
         ...
 
 
-class CriticGroup(RoleGroup, Protocol):
+class CriticGroup(TrainedGroup, Protocol):
     """The value model."""
 
     @property
@@ -220,18 +226,6 @@ class CriticGroup(RoleGroup, Protocol):
         """Run the optimizer steps of one batch: `CriticWorker.update_critic`."""
         ...
 
-    @property
-    def save_checkpoint(self) -> GroupMethod[[str, int], list[list[SavedFile]]]:
-        """Save one shard per rank under a folder, as of a step; returns the files of each rank:
-        `CriticWorker.save_checkpoint`."""
-        ...
-
-    @property
-    def load_checkpoint(self) -> GroupMethod[[str, int], list[None]]:
-        """Load a folder of `save_checkpoint` that was saved at a step:
-        `CriticWorker.load_checkpoint`."""
-        ...
-
 
 class RewardModelGroup(RoleGroup, Protocol):
     """The reward model."""
@@ -242,7 +236,7 @@ class RewardModelGroup(RoleGroup, Protocol):
         ...
 
 
-class PairTrainingGroup(RoleGroup, Protocol):
+class PairTrainingGroup(TrainedGroup, Protocol):
     """The reward model as it is trained on pairs of responses."""
 
     @property
@@ -255,23 +249,8 @@ class PairTrainingGroup(RoleGroup, Protocol):
         """Compute `rm_scores` of pairs: `PairTrainingWorker.compute_pair_scores`."""
         ...
 
-    @property
-    def save_checkpoint(self) -> GroupMethod[[str, int], list[list[SavedFile]]]:
-        """Save one shard per rank: `PairTrainingWorker.save_checkpoint`."""
-        ...
 
-    @property
-    def load_checkpoint(self) -> GroupMethod[[str, int], list[None]]:
-        """Load a folder of `save_checkpoint`: `PairTrainingWorker.load_checkpoint`."""
-        ...
-
-    @property
-    def export_hf(self) -> GroupMethod[[str], list[None]]:
-        """Write a sequence classifier: `PairTrainingWorker.export_hf`."""
-        ...
-
-
-class SFTGroup(RolloutGroup, Protocol):
+class SFTGroup(RolloutGroup, TrainedGroup, Protocol):
     """The policy as it is trained on given responses."""
 
     @property
@@ -289,21 +268,6 @@ class SFTGroup(RolloutGroup, Protocol):
         """Copy the actor's weights to the rollout engine: `ActorRolloutRefWorker.sync_weights`."""
         ...
 
-    @property
-    def save_checkpoint(self) -> GroupMethod[[str, int], list[list[SavedFile]]]:
-        """Save one shard per rank: `ActorRolloutRefWorker.save_checkpoint`."""
-        ...
-
-    @property
-    def load_checkpoint(self) -> GroupMethod[[str, int], list[None]]:
-        """Load a folder of `save_checkpoint`: `ActorRolloutRefWorker.load_checkpoint`."""
-        ...
-
-    @property
-    def export_hf(self) -> GroupMethod[[str], list[None]]:
-        """Write a Hugging Face folder: `ActorRolloutRefWorker.export_hf`."""
-        ...
-
 
 def methods_of(roles: Iterable[type]) -> list[str]:
     """Return the names of the worker methods that these protocols ask for, sorted."""
@@ -319,11 +283,9 @@ def methods_of(roles: Iterable[type]) -> list[str]:
 
 if TYPE_CHECKING:
     # Nothing of this block exists at run time.
-    from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
+    from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker, SFTWorker
     from quadriga.workers.critic import CriticWorker
-    from quadriga.workers.pair_training import PairTrainingWorker
-    from quadriga.workers.reward_model import RewardModelWorker
-    from quadriga.workers.sft import SFTWorker
+    from quadriga.workers.reward_model import PairTrainingWorker, RewardModelWorker
 
     def joined(
         method: Callable[Concatenate[WorkerT, ArgumentsP], ResultT],
@@ -369,6 +331,7 @@ if TYPE_CHECKING:
         update_critic = joined(CriticWorker.update_critic)
         save_checkpoint = per_rank(CriticWorker.save_checkpoint)
         load_checkpoint = per_rank(CriticWorker.load_checkpoint)
+        export_hf = per_rank(CriticWorker.export_hf)
 
     class _OfRewardModel:
         world_size = 1

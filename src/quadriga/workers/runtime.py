@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from quadriga.config.schema import DeviceName, EngineConfig
-from quadriga.errors import ConfigError
-from quadriga.single_controller import RankLayout, Worker
+from quadriga.errors import ConfigError, WorkerError
+from quadriga.single_controller import Dispatch, RankLayout, Worker, register
+
+if TYPE_CHECKING:
+    from quadriga.checkpoint.files import SavedFile
+    from quadriga.engines.base import TrainEngine
 
 
 @dataclass(frozen=True)
@@ -141,3 +146,46 @@ def prepare_rank(runtime: RankRuntime) -> str:
     for path in runtime.user_files:
         load_user_file(path)
     return device
+
+
+class EngineWorker(Worker):
+    """A worker with one training engine, which `init_model` builds.
+
+    Args:
+        role: for messages, and as the name of the mesh of the engine's ranks.
+        settings: of the engine.
+        runtime: what every rank of the role is told about the run.
+    """
+
+    def __init__(self, role: str, settings: EngineConfig, runtime: RankRuntime | None) -> None:
+        super().__init__()
+        self.role = role
+        self.runtime = runtime or RankRuntime()
+        self.device = prepare_rank(self.runtime)
+        self.engine: TrainEngine | None = None
+        register_engine_ranks(self, role, settings)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str, step: int) -> list[SavedFile]:
+        """Save the shard of this rank under `path`, as of `step`. Return its files."""
+        return self._engine().save(path, step)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str, step: int) -> None:
+        """Load a folder of `save_checkpoint` that was saved at `step`."""
+        self._engine().load(path, step)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export_hf(self, path: str) -> None:
+        """Write the model as a Hugging Face folder with its tokenizer."""
+        self._engine().save_hf(path)
+
+    def _engine(self) -> TrainEngine:
+        if self.engine is None:
+            raise WorkerError(
+                f"rank {self.rank} with role {self.role!r} has no training engine: call init_model "
+                "first",
+                role=self.role,
+                rank=self.rank,
+            )
+        return self.engine

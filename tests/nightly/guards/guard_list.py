@@ -88,14 +88,14 @@ GUARDS = (
     ),
     Guard(
         "changed bytes in a checkpoint",
-        "checkpoint/marker.py",
+        "checkpoint/folders.py",
         "if digest != file.digest:",
         "if False:",
         f"{DAMAGE}::test_damage_is_named_and_the_checkpoint_before_is_used[flip_a_bit]",
     ),
     Guard(
         "a changed marker of a checkpoint",
-        "checkpoint/marker.py",
+        "checkpoint/folders.py",
         "if digest != digest_json(marker):",
         "if False:",
         f"{DAMAGE}::test_damage_is_named_and_the_checkpoint_before_is_used[alter_the_step]",

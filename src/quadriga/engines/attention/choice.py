@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from quadriga.engines.attention.masks import (
     Kernel,
     KernelOf,
     LocalMask,
+    Scoring,
     sdpa_only,
 )
 from quadriga.engines.attention.packed import AttentionRows, attend
@@ -96,6 +98,35 @@ def _unsupported_by_flex(call: AttentionCall) -> str | None:
             "its queries and keys are the same tokens, and context parallelism splits the queries"
         )
     return None
+
+
+def kernels_of(
+    calls: Callable[[], Collection[AttentionCall]],
+    setting: AttentionName,
+    device: torch.device,
+    device_type: str,
+) -> KernelOf:
+    """Return the kernel of each call of a model.
+
+    Args:
+        calls: returns the calls that the model makes.
+        device_type: for a model on the meta device, the type of device that it stands for.
+
+    Raises:
+        ConfigError: `setting` names a kernel that cannot compute one of the calls.
+    """
+    if setting == "sdpa" or (setting == "auto" and device_type != "cuda"):
+        return sdpa_only
+    on_cuda = device.type == "cuda"
+    chosen = choose_kernels(
+        calls(),
+        setting,
+        device_type=device_type,
+        capability=torch.cuda.get_device_capability(device) if on_cuda else CAPABILITY,
+        # Without a device there is nothing to run a kernel on.
+        check=partial(kernel_problem, device=device) if on_cuda else lambda kernel, call: None,
+    )
+    return lambda call: chosen.get(call, "sdpa")
 
 
 def choose_kernels(
@@ -189,11 +220,8 @@ def _compute(
     sinks = numbers(call.heads) if call.sinks else None
     weights = numbers(queries, call.heads, call.value_size).detach()
     with torch.enable_grad():
-        out = attend(
-            query, key, value, rows,
-            mask=_mask(call, device), scaling=None, softcap=2.0 if call.softcap else None,
-            sinks=sinks,
-        )  # fmt: skip
+        scoring = Scoring(_mask(call, device), softcap=2.0 if call.softcap else None, sinks=sinks)
+        out = attend(query, key, value, rows, scoring)
         trained = [query, key, value, *([] if sinks is None else [sinks])]
         return [out.detach(), *torch.autograd.grad((out * weights).sum(), trained)]
 

@@ -25,7 +25,7 @@ from torch.nn.attention.flex_attention import (
 )
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from quadriga.engines.attention.masks import LocalMask, MaskKind
+from quadriga.engines.attention.masks import LocalMask, MaskKind, Scoring
 from quadriga.parallel.attention_blocks import PackedRows
 
 FlexAttention = Callable[..., tuple[Tensor, AuxOutput]]
@@ -102,59 +102,39 @@ class TokenRanges:
 
 
 def attend_tokens(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: TokenRanges,
-    *,
-    mask: LocalMask | None,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, rows: TokenRanges, scoring: Scoring
 ) -> Tensor:
-    """Attend within rows: [1, H, N, D], [1, Hk, N, D], [1, Hk, N, Dv] -> [N, H, Dv].
-
-    Args:
-        mask: None: each token attends to all tokens of its row up to itself.
-        softcap, sinks: see `packed_attention`.
-    """
+    """Attend within rows: [1, H, N, D], [1, Hk, N, D], [1, Hk, N, Dv] -> [N, H, Dv]."""
     more = rows.padded - rows.tokens
     q, k, v = (pad(x, (0, 0, 0, more)) if more else x for x in (query, key, value))
-    out, log_sum = _run(q, k, v, rows, mask, scaling, softcap, with_sum=sinks is not None)
-    if sinks is not None:
+    out, log_sum = _run(q, k, v, rows, scoring)
+    if scoring.sinks is not None:
         # A sink is a key with score s and without a value. With Z the sum of exp(score) over the
         # other keys, each weight exp(score) / Z becomes exp(score) / (Z + exp(s)): it is multiplied
         # by Z / (Z + exp(s)) = sigmoid(log Z − s).
-        share = torch.sigmoid(log_sum - sinks.to(log_sum.dtype)[None, :, None])
+        share = torch.sigmoid(log_sum - scoring.sinks.to(log_sum.dtype)[None, :, None])
         out = out * share[..., None].to(out.dtype)
     return out[0].transpose(0, 1)[: rows.tokens]
 
 
 def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: TokenRanges,
-    mask: LocalMask | None,
-    scaling: float | None,
-    softcap: float | None,
-    *,
-    with_sum: bool,
+    q: Tensor, k: Tensor, v: Tensor, rows: TokenRanges, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
     """Return outputs [1, H, M, Dv] and the log-sum [1, H, M] of exp(score), if it is requested."""
-    grouped = q.shape[1] != k.shape[1]
+    grouped, softcap = q.shape[1] != k.shape[1], scoring.softcap
+    with_sum = scoring.sinks is not None
     if q.is_meta:
         # The memory plan: a fused kernel keeps the same tensors for its backward pass.
         out = scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped
+            q, k, v, is_causal=True, scale=scoring.scaling, enable_gqa=grouped
         )
         return out, q.new_empty(q.shape[:3], dtype=torch.float32)
     sizes = (q.shape[1], k.shape[1], q.shape[3], v.shape[3])
     out, extra = compiled((q.dtype, *sizes, softcap is not None, with_sum))(
         q, k, v,
         score_mod=None if softcap is None else _soft_cap(softcap, q.dtype, q.device),
-        block_mask=rows.block_mask(mask),
-        scale=scaling,
+        block_mask=rows.block_mask(scoring.mask),
+        scale=scoring.scaling,
         enable_gqa=grouped,
         return_aux=AuxRequest(lse=with_sum),
     )  # fmt: skip

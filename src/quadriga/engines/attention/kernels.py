@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from quadriga.engines.attention.masks import LocalMask
+from quadriga.engines.attention.masks import Scoring
 from quadriga.models.log_probs.softmax_tiles import SavedContext
 from quadriga.parallel.attention_blocks import AttentionBlocks, PackedRows, QueryColumns
 
@@ -72,22 +72,9 @@ class _Gather(torch.autograd.Function):
 
 
 def attend_blocks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: AttentionBlocks,
-    *,
-    mask: LocalMask | None,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, rows: AttentionBlocks, scoring: Scoring
 ) -> Tensor:
-    """Attend within rows: [N, H, D] three times -> [N, H, D].
-
-    Args:
-        mask: None: each token attends to all tokens of its row up to itself.
-        softcap, sinks: see `packed_attention`.
-    """
+    """Attend within rows: [N, H, D] three times -> [N, H, D]."""
     # Rows 0 and 1 share the prompt tokens 0 1 (`parallel/attention_blocks.py` has the index tables
     # of this example). N = 11 tokens are gathered into 12 + 4 query slots:
     #
@@ -104,30 +91,24 @@ def attend_blocks(
             _gather_slots(k, block.keys),
             _gather_slots(v, block.keys),
         )
-        seen = block.mask if mask is None else mask.of_block(block)
-        if softcap is None and sinks is None:
+        seen = block.mask if scoring.mask is None else scoring.mask.of_block(block)
+        if scoring.softcap is None and scoring.sinks is None:
             out = scaled_dot_product_attention(
                 *slots,
                 attn_mask=seen,
                 is_causal=seen is None,
-                scale=scaling,
+                scale=scoring.scaling,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
         else:
-            out = _attend_to_scores(*slots, seen, scaling, softcap, sinks)
+            out = _attend_to_scores(*slots, seen, scoring)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return joined.index_select(0, rows.slot_of_token)
 
 
 def _attend_to_scores(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring
 ) -> Tensor:
     """Attend with capped scores or sinks, which the fused kernel cannot compute: [b, H, Lq, D].
 
@@ -136,14 +117,14 @@ def _attend_to_scores(
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+    scores = q @ k.transpose(2, 3) * (scoring.scaling or q.shape[-1] ** -0.5)
+    if scoring.softcap is not None:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
     if mask is None:
         mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    if sinks is not None:
-        sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    if scoring.sinks is not None:
+        sink = scoring.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], -1)
     wide = torch.promote_types(scores.dtype, torch.float32)
     weights = scores.softmax(-1, dtype=wide)[..., : k.shape[2]]
@@ -209,20 +190,9 @@ class RowLengths:
         )
 
 
-def attend_lengths(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: RowLengths,
-    *,
-    window: int | None,
-    scaling: float | None,
-) -> Tensor:
-    """Attend within rows: [N, H, D], [N, Hk, D], [N, Hk, Dv] -> [N, H, Dv].
-
-    Args:
-        window: the number of keys that a query attends to at most; None: all up to its own.
-    """
+def attend_lengths(q: Tensor, k: Tensor, v: Tensor, rows: RowLengths, scoring: Scoring) -> Tensor:
+    """Attend within rows: [N, H, D], [N, Hk, D], [N, Hk, Dv] -> [N, H, Dv]."""
+    window = None if scoring.mask is None else scoring.mask.size
     if rows.keys is not None:
         k, v = gather_tokens(k, rows.keys), gather_tokens(v, rows.keys)
     size, value_size = q.shape[-1], v.shape[-1]
@@ -232,7 +202,7 @@ def attend_lengths(
     before = -1 if window is None or window >= rows.most_keys else window - 1
     out = varlen_attn(
         q, k, v, rows.query_ends, rows.key_ends, rows.most_queries, rows.most_keys,
-        scale=size**-0.5 if scaling is None else scaling,
+        scale=scoring.scaling or size**-0.5,
         window_size=(before, 0),  # keys before the query's own, and after it; −1: any number
         enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
@@ -242,4 +212,4 @@ def attend_lengths(
 
 def _ends(lengths: Tensor) -> Tensor:
     """Return the cumulative sums [b + 1] int32 of `lengths` [b], from 0."""
-    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    return pad(lengths.cumsum(0), (1, 0)).to(torch.int32)

@@ -112,6 +112,24 @@ def _structure(value: object) -> object:
 
 
 @dataclass(frozen=True)
+class Scoring:
+    """How the scores of a call become weights.
+
+    Attributes:
+        mask: None: each token attends to all tokens of its row up to itself.
+        scaling: the factor of scores; None: 1 / √D.
+        softcap: a score s becomes softcap · tanh(s / softcap).
+        sinks: [H], the score of an attention sink: a key that every query attends to and that has
+            no value.
+    """
+
+    mask: LocalMask | None = None
+    scaling: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class AttentionCall:
     """What a call computes, as far as a kernel may not support it.
 
@@ -136,26 +154,17 @@ class AttentionCall:
     part: bool = False
 
     @staticmethod
-    def of(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: LocalMask | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-        *,
-        part: bool = False,
-    ) -> AttentionCall:
-        """Describe the call with these arguments ([1, H, N, D] three times)."""
+    def of(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, *, part: bool) -> AttentionCall:
+        """Describe the call with these arguments ([N, H, D] three times)."""
         return AttentionCall(
-            dtype=query.dtype,
-            heads=query.shape[1],
-            key_heads=key.shape[1],
-            size=query.shape[-1],
-            value_size=value.shape[-1],
-            mask="causal" if mask is None else mask.kind,
-            softcap=softcap is not None,
-            sinks=sinks is not None,
+            dtype=q.dtype,
+            heads=q.shape[1],
+            key_heads=k.shape[1],
+            size=q.shape[-1],
+            value_size=v.shape[-1],
+            mask="causal" if scoring.mask is None else scoring.mask.kind,
+            softcap=scoring.softcap is not None,
+            sinks=scoring.sinks is not None,
             part=part,
         )
 

@@ -40,7 +40,13 @@ from transformers.modeling_utils import AttentionInterface
 
 from quadriga.engines.attention.flex import TokenRanges, attend_tokens
 from quadriga.engines.attention.kernels import RowLengths, attend_blocks, attend_lengths
-from quadriga.engines.attention.masks import AttentionCall, KernelOf, LocalMask, packed_mask
+from quadriga.engines.attention.masks import (
+    AttentionCall,
+    KernelOf,
+    LocalMask,
+    Scoring,
+    packed_mask,
+)
 from quadriga.errors import ModelError
 from quadriga.models.architectures import architecture_of
 from quadriga.parallel.attention_blocks import (
@@ -125,53 +131,28 @@ def packed_attention(
     """Attend as `AttentionInterface` requires: [1, H, N, D] three times -> ([1, N, H, D], None).
 
     Transformers passes the arguments of the model's `forward` through, `attention_rows` among
-    them.
-
-    Args:
-        softcap: a score s becomes softcap · tanh(s / softcap).
-        s_aux: [H], the score of an attention sink: a key that every query attends to and that has
-            no value.
+    them. See
+    `Scoring` for the arguments; `s_aux` are the sinks.
     """
     ranks = attention_rows.ranks
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     q, k, v = before_attention(q, k, v, ranks)
-    out = attend(
-        q, k, v, attention_rows,
-        mask=attention_mask, scaling=scaling, softcap=softcap, sinks=own_sinks(s_aux, ranks),
-    )  # fmt: skip
-    return after_attention(out, ranks)[None], None
+    scoring = Scoring(attention_mask, scaling, softcap, own_sinks(s_aux, ranks))
+    return after_attention(attend(q, k, v, attention_rows, scoring), ranks)[None], None
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: AttentionRows,
-    *,
-    mask: LocalMask | None,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, rows: AttentionRows, scoring: Scoring) -> Tensor:
     """Attend with the kernel of the call: [N or N / c, H, D], [N, Hk, D] twice -> as queries.
 
     With c ranks of context parallelism, the queries are those of `rows.queries`.
     """
-    query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
-    part = rows.queries is not None
-    call = AttentionCall.of(query, key, value, mask, softcap, sinks, part=part)
-    kernel = rows.kernel_of(call)
+    kernel = rows.kernel_of(AttentionCall.of(q, k, v, scoring, part=rows.queries is not None))
     if kernel == "flex":
-        return attend_tokens(
-            query, key, value, rows.ranges,
-            mask=mask, scaling=scaling, softcap=softcap, sinks=sinks,
-        )  # fmt: skip
+        query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return attend_tokens(query, key, value, rows.ranges, scoring)
     if kernel == "varlen":
-        window = None if mask is None else mask.size
-        return attend_lengths(q, k, v, rows.lengths, window=window, scaling=scaling)
-    return attend_blocks(
-        q, k, v, rows.blocks, mask=mask, scaling=scaling, softcap=softcap, sinks=sinks
-    )
+        return attend_lengths(q, k, v, rows.lengths, scoring)
+    return attend_blocks(q, k, v, rows.blocks, scoring)
 
 
 def supports_packing(model: PreTrainedModel) -> bool:

@@ -56,7 +56,7 @@ from quadriga.engines.micro_batches import (
     select_rows,
 )
 from quadriga.engines.offload import DeviceMemory
-from quadriga.engines.optimizers.sharded import SKIPPED_IN_A_ROW, UPDATES, check_schedule
+from quadriga.engines.optimizers.sharded import check_schedule
 from quadriga.engines.sequence_cost import sequence_cost
 from quadriga.errors import ConfigError
 from quadriga.models.vision.rows import MultiModalRows
@@ -312,11 +312,12 @@ class MegatronEngine:
         )
 
     def load(self, folder: str | Path, step: int | None = None) -> None:
+        saved = read_scalars(folder, step=step)
         if self.optimizer is not None:
-            self.optimizer.inner.check_scalars(read_scalars(folder, step=step), folder)
+            self.optimizer.inner.check_scalars(saved, folder)
         with self._on_device("parameters", "moments"), torch.no_grad():
             blocks = self._blocks(save=False)
-            scalars = load_rank_state(folder, blocks, rank=rank(), step=step)
+            load_rank_state(folder, blocks, rank=rank(), step=step)
             self._weights.take("model.", blocks, self._detached())
             if self.optimizer is None:
                 return
@@ -325,13 +326,8 @@ class MegatronEngine:
             moments = self.optimizer.tensors()
             for moment, tensors in moments.items():
                 self._weights.take(f"optimizer.{moment}.", blocks, tensors)
-            self.optimizer.inner.load_tensors(
-                {f"{m}.{name}": t for m, tensors in moments.items() for name, t in tensors.items()},
-                step_count=scalars["step"],
-                skipped=scalars["skipped"],
-                skipped_in_a_row=scalars.get(SKIPPED_IN_A_ROW, 0),
-                updates=scalars.get(UPDATES, {}),
-            )
+            named = {f"{m}.{n}": t for m, tensors in moments.items() for n, t in tensors.items()}
+            self.optimizer.inner.load(named, saved)
 
     def save_hf(self, folder: str | Path) -> None:
         tied = self._weights.tied

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,8 +24,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from quadriga.checkpoint.hf_export import export_hf
 from quadriga.checkpoint.shards import Block
 from quadriga.config.schema import AttentionName, ModelConfig
-from quadriga.engines.attention.choice import CAPABILITY, choose_kernels, kernel_problem
-from quadriga.engines.attention.masks import AttentionCall, KernelOf, sdpa_only
+from quadriga.engines.attention.choice import kernels_of
+from quadriga.engines.attention.masks import AttentionCall, KernelOf
 from quadriga.engines.base import HeadKind
 from quadriga.engines.loading import empty_model, exported_tokenizer, tied_names
 from quadriga.engines.megatron.families import (
@@ -456,9 +455,7 @@ class FolderModel:
         Raises:
             ConfigError: the settings name a kernel that cannot compute this model here.
         """
-        if setting == "sdpa" or (setting == "auto" and device.type != "cuda"):
-            return sdpa_only
-        on_cuda, size = device.type == "cuda", head_size(self.config)
+        size = head_size(self.config)
         one = AttentionCall(
             dtype,
             self.config.num_attention_heads // sizes.tensor,
@@ -471,14 +468,7 @@ class FolderModel:
             replace(one, mask="causal" if window is None else "window")
             for window in windows(self.config)
         }
-        chosen = choose_kernels(
-            calls,
-            setting,
-            device_type=device.type,
-            capability=torch.cuda.get_device_capability(device) if on_cuda else CAPABILITY,
-            check=partial(kernel_problem, device=device) if on_cuda else _not_checked,
-        )
-        return lambda call: chosen.get(call, "sdpa")
+        return kernels_of(lambda: calls, setting, device, device.type)
 
     def export(self, folder: str | Path, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Write a Hugging Face folder. All ranks exhaust `weights`; rank 0 writes.
@@ -498,7 +488,3 @@ class FolderModel:
             tokenizer_path=self.tokenizer_path,
             write=rank() == 0,
         )
-
-
-def _not_checked(kernel: object, call: AttentionCall) -> None:
-    """Stand for `kernel_problem` where there is no device to run a kernel on."""

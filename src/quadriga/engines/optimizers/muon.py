@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -106,8 +105,7 @@ class Muon:
         if directions[0].dim() == 3:
             return [newton_schulz(direction) for direction in directions]
         totals = [self.named[index][1].shape[0] for index in chosen]
-        shards = [RowShard(*pair) for pair in zip(directions, totals, strict=True)]
-        return apply_to_whole_matrices(newton_schulz, shards, self._group)
+        return apply_to_whole_matrices(newton_schulz, directions, totals, self._group)
 
     def tensors(self) -> dict[str, Tensor]:
         state = {}
@@ -162,51 +160,36 @@ def newton_schulz(matrices: Tensor, steps: int = STEPS) -> Tensor:
 #   exchange   f(P)0 f(P)1, f(Q)0   f(P)2, f(Q)1      each rank has its rows of both again
 
 
-@dataclass(frozen=True)
-class RowShard:
-    """This rank's rows of a matrix.
-
-    Attributes:
-        rows: [number of own rows, columns].
-        total: rows of the whole matrix. They are divided as FSDP divides them: the same number for
-            each rank, rounded up, and fewer or none for the last ranks.
-    """
-
-    rows: Tensor
-    total: int
-
-    def elements_of(self, rank: int, ranks: int) -> int:
-        """Return the number of elements that `rank` holds."""
-        share = -(-self.total // ranks)
-        count = max(0, min(share, self.total - rank * share))
-        return count * self.rows.shape[1]
-
-
 def apply_to_whole_matrices(
     function: Callable[[Tensor], Tensor],
-    shards: Sequence[RowShard],
+    shards: Sequence[Tensor],
+    totals: Sequence[int],
     group: dist.ProcessGroup | None,
 ) -> list[Tensor]:
     """Return this rank's rows of `function(matrix)` for each matrix, which has the same shape.
+
+    `shards` are this rank's rows of matrices with `totals` rows. They are divided as FSDP divides
+    them: the same number for each rank, rounded up, and fewer or none for the last ranks.
 
     Rank i computes matrix i, so there are at most as many matrices as ranks. All ranks of `group`
     call it with the same matrices in the same order. None: the shards are the matrices.
     """
     if group is None or dist.get_world_size(group) == 1:
-        return [function(shard.rows) for shard in shards]
+        return [function(rows) for rows in shards]
     own, ranks = dist.get_rank(group), dist.get_world_size(group)
     assert len(shards) <= ranks
-    sent = [shard.rows.numel() for shard in shards] + [0] * (ranks - len(shards))
+    sent = [rows.numel() for rows in shards] + [0] * (ranks - len(shards))
     received = [0] * ranks
     if own < len(shards):
-        received = [shards[own].elements_of(rank, ranks) for rank in range(ranks)]
-    flat = torch.cat([shard.rows.flatten() for shard in shards])
+        total, columns = totals[own], shards[own].shape[1]
+        step = -(-total // ranks)
+        received = [max(0, min(step, total - rank * step)) * columns for rank in range(ranks)]
+    flat = torch.cat([rows.flatten() for rows in shards])
     whole = flat.new_empty(sum(received))
     dist.all_to_all_single(whole, flat, received, sent, group=group)
     if own < len(shards):
         # The rows of the ranks follow each other, so they are the matrix.
-        matrix = whole.view(shards[own].total, -1)
-        whole = function(matrix).contiguous().flatten()
+        whole = function(whole.view(totals[own], -1)).contiguous().flatten()
     dist.all_to_all_single(flat, whole, sent, received, group=group)
-    parts = torch.split(flat, [shard.rows.numel() for shard in shards])
-    return [part.view_as(shard.rows) for part, shard in zip(parts, shards, strict=True)]
+    parts = torch.split(flat, [rows.numel() for rows in shards])
+    return [part.view_as(rows) for part, rows in zip(parts, shards, strict=True)]

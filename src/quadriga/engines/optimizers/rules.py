@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -109,14 +109,13 @@ class AdamW:
     def __init__(self, named: Named, config: OptimConfig) -> None:
         self.named = named
         self._shards = [nn.Parameter(local_shard(p.detach())) for _, p in named]
-        self._adamw = torch.optim.AdamW(
-            self._shards,
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=all(s.device.type in ("cpu", "cuda") for s in self._shards),
+        self._adamw = self._optimizer(
+            lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
         )
+
+    def _optimizer(self, **settings: Any) -> torch.optim.Optimizer:
+        fused = all(s.device.type in ("cpu", "cuda") for s in self._shards)
+        return torch.optim.AdamW(self._shards, fused=fused, **settings)
 
     def update(self, gradients: Sequence[Tensor | None], rate: float) -> None:
         for shard, (_, parameter), gradient in zip(
@@ -126,11 +125,14 @@ class AdamW:
             # optimizer's view of it is renewed before every step.
             shard.data = local_shard(parameter.detach())
             shard.grad = None if gradient is None else gradient.to(shard.dtype)
+        self._step(rate)
+        for shard in self._shards:
+            shard.grad = None
+
+    def _step(self, rate: float) -> None:
         for group in self._adamw.param_groups:
             group["lr"] = rate
         self._adamw.step()
-        for shard in self._shards:
-            shard.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
@@ -147,12 +149,10 @@ class AdamW:
         # that count on the device of the shard, the other one on the CPU.
         on_device = bool(self._adamw.defaults["fused"])
         for (name, _), shard in zip(self.named, self._shards, strict=True):
-            moments = {key: local_shard(state[f"{key}.{name}"]) for key in MOMENTS}
+            device = shard.device if on_device else "cpu"
             self._adamw.state[shard] = {
-                "step": torch.tensor(
-                    float(updates[name]), device=shard.device if on_device else "cpu"
-                ),
-                **moments,
+                "step": torch.tensor(float(updates[name]), device=device),
+                **{key: local_shard(state[f"{key}.{name}"]) for key in MOMENTS},
             }
 
     def existing(self) -> Iterator[Tensor]:
@@ -177,33 +177,22 @@ def block_size(shape: Sequence[int]) -> int | None:
     return block if large and block >= SMALLEST_BLOCK else None
 
 
-class AdamW8bit:
-    """Torchao's AdamW over parameter shards that all have a `block_size`. See `UpdateRule`."""
+class AdamW8bit(AdamW):
+    """Torchao's AdamW over parameter shards that all have a `block_size`."""
 
-    def __init__(self, named: Named, config: OptimConfig) -> None:
+    def _optimizer(self, **settings: Any) -> torch.optim.Optimizer:
         from torchao.optim import AdamW8bit as TorchaoAdamW
 
-        self.named = named
-        self._shards = [nn.Parameter(local_shard(p.detach())) for _, p in named]
-        self._adamw = TorchaoAdamW(
-            self._shards,
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-        )
+        optimizer: torch.optim.Optimizer = TorchaoAdamW(self._shards, **settings)
+        return optimizer
 
-    def update(self, gradients: Sequence[Tensor | None], rate: float) -> None:
-        for shard, (_, parameter), gradient in zip(
-            self._shards, self.named, gradients, strict=True
-        ):
-            # FSDP may replace a parameter's storage before its first forward pass.
-            shard.data = local_shard(parameter.detach())
+    def _step(self, rate: float) -> None:
+        for shard, (_, parameter) in zip(self._shards, self.named, strict=True):
             # A rank beyond the last row has an empty shard, which torchao cannot cut into blocks.
-            if gradient is not None and shard.numel():
-                shard.grad = gradient.to(shard.dtype)
-                if not self._adamw.state[shard]:
-                    self._set_state(shard, self._zeros(shard, parameter), steps=0)
+            if not shard.numel():
+                shard.grad = None
+            elif shard.grad is not None and not self._adamw.state[shard]:
+                self._set_state(shard, self._zeros(shard, parameter), steps=0)
         for group in self._adamw.param_groups:
             group["lr"].fill_(rate)  # torchao requires a tensor
         # Torchao compiles the step of each shape. On a CPU that needs a C++ compiler at run time
@@ -211,8 +200,6 @@ class AdamW8bit:
         on_cpu = all(shard.device.type == "cpu" for shard in self._shards)
         with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
             self._adamw.step()
-        for shard in self._shards:
-            shard.grad = None
 
     def _zeros(self, shard: Tensor, parameter: Tensor) -> dict[str, Tensor]:
         """Return moments of 0: for each of them codes [rows, …] uint8 and scales [rows, blocks]."""
@@ -247,7 +234,7 @@ class AdamW8bit:
     def _parts(self, shard: Tensor, parameter: Tensor) -> dict[str, Tensor]:
         """Return codes and scales of a shard, those of the state where it exists."""
         parts = self._zeros(shard, parameter)
-        state = self._adamw.state.get(shard)
+        state = self._adamw.state.get(shard) or {}
         for key in MOMENTS if state else ():
             scales = parts[f"{key}.{SCALES}"]
             parts[f"{key}.{CODES}"] = state[key].codes

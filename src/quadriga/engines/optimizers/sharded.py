@@ -17,7 +17,8 @@ from torch import Tensor
 
 from quadriga.config.schema import LrSchedulerName, OptimConfig
 from quadriga.engines.optimizers.rules import UpdateRule, is_first_of_tensor_ranks, local_shard
-from quadriga.errors import CheckpointError, ConfigError, NonFiniteError, UnknownNameError
+from quadriga.errors import CheckpointError, ConfigError, NonFiniteError
+from quadriga.observability.jsonl import JsonObject
 
 OPTIMIZER = "optimizer"
 """Key of the optimizer's name in a checkpoint."""
@@ -177,22 +178,16 @@ class ShardedOptimizer:
                 path=str(folder),
             )
 
-    def load_tensors(
-        self,
-        state: Mapping[str, Tensor],
-        *,
-        step_count: int,
-        skipped: int,
-        skipped_in_a_row: int,
-        updates: Mapping[str, int],
-    ) -> None:
-        """Set the state, as `tensors` returns it, and the counts that belong to it.
+    def load(self, state: Mapping[str, Tensor], scalars: JsonObject) -> None:
+        """Set the state, as `tensors` returns it, and the counts, as `scalars` returns them.
 
-        `updates`: as in `scalars`; a parameter that it lacks was updated in every step.
+        Values of `scalars` that older checkpoints have not are those of a run without skipped
+        steps, in which each parameter was updated in every step.
         """
-        self.step_count, self.skipped = step_count, skipped
-        self._skipped_in_a_row = skipped_in_a_row
-        self._updates = {name: updates.get(name, step_count - skipped) for name in self._updates}
+        self.step_count, self.skipped = scalars["step"], scalars["skipped"]
+        self._skipped_in_a_row = scalars.get(SKIPPED_IN_A_ROW, 0)
+        made, updates = self.step_count - self.skipped, scalars.get(UPDATES, {})
+        self._updates = {name: updates.get(name, made) for name in self._updates}
         for rule in self.rules:
             rule.load_tensors(state, self._updates)
 
@@ -202,22 +197,10 @@ class ShardedOptimizer:
             yield from rule.existing()
 
 
-def _constant(progress: float) -> float:
-    return 1.0
-
-
-def _linear(progress: float) -> float:
-    return 1.0 - progress
-
-
-def _cosine(progress: float) -> float:
-    return 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
 SCHEDULES: dict[LrSchedulerName, Callable[[float], float]] = {
-    "constant": _constant,
-    "linear": _linear,
-    "cosine": _cosine,
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
 }
 """Name -> function from progress in [0, 1] after the warmup to a factor of the peak rate."""
 
@@ -247,19 +230,11 @@ def learning_rate(step: int, optim: OptimConfig, total_steps: int | None) -> flo
 
 
 def check_schedule(optim: OptimConfig, total_steps: int | None) -> None:
-    """Check that the schedule exists and has what it needs.
+    """Check that the schedule has what it needs.
 
     Raises:
-        UnknownNameError: there is no schedule `optim.lr_scheduler`.
         ConfigError: the schedule needs the number of steps, and it is not known.
     """
-    if optim.lr_scheduler not in SCHEDULES:
-        raise UnknownNameError(
-            f"lr_scheduler is {optim.lr_scheduler!r}; expected one of {', '.join(SCHEDULES)}",
-            name=optim.lr_scheduler,
-            known=list(SCHEDULES),
-            nearest=None,
-        )
     if optim.lr_scheduler != "constant" and total_steps is None:
         raise ConfigError(
             f"lr_scheduler {optim.lr_scheduler!r} needs the number of optimizer steps; set "
