@@ -23,11 +23,15 @@ from typing import TYPE_CHECKING
 from quadriga.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker as ActorRolloutRefWorker
-    from quadriga.workers.actor_rollout_ref import SFTWorker as SFTWorker
+    from quadriga.workers.actor_rollout_ref import (
+        ActorRolloutRefWorker as ActorRolloutRefWorker,
+        SFTWorker as SFTWorker,
+    )
     from quadriga.workers.critic import CriticWorker as CriticWorker
-    from quadriga.workers.reward_model import PairTrainingWorker as PairTrainingWorker
-    from quadriga.workers.reward_model import RewardModelWorker as RewardModelWorker
+    from quadriga.workers.reward_model import (
+        PairTrainingWorker as PairTrainingWorker,
+        RewardModelWorker as RewardModelWorker,
+    )
     from quadriga.workers.runtime import RankRuntime as RankRuntime
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)
