@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -24,30 +23,6 @@ RANK_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-
-
-HERE = Path(__file__).parent
-NIGHTLY = HERE / "nightly.txt"
-
-
-@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests that `nightly.txt` lists, and refuse lines that no test has."""
-    lines = (line.partition("#")[0].strip() for line in NIGHTLY.read_text().splitlines())
-    listed = {line for line in lines if line}
-    seen: set[str] = set()
-    for item in items:
-        name = item.nodeid.removeprefix(f"{HERE.name}/")
-        file, _, test = name.partition("::")
-        names = {file, f"{file}::{test.partition('[')[0]}", name}
-        if names & listed:
-            item.add_marker(pytest.mark.nightly)
-        seen |= names
-    if any("::" in argument for argument in config.args):
-        return  # of these files, only a part is collected
-    wrong = [line for line in sorted(listed - seen) if line.partition("::")[0] in seen]
-    if wrong:
-        raise pytest.UsageError(f"{NIGHTLY}: no test has the name {wrong[0]}")
 
 
 def _process_state() -> dict[str, object]:

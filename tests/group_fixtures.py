@@ -25,6 +25,12 @@ def backend(request: pytest.FixtureRequest) -> object:
     return get_backend("local")
 
 
+ray_nightly = pytest.mark.parametrize(
+    "backend", ["local", pytest.param("ray", marks=pytest.mark.nightly)], indirect=True
+)
+"""Mark of a test that says the same of both backends: on Ray it runs nightly."""
+
+
 class Starter:
     """Starts groups, and ends them all."""
 

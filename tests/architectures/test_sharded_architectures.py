@@ -78,6 +78,7 @@ def check_shards(module, whole, ranks):
         assert torch.equal(tensor, expected), name
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("model_type", "changes"), CASES, ids=case_name)
 def test_shards_are_the_rows_of_the_whole_model(model_type, changes, tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "gather_over_ranks", lambda value: [value])

@@ -153,12 +153,14 @@ def test_peers_stuck_in_a_collective_are_cancelled_and_named_after_the_cause(col
         collective_group.reduce_unless(5)
 
 
+@pytest.mark.nightly
 def test_a_death_comes_before_the_collective_errors_it_causes(collective_group):
     with pytest.raises(WorkerDiedError) as caught:
         collective_group.reduce_or_die(1)
     assert caught.value.rank == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("idle", [False, True])
 def test_a_watched_group_ends_waits_on_other_groups(ray_backend, ray_group, idle):
     """Before the deadline of the waiting call, which would be another error.
@@ -197,6 +199,7 @@ def test_a_process_that_left_ray_reports_no_death(healthy_group, monkeypatch):
     assert find_death(healthy_group._ranks) is None
 
 
+@pytest.mark.nightly
 def test_a_result_of_a_dead_rank_as_an_argument(ray_backend, ray_group, healthy_group):
     """The error of the rank that receives it names the source."""
     doomed = ray_group.die_on.submit(0)

@@ -177,7 +177,13 @@ def soon(read, expected):
     return found
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+DAILY = (late, failed, cancelled)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [p if p in DAILY else pytest.param(p, marks=pytest.mark.nightly) for p in PROGRAMS],
+)
 def test_nothing_of_a_call_is_kept(groups, program):
     group, other = groups
     in_ranks = [made.kept() for made in groups]  # the call of `kept` itself

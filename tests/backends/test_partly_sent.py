@@ -108,6 +108,7 @@ def test_a_full_queue_of_one_rank_is_its_failure_and_the_others_run_the_call(sta
     assert group.recorded() == [["half", "after"], ["half", "after"], ["after"]]
 
 
+@pytest.mark.nightly
 def test_ranks_that_run_a_call_which_one_rank_has_not_received_are_named(
     start_gated, tmp_path, monkeypatch
 ):
@@ -121,6 +122,7 @@ def test_ranks_that_run_a_call_which_one_rank_has_not_received_are_named(
     assert group.recorded() == [[], [], []]
 
 
+@pytest.mark.nightly
 def test_ranks_that_wait_for_it_in_a_collective_are_killed(start_gated, monkeypatch):
     """The rule for every rank that fails. Nothing is left that waits."""
     group = start_gated()
@@ -142,6 +144,7 @@ def test_the_first_rank_cannot_be_called(start_gated, monkeypatch):
     assert group.recorded() == [[], [], []]
 
 
+@pytest.mark.nightly
 def test_a_rank_without_the_call_has_no_ticket_for_it(start_gated, monkeypatch):
     """Its next call would wait for the missing one."""
     group = start_gated(GatedCoroutines)
@@ -154,6 +157,7 @@ def test_a_rank_without_the_call_has_no_ticket_for_it(start_gated, monkeypatch):
     assert group.recorded() == [["first", "half", "last"], ["first", "last"], ["first", "last"]]
 
 
+@pytest.mark.nightly
 def test_a_generator_is_ended_if_a_later_rank_cannot_be_called(start_gated, monkeypatch):
     group = start_gated()
     with monkeypatch.context() as patched:
@@ -186,6 +190,7 @@ def test_a_call_that_is_cancelled_at_once_leaves_no_gap(start_gated, tmp_path, m
         group.record("argument", cancelled)
 
 
+@pytest.mark.nightly
 def test_a_wait_ends_when_another_thread_cancels_the_call(start_gated, tmp_path):
     group = start_gated()
     gate = tmp_path / "gate"
@@ -200,6 +205,7 @@ def test_a_wait_ends_when_another_thread_cancels_the_call(start_gated, tmp_path)
     assert group.recorded() == [[]] * 3
 
 
+@pytest.mark.nightly
 def test_other_threads_can_call_while_the_ranks_of_a_failed_call_are_waited_for(
     start_gated, monkeypatch
 ):

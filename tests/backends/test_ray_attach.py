@@ -32,6 +32,7 @@ from quadriga.errors import (
 )
 
 
+@pytest.mark.nightly
 def test_attaching_to_a_busy_rank_says_so(pool, monkeypatch):
     group = group_on(pool, Faulty)
     monkeypatch.setattr(start, "ATTACH_TIMEOUT_S", 3.0)

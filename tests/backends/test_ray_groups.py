@@ -100,6 +100,7 @@ def test_a_process_asks_for_a_share_of_a_device():
     assert npu["resources"] == {"NPU": 0.25}
 
 
+@pytest.mark.nightly
 def test_names_of_ranks_and_a_name_that_is_taken(pool):
     group = group_on(pool, name_prefix="run_", register_center=True)
     assert group.worker_names == [f"run_Adder_0:{i}" for i in range(4)]
@@ -135,6 +136,7 @@ def test_groups_started_at_once_have_ports_of_their_own(pool):
         group.shutdown()
 
 
+@pytest.mark.nightly
 def test_a_group_and_a_single_rank_share_the_places_of_a_group(pool):
     first = group_on(pool, Adder, 1)
     beside = group_on(None, Adder, 2, sharing_with=first)

@@ -22,6 +22,7 @@ from field_workers import (
     fields,
 )
 
+from group_fixtures import ray_nightly
 from quadriga.backends.ray import store
 from quadriga.backends.ray.store import Result, ResultStore, is_plain_batch, opened
 from quadriga.backends.ray.submission import is_plain
@@ -32,6 +33,7 @@ from quadriga.protocol.storage import traffic
 from quadriga.protocol.values import same as same_parts
 
 KB, MB = 2**10, 2**20
+INTERLEAVING = pytest.param(Interleaving, marks=pytest.mark.nightly)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,7 @@ def owners(data: DataProto) -> set[str]:
     return {handle.location.ref.owner_address() for handle in handles}
 
 
-@pytest.mark.parametrize("worker", [Fields, Interleaving])
+@pytest.mark.parametrize("worker", [Fields, INTERLEAVING])
 def test_every_call_of_a_method_gives_the_same(start, worker):
     group = start(worker, 2)
     for _ in range(3):
@@ -78,6 +80,7 @@ def test_fields_are_passed_from_call_to_call_and_in_futures(start):
             assert sums == {"one": one, "two": 2 * one, "small": 150.0, "three": 3 * one}
 
 
+@ray_nightly
 def test_a_future_that_has_arrived_is_split_as_its_batch(start, monkeypatch):
     """A reader then receives handles of its own shards, not of all results."""
     makers, readers = start(Fields, 2), start(Fields, 3)
@@ -107,6 +110,7 @@ def test_several_batches_in_one_result(start):
                 check(data, rows)
 
 
+@ray_nightly
 def test_a_method_that_fails_after_it_has_made_fields(start, monkeypatch):
     """The error is shown once: Ray logs an error in a return that is never read."""
     logged = []
@@ -142,7 +146,9 @@ def made_by(group) -> dict[str, tuple[DataProto, list[int]]]:
     return found
 
 
-@pytest.mark.parametrize("worker", [Fields, Apart, Interleaving])
+@pytest.mark.parametrize(
+    "worker", [Fields, pytest.param(Apart, marks=pytest.mark.nightly), INTERLEAVING]
+)
 def test_results_of_every_call_belong_to_the_caller_and_outlive_the_worker(ray_backend, worker):
     """The first call and later ones; one object and several; streams; rows that were received."""
     pool = ray_backend.resource_pool([2], use_gpu=False)
@@ -160,6 +166,7 @@ def test_results_of_every_call_belong_to_the_caller_and_outlive_the_worker(ray_b
     pool.release()
 
 
+@pytest.mark.nightly
 def test_fields_that_a_worker_called_for_are_lost_with_that_worker(ray_backend):
     """They belong to it, because it is the caller."""
     pools = [ray_backend.resource_pool([n], use_gpu=False) for n in (2, 1)]
@@ -181,6 +188,7 @@ def test_fields_that_a_worker_called_for_are_lost_with_that_worker(ray_backend):
         pool.release()
 
 
+@pytest.mark.nightly
 def test_a_method_is_called_with_as_many_returns_as_its_fields_fill(ray_backend):
     """Two objects are at first one return, then two; a method without fields has none."""
     pool = ray_backend.resource_pool([2], use_gpu=False)
@@ -254,6 +262,7 @@ def test_bytes_and_plain_values_come_back_unchanged(echo, value):
     assert echo.echo(value) == [value] * 2
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("worker", [Echo, AsyncEcho])
 def test_a_rank_that_is_called_directly_gives_values(ray_backend, worker):
     pool = ray_backend.resource_pool([1], use_gpu=False)

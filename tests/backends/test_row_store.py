@@ -89,6 +89,7 @@ def rows(count):
     return DataProto.from_dict({"row": torch.arange(count)})
 
 
+@pytest.mark.nightly
 def test_ranks_that_read_each_others_rows_at_the_same_time_do_not_wait_for_each_other(near):
     data = near.make(rows(8))
     data.reorder(np.array([7, 0, 6, 1, 5, 2, 4, 3]))

@@ -81,7 +81,7 @@ def prompts(n: int) -> DataProto:
     return DataProto.from_dict({"row": torch.arange(n)})
 
 
-@pytest.mark.parametrize("cls", [Rows, AsyncRows])
+@pytest.mark.parametrize("cls", [Rows, pytest.param(AsyncRows, marks=pytest.mark.nightly)])
 def test_each_rank_receives_its_rows(groups, always, cls):
     made = groups(Rows).make.submit(prompts(4))  # 0 1 1 2 3 3
     expected = [([0, 1, 1], [0.0, 1.0, 1.0]), ([2, 3, 3], [2.0, 3.0, 3.0])]
@@ -150,7 +150,7 @@ def test_a_length_that_does_not_divide_is_an_error_of_the_call(groups, always):
     assert isinstance(caught.value.__cause__, LengthError)
 
 
-@pytest.mark.parametrize("failing_first", [False, True])
+@pytest.mark.parametrize("failing_first", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_the_first_failure_ends_the_wait_for_every_future(
     ray_backend, groups, always, failing_first
 ):

@@ -70,6 +70,7 @@ def group(ray_backend):
     pool.release()
 
 
+@pytest.mark.nightly
 def test_a_rank_that_writes_a_checkpoint_survives_the_failure_of_a_peer(group):
     with pytest.raises(WorkerMethodError, match="no space left") as caught:
         group.save_unless(1, 12)

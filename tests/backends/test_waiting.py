@@ -65,6 +65,7 @@ def raised_soon(call, match: str) -> WorkerMethodError:
     return caught.value
 
 
+@pytest.mark.nightly
 def test_a_failed_rank_ends_the_wait_of_the_rank_that_receives_its_future(taking, unequal):
     """Rank 0 never returns, so a wait for one result after the other would never end."""
     future = unequal().make.submit(batch(), fails=1)
@@ -72,7 +73,10 @@ def test_a_failed_rank_ends_the_wait_of_the_rank_that_receives_its_future(taking
     assert error.role == "taking" and error.__cause__.rank == 1
 
 
-@pytest.mark.parametrize("kind", ["arguments", "keywords", "list"])
+@pytest.mark.parametrize(
+    "kind",
+    ["arguments", *(pytest.param(k, marks=pytest.mark.nightly) for k in ("keywords", "list"))],
+)
 def test_a_failed_future_ends_the_wait_for_another_argument(taking, unequal, kind):
     running, failing = unequal().make.submit(batch()), unequal().make.submit(batch(), fails=0)
     calls = {
@@ -83,6 +87,7 @@ def test_a_failed_future_ends_the_wait_for_another_argument(taking, unequal, kin
     raised_soon(calls[kind], r"KeyError in unequal\.make, rank 0 of 2")
 
 
+@pytest.mark.nightly
 def test_a_failed_future_ends_the_wait_for_a_joined_future(unequal):
     running, failing = unequal().make.submit(batch()), unequal().make.submit(batch(), fails=0)
     joined = DataProtoFuture.concat([running, failing])
@@ -160,6 +165,7 @@ def test_a_sent_result_keeps_the_rest_of_its_deadline():
     assert 40 < sent.expires - time.monotonic() <= 50
 
 
+@pytest.mark.nightly
 def test_a_future_is_done_when_one_of_its_ranks_has_failed(unequal):
     future = unequal().make.submit(batch(), fails=1)
     assert next(as_completed([future], timeout=SOON_S)) is future

@@ -114,6 +114,7 @@ def linked_folders():
     return set(Path(tempfile.gettempdir()).glob("quadriga-model-*"))
 
 
+@pytest.mark.nightly
 def test_the_ranks_of_a_node_map_the_same_memory(folder):
     links, shm = linked_folders(), set(os.listdir("/dev/shm"))
     ranks = [rank(folder, 3) for _ in range(3)]
@@ -129,6 +130,7 @@ def test_the_ranks_of_a_node_map_the_same_memory(folder):
     assert linked_folders() <= links and set(os.listdir("/dev/shm")) <= shm
 
 
+@pytest.mark.nightly
 def test_the_memory_is_offered_until_every_rank_has_it(folder):
     with load(folder) as first:
         assert first.name == "base"
@@ -269,6 +271,7 @@ def test_a_rank_that_may_not_open_all_files_is_named(folder):
     assert "of the 20 weight files" in text and "ulimit -n" in text
 
 
+@pytest.mark.nightly
 def test_a_reader_that_is_killed_is_replaced(folder):
     program = textwrap.dedent(
         """

@@ -61,6 +61,7 @@ def run_program(program: str, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ENDS)
 def test_a_run_that_code_of_the_user_ends_does_not_exit_with_0(name):
     code, status, message = ENDS[name]
@@ -125,6 +126,7 @@ def test_a_command_that_imports_the_file_has_code_2(tmp_path):
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("status", [256, -256, 2**40])
 @pytest.mark.parametrize("call", ["os._exit", "sys.exit"])
 def test_a_code_that_the_system_cuts_to_0_is_not_success(call, status):
@@ -140,6 +142,7 @@ def test_a_closed_connection_of_the_user_is_not_success():
     assert "the peer is gone" in done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("options", "status"), [("", 1), (", '--print-config'", 0)])
 def test_a_run_that_loses_the_reader_of_its_output_is_not_success(options, status):
     code = "while True:\n    print('step', flush=True)"
@@ -155,6 +158,7 @@ def test_a_run_that_loses_the_reader_of_its_output_is_not_success(options, statu
     assert ("standard output" in errors) == bool(status)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("argument", ["'text'", "-128"])
 def test_an_interrupt_with_another_argument_has_the_code_of_ctrl_c(argument):
     done = run_program(PROGRAM.format(code=f"raise KeyboardInterrupt({argument})"))

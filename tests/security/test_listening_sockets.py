@@ -96,6 +96,7 @@ def join_others(rank: int, ports: object) -> set[str]:
     return found
 
 
+@pytest.mark.nightly
 def test_a_joined_group_listens_on_loopback_only():
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager, context.Pool(2) as pool:
@@ -104,10 +105,12 @@ def test_a_joined_group_listens_on_loopback_only():
     assert found == [{"127.0.0.1"}, {"127.0.0.1"}]
 
 
+@pytest.mark.nightly
 def test_one_rank_listens_on_loopback_at_most():
     assert in_ranks({}, world_size=1)[0] <= {"127.0.0.1"}
 
 
+@pytest.mark.nightly
 def test_ranks_of_several_nodes_listen_on_the_address_of_their_node():
     address = own_address()
     if address is None:

@@ -136,6 +136,7 @@ pool.run([sample({name!r})])
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["hang", "hang_in_c"])
 def test_a_killed_controller_leaves_no_process(name):
     with subprocess.Popen(
@@ -217,6 +218,7 @@ def test_what_a_function_returns_can_be_written_as_text():
     assert outcomes[1].detail == "ValueError: half ?"
 
 
+@pytest.mark.nightly
 def test_a_message_that_is_begun_and_not_ended_holds_up_the_pool_for_a_bounded_time(monkeypatch):
     monkeypatch.setattr("quadriga.rewards.pool._RECEIVE_S", 1)
     outcomes = run("begin_a_message", 3, timeout_s=60)
@@ -260,18 +262,20 @@ def scores_of(name, numbers, **options):
     return scores, failed
 
 
-@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize("processes", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_a_function_cannot_end_the_controller(processes):
     program = f"print(scores_of('exit_at_two', [1, 2, 3], num_processes={processes}))"
     assert output_of(program) == "([1.0, 0.0, 3.0], 1.0)\n"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("processes", [0, 1])
 def test_the_message_of_an_exception_cannot_end_the_controller(processes):
     program = f"print(scores_of('raise_an_exit_as_text', [1, 2, 3], num_processes={processes}))"
     assert output_of(program) == "([1.0, 0.0, 3.0], 1.0)\n"
 
 
+@pytest.mark.nightly
 def test_a_copy_of_the_controller_ends_with_the_function():
     program = "print(scores_of('fork_and_return', [1, 2]), flush=True)"
     assert output_of(program) == "([1.0, 2.0], 0.0)\n"

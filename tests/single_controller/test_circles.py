@@ -11,6 +11,8 @@ from quadriga.backends import get_backend
 from quadriga.errors import CallTimeoutError
 from quadriga.single_controller import Dispatch, Worker, register
 
+pytestmark = pytest.mark.nightly
+
 
 class Player(Worker):
     """Passes a ball to the other player, who passes it back."""

@@ -20,6 +20,7 @@ class Reader(Worker):
         return self.at_start, os.environ.get("MINE"), os.environ["RANK"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("worker_env", "values"),
     [

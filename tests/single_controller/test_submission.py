@@ -61,6 +61,7 @@ def test_no_rank_runs_if_an_argument_of_one_rank_cannot_be_pickled(group, wrong)
     assert group.recorded() == [[1], [2], [3], [4]]
 
 
+@pytest.mark.nightly
 def test_ranks_with_the_same_arguments_have_one_encoding(group, monkeypatch):
     from quadriga.backends.ray import submission
 
@@ -99,6 +100,7 @@ def test_a_reference_to_an_object_arrives_as_the_object(group):
     assert array.shape == BALLAST.shape
 
 
+@pytest.mark.nightly
 def test_a_group_that_was_sent_to_another_process_is_called_from_both(group, start_on_ray):
     group.start_worker_aliveness_check(5.0)  # its thread stays in this process
     other = start_on_ray(Recorder, 1)
@@ -141,6 +143,7 @@ def test_cancelled_calls_keep_no_other_call_waiting(limited):
     limited.recorded()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("limited", [1, 2, 4], indirect=True)
 def test_small_calls_that_overtake_a_large_one_leave_it_room(limited, request):
     limit = request.node.callspec.params["limited"]

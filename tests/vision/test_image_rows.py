@@ -9,6 +9,7 @@ import pytest
 import torch
 import vision_cases as cases
 
+from group_fixtures import ray_nightly
 from quadriga.models.vision.rows import MultiModalRows
 from quadriga.protocol import DataProto, fields, pad_dataproto_to_divisor, unpad_dataproto
 from quadriga.single_controller import Dispatch, Worker, register
@@ -105,6 +106,7 @@ def test_reorder_and_balance_keep_them_together(folder):
     assert same(moved, data, ORDER)
 
 
+@ray_nightly
 def test_two_ranks_receive_the_images_and_positions_of_their_rows(batch, start):
     group = start(Reader)
     for data, order in ((batch, [*range(8)]), (batch.select_idxs(ORDER), ORDER)):

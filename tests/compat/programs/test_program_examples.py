@@ -24,6 +24,8 @@ from verl.trainer.ppo.core_algos import kl_penalty
 from verl.trainer.ppo.ray_trainer import ResourcePoolManager, Role
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
+pytestmark = pytest.mark.nightly
+
 HERE = Path(__file__).parent
 
 

@@ -38,6 +38,7 @@ def group(calculators):
     return calculators
 
 
+@pytest.mark.nightly
 def test_a_group_is_iterated_and_indexed(group):
     assert [ray.get(worker.tensor.remote(1)).tolist() for worker in group] == [[0.0], [1.0]]
     assert ray.get(group.workers[1].rank_plus.remote(1)) == 2
@@ -87,6 +88,7 @@ def traced(self, method_name, dispatch_fn, collect_fn, execute_fn, blocking):
     return type(method_name, (Functor,), {})()
 
 
+@pytest.mark.nightly
 def test_an_execute_mode_and_a_functor_of_ones_own(start, mode_workers):
     class Plain(RayWorkerGroup):
         execute_first_half = HalfGroup.execute_first_half
@@ -345,6 +347,7 @@ def test_a_function_of_the_driver_runs_in_the_workers(group):
     assert group.first(["kept", "whole"]) == (0, ["kept", "whole"])
 
 
+@pytest.mark.nightly
 def test_two_groups_on_parts_of_a_pool(cluster):
     pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
     held = RayClassWithInitArgs(ray.remote(Calculator))

@@ -75,6 +75,7 @@ class LengthTrainer(RayPPOTrainer):
         )
 
 
+@pytest.mark.nightly
 def test_a_loop_of_ones_own_in_a_subclass_of_the_trainer(cluster, settings):
     trainer = LengthTrainer(settings)
     assert trainer.tokenizer.pad_token_id is not None and trainer.val_dataloader is None

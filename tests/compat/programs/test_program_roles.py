@@ -84,6 +84,7 @@ class ReferenceRunner(TaskRunner):
         return ResourcePoolManager({"global_pool": [1], "ref_pool": [1]}, self.mapping)
 
 
+@pytest.mark.nightly
 def test_a_reference_that_a_runner_places_on_a_pool_of_its_own(
     cluster, settings, tmp_path, monkeypatch
 ):

@@ -40,6 +40,7 @@ def test_no_rank_runs_if_the_argument_of_one_cannot_be_pickled(counters):
     assert ray.get(counters.each([1, 2])) == [1, 2]
 
 
+@pytest.mark.nightly
 def test_a_call_of_all_ranks_is_sent_at_once(counters):
     """Without one lock for all ranks, the calls of two threads could have two orders."""
     held, lock = [], counters._ranks.lock
@@ -58,6 +59,7 @@ def test_a_call_of_all_ranks_is_sent_at_once(counters):
         assert len(held) == 1
 
 
+@pytest.mark.nightly
 def test_a_rank_to_which_a_call_cannot_be_sent_is_named(counters, monkeypatch):
     def refused(*sent):
         raise RuntimeError("the queue is full")

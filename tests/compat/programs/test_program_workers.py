@@ -53,6 +53,7 @@ def group(start_for_module):
     return start_for_module(Placed)
 
 
+@pytest.mark.nightly
 def test_the_private_attributes_of_a_worker(group):
     assert group.execute_all_sync("private") == [[0, 2, 0, 2], [1, 2, 1, 2]]
     assert group.execute_all_sync("public") == [[0, 2], [1, 2]]
@@ -115,6 +116,7 @@ def by_hand(cls, rank, prefix, **more):
     return ray.remote(num_cpus=0)(cls).options(runtime_env={"env_vars": variables}).remote()
 
 
+@pytest.mark.nightly
 def test_workers_made_by_hand_find_each_other(cluster):
     workers = [by_hand(Counted, rank, "hand") for rank in range(2)]
     places = ray.get([worker.place.remote() for worker in workers])
