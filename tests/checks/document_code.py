@@ -9,10 +9,11 @@ Markers are HTML comments on a line of their own:
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
-import subprocess
 import sys
+import types
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ FENCE = re.compile(r"^```(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)^```", re.MUL
 PYTHON = ("python", "python3", "py", "pycon")
 NOT_RUN = re.compile(r"<!-- not run: (?P<reason>.*?) -->\s*\Z", re.DOTALL)
 NEEDS_RAY = "<!-- needs: ray -->"
+PRELOADED = ("tensordict", "quadriga.trainer.ppo", "quadriga.models.tiny")
 TIME_LIMIT_S, RAY_TIME_LIMIT_S = 60, 170
 RAY_WITHOUT_MARKER = "this page imports ray; mark it with <!-- needs: ray -->"
 
@@ -66,26 +68,36 @@ def as_script(text: str) -> str:
 def run_page(page: Path, folder: Path) -> str:
     """Run the blocks of a page in `folder` by a process of its own. Return its errors, "" if none.
 
-    A process that exceeds the time limit is an error as well.
+    The process is a fork of one that has imported what most pages import. A process that exceeds
+    the time limit is an error as well.
     """
     text = page.read_text(encoding="utf-8")
-    script = folder / f"{page.stem}.py"
+    script, output = folder / f"{page.stem}.py", folder / "output.txt"
     script.write_text(as_script(text), encoding="utf-8")
+    output.touch()
     limit = RAY_TIME_LIMIT_S if NEEDS_RAY in text else TIME_LIMIT_S
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    try:
-        done = subprocess.run(
-            [sys.executable, script.name],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=limit,
-        )
-    except subprocess.TimeoutExpired as error:
-        return f"time limit of {limit} s exceeded\n{_text(error.stdout)}{_text(error.stderr)}"
-    return (done.stderr or f"exit code {done.returncode}") if done.returncode else ""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["document_code", *PRELOADED])
+    process = context.Process(target=_run_script, args=(script, output))
+    process.start()
+    process.join(limit)
+    late = process.is_alive()
+    process.kill()
+    process.join()
+    errors = output.read_text(encoding="utf-8", errors="replace")
+    if late:
+        return f"time limit of {limit} s exceeded\n{errors}"
+    return (errors or f"exit code {process.exitcode}") if process.exitcode else ""
 
 
-def _text(output: str | bytes | None) -> str:
-    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+def _run_script(script: Path, output: Path) -> None:
+    """Run a program as `python script.py` does, in its folder, with its output in a file."""
+    os.chdir(script.parent)
+    os.environ.update(OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0")
+    descriptor = os.open(output, os.O_WRONLY)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.argv, sys.path[0] = [script.name], str(script.parent)
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__file__ = str(script)
+    exec(compile(script.read_text(encoding="utf-8"), script.name, "exec"), vars(main))

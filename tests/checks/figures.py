@@ -14,7 +14,7 @@ import io
 import json
 import re
 import tokenize
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from source_tree import PACKAGE, ROOT, SourceFile, package_files
 
@@ -35,7 +35,7 @@ def code_lines(file: SourceFile) -> int:
     """The number of lines that are neither blank, nor comment, nor part of a docstring."""
     described = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings: set[int] = set()
-    for node in ast.walk(file.tree):
+    for node in _statements(file.tree):
         if isinstance(node, described) and ast.get_docstring(node, clean=False) is not None:
             docstring = node.body[0]
             docstrings.update(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
@@ -43,6 +43,14 @@ def code_lines(file: SourceFile) -> int:
         bool(text) and not text.startswith("#") and number not in docstrings
         for number, text in enumerate(map(str.strip, file.text.splitlines()), start=1)
     )
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """The module and its statements, without the expressions in them."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield from _statements(child)
 
 
 def comment_count(file: SourceFile) -> int:

@@ -18,7 +18,7 @@ import ast
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from source_tree import Import, SourceFile, imports, module_name
+from source_tree import PACKAGE, ROOT, Import, SourceFile, imports, module_name
 
 Graph = Mapping[str, Mapping[str, str]]
 """{module: {imported module: "file:line" of the import}}."""
@@ -42,7 +42,7 @@ class _Module:
 
     @property
     def edges(self) -> list[Import]:
-        return [found for found in self.imports if not (self.is_lazy and found.types_only)]
+        return [found for found in self.imports if not (found.types_only and self.is_lazy)]
 
 
 def import_graph(files: Iterable[SourceFile]) -> dict[str, dict[str, str]]:
@@ -71,6 +71,24 @@ def _resolve(
         if found.name == name:
             return _resolve(found.module, name, modules, visited | {module}) or module
     return module
+
+
+def folder_edges(files: Iterable[SourceFile]) -> dict[tuple[str, str], list[str]]:
+    """Return {(importing folder, imported folder): ["module -> module", …]}.
+
+    Names of folders are relative to the package; "." is its root. The `__init__` of a folder
+    belongs to it.
+    """
+    files = list(files)
+    root = PACKAGE.relative_to(ROOT).as_posix()
+    folder = {module_name(f): f.folder.removeprefix(root).strip("/") or "." for f in files}
+    edges: dict[tuple[str, str], list[str]] = {}
+    for module, imported in import_graph(files).items():
+        for other in imported:
+            if folder[module] != folder[other]:
+                pair = folder[module], folder[other]
+                edges.setdefault(pair, []).append(f"{module} -> {other}")
+    return edges
 
 
 def circles(graph: Graph) -> list[list[str]]:

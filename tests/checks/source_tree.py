@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +52,7 @@ class Import:
     types_only: bool = False
 
 
+@cache
 def read(path: Path) -> SourceFile:
     return SourceFile(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
 
