@@ -24,10 +24,10 @@ LIMITS = {
     "code lines of the tests": 36_000,
 }
 STILL = {
-    LINES: 51_033,
+    LINES: 50_865,
     FILES: 335,
-    "code lines without compat/verl": 47_531,
-    "code lines of the tests": 45_720,
+    "code lines without compat/verl": 47_363,
+    "code lines of the tests": 45_693,
 }
 """What is over its limit today. Numbers are lowered, never raised; a row within its limit goes."""
 
