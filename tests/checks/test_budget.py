@@ -24,10 +24,10 @@ LIMITS = {
     "code lines of the tests": 36_000,
 }
 STILL = {
-    LINES: 50_865,
-    FILES: 335,
-    "code lines without compat/verl": 47_363,
-    "code lines of the tests": 45_693,
+    LINES: 50_674,
+    FILES: 332,
+    "code lines without compat/verl": 47_172,
+    "code lines of the tests": 45_107,
 }
 """What is over its limit today. Numbers are lowered, never raised; a row within its limit goes."""
 

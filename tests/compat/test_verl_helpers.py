@@ -244,7 +244,6 @@ ray.shutdown()
 
 
 @pytest.mark.nightly
-@pytest.mark.nightly
 def test_a_hook_of_ray_provides_the_modules_in_processes_without_a_group():
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     run = subprocess.run(

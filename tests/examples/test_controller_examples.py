@@ -95,7 +95,6 @@ def test_detached_group(example, backend_name):
 
 
 @pytest.mark.nightly
-@pytest.mark.nightly
 def test_an_example_runs_as_a_script():
     run = subprocess.run(
         [sys.executable, str(FOLDER / "accumulator.py"), "ray"],

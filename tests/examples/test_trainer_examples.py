@@ -36,7 +36,6 @@ def reward_model(monkeypatch):
 
 
 @pytest.mark.nightly
-@pytest.mark.nightly
 def test_a_reward_model_as_a_role_scores_training_and_validation(reward_model):
     local = reward_model.main("local")
     assert [step["step"] for step in local] == [0, 1, 2]
