@@ -39,7 +39,7 @@ from quadriga.algorithms.policy_losses import (  # noqa: E402
     select_tokens,
 )
 from quadriga.algorithms.value_loss import value_loss  # noqa: E402
-from quadriga.models.log_probs.log_prob import log_probs_and_entropy  # noqa: E402
+from quadriga.models.log_probs import log_probs_and_entropy  # noqa: E402
 
 TOLERANCE = 1e-6
 ONE = (

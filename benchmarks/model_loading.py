@@ -35,8 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, modeling_utils
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines import loading
 from quadriga.engines.fsdp import FSDPEngine
-from quadriga.models.weights.names import WeightNames
-from quadriga.models.weights.reader import TensorReader
+from quadriga.models.weights import TensorReader, WeightNames
 from quadriga.parallel.distributed import init_distributed
 
 RANKS = (2, 4)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from maths import inputs
 from quadriga.algorithms.advantages import compute_advantages
-from quadriga.models.log_probs.linear_log_prob import linear_log_probs, linear_loss
+from quadriga.models.log_probs import linear_log_probs
 from quadriga.parallel.balancing import get_seqlen_balanced_partitions
 
-FORMS = ("naive", "linear", "folded")
+FORMS = ("naive", "linear")
 
 
 def advantage_call(name: str) -> Callable[[], Any]:
@@ -41,8 +41,7 @@ def logits_call(form: str) -> Callable[[], tuple[Tensor, Tensor]]:
     """Return a function that computes a policy-gradient loss from hidden states, and its gradients.
 
     The loss needs log-probabilities and entropies. Forms: "naive" (logits, log-softmax, gather),
-    "linear" (`linear_log_probs`), "folded" (`linear_loss`). The function returns the gradients of
-    hidden states and weight.
+    "linear" (`linear_log_probs`). The function returns the gradients of hidden states and weight.
     """
     data = {key: torch.from_numpy(value) for key, value in inputs.logit_inputs().items()}
     hidden, weight, labels = data["hidden"], data["weight"], data["labels"]
@@ -54,9 +53,7 @@ def logits_call(form: str) -> Callable[[], tuple[Tensor, Tensor]]:
 
     def run() -> tuple[Tensor, Tensor]:
         hidden.grad = weight.grad = None
-        if form == "folded":
-            loss = linear_loss(hidden, weight, labels, loss_of).loss
-        elif form == "linear":
+        if form == "linear":
             loss = loss_of(*linear_log_probs(hidden, weight, labels), 0, count)
         else:
             log_p = torch.log_softmax(hidden @ weight.T, dim=-1)

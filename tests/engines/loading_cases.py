@@ -18,10 +18,10 @@ from quadriga.engines import loading
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.optimizers.rules import local_shard
 from quadriga.errors import ModelError
+from quadriga.models import weights as reader
 from quadriga.models.loading import load_value_model
 from quadriga.models.tiny import TinyModel, write_tiny_model
-from quadriga.models.weights import reader
-from quadriga.models.weights.names import WeightNames
+from quadriga.models.weights import WeightNames
 from rank_groups import run_ranks
 
 # 0.7 million parameters. 3 does not divide 970, so that shards on 3 ranks are uneven.

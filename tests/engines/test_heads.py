@@ -55,8 +55,8 @@ def test_reference_is_unchanged_and_has_no_gradient(folders):
 
 def test_fused_head_never_returns_all_logits(folders, monkeypatch):
     """The output layer returns targets × vocabulary logits, the fused head three columns."""
-    monkeypatch.setattr("quadriga.models.log_probs.linear_log_prob.CPU_TILE", 64)
-    monkeypatch.setattr("quadriga.models.log_probs.linear_full_kl._CPU_CHUNK", 64)
+    monkeypatch.setattr("quadriga.models.log_probs.CPU_TILE", 64)
+    monkeypatch.setattr("quadriga.models.log_probs._CPU_CHUNK", 64)
     largest = {}
     for fused in (True, False):
         case = HeadCase(packed=True, fused=fused)

@@ -18,7 +18,7 @@ from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.loading import check_trained_part
 from quadriga.errors import CheckpointError, ConfigError, ModelError
-from quadriga.models.adapters.lora import is_adapter
+from quadriga.models.adapters import is_adapter
 from quadriga.models.tiny import write_tiny_model
 
 LAYERS = 2

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.models import load_causal_lm
-from quadriga.models.stored_dtypes import StoredDtypes, stored_dtypes
 from quadriga.models.tiny import TinyModel, write_tiny_model
+from quadriga.models.weights import StoredDtypes, stored_dtypes
 
 SHAPE = TinyModel(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=48)
 

@@ -16,14 +16,21 @@ from transformers.core_model_loading import (
 )
 
 from quadriga.errors import ModelError
+from quadriga.models import weights as weights_of
+from quadriga.models.folder import StoredTensor
 from quadriga.models.loading import VALUE_HEAD_PREFIX, model_without_parameters
 from quadriga.models.tiny import TinyModel, write_tiny_model
-from quadriga.models.weight_files import StoredTensor
-from quadriga.models.weights import reader
-from quadriga.models.weights.finite import NotFinite, check_all_finite, count_not_finite
-from quadriga.models.weights.joined import JoinedTensor, joined_tensor, joins_experts
-from quadriga.models.weights.names import match_names
-from quadriga.models.weights.reader import TensorReader, stored_tensors
+from quadriga.models.weights import (
+    JoinedTensor,
+    NotFinite,
+    TensorReader,
+    check_all_finite,
+    count_not_finite,
+    joined_tensor,
+    joins_experts,
+    match_names,
+    stored_tensors,
+)
 
 SHAPE = TinyModel(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=24)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -45,10 +52,10 @@ def match(folder, *, value=False):
     return match_names(model, stored_tensors(folder), new_prefix=prefix)
 
 
-@pytest.mark.parametrize("dtype", reader.DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", weights_of.DTYPES.values(), ids=str)
 @pytest.mark.parametrize("piece", [8, 24, 2**20])
 def test_rows_are_read_in_pieces_and_cast(tmp_path, monkeypatch, dtype, piece):
-    monkeypatch.setattr(reader, "PIECE_BYTES", piece)
+    monkeypatch.setattr(weights_of, "PIECE_BYTES", piece)
     tensor = torch.arange(42).view(7, 6).to(dtype)
     save(tmp_path, {"a": torch.ones(3), "w": tensor, "x": torch.ones(5)})
     entry = stored_tensors(tmp_path)["w"]

@@ -14,7 +14,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig, TrainConfig
 from quadriga.engines import build_engine
 from quadriga.errors import ModelError, WorkerError
-from quadriga.models.adapters.lora import is_stored_part
+from quadriga.models.adapters import is_stored_part
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.rollout import build_rollout
 from quadriga.trainer.main import run_training

@@ -10,7 +10,7 @@ import torch
 import vision_cases as cases
 
 from group_fixtures import ray_nightly
-from quadriga.models.vision.rows import MultiModalRows
+from quadriga.models.images import MultiModalRows
 from quadriga.protocol import DataProto, fields, pad_dataproto_to_divisor, unpad_dataproto
 from quadriga.single_controller import Dispatch, Worker, register
 from quadriga.trainer import stages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import vision_cases as cases
@@ -160,16 +161,9 @@ def test_a_broken_image_is_one_line_with_file_and_row(overrides, tmp_path, capsy
 @pytest.mark.timeout(1800)
 def test_a_model_learns_to_name_the_colour_of_a_square(tmp_path, monkeypatch):
     """The commands of examples/recipes/train_images.yaml: from a quarter to most of the answers."""
-    import sys
-    from pathlib import Path
-
     root = Path(__file__).parents[2]
-    monkeypatch.syspath_prepend(str(root / "examples" / "trainer"))
-    monkeypatch.delitem(sys.modules, "squares", raising=False)
-    import squares
-
     monkeypatch.chdir(tmp_path)
-    squares.write_task(Path("squares"))
+    cases.squares.write_task(Path("squares"))
     assert main([
         "sft", "model.path=squares/base", "data.train_files=[squares/sft.parquet]",
         "data.train_batch_size=32", "optim.lr=2e-3", "trainer.total_training_steps=30",

@@ -20,8 +20,8 @@ from quadriga.data import PromptDataset, token_cache
 from quadriga.data.images import PromptImages, image_positions, read_image
 from quadriga.data.rows import Row
 from quadriga.errors import DataError
+from quadriga.models.images import image_tokens
 from quadriga.models.loading import load_causal_lm, load_tokenizer
-from quadriga.models.vision.processor import image_tokens
 from quadriga.protocol import fields
 from quadriga.trainer.checks.images import image_rules
 

@@ -12,9 +12,8 @@ from fake_rollout import full_abilities
 from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import ConfigError, FieldError, ModelError, RolloutAbilityError
+from quadriga.models.images import MultiModalRows, image_tokens
 from quadriga.models.loading import load_causal_lm, load_value_model
-from quadriga.models.vision.processor import image_tokens
-from quadriga.models.vision.rows import MultiModalRows
 from quadriga.models.vocabulary import check_stop_tokens
 from quadriga.protocol import fields
 from quadriga.rollout.base import RolloutEngine

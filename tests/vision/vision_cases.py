@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -14,24 +15,23 @@ from transformers import AutoConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalG
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig, SamplingConfig
 from quadriga.data import PromptDataset
 from quadriga.engines.fsdp import FSDPEngine
+from quadriga.models.images import MultiModalRows
 from quadriga.models.loading import load_tokenizer
-from quadriga.models.vision.rows import MultiModalRows
-from quadriga.models.vision.tiny import TinyVisionModel, write_tiny_vision_model
 from quadriga.protocol import DataProto, fields
 from quadriga.rollout.hf.engine import HFRollout
 from quadriga.trainer import stages
 from quadriga.trainer.checks.images import image_rules
 from quadriga.workers.generation import generate_batch, sampling_params
 
-SHAPE = TinyVisionModel(
-    hidden_size=32, num_heads=2, num_kv_heads=1, intermediate_size=48,
-    vision_size=16, vision_heads=2, initializer_range=0.2,
-)  # fmt: skip
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "trainer"))
+import squares
+
 QUESTION = "<image>which colour has it?"
 
 
 def write_model(folder: Path) -> None:
-    write_tiny_vision_model(folder, ["which colour has it? red green blue"] * 10, SHAPE)
+    texts = ["which colour has it? red green blue"] * 10
+    squares.write_vision_model(folder, texts, heads=2, initializer_range=0.2)
 
 
 def write_window_model(folder: Path, other: Path) -> None:

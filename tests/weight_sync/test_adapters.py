@@ -10,7 +10,7 @@ import torch
 from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig, RolloutConfig
 from quadriga.engines import build_engine
 from quadriga.errors import ConfigError, WorkerError
-from quadriga.models.adapters.lora import is_stored_part, merged, stored_part
+from quadriga.models.adapters import is_stored_part, merged, stored_part
 from quadriga.rollout import build_rollout, check_adapters, loads_adapters
 from quadriga.rollout.base import RolloutEngine, tensor_digest
 from quadriga.testing import write_reference_model

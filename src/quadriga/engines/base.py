@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quadriga.checkpoint.files import SavedFile
 from quadriga.checkpoint.shards import Block
-from quadriga.models.vision.rows import MultiModalRows
+from quadriga.models.images import MultiModalRows
 
 HeadKind = Literal["lm", "value", "score"]
 """What the model computes for a token: logits over the vocabulary, or one value. The head of a

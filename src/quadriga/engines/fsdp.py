@@ -68,11 +68,10 @@ from quadriga.engines.sharding import (
 from quadriga.engines.token_model import Images, TokenModel, check_batch, images_of
 from quadriga.engines.trained_part import check_frozen, dropout_on, frozen_scalars, merged_weights
 from quadriga.errors import ConfigError
-from quadriga.models.adapters.lora import export_adapter, is_adapter, scaled_part
+from quadriga.models.adapters import export_adapter, is_adapter, scaled_part
+from quadriga.models.images import MultiModalRows, copy_processor
 from quadriga.models.score_head import padding_token
-from quadriga.models.stored_dtypes import stored_dtypes
-from quadriga.models.vision.processor import copy_processor
-from quadriga.models.vision.rows import MultiModalRows
+from quadriga.models.weights import stored_dtypes
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import (
     SHARD,

@@ -30,7 +30,7 @@ from quadriga.engines.memory import PassMemory, TrainingUse, count_pass
 from quadriga.engines.optimizers.choice import rule_of_each, state_bytes
 from quadriga.engines.optimizers.muon import newton_schulz
 from quadriga.engines.tensor_parallel import divide_layers
-from quadriga.models.adapters.lora import BASE, is_adapter
+from quadriga.models.adapters import BASE, is_adapter
 from quadriga.models.memory import META, AllocationCounter, Bytes, EngineMemory, largest
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.model_ranks import ModelRanks

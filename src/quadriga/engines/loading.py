@@ -11,7 +11,7 @@ A model of 7 billion parameters has 28 GB in float32. Eight ranks of a node that
 keep their eighth need 224 GB of host memory; here each allocates 3.5 GB on its device, and 16 MiB
 on the host to read into.
 
-This needs tensors in the folder that make up the parameters (`models/weights/names.py`). If
+This needs tensors in the folder that make up the parameters (`models/weights.py`). If
 transformers computes them otherwise, each rank loads the whole model on the CPU.
 
 consumes      a model folder
@@ -52,7 +52,7 @@ from quadriga.engines.trained_part import (
     select_trained,
 )
 from quadriga.errors import ConfigError, ModelError
-from quadriga.models.adapters.lora import base_name
+from quadriga.models.adapters import base_name
 from quadriga.models.folder import has_tokenizer, local_folder
 from quadriga.models.loading import (
     VALUE_HEAD_PREFIX,
@@ -64,10 +64,16 @@ from quadriga.models.loading import (
     report_attention,
 )
 from quadriga.models.score_head import check_reward_model, classifier_name, without_bias
-from quadriga.models.weights.finite import NotFinite, check_all_finite, count_not_finite
-from quadriga.models.weights.joined import Source
-from quadriga.models.weights.names import WeightNames, match_names
-from quadriga.models.weights.reader import TensorReader, stored_tensors
+from quadriga.models.weights import (
+    NotFinite,
+    Source,
+    TensorReader,
+    WeightNames,
+    check_all_finite,
+    count_not_finite,
+    match_names,
+    stored_tensors,
+)
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import gather_over_ranks, rank
 from quadriga.parallel.model_ranks import ModelRanks, ShardMeshes

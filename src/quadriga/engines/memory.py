@@ -20,8 +20,7 @@ from quadriga.engines.base import EntropyUse, HeadKind
 from quadriga.engines.micro_batches import plan_micro_batches, select_rows
 from quadriga.engines.token_model import TokenModel
 from quadriga.errors import QuadrigaError
-from quadriga.models.log_probs.linear_log_prob import ACCELERATOR_TILE, CPU_TILE
-from quadriga.models.log_probs.log_prob import meta_entropies_have_gradients
+from quadriga.models.log_probs import ACCELERATOR_TILE, CPU_TILE
 from quadriga.models.memory import (
     META,
     AllocationCounter,
@@ -188,7 +187,7 @@ def pass_memory(
     stages: int = 1,
 ) -> PassMemory:
     """Compute the largest micro-batch of `rows` with a model on the meta device."""
-    with kernels_of(device_type), meta_entropies_have_gradients(rows.entropy == "gradient"):
+    with kernels_of(device_type, entropies_have_gradients=rows.entropy == "gradient"):
         model = TokenModel(
             module,
             head,

@@ -53,7 +53,7 @@ from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines.megatron.families import check_sizes
 from quadriga.engines.megatron.settings import sizes_of
 from quadriga.errors import ConfigError
-from quadriga.models.adapters.lora import base_name
+from quadriga.models.adapters import base_name
 from quadriga.models.architectures import architecture_of
 from quadriga.models.folder import local_folder
 from quadriga.models.loading import model_without_weights, read_config

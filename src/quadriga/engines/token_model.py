@@ -50,11 +50,8 @@ from quadriga.engines.trained_part import adapters_off
 from quadriga.errors import ConfigError
 from quadriga.models.architectures import takes_images
 from quadriga.models.cpu_linear import CpuLinear
-from quadriga.models.log_probs.linear_full_kl import linear_full_kl
-from quadriga.models.log_probs.linear_log_prob import linear_log_probs
-from quadriga.models.log_probs.log_prob import log_probs_and_entropy
-from quadriga.models.vision.processor import image_tokens_of
-from quadriga.models.vision.rows import GRIDS, PIXELS, MultiModalRows, check_images
+from quadriga.models.images import GRIDS, PIXELS, MultiModalRows, check_images, image_tokens_of
+from quadriga.models.log_probs import linear_full_kl, linear_log_probs, log_probs_and_entropy
 from quadriga.parallel.attention_blocks import PackedRows
 from quadriga.parallel.model_ranks import ModelRanks
 from quadriga.parallel.packing import PackedBatch, in_equal_slices, left_align, pack_rows

@@ -20,7 +20,7 @@ from quadriga.checkpoint.shards import block_of
 from quadriga.config.schema import ModelConfig
 from quadriga.engines.optimizers.rules import sharded_like
 from quadriga.errors import CheckpointError, ConfigError
-from quadriga.models.adapters.lora import (
+from quadriga.models.adapters import (
     BASE,
     Adapter,
     add_adapters,

@@ -5,12 +5,13 @@
 - `context_window`: how many tokens a model can compute.
 - `vocabulary`: whether the embedding has a row for every token id.
 - `loading`: tokenizers, causal language models and value models from a folder.
-- `weights`: read parts of a folder's tensors, and their names in the model.
-- `stored_dtypes`: the dtypes in which a folder holds its weights.
-- `tiny`: write a small model and its tokenizer.
+- `score_head`: the head of a reward model. `adapters`: LoRA, in PEFT's layers and format.
+- `weights`: read parts of a folder's tensors; their names in the model, and their dtypes.
 - `log_probs`: log-probabilities, entropy and KL, from logits or from hidden states.
-- `vision`: models of text and images.
-- `simulated`: models without weights, whose allocations are counted.
+- `images`: what a model of text and images needs beside its weights.
+- `tiny`: write a small model and its tokenizer.
+- `memory`: models without weights, whose allocations are counted.
+- `cpu_linear`: products by oneDNN.
 
 May import every package below `models` in docs/architecture.md. Names load when they are first
 used, so importing this package imports neither torch nor transformers.

@@ -79,7 +79,7 @@ EQUAL_LENGTHS = ("deepseek_v4", "falcon_mamba", "mamba", "minimax_m3_vl_text")
 """Padded rows, equal lengths."""
 
 VISION = ("qwen2_5_vl", "qwen2_vl")
-"""Models of text and images: padded rows, mixed lengths. `models/vision` says what they need."""
+"""Models of text and images: padded rows, mixed lengths. `images.py` says what they need."""
 
 REFUSED: dict[str, tuple[str, ...]] = {
     "it is an encoder, whose tokens attend to later tokens": (

@@ -10,13 +10,12 @@ Shapes: M rows (tokens), K inputs, N outputs.
 from __future__ import annotations
 
 import platform
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from quadriga.models.log_probs.softmax_tiles import SavedContext
+from quadriga.models.log_probs import SavedContext
 
 MIN_PRODUCTS = 2**20
 """Multiplications (M · K · N) of the smallest product that is given to oneDNN. Its calls cost some
@@ -74,23 +73,18 @@ def _is_large(rows: Tensor, weight: Tensor) -> bool:
     )
 
 
-class _LinearContext(SavedContext, Protocol):
-    has_bias: bool
-
-
 class _Linear(torch.autograd.Function):
     """rows [M, K] @ weight [N, K]ᵀ + bias [N]."""
 
     @staticmethod
-    def forward(ctx: _LinearContext, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: SavedContext, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.has_bias = bias is not None
         return _product(rows, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: _LinearContext, grad: Tensor
+        ctx: SavedContext, grad: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         rows, weight = ctx.saved_tensors
         of_rows = of_weight = of_bias = None
@@ -98,7 +92,7 @@ class _Linear(torch.autograd.Function):
             of_rows = _product(grad, weight.T)
         if ctx.needs_input_grad[1]:
             of_weight = _product_over_rows(grad, rows)
-        if ctx.has_bias and ctx.needs_input_grad[2]:
+        if ctx.needs_input_grad[2]:
             of_bias = grad.sum(0)
         return of_rows, of_weight, of_bias
 

@@ -1,19 +1,25 @@
 """Check that a folder holds a model, and read its end tokens.
 
-Nothing here loads weights or imports torch, so settings can be checked before a worker starts.
+Nothing here loads weights or imports torch, so settings can be checked before a worker starts. The
+check of sizes needs the headers of the weight files only, so it costs the same for any model, and
+it is made before anything is allocated.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from quadriga.config.paths import expand_home
 from quadriga.config.schema import ModelConfig
 from quadriga.errors import ModelError
 from quadriga.models.architectures import check_architecture
-from quadriga.models.weight_files import check_sizes, check_weight_files, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -165,3 +171,335 @@ def end_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple
         values = named if isinstance(named, list) else [named]
         ends.update(value for value in values if isinstance(value, int))
     return tuple(sorted(ends))
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """What the header of a safetensors file says about one tensor.
+
+    Attributes:
+        file: the name of the file in the folder.
+        dtype: as the format names it, for example "BF16".
+        shape: its sizes. Elements are in row-major order.
+        start: index in the file of its first byte.
+        stop: index in the file of the byte after its last one.
+    """
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
+"""A value as `json.loads` returns it."""
+
+_WEIGHTS = "model.safetensors"
+_WEIGHTS_INDEX = "model.safetensors.index.json"
+_MAX_JSON_BYTES = 64 * 2**20
+_MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors
+_RANK_FILE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+
+_MAX_LAYERS = 10_000
+_MAX_LABELS = 1_000_000
+_SLACK = 16
+"""How many times the numbers in the weights a product of sizes may be. Layers of a hybrid model
+differ, and quantized weights hold several numbers in one."""
+
+_REFUSED_KEYS = {
+    "transformers_weights": (
+        f"names other weights; only {_WEIGHTS} and the files of {_WEIGHTS_INDEX} are loaded. "
+        "Remove the key"
+    ),
+    "quantization_config": (
+        "asks for a library that quantizes weights, which can load kernels of the hub, and "
+        "quantized weights cannot be trained. Convert the model to bfloat16: load it with "
+        "transformers and dequantize=True, save it, and remove the key"
+    ),
+    "fusion_config": "replaces parts of transformers in the whole process. Remove the key",
+    "distributed_config": (
+        "changes how transformers saves the model; Quadriga distributes it by its own settings. "
+        "Remove the key"
+    ),
+}
+"""Keys of config.json that let transformers do something else than build the model and load its
+weights -> what they do, and what to do about it."""
+
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_PRODUCTS: tuple[tuple[tuple[str, ...], ...], ...] = (
+    (("vocab_size",), _HIDDEN),
+    (("n_positions",), _HIDDEN),
+    (_LAYERS, _HIDDEN, ("intermediate_size", "n_inner", "ffn_dim", "d_ff")),
+    (_LAYERS, _HIDDEN, _HEADS, ("head_dim",)),
+    (_LAYERS, _HIDDEN, ("num_key_value_heads",), ("head_dim",)),
+    (_LAYERS, _HIDDEN),
+    (_HIDDEN, _EXPERTS, ("moe_intermediate_size",)),
+    (_HIDDEN, _EXPERTS),
+    (_HIDDEN, _HEADS),
+)
+"""Products that the number of parameters reaches. Each factor is the first name that config.json
+has; a product with an absent factor is left out."""
+
+
+def read_json(folder: Path, name: str) -> Mapping[str, JsonValue]:
+    """Read a JSON object from a file of the folder.
+
+    Raises:
+        ModelError: the file is missing or too large, or it holds no JSON object.
+    """
+    path = folder / name
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise ModelError(
+                f"{path} has {path.stat().st_size} bytes; at most {_MAX_JSON_BYTES} are read",
+                path=str(folder),
+            )
+        content: JsonValue = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError):
+        raise ModelError(
+            f"{folder} is not a model folder: it has no {name}", path=str(folder)
+        ) from None
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}", path=str(folder)) from error
+    except RecursionError:
+        raise ModelError(f"{path} is not JSON: it is nested too deeply", path=str(folder)) from None
+    except ValueError as error:  # also wrong encodings, and numbers with too many digits
+        raise ModelError(f"{path} is not JSON: {error}", path=str(folder)) from None
+    if not isinstance(content, dict):
+        raise ModelError(
+            f"{path} must hold a JSON object, got {type(content).__name__}", path=str(folder)
+        )
+    return content
+
+
+def check_weight_files(folder: Path, config: Mapping[str, JsonValue]) -> None:
+    """Check that the weights are complete safetensors files and fit the sizes in config.json.
+
+    Raises:
+        ModelError: a file is missing, is no safetensors file or would be read from another place
+            than the folder; or config.json has a key of `_REFUSED_KEYS`, or describes a model that
+            is far larger than the weights.
+    """
+    for source in (config, *_sections(config)):
+        for key, why in _REFUSED_KEYS.items():
+            if source.get(key) is not None:
+                raise ModelError(f"{folder / 'config.json'}: {key!r} {why}", path=str(folder))
+    for path in sorted(folder.iterdir()):
+        if path.name == "adapter_config.json" or _RANK_FILE.fullmatch(path.name):
+            raise ModelError(
+                f"model folder {folder} has {path.name}, which would be loaded in place of "
+                f"{_WEIGHTS}; merge the adapter, or the files of the ranks, into {_WEIGHTS}",
+                path=str(folder),
+            )
+    stored = [t for name in weight_file_names(folder) for t in read_header(folder, name).values()]
+    tensors = len(stored)
+    numbers = sum(math.prod(tensor.shape) for tensor in stored)
+    for section in (config, *_sections(config)):
+        _check_products(folder, section, tensors, numbers)
+
+
+def check_sizes(folder: Path, config: Mapping[str, JsonValue]) -> None:
+    """Check that no size in config.json makes its reader build a list without bounds.
+
+    Raises:
+        ModelError: a size is not a positive integer, or there are too many layers or labels.
+    """
+    names = {name for product in _PRODUCTS for factor in product for name in factor}
+    for section in (config, *_sections(config)):
+        for name in sorted(names & section.keys()):
+            value = section[name]
+            # A list holds one value for each layer. Some configs say 0, or -1, for "none".
+            if value is not None and not isinstance(value, list):
+                least = 1 if name in (*_HIDDEN, *_HEADS, "vocab_size") else -1
+                if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                    raise ModelError(
+                        f"{folder / 'config.json'}: {name} must be an integer of at least {least}, "
+                        f"got {_short(value)}",
+                        path=str(folder),
+                    )
+        for names_of_count, most in ((_LAYERS, _MAX_LAYERS), (("num_labels",), _MAX_LABELS)):
+            for name in names_of_count:
+                value = section.get(name)
+                if isinstance(value, (int, float)) and value > most:
+                    raise ModelError(
+                        f"{folder / 'config.json'}: {name} is {_short(value)}; at most {most} are "
+                        "supported",
+                        path=str(folder),
+                    )
+
+
+def _check_products(
+    folder: Path, section: Mapping[str, JsonValue], tensors: int, numbers: int
+) -> None:
+    """Raise `ModelError` if the weights are far too few for a product of sizes."""
+    # vocab_size 10^12 and hidden_size 32 with weights of 50 000 numbers: the embedding alone would
+    # have 3.2 · 10^13 numbers, and 16 · 50 000 = 8 · 10^5.
+    found = _size(section, _LAYERS)
+    if found is not None and found[1] > tensors:
+        raise ModelError(
+            f"{folder / 'config.json'} describes {found[1]} layers ({found[0]}), but the weights "
+            f"hold {tensors} tensors",
+            path=str(folder),
+        )
+    for product in _PRODUCTS:
+        factors = [_size(section, names) for names in product]
+        known = [factor for factor in factors if factor is not None]
+        total = math.prod(value for _, value in known)
+        if len(known) == len(product) and total > _SLACK * max(numbers, 1):
+            formula = " × ".join(f"{name} {_short(value)}" for name, value in known)
+            raise ModelError(
+                f"{folder / 'config.json'} describes at least {formula} = {_short(total)} "
+                f"parameters, but the weights hold {numbers} numbers",
+                path=str(folder),
+            )
+
+
+def _size(section: Mapping[str, JsonValue], names: tuple[str, ...]) -> tuple[str, int] | None:
+    """Return the first of `names` that the section has as an integer, and its value."""
+    for name in names:
+        value = section.get(name)
+        if isinstance(value, int):
+            return name, value
+    return None
+
+
+def _sections(config: Mapping[str, JsonValue]) -> Iterator[Mapping[str, JsonValue]]:
+    """Yield the configs inside a config: of the text model, of an image encoder and so on."""
+    for name, value in config.items():
+        if name.endswith("_config") and isinstance(value, dict):
+            yield value
+            yield from _sections(value)
+
+
+def weight_file_names(folder: Path) -> list[str]:
+    """Return the names of the weight files, which are files of the folder itself.
+
+    Raises:
+        ModelError: a file is missing, or the index names a file that is not in the folder itself.
+    """
+    if (folder / _WEIGHTS).is_file():
+        return [_WEIGHTS]
+    if not (folder / _WEIGHTS_INDEX).is_file():
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
+        hint = (
+            "; its pickled weights are not loaded, because a pickle can run code: convert them to "
+            "safetensors"
+            if pickled
+            else ""
+        )
+        raise ModelError(f"model folder {folder} has no {_WEIGHTS}{hint}", path=str(folder))
+    weight_map = read_json(folder, _WEIGHTS_INDEX).get("weight_map")
+    shards = sorted({str(name) for name in weight_map.values()}) if _is_map(weight_map) else []
+    for name in shards:
+        if not re.fullmatch(r"[\w][\w.\-]*\.safetensors", name):
+            raise ModelError(
+                f"{folder / _WEIGHTS_INDEX} names the weight file {_short(name)}; only safetensors "
+                "files in the folder itself are loaded, because a pickle can run code",
+                path=str(folder),
+            )
+    absent = [name for name in shards if not (folder / name).is_file()]
+    if absent or not shards:
+        raise ModelError(
+            f"{len(absent)} of {len(shards)} weight files are missing from model folder {folder}"
+            + (f"; the first is {absent[0]}" if absent else ""),
+            path=str(folder),
+        )
+    return shards
+
+
+def _is_map(value: JsonValue) -> TypeGuard[dict[str, JsonValue]]:
+    return isinstance(value, dict)
+
+
+def read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file by their names. Reads no tensor.
+
+    The file starts with the length of the header (8 bytes, little-endian), then the header: a JSON
+    object of tensor name -> {"dtype", "shape", "data_offsets"}. The offsets count from the end of
+    the header.
+
+    Raises:
+        ModelError: the file cannot be read, or it is no safetensors file: also if it is not as long
+            as its header says, or if tensors overlap.
+    """
+    problem = ""
+    try:
+        with (folder / name).open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _MAX_HEADER_BYTES:
+                problem = f"its header would have {length} bytes"
+            else:
+                tensors = _tensors(name, file.read(length), 8 + length)
+                problem = _wrong_ranges(tensors, 8 + length, os.fstat(file.fileno()).st_size)
+                if not problem:
+                    return tensors
+    # OverflowError: a size of 1e400.
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ) as error:
+        problem = f"its header cannot be read ({type(error).__name__})"
+    except OSError as error:
+        problem = f"it cannot be read ({error.strerror})"
+    raise ModelError(
+        f"the model in {folder} cannot be loaded: {name} is not a safetensors file: {problem}",
+        path=str(folder),
+    )
+
+
+def _tensors(file: str, header: bytes, begin: int) -> dict[str, StoredTensor]:
+    """Return the tensors of a header that ends at byte `begin`. Raises what wrong JSON causes."""
+    entries = json.loads(header)
+    return {
+        tensor: StoredTensor(
+            file,
+            str(entry["dtype"]),
+            tuple(map(_natural, entry["shape"])),
+            *(begin + _natural(offset) for offset in entry["data_offsets"]),
+        )
+        for tensor, entry in entries.items()
+        if tensor != "__metadata__"
+    }
+
+
+def _natural(value: object) -> int:
+    """Return a size or an offset of a header. Raises `ValueError` if it is none."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no size")
+    return value
+
+
+def _wrong_ranges(tensors: Mapping[str, StoredTensor], begin: int, size: int) -> str:
+    """Return what is wrong with the ranges of bytes of tensors, or the size of their file.
+
+    The tensors fill the file from byte `begin` to its end. Where they do not, the library
+    safetensors refuses the file, and a tensor would be read from the bytes of another one.
+    """
+    end, last = begin, ""
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if tensor.start != end or tensor.stop < end:
+            after = f"tensor {last!r} ends" if last else "its header ends"
+            return (
+                f"tensor {name!r} has the bytes {tensor.start} to {tensor.stop}, and {after} at "
+                f"byte {end}"
+            )
+        end, last = tensor.stop, name
+    if size != end:
+        return f"it has {size} bytes, and its header describes {end}"
+    return ""
+
+
+def _short(value: JsonValue) -> str:
+    """Return the value as text of at most 40 characters."""
+    if isinstance(value, int) and abs(value) >= 10**15:
+        return f"about 10^{int(math.log10(abs(value)))}"
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}…"

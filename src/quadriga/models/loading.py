@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,14 +27,15 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.integrations import hub_kernels
+from transformers.modeling_layers import GenericForTokenClassification
+from transformers.modeling_outputs import TokenClassifierOutput
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from quadriga.errors import ModelError
 from quadriga.models.architectures import takes_images
 from quadriga.models.cpu_linear import use_cpu_linear
 from quadriga.models.folder import check_model_folder, local_folder
-from quadriga.models.token_classifiers import token_classifier
-from quadriga.models.weights.finite import check_all_finite, count_not_finite
+from quadriga.models.weights import check_all_finite, count_not_finite
 from quadriga.observability.quiet import quiet_libraries
 from quadriga.parallel.device import DTYPES, ComputeDtypeName
 from quadriga.parallel.node_memory import folder_in_memory
@@ -398,3 +400,67 @@ def model_errors(folder: Path, what: str) -> Iterator[None]:
         raise ModelError(
             f"the {what} in {folder} cannot be loaded: {text[:400]}", path=str(folder)
         ) from error
+
+
+_REFUSED = {
+    "falcon_h1": "transformers fills constants of its layers only in its causal language model",
+}
+"""Architecture -> why it cannot have a head."""
+
+
+class CausalTokenClassifier(GenericForTokenClassification):
+    """A backbone and the linear layer `score`, whose outputs are the logits."""
+
+    @classmethod
+    def from_config(
+        cls, config: PretrainedConfig, *, dtype: torch.dtype | None = None, **_: object
+    ) -> PreTrainedModel:
+        """Return the model with random weights, as the auto classes do."""
+        kind: Any = cls  # a class that `_made` returns also derives from `PreTrainedModel`
+        model: PreTrainedModel = kind._from_config(config, dtype=dtype)
+        return model
+
+    def forward(self, input_ids: Tensor | None = None, **inputs: Any) -> TokenClassifierOutput:
+        """Compute `logits` [B, T, labels]. `inputs`: further inputs of the backbone."""
+        backbone = getattr(self, self.base_model_prefix)
+        hidden = backbone(input_ids, **inputs).last_hidden_state
+        return TokenClassifierOutput(logits=self.score(self.dropout(hidden)))
+
+
+def token_classifier(config: PretrainedConfig) -> type[Any]:
+    """Return the class that loads a token classifier: an auto class, or one that is made here.
+
+    Raises:
+        ModelError: the architecture cannot have one.
+    """
+    if config.model_type in _REFUSED:
+        raise ModelError(
+            f"a model of type {config.model_type!r} cannot have a head for values or scores: "
+            f"{_REFUSED[config.model_type]}; choose another model, or an advantage estimator "
+            "without a critic, such as grpo",
+            path=str(config.name_or_path),
+        )
+    kind: Any = type(config)
+    own: Any = AutoModelForTokenClassification._model_mapping
+    if kind in own and issubclass(own[kind], GenericForTokenClassification):
+        return AutoModelForTokenClassification
+    if kind not in AutoModelForCausalLM._model_mapping:  # of the code of its folder, or no model
+        return AutoModelForTokenClassification
+    return _made(kind)
+
+
+@cache
+def _made(kind: Any) -> type[Any]:
+    """Return the token classifier of a class of configs."""
+    language_model: Any = AutoModelForCausalLM._model_mapping[kind]
+    base = next(cls for cls in language_model.__mro__ if PreTrainedModel in cls.__bases__)
+    name = language_model.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    return type(
+        f"{name}ForTokenClassification",
+        (CausalTokenClassifier, base),
+        {
+            "config_class": kind,
+            "base_model_prefix": language_model.base_model_prefix,
+            "__module__": __name__,
+        },
+    )

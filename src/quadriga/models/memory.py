@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from quadriga.models.log_probs.softmax_tiles import meta_tensors_stand_for_cpu
+from quadriga.models.log_probs import meta_tensors
 
 META = torch.device("meta")
 Bytes = Mapping[str, int]
@@ -259,9 +259,13 @@ class DeviceKernels(TorchFunctionMode):
 
 
 @contextmanager
-def kernels_of(device_type: str) -> Iterator[None]:
+def kernels_of(device_type: str, *, entropies_have_gradients: bool = True) -> Iterator[None]:
     """Let meta tensors be computed as on a device of this type, within the block."""
-    with meta_tensors_stand_for_cpu(device_type == "cpu"), DeviceKernels(device_type):
+    on_cpu = device_type == "cpu"
+    with (
+        meta_tensors(stand_for_cpu=on_cpu, entropies_have_gradients=entropies_have_gradients),
+        DeviceKernels(device_type),
+    ):
         yield
 
 

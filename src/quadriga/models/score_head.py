@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig, P
 
 from quadriga.errors import ModelError
 from quadriga.models.loading import VALUE_HEAD, load_tokenizer, read_config
-from quadriga.models.weights.reader import stored_tensors
+from quadriga.models.weights import stored_tensors
 
 
 def without_bias(model: PreTrainedModel) -> PreTrainedModel:

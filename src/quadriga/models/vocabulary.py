@@ -64,7 +64,7 @@ def check_stop_tokens(
     """
     if not stop_token_ids:
         return
-    from quadriga.models.vision.processor import image_tokens
+    from quadriga.models.images import image_tokens
 
     folder = local_folder(path)
     rows = _rows(folder, trust_remote_code=trust_remote_code)

@@ -78,7 +78,7 @@ class StageFields:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Every field that the stage may read. Positions come with images; see
-        `models.vision.rows`."""
+        `models.images`."""
         of_images = (POSITION_IDS,) if MULTI_MODAL_INPUTS in self.reads_if_present else ()
         return (*self.reads, *self.reads_if_present, *of_images)
 

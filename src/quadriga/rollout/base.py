@@ -23,7 +23,7 @@ from quadriga.rollout.abilities import (
 )
 
 if TYPE_CHECKING:
-    from quadriga.models.vision.rows import MultiModalRows
+    from quadriga.models.images import MultiModalRows
     from quadriga.parallel.layouts import Box
 
 FinishReason = Literal["stop", "length"]

@@ -27,7 +27,7 @@ from quadriga.errors import (
     RolloutOutputError,
     RolloutTimeoutError,
 )
-from quadriga.models.vision.rows import MultiModalRows
+from quadriga.models.images import MultiModalRows
 from quadriga.parallel.layouts import Box
 from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams, tensor_digest
 from quadriga.rollout.checks import OutputCheck, check_request, check_sequences

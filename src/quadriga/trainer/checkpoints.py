@@ -242,7 +242,7 @@ def images_digest(model: ModelConfig, files: Sequence[str], image_key: str | Non
         DataError: a data file cannot be read.
     """
     from quadriga.data.images import image_files
-    from quadriga.models.vision.processor import image_tokens
+    from quadriga.models.images import image_tokens
 
     trusted = model.trust_remote_code
     if not (image_key and files and model.path):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from quadriga.config.schema import WeightTransport
 from quadriga.engines.base import TrainEngine, WeightPart
 from quadriga.errors import WorkerError
-from quadriga.models.adapters.lora import is_stored_part
+from quadriga.models.adapters import is_stored_part
 from quadriga.parallel.distributed import gather_over_ranks, local_device, rank, world_size
 from quadriga.parallel.layouts import Box, Layout, replicated_layout, stored_box, whole
 from quadriga.rollout.abilities import RolloutAbilities

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from quadriga.engines.base import LOG_PROBS, TrainEngine
 from quadriga.errors import WorkerError
-from quadriga.models.adapters.lora import is_stored_part
+from quadriga.models.adapters import is_stored_part
 from quadriga.parallel.layouts import Box, count, slices, split
 from quadriga.protocol import fields
 from quadriga.rollout.abilities import RolloutAbilities

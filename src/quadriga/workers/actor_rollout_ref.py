@@ -169,7 +169,7 @@ class ActorRolloutRefWorker(PolicyWeights):
 
         Reads the fields `COMPUTE_LOG_PROB.reads`.
         """
-        from quadriga.models.vision.rows import MultiModalRows
+        from quadriga.models.images import MultiModalRows
 
         actor = self.config.actor
         outputs = self._engine("actor").forward(
@@ -195,7 +195,7 @@ class ActorRolloutRefWorker(PolicyWeights):
 
         Reads the fields `COMPUTE_REF_LOG_PROB.reads`.
         """
-        from quadriga.models.vision.rows import MultiModalRows
+        from quadriga.models.images import MultiModalRows
 
         outputs = self._engine("ref").forward(
             {key: data.batch[key] for key in COMPUTE_REF_LOG_PROB.reads},

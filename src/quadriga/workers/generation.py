@@ -13,7 +13,7 @@ from quadriga.workers.method_fields import GENERATE_SEQUENCES
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quadriga.models.vision.rows import MultiModalRows
+    from quadriga.models.images import MultiModalRows
     from quadriga.rollout.base import RolloutEngine, SamplingParams
 
 SamplingMode = Literal["train", "val", "greedy"]
@@ -75,7 +75,7 @@ def generate_batch(
     """
     import torch
 
-    from quadriga.models.vision.rows import MultiModalRows
+    from quadriga.models.images import MultiModalRows
     from quadriga.rollout.guard import GuardedRollout
 
     if not isinstance(engine, GuardedRollout):  # of a worker class of the user
@@ -150,8 +150,8 @@ def special_tokens(model: ModelConfig) -> tuple[int, tuple[int, ...], tuple[int,
     """
     from quadriga.data.conversations import turn_end_ids
     from quadriga.models.folder import end_token_ids
+    from quadriga.models.images import image_tokens
     from quadriga.models.loading import load_tokenizer
-    from quadriga.models.vision.processor import image_tokens
 
     tokenizer = load_tokenizer(
         model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code

@@ -14,7 +14,7 @@ from torch import Tensor
 from quadriga.config.schema import ActorConfig, CriticConfig
 from quadriga.engines.base import SKIPPED_STEPS
 from quadriga.errors import FieldError, LengthError
-from quadriga.models.vision.rows import MultiModalRows
+from quadriga.models.images import MultiModalRows
 from quadriga.protocol import DataProto, fields
 from quadriga.protocol.dataproto import padding_marks, padding_rows
 from quadriga.workers.method_fields import UPDATE_ACTOR, UPDATE_CRITIC

@@ -38,14 +38,14 @@ class Guard:
 GUARDS = (
     Guard(
         "pickled weights named in the index",
-        "models/weight_files.py",
+        "models/folder.py",
         r"""if not re.fullmatch(r"[\w][\w.\-]*\.safetensors", name):""",
         "if False:",
         f"{WEIGHTS}::test_pickle_named_in_the_index_runs_no_code",
     ),
     Guard(
         "keys of config.json that reach other loaders",
-        "models/weight_files.py",
+        "models/folder.py",
         "if source.get(key) is not None:",
         "if False:",
         f"{WEIGHTS}::test_keys_of_config_that_reach_other_loaders_are_refused",
@@ -73,7 +73,7 @@ GUARDS = (
     ),
     Guard(
         "weights that are not finite",
-        "models/weights/finite.py",
+        "models/weights.py",
         " for name, count in counts.items() if count.nan or count.infinite}\n",
         " for name, count in counts.items() if False}\n",
         f"{WEIGHTS}::test_weights_that_are_not_finite_are_named",

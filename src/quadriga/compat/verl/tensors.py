@@ -18,8 +18,8 @@ from quadriga.backends.ray.programs import is_reference
 from quadriga.compat.verl.controller.decorator import DataProtoFuture
 from quadriga.compat.verl.tensordicts import chunk_tensordict, concat_tensordict
 from quadriga.errors import FieldError, InputError, LengthError
-from quadriga.models.log_probs import log_prob
-from quadriga.models.log_probs.log_prob import entropy_from_logits
+from quadriga.models import log_probs
+from quadriga.models.log_probs import entropy_from_logits
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -49,7 +49,7 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
 
     `inplace_backward` is ignored: the backward pass never writes into the logits.
     """
-    return log_prob.log_probs_from_logits(logits, labels)
+    return log_probs.log_probs_from_logits(logits, labels)
 
 
 def get_response_mask(

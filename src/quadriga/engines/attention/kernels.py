@@ -26,7 +26,6 @@ size, Dv size of a value.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from quadriga.engines.attention.masks import Scoring
-from quadriga.models.log_probs.softmax_tiles import SavedContext
+from quadriga.models.log_probs import SavedContext
 from quadriga.parallel.attention_blocks import AttentionBlocks, PackedRows, QueryColumns
 
 
@@ -51,23 +50,19 @@ def gather_tokens(tokens: Tensor, slots: Tensor) -> Tensor:
     return gathered
 
 
-class _GatherContext(SavedContext, Protocol):
-    count: int
-
-
 class _Gather(torch.autograd.Function):
     """`index_select` whose backward pass adds in float32."""
 
     @staticmethod
-    def forward(ctx: _GatherContext, tokens: Tensor, slots: Tensor) -> Tensor:
+    def forward(ctx: SavedContext, tokens: Tensor, slots: Tensor) -> Tensor:
         ctx.save_for_backward(slots)
-        ctx.count = len(tokens)
+        ctx.size = len(tokens)
         return tokens.index_select(0, slots)
 
     @staticmethod
-    def backward(ctx: _GatherContext, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: SavedContext, grad: Tensor) -> tuple[Tensor, None]:
         (slots,) = ctx.saved_tensors
-        sums = grad.new_zeros((ctx.count, *grad.shape[1:]), dtype=torch.float32)
+        sums = grad.new_zeros((ctx.size, *grad.shape[1:]), dtype=torch.float32)
         return sums.index_add_(0, slots, grad.float()).to(grad.dtype), None
 
 

@@ -59,7 +59,7 @@ from quadriga.engines.offload import DeviceMemory
 from quadriga.engines.optimizers.sharded import check_schedule
 from quadriga.engines.sequence_cost import sequence_cost
 from quadriga.errors import ConfigError
-from quadriga.models.vision.rows import MultiModalRows
+from quadriga.models.images import MultiModalRows
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import (
     init_distributed,

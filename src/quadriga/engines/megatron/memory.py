@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -33,16 +34,20 @@ from quadriga.engines.megatron.families import (
 from quadriga.engines.megatron.settings import degrees_of, sizes_of
 from quadriga.engines.memory import PassMemory, Rows, TrainingUse, count_pass
 from quadriga.engines.optimizers.rules import MOMENTS
-from quadriga.models.log_probs.vocabulary_parallel import BLOCK_LOGITS
-from quadriga.models.memory import Bytes, EngineMemory
+from quadriga.models.log_probs import linear_log_probs
+from quadriga.models.memory import (
+    META,
+    AllocationCounter,
+    Bytes,
+    EngineMemory,
+    kernels_of,
+    run_backward,
+)
 from quadriga.parallel.balancing import owners_of
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.layouts import Degrees, Model, Weight, parallel_layout
 
 _EXPERTS = "Megatron-core's layers with experts are not simulated"
-_FORWARD_TILES, _BACKWARD_TILES, _PRODUCT_TILES = {True: 3, False: 2}, {True: 6, False: 5}, 4
-"""Blocks of logits of `vocabulary_parallel` that exist at once: forward and backward, with and
-without entropy, and while their gradients are multiplied with the hidden states."""
 
 
 def megatron_memory(model: ModelConfig, engine: EngineConfig, use: TrainingUse) -> EngineMemory:
@@ -259,24 +264,28 @@ class StagePasses:
         """Return the activations with the blocks of logits, which the last stage has."""
         if self.use.head != "lm" or self.stage < self.sizes.pipeline - 1:
             return found
-        wide = max(self.dtype.itemsize, torch.float32.itemsize)
-        tensor, vocabulary = self.sizes.tensor, self.config.vocab_size
         # A context-parallel rank can have responses only.
         targets = found.rows * rows.response
         if self.sizes.context > 1:
             targets = min(targets, found.tokens)
-        own = -(-vocabulary // tensor)
-        block = min(targets, max(1, BLOCK_LOGITS * tensor // vocabulary)) * own * wide
-        weight, hidden = (n * self.config.hidden_size * wide for n in (own, targets))
-        outputs = found.tokens * self.config.hidden_size * self.dtype.itemsize  # of all tokens
-        entropy = rows.entropy != "unused"
-        forward = found.saved + _FORWARD_TILES[entropy] * block + hidden + outputs
-        # Gradients of weight and hidden states, and the product that is added to the first.
-        backwards = found.saved + weight + 2 * hidden
-        backwards += max(_BACKWARD_TILES[entropy] * block, _PRODUCT_TILES * block + weight)
+        width = self.config.hidden_size
+        own = -(-self.config.vocab_size // self.sizes.tensor)
+        empty = partial(torch.empty, dtype=self.dtype, device=META, requires_grad=backward)
+        hidden, weight, counter = empty(targets, width), empty(own, width), AllocationCounter()
+        with (
+            kernels_of(self.use.device_type, entropies_have_gradients=rows.entropy == "gradient"),
+            counter,
+            torch.set_grad_enabled(backward),
+        ):
+            labels = torch.zeros(targets, dtype=torch.int64, device=META)
+            outputs = linear_log_probs(hidden, weight, labels, entropy=rows.entropy != "unused")
+            if backward:
+                run_backward(outputs[0].sum() + outputs[1].sum())
+        # The hidden states of all tokens, and those of the targets in the engine's own copy.
+        states = (found.tokens + targets) * width * self.dtype.itemsize
+        peak = found.saved + states + counter.peak
         return replace(
             found,
-            logits=block,
-            forward=max(found.forward, forward),
-            activations=max(found.activations, forward, backwards) if backward else 0,
+            forward=max(found.forward, peak),
+            activations=max(found.activations, peak) if backward else 0,
         )

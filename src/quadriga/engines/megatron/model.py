@@ -61,7 +61,7 @@ from quadriga.engines.megatron.families import (
 )
 from quadriga.engines.megatron.ranks import Ranks
 from quadriga.engines.token_slice import TokenSlice
-from quadriga.models.log_probs.vocabulary_parallel import vocabulary_parallel_log_probs
+from quadriga.models.log_probs import linear_log_probs
 from quadriga.parallel.packing import PackedBatch, in_equal_slices, pack_rows
 from quadriga.protocol import fields
 
@@ -314,15 +314,13 @@ class Stage(GPTModel):  # type: ignore[misc]  # Megatron-core has no types
         first = self.ranks.place.tensor * len(weight)
         # Rows behind the vocabulary are padding, and not in the softmax.
         own = max(0, min(len(weight), self.vocabulary - first))
-        log_prob, ent = vocabulary_parallel_log_probs(
+        log_prob, ent = linear_log_probs(
             hidden_kD,
             weight[:own],
-            micro.own.labels,
+            micro.own.labels - first,
             micro.temperature,
-            first=first,
-            vocabulary=self.vocabulary,
-            group=self.ranks.tensor_group,
             entropy=micro.entropy,
+            group=self.ranks.tensor_group,
         )
         return torch.stack([log_prob, ent] if micro.entropy else [log_prob], -1)
 

@@ -38,11 +38,16 @@ from quadriga.engines.megatron.ranks import Ranks
 from quadriga.errors import ModelError
 from quadriga.models.loading import VALUE_HEAD_PREFIX, model_errors
 from quadriga.models.score_head import check_reward_model, padding_token
-from quadriga.models.stored_dtypes import stored_dtypes
-from quadriga.models.weights.finite import NotFinite, check_all_finite, count_not_finite
-from quadriga.models.weights.joined import Source
-from quadriga.models.weights.names import match_names
-from quadriga.models.weights.reader import TensorReader, stored_tensors
+from quadriga.models.weights import (
+    NotFinite,
+    Source,
+    TensorReader,
+    check_all_finite,
+    count_not_finite,
+    match_names,
+    stored_dtypes,
+    stored_tensors,
+)
 from quadriga.parallel.distributed import gather_over_ranks, rank, world_size
 from quadriga.parallel.layouts import (
     Box,

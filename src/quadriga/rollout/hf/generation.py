@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from quadriga.errors import ModelError
-from quadriga.models.vision.rows import MultiModalRows
+from quadriga.models.images import MultiModalRows
 from quadriga.parallel.packing import first_row_with_same_prompt
 from quadriga.rollout.abilities import SamplingParams
 from quadriga.rollout.hf.decode_attention import use_decode_attention

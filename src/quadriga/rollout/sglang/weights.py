@@ -24,9 +24,8 @@ from torch import Tensor
 
 from quadriga.config.schema import ModelConfig
 from quadriga.errors import ModelError, RolloutOutputError
-from quadriga.models.folder import local_folder
+from quadriga.models.folder import local_folder, read_header, read_json, weight_file_names
 from quadriga.models.loading import model_without_weights
-from quadriga.models.weight_files import read_header, read_json, weight_file_names
 from quadriga.rollout.base import check_weight, tensor_digest
 from quadriga.rollout.sglang.transports import NAME, failed
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from quadriga.config.schema import ModelConfig
 from quadriga.errors import ConfigError, ModelError, RolloutError
-from quadriga.models.adapters.lora import Adapter, plan_adapter
+from quadriga.models.adapters import Adapter, plan_adapter
 from quadriga.models.context_window import context_window
 from quadriga.models.folder import local_folder
 from quadriga.models.loading import model_without_weights

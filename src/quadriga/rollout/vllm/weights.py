@@ -53,9 +53,8 @@ from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 
 from quadriga.errors import ModelError
-from quadriga.models.adapters.lora import CONFIG_FILE, WEIGHTS_FILE, Adapter, stored_part
-from quadriga.models.weights.names import match_names
-from quadriga.models.weights.reader import TensorReader, stored_tensors
+from quadriga.models.adapters import CONFIG_FILE, WEIGHTS_FILE, Adapter, stored_part
+from quadriga.models.weights import TensorReader, match_names, stored_tensors
 from quadriga.parallel.layouts import Box, narrowed, shape_of, whole
 from quadriga.rollout.base import check_weight
 

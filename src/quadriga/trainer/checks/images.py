@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import ModelConfig, RolloutEngineConfig, TrainConfig
 from quadriga.errors import ConfigError
-from quadriga.models.vision.processor import image_tokens
+from quadriga.models.images import image_tokens
 from quadriga.rollout import REFERENCE, rollout_of
 from quadriga.trainer.roles.needed import needs_critic
 
@@ -35,7 +35,7 @@ def image_rules(model: ModelConfig, image_key: str | None) -> ImageRules | None:
         ConfigError: the model takes images, and Pillow is not installed.
     """
     from quadriga.data.images import ImageRules
-    from quadriga.models.vision.processor import load_image_processor
+    from quadriga.models.images import load_image_processor
 
     trusted = model.trust_remote_code
     tokens = image_tokens(model.path, trust_remote_code=trusted) if model.path else None

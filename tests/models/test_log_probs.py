@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, local
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quadriga.algorithms.full_kl import kl_full
 from quadriga.errors import AlgorithmError, ShapeError
-from quadriga.models.log_probs.linear_log_prob import chunk_cuts, linear_log_probs, linear_loss
-from quadriga.models.log_probs.log_prob import (
+from quadriga.models.log_probs import (
     entropy_from_logits,
+    linear_full_kl,
+    linear_log_probs,
     log_probs_and_entropy,
     log_probs_from_logits,
 )
@@ -118,7 +123,7 @@ def test_values_and_gradients_from_hidden_states(
 
 
 def test_linear_log_probs_splits_rows_and_keeps_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quadriga.models.log_probs.linear_log_prob._TILE_ROWS", 4)
+    monkeypatch.setattr("quadriga.models.log_probs._TILE_ROWS", 4)
     hidden, weight, labels, a, _ = problem(10, 13, 3)
     hidden = hidden.requires_grad_()
     got, entropy = linear_log_probs(
@@ -148,64 +153,6 @@ def test_linear_log_probs_with_frozen_weight_and_with_bfloat16() -> None:
     torch.testing.assert_close(half_w.grad, reference, rtol=5e-2, atol=5e-2)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("chunk", [1, 120, None])
-@pytest.mark.parametrize("coefficient", [0.0, 0.3])
-def test_linear_loss_values_and_gradients(
-    size: tuple[int, int, int], chunk: int | None, coefficient: float
-) -> None:
-    hidden, weight, labels, a, _ = problem(*size)
-
-    def loss_of(log_prob: Tensor, entropy: Tensor, start: int, stop: int) -> Tensor:
-        ratio = (log_prob - log_prob.detach() + 0.1).exp()
-        loss = (a[start:stop] * ratio).sum()
-        return loss if coefficient == 0 else loss - coefficient * entropy.sum()
-
-    outcomes = []
-    for folded in (False, True):
-        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        if folded:
-            loss = linear_loss(h, w, labels, loss_of, 0.8, chunk_elements=chunk).loss
-        else:
-            log_prob, entropy = naive(h @ w.T, labels, 0.8)
-            loss = loss_of(log_prob, entropy, 0, len(labels))
-        (2 * loss).backward()
-        outcomes.append([loss, h.grad, w.grad])
-    for want, got in zip(*outcomes, strict=True):
-        torch.testing.assert_close(got.double(), want.double(), rtol=1e-5, atol=1e-5)
-
-
-def test_linear_loss_returns_metrics_and_respects_boundaries() -> None:
-    hidden, weight, labels, _, _ = problem(9, 10, 4)
-    seen: list[tuple[int, int]] = []
-
-    def loss_of(log_prob: Tensor, entropy: Tensor, start: int, stop: int) -> Tensor:
-        seen.append((start, stop))
-        return log_prob.sum()
-
-    result = linear_loss(
-        hidden.requires_grad_(), weight, labels, loss_of, boundaries=[0, 3, 4, 9], chunk_elements=40
-    )
-    assert seen == [(0, 4), (4, 9)]  # chunks of 4 tokens; the last sequence has 5
-    want = naive(hidden @ weight.T, labels, 1.0)
-    torch.testing.assert_close(result.log_prob.double(), want[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(result.entropy.double(), want[1], rtol=1e-5, atol=1e-5)
-    assert not result.log_prob.requires_grad
-
-
-def test_linear_loss_without_gradient() -> None:
-    hidden, weight, labels, _, _ = problem(4, 5, 3)
-    result = linear_loss(hidden, weight, labels, lambda lp, ent, a, b: (lp + ent).sum())
-    assert not result.loss.requires_grad
-    assert result.loss.item() == pytest.approx(float((result.log_prob + result.entropy).sum()))
-
-
-def test_chunk_cuts_by_hand() -> None:
-    assert chunk_cuts(10, 4, None) == [0, 4, 8, 10]
-    assert chunk_cuts(10, 4, [0, 2, 3, 9, 10]) == [0, 3, 9, 10]
-    assert chunk_cuts(10, 100, [0, 5, 10]) == [0, 10]
-
-
 class LargestTensor(TorchDispatchMode):
     """Records the size of the largest tensor that any operation returns, backward included."""
 
@@ -221,26 +168,14 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("form", ["linear_log_probs", "linear_loss"])
-def test_no_tensor_of_all_logits_is_created(form: str) -> None:
+def test_no_tensor_of_all_logits_is_created() -> None:
     count, vocabulary, size = 256, 512, 8
     hidden, weight, labels, a, _ = problem(count, vocabulary, size)
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     with LargestTensor() as largest:
-        if form == "linear_log_probs":
-            log_prob, entropy = linear_log_probs(hidden, weight, labels, tile_elements=8192)
-            loss = (a * log_prob).sum() - entropy.sum()
-        else:
-            loss = linear_loss(
-                hidden,
-                weight,
-                labels,
-                lambda lp, ent, s, t: (a[s:t] * lp).sum() - ent.sum(),
-                chunk_elements=8192,
-            ).loss
-        loss.backward()
-    assert largest.elements <= max(8192, vocabulary * size)
-    assert largest.elements * 8 <= count * vocabulary
+        log_prob, entropy = linear_log_probs(hidden, weight, labels, tile_elements=8192)
+        ((a * log_prob).sum() - entropy.sum()).backward()
+    assert largest.elements <= max(8192, vocabulary * size) <= count * vocabulary / 8
 
 
 def test_invalid_inputs_are_rejected() -> None:
@@ -251,5 +186,123 @@ def test_invalid_inputs_are_rejected() -> None:
         log_probs_from_logits(hidden, labels, 0.0)
     with pytest.raises(ShapeError, match=r"`weight` has shape \[5, 2\]"):
         linear_log_probs(hidden, weight[:, :2], labels)
-    with pytest.raises(ShapeError, match="`boundaries` must rise from 0 to 4"):
-        linear_loss(hidden, weight, labels, lambda lp, e, a, b: lp.sum(), boundaries=[0, 3])
+
+
+VOCABULARY = 7
+
+
+class TwoRanks:
+    """Two ranks in two threads, which meet at each all-reduce."""
+
+    def __init__(self, monkeypatch):
+        self.own, self.barrier, self.sent = local(), Barrier(2, timeout=60), {}
+        monkeypatch.setattr(dist, "all_reduce", self.all_reduce)
+
+    def all_reduce(self, tensor, op=dist.ReduceOp.SUM, group=None):
+        self.sent[self.own.rank] = tensor.clone()
+        self.barrier.wait()
+        both = torch.stack([self.sent[0], self.sent[1]])
+        tensor.copy_(both.amax(0) if op == dist.ReduceOp.MAX else both.sum(0))
+        self.barrier.wait()
+
+    def run(self, work):
+        def on(rank):
+            self.own.rank = rank
+            return work(rank)
+
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(on, range(2)))
+
+
+@pytest.mark.parametrize("cut", [3, 6, 7], ids=["even", "uneven", "a rank without tokens"])
+@pytest.mark.parametrize("tile", [1, None])
+@pytest.mark.parametrize("entropy", [True, False])
+def test_ranks_that_split_the_vocabulary(monkeypatch, cut, tile, entropy):
+    random = torch.Generator().manual_seed(0)
+    hidden = torch.randn(5, 4, generator=random, dtype=torch.float64)
+    weight = torch.randn(VOCABULARY, 4, generator=random, dtype=torch.float64) * 30
+    labels = torch.tensor([0, 6, 2, 5, 6])
+    scale = torch.randn(2, 5, generator=random, dtype=torch.float64)
+
+    def loss(log_prob, ent):
+        return (log_prob * scale[0]).sum() + (ent * scale[1]).sum() * entropy
+
+    whole = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    expected = log_probs_and_entropy(whole[0] @ whole[1].T, labels, 0.7, entropy=entropy)
+    loss(*expected).backward()
+    ranks = TwoRanks(monkeypatch)
+    spans = [(0, cut), (cut, VOCABULARY)]
+    own = [
+        [hidden.clone().requires_grad_(), weight[a:b].clone().requires_grad_()] for a, b in spans
+    ]
+
+    def forward(rank):
+        return linear_log_probs(
+            *own[rank],
+            labels - spans[rank][0],
+            0.7,
+            group=ranks,
+            entropy=entropy,
+            tile_elements=tile,
+        )
+
+    # The backward passes run in the threads of autograd, one after another: their single
+    # all-reduce is left out, and the sum is made here.
+    outputs = ranks.run(forward)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    for log_prob, ent in outputs:
+        torch.testing.assert_close((log_prob, ent), expected, rtol=1e-9, atol=1e-12)
+        loss(log_prob, ent).backward()
+    torch.testing.assert_close(own[0][0].grad + own[1][0].grad, whole[0].grad)
+    torch.testing.assert_close(torch.cat([own[0][1].grad, own[1][1].grad]), whole[1].grad)
+
+
+# Tokens, vocabulary, hidden sizes of policy and reference.
+KL_SIZES = [(1, 2, 3, 3), (5, 17, 4, 6), (33, 101, 8, 8), (0, 4, 3, 3)]
+
+
+def kl_problem(tokens: int, vocabulary: int, size: int, ref_size: int, dtype=torch.float32):
+    draw = torch.Generator().manual_seed(tokens)
+    shapes = [(tokens, size), (vocabulary, size), (tokens, ref_size), (vocabulary, ref_size)]
+    return [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("size", KL_SIZES)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk", [1, 300, None])
+def test_full_kl_values_and_gradients(size, temperature: float, chunk: int | None) -> None:
+    h, w, h_ref, w_ref = kl_problem(*size)
+    upstream = torch.linspace(-1, 1, size[0])
+    outcomes = []
+    for linear in (False, True):
+        hidden, weight = h.clone().requires_grad_(), w.clone().requires_grad_()
+        if linear:
+            kl = linear_full_kl(hidden, weight, h_ref, w_ref, temperature, chunk_elements=chunk)
+        else:
+            kl = kl_full((hidden @ weight.T).double(), (h_ref @ w_ref.T).double(), temperature)
+        kl.backward(upstream.to(kl.dtype))
+        outcomes.append([kl.double(), hidden.grad.double(), weight.grad.double()])
+    for want, got in zip(*outcomes, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_full_kl_in_bfloat16_with_frozen_weight() -> None:
+    h, w, h_ref, w_ref = kl_problem(9, 40, 8, 8, torch.bfloat16)
+    hidden = h.requires_grad_()
+    kl = linear_full_kl(hidden, w, h_ref, w_ref, chunk_elements=100)
+    assert kl.dtype == torch.float32
+    torch.testing.assert_close(kl, kl_full(h @ w.T, h_ref @ w_ref.T), rtol=1e-4, atol=1e-4)
+    kl.sum().backward()
+    assert hidden.grad.dtype == torch.bfloat16 and w.grad is None
+
+
+def test_mismatched_shapes_are_rejected() -> None:
+    h, w, h_ref, w_ref = kl_problem(4, 5, 3, 3)
+    with pytest.raises(ShapeError, match="`ref_weight` has 4 rows, but the policy's has 5"):
+        linear_full_kl(h, w, h_ref, w_ref[:4])
+    with pytest.raises(ShapeError, match="`ref_hidden` has 3 rows, but the policy's has 4"):
+        linear_full_kl(h, w, h_ref[:3], w_ref)
+    with pytest.raises(ShapeError, match=r"`weight` has shape \[5, 2\]"):
+        linear_full_kl(h, w[:, :2], h_ref, w_ref)
+    with pytest.raises(AlgorithmError, match="`temperature` must be above 0"):
+        linear_full_kl(h, w, h_ref, w_ref, 0.0)
