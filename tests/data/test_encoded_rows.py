@@ -1,14 +1,18 @@
-"""Conversations and pairs of large files: token ids stay on disk, and every item is the same."""
+"""Prompts, conversations and pairs of large files: rows and token ids stay on disk, and every item
+is the same."""
 
+import datetime
 import json
+from decimal import Decimal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from quadriga.data import encoded, token_cache
+from quadriga.data import encoded
 from quadriga.data.conversations import Conversation, SFTDataset
 from quadriga.data.pairs import PairDataset
+from quadriga.data.prompts import PromptDataset
 from quadriga.errors import DataError
 
 
@@ -19,6 +23,8 @@ def rows(count):
             "chosen": f"#### {number}",
             "rejected": f"{number}+1 #### 7" + " He buys." * (number % 3),
             "margin": number / 4,
+            "data_source": "s" if number % 3 else None,
+            "extra_info": {"index": number, "tags": ["a"] * (number % 3)},
             "messages": [
                 {"role": role, "content": f"He buys {number}." * (turn % 2 + 1)}
                 for turn in range(number % 3 + 1)
@@ -32,7 +38,7 @@ def rows(count):
 @pytest.fixture(params=["jsonl", "parquet"])
 def files(request, tmp_path, monkeypatch):
     """Two files, of which each counts as large, in pieces of a few rows."""
-    monkeypatch.setattr(token_cache, "LARGE_FILE", 0)
+    monkeypatch.setattr(encoded, "LARGE_FILE", 0)
     monkeypatch.setattr("quadriga.data.rows._LINES", 5)
     monkeypatch.setattr("quadriga.data.rows._MOST_ROWS", 5)
     monkeypatch.setattr(encoded, "_BLOCK", 2)
@@ -41,7 +47,13 @@ def files(request, tmp_path, monkeypatch):
         if request.param == "jsonl":
             path.write_text("\n".join(map(json.dumps, rows(count))) + "\n")
         else:
-            pq.write_table(pa.Table.from_pylist(rows(count)), path, row_group_size=7)
+            table = pa.Table.from_pylist(rows(count))
+            encoded_again = table["data_source"].dictionary_encode()
+            table = table.set_column(4, "data_source", encoded_again)
+            days = [datetime.date(2026, 1, 1 + i) for i in range(count)]
+            table = table.append_column("day", pa.array(days))
+            table = table.append_column("price", pa.array(map(Decimal, range(count))))
+            pq.write_table(table, path, row_group_size=7)
     return paths
 
 
@@ -57,30 +69,38 @@ def pairs(files, tokenizer, **more):
     return PairDataset(files, tokenizer, pad_token_id=0, margin_key="margin", **more)
 
 
-MADE = {"conversations": conversations, "answers": answers, "pairs": pairs}
+def prompts(files, tokenizer, max_length=None, **more):
+    return PromptDataset(files, tokenizer, max_prompt_length=max_length, **more)
+
+
+MADE = {"conversations": conversations, "answers": answers, "pairs": pairs, "prompts": prompts}
 
 
 @pytest.mark.parametrize(
     ("kind", "limit"),
-    [(kind, limit) for kind, most in (("conversations", 14), ("answers", 14), ("pairs", 22))
+    [(kind, limit) for kind, most in (("conversations", 14), ("answers", 14), ("pairs", 22),
+                                           ("prompts", 12))
      for limit in (None, most)],
 )  # fmt: skip
 def test_every_item_equals_the_one_in_memory(files, tokenizer, tmp_path, kind, limit, monkeypatch):
     make = MADE[kind]
     plain = make(files, tokenizer, max_length=limit)
     cached = make(files, tokenizer, max_length=limit, cache_dir=tmp_path / "c")
-    for name in ("encode_turns", "encode_conversations"):  # a call would raise
-        for module in ("conversations", "pairs"):
+    for name in ("encode_turns", "encode_conversations", "encode_chats"):  # a call would raise
+        for module in ("conversations", "pairs", "prompts"):
             path = f"quadriga.data.{module}.{name}"
             monkeypatch.setattr(path, None, raising=False)
     again = make(files, tokenizer, max_length=limit, cache_dir=tmp_path / "c")
     for dataset in (cached, again):
-        assert [dataset[i] for i in range(len(dataset))] == [plain[i] for i in range(len(plain))]
+        items = [dataset[i] for i in range(len(dataset))]
+        assert items == [plain[i] for i in range(len(plain))] == list(plain) == list(dataset)
         assert dataset[-1] == plain[len(plain) - 1]
+        head = dataset.head(15)
+        assert list(head) == items[:15] and sum(head.file_sizes) == len(head) == min(15, len(plain))
         with pytest.raises(IndexError):
             dataset[len(plain)]
-        own = ("lengths",) if kind == "pairs" else ("longest", "largest_id", "ends")
-        for name in ("filtered", *own):
+        own = {"pairs": ("lengths",), "prompts": ("longest",)}.get(kind, ("longest", "ends"))
+        for name in ("filtered", "file_sizes", "largest_id", *own):
             assert getattr(dataset, name) == getattr(plain, name), name
     assert len(plain) + plain.filtered == 19 and bool(plain.filtered) == (limit is not None)
     assert len(list((tmp_path / "c").iterdir())) == 2
@@ -124,3 +144,28 @@ def test_a_damaged_cache_is_made_again_and_a_bad_row_leaves_none(files, tokenize
     with pytest.raises(DataError, match=r"bad.jsonl, row 7: no 'chosen'"):
         answers([bad], tokenizer, cache_dir=tmp_path / "d")
     assert list((tmp_path / "d").iterdir()) == []
+
+
+def test_other_content_or_another_template_makes_a_new_cache(files, tokenizer, tmp_path):
+    folder, file = tmp_path / "c", tmp_path / "x.jsonl"
+    for count in (3, 4):
+        file.write_text("\n".join(map(json.dumps, rows(count))))
+        assert len(prompts([file], tokenizer, cache_dir=folder)) == count
+    template = tokenizer.chat_template
+    try:
+        tokenizer.chat_template = template.replace("<|assistant|>", "")
+        last = prompts([file], tokenizer, cache_dir=folder)[0]["input_ids"]
+        assert last == prompts([file], tokenizer)[0]["input_ids"]
+    finally:
+        tokenizer.chat_template = template
+    assert len(list(folder.iterdir())) == 3
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(files, tokenizer, tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pyarrow.OSFile", full)
+    with pytest.raises(DataError, match=r"No space left on device; set data.cache_dir"):
+        prompts(files, tokenizer, cache_dir=tmp_path / "c")
+    assert list((tmp_path / "c").iterdir()) == []

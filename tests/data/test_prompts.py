@@ -81,6 +81,6 @@ def test_a_prompt_without_tokens_is_named(tmp_path, tokenizer, monkeypatch):
     path.write_text(json.dumps({"prompt": "He buys"}) + "\n" + json.dumps({"prompt": ""}) + "\n")
     with pytest.raises(DataError, match=r"row 1: the prompt has no tokens"):
         PromptDataset([path], tokenizer)
-    monkeypatch.setattr("quadriga.data.token_cache.LARGE_FILE", 0)
+    monkeypatch.setattr("quadriga.data.encoded.LARGE_FILE", 0)
     with pytest.raises(DataError, match=r"row 1: the prompt has no tokens"):
         PromptDataset([path], tokenizer, cache_dir=tmp_path / "c")

@@ -171,7 +171,7 @@ def test_a_class_with_an_argument_images_is_given_the_rules(tmp_path, tokenizer)
     for name, given, expected in (
         ("OfImages", rules, rules),
         ("OfImages", None, None),
-        ("Questions", rules, "no attribute"),
+        ("Questions", rules, None),
     ):
         config = DataConfig(dataset=DatasetClassConfig(name=name))
         data = user_dataset(str(path), ["a"], tokenizer, config, given)

@@ -13,7 +13,7 @@ from quadriga.cli.main import main
 from quadriga.config.commands import GenerateConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import ModelConfig, TrainConfig
-from quadriga.data import PromptDataset, token_cache
+from quadriga.data import PromptDataset, encoded
 from quadriga.models import load_tokenizer
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.rollout.sglang.options import SGLang
@@ -98,7 +98,7 @@ def test_a_changed_image_file_is_a_change_of_the_data(overrides, files, folder, 
 
 
 def test_token_ids_that_are_kept_follow_the_size_of_an_image(folder, files, tmp_path, monkeypatch):
-    monkeypatch.setattr(token_cache, "LARGE_FILE", 0)
+    monkeypatch.setattr(encoded, "LARGE_FILE", 0)
     copied = shutil.copytree(files, tmp_path / "copied")
     tokenizer = load_tokenizer(str(folder))
 

@@ -16,7 +16,7 @@ import vision_cases as cases
 from PIL import Image
 
 from quadriga.config.schema import ModelConfig
-from quadriga.data import PromptDataset, token_cache
+from quadriga.data import PromptDataset, encoded
 from quadriga.data.images import PromptImages, image_positions, read_image
 from quadriga.data.rows import Row
 from quadriga.errors import DataError
@@ -203,7 +203,7 @@ def test_a_file_that_changes_its_size_during_a_run_is_noticed(folder, tmp_path):
 
 
 def test_large_files_keep_token_ids_with_images_in_the_cache(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(token_cache, "LARGE_COUNT", 2)
+    monkeypatch.setattr(encoded, "LARGE_COUNT", 2)
     values = [{"prompt": QUESTION, "images": [{"bytes": cases.png(c)}]} for c in ("red", "blue")]
     pq.write_table(pa.Table.from_pylist(values), tmp_path / "a.parquet")
     rules, tokenizer = image_rules(ModelConfig(path=str(folder)), "images"), load_tokenizer(folder)

@@ -5,8 +5,7 @@
     prompts         `PromptDataset`: prompts for generation, in memory or on disk
     conversations   `SFTDataset`: conversations for supervised fine-tuning
     pairs           pairs of responses for a reward model
-    encoded         token ids of the rows of conversations and pairs
-    token_cache     the token ids of a large file, made once and kept on disk
+    encoded         `EncodedDataset`: token ids of rows, in memory or kept on disk
     images          images in prompts: reading, tokens, patches, positions
     user_classes    datasets and samplers of the user
     collate         items → a batch: padding, positions, object arrays

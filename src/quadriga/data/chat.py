@@ -112,13 +112,9 @@ def encode_chats(
             its bounds of time, memory and length. A template is code of the model's author.
         ConfigError: the template does not read one of the arguments.
     """
-    ids: list[list[int]] = []
-    for start in range(0, len(chats), _BLOCK):
-        block = chats[start : start + _BLOCK]
-        number = first + start
-        texts = chat_texts(tokenizer, block, first=number, complete=complete, arguments=arguments)
-        # The template writes the special tokens, so the tokenizer must not add them again.
-        ids.extend(tokenizer(texts, add_special_tokens=False)["input_ids"])
+    texts = chat_texts(tokenizer, chats, first=first, complete=complete, arguments=arguments)
+    # The template writes the special tokens, so the tokenizer must not add them again.
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     return ids
 
 

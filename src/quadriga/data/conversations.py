@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +20,10 @@ from quadriga.data.chat import (
     most_characters,
 )
 from quadriga.data.collate import SFTItem, collate_answers
-from quadriga.data.encoded import EncodedRow, encode_files
+from quadriga.data.encoded import EncodedDataset, EncodedRow
 from quadriga.data.images import check_text_alone
 from quadriga.data.rows import Row
-from quadriga.errors import DataError, ModelError
+from quadriga.errors import ModelError
 from quadriga.protocol import DataProto
 
 if TYPE_CHECKING:
@@ -49,23 +48,23 @@ class ConversationLengths:
     share: float
 
 
-class SFTDataset:
+@dataclass(repr=False, eq=False)
+class SFTDataset(EncodedDataset[SFTItem]):
     """Rows of data files as `SFTItem`s: conversations, with a mask of the assistant's tokens.
 
     A row has a prompt and an answer, or under `messages_key` a list of messages of several turns.
-    See `conversations` for how the tokens of the assistant are found.
+    See `encode_turns` for how the tokens of the assistant are found.
 
     Args:
         messages_key: column of the conversations; None: rows have a prompt and an answer.
         loss_turns: "all" turns of the assistant are trained, or the "last" of each conversation.
+        max_length: in tokens; longer rows are left out. None: no limit.
         chat_template_kwargs: arguments of the chat template, such as `enable_thinking`.
         cache_dir: folder in which the token ids of large files are kept; None: all are in memory.
 
     Attributes:
-        filtered: number of rows left out, because they have more than `max_length` tokens (None:
-            no limit).
         ends: the tokens with which the last turns of the assistant end.
-        largest_id: the largest token id.
+        longest: tokens of the prompt and of the response in the row with most tokens.
 
     Raises:
         DataError: a row has no prompt, no answer or no turn of the assistant, or no token precedes
@@ -74,87 +73,103 @@ class SFTDataset:
         ConfigError: the chat template does not read one of its arguments.
     """
 
-    def __init__(
-        self,
-        files: Sequence[str | Path],
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        prompt_key: str = "prompt",
-        response_key: str = "extra_info.answer",
-        messages_key: str | None = None,
-        loss_turns: Literal["all", "last"] = "all",
-        max_length: int | None = None,
-        chat_template_kwargs: TemplateArguments = NO_ARGUMENTS,
-        cache_dir: str | Path | None = None,
-    ) -> None:
-        rules = _Rules(
-            tokenizer,
-            prompt_key,
-            response_key,
-            messages_key,
-            loss_turns == "last",
-            max_length,
-            chat_template_kwargs,
-        )
-        self._rows = encode_files(files, rules, cache_dir)
-        self._size = len(self._rows)
-        self.filtered = self._rows.left_out
-        if not self._size:
-            raise DataError(
-                f"all {self.filtered} rows of {', '.join(map(str, files))} have more than "
-                f"{max_length} tokens; increase max_length"
-            )
-        self.pad_token_id: int = tokenizer.pad_token_id
-        self._measure()
+    NOUN = "rows"
 
-    def _measure(self) -> None:
-        """Find the largest token id, the longest row, the bounds of the others, and the tokens with
-        which rows end."""
-        largest, longest, self.ends = -1, (-1, 0), set[int]()
-        number, targets, share = 0, 0, 0.0
-        for ids, borders in self._rows.columns():
-            flat = ids.flatten().to_numpy()
+    files: Sequence[str | Path]
+    tokenizer: PreTrainedTokenizerBase
+    _: KW_ONLY
+    prompt_key: str = "prompt"
+    response_key: str = "extra_info.answer"
+    messages_key: str | None = None
+    loss_turns: Literal["all", "last"] = "all"
+    max_length: int | None = None
+    chat_template_kwargs: TemplateArguments = field(default_factory=dict)
+    cache_dir: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        self.pad_token_id: int = self.tokenizer.pad_token_id
+        self.load(self.files, self.max_length, "max_length")
+        self.ends: set[int] = set()
+        self.longest, targets, share = (0, 0), 0, 0.0
+        for ids, borders in self.columns():
             lengths = ids.value_lengths().to_numpy()
             row = int(lengths.argmax())
+            if lengths[row] > sum(self.longest):
+                prompt = borders[row].as_py()[0]
+                self.longest = prompt, int(lengths[row]) - prompt
             trained = _trained_tokens(lengths, borders)
             targets = max(targets, int(trained.max()))
             share = max(share, float((trained / lengths).max()))
-            longest = max(longest, (int(lengths[row]), -(number + row)))
-            largest = max(largest, int(flat.max()))
-            self.ends |= set(np.unique(flat[np.cumsum(lengths) - 1]).tolist())
-            number += len(ids)
-        self.largest_id, self._longest = largest, -longest[1]
-        self._lengths = ConversationLengths(number, longest[0], targets, share)
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: int) -> SFTItem:
-        if not -self._size <= index < self._size:
-            raise IndexError(f"conversation {index} of {self._size}")
-        row = self._rows[index % self._size]
-        return _item(Conversation.of(row.ids, row.borders))
-
-    @property
-    def longest(self) -> tuple[int, int]:
-        """Tokens of the prompt and of the response in the row with most tokens."""
-        row = self._rows[self._longest]
-        return row.borders[0], len(row.ids) - row.borders[0]
+            self.ends |= set(ids.flatten().to_numpy()[np.cumsum(lengths) - 1].tolist())
+        self._lengths = ConversationLengths(len(self), sum(self.longest), targets, share)
 
     @property
     def lengths(self) -> ConversationLengths:
-        """The bounds of the tokens; those of `head` are of all rows."""
-        return replace(self._lengths, rows=self._size)
-
-    def head(self, count: int) -> SFTDataset:
-        """Return a dataset of the first `count` conversations, or of all if there are fewer."""
-        part = copy.copy(self)
-        part._size = min(count, self._size)
-        return part
+        """The bounds of the tokens; of `head`, all but `rows` are of all rows."""
+        return replace(self._lengths, rows=len(self))
 
     def collate(self, items: Sequence[SFTItem]) -> DataProto:
         """Return a batch of `items`, padded to its longest prompt and its longest answer."""
         return collate_answers(items, pad_token_id=self.pad_token_id)
+
+    def item(self, row: EncodedRow, source: Row | None, index: int) -> SFTItem:
+        """Return the conversation of a row."""
+        found = Conversation.of(row.ids, row.borders)
+        return {
+            "prompt_ids": found.prompt_ids,
+            "response_ids": found.response_ids,
+            "response_mask": found.trained[len(found.prompt_ids) :],
+        }
+
+    def encode(self, rows: Sequence[Row]) -> list[EncodedRow | None]:
+        """Return the conversation of each row; None for one that is too long."""
+        chats = [self._chat(row) for row in rows]
+        most = most_characters(self.max_length)
+        sizes = [characters(chat) for chat in chats]
+        kept = [i for i, size in enumerate(sizes) if size <= most]
+        if self.max_length is None and len(kept) < len(rows):
+            i = next(i for i, size in enumerate(sizes) if size > most)
+            raise rows[i].error(f"the conversation has {sizes[i]} characters, more than {most}")
+        found: list[EncodedRow | None] = [None] * len(rows)
+        turns = self._turns([rows[i] for i in kept], [chats[i] for i in kept])
+        for i, turn in zip(kept, turns, strict=True):
+            if self.max_length is None or len(turn.ids) <= self.max_length:
+                if not turn.borders[0]:
+                    raise rows[i].error(
+                        "the assistant writes the first token, and nothing precedes it from which "
+                        "it could be predicted; begin with a prompt, or use a chat template that "
+                        "begins a turn"
+                    )
+                found[i] = EncodedRow(turn.ids, turn.borders)
+        return found
+
+    def _chat(self, row: Row) -> Chat:
+        check_text_alone(row)
+        if self.messages_key is None:
+            chat, answer = chat_of(row, self.prompt_key), row.at(self.response_key)
+            if not isinstance(answer, str):
+                raise row.error(f"{self.response_key!r} must be text, got {type(answer).__name__}")
+            return [*chat, {"role": "assistant", "content": answer}]
+        chat = chat_of(row, self.messages_key)
+        if not assistant_turns(chat):
+            roles = ", ".join(dict.fromkeys(message["role"] for message in chat))
+            raise row.error(
+                f"{self.messages_key!r} has no message of the role 'assistant', so nothing can be "
+                f"trained; found {roles}"
+            )
+        return chat
+
+    def _turns(self, rows: Sequence[Row], chats: Sequence[Chat]) -> list[Conversation]:
+        """Encode chats. An error names the row of the first one that cannot be encoded."""
+        last_only, arguments = self.loss_turns == "last", self.chat_template_kwargs
+        try:
+            return encode_turns(self.tokenizer, chats, last_only=last_only, arguments=arguments)
+        except ModelError as error:
+            if len(chats) == 1:
+                row, name = rows[0], str(self.tokenizer.name_or_path)
+                raise ModelError(f"{row.path}, row {row.number}: {error}", path=name) from error
+            pairs = zip(rows, chats, strict=True)
+            return [found for row, chat in pairs for found in self._turns([row], [chat])]
 
 
 def _trained_tokens(lengths: npt.NDArray[np.int32], borders: pa.ListArray) -> npt.NDArray[np.int64]:
@@ -171,92 +186,6 @@ def _trained_tokens(lengths: npt.NDArray[np.int32], borders: pa.ListArray) -> np
     inside = np.add.reduceat(np.where(place % 2, flat, -flat), starts)
     trained: npt.NDArray[np.int64] = inside + np.where(counts % 2, lengths, 0)
     return trained
-
-
-@dataclass(frozen=True)
-class _Rules:
-    """How rows become conversations. See `SFTDataset` for the meaning of the fields."""
-
-    tokenizer: PreTrainedTokenizerBase
-    prompt_key: str
-    response_key: str
-    messages_key: str | None
-    last_only: bool
-    max_length: int | None
-    arguments: TemplateArguments
-
-    def encode(self, rows: Sequence[Row]) -> list[EncodedRow | None]:
-        """Return the conversation of each row; None for one that is too long.
-
-        Raises:
-            As `SFTDataset`.
-        """
-        chats = [self._chat(row) for row in rows]
-        most = most_characters(self.max_length)
-        short = [characters(chat) <= most for chat in chats]
-        for row, chat, fits in zip(rows, chats, short, strict=True):
-            if not fits and self.max_length is None:
-                size = characters(chat)
-                raise row.error(f"the conversation has {size} characters, more than {most}")
-        kept = [i for i, fits in enumerate(short) if fits]
-        turns = self._turns([rows[i] for i in kept], [chats[i] for i in kept])
-        found: list[EncodedRow | None] = [None] * len(rows)
-        for i, turn in zip(kept, turns, strict=True):
-            if self.max_length is None or len(turn.ids) <= self.max_length:
-                if not turn.borders[0]:
-                    raise rows[i].error(
-                        "the assistant writes the first token, and nothing precedes it from which "
-                        "it could be predicted; begin with a prompt, or use a chat template that "
-                        "begins a turn"
-                    )
-                found[i] = EncodedRow(turn.ids, turn.borders)
-        return found
-
-    def _chat(self, row: Row) -> Chat:
-        check_text_alone(row)
-        if self.messages_key is not None:
-            return _with_turns(row, self.messages_key)
-        return _with_answer(row, self.prompt_key, self.response_key)
-
-    def _turns(self, rows: Sequence[Row], chats: Sequence[Chat]) -> list[Conversation]:
-        """Encode chats. An error names the row of the first one that cannot be encoded."""
-        try:
-            return encode_turns(
-                self.tokenizer, chats, last_only=self.last_only, arguments=self.arguments
-            )
-        except ModelError as error:
-            if len(chats) == 1:
-                row = rows[0]
-                name = str(self.tokenizer.name_or_path)
-                raise ModelError(f"{row.path}, row {row.number}: {error}", path=name) from error
-            single = (slice(i, i + 1) for i in range(len(chats)))
-            return [found for one in single for found in self._turns(rows[one], chats[one])]
-
-
-def _with_answer(row: Row, prompt_key: str, response_key: str) -> Chat:
-    chat, answer = chat_of(row, prompt_key), row.at(response_key)
-    if not isinstance(answer, str):
-        raise row.error(f"{response_key!r} must be text, got {type(answer).__name__}")
-    return [*chat, {"role": "assistant", "content": answer}]
-
-
-def _with_turns(row: Row, messages_key: str) -> Chat:
-    chat = chat_of(row, messages_key)
-    if not assistant_turns(chat):
-        roles = ", ".join(dict.fromkeys(message["role"] for message in chat))
-        raise row.error(
-            f"{messages_key!r} has no message of the role 'assistant', so nothing can be trained; "
-            f"found {roles}"
-        )
-    return chat
-
-
-def _item(conversation: Conversation) -> SFTItem:
-    return {
-        "prompt_ids": conversation.prompt_ids,
-        "response_ids": conversation.response_ids,
-        "response_mask": conversation.response_mask,
-    }
 
 
 @dataclass(frozen=True)
@@ -290,14 +219,8 @@ class Conversation:
         """The tokens from the first trained one to the last."""
         return self.ids[self.trained.index(1) :]
 
-    @property
-    def response_mask(self) -> list[int]:
-        """1 for the trained tokens of `response_ids`."""
-        return self.trained[self.trained.index(1) :]
 
-
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     text: str
     by_assistant: bool
 

@@ -2,37 +2,56 @@
 
 A row has token ids, borders (positions in them, whose meaning the dataset knows) and one number:
 
+    a prompt         ids p p p            the row of the file is kept beside it
     a conversation   ids p p a a u a      borders 2 4 5: not trained, trained, not, trained
     a pair           ids p c c p r        borders 1 3 4: prompt, chosen, prompt, rejected; margin
 
-The token ids of a large file are kept in a cache file (`token_cache`) and are mapped into memory,
-so a row costs memory only while it is used. Those of a small file take four bytes for each token.
+The rows of a large file are kept in a cache file, which is mapped into memory: a row costs memory
+only while it is used, and processes on one node share it. Nothing in it is executed or unpickled.
+
+The name of a cache file contains a digest of everything that the rows depend on: the content of the
+data file, the tokenizer with its template, and the settings. A change of one of these makes a new
+cache file. A file appears complete or not at all.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
+import psutil
 
 from quadriga.config.paths import expand_home
 from quadriga.data.chat import TemplateArguments
-from quadriga.data.rows import Row, check_files, count_rows, read_pieces
-from quadriga.data.token_cache import cache_file, is_large, tokenizer_digest
+from quadriga.data.rows import Piece, Row, check_files, count_rows, read_pieces, rows_of_columns
+from quadriga.errors import DataError
 from quadriga.observability.console import progress
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
+ItemT = TypeVar("ItemT")
+
+LARGE_FILE = 64 << 20  # bytes of a file whose rows are kept in a cache file
+LARGE_COUNT = 50_000  # or rows of it
 _BLOCK = 256  # rows that are encoded at once, which bounds the memory for their texts
-_FORMAT = "conversations 1"  # of cache files; another text makes new ones
+_FORMAT = "rows 3"  # of cache files; another text makes new ones
+_OWN = tuple(f"quadriga: {name}" for name in ("ids", "borders", "value", "row"))
+_IDS, _BORDERS, _VALUE, _NUMBER = _OWN
+_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a complete stream in Arrow's format
+_OLD_S = 7 * 86400  # age of an unfinished file that no process writes any more
 
 
 @dataclass(frozen=True)
@@ -40,133 +59,268 @@ class EncodedRow:
     """One row: token ids, positions in them in ascending order, and a number."""
 
     ids: Sequence[int]
-    borders: Sequence[int]
+    borders: Sequence[int] = ()
     value: float = 0.0
 
 
-class RowRules(Protocol):
-    """How rows become token ids: a dataclass whose fields are all that the result depends on beside
-    the rows. They are JSON values, except the tokenizer and the arguments of its template."""
+@dataclass(frozen=True)
+class _Part:
+    """Some encoded rows of a file; `first` counts the rows of all files before it."""
 
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+    batch: pa.RecordBatch
+    path: Path
+    first: int
+    rows: Sequence[Row] | None
 
-    @property
-    def arguments(self) -> TemplateArguments: ...
+    def sources(self, start: int, stop: int) -> Sequence[Row]:
+        """Return the rows of the file behind encoded rows."""
+        if self.rows is not None:
+            return self.rows[start:stop]
+        batch = self.batch.slice(start, stop - start)
+        own = [name for name in batch.schema.names if name not in _OWN]
+        numbers = batch.column(_NUMBER).to_pylist()
+        return rows_of_columns(batch.select(own), self.path, numbers)
+
+
+class EncodedDataset(Generic[ItemT]):
+    """Rows of data files as items: the common part of prompts, conversations and pairs.
+
+    A subclass is a dataclass, whose fields are all that its rows depend on beside the files.
+
+    Attributes:
+        filtered: number of rows left out because they are too long.
+        file_sizes: number of rows of each file that are used.
+        largest_id: the largest token id.
+    """
+
+    NOUN: ClassVar[str]
+    KEEPS_ROWS: ClassVar[bool] = False  # whether items need the rows of the file
+
+    tokenizer: PreTrainedTokenizerBase
+    chat_template_kwargs: TemplateArguments
+    cache_dir: str | Path | None
 
     def encode(self, rows: Sequence[Row]) -> Sequence[EncodedRow | None]:
         """Return each row encoded; None for one that is left out."""
+        raise NotImplementedError
 
+    def item(self, row: EncodedRow, source: Row | None, index: int) -> ItemT:
+        """Return the item of a row; `index` counts the rows of all files, also those left out."""
+        raise NotImplementedError
 
-class EncodedRows:
-    """The rows of files that are used, by number, in the order of the files.
+    def settings(self, path: Path) -> str:
+        """Return what the encoded rows of a file depend on beside its content and the tokenizer."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        for name in ("files", "tokenizer", "cache_dir"):
+            own.pop(name)
+        return json.dumps(own, sort_keys=True, default=_plain)
 
-    Attributes:
-        left_out: number of rows that are left out.
-    """
+    def load(self, files: Sequence[str | Path | Row], limit: int | None, key: str) -> None:
+        """Encode the rows of the files, or map what an earlier run has kept of large ones.
 
-    def __init__(self, batches: Sequence[pa.RecordBatch], left_out: int) -> None:
-        self.left_out = left_out
-        self._batches = batches
-        self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def __getitem__(self, number: int) -> EncodedRow:
-        if not -len(self) <= number < len(self):
-            raise IndexError(f"row {number} of {len(self)}")
-        number %= len(self)
-        part = int(np.searchsorted(self._starts, number, side="right")) - 1
-        ids, borders, value = (
-            column[number - int(self._starts[part])].as_py()
-            for column in self._batches[part].columns
+        Args:
+            limit: tokens of the longest row, from the setting `key`.
+        """
+        self._parts: list[_Part] = []
+        self.file_sizes: list[int] = []
+        count = 0
+        given = [row for row in files if isinstance(row, Row)]
+        paths = (
+            [Path("given")] if given else check_files([f for f in files if not isinstance(f, Row)])
         )
-        return EncodedRow(ids, borders, value)
+        for path in paths:
+            size, parts = self._parts_of(path, given, count)
+            self._parts += [part for part in parts if part.batch.num_rows]
+            self.file_sizes.append(sum(part.batch.num_rows for part in parts))
+            count += size
+        self._size = sum(self.file_sizes)
+        self.filtered = count - self._size
+        if not self._size:
+            names = ", ".join(map(str, paths))
+            raise DataError(
+                f"all {self.filtered} {self.NOUN} of {names} have more than {limit} tokens; "
+                f"increase {key}"
+            )
+        self._starts = np.cumsum([0, *(part.batch.num_rows for part in self._parts)])
+        self.largest_id = max(int(ids.flatten().to_numpy().max()) for ids, _ in self.columns())
+
+    def _parts_of(self, path: Path, given: list[Row], first: int) -> tuple[int, list[_Part]]:
+        """Return the number of rows of a file, and those that are used."""
+        pieces = iter([Piece(given, None)]) if given else None
+        digest = None
+        if self.cache_dir is not None and not given and _is_large(path):
+            digest = _tokenizer_digest(self.tokenizer)
+        if digest is None or self.cache_dir is None:
+            size, parts = 0, []
+            for piece in pieces or read_pieces(path):
+                batch, kept = self._encoded(piece, with_columns=False)
+                parts.append(_Part(batch, path, first, kept if self.KEEPS_ROWS else None))
+                size += len(piece.rows)
+            return size, parts
+        key = f"{_FORMAT} {digest} {self.settings(path)}"
+        batches = _cached(path, Path(expand_home(self.cache_dir)), key, self._write)
+        return count_rows(path), [_Part(batch, path, first, None) for batch in batches]
+
+    def _encoded(self, piece: Piece, *, with_columns: bool) -> tuple[pa.RecordBatch, list[Row]]:
+        """Return the rows of a piece that are used, encoded and as they are in the file."""
+        import pyarrow as pa
+
+        found: list[EncodedRow | None] = []
+        for start in range(0, len(piece.rows), _BLOCK):
+            found += self.encode(piece.rows[start : start + _BLOCK])
+        kept = [i for i, row in enumerate(found) if row is not None]
+        rows = [row for row in found if row is not None]
+        lists = pa.list_(pa.int32())
+        columns = {
+            _IDS: pa.array([row.ids for row in rows], lists),
+            _BORDERS: pa.array([row.borders for row in rows], lists),
+            _VALUE: pa.array([row.value for row in rows], pa.float64()),
+        }
+        if self.KEEPS_ROWS and with_columns:
+            assert piece.columns is not None
+            source = piece.columns.take(pa.array(kept, pa.int32()))
+            columns[_NUMBER] = pa.array([piece.rows[i].number for i in kept], pa.int32())
+            columns |= dict(zip(source.schema.names, source.columns, strict=True))
+        return pa.RecordBatch.from_pydict(columns), [piece.rows[i] for i in kept]
+
+    def _write(self, source: Path, path: Path) -> None:
+        """Write the cache file of a data file, and show the progress."""
+        import pyarrow as pa
+
+        with contextlib.ExitStack() as stack:
+            show = stack.enter_context(progress(f"tokenising {source.name}", count_rows(source)))
+            writer: pa.RecordBatchStreamWriter | None = None
+            for piece in read_pieces(source):
+                batch, _ = self._encoded(piece, with_columns=True)
+                if writer is None:
+                    file = stack.enter_context(pa.OSFile(str(path), "wb"))
+                    writer = stack.enter_context(pa.ipc.new_stream(file, batch.schema))
+                writer.write_batch(batch)
+                show(len(piece.rows))
 
     def columns(self) -> Iterator[tuple[pa.ListArray, pa.ListArray]]:
         """Yield the token ids and the borders of some thousand rows at a time."""
-        for batch in self._batches:
-            yield batch.column(0), batch.column(1)
+        for part in self._parts:
+            yield part.batch.column(_IDS), part.batch.column(_BORDERS)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> ItemT:
+        if not -self._size <= index < self._size:
+            raise IndexError(f"row {index} of {self._size} {self.NOUN}")
+        index %= self._size
+        part = int(np.searchsorted(self._starts, index, side="right")) - 1
+        start = index - int(self._starts[part])
+        return next(self._items(self._parts[part], start, start + 1))
+
+    def __iter__(self) -> Iterator[ItemT]:
+        """Yield all items in order, which is faster than one by one."""
+        if type(self).__getitem__ is not EncodedDataset.__getitem__:  # of a subclass
+            yield from (self[index] for index in range(self._size))
+            return
+        for part, start in zip(self._parts, self._starts.tolist(), strict=False):
+            yield from self._items(part, 0, min(part.batch.num_rows, max(0, self._size - start)))
+
+    def _items(self, part: _Part, start: int, stop: int) -> Iterator[ItemT]:
+        batch = part.batch.slice(start, stop - start)
+        ids, borders, values = (batch.column(name).to_pylist() for name in (_IDS, _BORDERS, _VALUE))
+        sources = part.sources(start, stop) if self.KEEPS_ROWS else [None] * len(ids)
+        for row, source in zip(map(EncodedRow, ids, borders, values), sources, strict=True):
+            yield self.item(row, source, part.first + (source.number if source else 0))
+
+    def head(self, count: int) -> Self:
+        """Return a dataset of the first `count` rows, or of all if there are fewer."""
+        part = copy.copy(self)
+        part._size = min(count, self._size)
+        ends = np.minimum(np.cumsum([0, *self.file_sizes]), count)
+        part.file_sizes = np.diff(ends).tolist()
+        return part
 
 
-def encode_files(
-    files: Sequence[str | Path], rules: RowRules, cache_dir: str | Path | None
-) -> EncodedRows:
-    """Encode the rows of files, or map what an earlier call has kept of large ones.
+def _plain(value: object) -> object:
+    """Return a setting as a JSON value."""
+    return dict(value) if isinstance(value, Mapping) else str(value)
+
+
+def _is_large(path: Path) -> bool:
+    """Return whether the rows of a file are kept in a cache file."""
+    if path.stat().st_size >= LARGE_FILE:
+        return True
+    return path.suffix == ".parquet" and count_rows(path) >= LARGE_COUNT
+
+
+def _read(path: Path) -> list[pa.RecordBatch]:
+    """Map a cache file. Raises `ArrowException` or `OSError` for a damaged one."""
+    import pyarrow as pa
+
+    with path.open("rb") as file:
+        file.seek(-len(_END), os.SEEK_END)
+        if file.read() != _END:
+            raise OSError("the file is not complete")
+    batches = list(pa.ipc.open_stream(pa.memory_map(str(path))))
+    for batch in batches:
+        batch.select([_IDS, _BORDERS, _VALUE]).validate(full=True)
+    return batches
+
+
+def _cached(
+    source: Path, folder: Path, key: str, write: Callable[[Path, Path], None]
+) -> list[pa.RecordBatch]:
+    """Map the cache file of a data file. It is written if there is none that can be used.
 
     Args:
-        cache_dir: folder of the cache files; None: all encoded rows are in memory.
-
-    Raises:
-        DataError: a file cannot be used, or a cache file cannot be written; or as `rules.encode`
-            raises.
+        key: all that the content depends on beside the content of `source`.
+        write: writes the rows of a data file under a path.
     """
     import pyarrow as pa
 
-    batches: list[pa.RecordBatch] = []
-    rows = 0
-    for path in check_files(files):
-        large = cache_dir is not None and is_large(path)
-        digest = tokenizer_digest(rules.tokenizer) if large else None
-        if digest is None or cache_dir is None:
-            memory = pa.BufferOutputStream()
-            _write(path, memory, rules, nullcontext(lambda _: None))
-            source = pa.BufferReader(memory.getvalue())
-        else:
-            key = f"{_FORMAT} {digest} {json.dumps(_settings(rules), sort_keys=True)}"
-            kept = cache_file(
-                path,
-                Path(expand_home(cache_dir)),
-                settings=key,
-                write=partial(_write_file, path, rules),
-            )
-            source = pa.memory_map(str(kept))
-        reader = pa.ipc.open_file(source)
-        batches += [reader.get_batch(i) for i in range(reader.num_record_batches)]
-        rows += count_rows(path)
-    used = [batch for batch in batches if batch.num_rows]
-    return EncodedRows(used, rows - sum(batch.num_rows for batch in used))
+    digest = hashlib.sha256("\0".join((source.suffix, key)).encode())
+    with source.open("rb") as file:
+        digest.update(hashlib.file_digest(file, "sha256").digest())
+    path = folder / f"{source.stem:.60}-{digest.hexdigest()[:32]}.arrow"
+    if path.exists():
+        with contextlib.suppress(pa.ArrowException, OSError):  # a damaged one is made again
+            return _read(path)
+    # The folder may be shared by nodes and containers, whose processes have equal numbers.
+    owner = f"{secrets.token_hex(4)}.{socket.gethostname()}.{os.getpid()}"
+    part = folder / f"{path.name}.{owner}.part"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _remove_unfinished(folder)
+        try:
+            write(source, part)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"the token ids of {source} cannot be kept in {folder}: {error.strerror or error}; "
+            "set data.cache_dir to a folder with free space, or to null to keep them in memory",
+            path=str(folder),
+        ) from error
+    return _read(path)
 
 
-def _settings(rules: RowRules) -> dict[str, object]:
-    """Return all that encoded rows depend on beside the rows and the tokenizer."""
-    own = {key: value for key, value in vars(rules).items() if key != "tokenizer"}
-    return {**own, "arguments": dict(rules.arguments)}
+def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return a digest of a tokenizer and its template; None for one that cannot be compared.
+
+    Only a tokenizer of the library `tokenizers` has its whole behaviour in one text.
+    """
+    inner = getattr(tokenizer, "backend_tokenizer", None)
+    if inner is None:
+        return None
+    special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
+    parts = (inner.to_str(), str(tokenizer.chat_template), special, type(tokenizer).__qualname__)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _write_file(source: Path, rules: RowRules, path: Path) -> None:
-    import pyarrow as pa
-
-    shown = progress(f"tokenising {source.name}", count_rows(source))
-    _write(source, pa.OSFile(str(path), "wb"), rules, shown)
-
-
-def _write(
-    source: Path,
-    sink: pa.NativeFile,
-    rules: RowRules,
-    shown: AbstractContextManager[Callable[[int], None]],
-) -> None:
-    """Write the encoded rows of a file; `shown` is told how many rows are done."""
-    import pyarrow as pa
-
-    lists = pa.list_(pa.int32())
-    schema = pa.schema([("ids", lists), ("borders", lists), ("value", pa.float64())])
-    with sink, pa.ipc.new_file(sink, schema) as writer, shown as show:
-        for piece in read_pieces(source):
-            found: list[EncodedRow] = []
-            for start in range(0, len(piece.rows), _BLOCK):
-                block = rules.encode(piece.rows[start : start + _BLOCK])
-                found += [row for row in block if row is not None]
-            writer.write_batch(
-                pa.record_batch(
-                    [
-                        pa.array([row.ids for row in found], lists),
-                        pa.array([row.borders for row in found], lists),
-                        pa.array([row.value for row in found], pa.float64()),
-                    ],
-                    schema=schema,
-                )
-            )
-            show(len(piece.rows))
+def _remove_unfinished(folder: Path) -> None:
+    """Remove the unfinished files of ended processes of this host, and those of last week."""
+    own = f".{socket.gethostname()}."
+    for part in folder.glob("*.part"):
+        process = part.name.split(".")[-2]
+        ended = own in part.name and process.isdecimal() and not psutil.pid_exists(int(process))
+        with contextlib.suppress(FileNotFoundError):
+            if ended or time.time() - part.stat().st_mtime > _OLD_S:
+                part.unlink()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import reduce
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import accumulate
-from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
@@ -14,7 +12,6 @@ import numpy as np
 import torch
 
 from quadriga.data.chat import (
-    NO_ARGUMENTS,
     Chat,
     Conversation,
     TemplateArguments,
@@ -24,10 +21,9 @@ from quadriga.data.chat import (
     most_characters,
 )
 from quadriga.data.collate import scored_rows
-from quadriga.data.encoded import EncodedRow, encode_files
+from quadriga.data.encoded import EncodedDataset, EncodedRow
 from quadriga.data.images import check_text_alone
 from quadriga.data.rows import Row
-from quadriga.errors import DataError
 from quadriga.protocol import DataProto
 
 if TYPE_CHECKING:
@@ -60,23 +56,18 @@ class PairLengths:
     longest: int
     own: int
 
-    def __or__(self, other: PairLengths) -> PairLengths:
-        """Return the bounds of both."""
-        return PairLengths(max(self.longest, other.longest), max(self.own, other.own))
 
-
-class PairDataset:
+@dataclass(repr=False, eq=False)
+class PairDataset(EncodedDataset[PairItem]):
     """Rows of data files as pairs. See `RMDataConfig` for the columns.
 
     Args:
+        max_length: tokens of a conversation; longer pairs are left out. None: no limit.
         chat_template_kwargs: arguments of the chat template.
         cache_dir: folder in which the token ids of large files are kept; None: all are in memory.
 
     Attributes:
-        filtered: number of pairs left out, because a conversation has more than `max_length`
-            tokens (None: no limit).
         lengths: bounds of the tokens.
-        largest_id: the largest token id.
 
     Raises:
         DataError: a row has no pair; the message names the file and the row.
@@ -84,50 +75,29 @@ class PairDataset:
         ConfigError: the chat template does not read one of its arguments.
     """
 
+    NOUN = "pairs"
     rows_per_item = 2
     """Rows of a batch for each pair."""
 
-    def __init__(
-        self,
-        files: Sequence[str | Path],
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        pad_token_id: int,
-        prompt_key: str = "prompt",
-        chosen_key: str = "chosen",
-        rejected_key: str = "rejected",
-        margin_key: str | None = None,
-        max_length: int | None = None,
-        chat_template_kwargs: TemplateArguments = NO_ARGUMENTS,
-        cache_dir: str | Path | None = None,
-    ) -> None:
-        rules = _Rules(
-            tokenizer,
-            prompt_key,
-            chosen_key,
-            rejected_key,
-            margin_key,
-            max_length,
-            chat_template_kwargs,
-        )
-        self._rows = encode_files(files, rules, cache_dir)
-        self.filtered = self._rows.left_out
-        if not len(self._rows):
-            raise DataError(
-                f"all {self.filtered} pairs of {', '.join(map(str, files))} have more than "
-                f"{max_length} tokens; increase max_length"
-            )
-        self.pad_token_id = pad_token_id
-        self.lengths = reduce(or_, (_lengths(*columns) for columns in self._rows.columns()))
-        self.largest_id = max(
-            int(ids.flatten().to_numpy().max()) for ids, _ in self._rows.columns()
-        )
+    files: Sequence[str | Path]
+    tokenizer: PreTrainedTokenizerBase
+    _: KW_ONLY
+    pad_token_id: int
+    prompt_key: str = "prompt"
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
+    margin_key: str | None = None
+    max_length: int | None = None
+    chat_template_kwargs: TemplateArguments = field(default_factory=dict)
+    cache_dir: str | Path | None = None
 
-    def __len__(self) -> int:
-        return len(self._rows)
+    def __post_init__(self) -> None:
+        self.load(self.files, self.max_length, "max_length")
+        found = [_lengths(*columns) for columns in self.columns()]
+        self.lengths = PairLengths(max(f.longest for f in found), max(f.own for f in found))
 
-    def __getitem__(self, index: int) -> PairItem:
-        row = self._rows[index]
+    def item(self, row: EncodedRow, source: Row | None, index: int) -> PairItem:
+        """Return the pair of a row."""
         first, second, third = row.borders
         return {
             "chosen": (row.ids[:first], row.ids[first:second]),
@@ -140,73 +110,47 @@ class PairDataset:
 
         The rows are those of `scored_rows`, with `MARGINS`.
         """
-        rows: list[Conversation] = []
-        for item in items:
-            rows += [item["chosen"], item["rejected"]]
+        rows = [row for item in items for row in (item["chosen"], item["rejected"])]
         margins = torch.tensor([item["margin"] for item in items], dtype=torch.float32)
         tensors = scored_rows(rows, self.pad_token_id)
         return DataProto.from_dict({**tensors, MARGINS: margins.repeat_interleave(2)})
 
-
-@dataclass(frozen=True)
-class _Rules:
-    """How rows become pairs. See `PairDataset` for the meaning of the fields."""
-
-    tokenizer: PreTrainedTokenizerBase
-    prompt_key: str
-    chosen_key: str
-    rejected_key: str
-    margin_key: str | None
-    max_length: int | None
-    arguments: TemplateArguments
-
     def encode(self, rows: Sequence[Row]) -> list[EncodedRow | None]:
-        """Return the pair of each row; None for one that is too long.
-
-        Raises:
-            As `PairDataset`.
-        """
-        for row in rows:
-            check_text_alone(row)
+        """Return the pair of each row, its four parts one after the other; None for a pair that is
+        too long."""
         pairs = [self._pair(row) for row in rows]
-        margins = [0.0 if self.margin_key is None else _margin(r, self.margin_key) for r in rows]
         most = most_characters(self.max_length)
-        kept = [
-            i
-            for i, pair in enumerate(pairs)
-            if all(characters(prompt) + len(response) <= most for prompt, response in pair)
-        ]
-        both = [one for i in kept for one in pairs[i]]
-        tokens = iter(
-            encode_conversations(
-                self.tokenizer,
-                [prompt for prompt, _ in both],
-                [response for _, response in both],
-                self.arguments,
-            )
-            if both
-            else []
-        )
+        kept = [i for i, (*both, _) in enumerate(pairs) if max(map(_characters, both)) <= most]
+        both = [one for i in kept for one in pairs[i][:2]]
+        prompts, responses = [prompt for prompt, _ in both], [response for _, response in both]
+        arguments = self.chat_template_kwargs
+        tokens = iter(encode_conversations(self.tokenizer, prompts, responses, arguments))
         found: list[EncodedRow | None] = [None] * len(rows)
         for i in kept:
-            chosen, rejected = next(tokens), next(tokens)
-            if self.max_length is None or max(map(_length, (chosen, rejected))) <= self.max_length:
-                found[i] = _joined(chosen, rejected, margins[i])
+            parts = [*next(tokens), *next(tokens)]
+            sizes = [len(part) for part in parts]
+            longest = max(sizes[0] + sizes[1], sizes[2] + sizes[3])
+            if self.max_length is None or longest <= self.max_length:
+                ids = [token for part in parts for token in part]
+                found[i] = EncodedRow(ids, list(accumulate(sizes[:3])), pairs[i][2])
         return found
 
-    def _pair(self, row: Row) -> tuple[tuple[Chat, str], tuple[Chat, str]]:
+    def _pair(self, row: Row) -> tuple[Answered, Answered, float]:
+        """Return both conversations and the margin of a row."""
+        check_text_alone(row)
         chosen = _conversation(row, self.chosen_key, self.prompt_key)
         rejected = _conversation(row, self.rejected_key, self.prompt_key)
         if chosen == rejected:
             raise row.error(f"{self.chosen_key!r} and {self.rejected_key!r} are the same response")
-        return chosen, rejected
+        return chosen, rejected, 0.0 if self.margin_key is None else _margin(row, self.margin_key)
 
 
-def _joined(chosen: Conversation, rejected: Conversation, margin: float) -> EncodedRow:
-    """Return a pair as one row: the four parts one after the other, and where each begins."""
-    parts = [*chosen, *rejected]
-    borders = list(accumulate(map(len, parts[:-1])))
-    return EncodedRow([token for part in parts for token in part], borders, margin)
+Answered = tuple[Chat, str]
+"""A prompt and the response to it."""
+
+
+def _characters(conversation: Answered) -> int:
+    return characters(conversation[0]) + len(conversation[1])
 
 
 def _lengths(ids: pa.ListArray, borders: pa.ListArray) -> PairLengths:
@@ -218,7 +162,7 @@ def _lengths(ids: pa.ListArray, borders: pa.ListArray) -> PairLengths:
     return PairLengths(int(longest.max()), int((longest - shared).max()))
 
 
-def _conversation(row: Row, key: str, prompt_key: str) -> tuple[Chat, str]:
+def _conversation(row: Row, key: str, prompt_key: str) -> Answered:
     """Return the prompt and the response under `key`."""
     value = row.at(key)
     if isinstance(value, str):
@@ -237,7 +181,3 @@ def _margin(row: Row, key: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e6:
         raise row.error(f"{key!r} must be a finite number, got {value!r:.80}")
     return float(value)
-
-
-def _length(conversation: Conversation) -> int:
-    return len(conversation[0]) + len(conversation[1])

@@ -10,8 +10,9 @@ times once. Files are therefore read piece by piece, and within the limits of `M
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -65,10 +66,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive rows of a file, and the same values as Arrow columns."""
+    """Consecutive rows of a file, and the same values as Arrow columns; None: of no file."""
 
     rows: list[Row]
-    columns: pa.RecordBatch
+    columns: pa.RecordBatch | None
 
 
 def check_files(files: Sequence[str | Path]) -> list[Path]:
@@ -121,16 +122,13 @@ def read_pieces(path: Path) -> Iterator[Piece]:
         raise DataError(f"data file {path} has no rows", path=str(path))
 
 
-def rows_of_columns(columns: pa.RecordBatch, path: Path, first: int) -> list[Row]:
-    """Return the rows of `Piece.columns`, of which the first is row `first` of the file."""
+def rows_of_columns(columns: pa.RecordBatch, path: Path, numbers: Iterable[int]) -> list[Row]:
+    """Return the rows of `Piece.columns`, which have these numbers in the file."""
     if columns.schema.names == [_LINE]:
-        rows = [Row({}, str(path), first + i) for i in range(columns.num_rows)]
-        lines = columns.column(0).to_pylist()
-        return [
-            Row(_json_object(row, line), row.path, row.number)
-            for row, line in zip(rows, lines, strict=True)
-        ]
-    return [Row(values, str(path), first + i) for i, values in enumerate(columns.to_pylist())]
+        lines = zip(columns.column(0).to_pylist(), numbers, strict=False)
+        return [_json_row(line, str(path), number) for line, number in lines]
+    values = zip(columns.to_pylist(), numbers, strict=False)
+    return [Row(row, str(path), number) for row, number in values]
 
 
 def count_rows(path: Path) -> int:
@@ -175,7 +173,7 @@ def _parquet(path: Path) -> Iterator[Piece]:
                     limit = f"{MAX_ROW} bytes for one row and {MAX_FILE} for all"
                     raise _too_large(path, what, limit)
                 if piece.num_rows:
-                    yield Piece(rows_of_columns(piece, path, number), piece)
+                    yield Piece(rows_of_columns(piece, path, count(number)), piece)
                 number += piece.num_rows
         except DataError:
             raise
@@ -260,7 +258,7 @@ def _json_lines(path: Path) -> Iterator[Piece]:
                 if number + len(some) > MAX_ROWS:
                     raise _too_large(path, "more rows", f"{MAX_ROWS} rows")
                 columns = pa.record_batch([pa.array(some, pa.large_binary())], names=[_LINE])
-                yield Piece(rows_of_columns(columns, path, number), columns)
+                yield Piece(rows_of_columns(columns, path, count(number)), columns)
                 number += len(some)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}", path=str(path)) from None
@@ -278,7 +276,8 @@ def _some(lines: Iterator[bytes]) -> list[bytes]:
     return some
 
 
-def _json_object(row: Row, line: bytes) -> dict[str, object]:
+def _json_row(line: bytes, path: str, number: int) -> Row:
+    row = Row({}, path, number)
     try:
         text = line.decode("utf-8")
         values = json.loads(text)
@@ -297,7 +296,7 @@ def _json_object(row: Row, line: bytes) -> dict[str, object]:
         raise row.error(f"expected a JSON object, got {type(values).__name__}")
     if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _depth(values) > MAX_DEPTH:
         raise row.error(f"nested more than {MAX_DEPTH} deep")
-    return values
+    return Row(values, path, number)
 
 
 def _depth(value: object) -> int:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from quadriga.config.commands import GenerateConfig, GenerationConfig
 from quadriga.config.convert import check_choice
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from quadriga.data import PromptDataset
-    from quadriga.data.prompts import PromptOptions
     from quadriga.single_controller import WorkerGroup
     from quadriga.workers.generation import GeneratingGroup
 
@@ -187,7 +186,7 @@ def load_prompts(
         model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
     )
     check_generation_takes_images(config.rollout, model)
-    options: PromptOptions = {
+    options: dict[str, Any] = {
         "prompt_key": config.prompt_key,
         "max_prompt_length": config.max_prompt_length,
         "chat_template_kwargs": config.chat_template_kwargs,
