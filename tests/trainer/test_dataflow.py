@@ -100,7 +100,7 @@ def test_every_field_that_is_read_is_written_earlier() -> None:
         config = config_of(*overrides)
         dataflow.check_dataflow(dataflow.StepPlan.of(config).stages)
         dataflow.check_dataflow(dataflow.validation_dataflow(config))
-    dataflow.check_dataflow(dataflow.sft_dataflow())
+    dataflow.check_dataflow(dataflow.SFT_STEP)
 
 
 MOVES = [
@@ -151,7 +151,7 @@ def all_stages() -> list[StageFields]:
     stages_ = [stage for flow in flows for stage in flow]
     # In a step the baselines are one stage with the branch that makes them; here it is taken apart.
     apart = [stage for stage in stages_ if stage.name != dataflow.ADD_BASELINES.name]
-    return [*apart, dataflow.ADD_BASELINES, dataflow.LOAD_IMAGES, *dataflow.sft_dataflow()]
+    return [*apart, dataflow.ADD_BASELINES, dataflow.LOAD_IMAGES, *dataflow.SFT_STEP]
 
 
 def test_readers_and_writers_of_the_list_of_fields_are_those_of_the_stages() -> None:

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 import psutil
@@ -40,6 +40,7 @@ from quadriga.observability.console import progress
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from _typeshed import DataclassInstance
     from transformers import PreTrainedTokenizerBase
 
 ItemT = TypeVar("ItemT")
@@ -99,6 +100,20 @@ class EncodedDataset(Generic[ItemT]):
     tokenizer: PreTrainedTokenizerBase
     chat_template_kwargs: TemplateArguments
     cache_dir: str | Path | None
+
+    @classmethod
+    def from_settings(
+        cls,
+        files: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        settings: DataclassInstance,
+        **more: Any,  # fields that the settings do not have
+    ) -> Self:
+        """Return the dataset of files, with each field that settings have under its name."""
+        made: Any = cls
+        own = {f.name: getattr(settings, f.name) for f in fields(made) if hasattr(settings, f.name)}
+        dataset: Self = made(**{**own, **more, "files": files, "tokenizer": tokenizer})
+        return dataset
 
     def encode(self, rows: Sequence[Row]) -> Sequence[EncodedRow | None]:
         """Return each row encoded; None for one that is left out."""

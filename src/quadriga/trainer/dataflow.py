@@ -271,9 +271,8 @@ def validation_dataflow(
     return _with_roles(config, flow, validation=True)
 
 
-def sft_dataflow() -> tuple[StageFields, ...]:
-    """Return the stages of one step of `SFTTrainer.fit`, in order."""
-    return (LOAD_DEMONSTRATIONS, UPDATE_SFT)
+SFT_STEP = (LOAD_DEMONSTRATIONS, UPDATE_SFT)
+"""The stages of one step of `SFTTrainer.fit`, in order."""
 
 
 def check_dataflow(stages: Iterable[StageFields]) -> None:

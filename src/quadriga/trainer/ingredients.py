@@ -21,7 +21,7 @@ from quadriga.trainer.stages import BatchReward
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from quadriga.data import PromptDataset, PromptLoader
+    from quadriga.data import PromptLoader
     from quadriga.data.images import ImageRules
     from quadriga.data.loader import Mixture
     from quadriga.data.user_classes import Prompts
@@ -154,33 +154,12 @@ def load_prompts(
 
     `images`: how images become tokens, for a model that takes images.
     """
+    from quadriga.data import PromptDataset
     from quadriga.data.user_classes import user_dataset
 
     if data.dataset.path is not None:
         return user_dataset(data.dataset.path, files, tokenizer, data, images)
-    return prompt_dataset(files, data, tokenizer, images)
-
-
-def prompt_dataset(
-    files: Sequence[str],
-    data: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    images: ImageRules | None = None,
-) -> PromptDataset:
-    """Return the prompts of `files`, with template and length filter as `data` says."""
-    from quadriga.data import PromptDataset
-
-    return PromptDataset(
-        files,
-        tokenizer,
-        prompt_key=data.prompt_key,
-        max_prompt_length=data.max_prompt_length,
-        filter_overlong_prompts=data.filter_overlong_prompts,
-        chat_template_kwargs=data.chat_template_kwargs,
-        image_key=data.image_key,
-        images=images,
-        cache_dir=data.cache_dir,
-    )
+    return PromptDataset.from_settings(files, tokenizer, data, images=images)
 
 
 def make_mixture(data: DataConfig, prompts: Prompts) -> Mixture | None:
