@@ -101,8 +101,14 @@ class PromptDataset(EncodedDataset[PromptItem]):
         chats = [chat_of(row, self.prompt_key) for row in rows]
         most = most_characters(self.max_prompt_length)
         short = [i for i, chat in enumerate(chats) if characters(chat) <= most]
-        if len(short) < len(rows):
-            self._check_length(rows, [characters(chat) for chat in chats], "characters", most)
+        limit = self.max_prompt_length
+        leaves_out = self.filter_overlong_prompts and limit is not None
+        for row, chat in zip(rows, chats, strict=True):
+            if not leaves_out and characters(chat) > most:
+                raise row.error(
+                    f"the prompt has {characters(chat)} characters, more than {most}; shorten it, "
+                    "or set max_prompt_length and filter_overlong_prompts=true"
+                )
         used: list[TemplateChat] = []
         for i in short:
             if self.images is not None:
@@ -122,25 +128,14 @@ class PromptDataset(EncodedDataset[PromptItem]):
                     "the prompt has no tokens, since its text is empty and the chat template adds "
                     "nothing; remove the row, or use a template that begins a turn"
                 )
-            limit = self.max_prompt_length
             if limit is None or len(expanded) <= limit:
                 found[i] = EncodedRow(expanded)
-            else:
-                self._check_length([rows[i]], [len(expanded)], "tokens", limit)
-        return found
-
-    def _check_length(
-        self, rows: Sequence[Row], sizes: Sequence[int], unit: str, most: int
-    ) -> None:
-        """Raise `DataError` for the first row that is too long, unless such rows are left out."""
-        if self.filter_overlong_prompts and self.max_prompt_length is not None:
-            return
-        for row, size in zip(rows, sizes, strict=True):
-            if size > most:
-                raise row.error(
-                    f"the prompt has {size} {unit}, more than {most}; shorten it, or increase "
-                    "max_prompt_length, or set filter_overlong_prompts=true beside it"
+            elif not leaves_out:
+                raise rows[i].error(
+                    f"the prompt has {len(expanded)} tokens, more than max_prompt_length={limit}; "
+                    "increase it, or set filter_overlong_prompts=true"
                 )
+        return found
 
     def item(self, row: EncodedRow, source: Row | None, index: int) -> PromptItem:
         """Return the prompt of a row. `index` counts the rows of all files before filtering, so it
