@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from quadriga.algorithms.user_files import load_user_files
 from quadriga.backends.ray import RayWorkerGroup as QuadrigaRayWorkerGroup
@@ -69,49 +68,17 @@ HOOKS: dict[str, tuple[str, ...]] = {
 }
 """The hooks that every runner has → the names of their arguments."""
 _POLICY = (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor)
-_NO_METHOD = object()
 
 
-class HookedRunner(Protocol):
-    """A runner with its hooks, as `TaskRunner`."""
-
-    role_worker_mapping: dict[Role, object]
-    mapping: dict[Role, str]
-
-    def add_actor_rollout_worker(self, config: VerlConfig) -> tuple[type, type]:
-        """Choose the class of the policy."""
-        ...
-
-    def add_critic_worker(self, config: VerlConfig) -> None:
-        """Choose the class of the critic."""
-        ...
-
-    def add_reward_model_resource_pool(self, config: VerlConfig) -> None:
-        """Choose a pool for the reward model."""
-        ...
-
-    def add_teacher_model_resource_pool(self, config: VerlConfig) -> None:
-        """Choose a pool for the teacher."""
-        ...
-
-    def add_ref_policy_worker(self, config: VerlConfig, ref_policy_cls: type) -> None:
-        """Choose the class of the reference."""
-        ...
-
-    def init_resource_pool_mgr(self, config: VerlConfig) -> PoolManager:
-        """Return the pools."""
-        ...
-
-
-def call_hooks(runner: HookedRunner, config: VerlConfig) -> tuple[type, PoolManager]:
+def call_hooks(runner: TaskRunner, config: VerlConfig) -> tuple[type, PoolManager]:
     """Check the hooks of a runner, and call them. Return the class of groups and the pools.
 
     Raises:
         ConfigError: a hook cannot be called, or returns something else than expected.
     """
-    _check_mappings(runner)
-    added = _added_hooks(type(runner), vars(runner))
-    _check_hooks(runner, added)
+    added = _added_hooks(runner)
+    for name, arguments in {**HOOKS, **dict.fromkeys(added, ("config",))}.items():
+        _check_method(runner, name, arguments)
     chosen = runner.add_actor_rollout_worker(config)
     if not isinstance(chosen, tuple) or len(chosen) != 2:
         raise ConfigError(
@@ -138,70 +105,35 @@ def call_hooks(runner: HookedRunner, config: VerlConfig) -> tuple[type, PoolMana
     return group_class, pools
 
 
-def check_runner(runner_class: object, built_in: type) -> None:
-    """Check a class that `run_ppo` builds and runs, before anything starts.
-
-    `built_in`: verl's runner; the hooks of a subclass that keeps its `run` are checked too.
-
-    Raises:
-        ConfigError: names the method, and what is wrong with it.
-    """
+def check_runner(runner_class: object) -> None:
+    """Raise `ConfigError` unless it is a class with a plain method `run`, before Ray starts."""
     try:
         cls: type | None = plain_class(runner_class)
     except DispatchError:
         cls = None
-    if cls is None or not hasattr(cls, RUN):
+    if cls is None or not callable(getattr(cls, RUN, None)):
         raise ConfigError(
             f"run_ppo: task_runner_class must be a class with a method {RUN}, got {runner_class!r}",
             key="task_runner_class",
         )
-    try:
-        inspect.signature(cls).bind()
-    except TypeError as error:
-        raise ConfigError(
-            f"run_ppo builds {cls.__name__}() without arguments: {error}", key="task_runner_class"
-        ) from None
-    _check_method(cls, RUN, ("config",))
-    if issubclass(cls, built_in) and getattr(cls, RUN) is getattr(built_in, RUN):
-        _check_hooks(cls, _added_hooks(cls))
+    check_plain(cls, RUN, getattr(cls, RUN))
 
 
-def _check_mappings(runner: HookedRunner) -> None:
-    name = type(runner).__name__
-    for attribute in ("role_worker_mapping", "mapping"):
-        if not hasattr(runner, attribute):
-            raise ConfigError(f"{name} has no {attribute}; call super().__init__() in __init__")
-        value: object = getattr(runner, attribute)
-        if not isinstance(value, dict):
-            raise ConfigError(f"{name}.{attribute} must be a dict, got {value!r}")
-
-
-def _added_hooks(cls: type, own: Iterable[str] = ()) -> list[str]:
-    """Return the names of the hooks that subclasses of `TaskRunner` add, in their order.
-
-    `own`: the attributes of the object.
-    """
-    names = [name for base in reversed(cls.__mro__) for name in vars(base)]
+def _added_hooks(runner: TaskRunner) -> list[str]:
+    """Return the names of the hooks that subclasses of `TaskRunner` add, in their order."""
+    names = [name for base in reversed(type(runner).__mro__) for name in vars(base)]
     return [
         name
-        for name in dict.fromkeys([*names, *own])
+        for name in dict.fromkeys([*names, *vars(runner)])
         if name.startswith("add_")
         and name.endswith(("_worker", "_resource_pool"))
         and name not in HOOKS
     ]
 
 
-def _check_hooks(owner: object, added: Iterable[str]) -> None:
-    for name, arguments in {**HOOKS, **dict.fromkeys(added, ("config",))}.items():
-        _check_method(owner, name, arguments)
-
-
-def _check_method(owner: object, name: str, arguments: tuple[str, ...]) -> None:
-    """Check that a method of a class or of an object is a plain function with these arguments."""
-    cls = owner if isinstance(owner, type) else type(owner)
-    method = _method_of_class(owner, name) if isinstance(owner, type) else getattr(owner, name)
-    if method is _NO_METHOD:
-        return
+def _check_method(runner: TaskRunner, name: str, arguments: tuple[str, ...]) -> None:
+    """Check that a method is a plain function with these arguments."""
+    cls, method = type(runner), getattr(runner, name)
     if not callable(method):
         raise ConfigError(f"{cls.__name__}.{name} must be a method, got {method!r}")
     check_plain(cls, name, method)
@@ -230,19 +162,6 @@ def check_plain(cls: type, name: str, method: object) -> None:
             )
 
 
-def _method_of_class(cls: type, name: str) -> object:
-    """Return a method of a class as an object of it has it, without making an object.
-
-    Return `_NO_METHOD` for what only an object can tell: a property.
-    """
-    found = inspect.getattr_static(cls, name)
-    if inspect.isfunction(found):
-        return partial(found, None)
-    if isinstance(found, staticmethod | classmethod) or not hasattr(found, "__get__"):
-        return getattr(cls, name)
-    return _NO_METHOD
-
-
 RUNTIME_ENV = {
     "env_vars": {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN"},
 }
@@ -251,21 +170,8 @@ RUNTIME_ENV = {
 _TIMELINE = "timeline_json_file"
 
 
-@dataclass(frozen=True)
-class RaySettings:
-    """How `run_ppo` uses Ray.
-
-    Attributes:
-        arguments: of `ray.init`.
-        timeline: the file for a trace of all tasks; None: no trace.
-    """
-
-    arguments: dict[str, Any]
-    timeline: str | None
-
-
-def ray_settings(config: VerlConfig) -> RaySettings:
-    """Return the settings of Ray in a configuration of verl.
+def ray_settings(config: VerlConfig) -> tuple[dict[str, Any], str | None]:
+    """Return (arguments of `ray.init`, the file for a trace of all tasks or None).
 
     They are in the section `ray_kwargs`; older configurations have a section `ray_init` instead.
 
@@ -280,14 +186,14 @@ def ray_settings(config: VerlConfig) -> RaySettings:
             f"ray_kwargs.{_TIMELINE} must be a file name, got {trace!r}",
             key=f"ray_kwargs.{_TIMELINE}",
         )
-    return RaySettings(ray_init_arguments(given.get("ray_init", older)), trace)
+    return ray_init_arguments(given.get("ray_init", older)), trace
 
 
 def ray_init_arguments(given: VerlConfig) -> dict[str, Any]:
     """Return the arguments of `ray.init`: the user's, and `RUNTIME_ENV` where they are silent.
 
     Raises:
-        ConfigError: `ray.init` has no such argument, or `runtime_env` is not as Ray expects it.
+        ConfigError: `ray.init` has no such argument.
     """
     where = "ray_kwargs.ray_init"
     arguments = _section(given, where)
@@ -300,11 +206,6 @@ def ray_init_arguments(given: VerlConfig) -> dict[str, Any]:
             raise ConfigError(f"ray.init has no argument {name!r}{hint}", key=f"{where}.{name}")
     environment = _section(arguments.get("runtime_env"), f"{where}.runtime_env")
     variables = _section(environment.get("env_vars"), f"{where}.runtime_env.env_vars")
-    for name, value in variables.items():
-        if not isinstance(value, str):
-            key = f"{where}.runtime_env.env_vars.{name}"
-            hint = "" if value is None else f"; write '{value}' in quotes"
-            raise ConfigError(f"{key} must be text, got {value!r}{hint}", key=key)
     kept = {key: value for key, value in environment.items() if value is not None}
     return {
         **{key: value for key, value in arguments.items() if value is not None},
@@ -597,15 +498,15 @@ def run_ppo(config: VerlConfig, task_runner_class: object = None) -> object:
             was started.
     """
     runner = TaskRunner if task_runner_class is None else task_runner_class
-    check_runner(runner, TaskRunner)
-    of_ray = ray_settings(config)
-    session = ensure_ray(**of_ray.arguments)
+    check_runner(runner)
+    arguments, timeline = ray_settings(config)
+    session = ensure_ray(**arguments)
     try:
         # The actor is another process, which has not run the program's `register_role`.
         first = partial(register_again, registered_for(()))
         result = run_in_actor(runner, RUN, config, first=first)
-        if of_ray.timeline is not None:
-            write_timeline(of_ray.timeline)
+        if timeline is not None:
+            write_timeline(timeline)
         return result
     finally:
         session.close()
