@@ -10,6 +10,7 @@ A response repeats the last token of its prompt, once for each new token. Its lo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import multiprocessing
@@ -22,13 +23,14 @@ import threading
 import time
 from base64 import b64decode
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
 from quadriga.rollout.base import tensor_digest
-from quadriga.rollout.sglang.host import read_frame, write_frame
+from quadriga.rollout.sglang.host import _end_with, end_group
 
 
 class Fake:
@@ -141,13 +143,8 @@ class Fake:
         return {"output_ids": ids, "meta_info": info}
 
 
-def serve_pipe(fake, source, target):
-    os.set_blocking(target, False)
+def serve(fake, rank):
     lock = threading.Lock()
-
-    def send(message):
-        with lock:
-            write_frame(target, message, b"", time.monotonic() + 60)
 
     def answer(message, payload):
         try:
@@ -156,9 +153,15 @@ def serve_pipe(fake, source, target):
             body, status = {"message": repr(error)}, 400
         send({"id": message["id"], "status": status, "body": body})
 
-    send({"id": 0, "status": 200, "body": None})
-    while (frame := read_frame(source)) is not None:
-        threading.Thread(target=answer, args=frame, daemon=True).start()
+    def send(message):
+        with lock:
+            rank.send_bytes(json.dumps(message).encode())
+
+    send({"id": 0, "status": 200})
+    with contextlib.suppress(EOFError):
+        while True:
+            request = json.loads(rank.recv_bytes()), rank.recv_bytes()
+            threading.Thread(target=answer, args=request, daemon=True).start()
 
 
 def http_server(fake, key):
@@ -195,12 +198,13 @@ def http_server(fake, key):
 
 def main():
     torch.set_num_threads(1)
-    source, target = os.dup(0), os.dup(1)
-    os.dup2(2, 1)
-    settings, _ = read_frame(source)
-    fake = Fake(settings["args"])
+    number, folder = sys.argv[-2:]
+    threading.Thread(target=_end_with, args=(os.getppid(), folder), daemon=True).start()
+    rank = Connection(int(number))
+    fake = Fake(json.loads(rank.recv_bytes())["args"])
     subprocess.Popen(["sleep", "600"])  # a scheduler
-    serve_pipe(fake, source, target)
+    serve(fake, rank)
+    end_group(os.getpgrp(), folder)
 
 
 if __name__ == "__main__":

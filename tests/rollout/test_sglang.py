@@ -69,7 +69,7 @@ def test_requests_weights_and_memory(start):
     engine.pause_generation()
     engine.continue_generation()
     engine.abort()
-    folder = engine._client._transport.host.folder
+    folder = engine._client._transport.folder
     engine.close()
     assert not folder.exists()
     assert gone(children() - before)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,9 +34,8 @@ from quadriga.rollout.sglang.host import Json
 from quadriga.rollout.sglang.options import CPU_TOKENS, MEM_FRACTION_STATIC, SGLangOptions
 from quadriga.rollout.sglang.transports import (
     Body,
-    HostProcess,
+    HostTransport,
     HTTPTransport,
-    PipeTransport,
     Transport,
     failed,
 )
@@ -48,7 +48,6 @@ from quadriga.rollout.sglang.weights import (
     read_answer,
 )
 
-T = TypeVar("T")
 Fault = RolloutDiedError | RolloutTimeoutError
 """What a restart can cure."""
 
@@ -62,11 +61,13 @@ _CPU: Mapping[str, Json] = {
     "disable_cuda_graph": True,
     "max_total_tokens": CPU_TOKENS,
 }
-_GPU: Mapping[str, Json] = {"mem_fraction_static": MEM_FRACTION_STATIC}
 _RELEASABLE: Mapping[str, Json] = {
     "enable_memory_saver": True,
     "enable_weights_cpu_backup": True,  # without it, `release` would lose the weights
 }
+_WEIGHTS = ("weights",)
+_MEMORY = (*_WEIGHTS, "kv_cache", "cuda_graph")
+"""Kinds of device memory, as SGLang names them."""
 
 
 @dataclass(frozen=True)
@@ -90,26 +91,24 @@ class Launch:
             RolloutDiedError, RolloutTimeoutError: it did not become ready.
         """
         if self.options.url is not None:
-            server = HTTPTransport(self.options.url, self.options.api_key)
-            server.wait_until_ready(self.options.start_timeout_s)
-            return server
-        host = HostProcess(self.options.python or sys.executable, self._variables)
+            return HTTPTransport(self.options.url, self.options.api_key)
+        folder = Path(tempfile.mkdtemp(prefix="quadriga-sglang-"))
+        settings: Json = {"device": self.device.type, "args": self._arguments(folder)}
+        python = self.options.python or sys.executable
+        host = HostTransport(python, folder, self._variables(folder), settings)
         try:
-            pipe = PipeTransport(host)
-            host.begin({"device": self.device.type, "args": self._arguments(host.folder)})
-            pipe.wait_until_ready(self.options.start_timeout_s)
+            host.wait_until_ready(self.options.start_timeout_s)
         except BaseException:
             host.close()
             raise
-        return pipe
+        return host
 
     def _variables(self, folder: Path) -> dict[str, str]:
         """Return the environment variables of an SGLang with this folder for temporary files."""
+        original = self.options.log_probs == "temperature_1"
         variables = {
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-            "SGLANG_RETURN_ORIGINAL_LOGPROB": (
-                "1" if self.options.log_probs == "temperature_1" else "0"
-            ),
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": "1" if original else "0",
         }
         if not {"nnodes", "dist_init_addr"} & self.options.server_args.keys():
             # Otherwise the store of the schedulers' process group, and gloo, listen on all
@@ -143,7 +142,8 @@ class Launch:
         if self.device.type == "cpu":
             arguments |= _CPU
         else:
-            arguments |= {**_GPU, **(_RELEASABLE if self.releasable else {})}
+            arguments["mem_fraction_static"] = MEM_FRACTION_STATIC
+            arguments |= _RELEASABLE if self.releasable else {}
         return arguments | dict(self.options.server_args)
 
 
@@ -160,71 +160,6 @@ def _without_end_tokens(folder: Path, view: Path) -> Path:
     return view
 
 
-class Pauses:
-    """A pause lasts over weight updates and restarts, until `go_on`.
-
-    Args:
-        call: sends a request with its path and its body.
-
-    Attributes:
-        mode: of the pause that a program has asked for; None: there is none.
-    """
-
-    def __init__(self, call: Callable[[str, Body], Json]) -> None:
-        self.mode: str | None = None
-        self._call = call
-        self._lock = threading.RLock()
-        self._updating = False
-
-    def pause(self, mode: str) -> None:
-        """Let SGLang generate nothing. If it refuses, `RolloutError` is raised."""
-        with self._lock:
-            before, self.mode = self.mode, mode
-            try:
-                self._call("/pause_generation", {"mode": mode})
-            except RolloutError:
-                self.mode = before
-                raise
-
-    def go_on(self) -> None:
-        """End the pause. An update that runs ends its own."""
-        with self._lock:
-            self.mode = None
-            if not self._updating:
-                self._call("/continue_generation", {})
-
-    def started(self) -> None:
-        """Pause an SGLang that was started again, if the one before was paused."""
-        with self._lock:
-            if self.mode is not None:
-                self.pause(self.mode)
-
-    @contextlib.contextmanager
-    def for_update(self) -> Iterator[None]:
-        """Pause within the block."""
-        try:
-            with self._lock:
-                self._updating = True
-                self._call("/pause_generation", {"mode": "retract"})
-            yield
-        except BaseException:
-            with contextlib.suppress(RolloutError):  # the first error is the one to raise
-                self._end_update()
-            raise
-        self._end_update()
-
-    def _end_update(self) -> None:
-        with self._lock:
-            self._updating = False
-            if self.mode is None:
-                self._call("/continue_generation", {})
-
-
-_WEIGHTS = ("weights",)
-_MEMORY = (*_WEIGHTS, "kv_cache", "cuda_graph")
-"""Kinds of device memory, as SGLang names them."""
-
-
 class Client:
     """See the module.
 
@@ -237,7 +172,7 @@ class Client:
         restarts: how often SGLang was started again.
         held: the weights that SGLang held when it was started, if they can be read back.
         received: the digest of each weight that SGLang has accepted, as it was sent to it last.
-        pauses: of generation.
+        paused: the mode of a pause that a program has asked for; None: there is none.
     """
 
     def __init__(self, launch: Launch, shapes: Shapes, at_once: int) -> None:
@@ -249,14 +184,15 @@ class Client:
         self._unusable = ""
         self._closed = False
         self._released: frozenset[str] = frozenset()  # kinds of device memory
-        self.pauses = Pauses(self.call)
+        self._pausing = threading.RLock()
+        self.paused: str | None = None
         self.received: dict[str, int] = {}
         self.version = -1
         self.restarts = 0
         self._transport = launch.start()
         self.held: dict[str, HeldWeight] = {}
         try:
-            if isinstance(self._transport, PipeTransport):
+            if isinstance(self._transport, HostTransport):
                 self.held = self.read_back()
             else:
                 self.version = self._adopt_version(self._transport)
@@ -266,19 +202,18 @@ class Client:
 
     def _adopt_version(self, server: HTTPTransport) -> int:
         """Return the version of the weights in a server that runs already."""
-        info = server.get("/model_info", self._options.call_timeout_s)
+        info = server.call("/model_info", None, self._options.call_timeout_s)
         version = info.get("weight_version") if isinstance(info, dict) else None
         if version == "default":  # the weights of its model folder
             version = "-1"
-            body: Body = {"new_version": version, "abort_all_requests": False}
-            self.call("/update_weight_version", body)
+            self._set_version(version)
         try:
             return int(str(version))
         except ValueError:
             raise failed(
                 RolloutError,
                 f"the weights of the server at {self._options.url} have the version {version!r}, "
-                "which is not a number; start it again",
+                "which is not a number; start SGLang there, again if it runs",
             ) from None
 
     # Requests
@@ -291,86 +226,72 @@ class Client:
         """
         transport = self._transport  # another thread may start SGLang again meanwhile
         try:
-            return transport.call(path, body or {}, self._options.call_timeout_s, payload)
+            answer = transport.call(path, body or {}, self._options.call_timeout_s, payload)
         except (RolloutDiedError, RolloutTimeoutError):
-            _end(transport)
+            transport.close()  # one that does not answer now may answer later
             raise
+        if isinstance(answer, dict) and answer.get("success") is False:
+            problem = f"SGLang did not carry out {path}: {answer.get('message')}"
+            raise failed(RolloutError, problem, method=path)
+        return answer
 
-    def run(self, bodies: Sequence[Body], read: Callable[[int, Json], T]) -> list[T]:
-        """Send `/generate` requests side by side and return what `read` makes of each answer.
+    def run(self, bodies: Sequence[Body]) -> list[Json]:
+        """Send `/generate` requests side by side and return their answers.
 
         If SGLang ends or does not answer, it is started again as often as the options allow, and
-        the requests without an answer are sent again. Each answer is read once.
-
-        Args:
-            read: called with the index of the body and its answer.
+        the requests without an answer are sent again.
 
         Raises:
             RolloutError: a request failed and could not be repeated.
         """
         if self._unusable:
             raise failed(RolloutError, self._unusable)
-        done: dict[int, T] = {}
-        while len(done) < len(bodies):
-            waiting = {i: body for i, body in enumerate(bodies) if i not in done}
-            with ThreadPoolExecutor(min(len(waiting), self._at_once)) as pool:
-                transport, limit = self._transport, self._options.generate_timeout_s
-                futures = {
-                    i: pool.submit(transport.call, "/generate", body, limit)
-                    for i, body in waiting.items()
-                }
-                fault = self._collect(futures, read, done)
+        answers: dict[int, Json] = {}
+        while len(answers) < len(bodies):
+            waiting = {i: body for i, body in enumerate(bodies) if i not in answers}
+            fault = self._ask(waiting, answers)
             if fault is not None:
                 self._recover(fault)
-        return [done[i] for i in range(len(bodies))]
+        return [answers[i] for i in range(len(bodies))]
 
-    def _collect(
-        self, futures: dict[int, Future[Json]], read: Callable[[int, Json], T], done: dict[int, T]
-    ) -> Fault | None:
-        """Read all answers into `done`. Return the first fault that a restart can cure."""
-        fault: Fault | None = None
-        try:
-            for i, future in futures.items():
-                try:
-                    answer = future.result()
-                except CancelledError:
-                    continue
-                except (RolloutDiedError, RolloutTimeoutError) as error:
-                    if fault is None:
-                        fault = error
-                        _cancel(futures)
-                        # The requests that run end with it, before their deadlines.
-                        _end(self._transport)
-                    continue
-                done[i] = read(i, answer)
-        except BaseException:
-            _cancel(futures)
-            raise
-        return fault
+    def _ask(self, bodies: Mapping[int, Body], answers: dict[int, Json]) -> Fault | None:
+        """Send requests and add their answers. Return the first fault that a restart can cure."""
+        transport, limit = self._transport, self._options.generate_timeout_s
+        faults: list[Fault] = []
+
+        def ask(i: int) -> None:
+            try:
+                if not faults:
+                    answers[i] = transport.call("/generate", bodies[i], limit)
+            except (RolloutDiedError, RolloutTimeoutError) as error:
+                faults.append(error)
+                transport.close()  # so that the other requests end before their deadlines
+
+        with ThreadPoolExecutor(min(len(bodies), self._at_once)) as pool:
+            list(pool.map(ask, bodies))
+        return faults[0] if faults else None
 
     def _recover(self, fault: Fault) -> None:
         """Start SGLang again with the last weights; raise `fault` if this may not be."""
-        _end(self._transport)
+        self._transport.close()
         while self._may_restart():
             self.restarts += 1
             try:
                 self._transport = self._launch.start()
-                if self._closed:  # meanwhile
-                    _end(self._transport)
-                    break
                 self._released = frozenset()
                 if self._kept:
                     self._send(iter(self._kept.items()), self.version)
                 if self.held:
                     self._check_restarted()
-                self.pauses.started()
+                if self.paused is not None:
+                    self.pause(self.paused)
                 return
             except (RolloutDiedError, RolloutTimeoutError) as error:
-                _end(self._transport)
+                self._transport.close()
                 fault = error
             except RolloutError as error:
                 self._unusable = f"it failed before: {error}"
-                _end(self._transport)
+                self._transport.close()
                 raise
         self._unusable = f"it failed before: {fault}"
         raise fault
@@ -378,8 +299,8 @@ class Client:
     def _check_restarted(self) -> None:
         """Compare what a restarted SGLang holds with the weights that it was sent, and with the
         first weights of the folder for the others."""
-        sent = {name: tensor_digest(self._kept[name]) for name in self.held if name in self._kept}
-        expected = {name: weight.digest for name, weight in self.held.items()} | sent
+        expected = {name: weight.digest for name, weight in self.held.items()}
+        expected |= {n: tensor_digest(w) for n, w in self._kept.items() if n in expected}
         found = self.read_back()
         wrong = [n for n, d in expected.items() if n not in found or found[n].digest != d]
         if wrong:
@@ -394,8 +315,22 @@ class Client:
             )
 
     def _may_restart(self) -> bool:
-        started_here = isinstance(self._transport, PipeTransport)
+        started_here = isinstance(self._transport, HostTransport)
         return started_here and not self._closed and self.restarts < self._options.restarts
+
+    # Pauses last over weight updates and restarts. Another thread may ask for them.
+
+    def pause(self, mode: str) -> None:
+        """Let SGLang generate nothing until `go_on`."""
+        with self._pausing:
+            self.call("/pause_generation", {"mode": mode})
+            self.paused = mode
+
+    def go_on(self) -> None:
+        """End the pause."""
+        with self._pausing:
+            self.paused = None
+            self.call("/continue_generation")
 
     # Weights
 
@@ -432,38 +367,40 @@ class Client:
         parts = buckets(stream, self._options.bucket_mb << 20)
         part = next(parts, None)  # the first bucket is checked before anything is changed
         sent: dict[str, int] = {}
-        with self.pauses.for_update():
-            with self._session():
-                while part is not None:
-                    self._update_bucket(part.payload)
-                    sent.update(part.digests)
-                    part = next(parts, None)
-            self.call(
-                "/update_weight_version",
-                {"new_version": str(version), "abort_all_requests": False},
-            )
-            self._succeed("/flush_cache")
+        with self._pausing:
+            self.call("/pause_generation", {"mode": "retract"})
+            paused = None if self.paused is None else contextlib.nullcontext()
+            with paused or self._at_the_end("/continue_generation"):
+                self.call("/begin_weight_update")
+                with self._at_the_end("/end_weight_update"):
+                    while part is not None:
+                        self._load("flattened_bucket", part.payload)
+                        sent.update(part.digests)
+                        part = next(parts, None)
+                self._set_version(str(version))
+                self.call("/flush_cache")
         self.received |= sent
 
-    def _update_bucket(self, payload: bytes) -> None:
-        body: dict[str, Json] = {
-            "ranks": self._options.tensor_parallel,
-            "load_format": "flattened_bucket",
-            "flush_cache": False,  # once, after the last bucket
-        }
-        self._succeed("/update_weights_from_tensor", body, payload)
+    def _set_version(self, version: str) -> None:
+        body: Body = {"new_version": version, "abort_all_requests": False}
+        self.call("/update_weight_version", body)
+
+    def _load(self, load_format: str, payload: bytes) -> None:
+        """Send tensors to SGLang. Its cache is flushed once, after the last bucket."""
+        ranks = self._options.tensor_parallel
+        body: Body = {"ranks": ranks, "load_format": load_format, "flush_cache": False}
+        self.call("/update_weights_from_tensor", body, payload)
 
     @contextlib.contextmanager
-    def _session(self) -> Iterator[None]:
-        """Open a session of SGLang in which weights can be loaded, and close it again."""
-        self._succeed("/begin_weight_update")
+    def _at_the_end(self, path: str) -> Iterator[None]:
+        """Call `path` after the block; an error of the block is the one to raise."""
         try:
             yield
         except BaseException:
-            with contextlib.suppress(RolloutError):  # the first error is the one to raise
-                self.call("/end_weight_update")
+            with contextlib.suppress(RolloutError):
+                self.call(path)
             raise
-        self._succeed("/end_weight_update")
+        self.call(path)
 
     def read_back(self) -> dict[str, HeldWeight]:
         """Return the weights that SGLang holds; those that it cannot locate are missing.
@@ -471,24 +408,13 @@ class Client:
         Raises:
             RolloutError: reading back failed.
         """
-        assert isinstance(self._transport, PipeTransport), "a server elsewhere is not read"
+        assert isinstance(self._transport, HostTransport), "a server elsewhere is not read"
         self._get_back(_WEIGHTS)
-        file = self._transport.host.folder / "held.json"
-        body: dict[str, Json] = {
-            "ranks": self._options.tensor_parallel,
-            "load_format": _READBACK,
-            "flush_cache": False,
-        }
-        with self._session():
-            self._succeed("/update_weights_from_tensor", body, question(self._shapes, file))
+        file = self._transport.folder / "held.json"
+        self.call("/begin_weight_update")
+        with self._at_the_end("/end_weight_update"):
+            self._load(_READBACK, question(self._shapes, file))
         return read_answer(file)
-
-    def _succeed(self, path: str, body: Body | None = None, payload: bytes = b"") -> None:
-        """Call, and raise `RolloutError` if the answer says that it did not succeed."""
-        answer = self.call(path, body, payload)
-        if isinstance(answer, dict) and answer.get("success") is False:
-            problem = f"SGLang did not carry out {path}: {answer.get('message')}"
-            raise failed(RolloutError, problem, method=path)
 
     # Device memory, which the trainer needs meanwhile. Without a GPU nothing is freed.
 
@@ -516,13 +442,3 @@ class Client:
         """End SGLang if it was started here. Requests of other threads fail."""
         self._closed = True
         self._transport.close()
-
-
-def _end(transport: Transport) -> None:
-    """End an SGLang that was started here: one that does not answer now may answer later."""
-    transport.close()
-
-
-def _cancel(futures: dict[int, Future[Json]]) -> None:
-    for future in futures.values():
-        future.cancel()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,12 +23,18 @@ from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams
 from quadriga.rollout.checks import check_request, check_sequences
 from quadriga.rollout.responses import Response, StopStringsOfModel, padded_output, token_rows
 from quadriga.rollout.sglang.client import Client, Launch
-from quadriga.rollout.sglang.host import Json
 from quadriga.rollout.sglang.options import SGLang
-from quadriga.rollout.sglang.requests import generate_body, read_samples, read_scores, score_body
-from quadriga.rollout.sglang.transports import NAME, failed
+from quadriga.rollout.sglang.requests import (
+    generate_body,
+    read_rows,
+    read_sample,
+    read_scores,
+    score_body,
+)
+from quadriga.rollout.sglang.transports import NAME, Body, failed
 from quadriga.rollout.sglang.weights import model_end_tokens, model_shapes
 
+T = TypeVar("T")
 PauseMode = Literal["abort", "retract", "in_place"]
 """What SGLang does with responses that it is generating: end them; compute them again when it
 continues; or keep them as they are."""
@@ -109,24 +116,15 @@ class SGLangRollout(RolloutEngine):
             self._check_generates("generate")
             check_request(NAME, self.abilities, prompt_ids, attention_mask, sampling, sample_seeds)
             self._check_ends(sampling)
-            prompts = token_rows(prompt_ids, attention_mask)
+            prompts, version = token_rows(prompt_ids, attention_mask), self.version
             seeds = sample_seeds.tolist() if self._options.seeds else None
-            size, version = self._request_rows, self.version
-            starts = range(0, len(prompts), size)
-            bodies = [
-                generate_body(
-                    prompts[start : start + size],
-                    sampling,
-                    None if seeds is None else seeds[start : start + size],
-                )
-                for start in starts
-            ]
 
-            def read(i: int, answer: Json) -> list[Response]:
-                count = len(prompts[starts[i] : starts[i] + size])
-                return read_samples(answer, count, sampling, version, starts[i])
+            def body(rows: range) -> Body:
+                own = None if seeds is None else [seeds[row] for row in rows]
+                return generate_body([prompts[row] for row in rows], sampling, own)
 
-            samples = [sample for part in self._client.run(bodies, read) for sample in part]
+            read = partial(read_sample, sampling=sampling)
+            samples = self._run(len(prompts), body, read)
             stops = self._stop_strings.check(sampling.stop_strings)
             if stops is not None:
                 # SGLang has no tokenizer here, so it samples on behind a stop string. The tokens up
@@ -154,32 +152,44 @@ class SGLangRollout(RolloutEngine):
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
         with self._lock:
             self._check_generates("score")
-            if self._client.pauses.mode is not None:  # SGLang would answer after the pause only
+            if self._client.paused is not None:  # SGLang would answer after the pause only
                 raise self._error("score", "it is paused; call continue_generation() before")
             check_sequences(NAME, self.abilities, ids, attention_mask)
             rows = token_rows(ids, attention_mask)
-            size, version = self._request_rows, self.version
-            starts = range(0, len(rows), size)
-
-            def read(i: int, answer: Json) -> list[list[float]]:
-                lengths = [len(row) for row in rows[starts[i] : starts[i] + size]]
-                return read_scores(answer, lengths, version, starts[i])
-
-            bodies = [score_body(rows[start : start + size]) for start in starts]
-            found = [scores for part in self._client.run(bodies, read) for scores in part]
+            found = self._run(
+                len(rows),
+                lambda part: score_body([rows[row] for row in part]),
+                lambda entry, row: read_scores(entry, row, len(rows[row])),
+            )
             result = torch.zeros(ids.shape, dtype=torch.float32)
             for row, scores in enumerate(found):
                 result[row, attention_mask[row].bool().cpu()] = torch.tensor(scores)
             return result
 
+    def _run(
+        self,
+        count: int,
+        body: Callable[[range], Body],
+        read: Callable[[Mapping[str, Any], int], T],
+    ) -> list[T]:
+        """Send requests for all rows of a batch; return what `read` makes of each row."""
+        starts, size, version = (
+            range(0, count, self._request_rows),
+            self._request_rows,
+            self.version,
+        )
+        parts = [range(start, min(start + size, count)) for start in starts]
+        answers = zip(parts, self._client.run([body(part) for part in parts]), strict=True)
+        return [row for part, a in answers for row in read_rows(a, part, version, read)]
+
     def pause_generation(self, mode: PauseMode = "retract") -> None:
         """Let SGLang generate nothing until `continue_generation`, also over weight updates and
         restarts. Another thread may call it."""
-        self._client.pauses.pause(mode)
+        self._client.pause(mode)
 
     def continue_generation(self) -> None:
         """End a pause."""
-        self._client.pauses.go_on()
+        self._client.go_on()
 
     def abort(self) -> None:
         """End all responses that are being generated; their `generate` raises
@@ -251,23 +261,16 @@ _TOKENS = 48
 # ones by about the size of a log-probability.
 _TOLERANCE = {torch.float32: 1e-2}
 _TOLERANCE_16_BIT = 0.5
-_LIMITED = ("sliding", "chunked", "local")
-"""Parts of the names of layers that do not attend to all tokens before."""
-
-Score = Callable[[Tensor, Tensor], Tensor]
-"""`RolloutEngine.score`."""
 
 
 def sliding_window(config: PreTrainedConfig) -> int | None:
     """Return the most tokens that some layer attends to; None if all layers attend to all."""
     text = config.get_text_config()
     size = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
-    kinds = getattr(text, "layer_types", None)
-    if not isinstance(size, int) or getattr(text, "use_sliding_window", True) is False:
+    kinds = set(getattr(text, "layer_types", None) or ["sliding_attention"])
+    if getattr(text, "use_sliding_window", True) is False or kinds == {"full_attention"}:
         return None
-    if kinds is not None and not any(part in str(kind) for kind in kinds for part in _LIMITED):
-        return None
-    return size
+    return size if isinstance(size, int) else None
 
 
 def probe_length(config: PreTrainedConfig, longest: int | None) -> int | None:
@@ -276,17 +279,20 @@ def probe_length(config: PreTrainedConfig, longest: int | None) -> int | None:
     Args:
         longest: the most tokens of a sequence. A window that is not shorter changes nothing.
     """
-    window = sliding_window(config)
-    if window is not None and longest is not None and window >= longest:
-        window = None
-    if window is None and config.model_type in TESTED:
+    window = sliding_window(config) or 0
+    if longest is not None and window >= longest:
+        window = 0
+    if not window and config.model_type in TESTED:
         return None
-    tokens = _TOKENS + (window or 0)
-    return tokens if longest is None else min(tokens, longest)
+    return min(_TOKENS + window, longest or _TOKENS + window)
 
 
 def check_numbers(
-    score: Score, model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype, tokens: int
+    score: Callable[[Tensor, Tensor], Tensor],
+    model: ModelConfig,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    tokens: int,
 ) -> None:
     """Compare the scores of SGLang, which holds the weights of the folder, with transformers.
 

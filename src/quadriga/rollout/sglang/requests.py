@@ -9,7 +9,7 @@ from quadriga.errors import RolloutOutputError
 from quadriga.rollout.abilities import SamplingParams
 from quadriga.rollout.responses import Response
 from quadriga.rollout.sglang.host import Json
-from quadriga.rollout.sglang.transports import failed
+from quadriga.rollout.sglang.transports import Body, failed
 
 T = TypeVar("T")
 _Entry = Mapping[str, Any]
@@ -18,7 +18,7 @@ _Entry = Mapping[str, Any]
 
 def generate_body(
     prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int] | None
-) -> dict[str, Json]:
+) -> Body:
     """Return the body of a request for one response to each prompt.
 
     Args:
@@ -44,7 +44,7 @@ def generate_body(
     }
 
 
-def score_body(sequences: Sequence[Sequence[int]]) -> dict[str, Json]:
+def score_body(sequences: Sequence[Sequence[int]]) -> Body:
     """Return the body of a request for the log-probability of each token of the sequences."""
     return {
         "input_ids": [list(sequence) for sequence in sequences],
@@ -54,65 +54,49 @@ def score_body(sequences: Sequence[Sequence[int]]) -> dict[str, Json]:
     }
 
 
-def read_samples(
-    answer: Json, count: int, sampling: SamplingParams, version: int, first_row: int
-) -> list[Response]:
-    """Return the samples of an answer to `generate_body`, checked.
+def read_rows(
+    answer: Any, rows: Sequence[int], version: int, read: Callable[[_Entry, int], T]
+) -> list[T]:
+    """Return what `read_sample` or `read_scores` makes of each row of an answer.
 
     Args:
-        count: the prompts of the request.
+        rows: of the batch, which the request had; also for messages.
         version: the version of the weights that were set last.
-        first_row: the row of the batch that is the first of the request, for messages.
 
     Raises:
-        RolloutOutputError: a sample is missing, was aborted, has another number of
-            log-probabilities than of tokens, or was sampled by weights of another version.
+        RolloutOutputError: a row is missing, was aborted, has another number of log-probabilities
+            than of tokens, or was computed by weights of another version.
     """
-
-    def sample(entry: _Entry, row: int) -> Response:
-        ids = [int(token) for token in entry["output_ids"]]
-        log_probs = _log_probs(entry["meta_info"]["output_token_logprobs"], len(ids), row)
-        reason = entry["meta_info"]["finish_reason"]
-        kind = reason["type"]
-        if kind == "length" and len(ids) == sampling.max_new_tokens:
-            return Response(ids, log_probs, "length")
-        if kind == "stop" and ids and ids[-1] in sampling.end_token_ids:
-            return Response(ids, log_probs, "stop")
-        raise _fault(row, "finish reason", f"{reason!r} after {len(ids)} tokens")
-
-    return _read(answer, count, version, first_row, sample)
-
-
-def read_scores(
-    answer: Json, lengths: Sequence[int], version: int, first_row: int
-) -> list[list[float]]:
-    """Return the log-probabilities of an answer to `score_body`: 0 at each first token.
-
-    Raises:
-        RolloutOutputError: as `read_samples`.
-    """
-
-    def scores(entry: _Entry, row: int) -> list[float]:
-        behind = entry["meta_info"]["input_token_logprobs"][1:]  # the first has none
-        return [0.0, *_log_probs(behind, lengths[row - first_row] - 1, row)]
-
-    return _read(answer, len(lengths), version, first_row, scores)
-
-
-def _read(
-    answer: Any, count: int, version: int, first_row: int, read: Callable[[_Entry, int], T]
-) -> list[T]:
     entries = [answer] if isinstance(answer, dict) else answer
-    if not isinstance(entries, list) or len(entries) != count:
-        raise _fault(first_row, "rows", f"{str(answer)[:80]} for {count} prompts")
+    if not isinstance(entries, list) or len(entries) != len(rows):
+        raise _fault(rows[0], "rows", f"{str(answer)[:80]} for {len(rows)} prompts")
     found = []
-    for row, entry in enumerate(entries, first_row):
+    for row, entry in zip(rows, entries, strict=True):
         try:
             _check_version(entry["meta_info"], version, row)
             found.append(read(entry, row))
         except (LookupError, TypeError, ValueError) as error:
             raise _fault(row, "form", f"{type(error).__name__}: {error}") from error
     return found
+
+
+def read_sample(entry: _Entry, row: int, sampling: SamplingParams) -> Response:
+    """Return the response of a row of an answer to `generate_body`."""
+    ids = [int(token) for token in entry["output_ids"]]
+    log_probs = _log_probs(entry["meta_info"]["output_token_logprobs"], len(ids), row)
+    reason = entry["meta_info"]["finish_reason"]
+    kind = reason["type"]
+    if kind == "length" and len(ids) == sampling.max_new_tokens:
+        return Response(ids, log_probs, "length")
+    if kind == "stop" and ids and ids[-1] in sampling.end_token_ids:
+        return Response(ids, log_probs, "stop")
+    raise _fault(row, "finish reason", f"{reason!r} after {len(ids)} tokens")
+
+
+def read_scores(entry: _Entry, row: int, length: int) -> list[float]:
+    """Return the log-probabilities of a row of an answer to `score_body`: 0 at the first token."""
+    behind = entry["meta_info"]["input_token_logprobs"][1:]  # the first has none
+    return [0.0, *_log_probs(behind, length - 1, row)]
 
 
 def _check_version(info: _Entry, version: int, row: int) -> None:

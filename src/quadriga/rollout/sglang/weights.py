@@ -128,27 +128,15 @@ def buckets(stream: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucket
 
 def _serialized(bucket: list[tuple[str, Tensor, int]], size: int) -> Bucket:
     flat = torch.zeros(size, dtype=torch.uint8)
-    table = []
+    table, digests = [], {}
     for name, weight, start in bucket:
         end = start + weight.nbytes
         flat[start:end] = weight.reshape(-1).view(torch.uint8)
+        digests[name] = tensor_digest(weight)
         # The types are those that SGLang's list of allowed types has.
-        table.append(
-            SimpleNamespace(
-                name=name,
-                shape=weight.shape,
-                dtype=weight.dtype,
-                start_idx=start,
-                end_idx=end,
-                numel=weight.nbytes,
-            )
-        )
-    payload = pickle.dumps({"flattened_tensor": flat, "metadata": table})
-    digests = {
-        name: tensor_digest(flat[start : start + weight.nbytes].view(weight.dtype))
-        for name, weight, start in bucket
-    }
-    return Bucket(digests, payload)
+        place = {"start_idx": start, "end_idx": end, "numel": weight.nbytes}
+        table.append(SimpleNamespace(name=name, shape=weight.shape, dtype=weight.dtype, **place))
+    return Bucket(digests, pickle.dumps({"flattened_tensor": flat, "metadata": table}))
 
 
 # Reading back. `scheduler.py` runs in the scheduler of a host that was started here. It is called
