@@ -15,16 +15,10 @@ from transformers import (
 )
 
 from quadriga.config.schema import ModelConfig
-from quadriga.errors import RolloutError
 from quadriga.rollout.base import SamplingParams
-from quadriga.rollout.hf.decode_attention import decode_attention, use_decode_attention
+from quadriga.rollout.hf.decode_attention import use_decode_attention
 from quadriga.rollout.hf.engine import HFRollout
-from quadriga.rollout.hf.kv_cache import (
-    PromptCache,
-    PromptRows,
-    RepeatedPrompts,
-    SharedPrompts,
-)
+from quadriga.rollout.hf.kv_cache import RepeatedPrompts, SharedPrompts
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -102,16 +96,17 @@ def test_both_caches_give_the_same_tokens(family, folders, monkeypatch):
     engine = HFRollout(ModelConfig(path=folders(family)))
     assert engine._cached.shares_prompts is (family in SHARING)
     counts = []
-    remove = PromptCache.remove_rows
+    remove = SharedPrompts.remove_rows
 
     def recorded(cache, removal):
         remove(cache, removal)
         counts.append((len(removal.order), cache.rows.prompts))
-        assert cache.parts[0].prompt.keys.shape[0] == cache.rows.prompts
-        if cache.parts[0].own.is_initialized:  # it is empty if rows end with their first token
-            assert cache.parts[0].own.keys.shape[0] == len(removal.order)
+        layer = cache.growing[0]
+        assert layer.prompt_keys.shape[0] == cache.rows.prompts
+        if layer.is_initialized:  # it is empty if rows end with their first token
+            assert layer.keys.shape[0] == len(removal.order)
 
-    monkeypatch.setattr(PromptCache, "remove_rows", recorded)
+    monkeypatch.setattr(SharedPrompts, "remove_rows", recorded)
     for seed in range(4):
         seeds = torch.arange(7) + 100 * seed
         engine._cached.shares_prompts = family in SHARING
@@ -138,24 +133,3 @@ def test_a_prompt_is_held_once():
         sizes[kind] = sum(tensor.nbytes for tensor in cache.tensors())
     # 2 layers, keys and values, 2 heads of size 8, float32; 64 spare columns where rows are copied.
     assert sizes == {SharedPrompts: 40 * 256, RepeatedPrompts: 8 * 104 * 256}
-
-
-@pytest.mark.parametrize("change", ["mask", "softcap", "s_aux", "key"])
-def test_attention_that_shared_prompts_do_not_have_is_refused(change):
-    cache = PromptCache(LlamaConfig(**SIZES))
-    prompt = torch.randn(2, 2, 3, 8)
-    cache.update(prompt, prompt, 0)
-    cache.begin_rows(PromptRows.of(torch.tensor([0, 1, 1]), 2, None))
-    one = torch.randn(3, 2, 1, 8)
-    key, value = cache.update(one, one, 0)
-    others = {"softcap": {"softcap": 1.0}, "s_aux": {"s_aux": torch.zeros(4)}}.get(change, {})
-    with pytest.raises(RolloutError, match="shared prompts"):
-        decode_attention(
-            torch.nn.Module(),
-            torch.randn(3, 4, 1, 8),
-            key * 2 if change == "key" else key,
-            value,
-            torch.zeros(3, 1, 1, 4) if change == "mask" else None,
-            prompt_cache=cache,
-            **others,
-        )

@@ -20,17 +20,17 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from quadriga.errors import RolloutError
 from quadriga.models.architectures import architecture_of
-from quadriga.rollout.hf.kv_cache import (
-    PromptCache,
-    PromptRows,
-    growing_cache,
-    sees_all_tokens,
-)
+from quadriga.rollout.hf.kv_cache import PromptRows, SharedPrompts, growing_cache, sees_all_tokens
 
 ATTENTION_NAME = "quadriga_decode"
 """Name under which transformers finds `decode_attention`."""
+
+CHANGED_AFTER_THE_CACHE = (
+    "axk1", "deepseek_v2", "deepseek_v3", "diffllama", "glm4_moe_lite", "jetmoe", "longcat_flash",
+    "minicpm3", "youtu",
+)  # fmt: skip
+"""Architectures that attend to other keys or values than the cache returns."""
 
 _sdpa: Callable[..., tuple[Tensor, None]] = sdpa_attention_forward
 
@@ -42,32 +42,24 @@ def decode_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    prompt_cache: PromptCache | None = None,
+    prompt_cache: SharedPrompts | None = None,
     scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """Attend as `AttentionInterface` requires: query [b, H, 1, D] -> ([b, 1, H, Dv], None).
-
-    Raises:
-        RolloutError: the model asks for more than softmax(scores) over all tokens.
-    """
+    """Attend as `AttentionInterface` requires: query [b, H, 1, D] -> ([b, 1, H, Dv], None)."""
     if prompt_cache is None:
-        return _sdpa(
-            module, query, key, value, attention_mask, scaling=scaling, softcap=softcap,
-            s_aux=s_aux, **others,
-        )  # fmt: skip
-    if attention_mask is not None or softcap is not None or s_aux is not None:
-        raise _unsupported("masks, capped scores or sinks")
-    layer = prompt_cache.layer_of(key, value)
+        return _sdpa(module, query, key, value, attention_mask, scaling=scaling, **others)
+    assert attention_mask is None and isinstance(module.layer_idx, int)
+    assert others.get("softcap") is None and others.get("s_aux") is None
+    layer = prompt_cache.growing[module.layer_idx]
     count, heads, _, size = query.shape
     key_heads = key.shape[1]
     scale = size**-0.5 if scaling is None else scaling
     scaled = (query * scale).view(count, key_heads, heads // key_heads, size)
     own, own_sum = _attend(scaled.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), None)
-    prompt_key, prompt_value = layer.prompt.columns()
-    prompt, prompt_sum = _attend_to_prompts(scaled, prompt_key, prompt_value, prompt_cache.rows)
+    prompt, prompt_sum = _attend_to_prompts(
+        scaled, layer.prompt_keys, layer.prompt_values, prompt_cache.rows
+    )
     # softmax over both parts is σ · prompt + (1 − σ) · own, where σ = e^p / (e^p + e^o) for the
     # logarithms p and o of the sums of exponentials.
     share = torch.sigmoid(prompt_sum - own_sum)
@@ -119,48 +111,19 @@ def use_decode_attention(module: PreTrainedModel) -> bool:
     """Switch `module` to `decode_attention` if it can, and return whether it has.
 
     It can if rows of the architecture are packed in training (each layer then takes its attention
-    from transformers by name), every layer sees all tokens before the query, and an example shows
-    that attention receives what the cache returns, without a mask. Scores of 16 bits would be
-    rounded, so the model must compute in 32 or 64.
+    from transformers by name), every layer sees all tokens before the query, and attention receives
+    what the cache returns. Scores of 16 bits would be rounded, so the model must compute in 32 or
+    64. `tests/architectures` compares the numbers with a naive loop.
     """
     suitable = (
         architecture_of(module.config).rows == "packed"
+        and module.config.model_type not in CHANGED_AFTER_THE_CACHE
         and module.config._attn_implementation == "sdpa"
         and module.dtype in (torch.float32, torch.float64)
         and sees_all_tokens(growing_cache(module.config))
     )
-    if not suitable:
-        return False
-    AttentionInterface.register(ATTENTION_NAME, decode_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
-    module.set_attn_implementation(ATTENTION_NAME)
-    if _decodes_example(module):
-        return True
-    module.set_attn_implementation("sdpa")
-    return False
-
-
-def _decodes_example(module: PreTrainedModel) -> bool:
-    """Return whether every layer attends by `decode_attention` to what the cache returned."""
-    cache = PromptCache(module.config)
-    ids = torch.zeros(1, 2, dtype=torch.int64, device=module.device)
-    row = ids[0, :1]
-    with torch.no_grad():
-        module(input_ids=ids, past_key_values=cache, use_cache=True)
-        cache.begin_rows(PromptRows(1, row, row, row, None))
-        try:
-            module(
-                input_ids=ids[:, :1], past_key_values=cache, use_cache=True, prompt_cache=cache,
-                position_ids=ids[:, :1] + 2,
-            )  # fmt: skip
-        except RolloutError:
-            return False
-    return cache.attended == set(cache.parts)
-
-
-def _unsupported(what: str) -> RolloutError:
-    return RolloutError(
-        f"the model needs {what}, which attention to shared prompts does not have",
-        engine="hf",
-        method="generate",
-    )
+    if suitable:
+        AttentionInterface.register(ATTENTION_NAME, decode_attention)
+        AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+        module.set_attn_implementation(ATTENTION_NAME)
+    return suitable

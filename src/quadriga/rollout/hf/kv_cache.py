@@ -1,7 +1,7 @@
 """Key-value caches with spare columns, from which rows can be removed.
 
 Appending a token writes in place. The dynamic cache of transformers copies the whole cache for
-every token. `PromptCache` holds each prompt once, however many rows continue it.
+every token. `SharedPrompts` holds each prompt once, however many rows continue it.
 
 Shapes: b rows, p distinct prompts of P columns, H heads, Hk key heads, `length` columns in use,
 `seen` of them that the next query can see, D head size, t columns of generated tokens.
@@ -24,8 +24,6 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
 )
-
-from quadriga.errors import RolloutError
 
 if TYPE_CHECKING:
     # transformers has DummyLayer since 5.20. The environments of vLLM and SGLang have 5.19.
@@ -94,15 +92,21 @@ class GrowingCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as
     Args:
         window: the tokens that a query can see, itself included. None: all tokens before it.
         spare_columns: columns that a new buffer has beside those that it must hold.
+
+    Attributes:
+        prompt_keys, prompt_values: [p, Hk, P, D], after `share_prompts`.
     """
 
     is_compileable = False
     keys: Tensor
     values: Tensor
+    prompt_keys: Tensor
+    prompt_values: Tensor
 
     def __init__(self, window: int | None = None, spare_columns: int = _SPARE_COLUMNS) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers has no annotations here
         self.length = 0
+        self._shared = 0
         self.window = window
         self.is_sliding = window is not None
         self._spare_columns = spare_columns
@@ -129,9 +133,12 @@ class GrowingCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as
         self.length = end
         return self.keys[:, :, start:end], self.values[:, :, start:end]
 
-    def columns(self) -> tuple[Tensor, Tensor]:
-        """Return the keys and values in use."""
-        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+    def share_prompts(self) -> None:
+        """Set aside what was written as prompts. From now on hold the new tokens of each row."""
+        self.prompt_keys, self.prompt_values = self.keys, self.values
+        del self.keys, self.values
+        self._shared, self.length = self.length, 0
+        self._spare_columns, self.is_initialized = _SPARE_COLUMNS, False
 
     def _first_seen(self) -> int:
         """Return the first column that the next token can see."""
@@ -169,11 +176,11 @@ class GrowingCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return (columns of the mask for `query_length` new tokens, offset of the first)."""
         start = self._first_seen()
-        return self.length + query_length - start, start
+        return self.get_seq_length() + query_length - start, start
 
     def get_seq_length(self) -> int:
-        """Return the number of columns in use."""
-        return self.length
+        """Return the number of columns in use, with the columns of the prompt."""
+        return self._shared + self.length
 
     def get_max_length(self) -> int:
         """Return -1: the cache grows without limit."""
@@ -209,21 +216,21 @@ def remove_rows(cache: Cache, removal: RowRemoval) -> None:
             layer.reorder_cache(removal.order)  # type: ignore[arg-type]  # LongTensor
 
 
-def growing_cache(config: PreTrainedConfig) -> Cache:
+def growing_cache(config: PreTrainedConfig, spare_columns: int = _SPARE_COLUMNS) -> Cache:
     """Return an empty cache for a model of this config.
 
     Transformers chooses the kind of each layer. Growing layers take the place of its full and
     sliding-window layers; layers with a recurrent state stay as they are.
     """
     layers = DynamicCache(config=config).layers
-    return Cache(layers=[_growing_layer(layer) for layer in layers])
+    return Cache(layers=[_growing_layer(layer, spare_columns) for layer in layers])
 
 
-def _growing_layer(layer: CacheLayer) -> CacheLayer:
+def _growing_layer(layer: CacheLayer, spare_columns: int) -> CacheLayer:
     if type(layer) is DynamicLayer:
-        return GrowingCacheLayer()
+        return GrowingCacheLayer(None, spare_columns)
     if type(layer) is DynamicSlidingWindowLayer:
-        return GrowingCacheLayer(layer.sliding_window)
+        return GrowingCacheLayer(layer.sliding_window, spare_columns)
     return layer
 
 
@@ -285,110 +292,6 @@ class PromptRows:
         return PromptRows(prompts, prompt_of_row, row_of_slot, slot_of_row, bias)
 
 
-class PromptCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as a base class
-    """Keys and values of one layer: `prompt` [p, Hk, P, D] and `own` [b, Hk, t, D]."""
-
-    is_compileable = False
-    is_sliding = False
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # transformers has no annotations here
-        self.prompt = GrowingCacheLayer(spare_columns=0)
-        self.own = GrowingCacheLayer()
-        self.prefilled = False
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the two parts are initialized when their first tokens come."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Append columns to the prompts, or after the prefill to the tokens of the rows.
-
-        Returns the columns of that part.
-        """
-        part = self.own if self.prefilled else self.prompt
-        return part.update(key_states, value_states)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (columns of the mask for `query_length` new tokens, offset of the first)."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Return the columns that a query can see, those of its prompt included."""
-        return self.prompt.length + self.own.length
-
-    def get_max_length(self) -> int:
-        """Return -1: the cache grows without limit."""
-        return -1
-
-
-class PromptCache(Cache):
-    """A cache of `PromptCacheLayer`s."""
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        count = len(DynamicCache(config=config).layers)
-        self.parts = [PromptCacheLayer() for _ in range(count)]
-        super().__init__(layers=[*self.parts])
-        self.attended: set[PromptCacheLayer] = set()
-        """The layers whose rows have attended to their prompts."""
-        self._newest: tuple[PromptCacheLayer, Tensor, Tensor] | None = None
-
-    def begin_rows(self, rows: PromptRows) -> None:
-        """Append to the rows from now on. The prefill has written the prompts."""
-        self.rows = rows
-        for layer in self.parts:
-            layer.prefilled = True
-
-    def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        layer_idx: int,
-        *args: object,
-        **kwargs: object,
-    ) -> tuple[Tensor, Tensor]:
-        """Append columns to a layer; see `PromptCacheLayer.update`."""
-        layer = self.parts[layer_idx]
-        keys, values = layer.update(key_states, value_states)
-        self._newest = layer, keys, values
-        return keys, values
-
-    def layer_of(self, keys: Tensor, values: Tensor) -> PromptCacheLayer:
-        """Return the layer whose `update` has just returned these very tensors, to attend to it.
-
-        Raises:
-            RolloutError: the model has changed them. Attention would need the same change of the
-                prompt.
-        """
-        newest, self._newest = self._newest, None
-        if newest is None or newest[1] is not keys or newest[2] is not values:
-            raise RolloutError(
-                "a layer attends to other keys and values than the cache returned; shared prompts "
-                "need the cached ones",
-                engine="hf",
-                method="generate",
-            )
-        self.attended.add(newest[0])
-        return newest[0]
-
-    def remove_rows(self, removal: RowRemoval) -> None:
-        """Remove rows, and the prompts that no row continues."""
-        rows = self.rows
-        used, prompt_of_row = torch.unique(rows.prompt_of_row[removal.order], return_inverse=True)
-        bias = rows.bias
-        if len(used) < rows.prompts:
-            bias = None if bias is None else bias[used]
-            for layer in self.parts:
-                layer.prompt.reorder_cache(used)
-        self.rows = PromptRows.of(prompt_of_row, len(used), bias)
-        for layer in self.parts:
-            layer.own.remove_rows(removal)
-
-
-# The caches of a generation
-
-
 class SharedPrompts:
     """The cache of one micro-batch that holds every prompt once.
 
@@ -397,8 +300,12 @@ class SharedPrompts:
     distinct prompts to it.
     """
 
+    rows: PromptRows
+
     def __init__(self, module: PreTrainedModel) -> None:
-        self.cache = PromptCache(module.config)
+        self.cache = growing_cache(module.config, spare_columns=0)
+        self.growing = [x for x in self.cache.layers if isinstance(x, GrowingCacheLayer)]
+        """The layers, to which new tokens are appended."""
         self._dtype = module.dtype
 
     def begin_rows(self, prompt_of_row: Tensor, visible: Tensor | None, new_tokens: int) -> None:
@@ -409,26 +316,35 @@ class SharedPrompts:
             visible: [p, P] bool, False at padding. None: there is none.
             new_tokens: the most tokens that will be appended to a row.
         """
-        prompts = self.cache.parts[0].prompt.keys.shape[0]
+        prompts = self.growing[0].keys.shape[0]
         bias = None if visible is None else _bias(visible, self._dtype)[:, None]
-        self.cache.begin_rows(PromptRows.of(prompt_of_row, prompts, bias))
+        self.share(PromptRows.of(prompt_of_row, prompts, bias))
+
+    def share(self, rows: PromptRows) -> None:
+        """Append to the rows from now on. The prefill has written the prompts."""
+        self.rows = rows
+        for layer in self.growing:
+            layer.share_prompts()
 
     def arguments(self) -> dict[str, object]:
         """Return the arguments of the model's next forward pass, on one new token of each row."""
-        return {"prompt_cache": self.cache}
+        return {"prompt_cache": self}
 
     def remove_rows(self, removal: RowRemoval) -> None:
-        self.cache.remove_rows(removal)
-
-    @property
-    def growing(self) -> list[GrowingCacheLayer]:
-        """The parts of the cache to which new tokens are appended."""
-        return [layer.own for layer in self.cache.parts]
+        """Remove rows, and the prompts that no row continues."""
+        rows = self.rows
+        used, prompt_of_row = torch.unique(rows.prompt_of_row[removal.order], return_inverse=True)
+        bias = rows.bias
+        if len(used) < rows.prompts:
+            bias = None if bias is None else bias[used]
+            for layer in self.growing:
+                layer.prompt_keys = layer.prompt_keys.index_select(0, used)
+                layer.prompt_values = layer.prompt_values.index_select(0, used)
+        self.rows = PromptRows.of(prompt_of_row, len(used), bias)
+        remove_rows(self.cache, removal)
 
     def tensors(self) -> Iterator[Tensor]:
-        for layer in self.cache.parts:
-            yield from _tensors(layer.prompt)
-            yield from _tensors(layer.own)
+        return _tensors(self.cache)
 
 
 # `RepeatedPrompts` copies the prompts to every row after the prefill. Its columns are the prompt
@@ -486,8 +402,7 @@ class RepeatedPrompts:
         return [layer for layer in self.cache.layers if isinstance(layer, GrowingCacheLayer)]
 
     def tensors(self) -> Iterator[Tensor]:
-        for layer in self.cache.layers:
-            yield from _tensors(layer)
+        return _tensors(self.cache)
 
 
 def takes_bias(module: PreTrainedModel, cache: Cache) -> bool:
@@ -499,8 +414,9 @@ def takes_bias(module: PreTrainedModel, cache: Cache) -> bool:
     )
 
 
-def _tensors(layer: object) -> Iterator[Tensor]:
-    return (value for value in vars(layer).values() if isinstance(value, Tensor))
+def _tensors(cache: Cache) -> Iterator[Tensor]:
+    values = (value for layer in cache.layers for value in vars(layer).values())
+    return (value for value in values if isinstance(value, Tensor))
 
 
 def _bias(visible: Tensor, dtype: torch.dtype) -> Tensor:

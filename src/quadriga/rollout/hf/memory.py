@@ -106,7 +106,7 @@ class _SimulatedGeneration:
             count, prompts = self.rows.count, self.rows.prompts
             slots = of_row.new_empty(prompts * -(-count // prompts))
             bias = torch.zeros(visible.shape, dtype=self.model.module.dtype, device=META)[:, None]
-            self.cache.cache.begin_rows(PromptRows(prompts, of_row, slots, of_row, bias))
+            self.cache.share(PromptRows(prompts, of_row, slots, of_row, bias))
         else:
             self.cache.begin_rows(of_row, visible, self.rows.response)
 
