@@ -39,8 +39,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from quadriga.parallel.distributed import init_distributed
 from quadriga.rollout.base import tensor_digest
-from quadriga.weight_sync import WeightReceiver, WeightSender, WeightSync, needs_of
+from quadriga.weight_sync.buckets import WeightReceiver, WeightSender
 from quadriga.weight_sync.joined import JoinedReceiver, JoinedSender
+from quadriga.weight_sync.sync import WeightSync, needs_of
 
 ROWS, COLUMNS = 1024, 512  # 2 MiB each
 BUCKET = 8 << 20
@@ -181,7 +182,7 @@ def alone(rank: int, count: int, repeats: int, out: str) -> None:
     source = Source({f"w{i}": torch.randn(ROWS, COLUMNS) for i in range(count)})
     copying = WeightSync(source, Target(source.weights))
     target = Target(source.weights)
-    sender, receiver = WeightSender(source, "merged", BUCKET), WeightReceiver(target)
+    sender, receiver = WeightSender(source, BUCKET), WeightReceiver(target)
 
     def buckets(version: int) -> int:
         sizes = 0

@@ -61,10 +61,6 @@ class FakeRollout(HFRollout):
         super().update_weights(weights.items(), version)
         self.version = version
 
-    def share_weights(self, stream, version):
-        self.update_weights(stream, version)
-        return 0
-
     def weights_digest(self):
         if not self.abilities.exposes_weights:
             raise self._unable("show its weights", "exposes_weights")

@@ -24,7 +24,7 @@ from quadriga.errors import ModelError, WorkerError
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import RolloutEngine
 from quadriga.testing import ROLLOUT_LAWS, RolloutUnderTest, write_reference_model
-from quadriga.weight_sync import WeightSync
+from quadriga.weight_sync.sync import WeightSync
 from training_step import train_once
 
 pytestmark = [

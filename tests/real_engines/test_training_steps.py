@@ -13,7 +13,7 @@ from quadriga.engines import build_engine
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.rollout import build_rollout
 from quadriga.trainer.main import run_training
-from quadriga.weight_sync import WeightSync
+from quadriga.weight_sync.sync import WeightSync
 from training_step import train_once
 
 OPTIONS = {"vllm": {"kv_cache_mb": 64}, "sglang": {}}

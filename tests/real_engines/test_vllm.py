@@ -25,7 +25,7 @@ from quadriga.errors import (
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams, tensor_digest
 from quadriga.testing import ROLLOUT_LAWS, RolloutUnderTest, write_reference_model
-from quadriga.weight_sync import compare_digests
+from quadriga.weight_sync.sync import compare_digests
 
 pytestmark = [
     pytest.mark.skipif(

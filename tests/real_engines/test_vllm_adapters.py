@@ -18,8 +18,7 @@ from quadriga.models.adapters import is_stored_part
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.rollout import build_rollout
 from quadriga.trainer.main import run_training
-from quadriga.weight_sync import WeightSync, needs_of
-from quadriga.weight_sync.verification import probe_ids, trained_scores
+from quadriga.weight_sync.sync import WeightSync, probe_ids, trained_scores
 from training_step import train_once
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -43,16 +42,13 @@ def test_log_probabilities_are_those_of_the_trainer_with_adapters_of_five_steps(
     merged = build_rollout("hf", config.frozen(), dtype="float32")
     try:
         to_hf = WeightSync(trainer, merged)
-        first = WeightSync(trainer, ours, "unmerged")
-        later = WeightSync(trainer, ours, "adapters")
-        assert needs_of(ours).part == "unmerged"
-        base = first.run(1)
-        assert needs_of(ours, holds_base=True).part == "adapters"
+        sync = WeightSync(trainer, ours)
+        base = sync.run(1)
         prompt_ids, mask, seeds = requests()
         for version in range(2, 7):
             before = ours.generate(prompt_ids, mask, GREEDY, seeds)
             train_once(trainer, tokens=20)
-            report = later.run(version)
+            report = sync.run(version)
             to_hf.run(version)
             assert report.num_bytes < base.num_bytes / 2
             assert ours.version == version
@@ -142,6 +138,6 @@ def _check_a_fault_is_named(trainer, ours):
 
     train_once(trainer, tokens=20)
     with pytest.raises(WorkerError, match="differs between trainer and rollout") as raised:
-        WeightSync(trainer, Lossy(ours)).run(8, "adapters")
+        WeightSync(trainer, Lossy(ours)).run(8)
     assert raised.value.tensors == ("base_model.model.model.layers.1.mlp.up_proj.lora_B.weight",)
     assert all(map(is_stored_part, raised.value.tensors))

@@ -19,7 +19,7 @@ from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams
 from quadriga.rollout.guard import GuardedRollout
 from quadriga.single_controller.environment import ReservedPort
-from quadriga.weight_sync import WeightSync
+from quadriga.weight_sync.sync import WeightSync
 
 pytestmark = [
     pytest.mark.skipif(

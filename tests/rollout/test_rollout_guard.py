@@ -74,12 +74,12 @@ def test_a_fault_in_the_middle_is_caught_by_name(folder, fault):
 def test_an_engine_whose_call_was_interrupted_is_not_used_again(folder, monkeypatch):
     engine = GuardedRollout(FakeRollout(folder, fault="wedges"), deadline=600.0)
 
-    def interrupted(answer, timeout=None):
+    def interrupted(answers, timeout):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(threading.Thread, "start", lambda thread: None)
-        patched.setattr("quadriga.rollout.guard.Future.result", interrupted)
+        patched.setattr("quadriga.rollout.guard.wait", interrupted)
         engine._within(600.0, "generate", lambda: None)
     with pytest.raises(RolloutError, match="was interrupted"):
         engine.score(IDS, MASK)

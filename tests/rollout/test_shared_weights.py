@@ -57,19 +57,20 @@ def step(model):
 
 def test_the_memory_is_that_of_the_training_engine(engine, trained):
     count = sum(p.nbytes for p in trained.parameters())
-    assert engine.share_weights(state(trained).items(), 1) == count
+    engine.update_weights(state(trained).items(), 1, "shared")
+    assert engine._weights.shared_bytes == count
     assert addresses(engine.module) == addresses(trained)
     assert engine.version == 1
 
 
 def test_an_optimizer_step_is_seen_and_its_version_is_asked_for(engine, trained):
-    engine.share_weights(state(trained).items(), 1)
+    engine.update_weights(state(trained).items(), 1, "shared")
     before = log_probs(engine)
     step(trained)
     for call in (log_probs, lambda engine: engine.score(IDS, MASK)):
         with pytest.raises(RolloutError, match="so version 1 is no longer right"):
             call(engine)
-    engine.share_weights(state(trained).items(), 2)
+    engine.update_weights(state(trained).items(), 2, "shared")
     after = log_probs(engine)
     assert not torch.equal(before, after) and engine.version == 2
     ids = engine.generate(IDS, MASK, SAMPLING, SEEDS).response_ids
@@ -80,7 +81,7 @@ def test_an_optimizer_step_is_seen_and_its_version_is_asked_for(engine, trained)
 
 
 def test_other_weights_are_copied_to_memory_of_the_rollout(engine, trained):
-    engine.share_weights(state(trained).items(), 1)
+    engine.update_weights(state(trained).items(), 1, "shared")
     kept = {name: t.clone() for name, t in state(trained).items()}
     engine.update_weights([(name, t + 1) for name, t in kept.items()], 2)
     assert all(torch.equal(kept[name], t) for name, t in state(trained).items())
@@ -89,7 +90,7 @@ def test_other_weights_are_copied_to_memory_of_the_rollout(engine, trained):
     assert not set(addresses(engine.module).values()) & set(addresses(trained).values())
     step(trained)
     log_probs(engine)  # nothing is shared any more
-    engine.share_weights(state(trained).items(), 3)
+    engine.update_weights(state(trained).items(), 3, "shared")
     assert addresses(engine.module) == addresses(trained)
 
 
@@ -112,7 +113,7 @@ def test_weights_of_a_stream_that_breaks_off_are_not_used(folder, trained, write
 
 
 def test_release_and_close_leave_the_weights_of_the_training_engine(engine, trained):
-    engine.share_weights(state(trained).items(), 1)
+    engine.update_weights(state(trained).items(), 1, "shared")
     before = log_probs(engine)
     engine.release()
     engine.resume()
@@ -132,7 +133,8 @@ def test_the_shards_of_one_rank_are_shared(folder):
     whole = [
         (name, t.to_local() if hasattr(t, "to_local") else t) for name, t in trainer.shard_stream()
     ]
-    assert engine.share_weights(whole, 1) > 0
+    engine.update_weights(whole, 1, "shared")
+    assert engine._weights.shared_bytes > 0
     batch = {
         "input_ids": IDS,
         "attention_mask": MASK,

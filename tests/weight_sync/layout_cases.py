@@ -181,7 +181,6 @@ class Ranks:
         }
         self.peak = dict.fromkeys((*plan.source.ranks, *plan.target.ranks), 0)
         self.received = dict.fromkeys(self.peak, 0)
-        self.local = dict.fromkeys(self.peak, 0)
 
     def run(self, bucket_bytes):
         held, before = dict.fromkeys(self.peak, 0), []
@@ -190,9 +189,7 @@ class Ranks:
             for t in current.transfers:
                 values = self.source[t.source][t.read.tensor][slices(t.read.box)].copy()
                 packed.append((t, values))
-                if t.is_local:
-                    self.local[t.target] += t.num_bytes
-                else:
+                if not t.is_local:
                     assert values.size * (t.num_bytes // max(values.size, 1)) == t.num_bytes
                     self._hold(held, t, t.num_bytes)
                     self.received[t.target] += t.num_bytes

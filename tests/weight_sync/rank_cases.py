@@ -23,7 +23,7 @@ from quadriga.parallel.distributed import init_distributed
 from quadriga.parallel.layouts import slices
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import tensor_digest
-from quadriga.weight_sync import WeightSync
+from quadriga.weight_sync.sync import WeightSync
 from quadriga.weight_sync.transport import CollectiveChannel, SharedMemoryChannel, Transport
 from training_step import train_once
 
@@ -49,7 +49,8 @@ class ShardedTarget(Target):
     def weight_boxes(self):
         return dict(self.boxes())
 
-    def update_shards(self, stream, version):
+    def update_weights(self, stream, version, form):
+        assert form == "parts"
         for name, part in stream:
             part = self.change(name, part)
             self.held.get(name, self.weights[name]).copy_(part)

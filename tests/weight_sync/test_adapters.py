@@ -13,9 +13,10 @@ from quadriga.errors import ConfigError, WorkerError
 from quadriga.models.adapters import is_stored_part, merged, stored_part
 from quadriga.rollout import build_rollout, check_adapters, loads_adapters
 from quadriga.rollout.base import RolloutEngine, tensor_digest
+from quadriga.rollout.guard import GuardedRollout
 from quadriga.testing import write_reference_model
-from quadriga.weight_sync import WeightReceiver, WeightSender, WeightSync, needs_of
-from quadriga.weight_sync.verification import probe_ids, trained_scores
+from quadriga.weight_sync.buckets import WeightReceiver, WeightSender
+from quadriga.weight_sync.sync import WeightSync, needs_of, probe_ids, trained_scores
 
 RANK = 3
 
@@ -94,14 +95,13 @@ class TestOneProcess:
     def test_the_base_is_sent_once_and_later_syncs_send_the_adapters(self, both):
         trainer, target = both
         assert needs_of(target).part == "unmerged"
-        first = WeightSync(trainer, target, "unmerged").run(1)
+        sync = WeightSync(trainer, target)
+        first = sync.run(1)
         agree(trainer, target, 1)
-        later = WeightSync(trainer, target, "adapters")
-        assert needs_of(target, holds_base=True).part == "adapters"
         for version in (2, 3):
             before = trained_scores(trainer, target.abilities, version)
             step(trainer)
-            report = later.run(version)
+            report = sync.run(version)
             agree(trainer, target, version)
             after = trained_scores(trainer, target.abilities, version)
             assert (after - before).abs().max() > 1e-3
@@ -113,11 +113,12 @@ class TestOneProcess:
     @pytest.mark.parametrize("part", ["lora_A", "lora_B"])
     def test_an_adapter_that_is_lost_is_named(self, both, part):
         trainer, target = both
-        WeightSync(trainer, target, "unmerged").run(1)
+        sync = WeightSync(trainer, target)
+        sync.run(1)
         step(trainer)
         target.loses = f"layers.1.self_attn.k_proj.{part}"
         with pytest.raises(WorkerError, match="differs between trainer and rollout") as raised:
-            WeightSync(trainer, target, "adapters").run(2)
+            sync.run(2)
         assert raised.value.tensors == (stored_part("model.layers.1.self_attn.k_proj", part),)
 
     def test_a_base_that_is_lost_is_named(self, both):
@@ -125,14 +126,14 @@ class TestOneProcess:
         target.base["model.norm.weight"] += 1
         target.loses = "model.norm.weight"
         with pytest.raises(WorkerError) as raised:
-            WeightSync(trainer, target, "unmerged").run(1)
+            WeightSync(trainer, target).run(1)
         assert raised.value.tensors == ("model.norm.weight",)
 
     def test_merged_weights_are_sent_to_an_engine_without_adapters(self, both):
         trainer, target = both
         step(trainer)
         assert needs_of(target.inner).part == "merged"
-        WeightSync(trainer, target.inner, "merged").run(4)
+        WeightSync(trainer, target.inner).run(4)
         agree(trainer, target.inner, 4)
 
     def test_an_engine_without_adapters_is_refused(self, both):
@@ -140,19 +141,19 @@ class TestOneProcess:
         trainer._part = replace(trainer._part, adapter=None)
         trainer._weights.part = trainer._part
         with pytest.raises(ConfigError, match=r"the trained model has none; set model\.lora or"):
-            WeightSync(trainer, target, "unmerged").run(1)
+            WeightSync(trainer, target).run(1)
 
 
 def test_buckets_to_another_process_have_the_adapters_only(both):
     trainer, target = both
-    receiver = WeightReceiver(target)
-    senders = {p: WeightSender(trainer, p, 1 << 12) for p in ("unmerged", "adapters")}
+    guard = GuardedRollout(target)
+    receiver, sender = WeightReceiver(guard), WeightSender(trainer, 1 << 12)
     sizes = []
     for version in (1, 2, 3):
         step(trainer)
-        needs = needs_of(target, holds_base=version > 1)
+        needs = needs_of(guard)
         size = 0
-        for part in senders[needs.part].send(needs, version):
+        for part in sender.send(needs, version):
             size += part.batch["weight_bytes"].numel()
             receiver.receive([part])
         assert receiver.finish() == version

@@ -14,7 +14,8 @@ from quadriga.errors import RolloutError, WorkerError
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams
 from quadriga.rollout.guard import GuardedRollout
-from quadriga.weight_sync import WeightReceiver, WeightSender, needs_of
+from quadriga.weight_sync.buckets import WeightReceiver, WeightSender
+from quadriga.weight_sync.sync import needs_of
 
 
 def weights():
@@ -33,7 +34,7 @@ def weights():
 
 def rounds(sent, target, limit, version=7):
     source = sent if isinstance(sent, Source) else Source(sent)
-    sender = WeightSender(source, "merged", limit)
+    sender = WeightSender(source, limit)
     return [[bucket] for bucket in sender.send(needs_of(target), version)]
 
 

@@ -123,14 +123,6 @@ def test_stages_and_experts_are_on_their_ranks():
         parallel_layout(model(tuple(stored), *weights), Degrees(expert=3))
 
 
-def test_bytes_of_a_rank_do_not_count_padding():
-    found = parallel_layout(
-        model((Stored("e", ("e",), 0, padded=8),), Weight("e", (6, 2), 2)), Degrees(tensor=4)
-    )
-    assert [found.own_bytes(rank) for rank in range(4)] == [8, 8, 8, 0]
-    assert found.num_bytes == 24
-
-
 def test_wrong_layouts_are_refused():
     box = ((0, 2),)
     with pytest.raises(ShapeError, match="must have the same sizes"):

@@ -115,19 +115,18 @@ def test_the_guard_passes_parts_of_weights_on(folder) -> None:
         def weight_boxes(self):
             return {"model.norm.weight": ((0, 3),)}
 
-        def update_shards(self, stream, version):
+        def update_weights(self, stream, version, form):
+            assert form == "parts"
             self.received = [(name, tuple(part.shape)) for name, part in stream]
             self.version = version
 
     engine = Divided(str(folder))
     guard = GuardedRollout(engine)
     assert guard.weight_boxes() == {"model.norm.weight": ((0, 3),)}
-    guard.update_shards([("model.norm.weight", torch.ones(3))], 4)
+    guard.update_weights([("model.norm.weight", torch.ones(3))], 4, "parts")
     assert engine.received == [("model.norm.weight", (3,))]
-    engine.update_shards = lambda stream, version: None
-    with pytest.raises(RolloutOutputError, match=r"update_shards: .* version 5.* holds version 4"):
-        guard.update_shards([], 5)
+    engine.update_weights = lambda stream, version, form: None
+    with pytest.raises(RolloutOutputError, match=r"update_weights: .* version 5.* holds version 4"):
+        guard.update_weights([], 5, "parts")
     whole = GuardedRollout(FakeRollout(str(folder)))
     assert whole.weight_boxes() == {}
-    whole.update_shards([], 3)
-    assert whole.version == 3

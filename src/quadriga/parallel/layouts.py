@@ -249,12 +249,6 @@ class Layout:
         """Return the same layout on other processes: rank r becomes rank r + `offset`."""
         return replace(self, ranks={rank + offset: t for rank, t in self.ranks.items()})
 
-    def own_bytes(self, rank: int) -> int:
-        """Return the bytes of weights that a rank stores, without padding."""
-        sizes = {name: weight.itemsize for name, weight in self.weights.items()}
-        pieces = (piece for tensor in self.ranks[rank] for piece in tensor.pieces)
-        return sum(count(piece.box) * sizes[piece.weight] for piece in pieces)
-
     @property
     def num_bytes(self) -> int:
         """The bytes of one copy of all weights: M in the formulas of `grouping`."""

@@ -66,14 +66,12 @@ class Rollout:
         engine: "module:class" of the `RolloutEngine`, which is imported when it is built.
         memory_function: "module:function" of `memory`, called with (settings, model, use).
         computes_images: it generates from prompts with images.
-        shares_weights: it can use the tensors of an actor in the same process as its weights.
         no_adapters: why it cannot load the adapters of a model, for messages.
     """
 
     engine: ClassVar[str] = ""
     memory_function: ClassVar[str] = ""
     computes_images: ClassVar[bool] = False
-    shares_weights: ClassVar[bool] = False
     no_adapters: ClassVar[str] = ""
     sampling_settings: ClassVar[frozenset[SamplingSetting]] = ALL_SETTINGS
     filter_order: ClassVar[FilterOrder] = "top_k, top_p, min_p"

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -31,6 +31,10 @@ FinishReason = Literal["stop", "length"]
 
 State = Literal["ready", "released", "failed", "closed"]
 """Whether an engine can generate, waits for `resume`, stopped in the middle, or has ended."""
+
+UpdateForm = Literal["whole", "parts", "shared"]
+"""What an update of weights yields: whole tensors to copy; tensors with the values of the
+`weight_boxes` of this rank; or tensors that the engine uses themselves where they fit."""
 
 _WHAT_TO_DO: Mapping[State, str] = {
     "released": "call resume first",
@@ -74,10 +78,12 @@ class RolloutEngine(ABC):
     Attributes:
         name: of the engine for error messages, as in `rollout.name`.
         abilities: what this engine can do with the model that it holds.
+        shares_weights: it can use the tensors of an actor in the same process as its weights.
     """
 
     name: str
     abilities: RolloutAbilities
+    shares_weights: ClassVar[bool] = False
     _version = -1
     _state: State = "ready"
     _unknown: frozenset[str] = frozenset()  # weights that must be sent before it can generate
@@ -149,39 +155,29 @@ class RolloutEngine(ABC):
     # Weights
 
     @abstractmethod
-    def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy new weights from (checkpoint name, full tensor) pairs, one tensor at a time.
+    def update_weights(
+        self, stream: Iterable[tuple[str, Tensor]], version: int, form: UpdateForm = "whole"
+    ) -> None:
+        """Copy new weights from (checkpoint name, tensor) pairs, one tensor at a time.
 
         The stream may hold a part of the weights; the others stay as they are. Nothing that was
         computed with the old weights (a prefix cache) is used afterwards. The method may also be
         called between `release` and `resume`. It sets `_version`.
 
+        An engine is called with the form "parts" if it has `weight_boxes`, and with "shared" if
+        `shares_weights`: a tensor then fits if shape, dtype and device are those of the engine's
+        weight, and the others are copied. Its owner may change it in place later, as an optimizer
+        step does. `generate` and `score` then raise `RolloutError` until the next update, because
+        the engine's version would be wrong.
+
         Raises:
             ModelError: the model has no weight of that name and shape.
         """
-
-    def share_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> int:
-        """Use the given tensors themselves as weights where they fit, and copy the others.
-
-        A tensor fits if shape, dtype and device are those of the engine's weight. Its owner may
-        change it in place later, as an optimizer step does. `generate` and `score` then raise
-        `RolloutError` until the next `share_weights` or `update_weights`, because the engine's
-        version would be wrong.
-
-        Returns:
-            The bytes of the weights that are shared now.
-        """
-        self.update_weights(stream, version)
-        return 0
 
     def weight_boxes(self) -> Mapping[str, Box]:
         """Return the box of each weight that this rank holds, by checkpoint name, if several ranks
         hold one copy together. A weight that is missing is whole on every rank."""
         return {}
-
-    def update_shards(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy new weights as `update_weights`, from tensors with the values of `weight_boxes`."""
-        self.update_weights(stream, version)
 
     def lacks_weights(self) -> bool:
         """Return whether weights must be sent before the engine can generate, because `release` has

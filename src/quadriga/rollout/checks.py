@@ -222,15 +222,15 @@ class OutputCheck:
 
     def _form(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         if len(tensor) != shape[0]:
-            raise self._error(
-                "row count", None, f"has {len(tensor)} rows of {name} for {shape[0]} prompts"
-            )
-        if tuple(tensor.shape) != shape:
-            raise self._error(
-                "shape", None, f"has {name} {list(tensor.shape)} instead of {list(shape)}"
-            )
-        if tensor.dtype != dtype:
-            raise self._error("dtype", None, f"has {name} of {tensor.dtype} instead of {dtype}")
+            fault = "row count"
+        elif tuple(tensor.shape) != shape:
+            fault = "shape"
+        elif tensor.dtype != dtype:
+            fault = "dtype"
+        else:
+            return
+        found = f"{list(tensor.shape)} of {tensor.dtype}"
+        raise self._error(fault, None, f"has {name} {found} instead of {list(shape)} of {dtype}")
 
     def _require(self, *rules: _Rule) -> None:
         for fault, right_B, problem in rules:

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
-from typing import TypeVar
+from concurrent.futures import Future, wait
+from typing import Concatenate, ParamSpec, TypeVar
 
-import torch
 from torch import Tensor
 
 from quadriga.errors import (
@@ -28,12 +27,32 @@ from quadriga.errors import (
     RolloutTimeoutError,
 )
 from quadriga.models.images import MultiModalRows
-from quadriga.parallel.layouts import Box
-from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams, tensor_digest
+from quadriga.rollout.base import (
+    RolloutEngine,
+    RolloutOutput,
+    SamplingParams,
+    UpdateForm,
+    tensor_digest,
+)
 from quadriga.rollout.checks import OutputCheck, check_request, check_sequences
 
 ResultT = TypeVar("ResultT")
+ErrorT = TypeVar("ErrorT", bound=RolloutError)
+P = ParamSpec("P")
 _Stream = Iterable[tuple[str, Tensor]]
+
+
+def _passed_on(
+    method: Callable[Concatenate[RolloutEngine, P], ResultT],
+) -> Callable[Concatenate[GuardedRollout, P], ResultT]:
+    """Return a method that calls the engine's method of that name."""
+    name = method.__name__
+
+    def call(guard: GuardedRollout, /, *args: P.args, **settings: P.kwargs) -> ResultT:
+        own: Callable[P, ResultT] = getattr(guard.engine, name)
+        return guard._call(name, lambda: own(*args, **settings))
+
+    return call
 
 
 class GuardedRollout(RolloutEngine):
@@ -55,6 +74,8 @@ class GuardedRollout(RolloutEngine):
         self.rank = rank
         self._late_method: str | None = None
         self._syncing: int | None = None  # the version of a weight sync that has not ended
+        self.synced = False
+        """Whether the last weight sync has ended with equal weights."""
         self._received: dict[str, int] = {}
         self._stream_error: BaseException | None = None  # the last error of a stream of weights
 
@@ -82,11 +103,11 @@ class GuardedRollout(RolloutEngine):
         request = prompt_ids, attention_mask, sampling, sample_seeds
         check_request(self.name, self.abilities, *request)
         if self._syncing is not None:
-            raise RolloutError(
-                f"{self._where('generate')}: the weight sync to version {self._syncing} has not "
-                "ended with equal weights, so the engine may hold wrong ones; sync the weights "
-                "again",
-                **self._details("generate"),
+            raise self._failure(
+                RolloutError,
+                "generate",
+                f"the weight sync to version {self._syncing} has not ended with equal weights, so "
+                "the engine may hold wrong ones; sync the weights again",
             )
         oldest, engine = self.version, self.engine
         if images is None:
@@ -108,35 +129,25 @@ class GuardedRollout(RolloutEngine):
     def begin_sync(self, version: int) -> None:
         """Generate nothing until `end_sync`: the engine may hold weights of two versions, or of a
         sync that broke off."""
-        self._syncing = version
+        self._syncing, self.synced = version, False
 
     def end_sync(self) -> None:
         """Generate again: the weights of the sync that began last are right."""
-        self._syncing = None
+        self._syncing, self.synced = None, True
 
-    def update_weights(self, stream: _Stream, version: int) -> None:
-        self._update("update_weights", self.engine.update_weights, stream, version)
-
-    def share_weights(self, stream: _Stream, version: int) -> int:
-        return self._update("share_weights", self.engine.share_weights, stream, version)
-
-    def update_shards(self, stream: _Stream, version: int) -> None:
-        self._update("update_shards", self.engine.update_shards, stream, version)
-
-    def _update(
-        self, method: str, write: Callable[[_Stream, int], ResultT], stream: _Stream, version: int
-    ) -> ResultT:
-        noted = self._noted(stream)
-        result = self._call(method, lambda: write(noted, version))
+    def update_weights(self, stream: _Stream, version: int, form: UpdateForm = "whole") -> None:
+        noted, engine = self._noted(stream), self.engine
+        more: dict[str, UpdateForm] = {} if form == "whole" else {"form": form}
+        self._call("update_weights", lambda: engine.update_weights(noted, version, **more))
         if self.version != version:
-            raise RolloutOutputError(
-                f"{self._where(method)}: the engine was given the weights of version {version}, "
-                f"but says that it holds version {self.version}",
-                **self._details(method),
+            raise self._failure(
+                RolloutOutputError,
+                "update_weights",
+                f"the engine was given the weights of version {version}, but says that it holds "
+                f"version {self.version}",
                 fault="weight version",
                 row=None,
             )
-        return result
 
     def _noted(self, stream: _Stream) -> Iterator[tuple[str, Tensor]]:
         """Yield the stream; note the digest of each weight that was read, if no one else can tell.
@@ -145,44 +156,28 @@ class GuardedRollout(RolloutEngine):
         """
         reports = self.abilities.exposes_weights or self.engine.received_digests() is not None
         dtypes = {} if reports else self.engine.weight_dtypes()
-        weights = iter(stream)
-        while True:
-            try:
-                name, tensor = next(weights)
-            except StopIteration:
-                return
-            except BaseException as error:
-                self._stream_error = error
-                raise
-            yield name, tensor
-            if not reports:
-                self._received[name] = tensor_digest(tensor.to(dtypes.get(name, tensor.dtype)))
+        try:
+            for name, tensor in stream:
+                yield name, tensor
+                if not reports:
+                    rounded = tensor.to(dtypes.get(name, tensor.dtype))
+                    self._received[name] = tensor_digest(rounded)
+        except Exception as error:
+            self._stream_error = error
+            raise
 
     def received_digests(self) -> Mapping[str, int]:
         """See `RolloutEngine`. For an engine that does not record them, those of what it read."""
         found = self._call("received_digests", self.engine.received_digests)
         return self._received if found is None else found
 
-    def weight_boxes(self) -> Mapping[str, Box]:
-        return self._call("weight_boxes", self.engine.weight_boxes)
-
-    def lacks_weights(self) -> bool:
-        return self.engine.lacks_weights()
-
-    def weights(self) -> _Stream:
-        return self.engine.weights()
-
-    def weights_digest(self) -> dict[str, int]:
-        return self._call("weights_digest", self.engine.weights_digest)
-
-    def weight_dtypes(self) -> Mapping[str, torch.dtype]:
-        return self._call("weight_dtypes", self.engine.weight_dtypes)
-
-    def release(self) -> None:
-        self._call("release", self.engine.release)
-
-    def resume(self) -> None:
-        self._call("resume", self.engine.resume)
+    weight_boxes = _passed_on(RolloutEngine.weight_boxes)
+    lacks_weights = _passed_on(RolloutEngine.lacks_weights)
+    weights = _passed_on(RolloutEngine.weights)
+    weights_digest = _passed_on(RolloutEngine.weights_digest)
+    weight_dtypes = _passed_on(RolloutEngine.weight_dtypes)
+    release = _passed_on(RolloutEngine.release)
+    resume = _passed_on(RolloutEngine.resume)
 
     def close(self) -> None:
         self.engine.close()
@@ -190,32 +185,22 @@ class GuardedRollout(RolloutEngine):
     def _call(self, method: str, run: Callable[[], ResultT]) -> ResultT:
         """Run a method of the engine and turn the errors of its libraries into typed ones."""
         if self._late_method is not None:
-            raise RolloutError(
-                f"{self._where(method)}: the engine exceeded its deadline in "
-                f"{self._late_method}, or was interrupted, and may still be busy; close it and "
-                "build a new one",
-                **self._details(method),
+            raise self._failure(
+                RolloutError,
+                method,
+                f"the engine exceeded its deadline in {self._late_method}, or was interrupted, and "
+                "may still be busy; close it and build a new one",
             )
         try:
             return run() if self.deadline is None else self._within(self.deadline, method, run)
-        except QuadrigaError:
-            raise
-        except (ConnectionError, EOFError) as error:
-            if error is self._stream_error:
-                raise
-            raise RolloutDiedError(
-                f"{self._where(method)}: the connection to the engine is lost "
-                f"({type(error).__name__}: {error}), so its process has probably ended; look at "
-                "its log for the cause, and build a new engine",
-                **self._details(method),
-            ) from error
         except Exception as error:
-            if error is self._stream_error:
+            if isinstance(error, QuadrigaError) or error is self._stream_error:
                 raise
-            raise RolloutError(
-                f"{self._where(method)}: the engine failed with {type(error).__name__}: {error}",
-                **self._details(method),
-            ) from error
+            problem = f"the engine failed with {type(error).__name__}: {error}"
+            if isinstance(error, ConnectionError | EOFError):
+                problem += ". Its process has probably ended; look at its log, and build a new one"
+                raise self._failure(RolloutDiedError, method, problem) from error
+            raise self._failure(RolloutError, method, problem) from error
 
     def _within(self, deadline: float, method: str, run: Callable[[], ResultT]) -> ResultT:
         answer: Future[ResultT] = Future()
@@ -229,26 +214,23 @@ class GuardedRollout(RolloutEngine):
         # A daemon thread, so that an engine that never answers does not keep the process alive.
         threading.Thread(target=compute, name=f"rollout {method}", daemon=True).start()
         self._late_method = method  # unless it answers: also after an interrupt the engine goes on
-        try:
-            result = answer.result(deadline)
-        except BaseException as error:
-            if answer.done():
-                self._late_method = None
-            elif isinstance(error, TimeoutError):
-                raise RolloutTimeoutError(
-                    f"{self._where(method)}: no answer after {deadline:g} s; the engine is wedged "
-                    "or too slow. Allow more time (rollout.deadline_s), or generate fewer or "
-                    "shorter responses at once",
-                    **self._details(method),
-                    deadline=deadline,
-                ) from None
-            raise
+        if not wait([answer], deadline).done:
+            raise self._failure(
+                RolloutTimeoutError,
+                method,
+                f"no answer after {deadline:g} s; the engine is wedged or too slow. Allow more "
+                "time (rollout.deadline_s), or generate fewer or shorter responses at once",
+                deadline=deadline,
+            )
         self._late_method = None
-        return result
+        return answer.result()
 
-    def _where(self, method: str) -> str:
-        rank = "" if self.rank is None else f" on rank {self.rank}"
-        return f"rollout engine {self.name!r}{rank}, {method}"
-
-    def _details(self, method: str) -> dict[str, object]:
-        return {"engine": self.name, "rank": self.rank, "method": method}
+    def _failure(self, kind: type[ErrorT], method: str, problem: str, **details: object) -> ErrorT:
+        place = "" if self.rank is None else f" on rank {self.rank}"
+        return kind(
+            f"rollout engine {self.name!r}{place}, {method}: {problem}",
+            engine=self.name,
+            rank=self.rank,
+            method=method,
+            **details,
+        )

@@ -54,7 +54,7 @@ _log = logging.getLogger("quadriga")
 
 if TYPE_CHECKING:
     from quadriga.single_controller import Backend, Worker, WorkerGroup
-    from quadriga.weight_sync import WeightNeeds
+    from quadriga.weight_sync.sync import WeightNeeds
 
 ACTOR_VERSION = "actor_weight_version"
 """The method of the policy's worker that returns the version of the actor's weights."""

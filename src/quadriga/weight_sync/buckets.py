@@ -20,40 +20,31 @@ bucket of 64 bytes, half of it is in flight while the other half is packed:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from quadriga.engines.base import TrainEngine, WeightPart
+from quadriga.engines.base import TrainEngine
 from quadriga.errors import WorkerError
 from quadriga.parallel.distributed import rank, world_size
 from quadriga.parallel.layouts import count, shape_of, slices, whole
 from quadriga.protocol import DataProto
 from quadriga.rollout.base import RolloutEngine
-from quadriga.rollout.guard import GuardedRollout
 from quadriga.weight_sync.plan import Plan, Round, Transfer, listed_names, plan
-from quadriga.weight_sync.sources import SourceReader, SourceWeights, describe
-from quadriga.weight_sync.sync import WeightNeeds, whole_on
+from quadriga.weight_sync.sync import (
+    Source,
+    SourceReader,
+    SourceWeights,
+    VerifiedTarget,
+    WeightNeeds,
+    trained_scores,
+    whole_on,
+)
 from quadriga.weight_sync.transport import Assembly, copy_bytes, typed
-from quadriga.weight_sync.verification import VerifiedTarget, trained_scores
 
 _BYTES = "weight_bytes"
 _HEADER = "header"
-
-
-@dataclass(frozen=True)
-class _Verification:
-    """What one rank of the trainer tells for the comparison.
-
-    Attributes:
-        shares: weight → share of this rank in its digest.
-        scores: of the probe tokens of this version, if the rollout exposes no weights.
-    """
-
-    shares: Mapping[str, int]
-    scores: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -66,7 +57,8 @@ class _Header:
         sender: rank of the trainer.
         transfers: the boxes in the bucket, in the order of their bytes.
         weights: all weights, in the first bucket of a rank.
-        verification: in the last bucket of a rank.
+        shares: weight → share of the sender in its digest, in the last bucket of a rank.
+        scores: of the probe tokens of this version, also there, if the rollout exposes no weights.
     """
 
     version: int
@@ -74,7 +66,8 @@ class _Header:
     sender: int
     transfers: tuple[Transfer, ...] = ()
     weights: SourceWeights | None = None
-    verification: _Verification | None = None
+    shares: Mapping[str, int] | None = None
+    scores: Tensor | None = None
 
     def batch(self, data: Tensor) -> DataProto:
         return DataProto.from_dict(tensors={_BYTES: data[None]}, meta_info={_HEADER: self})
@@ -83,14 +76,11 @@ class _Header:
 class WeightSender:
     """Sends the weights of a training engine in buckets. All ranks have one, and use it together.
 
-    Args:
-        part: what is sent; see `TrainEngine.shard_stream`.
-        bucket_bytes: the memory for weights in flight.
+    `bucket_bytes` is the memory for weights in flight.
     """
 
-    def __init__(self, source: TrainEngine, part: WeightPart, bucket_bytes: int) -> None:
-        self._source, self._part, self._bucket_bytes = source, part, bucket_bytes
-        self._described: SourceWeights | None = None
+    def __init__(self, source: TrainEngine, bucket_bytes: int) -> None:
+        self._source, self._bucket_bytes = Source(source), bucket_bytes
         self._plan: Plan | None = None
 
     def send(self, needs: WeightNeeds, version: int) -> Iterator[DataProto]:
@@ -102,21 +92,19 @@ class WeightSender:
             needs: of the rollout. The weights are rounded to its dtypes before they are sent.
             version: the version of these weights.
         """
-        self._described = self._described or describe(self._source, self._part)
-        weights = self._described.sent_as(needs.dtypes)
+        weights = self._source.weights(needs)
         if self._plan is None or self._plan.source.weights != weights.layout.weights:
             self._plan = plan(weights.layout, whole_on(weights, [world_size()]))
         told = SourceWeights(replace(weights.layout, ranks={}), weights.dtypes, {})
         header = _Header(version, 0, rank(), weights=told)
-        with closing(self._source.shard_stream(self._part)) as stream:
-            reader = SourceReader(stream, weights, rank())
+        with self._source.reader(needs, weights) as reader:
             for current in self._plan.rounds(self._bucket_bytes):
                 transfers, data = _packed(current, reader, weights)
                 yield replace(header, transfers=transfers).batch(data)
                 header = _Header(version, header.index + 1, rank())
             reader.finish()
-        scores = trained_scores(self._source, needs.probe, version)
-        last = replace(header, verification=_Verification(reader.shares, scores))
+        scores = trained_scores(self._source.engine, needs.probe, version)
+        last = replace(header, shares=reader.shares, scores=scores)
         yield last.batch(torch.zeros(0, dtype=torch.uint8))
 
 
@@ -140,7 +128,7 @@ def _packed(
 class WeightReceiver:
     """Copies buckets into a rollout engine, then compares digests."""
 
-    def __init__(self, target: RolloutEngine | GuardedRollout) -> None:
+    def __init__(self, target: RolloutEngine) -> None:
         self._verified = VerifiedTarget(target)
         self._version: int | None = None
         self._weights: SourceWeights | None = None
@@ -149,7 +137,7 @@ class WeightReceiver:
     def _forget(self) -> None:
         self._index = 0
         self._assembly = Assembly(torch.device("cpu"))
-        self._told: list[_Verification] = []
+        self._last: list[_Header] = []
 
     def receive(self, parts: Sequence[DataProto]) -> None:
         """Copy the weights of one round, to which every rank of the trainer gives a bucket.
@@ -166,7 +154,7 @@ class WeightReceiver:
         for sender, header in enumerate(headers):
             self._check(header, sender)
         self._index += 1
-        self._told = [h.verification for h in headers if h.verification is not None]
+        self._last = [header for header in headers if header.shares is not None]
         if headers[0].weights is not None:
             self._weights = headers[0].weights
             sizes = {n: count(whole(w.shape)) for n, w in self._weights.layout.weights.items()}
@@ -189,20 +177,21 @@ class WeightReceiver:
         Raises:
             WorkerError: no bucket was received, a weight was not sent, or weights differ.
         """
-        version, lacking, told = self._version, list(self._assembly.missing), self._told
+        version, lacking, last = self._version, list(self._assembly.missing), self._last
         self._version = None
         self._forget()
         if version is None or self._weights is None:
             raise WorkerError("finish_weights was called, but no bucket of weights was received")
-        if lacking or not told:
+        if lacking or not last:
             raise WorkerError(
                 f"weight sync to version {version} ended before all buckets were received; "
                 f"incomplete weights: {listed_names(lacking) or 'none'}",
                 version=version,
                 tensors=tuple(lacking),
             )
-        sums = {name: sum(one.shares[name] for one in told) for name in told[0].shares}
-        self._verified.compare(self._weights.digests(sums), told[0].scores, version)
+        shares = [header.shares or {} for header in last]
+        sums = {name: sum(own[name] for own in shares) for name in shares[0]}
+        self._verified.compare(self._weights.digests(sums), last[0].scores, version)
         return version
 
     def _check(self, header: _Header, sender: int) -> None:

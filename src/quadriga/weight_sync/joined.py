@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
-from quadriga.engines.base import TrainEngine, WeightPart
+from quadriga.engines.base import TrainEngine
 from quadriga.errors import CollectiveError
 from quadriga.parallel.distributed import (
     Collectives,
@@ -35,18 +34,20 @@ from quadriga.parallel.distributed import (
     world_size,
 )
 from quadriga.rollout.base import RolloutEngine
-from quadriga.rollout.guard import GuardedRollout
 from quadriga.weight_sync.plan import Plan, plan
-from quadriga.weight_sync.sources import SourceReader, SourceWeights, describe
-from quadriga.weight_sync.sync import WeightNeeds, whole_on
-from quadriga.weight_sync.transport import CollectiveChannel, Traffic, Transport
-from quadriga.weight_sync.verification import (
+from quadriga.weight_sync.sync import (
     PROBE_ROWS,
+    Source,
+    SourceReader,
+    SourceWeights,
     VerifiedTarget,
+    WeightNeeds,
     probe_ids,
     signed,
     trained_scores,
+    whole_on,
 )
+from quadriga.weight_sync.transport import CollectiveChannel, Traffic, Transport
 
 TIMEOUT = timedelta(seconds=600)
 _LOOPBACK = "127.0.0.1"
@@ -122,36 +123,30 @@ class JoinedSender(_Joined):
         self, source: TrainEngine, *, bucket_bytes: int, device: str | torch.device
     ) -> None:
         super().__init__(device)
-        self._source, self._bucket_bytes = source, bucket_bytes
-        self._described: dict[WeightPart, SourceWeights] = {}
+        self._source, self._bucket_bytes = Source(source), bucket_bytes
         self._place: tuple[str, int] | None = None
 
     def offer(self, needs: list[WeightNeeds], version: int) -> Ticket | None:
         """Return the ticket of a sync to ranks with these needs, on rank 0; None on the others."""
-        part = needs[0].part
-        if part not in self._described:
-            self._described[part] = describe(self._source, part)
-        described = self._described[part]
+        weights = self._source.weights(needs[0])
         if rank():
             return None
         if self._place is None:
-            nodes = {*described.nodes.values(), *(need.node for need in needs)}
+            nodes = {*weights.nodes.values(), *(need.node for need in needs)}
             self._store, self._place = served_store(nodes, world_size() + len(needs))
         address, port = self._place
         return Ticket(
-            version, address, port, world_size(), len(needs),
-            described.sent_as(needs[0].dtypes), needs[0], self._bucket_bytes,
-        )  # fmt: skip
+            version, address, port, world_size(), len(needs), weights, needs[0], self._bucket_bytes
+        )
 
     def send(self, ticket: Ticket) -> None:
         """Send this rank's part of the weights, then its shares of the digests."""
-        with closing(self._source.shard_stream(ticket.needs.part)) as stream:
-            reader = SourceReader(stream, ticket.weights, rank())
+        with self._source.reader(ticket.needs, ticket.weights) as reader:
             for _ in self._run(ticket, rank(), reader).run(ticket.bucket_bytes):
                 pass  # a sender receives nothing, but must take part in every round
         shares = [signed(share) for share in reader.shares.values()]
         self._all_reduce(torch.tensor(shares, device=self._device))
-        scores = trained_scores(self._source, ticket.needs.probe, ticket.version)
+        scores = trained_scores(self._source.engine, ticket.needs.probe, ticket.version)
         if scores is not None:
             self._all_reduce(scores.to(self._device) * float(rank() == 0))
 
@@ -159,9 +154,7 @@ class JoinedSender(_Joined):
 class JoinedReceiver(_Joined):
     """The side of the rollout. All ranks have one, and use it together."""
 
-    def __init__(
-        self, target: RolloutEngine | GuardedRollout, *, device: str | torch.device
-    ) -> None:
+    def __init__(self, target: RolloutEngine, *, device: str | torch.device) -> None:
         super().__init__(device)
         self._verified = VerifiedTarget(target)
 

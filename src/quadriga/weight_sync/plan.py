@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from quadriga.errors import WorkerError
 from quadriga.parallel.layouts import (
@@ -64,15 +65,12 @@ class Transfer:
             return
         itemsize = self.num_bytes // count(self.box)
         for box in split(self.box, max(1, limit // itemsize)):
-            yield Transfer(
-                self.source,
-                self.target,
-                self.weight,
-                box,
-                Slot(self.read.tensor, moved(box, self.box, self.read.box)),
-                Slot(self.write.tensor, moved(box, self.box, self.write.box)),
-                count(box) * itemsize,
+            read, write = (
+                Slot(slot.tensor, moved(box, self.box, slot.box))
+                for slot in (self.read, self.write)
             )
+            size = count(box) * itemsize
+            yield replace(self, box=box, read=read, write=write, num_bytes=size)
 
 
 @dataclass(frozen=True)
@@ -104,10 +102,6 @@ class Plan:
             if not transfer.is_local:
                 found[transfer.source, transfer.target] += transfer.num_bytes
         return found
-
-    def received_bytes(self, rank: int) -> int:
-        """Return the bytes that a rank receives from other processes."""
-        return sum(size for (_, target), size in self.link_bytes.items() if target == rank)
 
     def rounds(self, bucket_bytes: int) -> Iterator[Round]:
         """Yield the transfers in rounds, in order.
@@ -148,36 +142,38 @@ def plan(source: Layout, target: Layout, nodes: Mapping[int, str] | None = None)
     """
     _check_weights(source, target)
     owners, nodes = _owners(source), nodes or {}
-    sent: Counter[int] = Counter()
-    transfers: list[tuple[int, Transfer]] = []
-    remote: list[_Remote] = []
+    wanted: list[_Wanted] = []
     missing: dict[str, None] = {}
-    for want in _wanted(target):
-        rest = [want.piece.box]
-        available = owners[source.tied.get(want.piece.weight, want.piece.weight)]
-        for box, stores in available.items():
-            if want.rank in stores and rest:
+    for rank, tensors in target.ranks.items():
+        for name, piece in ((tensor.name, piece) for tensor in tensors for piece in tensor.pieces):
+            rest = [piece.box] if count(piece.box) else []
+            available = owners[source.tied.get(piece.weight, piece.weight)]
+            # What the rank stores itself comes first.
+            for box, stores in sorted(available.items(), key=lambda item: rank not in item[1]):
                 found, rest = _cut(rest, box)
-                for part in found:
-                    own = want.transfer(part, want.rank, box, stores[want.rank])
-                    transfers.append((want.order, own))
-        for box, stores in available.items():
+                wanted += [_Wanted(rank, name, piece, part, box, stores) for part in found]
             if rest:
-                found, rest = _cut(rest, box)
-                remote += [_Remote(want, part, box, stores) for part in found]
-        if rest:
-            missing[want.piece.weight] = None
+                missing[piece.weight] = None
     if missing:
         raise _unowned(list(missing))
+    itemsizes = {name: weight.itemsize for name, weight in target.weights.items()}
+    order = {name: index for index, name in enumerate(target.weights)}
+    sent: Counter[int] = Counter()
+    transfers = []
     # The largest first, so that the small ones level out the differences.
-    for item in sorted(remote, key=lambda item: -item.num_bytes):
-        want, owned_by = item.want, item.stores
-        near = [r for r in owned_by if want.rank in nodes and nodes.get(r) == nodes[want.rank]]
-        owner = min(near or owned_by, key=lambda r: (sent[r], r))
-        sent[owner] += item.num_bytes
-        transfers.append((want.order, want.transfer(item.part, owner, item.box, owned_by[owner])))
-    transfers.sort(key=lambda item: (item[0], item[1].target, item[1].box))
-    return Plan(source, target, tuple(transfer for _, transfer in transfers))
+    for want in sorted(wanted, key=lambda w: -count(w.part) * itemsizes[w.piece.weight]):
+        owner, piece = want.rank, want.piece
+        size = count(want.part) * itemsizes[piece.weight]
+        if owner not in want.stores:
+            near = [r for r in want.stores if nodes.get(r, -1) == nodes.get(want.rank)]
+            owner = min(near or want.stores, key=lambda r: (sent[r], r))
+            sent[owner] += size
+        store = want.stores[owner]
+        read = Slot(store.tensor, moved(want.part, want.box, store.box))
+        write = Slot(want.tensor, moved(want.part, piece.box, piece.at))
+        transfers.append(Transfer(owner, want.rank, piece.weight, want.part, read, write, size))
+    transfers.sort(key=lambda t: (order[t.weight], t.target, t.box))
+    return Plan(source, target, tuple(transfers))
 
 
 def canonical_boxes(layout: Layout) -> dict[int, list[tuple[str, Box, Slot]]]:
@@ -209,41 +205,15 @@ def canonical_boxes(layout: Layout) -> dict[int, list[tuple[str, Box, Slot]]]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """A piece of a tensor that a rank stores in the target."""
+class _Wanted(NamedTuple):
+    """A part of a piece of a tensor of the target, and the ranks that store a box with it."""
 
-    order: int
     rank: int
     tensor: str
     piece: Piece
-    itemsize: int
-
-    def transfer(self, part: Box, owner: int, owned: Box, store: Slot) -> Transfer:
-        """Return the transfer of a part of it from an owner, which stores `owned` there."""
-        return Transfer(
-            owner,
-            self.rank,
-            self.piece.weight,
-            part,
-            Slot(store.tensor, moved(part, owned, store.box)),
-            Slot(self.tensor, moved(part, self.piece.box, self.piece.at)),
-            count(part) * self.itemsize,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Remote:
-    """A part of a wanted piece, and the ranks that store a box with it."""
-
-    want: _Wanted
     part: Box
     box: Box
     stores: Mapping[int, Slot]
-
-    @property
-    def num_bytes(self) -> int:
-        return count(self.part) * self.want.itemsize
 
 
 def _owners(layout: Layout) -> Mapping[str, dict[Box, dict[int, Slot]]]:
@@ -255,19 +225,6 @@ def _owners(layout: Layout) -> Mapping[str, dict[Box, dict[int, Slot]]]:
                 stores = found[piece.weight].setdefault(piece.box, {})
                 stores.setdefault(rank, Slot(tensor.name, piece.at))
     return found
-
-
-def _wanted(target: Layout) -> list[_Wanted]:
-    order = {name: index for index, name in enumerate(target.weights)}
-    return [
-        _Wanted(
-            order[piece.weight], rank, tensor.name, piece, target.weights[piece.weight].itemsize
-        )
-        for rank, tensors in target.ranks.items()
-        for tensor in tensors
-        for piece in tensor.pieces
-        if count(piece.box)
-    ]
 
 
 def _cut(rest: Sequence[Box], box: Box) -> tuple[list[Box], list[Box]]:

@@ -24,6 +24,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,9 @@ from quadriga.errors import CollectiveError, WorkerError
 from quadriga.parallel.distributed import Collectives
 from quadriga.parallel.layouts import Box, count, shape_of, slices
 from quadriga.weight_sync.plan import Plan, Round, Slot, Transfer, listed_names
-from quadriga.weight_sync.sources import SourceReader
+
+if TYPE_CHECKING:
+    from quadriga.weight_sync.sync import SourceReader
 
 Dtypes = Mapping[str, torch.dtype]
 """Weight → the dtype in which it is sent."""

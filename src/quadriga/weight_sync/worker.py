@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from quadriga.config.schema import ActorRolloutRefConfig
-    from quadriga.engines.base import TrainEngine, WeightPart
+    from quadriga.engines.base import TrainEngine
     from quadriga.rollout.base import RolloutEngine
-    from quadriga.weight_sync import WeightNeeds, WeightReceiver, WeightSender, WeightSync
+    from quadriga.weight_sync.buckets import WeightReceiver, WeightSender
     from quadriga.weight_sync.joined import JoinedReceiver, JoinedSender, Ticket
+    from quadriga.weight_sync.sync import WeightNeeds, WeightSync
 
 
 class PolicyWeights(Worker):
@@ -31,12 +32,10 @@ class PolicyWeights(Worker):
         super().__init__()
         self.weight_version = 0
         self._steps_of_version = 0  # optimizer steps of the actor before the last sync
-        self._holds_base = False  # the rollout, of a model with adapters
         self._joined_sender: JoinedSender | None = None  # over a joined process group
         self._joined_receiver: JoinedReceiver | None = None
-        # By what is sent: all weights, or adapters with or without their base.
-        self._syncs: dict[WeightPart, WeightSync] = {}  # to the rollout of this process
-        self._senders: dict[WeightPart, WeightSender] = {}  # to a rollout in other processes
+        self._sync: WeightSync | None = None  # to the rollout of this process
+        self._sender: WeightSender | None = None  # to a rollout in other processes
         self._receiver: WeightReceiver | None = None  # from an actor in other processes
 
     def _engine(self, use: Literal["actor", "ref"]) -> TrainEngine:
@@ -59,22 +58,17 @@ class PolicyWeights(Worker):
 
     def _sync_here(self) -> int:
         """Copy the weights of this version to the rollout engine of this process."""
-        from quadriga.weight_sync import WeightSync
+        from quadriga.weight_sync.sync import WeightSync
 
-        part = self.weight_needs().part
-        if part not in self._syncs:
-            self._syncs[part] = WeightSync(
-                self._engine("actor"),
-                self._rollout(),
-                part,
-                bucket_bytes=self._bucket_bytes,
-                transport=self.config.rollout.weight_transport,
-                device=self.device,
-                in_place=self._keeps_weights_in_place(),
-            )
-        self._holds_base = False  # unless the sync ends with equal digests
-        self._syncs[part].run(self.weight_version)
-        self._holds_base = True
+        self._sync = self._sync or WeightSync(
+            self._engine("actor"),
+            self._rollout(),
+            bucket_bytes=self._bucket_bytes,
+            transport=self.config.rollout.weight_transport,
+            device=self.device,
+            in_place=self._keeps_weights_in_place(),
+        )
+        self._sync.run(self.weight_version)
         return self.weight_version
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
@@ -92,24 +86,18 @@ class PolicyWeights(Worker):
     def send_weights(self, needs: WeightNeeds) -> Iterator[DataProto]:
         """Yield this rank's part of the actor's weights in buckets, for a rollout in other
         processes, which has these needs. The weight version rises."""
-        from quadriga.weight_sync import WeightSender
+        from quadriga.weight_sync.buckets import WeightSender
 
         self._count_version()
-        part = needs.part
-        if part not in self._senders:
-            self._senders[part] = WeightSender(self._engine("actor"), part, self._bucket_bytes)
-        yield from self._senders[part].send(needs, self.weight_version)
+        self._sender = self._sender or WeightSender(self._engine("actor"), self._bucket_bytes)
+        yield from self._sender.send(needs, self.weight_version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weight_needs(self) -> WeightNeeds:
         """Return what `send_weights` must know of the rollout engine."""
-        from quadriga.weight_sync import needs_of
+        from quadriga.weight_sync.sync import needs_of
 
-        holds_base = self._holds_base and not self._rollout_lacks_weights()
-        return needs_of(self._rollout(), holds_base=holds_base)
-
-    def _rollout_lacks_weights(self) -> bool:
-        return self._rollout().lacks_weights()
+        return needs_of(self._rollout())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def receive_weights(self, parts: list[DataProto]) -> None:
@@ -118,7 +106,6 @@ class PolicyWeights(Worker):
         Raises:
             WorkerError: a bucket was sent twice, or one is lost.
         """
-        self._holds_base = False  # until `finish_weights`
         self._weight_receiver().receive(parts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -147,9 +134,7 @@ class PolicyWeights(Worker):
 
         joined = self._joined_receiver or JoinedReceiver(self._rollout(), device=self.device)
         self._joined_receiver = joined
-        self._holds_base = False
         self.weight_version = joined.receive(ticket)
-        self._holds_base = True
         return self.weight_version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -160,7 +145,6 @@ class PolicyWeights(Worker):
             WorkerError: weights were not received, or differ; the message names them.
         """
         self.weight_version = self._weight_receiver().finish()
-        self._holds_base = True
         return self.weight_version
 
     def _count_version(self) -> None:
@@ -188,7 +172,7 @@ class PolicyWeights(Worker):
         return self._joined_sender
 
     def _weight_receiver(self) -> WeightReceiver:
-        from quadriga.weight_sync import WeightReceiver
+        from quadriga.weight_sync.buckets import WeightReceiver
 
         self._receiver = self._receiver or WeightReceiver(self._rollout())
         return self._receiver

@@ -272,7 +272,7 @@ class ActorRolloutRefWorker(PolicyWeights):
         the device memory in use before and after.
         """
         used = self._used_memory("rollout_mode_before")
-        if self._rollout_lacks_weights():
+        if self._rollout().lacks_weights():
             if self._trained_since_sync():
                 self._count_version()
             self._sync_here()

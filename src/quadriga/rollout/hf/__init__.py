@@ -27,7 +27,6 @@ class HF(Rollout):
 
     memory_function = "quadriga.rollout.hf.memory:generation_memory"
     computes_images = True
-    shares_weights = True
 
     def build(
         self,

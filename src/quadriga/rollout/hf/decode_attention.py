@@ -27,10 +27,10 @@ ATTENTION_NAME = "quadriga_decode"
 """Name under which transformers finds `decode_attention`."""
 
 CHANGED_AFTER_THE_CACHE = (
-    "axk1", "deepseek_v2", "deepseek_v3", "diffllama", "glm4_moe_lite", "jetmoe", "longcat_flash",
-    "minicpm3", "youtu",
+    "axk1", "deepseek_v2", "deepseek_v3", "diffllama", "glm4_moe_lite", "hrm_text", "jetmoe",
+    "longcat_flash", "minicpm3", "youtu",
 )  # fmt: skip
-"""Architectures that attend to other keys or values than the cache returns."""
+"""Architectures that attend to other keys or values than the cache returns for their layer."""
 
 _sdpa: Callable[..., tuple[Tensor, None]] = sdpa_attention_forward
 

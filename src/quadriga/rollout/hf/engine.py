@@ -25,6 +25,7 @@ from quadriga.rollout.base import (
     RolloutEngine,
     RolloutOutput,
     SamplingParams,
+    UpdateForm,
     check_weight,
     integer_bits,
 )
@@ -42,6 +43,7 @@ class HFRollout(RolloutEngine):
     """
 
     name = "hf"
+    shares_weights = True
 
     def __init__(
         self,
@@ -153,16 +155,15 @@ class HFRollout(RolloutEngine):
 
     # Weights
 
-    def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(
+        self, stream: Iterable[tuple[str, Tensor]], version: int, form: UpdateForm = "whole"
+    ) -> None:
         self._check("update_weights", "ready", "released")
         with self._writing(stream, version, self._parameters) as weights:
-            self._weights.copy(weights)
-
-    def share_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> int:
-        self._check("share_weights", "ready", "released")
-        with self._writing(stream, version, self._parameters) as weights:
-            self._weights.share(weights)
-        return self._weights.shared_bytes
+            if form == "shared":
+                self._weights.share(weights)
+            else:
+                self._weights.copy(weights)
 
     def _parameters(self) -> list[str]:
         return [name for name, _ in self.module.named_parameters()]

@@ -19,7 +19,7 @@ from quadriga.models.folder import local_folder
 from quadriga.models.loading import load_causal_lm, read_config
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device, rank
-from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams
+from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams, UpdateForm
 from quadriga.rollout.checks import check_request, check_sequences
 from quadriga.rollout.responses import Response, StopStringsOfModel, padded_output, token_rows
 from quadriga.rollout.sglang.client import Client, Launch
@@ -198,7 +198,9 @@ class SGLangRollout(RolloutEngine):
 
     # Weights
 
-    def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(
+        self, stream: Iterable[tuple[str, Tensor]], version: int, form: UpdateForm = "whole"
+    ) -> None:
         with self._lock:
             self._check("update_weights", "ready", "released")
             with self._writing(stream, version, lambda: self._names) as weights:

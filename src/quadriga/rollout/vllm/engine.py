@@ -32,7 +32,7 @@ from quadriga.errors import QuadrigaError, RolloutError, RolloutTimeoutError
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device, rank
 from quadriga.parallel.layouts import Box
-from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams
+from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams, UpdateForm
 from quadriga.rollout.checks import check_request, check_sequences
 from quadriga.rollout.responses import (
     Response,
@@ -146,20 +146,16 @@ class VLLMRollout(RolloutEngine):
 
     # Weights
 
-    def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self._update(stream, version, shards=False)
-
     def weight_boxes(self) -> Mapping[str, Box]:
         self._check("weight_boxes", "ready", "released")
         return self._running.weights.boxes()
 
-    def update_shards(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self._update(stream, version, shards=True)
-
-    def _update(self, stream: Iterable[tuple[str, Tensor]], version: int, *, shards: bool) -> None:
+    def update_weights(
+        self, stream: Iterable[tuple[str, Tensor]], version: int, form: UpdateForm = "whole"
+    ) -> None:
         self._check("update_weights", "ready", "released")
         method, held = "update_weights", self._running.weights
-        names, write = held.names_that_are_sent, held.write_box if shards else held.write
+        names, write = held.names_that_are_sent, held.write_box if form == "parts" else held.write
         with self._isolation.inside(), self._writing(stream, version, names) as weights:
             with self._failures(method):
                 self._wake_weights()

@@ -20,7 +20,7 @@ from quadriga.engines.base import TrainEngine
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto
 from quadriga.rollout.base import RolloutEngine
-from quadriga.weight_sync import WeightSync
+from quadriga.weight_sync.sync import WeightSync
 
 ROLLOUT_DIM = "infer_tp"
 """The mesh dimension of the ranks that generate together, as verl names it."""
