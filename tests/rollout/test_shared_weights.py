@@ -94,8 +94,8 @@ def test_other_weights_are_copied_to_memory_of_the_rollout(engine, trained):
     assert addresses(engine.module) == addresses(trained)
 
 
-@pytest.mark.parametrize("write", ["update_weights", "share_weights"])
-def test_weights_of_a_stream_that_breaks_off_are_not_used(folder, trained, write):
+@pytest.mark.parametrize("form", ["whole", "shared"])
+def test_weights_of_a_stream_that_breaks_off_are_not_used(folder, trained, form):
     engine = build_rollout("hf", ModelConfig(path=folder), dtype="bfloat16")  # which copies all
     weights = list(state(trained).items())
 
@@ -105,10 +105,10 @@ def test_weights_of_a_stream_that_breaks_off_are_not_used(folder, trained, write
         raise EOFError("the sender has ended")
 
     with pytest.raises(EOFError):
-        getattr(engine, write)(broken(), 1)
+        engine.update_weights(broken(), 1, form)
     with pytest.raises(RolloutError, match="broke off"):
         log_probs(engine)
-    getattr(engine, write)(weights, 2)
+    engine.update_weights(weights, 2, form)
     log_probs(engine)
 
 

@@ -23,7 +23,7 @@ from quadriga.parallel.distributed import init_distributed
 from quadriga.parallel.layouts import slices
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import tensor_digest
-from quadriga.weight_sync.sync import WeightSync
+from quadriga.weight_sync.sync import WeightSync, needs_of
 from quadriga.weight_sync.transport import CollectiveChannel, SharedMemoryChannel, Transport
 from training_step import train_once
 
@@ -261,7 +261,7 @@ def peak(source, weights, kind, bucket):
     target = Target(weights)
     sync = WeightSync(source, target, bucket_bytes=bucket, transport=kind)
     sync.run(1)
-    described, current = sync._described, sync._plan
+    described, current = sync._source.weights(needs_of(target)), sync._plan
     group, shared = dist.group.WORLD, 0
     own = InMemory({name: weight.to_local() for name, weight in source.weights.items()})
     rounds, cpu = current.rounds(bucket), torch.device("cpu")

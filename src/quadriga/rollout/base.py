@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ class RolloutEngine(ABC):
 
     name: str
     abilities: RolloutAbilities
-    shares_weights: ClassVar[bool] = False
+    shares_weights: bool = False
     _version = -1
     _state: State = "ready"
     _unknown: frozenset[str] = frozenset()  # weights that must be sent before it can generate
