@@ -19,8 +19,7 @@ from quadriga.config.schema import (
 from quadriga.errors import ConfigError, RolloutAbilityError, UnknownSettingError
 from quadriga.rollout import build_rollout, rollout_of
 from quadriga.rollout.vllm import options, weights
-from quadriga.rollout.vllm.engine import spread_seed
-from quadriga.rollout.vllm.start import Isolation
+from quadriga.rollout.vllm.engine import Isolation, spread_seed
 from quadriga.trainer.preflight import check_engines
 
 

@@ -18,12 +18,17 @@ vLLM has these modes, but one for the life of an engine, and none for "policy" w
 
 from __future__ import annotations
 
+import gc
+import os
+import random
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,7 +47,7 @@ from quadriga.rollout.responses import (
     token_rows,
 )
 from quadriga.rollout.vllm.options import VLLM, check_temperature
-from quadriga.rollout.vllm.start import Isolation, RunningEngine
+from quadriga.rollout.vllm.start import RunningEngine
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -260,6 +265,103 @@ class VLLMRollout(RolloutEngine):
                 method=method,
                 version=self.version,
             ) from error
+
+
+# What vLLM changes in the process is undone outside its calls
+
+VARIABLES: Mapping[str, str] = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `engine` sets the sampler of the first model runner
+    # One token more than the window is requested, because `score` has to generate a token.
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+"""Environment variables that vLLM reads. A log level that the user has set is kept."""
+
+_REPLACED: tuple[tuple[object, str], ...] = (
+    (torch, "set_num_threads"),
+    (torch.accelerator, "synchronize"),
+    (torch.accelerator, "empty_cache"),
+)
+
+_Replacements = tuple[Callable[..., object], ...]
+
+
+class Isolation:
+    """Remembers what vLLM changed, from one call to the next.
+
+    vLLM is written for a process of its own. In the process of a rank the training engine runs too,
+    so each call of vLLM is made within `inside`:
+
+        what                        inside                          outside
+        environment variables       those of `VARIABLES`, and       as before
+                                    what vLLM set itself
+        torch.set_num_threads,      vLLM's replacements, which      torch's
+        torch.accelerator.*         do nothing (on a CPU)
+        random states, threads      vLLM seeds them                 as before
+        frozen garbage collection   vLLM freezes what it made       not frozen
+    """
+
+    def __init__(self) -> None:
+        name = "VLLM_LOGGING_LEVEL"
+        level = os.environ.get(name, VARIABLES[name])
+        self._variables: dict[str, str | None] = {**VARIABLES, name: level}
+        self._replaced: _Replacements | None = None
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Within the block, vLLM's changes are in effect; afterwards they are undone."""
+        environment, replaced, threads = dict(os.environ), _replaced(), torch.get_num_threads()
+        python_random, numpy_random = random.getstate(), np.random.get_state()
+        frozen = gc.get_freeze_count()
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        _set_environment({**environment, **self._variables})
+        if self._replaced is not None:
+            _replace(self._replaced)
+        try:
+            with torch.random.fork_rng(devices), warnings.catch_warnings():
+                # vLLM looks at every attribute of torch, the deprecated ones included.
+                warnings.simplefilter("ignore", FutureWarning)
+                warnings.simplefilter("ignore", DeprecationWarning)
+                yield
+        finally:
+            self._replaced = _replaced()
+            self._variables = _difference(environment, os.environ)
+            _set_environment(environment)
+            _replace(replaced)
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
+            random.setstate(python_random)
+            np.random.set_state(numpy_random)
+            if gc.get_freeze_count() > frozen:
+                gc.unfreeze()
+
+
+def _replaced() -> _Replacements:
+    return tuple(getattr(owner, name) for owner, name in _REPLACED)
+
+
+def _replace(functions: _Replacements) -> None:
+    for (owner, name), function in zip(_REPLACED, functions, strict=True):
+        setattr(owner, name, function)
+
+
+def _difference(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the variables that differ, with their value in `after`; None if it has none."""
+    names = before.keys() | after.keys()
+    return {name: after.get(name) for name in names if before.get(name) != after.get(name)}
+
+
+def _set_environment(variables: Mapping[str, str | None]) -> None:
+    """Make `os.environ` equal to `variables`. Only the variables that differ are written."""
+    wanted = {name: value for name, value in variables.items() if value is not None}
+    for name, value in _difference(os.environ, wanted).items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
 
 
 # One call as requests of vLLM

@@ -46,29 +46,13 @@ ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 OWN_ARGUMENTS = frozenset(
     {
-        "model",
-        "skip_tokenizer_init",
-        "trust_remote_code",
-        "dtype",
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "data_parallel_size",
-        "distributed_executor_backend",
-        "max_model_len",
-        "max_num_seqs",
-        "kv_cache_memory_bytes",
-        "gpu_memory_utilization",
-        "enforce_eager",
-        "enable_prefix_caching",
-        "enable_chunked_prefill",
-        "enable_sleep_mode",
-        "logprobs_mode",
-        "quantization",
-        "enable_lora",
-        "async_scheduling",
-        "load_format",
+        "model", "skip_tokenizer_init", "trust_remote_code", "dtype", "tensor_parallel_size",
+        "pipeline_parallel_size", "data_parallel_size", "distributed_executor_backend",
+        "max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "gpu_memory_utilization",
+        "enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "enable_sleep_mode",
+        "logprobs_mode", "quantization", "enable_lora", "async_scheduling", "load_format",
     }
-)
+)  # fmt: skip
 """Arguments of vLLM's engine that other settings decide."""
 
 

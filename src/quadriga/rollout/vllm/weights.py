@@ -3,16 +3,15 @@
 vLLM joins projections into one parameter and pads the vocabulary. Example, 4 query heads and 2
 key-value heads of size 2, vocabulary 97:
 
-    checkpoint name                  vLLM's parameter             rows       part
-    self_attn.q_proj.weight [8, h]   self_attn.qkv_proj.weight    0 to 8     "q"
-    self_attn.k_proj.weight [4, h]   self_attn.qkv_proj.weight    8 to 12    "k"
-    self_attn.v_proj.weight [4, h]   self_attn.qkv_proj.weight    12 to 16   "v"
+    checkpoint name                  vLLM's parameter             rows
+    self_attn.q_proj.weight [8, h]   self_attn.qkv_proj.weight    0 to 8
+    self_attn.k_proj.weight [4, h]   self_attn.qkv_proj.weight    8 to 12
+    self_attn.v_proj.weight [4, h]   self_attn.qkv_proj.weight    12 to 16
     embed_tokens.weight [97, h]      embed_tokens.weight [128,h]  0 to 97
 
-Writing a whole weight uses vLLM's own loader of the parameter with the part; reading uses the rows.
-The two do not share code, so a wrong table makes the digests differ. The part of a rank
-(`write_box`) is written to the rows that are read. `check_files` compares each weight that vLLM
-loaded with the file, so a table that does not fit the model is found when the engine starts.
+Weights are written to these rows and read from them. vLLM's own loaders have read the model folder
+before: `check_files` compares each weight that vLLM loaded with the file, so a table that does not
+fit the model is found when the engine starts.
 
 With tensor parallelism a rank holds a slice of most parameters. Reading is then a collective: the
 slices of all ranks of the copy are put together along the dimension in which slice and weight
@@ -55,14 +54,13 @@ from transformers import PreTrainedModel
 from quadriga.errors import ModelError
 from quadriga.models.adapters import CONFIG_FILE, WEIGHTS_FILE, Adapter, stored_part
 from quadriga.models.weights import TensorReader, match_names, stored_tensors
-from quadriga.parallel.layouts import Box, narrowed, shape_of, whole
+from quadriga.parallel.layouts import Box, narrowed, shape_of, slices, whole
 from quadriga.rollout.base import check_weight
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.llm_engine import LLMEngine
 
-_QKV = ("q", "k", "v")
 _NAME, _ID, _SLOT = "policy", 1, 0
 
 
@@ -89,10 +87,6 @@ class AdapterPlace:
         # Looked up each time, because vLLM may replace the buffers.
         stacked: Tensor = getattr(self.module, self.buffers)[self.index]
         return stacked
-
-    def write(self, tensor: Tensor) -> None:
-        """Copy a tensor into the buffer."""
-        self.local().copy_(tensor)
 
     def clear(self) -> None:
         """Fill the whole buffer with zeros."""
@@ -193,7 +187,6 @@ class _Place:
     """Where a weight is: rows `start` to `stop` of a parameter of vLLM on this rank.
 
     Attributes:
-        part: what vLLM's loader calls it in a joined parameter; None: it is not joined.
         padded: the rows of all ranks together can be more than those of the weight.
     """
 
@@ -201,7 +194,6 @@ class _Place:
     attribute: str
     start: int
     stop: int
-    part: str | int | None = None
     padded: bool = False
 
     @property
@@ -211,16 +203,6 @@ class _Place:
 
     def local(self) -> Tensor:
         return self.parameter.data[self.start : self.stop]
-
-    def write(self, tensor: Tensor) -> None:
-        parameter = self.parameter
-        loader = getattr(parameter, "weight_loader", None)
-        if loader is None:
-            parameter.data.copy_(tensor)
-        elif self.part is None:
-            loader(parameter, tensor)
-        else:
-            loader(parameter, tensor, self.part)
 
 
 class EngineWeights:
@@ -320,10 +302,9 @@ class EngineWeights:
             ModelError: there is no weight of that name and shape.
         """
         check_weight(name, tensor, self._written_shapes)
-        place = self._places.get(name) or self._adapters[name]
-        with torch.no_grad():
-            place.write(tensor.detach())
-        self._written.add(name)
+        self.write_box(
+            name, tensor[slices(self._own_box(name))] if name in self._places else tensor
+        )
 
     def boxes(self) -> dict[str, Box]:
         """Return the box of each weight that this rank holds; {} if it holds a copy alone.
@@ -336,7 +317,7 @@ class EngineWeights:
 
     def _own_box(self, name: str) -> Box:
         """Return the box of a weight that this rank of a copy holds."""
-        position = dist.get_rank(self._group)
+        position = 0 if self._group is None else dist.get_rank(self._group)
         return _box(self._places[name], self._shapes[name], self._ranks, position)
 
     def write_box(self, name: str, tensor: Tensor) -> None:
@@ -346,15 +327,13 @@ class EngineWeights:
             ModelError: there is no weight of that name, or its box has another shape.
         """
         place = self._places.get(name)
-        if place is None or self._group is None:
-            self.write(name, tensor)
-            return
-        part = f" on rank {dist.get_rank(self._group)} of a copy"
-        check_weight(name, tensor, {name: shape_of(self._own_box(name))}, part=part)
+        part = "" if self._group is None else f" on rank {dist.get_rank(self._group)} of a copy"
+        shape = self._written_shapes.get(name) if place is None else shape_of(self._own_box(name))
+        check_weight(name, tensor, {} if shape is None else {name: shape}, part=part)
+        local = (place or self._adapters[name]).local()
         with torch.no_grad():
-            place.local()[: len(tensor)].copy_(tensor)
-            if place.padded:
-                place.local()[len(tensor) :].zero_()
+            local[: len(tensor)].copy_(tensor)
+            local[len(tensor) :].zero_()  # padding of the vocabulary
         self._written.add(name)
 
     def read(self, name: str) -> Tensor:
@@ -407,10 +386,8 @@ def _places(model: Module) -> Iterator[tuple[str, _Place]]:
                 yield f"{path}.{attribute}", place
                 continue
             start = 0
-            for index, (part, size) in enumerate(zip(parts, sizes, strict=True)):
-                label = _QKV[index] if leaf == "qkv_proj" else index
-                place = _Place(module, attribute, start, start + size, label)
-                yield f"{parent}.{part}.{attribute}", place
+            for part, size in zip(parts, sizes, strict=True):
+                yield f"{parent}.{part}.{attribute}", _Place(module, attribute, start, start + size)
                 start += size
 
 
