@@ -1,9 +1,8 @@
 """Copy the weights of a training engine to a rollout engine, and verify that all of them arrived.
 
 - `plan`: which rank sends which part of which weight to whom, from two layouts.
-- `transport`: execute a plan between processes.
-- `sync`: read the training engine; compare the rollout engine with it; the sync of both engines in
-  the same process.
+- `transport`: read the training engine, and execute a plan between processes.
+- `sync`: compare the rollout engine with the training engine; the sync in one process.
 - `joined`: to rollout engines in other processes, over a process group that joins both groups.
 - `buckets`: the same in batches of bounded size, of which a receiver may be lost.
 - `worker`: the methods of the policy's worker that the controller calls.

@@ -34,14 +34,18 @@ from quadriga.rollout.base import RolloutEngine
 from quadriga.weight_sync.plan import Plan, Round, Transfer, listed_names, plan
 from quadriga.weight_sync.sync import (
     Source,
-    SourceReader,
-    SourceWeights,
     VerifiedTarget,
     WeightNeeds,
     trained_scores,
     whole_on,
 )
-from quadriga.weight_sync.transport import Assembly, copy_bytes, typed
+from quadriga.weight_sync.transport import (
+    Assembly,
+    SourceReader,
+    SourceWeights,
+    copy_bytes,
+    typed,
+)
 
 _BYTES = "weight_bytes"
 _HEADER = "header"

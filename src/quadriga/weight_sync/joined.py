@@ -38,16 +38,20 @@ from quadriga.weight_sync.plan import Plan, plan
 from quadriga.weight_sync.sync import (
     PROBE_ROWS,
     Source,
-    SourceReader,
-    SourceWeights,
     VerifiedTarget,
     WeightNeeds,
     probe_ids,
-    signed,
     trained_scores,
     whole_on,
 )
-from quadriga.weight_sync.transport import CollectiveChannel, Traffic, Transport
+from quadriga.weight_sync.transport import (
+    CollectiveChannel,
+    SourceReader,
+    SourceWeights,
+    Traffic,
+    Transport,
+    signed,
+)
 
 TIMEOUT = timedelta(seconds=600)
 _LOOPBACK = "127.0.0.1"

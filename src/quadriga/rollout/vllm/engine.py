@@ -99,7 +99,7 @@ class VLLMRollout(RolloutEngine):
             model,
             self.device,
             dtype,
-            self._isolation,
+            self._isolation.inside,
             releasable=releasable,
             copies=copies,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -31,7 +32,6 @@ from quadriga.rollout.vllm.weights import EngineWeights, LoadedAdapter
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from quadriga.rollout.vllm.engine import Isolation
 
 _CPU_STEP_TOKENS = 4096
 
@@ -47,7 +47,7 @@ _Copies = Sequence[tuple[int, ...]] | None
 
 
 class RunningEngine:
-    """vLLM's engine and what is known of its model. Used within `Isolation.inside()`.
+    """vLLM's engine and what is known of its model. `inside` is that of `Isolation`.
 
     Attributes:
         engine: vLLM's engine.
@@ -68,7 +68,7 @@ class RunningEngine:
         model: ModelConfig,
         device: torch.device,
         dtype: torch.dtype,
-        isolation: Isolation,
+        inside: Callable[[], AbstractContextManager[None]],
         *,
         releasable: bool,
         copies: _Copies,
@@ -98,7 +98,7 @@ class RunningEngine:
             **_adapters(planned),
         }
         try:
-            with isolation.inside():
+            with inside():
                 self.engine = _start(options, device, copies, arguments)
                 _joined(+1)
                 group = _copy_group(options.tensor_parallel_size)
@@ -108,7 +108,7 @@ class RunningEngine:
                 self.weights = EngineWeights(self.model(), reference, model.path, group, adapters)
                 self.weights.check_files(folder)
         except BaseException:
-            with isolation.inside():
+            with inside():
                 self.close()
             raise
 
