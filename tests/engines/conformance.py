@@ -13,7 +13,6 @@ from pathlib import Path
 import engine_cases as cases
 import torch
 import transformers
-from quadriga.workers.pair_training import update_pairs
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
@@ -22,6 +21,7 @@ from quadriga.parallel.distributed import gather_over_ranks, rank, world_size
 from quadriga.protocol import DataProto
 from quadriga.rollout import build_rollout
 from quadriga.weight_sync.sync import WeightSync
+from quadriga.workers.reward_model import update_pairs
 
 # A larger eps than usual: Adam divides gradients by their size, and 1e-8 / 1e-8 has no digits.
 OPTIM = OptimConfig(lr=1e-3, eps=1e-4, lr_scheduler="linear", lr_warmup_steps=2, grad_clip=0.5)
