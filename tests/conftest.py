@@ -73,13 +73,17 @@ def _process_group_of_the_module_ends() -> Iterator[None]:
 
 
 def _placement_groups() -> set[str]:
-    """Return the ids of the placement groups that exist, if this process is connected to Ray."""
+    """Return the ids of the placement groups on Ray, without groups of the session (`shared`)."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return set()
     from ray.util import placement_group_table
 
-    return {key for key, entry in placement_group_table().items() if entry["state"] != "REMOVED"}
+    return {
+        key
+        for key, entry in placement_group_table().items()
+        if entry["state"] != "REMOVED" and not entry["name"].startswith("shared_")
+    }
 
 
 @pytest.fixture(autouse=True, scope="module")

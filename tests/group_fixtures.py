@@ -38,12 +38,18 @@ class Starter:
         self.backend = backend
         self.started = []
 
-    def __call__(self, cls, ranks=2, *args, roles=None, **options):
-        """Return a group of `cls(*args)`, or of several roles in one process."""
-        pool = self.backend.resource_pool([ranks], use_gpu=False, max_colocate_count=1)
-        self.started.append(pool)
+    def __call__(self, cls, ranks=2, *args, roles=None, pool=None, actor=(), **options):
+        """Return a group of `cls(*args)`, or of several roles in one process.
+
+        `pool`: arguments of its pool. `actor`: options of its actors.
+        """
+        given = {"use_gpu": False, "max_colocate_count": 1, **(pool or {})}
+        made = self.backend.resource_pool([ranks], **given)
+        self.started.append(made)
         held = self.backend.colocate(roles) if roles else self.backend.class_with_args(cls, *args)
-        group = self.backend.worker_group(pool, held, **options)
+        if actor:
+            held.update_options(dict(actor))
+        group = self.backend.worker_group(made, held, **options)
         self.started.append(group)
         return group
 
@@ -52,9 +58,24 @@ class Starter:
             (getattr(started, "shutdown", None) or getattr(started, "release", lambda: None))()
 
 
+def shared(backend, cls, *args, **options) -> Iterator[object]:
+    """A group of two ranks of `cls(*args)`, for a fixture of the session on Ray."""
+    starter = Starter(backend)
+    yield starter(cls, 2, *args, pool={"name_prefix": "shared_"}, **options)
+    starter.end()
+
+
 @pytest.fixture
 def start(backend) -> Iterator[Starter]:
     """`start(cls, ranks, *args, **options)` returns a group, which ends with the test."""
     starter = Starter(backend)
+    yield starter
+    starter.end()
+
+
+@pytest.fixture
+def start_on_ray(ray_backend) -> Iterator[Starter]:
+    """`start` on Ray alone."""
+    starter = Starter(ray_backend)
     yield starter
     starter.end()

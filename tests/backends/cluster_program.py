@@ -15,7 +15,7 @@ from ray.cluster_utils import Cluster
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from worker_cases import Adder, Faulty, Large
+from worker_cases import Adder, Cases
 
 from quadriga.backends.ray import (
     RayClassWithInitArgs,
@@ -97,13 +97,18 @@ def packed() -> dict[str, object]:
     return {"packed over nodes": sorted(by_node.values(), key=len)}
 
 
+def _large(nbytes: int) -> bytes:
+    """Much from rank 0, which is on another node than the controller."""
+    return b"x" * (nbytes if os.environ["RANK"] == "0" else 1)
+
+
 def large_result() -> dict[str, object]:
     """A result of 100 MiB from another node, received in a wait of many short slices."""
     waiting.FIRST_WAIT_S = waiting.SLICE_S = 0.02
     pool = RayResourcePool([2, 3], use_gpu=False, max_colocate_count=1)
-    group = start(pool, Large)
+    group = start(pool, Cases)
     began = time.monotonic()
-    sizes = {len(value) for value in group.make.options(timeout=40)(100 * 2**20)}
+    sizes = {len(value) for value in group.run.options(timeout=40)(_large, 100 * 2**20)}
     seconds = time.monotonic() - began
     waiting.FIRST_WAIT_S, waiting.SLICE_S = 0.2, 0.5
     group.shutdown()
@@ -141,7 +146,7 @@ def main() -> None:
     seen["nodes of a merged pool"] = nodes_of(merged)
     seen["local ranks of a merged pool"] = [p["LOCAL_RANK"] for p in merged.environment()]
     merged.shutdown()
-    group = start(right, Faulty, role="actor")
+    group = start(right, Cases, role="actor")
     seen["nodes of ranks"] = nodes_of(group)
     seen["local ranks"] = right.local_rank_list()
     seen["split twice"] = [middle.store, end.store]
@@ -149,7 +154,7 @@ def main() -> None:
         rank for rank, handle in enumerate(group._ranks.handles)
         if handle.facts.node_id == small.node_id
     )  # fmt: skip
-    waiting = group.stuck_on.submit(doomed)
+    waiting = group.stuck_on.submit(doomed, "absent")
     began = time.monotonic()
     threading.Timer(0.5, cluster.remove_node, (small,), {"allow_graceful": False}).start()
     try:

@@ -16,7 +16,7 @@ from ray.experimental import get_object_locations
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from field_workers import WIDTH, Reader
+from worker_cases import WIDTH, Reader
 
 from quadriga.backends.ray import RayBackend
 from quadriga.backends.ray.cluster import this_node

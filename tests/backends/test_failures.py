@@ -10,8 +10,9 @@ import traceback
 import pytest
 import ray
 import torch
-from worker_cases import Collective, Faulty, Slow, Unreadable
+from worker_cases import Adder, Cases, Collective, Coroutines, Unreadable
 
+from group_fixtures import ray_nightly
 from quadriga.errors import (
     CallTimeoutError,
     DispatchError,
@@ -23,51 +24,38 @@ from quadriga.errors import (
 from quadriga.protocol import DataProto
 
 
-def test_a_method_that_raises(start):
-    group = start(Faulty, 2)
+def test_a_method_that_raises(cases):
     with pytest.raises(WorkerMethodError) as caught:
-        group.raise_on(1)
+        cases.raise_on(1)
     error = caught.value
-    assert (error.role, error.rank, error.method) == ("Faulty", 1, "raise_on")
-    assert str(error).startswith("KeyError in Faulty.raise_on, rank 1 of 2 on ")
+    assert (error.role, error.rank, error.method) == ("critic", 1, "raise_on")
+    assert str(error).startswith("KeyError in critic.raise_on, rank 1 of 2 on ")
     assert "worker_cases.py" in error.remote_traceback
     assert isinstance(error.__cause__, KeyError)
     assert pickle.loads(pickle.dumps(error)).rank == 1
-    assert group.ping() == [0, 1]
+    assert cases.count() == [0, 0]
 
 
+@ray_nightly
 def test_an_init_that_raises(start):
     with pytest.raises(WorkerInitError, match="no such weights") as caught:
-        start(Faulty, 2, 1)
+        start(Cases, 2, 0, 1)
     assert caught.value.rank == 1
     assert isinstance(caught.value.__cause__, ValueError)
 
 
 @pytest.fixture
-def ray_group(ray_backend):
-    pool = ray_backend.resource_pool([2], use_gpu=False, max_colocate_count=1)
-    group = ray_backend.worker_group(pool, ray_backend.class_with_args(Faulty), role="critic")
-    yield group
-    group.shutdown()
-    pool.release()
+def ray_group(start_on_ray):
+    return start_on_ray(Cases, 2, role="critic")
 
 
-@pytest.fixture(scope="module")
-def healthy_group(ray_backend):
-    """A group for tests after which every rank is idle again."""
-    pool = ray_backend.resource_pool([2], use_gpu=False, max_colocate_count=1)
-    group = ray_backend.worker_group(pool, ray_backend.class_with_args(Faulty), role="critic")
-    yield group
-    group.shutdown()
-    pool.release()
-
-
-def test_the_first_failure_is_shown_while_peers_hang(healthy_group):
+def test_the_first_failure_is_shown_while_peers_hang(ray_cases, sign):
     # The error names rank 0 as still running, so it was raised before that rank had ended.
     with pytest.raises(WorkerMethodError, match=r"Still running the same call: rank\(s\) 0") as e:
-        healthy_group.raise_while_others_wait(1, 3)
+        ray_cases.raise_on(1, sign)
     assert e.value.rank == 1
-    future = healthy_group.raise_while_others_wait.submit(1, 3)
+    future = ray_cases.raise_on.submit(1, sign)
+    open(sign, "w").close()
     with pytest.raises(WorkerMethodError, match="reward_model"):
         future.get()
 
@@ -81,66 +69,61 @@ def test_a_process_that_dies(ray_group):
     assert alive == [True, False]
 
 
-def test_a_deadline_shows_the_stuck_stack(ray_group):
-    assert ray_group.stuck_on.options(timeout=30)(5) == [None, None]
+def test_a_deadline_shows_the_stuck_stack_and_the_wait_is_logged(
+    ray_cases, sign, monkeypatch, caplog
+):
+    from quadriga.backends.ray import waiting
+
+    monkeypatch.setattr(waiting, "LOG_S", 0.5)
+    assert ray_cases.stuck_on.options(timeout=30)(5, sign) == [None, None]
     with pytest.raises(
-        CallTimeoutError, match=r"deadline of 3 s; still running on rank\(s\) 1 "
+        CallTimeoutError, match=r"deadline of 1\.2 s; still running on rank\(s\) 1 "
     ) as caught:
-        ray_group.stuck_on.options(timeout=3)(1)
+        ray_cases.stuck_on.options(timeout=1.2)(1, sign)
     assert list(caught.value.stacks) == [1]
     assert "in stuck_on" in caught.value.stacks[1]
+    said = [record.getMessage() for record in caplog.records]
+    assert any(line.startswith("waiting for critic.stuck_on on rank(s) 1 (") for line in said)
+    future = ray_cases.stuck_on.options(timeout=0.3).submit(0, sign)
+    with pytest.raises(CallTimeoutError, match=r"stuck_on exceeded its deadline of 0\.3 s"):
+        future.get()
 
 
-def test_a_deadline_shows_where_a_coroutine_waits(ray_backend):
-    pool = ray_backend.resource_pool([2], use_gpu=False, max_colocate_count=1)
-    group = ray_backend.worker_group(pool, ray_backend.class_with_args(Slow), timeout=3)
+def test_a_deadline_shows_where_a_coroutine_waits(start_on_ray):
+    group = start_on_ray(Coroutines, timeout=3)
     with pytest.raises(CallTimeoutError, match=r"await_forever exceeded its deadline of 3 s") as e:
         group.await_forever(0)
     frames = [line.split(" in ")[-1] for line in e.value.stacks[0].splitlines()]
     assert frames == ["sleep", "_wait_for_weights", "await_forever"]
     assert group.sleep(1, 0) == [0, 1]  # the loop is free
-    group.shutdown()
-    pool.release()
+    # Calls of coroutine methods interleave.
+    futures = [group.meet(3) for _ in range(3)]
+    assert [future.get() for future in futures] == [[3] * 2] * 3
+    # An argument that cannot be read ends its turn, in the order of tickets.
+    with pytest.raises(WorkerMethodError, match=r"argument of .*: OSError: no such weights"):
+        group.take(Unreadable())
+    assert group.take(0) == [0, 1]
 
 
-def test_a_deadline_holds_for_futures(ray_group):
-    future = ray_group.stuck_on.options(timeout=1).submit(0)
-    with pytest.raises(CallTimeoutError, match=r"stuck_on exceeded its deadline of 1 s"):
-        future.get()
-
-
-def test_a_long_wait_logs_the_ranks(ray_group, monkeypatch, caplog):
-    from quadriga.backends.ray import waiting
-
-    monkeypatch.setattr(waiting, "LOG_S", 1.0)
-    with pytest.raises(CallTimeoutError):
-        ray_group.stuck_on.options(timeout=2.5)(1)
-    said = [record.getMessage() for record in caplog.records]
-    assert any(line.startswith("waiting for critic.stuck_on on rank(s) 1 (") for line in said)
-
-
-def test_results_that_cannot_be_pickled(healthy_group):
+def test_results_that_cannot_be_pickled(ray_cases):
     with pytest.raises(WorkerMethodError, match=r"around critic\.unpicklable") as caught:
-        healthy_group.unpicklable()
+        ray_cases.unpicklable()
     assert caught.value.method == "unpicklable"
-    assert healthy_group.ping() == [0, 1]
+    assert ray_cases.take(0) == [0, 1]
 
 
-def test_an_argument_that_cannot_be_pickled(healthy_group):
+def test_an_argument_that_cannot_be_pickled(ray_cases):
     import threading
 
     with pytest.raises(DispatchError, match=r"critic\.raise_on: an argument cannot be sent"):
-        healthy_group.raise_on(threading.Lock())
+        ray_cases.raise_on(threading.Lock())
 
 
 @pytest.fixture
-def collective_group(ray_backend):
-    pool = ray_backend.resource_pool([2], use_gpu=False, max_colocate_count=1)
-    group = ray_backend.worker_group(pool, ray_backend.class_with_args(Collective), role="actor")
+def collective_group(start_on_ray):
+    group = start_on_ray(Collective, 2, role="actor")
     group.connect()
-    yield group
-    group.shutdown()
-    pool.release()
+    return group
 
 
 def test_peers_stuck_in_a_collective_are_cancelled_and_named_after_the_cause(collective_group):
@@ -156,28 +139,26 @@ def test_peers_stuck_in_a_collective_are_cancelled_and_named_after_the_cause(col
 @pytest.mark.nightly
 def test_a_death_comes_before_the_collective_errors_it_causes(collective_group):
     with pytest.raises(WorkerDiedError) as caught:
-        collective_group.reduce_or_die(1)
+        collective_group.reduce_unless(1, dies=True)
     assert caught.value.rank == 1
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("idle", [False, True])
-def test_a_watched_group_ends_waits_on_other_groups(ray_backend, ray_group, idle):
+def test_a_watched_group_ends_waits_on_other_groups(ray_cases, ray_group, idle, sign):
     """Before the deadline of the waiting call, which would be another error.
 
     The error names the call that the dead rank was running, if any.
     """
-    pool = ray_backend.resource_pool([1], use_gpu=False, max_colocate_count=1)
-    other = ray_backend.worker_group(pool, ray_backend.class_with_args(Faulty), role="other")
     ray_group.start_worker_aliveness_check(0.2)
     doomed = None
     if idle:
-        assert ray_group.say("loading weights") == [0, 1]
+        ray_group.say("loading weights")
         os.kill(ray_group._ranks.handles[1].facts.pid, signal.SIGKILL)
     else:
         doomed = ray_group.die_on.submit(1)
     with pytest.raises(WorkerDiedError) as caught:
-        other.stuck_on.options(timeout=30)(0)
+        ray_cases.stuck_on.options(timeout=30)(0, sign)
     error = caught.value
     assert (error.role, error.rank, error.method) == ("critic", 1, "" if idle else "die_on")
     assert ("loading weights" if idle else "out of luck") in str(error)
@@ -186,27 +167,25 @@ def test_a_watched_group_ends_waits_on_other_groups(ray_backend, ray_group, idle
     if doomed is not None:
         with pytest.raises(WorkerDiedError):
             doomed.get()
-    other.shutdown()
-    pool.release()
 
 
-def test_a_process_that_left_ray_reports_no_death(healthy_group, monkeypatch):
+def test_a_process_that_left_ray_reports_no_death(ray_cases, monkeypatch):
     from quadriga.single_controller.worker_group import find_death
 
-    assert find_death(healthy_group._ranks) is None
+    assert find_death(ray_cases._ranks) is None
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    assert not healthy_group._is_worker_alive(healthy_group.workers[0])
-    assert find_death(healthy_group._ranks) is None
+    assert not ray_cases._is_worker_alive(ray_cases.workers[0])
+    assert find_death(ray_cases._ranks) is None
 
 
 @pytest.mark.nightly
-def test_a_result_of_a_dead_rank_as_an_argument(ray_backend, ray_group, healthy_group):
+def test_a_result_of_a_dead_rank_as_an_argument(ray_group, ray_cases):
     """The error of the rank that receives it names the source."""
     doomed = ray_group.die_on.submit(0)
     with pytest.raises(
         WorkerMethodError, match=r"is the result of critic\.die_on, rank 0 on "
     ) as e:
-        healthy_group.take.options(timeout=30)(doomed)
+        ray_cases.take.options(timeout=30)(doomed)
     assert isinstance(e.value.__cause__, WorkerDiedError)
 
 
@@ -226,13 +205,13 @@ def bad_calls(group, backend):
         "has 3 rows, which do not divide into 2": lambda: group.rows(batch),
         "has not registered the mesh 'nowhere'": lambda: group.lost(batch),
         "that is 500 CPU; no node has that much": lambda: backend.worker_group(
-            backend.resource_pool([500], use_gpu=False), backend.class_with_args(Faulty)
+            backend.resource_pool([500], use_gpu=False), backend.class_with_args(Adder)
         ),
-        "ValueError in Faulty.__init__, rank 0 of 1": lambda: backend.worker_group(
-            pool, backend.class_with_args(Faulty, 0)
+        "ValueError in Cases.__init__, rank 0 of 1": lambda: backend.worker_group(
+            pool, backend.class_with_args(Cases, 0, 0)
         ),
-        "An actor named 'taken_Faulty_0:0' exists already": lambda: [
-            backend.worker_group(pool, backend.class_with_args(Faulty), name_prefix="taken_")
+        "An actor named 'taken_Adder_0:0' exists already": lambda: [
+            backend.worker_group(pool, backend.class_with_args(Adder), name_prefix="taken_")
             for _ in range(2)
         ],
         "an argument cannot be sent": lambda: group.raise_on(threading.Lock()),
@@ -243,9 +222,9 @@ def bad_calls(group, backend):
     }
 
 
-def test_bad_input_is_a_typed_error_on_one_screen_with_the_cause_first(healthy_group, ray_backend):
+def test_bad_input_is_a_typed_error_on_one_screen_with_the_cause_first(ray_cases, ray_backend):
     shown = {}
-    for cause, call in bad_calls(healthy_group, ray_backend).items():
+    for cause, call in bad_calls(ray_cases, ray_backend).items():
         try:
             call()
         except QuadrigaError as error:
@@ -253,4 +232,4 @@ def test_bad_input_is_a_typed_error_on_one_screen_with_the_cause_first(healthy_g
             whole = traceback.format_exception_only(error)
             shown[cause] = cause in first and len("".join(whole).splitlines()) <= SCREEN
             assert shown[cause], f"{type(error).__name__}: {error}"
-    assert list(shown) == list(bad_calls(healthy_group, ray_backend))
+    assert len(shown) == 12

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import time
 from collections import Counter
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ from contextlib import contextmanager, suppress
 import pytest
 import torch
 
+from group_fixtures import Starter
 from quadriga.errors import QuadrigaError
 from quadriga.protocol import DataProto
 from quadriga.single_controller import Dispatch, Worker, register
@@ -59,10 +59,6 @@ class Keeping(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def relay(self, group, data):
         return group.rows.options(timeout=30)(data, seconds=0.5)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def pid(self):
-        return os.getpid()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def kept(self):
@@ -148,15 +144,9 @@ def batch() -> DataProto:
     scope="module", params=[Keeping, pytest.param(KeepingLater, marks=pytest.mark.nightly)]
 )
 def groups(request, ray_backend):
-    pool = ray_backend.resource_pool([2], use_gpu=False, max_colocate_count=2)
-    made = [
-        ray_backend.worker_group(pool, ray_backend.class_with_args(cls), role=role)
-        for role, cls in [("group", request.param), ("other", Keeping)]
-    ]
-    yield made
-    for group in made:
-        group.shutdown()
-    pool.release()
+    start = Starter(ray_backend)
+    yield start(request.param, 1), start(Keeping, 1)
+    start.end()
 
 
 @contextmanager

@@ -4,43 +4,39 @@ from __future__ import annotations
 
 import pytest
 import torch
-from worker_cases import Adder, Neighbour, Twice, TwiceLater
+from worker_cases import Adder, Coroutines, Neighbour
 
+from group_fixtures import Starter
 from quadriga.errors import LengthError, UnregisteredMethodError
 from quadriga.protocol import DataProto
-
-
-@pytest.fixture(scope="module")
-def twice(start_for_module):
-    return start_for_module(Twice, 2)
-
-
-@pytest.fixture(scope="module")
-def adder(start_for_module):
-    return start_for_module(Adder, 2, 1)
 
 
 def batch(n: int) -> DataProto:
     return DataProto.from_dict(tensors={"a": torch.arange(n)})
 
 
-def test_calls_by_mode(start):
-    group = start(Adder, 3, 10)
-    assert group.world_size == 3
-    assert group.add(1) == [11, 12, 13]
-    assert group.each([5, 6, 7]) == [(0, 5), (1, 6), (2, 7)]
-    assert group.each([5, 6, 7], scale=[1, 10, 100]) == [(0, 5), (1, 60), (2, 700)]
-    assert group.first([9, 9, 9]) == (0, [9, 9, 9])
-    assert group.add.__name__ == "add"
+@pytest.fixture(scope="module")
+def coroutines(backend):
+    start = Starter(backend)
+    yield start(Coroutines, 2)
+    start.end()
 
 
-def test_lists_are_split_only_where_the_mode_says_so(adder):
-    group = adder
+def test_calls_by_mode(cases):
+    assert cases.world_size == 2
+    assert cases.add(10) == [11, 12]
+    assert cases.each([5, 6]) == [(0, 5), (1, 6)]
+    assert cases.each([5, 6], scale=[1, 10]) == [(0, 5), (1, 60)]
+    assert cases.first([9, 9]) == (0, [9, 9])
+    assert cases.add.__name__ == "add"
+
+
+def test_lists_are_split_only_where_the_mode_says_so(cases):
     with pytest.raises(TypeError):
-        raise_cause(lambda: group.add([1, 2]))
-    assert group.lists([[1, 2], [3]]) == [[1, 2], [3]]
+        raise_cause(lambda: cases.add([1, 2]))
+    assert cases.lists([[1, 2], [3]]) == [[1, 2], [3]]
     with pytest.raises(LengthError, match="3 entries for 2 ranks"):
-        group.lists([1, 2, 3])
+        cases.lists([1, 2, 3])
 
 
 def raise_cause(run):
@@ -50,41 +46,39 @@ def raise_cause(run):
         raise error.__cause__ from None
 
 
-def test_results_of_a_group_with_coroutines_feed_the_same_group(start):
+def test_results_of_a_group_with_coroutines_feed_the_same_group(coroutines):
     """A rank may wait for a result of its own that its event loop has not sent yet."""
-    group = start(TwiceLater, 2)
     for _ in range(10):
-        once = group.twice.submit(batch(4))
-        twice = group.twice_later.submit(once)
-        thrice = group.twice.options(timeout=150).submit(twice)
+        once = coroutines.twice.submit(batch(4))
+        twice = coroutines.twice_later.submit(once)
+        thrice = coroutines.twice.options(timeout=150).submit(twice)
         assert thrice.get().batch["a"].tolist() == [0, 8, 16, 24]
+    assert coroutines.later(0.01) == [0, 1]
 
 
-def test_batches_are_split_and_joined_and_the_argument_is_unchanged(twice):
-    group = twice
+def test_batches_are_split_and_joined_and_the_argument_is_unchanged(cases):
     data = batch(4)
-    assert group.twice(data).batch["a"].tolist() == [0, 2, 4, 6]
-    assert group.length(data) == [2, 2]
+    assert cases.twice(data).batch["a"].tolist() == [0, 2, 4, 6]
+    assert cases.length(data) == [2, 2]
     with pytest.raises(LengthError, match=r"twice: argument 0 has 3 rows.*Pass 2 or 4 rows"):
-        group.twice(batch(3))
+        cases.twice(batch(3))
 
 
-def test_padding_is_added_and_removed(twice):
+def test_padding_is_added_and_removed(cases):
     data = DataProto.from_dict(tensors={"a": torch.arange(9)}, auto_padding=True)
-    assert twice.length(data) == [5, 5]
-    assert twice.twice(data).batch["a"].tolist() == [2 * i for i in range(9)]
+    assert cases.length(data) == [5, 5]
+    assert cases.twice(data).batch["a"].tolist() == [2 * i for i in range(9)]
     assert len(data) == 9
 
 
-def test_futures(twice, adder):
-    future = twice.twice.submit(batch(4))
-    assert twice.twice(future).batch["a"].tolist() == [0, 4, 8, 12]
-    assert adder.soon().get() == [0, 1]
-    assert adder.later(0.01) == [0, 1]
+def test_futures(cases):
+    future = cases.twice.submit(batch(4))
+    assert cases.twice(future).batch["a"].tolist() == [0, 4, 8, 12]
+    assert cases.soon().get() == [0, 1]
 
 
-def test_execute_by_name(adder):
-    group = adder
+def test_execute_by_name(cases):
+    group = cases
     assert group.execute_all_sync("add", [10, 20]) == [11, 22]
     assert group.execute_all_sync("add", 10) == [11, 12]
     assert group.execute_all_sync("unregistered") == ["here", "here"]
@@ -92,17 +86,17 @@ def test_execute_by_name(adder):
     assert group.execute_func_rank_zero(lambda x, y: x + y, 1, 2) == 3
 
 
-def test_function_with_batches(twice):
+def test_function_with_batches(cases):
     def negate(worker, data):
         data.batch["a"] = -data.batch["a"] - worker.rank * 100
         return data
 
-    joined = twice.execute_with_func_generator(negate, batch(4))
+    joined = cases.execute_with_func_generator(negate, batch(4))
     assert joined.batch["a"].tolist() == [0, -1, -102, -103]
 
 
-def test_unregistered_method_names_the_nearest(adder):
-    group = adder
+def test_unregistered_method_names_the_nearest(cases):
+    group = cases
     with pytest.raises(UnregisteredMethodError, match="Did you mean first"):
         group.frist(1)
     assert not hasattr(group, "unregistered")

@@ -96,10 +96,9 @@ def test_a_look_at_a_thousand_ranks_probes_each_node_once(monkeypatch):
     assert asked == [[f"n{i:03}" for i in range(128)]]
 
 
-def test_a_silent_node_and_a_living_rank(ray_backend, monkeypatch):
+def test_a_silent_node_and_a_living_rank(ray_backend, start_on_ray, monkeypatch):
     """Nothing connects to the node of a rank for a while, and the rank is alive all the same."""
-    pool = ray_backend.resource_pool([2], use_gpu=False, max_colocate_count=1)
-    group = ray_backend.worker_group(pool, ray_backend.class_with_args(Adder))
+    group = start_on_ray(Adder)
     monkeypatch.setattr(health, "probe_nodes", lambda ids: dict.fromkeys(ids, "silent"))
     monkeypatch.setattr(health, "_failing", {})
     assert all(map(ray_backend.is_alive, group._ranks.handles))
@@ -109,7 +108,6 @@ def test_a_silent_node_and_a_living_rank(ray_backend, monkeypatch):
     while len(ray_backend.dead(group._ranks.handles)) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    pool.release()
 
 
 class Owner:

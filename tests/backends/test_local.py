@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from worker_cases import Adder, Collective, Slow
+from worker_cases import Adder, Cases, Collective, Coroutines
 
 from quadriga.backends import BACKENDS, get_backend, register_backend
 from quadriga.errors import (
@@ -65,7 +65,7 @@ def test_methods_run_in_the_calling_thread(monkeypatch):
 def test_coroutines_inside_a_running_loop():
     import asyncio
 
-    group = start(Adder, 2)
+    group = start(Coroutines, 2)
 
     async def inside():
         return group.later(0.001)
@@ -89,22 +89,22 @@ def test_a_call_of_a_group_that_was_shut_down():
 
 
 def test_a_deadline_does_not_interrupt_the_call_and_is_an_error_with_its_stack(caplog):
-    group = start(Slow, 2)
+    group = start(Cases, 2)
     assert group.sleep.options(timeout=60)(0, 0.01) == [0, 1]
     with pytest.raises(
-        CallTimeoutError, match=r"^Slow\.sleep exceeded its deadline of 0\.5 s"
+        CallTimeoutError, match=r"^Cases\.sleep exceeded its deadline of 0\.5 s"
     ) as e:
         group.sleep.options(timeout=0.5)(1, 1.0)
     error = e.value
-    assert (error.role, error.rank, error.method) == ("Slow", 1, "sleep")
+    assert (error.role, error.rank, error.method) == ("Cases", 1, "sleep")
     assert error.stacks[1].splitlines()[0].endswith("in sleep")
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1
-    assert "Slow.sleep on rank 1 exceeded its deadline of 0.5 s" in said[0]
+    assert "Cases.sleep on rank 1 exceeded its deadline of 0.5 s" in said[0]
 
 
 def test_a_deadline_of_the_group_holds_for_futures_and_the_methods_own_error_comes_first():
-    group = start(Slow, 1, timeout=0.1)
+    group = start(Cases, 1, timeout=0.1)
     with pytest.raises(CallTimeoutError):
         group.sleep.submit(0, 0.2).get()
     with pytest.raises(WorkerMethodError, match="KeyError"):
@@ -116,17 +116,17 @@ def test_a_long_call_is_logged_with_its_rank(monkeypatch, caplog):
     from quadriga.backends.local import deadlines
 
     monkeypatch.setattr(deadlines, "LOG_S", 0.1)
-    group = start(Slow, 1)
+    group = start(Cases, 1)
     began = time.monotonic()
     group.sleep(0, 0.4)
     took = time.monotonic() - began
     said = [record.getMessage() for record in caplog.records]
-    assert said[0].startswith("waiting for Slow.sleep on rank(s) 0 for")
+    assert said[0].startswith("waiting for Cases.sleep on rank(s) 0 for")
     assert len(said) <= took / 0.1
 
 
 def test_a_call_in_a_debugger_does_not_exceed_its_deadline(caplog):
-    group = start(Slow, 1)
+    group = start(Cases, 1)
     code = compile("def prompt(seconds):\n    import time; time.sleep(seconds)\n", "bdb.py", "exec")
     names: dict = {}
     exec(code, names)

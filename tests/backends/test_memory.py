@@ -11,7 +11,7 @@ import time
 import weakref
 
 import pytest
-from worker_cases import Arrays, Cycle, Cyclic
+from worker_cases import Cycle, Cyclic
 
 from quadriga.backends.ray import memory
 
@@ -58,13 +58,8 @@ def test_the_users_choice_of_heap_limits_stays(name):
 
 
 @glibc
-def test_ranks_keep_freed_memory(ray_backend):
-    pool = ray_backend.resource_pool([1], use_gpu=False)
-    group = ray_backend.worker_group(pool, ray_backend.class_with_args(Arrays))
-    (steps,) = group.faults_of_steps(6)
-    assert steps[2] < PAGES / 3 / 20
-    group.shutdown()
-    pool.release()
+def test_ranks_keep_freed_memory(ray_cases):
+    assert min(steps[2] for steps in ray_cases.faults_of_steps(6)) < PAGES / 3 / 20
 
 
 @pytest.fixture
@@ -107,37 +102,32 @@ def test_a_full_collection_is_run_in_a_long_wait(default_interval):
         gc.enable()
 
 
-def test_cycles_that_exist_when_a_group_starts_are_freed_later(ray_backend):
+def test_cycles_that_exist_when_a_group_starts_are_freed_later(start_on_ray):
     """In the controller and in the ranks: a cycle may hold gigabytes."""
     held = Cycle()
     watched = weakref.ref(held)
-    pool = ray_backend.resource_pool([2], use_gpu=False)
-    group = ray_backend.worker_group(pool, ray_backend.class_with_args(Cyclic))
+    group = start_on_ray(Cyclic, 1)
     del held
     gc.collect()
     assert watched() is None and gc.get_freeze_count() == 0
-    assert group.look() == [(0, True)] * 2
-    group.shutdown()
-    pool.release()
+    assert group.look() == [(0, True)]
 
 
-def test_the_processes_of_a_dropped_group_end(ray_backend):
+def test_the_processes_of_a_dropped_group_end(ray_backend, ray_cases):
     """A group and its methods are a cycle, so the garbage collector finds a group that no variable
     names any more, also after another group has been started."""
-    pool = ray_backend.resource_pool([2], use_gpu=False, max_colocate_count=2)
-    group = ray_backend.worker_group(pool, ray_backend.class_with_args(Arrays))
+    pool = ray_backend.resource_pool([1], use_gpu=False)
+    group = ray_backend.worker_group(pool, ray_backend.class_with_args(Cyclic))
     pids = [handle.facts.pid for handle in group._ranks.handles]
-    other = ray_backend.worker_group(pool, ray_backend.class_with_args(Arrays))
-    assert other.length([group]) == [1, 1]
-    other.collect_garbage()  # what its ranks have received is a cycle, too
+    assert ray_cases.take([group]) == [0, 1]
+    ray_cases.run(gc.collect)  # what its ranks have received is a cycle, too
     del group
     gc.collect()
     deadline = time.monotonic() + 30
     while any(map(_exists, pids)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(map(_exists, pids))
-    assert other.length("abc") == [3, 3]
-    other.shutdown()
+    assert ray_cases.take(0) == [0, 1]
     pool.release()
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import ray
-import torch.distributed as dist
 
+from group_fixtures import Starter
 from quadriga.backends.ray import submission
 from quadriga.errors import WorkerDiedError, WorkerError, WorkerMethodError
 from quadriga.single_controller import Dispatch, Worker, register
@@ -37,7 +37,8 @@ class Gated(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def recorded(self):
-        return self.ran
+        ran, self.ran = self.ran, []
+        return ran
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def items(self, value):
@@ -50,10 +51,14 @@ class Gated(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def join(self):
         """Start a process group of all ranks."""
+        import torch.distributed as dist
+
         dist.init_process_group("gloo")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def meet(self):
+        import torch.distributed as dist
+
         dist.barrier()
 
 
@@ -63,21 +68,18 @@ class GatedCoroutines(Gated):
         return self.rank
 
 
+@pytest.fixture(scope="module")
+def gated(ray_backend):
+    start = Starter(ray_backend)
+    yield start(Gated, 3, timeout=60)
+    start.end()
+
+
 @pytest.fixture
-def start_gated(ray_backend):
-    started = []
-
-    def start(worker=Gated, **options):
-        pool = ray_backend.resource_pool([3], use_gpu=False)
-        cls = ray_backend.class_with_args(worker)
-        cls.update_options(options)
-        group = ray_backend.worker_group(pool, cls, timeout=60)
-        started.extend((pool, group))
-        return group
-
-    yield start
-    for thing in reversed(started):
-        (getattr(thing, "shutdown", None) or thing.release)()
+def group(gated):
+    """Three ranks that have recorded nothing."""
+    gated.recorded()
+    return gated
 
 
 def refuse_rank(monkeypatch, group, rank):
@@ -93,8 +95,10 @@ def refuse_rank(monkeypatch, group, rank):
     monkeypatch.setattr(submission.RayMethod, "send", refuse)
 
 
-def test_a_full_queue_of_one_rank_is_its_failure_and_the_others_run_the_call(start_gated, tmp_path):
-    group = start_gated(max_pending_calls=QUEUE)
+def test_a_full_queue_of_one_rank_is_its_failure_and_the_others_run_the_call(
+    start_on_ray, tmp_path
+):
+    group = start_on_ray(Gated, 3, actor={"max_pending_calls": QUEUE}, timeout=60)
     gate = tmp_path / "gate"
     waiting = [group.workers[2].wait_for.remote(str(gate)) for _ in range(QUEUE)]
     with pytest.raises(WorkerError, match=r"(?s)Gated.record could not be sent to rank 2 on .*"
@@ -108,11 +112,9 @@ def test_a_full_queue_of_one_rank_is_its_failure_and_the_others_run_the_call(sta
     assert group.recorded() == [["half", "after"], ["half", "after"], ["after"]]
 
 
-@pytest.mark.nightly
 def test_ranks_that_run_a_call_which_one_rank_has_not_received_are_named(
-    start_gated, tmp_path, monkeypatch
+    group, tmp_path, monkeypatch
 ):
-    group = start_gated()
     gate = tmp_path / "gate"
     with monkeypatch.context() as patched:
         refuse_rank(patched, group, 2)
@@ -123,9 +125,9 @@ def test_ranks_that_run_a_call_which_one_rank_has_not_received_are_named(
 
 
 @pytest.mark.nightly
-def test_ranks_that_wait_for_it_in_a_collective_are_killed(start_gated, monkeypatch):
+def test_ranks_that_wait_for_it_in_a_collective_are_killed(start_on_ray, monkeypatch):
     """The rule for every rank that fails. Nothing is left that waits."""
-    group = start_gated()
+    group = start_on_ray(Gated, 3, timeout=60)
     group.join()
     with monkeypatch.context() as patched:
         refuse_rank(patched, group, 2)
@@ -135,8 +137,7 @@ def test_ranks_that_wait_for_it_in_a_collective_are_killed(start_gated, monkeypa
         group.recorded()
 
 
-def test_the_first_rank_cannot_be_called(start_gated, monkeypatch):
-    group = start_gated()
+def test_the_first_rank_cannot_be_called(group, monkeypatch):
     with monkeypatch.context() as patched:
         refuse_rank(patched, group, 0)
         with pytest.raises(WorkerError, match=r"to rank 0 .*that received the call: none"):
@@ -145,9 +146,9 @@ def test_the_first_rank_cannot_be_called(start_gated, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_a_rank_without_the_call_has_no_ticket_for_it(start_gated, monkeypatch):
+def test_a_rank_without_the_call_has_no_ticket_for_it(start_on_ray, monkeypatch):
     """Its next call would wait for the missing one."""
-    group = start_gated(GatedCoroutines)
+    group = start_on_ray(GatedCoroutines, 3, timeout=60)
     group.record("first")
     with monkeypatch.context() as patched:
         refuse_rank(patched, group, 1)
@@ -157,9 +158,7 @@ def test_a_rank_without_the_call_has_no_ticket_for_it(start_gated, monkeypatch):
     assert group.recorded() == [["first", "half", "last"], ["first", "last"], ["first", "last"]]
 
 
-@pytest.mark.nightly
-def test_a_generator_is_ended_if_a_later_rank_cannot_be_called(start_gated, monkeypatch):
-    group = start_gated()
+def test_a_generator_is_ended_if_a_later_rank_cannot_be_called(group, monkeypatch):
     with monkeypatch.context() as patched:
         refuse_rank(patched, group, 2)
         stream = group.items.stream_unordered("item")
@@ -168,11 +167,10 @@ def test_a_generator_is_ended_if_a_later_rank_cannot_be_called(start_gated, monk
     assert group.recorded() == [["item", "closed"], ["item", "closed"], []]
 
 
-def test_a_call_that_is_cancelled_at_once_leaves_no_gap(start_gated, tmp_path, monkeypatch):
+def test_a_call_that_is_cancelled_at_once_leaves_no_gap(group, tmp_path, monkeypatch):
     """Ray would refuse the next call of each rank, after half a minute, if it was asked to cancel a
     call that is not sent yet. The cancelled call is run: ranks without coroutine methods cannot
     drop it."""
-    group = start_gated()
     monkeypatch.setattr(ray, "cancel", lambda ref: pytest.fail("the call may not be sent yet"))
     gate = tmp_path / "gate"
     first = group.wait_for(str(gate))
@@ -190,9 +188,7 @@ def test_a_call_that_is_cancelled_at_once_leaves_no_gap(start_gated, tmp_path, m
         group.record("argument", cancelled)
 
 
-@pytest.mark.nightly
-def test_a_wait_ends_when_another_thread_cancels_the_call(start_gated, tmp_path):
-    group = start_gated()
+def test_a_wait_ends_when_another_thread_cancels_the_call(group, tmp_path):
     gate = tmp_path / "gate"
     waiting = group.wait_for(str(gate))
     with ThreadPoolExecutor(1) as other:
@@ -205,11 +201,7 @@ def test_a_wait_ends_when_another_thread_cancels_the_call(start_gated, tmp_path)
     assert group.recorded() == [[]] * 3
 
 
-@pytest.mark.nightly
-def test_other_threads_can_call_while_the_ranks_of_a_failed_call_are_waited_for(
-    start_gated, monkeypatch
-):
-    group = start_gated()
+def test_other_threads_can_call_while_the_ranks_of_a_failed_call_are_waited_for(group, monkeypatch):
     free = []
     not_sent = submission.FailedCall.not_sent
 

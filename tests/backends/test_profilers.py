@@ -35,27 +35,15 @@ class Multiplier(Worker):
 
 
 @pytest.fixture
-def start_profiled(ray_backend):
-    started = []
-
-    def start(profiler, **options):
-        pool = ray_backend.resource_pool([2], use_gpu=False)
-        started.append(pool)
-        cls = ray_backend.class_with_args(Multiplier)
-        cls.update_options(options)
-        group = ray_backend.worker_group(pool, cls, profiler=profiler, start_timeout=60)
-        started.append(group)
-        return group
-
-    yield start
-    for thing in reversed(started):
-        (getattr(thing, "shutdown", None) or thing.release)()
+def start_profiled(start_on_ray):
+    return lambda profiler, **actor: start_on_ray(
+        Multiplier, 2, actor=actor, profiler=profiler, start_timeout=60
+    )
 
 
 def test_traces_of_the_first_calls_of_chosen_methods_on_chosen_ranks(start_profiled, tmp_path):
-    group = start_profiled(
-        TorchProfiler(str(tmp_path / "t"), methods=["multiply"], ranks=[1], calls=2)
-    )
+    methods = ["multiply", "fail"]
+    group = start_profiled(TorchProfiler(str(tmp_path / "t"), methods=methods, ranks=[1], calls=2))
     for _ in range(3):
         assert group.multiply(8) == [512.0] * 2
         group.nothing()
@@ -63,12 +51,8 @@ def test_traces_of_the_first_calls_of_chosen_methods_on_chosen_ranks(start_profi
     assert sorted(path.name for path in (tmp_path / "t").iterdir()) == names
     events = json.loads((tmp_path / "t" / names[0]).read_text())["traceEvents"]
     assert any("aten::mm" in event.get("name", "") for event in events)
-
-
-def test_a_call_that_raises_is_an_error_as_without_a_profiler(start_profiled, tmp_path):
-    group = start_profiled(TorchProfiler(str(tmp_path)))
     with pytest.raises(QuadrigaError, match=r"KeyError in Multiplier.fail"):
-        group.fail()
+        group.fail()  # as without a profiler
     assert group.multiply(2) == [8.0] * 2
 
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import ray
 from ray.util.placement_group import placement_group_table
-from worker_cases import Adder, Faulty, group_on
+from worker_cases import Adder, Cases, group_on
 
 from quadriga.backends import get_backend
 from quadriga.backends.local.backend import LocalWorkerGroup
@@ -32,19 +32,16 @@ from quadriga.errors import (
 )
 
 
-@pytest.mark.nightly
-def test_attaching_to_a_busy_rank_says_so(pool, monkeypatch):
-    group = group_on(pool, Faulty)
-    monkeypatch.setattr(start, "ATTACH_TIMEOUT_S", 3.0)
-    busy = group.stuck_on.submit(2)
-    with pytest.raises(CallTimeoutError, match=r"1 of 4 existing ranks did not say within 3 s"):
+def test_attaching_to_a_busy_rank_says_so(ray_cases, monkeypatch, sign):
+    monkeypatch.setattr(start, "ATTACH_TIMEOUT_S", 1.0)
+    busy = ray_cases.stuck_on.submit(1, sign)
+    with pytest.raises(CallTimeoutError, match=r"1 of 2 existing ranks did not say within 1 s"):
         RayWorkerGroup.from_detached(
-            worker_handles=group.workers, ray_cls_with_init=RayClassWithInitArgs(Faulty)
+            worker_handles=ray_cases.workers, ray_cls_with_init=RayClassWithInitArgs(Cases)
         )
     with pytest.raises(CallTimeoutError, match="1 of 1 existing ranks"):
-        RayClassWithInitArgs(Adder)(sharing_with=group.workers[2])
+        RayClassWithInitArgs(Adder)(sharing_with=ray_cases.workers[1])
     assert not busy.done()
-    group.shutdown()
 
 
 def test_attaching_to_a_rank_that_has_ended_says_so(pool):
@@ -57,11 +54,13 @@ def test_attaching_to_a_rank_that_has_ended_says_so(pool):
             attach(None, [rank])
 
 
-def test_an_option_that_only_a_start_reads_is_refused(pool):
-    group = group_on(pool, Adder, 1)
-    attached = {"worker_handles": group.workers, "ray_cls_with_init": RayClassWithInitArgs(Adder)}
+def test_an_option_that_only_a_start_reads_is_refused(ray_cases):
+    attached = {"worker_handles": ray_cases.workers}
     with pytest.raises(DispatchError, match="worker_env, register_center has no effect"):
-        RayWorkerGroup.from_detached(worker_env={"A": "1"}, register_center=True, **attached)
+        RayWorkerGroup.from_detached(
+            worker_env={"A": "1"}, register_center=True,
+            ray_cls_with_init=RayClassWithInitArgs(Cases), **attached,
+        )  # fmt: skip
 
 
 def test_errors_of_the_register_center(ray_backend, monkeypatch):

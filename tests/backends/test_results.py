@@ -10,17 +10,7 @@ import numpy as np
 import pytest
 import ray
 import torch
-from field_workers import (
-    WIDTH,
-    Apart,
-    AsyncEcho,
-    Caller,
-    Echo,
-    Fields,
-    Interleaving,
-    Mine,
-    fields,
-)
+from worker_cases import WIDTH, Apart, Cases, fields
 
 from group_fixtures import ray_nightly
 from quadriga.backends.ray import store
@@ -33,12 +23,6 @@ from quadriga.protocol.storage import traffic
 from quadriga.protocol.values import same as same_parts
 
 KB, MB = 2**10, 2**20
-INTERLEAVING = pytest.param(Interleaving, marks=pytest.mark.nightly)
-
-
-@pytest.fixture(scope="module")
-def echo(start_for_module):
-    return start_for_module(Echo, 2)
 
 
 def prompts(rows: int) -> DataProto:
@@ -58,71 +42,56 @@ def owners(data: DataProto) -> set[str]:
     return {handle.location.ref.owner_address() for handle in handles}
 
 
-@pytest.mark.parametrize("worker", [Fields, INTERLEAVING])
-def test_every_call_of_a_method_gives_the_same(start, worker):
-    group = start(worker, 2)
-    for _ in range(3):
-        check(group.make(prompts(6)), 6)
-        check(group.make(prompts(2)), 2)
-
-
+@ray_nightly
 def test_fields_are_passed_from_call_to_call_and_in_futures(start):
-    makers, readers = start(Fields, 2), start(Fields, 3)
+    makers, readers = start(Cases, 2), start(Cases, 3)
     for _ in range(3):
-        data = makers.add(makers.make(prompts(6)))
+        data = makers.add_field(makers.make(prompts(6)))
         check(data, 6)
+        check(makers.make(prompts(2)), 2)
         assert torch.equal(data.batch["three"], 3 * data.batch["one"])
         one = 15.0 * WIDTH
-        later = makers.add.submit(makers.make.submit(prompts(6)))
+        later = makers.add_field.submit(makers.make.submit(prompts(6)))
         for given in (later, data):
             found = readers.total(given)
             sums = {key: sum(part[key] for part in found) for key in found[0]}
             assert sums == {"one": one, "two": 2 * one, "small": 150.0, "three": 3 * one}
 
 
-@ray_nightly
-def test_a_future_that_has_arrived_is_split_as_its_batch(start, monkeypatch):
+def test_a_future_that_has_arrived_is_split_as_its_batch(cases, monkeypatch):
     """A reader then receives handles of its own shards, not of all results."""
-    makers, readers = start(Fields, 2), start(Fields, 3)
-    later = makers.make.submit(prompts(6))
+    later = cases.make.submit(prompts(6))
     later.get()
     traffic.reset()
     assert len(later.arrived()) == 6
     assert traffic.reset().fetched_bytes == 6 * 8  # `small`, which is in the results
     with monkeypatch.context() as patched:
         patched.setattr(DataProtoFuture, "chunk", None)
-        found = readers.total(later)
+        found = cases.total(later)
     assert sum(part["one"] for part in found) == 15.0 * WIDTH
-    lists = makers.several.submit(3)
+    lists = cases.several.submit(3)
     lists.get()
     assert lists.arrived() is None
-    uneven = makers.make.submit(prompts(4))
-    uneven.get()
-    with pytest.raises(WorkerMethodError, match="4 rows do not divide into 3 equal parts"):
-        readers.total(uneven)
 
 
-def test_several_batches_in_one_result(start):
-    group = start(Fields, 2)
+def test_several_batches_in_one_result(cases):
     for count in (4, 2, 5):
-        for answers in group.several(count):
+        for answers in cases.several(count):
             for data, rows in zip(answers, (count, 1, 0), strict=True):
                 check(data, rows)
 
 
-@ray_nightly
-def test_a_method_that_fails_after_it_has_made_fields(start, monkeypatch):
+def test_a_method_that_fails_after_it_has_made_fields(ray_cases, monkeypatch):
     """The error is shown once: Ray logs an error in a return that is never read."""
     logged = []
     monkeypatch.setattr(ray._private.worker.logger, "error", lambda *told: logged.append(told))
-    group = start(Fields, 2)
     for _ in range(2):
-        check(group.fail_or_make(False)[1], 4)
+        check(ray_cases.fail_or_make(False)[1], 4)
     with pytest.raises(WorkerMethodError, match=r"fail_or_make.*asked to fail"):
-        group.fail_or_make(True)
+        ray_cases.fail_or_make(True)
     gc.collect()
     for _ in range(3):  # Ray looks after a moment
-        check(group.fail_or_make(False)[0], 4)
+        check(ray_cases.fail_or_make(False)[0], 4)
         time.sleep(0.1)
     assert not logged
 
@@ -131,8 +100,6 @@ def made_by(group) -> dict[str, tuple[DataProto, list[int]]]:
     """Results of calls of every kind, and the rows in them."""
     four, rows = prompts(4), [0, 1, 2, 3]
     found = {f"call {number}": (group.make(four), rows) for number in range(2)}
-    if not hasattr(group, "joined"):
-        return found
     found["little"] = group.little(four), rows
     for number, (count, some) in enumerate([(0, []), (2, rows), (2, rows)]):
         name = f"call {number} of a method whose first result has no fields"
@@ -146,13 +113,10 @@ def made_by(group) -> dict[str, tuple[DataProto, list[int]]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "worker", [Fields, pytest.param(Apart, marks=pytest.mark.nightly), INTERLEAVING]
-)
-def test_results_of_every_call_belong_to_the_caller_and_outlive_the_worker(ray_backend, worker):
+@pytest.mark.parametrize("worker", [Cases, pytest.param(Apart, marks=pytest.mark.nightly)])
+def test_results_of_every_call_belong_to_the_caller_and_outlive_the_worker(start_on_ray, worker):
     """The first call and later ones; one object and several; streams; rows that were received."""
-    pool = ray_backend.resource_pool([2], use_gpu=False)
-    group = ray_backend.worker_group(pool, ray_backend.class_with_args(worker))
+    group = start_on_ray(worker)
     found = made_by(group)
     me = ray.put(0).owner_address()
     for name, (data, rows) in found.items():
@@ -163,36 +127,28 @@ def test_results_of_every_call_belong_to_the_caller_and_outlive_the_worker(ray_b
     time.sleep(1.0)  # Ray tells the holders of an object of the death of its owner
     for name, (data, rows) in found.items():
         assert data.batch["one"][:, -1].tolist() == rows, name
-    pool.release()
 
 
 @pytest.mark.nightly
-def test_fields_that_a_worker_called_for_are_lost_with_that_worker(ray_backend):
+def test_fields_that_a_worker_called_for_are_lost_with_that_worker(ray_cases, start_on_ray):
     """They belong to it, because it is the caller."""
-    pools = [ray_backend.resource_pool([n], use_gpu=False) for n in (2, 1)]
-    group, caller = (
-        ray_backend.worker_group(pool, ray_backend.class_with_args(worker))
-        for pool, worker in zip(pools, (Fields, Caller), strict=True)
-    )
-    data, mine = caller.call(group, prompts(4)), group.make(prompts(4))
+    caller = start_on_ray(Cases, 1)
+    data, mine = caller.call(ray_cases, prompts(4)), ray_cases.make(prompts(4))
     assert owners(data) and not owners(data) & owners(mine)
     caller.shutdown()
     deadline = time.monotonic() + 20
-    with pytest.raises(LostObjectError, match=r"'one'.*Fields rank 0 in make.*that called") as told:
+    with pytest.raises(LostObjectError, match=r"'one'.*critic rank 0 in make.*that called") as told:
         while time.monotonic() < deadline:
             data[:2].batch["one"]
             time.sleep(0.1)
     assert (told.value.field, told.value.rank, told.value.method) == ("one", 0, "make")
     check(mine, 4)
-    for pool in pools:
-        pool.release()
 
 
 @pytest.mark.nightly
-def test_a_method_is_called_with_as_many_returns_as_its_fields_fill(ray_backend):
+def test_a_method_is_called_with_as_many_returns_as_its_fields_fill(start_on_ray):
     """Two objects are at first one return, then two; a method without fields has none."""
-    pool = ray_backend.resource_pool([2], use_gpu=False)
-    group = ray_backend.worker_group(pool, ray_backend.class_with_args(Apart))
+    group = start_on_ray(Apart)
     for name, wanted in (("make", [None, 2, 2]), ("first_rows", [None, 0, 2])):
         for number, objects in enumerate(wanted):
             methods = [handle.methods.get(f"Apart.{name}") for handle in group._ranks.handles]
@@ -204,8 +160,6 @@ def test_a_method_is_called_with_as_many_returns_as_its_fields_fill(ray_backend)
             refs = {key.partition(":")[0] for key in keys}
             if name == "make":
                 assert len(refs) == (2 if number == 0 else 4)
-    group.shutdown()
-    pool.release()
 
 
 BATCHES = {
@@ -226,6 +180,10 @@ BATCHES = {
 PLAIN = ("small", "no tensors", "empty")
 
 
+class Mine(DataProto):
+    """A batch of a class of the user."""
+
+
 class Here:
     """A class of the user."""
 
@@ -239,12 +197,12 @@ class Here:
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_batches_of_every_kind_come_back(echo, name):
+def test_batches_of_every_kind_come_back(cases, name):
     made = BATCHES[name]()
     for _ in range(2):
-        back = echo.echo_batch(made)
+        back = cases.rows(made)
         assert type(back) is type(made) and same(back, made)
-        for one in echo.echo([made, {"k": made}]):
+        for one in cases.same([made, {"k": made}]):
             assert same(one[0], made) and same(one[1]["k"], made)
 
 
@@ -257,24 +215,18 @@ def parts(data: DataProto) -> tuple[object, ...]:
     return tensors, dict(data.non_tensor_batch.items()), data.meta_info
 
 
-@pytest.mark.parametrize("value", [b"", b"bytes", pickle.dumps(1), b"x" * 200_000, "s", 1, None])
-def test_bytes_and_plain_values_come_back_unchanged(echo, value):
-    assert echo.echo(value) == [value] * 2
+@pytest.mark.parametrize("value", [b"", pickle.dumps(1), b"x" * 200_000, "s", 1, None])
+def test_bytes_and_plain_values_come_back_unchanged(cases, value):
+    assert cases.same(value) == [value] * 2
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("worker", [Echo, AsyncEcho])
-def test_a_rank_that_is_called_directly_gives_values(ray_backend, worker):
-    pool = ray_backend.resource_pool([1], use_gpu=False)
-    group = ray_backend.worker_group(pool, ray_backend.class_with_args(worker))
-    (rank,) = group.workers
+def test_a_rank_that_is_called_directly_gives_values(ray_cases):
+    rank = ray_cases.workers[0]
     for value in (b"bytes", 3, "s"):
-        assert ray.get(rank.echo.remote(value)) == value
+        assert ray.get(rank.same.remote(value)) == value
     for name in ("small", "large"):
         made = BATCHES[name]()
-        assert same(ray.get(rank.echo.remote(made)), made)
-    group.shutdown()
-    pool.release()
+        assert same(ray.get(rank.same.remote(made)), made)
 
 
 # The store of one result, without Ray
@@ -283,7 +235,7 @@ def test_a_rank_that_is_called_directly_gives_values(ray_backend, worker):
 @pytest.fixture(autouse=True)
 def several_nodes(request, monkeypatch):
     """Fields of 16 MiB are objects of their own."""
-    if "start" not in request.fixturenames:
+    if not {"cases", "ray_cases", "start", "start_on_ray"} & set(request.fixturenames):
         monkeypatch.setattr(store, "alone_bytes", lambda: 16 * MB)
 
 

@@ -7,14 +7,17 @@ import logging
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import ray
-from field_workers import Reader
+import torch
+from worker_cases import Reader
 
+from group_fixtures import Starter
 from quadriga.backends import get_backend
 from quadriga.backends.ray import row_store
 from quadriga.backends.ray.row_store import RowStore, make_store, servers
@@ -74,18 +77,15 @@ def test_rows_of_a_lost_node_are_an_error_that_names_their_rank(seen):
     assert seen["lost node"] == {"field": "one", "rank is right": True, "method": "make"}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def near(ray_backend):
     """A group on one node whose reads all go through the row server."""
-    backend = get_backend("ray", store=RowStore(math.inf, near=True))
-    pool = backend.resource_pool([2], use_gpu=False)
-    yield backend.worker_group(pool, backend.class_with_args(Reader), timeout=60)
-    backend.shutdown()
+    start = Starter(get_backend("ray", store=RowStore(math.inf, near=True)))
+    yield start(Reader, 2, timeout=60)
+    start.backend.shutdown()
 
 
 def rows(count):
-    import torch
-
     return DataProto.from_dict({"row": torch.arange(count)})
 
 
@@ -125,8 +125,6 @@ def test_a_row_server_that_does_not_answer_is_waited_for_once(near, monkeypatch,
 
 class Silent:
     def cut(self, refs, cuts):
-        import time
-
         time.sleep(30)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from worker_cases import Adder, Arrays, Mirror, Neighbour, Nested
+from worker_cases import Adder, Coroutines, Mirror, Neighbour, Nested
 
+from group_fixtures import ray_nightly
 from quadriga.errors import DispatchError, UnregisteredMethodError
 from quadriga.single_controller import (
     Dispatch,
@@ -30,6 +31,7 @@ def test_fused_class_with_views(start, backend):
     assert group.spawn_fused({"actor"})["actor"].add(5) == [6, 7]
 
 
+@ray_nightly
 def test_a_subclass_calls_both_roles_in_one_method(start, backend):
     fused = create_colocated_worker_raw_cls(two_roles(backend))
 
@@ -42,6 +44,7 @@ def test_a_subclass_calls_both_roles_in_one_method(start, backend):
     assert group.both(1) == [4, 6]
 
 
+@ray_nightly
 def test_shared_and_separate_groups_give_equal_results(start, backend):
     roles = {"a": backend.class_with_args(Adder, 3), "b": backend.class_with_args(Adder, 4)}
     shared = start(None, 2, roles=roles).spawn(roles)
@@ -53,13 +56,17 @@ def test_shared_and_separate_groups_give_equal_results(start, backend):
 
 
 def test_coroutines_of_colocated_roles(start, backend):
-    roles = {"actor": backend.class_with_args(Adder, 1), "mirror": backend.class_with_args(Mirror)}
+    roles = {
+        "actor": backend.class_with_args(Coroutines, 1),
+        "mirror": backend.class_with_args(Mirror),
+    }
     views = start(None, 2, roles=roles).spawn(roles)
     assert views["mirror"].ask_later(1) == [2, 3]
     assert views["actor"].later(0.01) == [0, 1]
     assert views["actor"].add(0) == [1, 2]
 
 
+@ray_nightly
 def test_nested_workers(start):
     assert start(Nested, 2).through(1) == [(101, 2), (102, 2)]
 
@@ -81,9 +88,7 @@ def test_methods_need_a_role_where_there_are_several(start, backend):
     assert group.spawn({"actor"})["actor"].execute_all_sync("unregistered") == ["here"]
 
 
-def test_what_a_worker_changes_in_place_stays_with_it(start):
-    group = start(Arrays, 2)
+def test_what_a_worker_changes_in_place_stays_with_it(cases):
     array, numbers, table = np.zeros(50_000), [1], {"x": [1]}
-    assert group.spoil(array, numbers, table) == [50_000.0, 50_000.0]
+    assert cases.spoil(array, numbers, table) == [50_000.0, 50_000.0]
     assert (array.sum(), numbers, table) == (0.0, [1], {"x": [1]})
-    assert group.length("x" * 300_000) == [300_000] * 2

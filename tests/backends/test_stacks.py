@@ -62,12 +62,8 @@ def test_places_that_wait_for_no_other_rank(frames):
 
 
 @pytest.fixture
-def group(ray_backend):
-    pool = ray_backend.resource_pool([2], use_gpu=False, max_colocate_count=1)
-    group = ray_backend.worker_group(pool, ray_backend.class_with_args(Checkpointing), role="actor")
-    yield group
-    group.shutdown()
-    pool.release()
+def group(start_on_ray):
+    return start_on_ray(Checkpointing, 2, role="actor")
 
 
 @pytest.mark.nightly
@@ -79,22 +75,17 @@ def test_a_rank_that_writes_a_checkpoint_survives_the_failure_of_a_peer(group):
     assert group.save_unless(-1, 0) == [0, 1]
 
 
-def test_a_rank_that_is_killed_leaves_no_stack_file(group):
-    pattern = os.path.join(tempfile.gettempdir(), "quadriga-stack-*")
-    pids = [handle.facts.pid for handle in group._ranks.handles]
-    for worker in group.workers:
-        ray.kill(worker)
-    group.wait_until_ended()
-    left = [path for path in glob.glob(pattern) if any(f"-{pid}-" in path for pid in pids)]
-    assert not left
-
-
-def test_stacks_are_read_although_the_file_has_no_name(group):
+def test_stacks_are_read_from_a_file_without_a_name_that_no_killed_rank_leaves(group):
     with pytest.raises(CallTimeoutError) as caught:
         group.save_unless.options(timeout=1)(-1, 30)
     assert "in write_items" in caught.value.stacks[0]
-    facts = group._ranks.handles[1].facts
-    assert "in write_items" in dump((facts.pid, facts.stack_path))
+    facts = [handle.facts for handle in group._ranks.handles]
+    assert "in write_items" in dump((facts[1].pid, facts[1].stack_path))
+    for worker in group.workers:
+        ray.kill(worker)
+    group.wait_until_ended()
+    pattern = os.path.join(tempfile.gettempdir(), "quadriga-stack-*")
+    assert not [path for path in glob.glob(pattern) if any(f"-{f.pid}-" in path for f in facts)]
 
 
 def test_the_stack_of_a_process_that_does_not_exist(tmp_path):

@@ -9,9 +9,10 @@ import time
 import pytest
 import torch
 from ray.exceptions import GetTimeoutError
-from worker_cases import Taking, Unequal
+from worker_cases import Cases
 
-from quadriga.backends.ray import cluster, health, waiting
+from group_fixtures import Starter
+from quadriga.backends.ray import cluster, health, submission, waiting
 from quadriga.backends.ray.waiting import RayBatch, RayPending
 from quadriga.errors import (
     CallTimeoutError,
@@ -22,35 +23,36 @@ from quadriga.errors import (
 from quadriga.protocol import DataProto, DataProtoFuture, as_completed
 from quadriga.single_controller.backend import RankFacts, RankHandle, forget, report
 
-SOON_S = 60
-"""Much less than the time that the slow ranks take."""
+SOON_S = 50
+"""Less than the ranks wait that do not fail."""
 
 
 @pytest.fixture(scope="module")
-def taking(ray_backend):
-    pool = ray_backend.resource_pool([2], use_gpu=False, max_colocate_count=1)
-    group = ray_backend.worker_group(pool, ray_backend.class_with_args(Taking), role="taking")
-    yield group
-    group.shutdown()
-    pool.release()
+def late_groups(ray_backend):
+    """Two groups; one runs while the other fails."""
+    start = Starter(ray_backend)
+    yield [start(Cases, 2, role="late") for _ in range(2)]
+    start.end()
 
 
 @pytest.fixture
-def unequal(ray_backend):
-    """A function that starts a group; all are ended after the test."""
-    started = []
+def late(late_groups, sign):
+    """The first of the two groups, idle after the test."""
+    yield late_groups[0]
+    open(sign, "w").close()
+    for group in late_groups:
+        group.count()
 
-    def start():
-        pool = ray_backend.resource_pool([2], use_gpu=False, max_colocate_count=1)
-        cls = ray_backend.class_with_args(Unequal)
-        started.extend([ray_backend.worker_group(pool, cls, role="unequal"), pool])
-        return started[-2]
 
-    yield start
-    for thing in started[::2]:
-        thing.shutdown()
-    for thing in started[1::2]:
-        thing.release()
+@pytest.fixture
+def running(late, sign):
+    return late.make_late.submit(batch(), sign)
+
+
+@pytest.fixture
+def failing(late_groups, running, sign):
+    """The second result, whose rank 0 fails while rank 1 waits."""
+    return late_groups[1].make_late.submit(batch(), sign, fails=0)
 
 
 def batch() -> DataProto:
@@ -65,50 +67,52 @@ def raised_soon(call, match: str) -> WorkerMethodError:
     return caught.value
 
 
-@pytest.mark.nightly
-def test_a_failed_rank_ends_the_wait_of_the_rank_that_receives_its_future(taking, unequal):
-    """Rank 0 never returns, so a wait for one result after the other would never end."""
-    future = unequal().make.submit(batch(), fails=1)
-    error = raised_soon(lambda: taking.take(future), r"KeyError in unequal\.make, rank 1 of 2")
-    assert error.role == "taking" and error.__cause__.rank == 1
+def test_a_failed_rank_ends_the_wait_of_the_rank_that_receives_its_future(ray_cases, late, sign):
+    """Rank 0 does not return, so a wait for one result after the other would never end."""
+    future = late.make_late.submit(batch(), sign, fails=1)
+    error = raised_soon(lambda: ray_cases.take(future), r"KeyError in late\.make_late, rank 1 of 2")
+    assert error.role == "critic" and error.__cause__.rank == 1
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["arguments", *(pytest.param(k, marks=pytest.mark.nightly) for k in ("keywords", "list"))],
-)
-def test_a_failed_future_ends_the_wait_for_another_argument(taking, unequal, kind):
-    running, failing = unequal().make.submit(batch()), unequal().make.submit(batch(), fails=0)
+@pytest.mark.parametrize("kind", ["arguments", "keywords", "list", "split"])
+def test_a_failed_future_ends_the_wait_for_another_argument(
+    ray_cases, running, failing, kind, monkeypatch
+):
+    take = ray_cases.take
     calls = {
-        "arguments": lambda: taking.take(running, failing),
-        "keywords": lambda: taking.take(value=running, other=failing),
-        "list": lambda: taking.take([running, failing]),
+        "arguments": lambda: take(running, failing),
+        "keywords": lambda: take(value=running, other=failing),
+        "list": lambda: take([running, failing]),
+        "split": lambda: take(failing, running),
     }
-    raised_soon(calls[kind], r"KeyError in unequal\.make, rank 0 of 2")
+    if kind == "split":
+        monkeypatch.setattr(submission, "MANY", 0)
+    raised_soon(calls[kind], r"KeyError in late\.make_late, rank 0 of 2")
 
 
-@pytest.mark.nightly
-def test_a_failed_future_ends_the_wait_for_a_joined_future(unequal):
-    running, failing = unequal().make.submit(batch()), unequal().make.submit(batch(), fails=0)
+def test_a_failed_future_ends_the_wait_for_a_joined_future(running, failing):
     joined = DataProtoFuture.concat([running, failing])
-    raised_soon(joined.get, r"KeyError in unequal\.make, rank 0 of 2")
+    raised_soon(joined.get, r"KeyError in late\.make_late, rank 0 of 2")
     again = DataProtoFuture.concat([joined, running])
-    raised_soon(again.chunk(2)[0].get, r"KeyError in unequal\.make, rank 0 of 2")
+    raised_soon(again.chunk(2)[0].get, r"KeyError in late\.make_late, rank 0 of 2")
 
 
-def test_the_deadline_of_a_call_also_ends_the_wait_of_the_rank_that_receives_it(taking, unequal):
-    future = unequal().make.options(timeout=2).submit(batch())
+def test_the_deadline_of_a_call_also_ends_the_wait_of_the_rank_that_receives_it(
+    ray_cases, late, sign
+):
+    future = late.make_late.options(timeout=1).submit(batch(), sign)
     error = raised_soon(
-        lambda: taking.take(future), r"result of unequal\.make, rank \d on .*exceeded its deadline"
+        lambda: ray_cases.take(future),
+        r"result of late\.make_late, rank \d on .*exceeded its deadline",
     )
     assert isinstance(error.__cause__, CallTimeoutError)
 
 
-def test_no_rank_runs_if_one_argument_cannot_be_pickled(taking):
-    before = taking.count()
+def test_no_rank_runs_if_one_argument_cannot_be_pickled(ray_cases):
+    before = ray_cases.count()
     with pytest.raises(DispatchError, match="an argument cannot be sent"):
-        taking.each([1, threading.Lock()])
-    assert taking.count() == before
+        ray_cases.counted([1, threading.Lock()])
+    assert ray_cases.count() == before
 
 
 def test_a_message_lists_the_first_ranks_of_many():
@@ -165,23 +169,22 @@ def test_a_sent_result_keeps_the_rest_of_its_deadline():
     assert 40 < sent.expires - time.monotonic() <= 50
 
 
-@pytest.mark.nightly
-def test_a_future_is_done_when_one_of_its_ranks_has_failed(unequal):
-    future = unequal().make.submit(batch(), fails=1)
+def test_a_future_is_done_when_one_of_its_ranks_has_failed(late, sign):
+    future = late.make_late.submit(batch(), sign, fails=1)
     assert next(as_completed([future], timeout=SOON_S)) is future
     raised_soon(future.get, "reward_model")
 
 
-def test_a_future_is_done_at_the_deadline_of_its_call(unequal):
-    late = unequal().make.options(timeout=0.3).submit(batch())
-    assert next(as_completed([late], timeout=SOON_S)) is late
+def test_a_future_is_done_at_the_deadline_of_its_call(late, sign):
+    future = late.make_late.options(timeout=0.3).submit(batch(), sign)
+    assert next(as_completed([future], timeout=SOON_S)) is future
     with pytest.raises(CallTimeoutError, match=r"exceeded its deadline of 0\.3 s"):
-        late.get()
-    assert late.cancel()
+        future.get()
+    assert future.cancel()
 
 
-def test_a_future_is_done_when_a_watched_group_is_broken(unequal):
-    running, owner = unequal().make.submit(batch()), Taking
+def test_a_future_is_done_when_a_watched_group_is_broken(running):
+    owner = Cases
     assert not running.done()
     report(owner, WorkerDiedError("rank 3 of another group has ended"))
     try:
@@ -193,7 +196,7 @@ def test_a_future_is_done_when_a_watched_group_is_broken(unequal):
     assert not running.done()
 
 
-def test_the_deadline_of_a_call_ends_the_wait_for_items_in_any_order(unequal):
-    items = unequal().items.options(timeout=0.3).stream_unordered()
-    with pytest.raises(CallTimeoutError, match=r"items exceeded its deadline of 0\.3 s"):
+def test_the_deadline_of_a_call_ends_the_wait_for_items_in_any_order(late, sign):
+    items = late.items_late.options(timeout=0.3).stream_unordered(sign)
+    with pytest.raises(CallTimeoutError, match=r"items_late exceeded its deadline of 0\.3 s"):
         list(items)

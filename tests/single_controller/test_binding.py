@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from group_fixtures import ray_nightly
 from quadriga.errors import DispatchError, UnregisteredMethodError
 from quadriga.single_controller import Dispatch, Worker, register
+
+pytestmark = ray_nightly
 
 
 def hidden(function):

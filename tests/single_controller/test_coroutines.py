@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 from refilling import Refiller, numbers_in
 
+from group_fixtures import Starter
+
 KINDS = ["batch", "objects", "meta", "tensor", "arrays", "wrapped", "numbers"]
 
 
 @pytest.fixture(scope="module")
 def refiller(backend):
-    group = backend.worker_group(
-        backend.resource_pool([1], use_gpu=False), backend.class_with_args(Refiller)
-    )
-    yield group
-    group.shutdown()
+    start = Starter(backend)
+    yield start(Refiller, 1)
+    start.end()
 
 
 @pytest.mark.parametrize("method", ["fill", "fill_later"])

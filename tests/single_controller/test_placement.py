@@ -114,8 +114,8 @@ def test_a_cluster_without_nodes():
         check_feasible([pool("actor", 1)], [])
 
 
-def test_thousands_of_parts_on_thousands_of_nodes():
-    check_feasible([PoolNeeds("one each", (1,) * 3000, {"CPU": 64})], nodes(*[0] * 3000))
+def test_many_parts_on_many_nodes():
+    check_feasible([PoolNeeds("one each", (1,) * 1000, {"CPU": 64})], nodes(*[0] * 1000))
     with pytest.raises(PlacementError, match="do not fit on the nodes together"):
-        check_feasible([PoolNeeds("one each", (1,) * 3001, {"CPU": 64})], nodes(*[0] * 3000))
-    check_feasible([PoolNeeds("one bundle each", (1,) * 4000, {"CPU": 1})], nodes(0, *[0] * 62))
+        check_feasible([PoolNeeds("one each", (1,) * 1001, {"CPU": 64})], nodes(*[0] * 1000))
+    check_feasible([PoolNeeds("one bundle each", (1,) * 1280, {"CPU": 1})], nodes(0, *[0] * 19))

@@ -220,7 +220,7 @@ class Update(Worker):
 
 def test_the_scores_of_a_step_are_not_stored_for_its_update(start_on_ray):
     """512 rows of 1024 tokens: 2 MiB each of scores, rewards and returns that nothing reads."""
-    group = start_on_ray(Update, 2)
+    group = start_on_ray(Update, 1)
     names = "advantages", "token_level_scores", "token_level_rewards", "returns"
     floats = {name: torch.rand(512, 1024) for name in names}
     masks = ("input_ids", "attention_mask", "response_mask")

@@ -9,6 +9,8 @@ import time
 import pytest
 import torch
 
+from group_fixtures import Starter
+from quadriga.backends import get_backend
 from quadriga.errors import DispatchError, LengthError, WorkerMethodError
 from quadriga.protocol import DataProto
 from quadriga.single_controller import Dispatch, Worker, register
@@ -61,13 +63,24 @@ class LoopStreamer(Streamer):
         return self.rank
 
 
-@pytest.fixture(scope="module", params=[Streamer, LoopStreamer], ids=["plain", "coroutines"])
-def group(request, backend):
-    pool = backend.resource_pool([2], use_gpu=False)
-    started = backend.worker_group(pool, backend.class_with_args(request.param), timeout=60)
-    yield started
-    started.shutdown()
-    getattr(pool, "release", lambda: None)()
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("local", Streamer),
+        ("ray", LoopStreamer),
+        *(
+            pytest.param(each, marks=pytest.mark.nightly)
+            for each in (("local", LoopStreamer), ("ray", Streamer))
+        ),
+    ],
+    ids=lambda each: f"{each[0]}-{each[1].__name__}",
+)
+def group(request):
+    name, cls = request.param
+    ray = name == "ray"
+    start = Starter(request.getfixturevalue("ray_backend") if ray else get_backend(name))
+    yield start(cls, 2, timeout=60)
+    start.end()
 
 
 def batch(n, **options):

@@ -6,10 +6,12 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from group_fixtures import Starter
+from group_fixtures import Starter, ray_nightly
 from quadriga.errors import LengthError
 from quadriga.protocol import DataProto
 from quadriga.single_controller import Dispatch, Worker, register, uneven_dispatch_mode
+
+pytestmark = ray_nightly
 
 
 class Rows(Worker):

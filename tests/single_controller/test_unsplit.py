@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 
-from group_fixtures import Starter
+from group_fixtures import Starter, ray_nightly
 from quadriga.errors import DispatchError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.single_controller import (
@@ -16,6 +16,8 @@ from quadriga.single_controller import (
     register,
     uneven_dispatch_mode,
 )
+
+pytestmark = ray_nightly
 
 
 class Rows(Worker):

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from writing_workers import Plain, Writer, arrays_of, objects
 
+from group_fixtures import Starter
+
 KINDS = list(objects(1))
 
 
 @pytest.fixture(scope="module")
 def writer(backend):
-    pool = backend.resource_pool([2], use_gpu=False)
-    group = backend.worker_group(pool, backend.class_with_args(Writer))
-    yield group
-    group.shutdown()
-    getattr(pool, "release", lambda: None)()
+    start = Starter(backend)
+    yield start(Writer, 2)
+    start.end()
 
 
 @pytest.mark.parametrize("size", [3, 2**18], ids=["small", "large"])
