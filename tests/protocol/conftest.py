@@ -13,7 +13,7 @@ from protocol_cases import shard
 from quadriga.backends import get_backend
 from quadriga.backends.local.backend import LocalStore
 from quadriga.backends.ray.row_store import RowStore
-from quadriga.protocol import DataProto, DataProtoConfig, columns, message, use_store
+from quadriga.protocol import DataProto, DataProtoConfig, message, use_store
 
 torch.set_num_threads(1)
 
@@ -28,7 +28,6 @@ def _padding_off() -> Iterator[None]:
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalStore]:
     """A store that every field is put into, however small."""
     monkeypatch.setattr(message, "INLINE_BYTES", -1)
-    monkeypatch.setattr(columns, "NOTED_BYTES", -1)
     local = LocalStore()
     with use_store(local):
         yield local

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -24,51 +22,10 @@ from quadriga.single_controller import (
 WIDTH = 16384  # float32 columns: a row has 64 KiB, so that two rows are above the inline limit
 
 
-class Box:
-    """An object of a class of the user."""
-
-    def __init__(self) -> None:
-        self.items = [1]
-
-
-def bag() -> dict:
-    """Return tensors and mutable values in containers of several types."""
-    return {
-        "state": OrderedDict(w=torch.ones(3), deep=[np.ones(3)]),
-        "objects": np.array([np.ones(2), {"k": [1]}, None], dtype=object),
-        "names": {"a"},
-        "box": Box(),
-    }
-
-
-def spoil(bag: dict) -> None:
-    """Change every value of a bag in place."""
-    bag["state"]["w"].zero_()
-    bag["state"]["deep"][0][:] = 0
-    bag["objects"][0][:] = 0
-    bag["objects"][1]["k"].append(2)
-    bag["names"].add("b")
-    bag["box"].items.append(2)
-
-
-def is_unchanged(bag: dict) -> bool:
-    """Return whether a bag is unchanged."""
-    return (
-        type(bag["state"]) is OrderedDict
-        and bag["state"]["w"].tolist() == [1, 1, 1]
-        and bag["state"]["deep"][0].tolist() == [1, 1, 1]
-        and bag["objects"][0].tolist() == [1, 1]
-        and bag["objects"][1] == {"k": [1]}
-        and bag["names"] == {"a"}
-        and bag["box"].items == [1]
-    )
-
-
 class Plane(Worker):
     def __init__(self) -> None:
         super().__init__()
         self._register_dispatch_collect_info("pairs", self.rank // 2, self.rank % 2 == 0)
-        self.kept = bag()
         self.received: tuple[list[str], int] = ([], 0)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -114,30 +71,8 @@ class Plane(Worker):
     def what_was_received(self):
         return self.received
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def spoil(self, bag):
-        seen = is_unchanged(bag)
-        spoil(bag)
-        return seen
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def spoil_meta(self, data):
-        return self.spoil(data.meta_info)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def show_kept(self):
-        return self.kept
-
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def fetch_handles(self, handles):
-        return [handle.fetch().tolist() for handle in handles]
-
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def values(self, data):
-        return DataProto.from_dict({"values": data.batch["big"] + 0.5})
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
-    def values_later(self, data):
         return DataProto.from_dict({"values": data.batch["big"] + 0.5})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
@@ -165,37 +100,29 @@ class Plane(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def overwrite(self, data):
-        """Overwrite the only field of `data` in place; return its value before that."""
-        (half,) = [
-            h for h in (data.batch, data.non_tensor_batch) if h is not None and len(h.keys())
-        ]
-        value = half[next(iter(half.keys()))]
-        seen = clone_value(value)
-        leaves = value.values(True, True) if isinstance(value, TensorDictBase) else [value]
-        for leaf in leaves:
-            if isinstance(leaf, np.ndarray):
-                leaf[:] = leaf[::-1].copy()
-                if leaf.dtype == object and isinstance(leaf[0], dict | list):
-                    leaf[0].clear()
-            else:
-                (leaf.values() if leaf.is_nested else leaf).zero_()
+        """Overwrite every field of `data` in place; return the values before that."""
+        seen = {}
+        for half in (data.batch, data.non_tensor_batch):
+            for key in list(half.keys()):
+                value = half[key]
+                seen[key] = clone_value(value)
+                tree = isinstance(value, TensorDictBase)
+                for leaf in value.values(True, True) if tree else [value]:
+                    overwrite(leaf)
         return seen
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def passes_on(self, data):
-        """Return the batch with one field changed and the others unread."""
-        traffic.reset()
-        data.batch["small"] += 1
-        data.meta_info["fetched"] = traffic.reset().fetched_bytes
-        return data
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def stored(self):
         return traffic.snapshot().stored_bytes
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def die(self):
-        os._exit(1)
+
+def overwrite(leaf):
+    if isinstance(leaf, np.ndarray):
+        leaf[:] = leaf[::-1].copy()
+        if leaf.dtype == object and isinstance(leaf[0], dict | list):
+            leaf[0].clear()
+    else:
+        (leaf.values() if leaf.is_nested else leaf).zero_()
 
 
 def values_of(value):

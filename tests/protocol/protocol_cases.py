@@ -14,7 +14,8 @@ from tensordict import TensorDict
 
 from quadriga.protocol import DataProto, Origin
 from quadriga.protocol.boundary import pack_result, unpack_result
-from quadriga.protocol.values import object_array, same
+from quadriga.protocol.threads import PendingValue
+from quadriga.protocol.values import build_jagged, object_array, same
 
 
 def shard(data: DataProto, ranks: int, method: str = "make") -> DataProto:
@@ -37,6 +38,44 @@ def rows_of(data: DataProto) -> list[dict[str, Any]]:
     for key, value in data.non_tensor_batch.items():
         columns[key] = list(value)
     return [{k: columns[k][i] for k in columns} for i in range(len(data))]
+
+
+class Done(PendingValue):
+    """A pending result that exists, and counts how often it is waited for."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.waits = value, 0
+
+    def result(self) -> Any:
+        self.waits += 1
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
+
+
+def six() -> DataProto:
+    """x = 0..5, xy = rows [i, 10 i], rag = row i of length i, s = "a".."f"."""
+    ragged = torch.cat([torch.full((i,), float(i)) for i in range(6)])
+    return DataProto.from_dict(
+        {
+            "x": torch.arange(6),
+            "xy": torch.stack([torch.arange(6.0), 10 * torch.arange(6.0)], dim=1),
+            "rag": build_jagged(ragged, torch.tensor([0, 0, 1, 3, 6, 10, 15])),
+        },
+        {"s": list("abcdef"), "half": np.arange(6) / 2},
+        {"temperature": 0.7},
+    )
+
+
+def rows_of_six(data: DataProto) -> list[int]:
+    """Return which of the rows of `six` a batch has, after a check that all fields agree."""
+    x = data.batch["x"].tolist()
+    assert data.batch["xy"].tolist() == [[float(i), 10.0 * i] for i in x]
+    assert [r.tolist() for r in data.batch["rag"].unbind()] == [[float(i)] * i for i in x]
+    assert list(data.non_tensor_batch["s"]) == ["abcdef"[i] for i in x]
+    assert data.non_tensor_batch["half"].tolist() == [i / 2 for i in x]
+    assert len(data) == len(x)
+    return x
 
 
 JAGGED = torch.jagged

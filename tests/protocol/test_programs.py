@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
-from protocol_cases import rows_of, shard
+from protocol_cases import Done, rows_of, shard
 
 from quadriga.backends.local.backend import LocalStore
 from quadriga.protocol import (
@@ -227,17 +227,9 @@ def op_future(draw, rows, *batches):
     size = len(rows) // parts
     result = []
     for data in batches:
-        pieces = DataProtoFuture([_Done(data)]).chunk(parts)
+        pieces = DataProtoFuture([Done(data)]).chunk(parts)
         result.append(DataProtoFuture.concat([pieces[p] for p in order]).get())
     return [r for p in order for r in rows[p * size : (p + 1) * size]], *result
-
-
-class _Done:
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def result(self) -> Any:
-        return self.value
 
 
 def op_write(draw, rows, *batches):

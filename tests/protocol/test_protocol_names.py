@@ -48,6 +48,6 @@ def test_every_field_has_one_name_shape_and_writer():
         if name[0].isupper() and isinstance(value, str)
     }
     assert constants == set(fields.BY_NAME)
-    assert len(fields.BY_NAME) == len(fields.TENSORS) + len(fields.ARRAYS)
+    assert len(fields.BY_NAME) == len(fields.FIELDS)
     for field in fields.BY_NAME.values():
         assert field.shape.startswith("[B") and field.unit and field.written_by

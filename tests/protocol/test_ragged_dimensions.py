@@ -57,5 +57,5 @@ def test_other_ragged_dimensions_do_not_fit(form):
     with pytest.raises(FieldError, match="field 'p' cannot be concatenated"):
         DataProto.concat([form(batch()), form(DataProto.from_dict({"p": other}))])
     assert not equal_jagged(batch().batch["p"], other)
-    with pytest.raises(FieldError, match="'p' is ragged in dimension 2"):
+    with pytest.raises(FieldError, match=r"field 'p' is jagged .* has no columns"):
         form(batch()).unfold_column_chunks(2, ["p"])

@@ -8,8 +8,9 @@ import torch
 
 from quadriga.backends.ray import cluster, store as ray_store
 from quadriga.errors import LostObjectError
-from quadriga.protocol.columns import RemoteColumn, fetch, row_map_of_shard
+from quadriga.protocol.columns import RemoteColumn, fetch
 from quadriga.protocol.encoding import encode
+from quadriga.protocol.rows import RowMap, Shard
 from quadriga.protocol.storage import Origin, fetch_many
 
 MB = 2**20
@@ -89,7 +90,7 @@ def test_a_value_that_does_not_arrive_is_an_error_after_a_deadline(monkeypatch):
         here.fetch()
     assert waits == [0.5]
     # A batch names the field, and does not wait for it a second time.
-    shards = [row_map_of_shard(2, Origin("actor", rank, "make", "node")) for rank in (0, 1)]
+    shards = [RowMap.of_shard(Shard(r, 2, Origin("actor", r, "make", "node"))) for r in (0, 1)]
     columns = [
         (name, RemoteColumn(encode(torch.zeros(2), name)[0], row_map, (handle,)))
         for name, row_map, handle in zip("xy", shards, (here, late), strict=True)

@@ -8,15 +8,27 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from protocol_cases import shard
+from protocol_cases import Done, shard
 from tensordict import TensorDict
 
 from quadriga.errors import FieldError, LostObjectError
-from quadriga.protocol import DataProto, Origin, message, pad_dataproto_to_divisor, storage
+from quadriga.protocol import (
+    DataProto,
+    DataProtoConfig,
+    DataProtoFuture,
+    Origin,
+    current_store,
+    message,
+    pad_dataproto_to_divisor,
+    parallel_put,
+    storage,
+    use_store,
+)
 from quadriga.protocol.boundary import pack_argument, pack_result, unpack_argument, unpack_result
 from quadriga.protocol.contents import RemoteBatch
 from quadriga.protocol.encoding import decode
-from quadriga.protocol.storage import traffic
+from quadriga.protocol.storage import InProcessStore, fetch_many, traffic
+from quadriga.protocol.values import same
 
 
 def batch(n: int = 8) -> DataProto:
@@ -50,6 +62,7 @@ def test_operations_on_rows_and_fields_fetch_nothing(store):
     other.describe(), other.get_data_info(), repr(other), repr(other.batch), len(other)
     other.check_consistency()
     pack_argument(other.split(1))
+    data.select().union(data.select(["x"], ["s"]))
     assert traffic.snapshot().fetched_fields == 0
     assert isinstance(other.batch, RemoteBatch)
     assert other.batch["y"].tolist() == [3, 2]
@@ -123,18 +136,6 @@ def test_fan_out_copies_exactly_the_rows_of_each_rank(store, ranks):
         assert part.batch["x"].tolist() == list(range(lo, lo + n // ranks))
 
 
-def test_ranks_that_share_a_part_share_one_stored_object(store):
-    data = batch(8)
-    traffic.reset()
-    packed = [pack_argument(part) for part in data.chunk(2)]
-    assert traffic.snapshot().stored_objects == 2 * 5
-    ranks = [unpack_argument(packed[r // 2]) for r in range(4)]
-    for part in ranks:
-        part.prefetch()
-    assert traffic.snapshot().stored_objects == 2 * 5
-    assert ranks[0].batch["x"].tolist() == ranks[1].batch["x"].tolist() == [0, 1, 2, 3]
-
-
 def test_writing_into_a_received_batch_changes_no_other_copy(store):
     local = batch()
     for data in (local, shard(batch(), 2)):
@@ -180,15 +181,6 @@ def test_a_result_is_a_snapshot(store):
         kept += 1
         message.INLINE_BYTES = before
         assert unpack_result(reply).batch["x"].tolist() == [0, 0, 0, 0]
-
-
-def test_tensors_and_arrays_outside_batches_are_private(store):
-    sent = {"t": torch.zeros(2), "a": [np.zeros(2)], "n": (1, "x")}
-    got = unpack_argument(pack_argument(sent))
-    got["t"] += 1
-    got["a"][0] += 1
-    assert sent["t"].tolist() == [0, 0] and sent["a"][0].tolist() == [0, 0]
-    assert got["n"] == (1, "x")
 
 
 def test_fields_that_a_worker_does_not_read_are_returned_as_references(store):
@@ -239,6 +231,79 @@ def test_small_fields_are_sent_in_the_message_and_are_local(store, monkeypatch):
     assert isinstance(shard(batch(2), 2).batch, TensorDict)
 
 
+def replies(data: DataProto, ranks: int) -> list[Done]:
+    return [
+        Done(pack_result(part, Origin("rollout", r, "generate")))
+        for r, part in enumerate(data.chunk(ranks))
+    ]
+
+
+def test_local_and_remote_parts_are_concatenated_as_references(store):
+    first, second = shard(batch(4), 1), batch(4)
+    joined = DataProto.concat([first, second])
+    second.batch["x"] += 100
+    assert isinstance(joined.batch, RemoteBatch)
+    for part in as_argument(joined, 2):
+        assert part.batch["x"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_remote_batch_reads_like_a_tensordict(store):
+    data = shard(batch(), 2)
+    b, td = data.batch, batch().batch
+    assert len(b) == 8 and b.batch_size == td.batch_size == b.shape and b.batch_dims == 1
+    assert list(b.keys()) == list(td.keys()) and "x" in b and "nope" not in b
+    assert b.get("nope", 3) == 3 and b.get("x").tolist() == td["x"].tolist()
+    assert {k: v.shape[0] for k, v in b.items()} == {"x": 8, "wide": 8, "rag": 8}
+    assert len(list(b.values())) == 3
+    assert b.select("x").to_tensordict()["x"].sum() == 28
+    assert list(b.exclude("x", "rag").keys()) == ["wide"]
+    assert b[2:4]["x"].tolist() == [2, 3]
+    assert b.select("x", "wide").split(3)[2]["x"].tolist() == [6, 7]
+    b.rename_key_("x", "y")
+    b.update({"z": torch.zeros(8)}).set("w", torch.ones(8))
+    assert b.setdefault("w", None).sum() == 8 and list(b.pop("y")) == list(range(8))
+    assert b.pop("nope", None) is None
+    del b["z"]
+    assert list(b.keys()) == ["wide", "rag", "w"]
+    assert b.device is None
+    assert b.clone()["w"].tolist() == [1.0] * 8
+    with pytest.raises(AttributeError, match=r"fetch all tensors with to_tensordict"):
+        b.memmap_()
+    for call in (lambda: b["nope"], lambda: b.pop("nope"), lambda: b.select("nope")):
+        with pytest.raises(FieldError, match="no field 'nope' in batch; it has: wide, rag, w"):
+            call()
+
+
+def test_peek_leaves_the_field_remote(store):
+    data = shard(batch(), 2)
+    look = data.batch.peek("x")
+    look += 1
+    assert store.objects_held == 2 * 5
+    assert data.batch["x"].tolist() == list(range(8))
+    assert data.batch.peek("x") is not data.batch["x"]
+
+
+def test_remote_arrays_behave_as_a_dict(store):
+    data = shard(batch(4), 2)
+    arrays = data.non_tensor_batch
+    assert isinstance(arrays, dict) and len(arrays) == 2 and "s" in arrays
+    assert dict(arrays)["s"].tolist() == [f"row {i}" for i in range(4)]
+    fresh = shard(batch(4), 2).non_tensor_batch
+    assert {**fresh}["score"].tolist() == [0, 0.5, 1, 1.5]
+    assert [k for k, v in shard(batch(4), 2).non_tensor_batch.items() if len(v) == 4] == [
+        "s",
+        "score",
+    ]
+    assert [len(v) for v in shard(batch(4), 2).non_tensor_batch.values()] == [4, 4]
+    copied = shard(batch(4), 2).non_tensor_batch.copy()
+    assert copied.get("s")[0] == "row 0" and copied.get("nope", 1) == 1
+    assert copied.pop("s")[3] == "row 3" and copied.pop("s", None) is None
+    copied.setdefault("new", np.zeros(4, dtype=object))
+    assert set(copied | {"k": np.zeros(4)}) == {"score", "new", "k"}
+    with pytest.raises(KeyError):
+        copied["nope"]
+
+
 class DeadHandle:
     """A handle of a value whose owner has died."""
 
@@ -252,21 +317,103 @@ class DeadHandle:
         raise LostObjectError("gone")
 
 
-class Reply:
-    """A pending result that counts how often it is waited for."""
+def test_a_lost_object_names_field_rank_and_method(store):
+    data = shard(batch(), 4, method="compute_values")
+    column = data.batch.columns["wide"]
+    column.handles = (*column.handles[:2], DeadHandle(), column.handles[3])
+    assert data[0:4].batch["wide"].shape == (4, 4)
+    with pytest.raises(LostObjectError, match=r"'wide'.*actor rank 2 in compute_values") as caught:
+        data.batch["wide"]
+    error = caught.value
+    assert (error.field, error.role, error.rank, error.method) == (
+        "wide", "actor", 2, "compute_values",
+    )  # fmt: skip
+    assert data.batch["x"].tolist() == list(range(8))
 
-    def __init__(self, value):
-        self.value, self.waits = value, 0
 
-    def result(self):
-        self.waits += 1
-        if isinstance(self.value, Exception):
-            raise self.value
-        return self.value
+def test_a_future_is_split_and_passed_without_waiting(store):
+    pending = replies(batch(), 4)
+    future = DataProtoFuture(pending)
+    parts = [pack_argument(part) for part in future.chunk(2)[1].chunk(2)]
+    assert [p.waits for p in pending] == [0, 0, 0, 0]
+    traffic.reset()
+    received = unpack_argument(parts[0])
+    assert traffic.snapshot().fetched_bytes == 0
+    assert received.batch["wide"].tolist() == batch().batch["wide"][4:6].tolist()
+    assert traffic.snapshot().fetched_bytes == 2 * 16
+    assert future.get().batch["x"].tolist() == list(range(8))
 
 
-def replies(data: DataProto, ranks: int) -> list[Reply]:
-    return [
-        Reply(pack_result(part, Origin("rollout", r, "generate")))
-        for r, part in enumerate(data.chunk(ranks))
-    ]
+def test_futures_join(store):
+    a, b = DataProtoFuture(replies(batch(4), 2)), DataProtoFuture(replies(batch(4), 1))
+    joined = DataProtoFuture.concat([a.chunk(2)[1], b])
+    assert joined.get().batch["x"].tolist() == [2, 3, 0, 1, 2, 3]
+    assert joined.chunk(3)[0].get().batch["x"].tolist() == [2, 3]
+    own = DataProtoFuture(
+        replies(batch(4), 2), collect_fn=lambda outs: DataProto.concat(outs[::-1])
+    )
+    assert own.get().batch["x"].tolist() == [2, 3, 0, 1]
+
+
+def test_a_future_is_split_unevenly_if_padding_was_enabled(store):
+    DataProtoConfig.auto_padding = True
+    parts = DataProtoFuture(replies(batch(8), 2)).chunk(3)
+    DataProtoConfig.auto_padding = False  # as in the worker that reads the part
+    assert [part.get().batch["x"].tolist() for part in parts] == [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
+def test_futures_of_tensordicts_and_of_other_types(store):
+    td = TensorDict({"x": torch.arange(4)}, [4])
+    future = DataProtoFuture([Done(pack_result(td, Origin("a", 0, "m"))), Done(td)])
+    assert isinstance(future.get(), TensorDict)
+    assert future.chunk(4)[2].get()["x"].tolist() == [0, 1]
+    with pytest.raises(FieldError, match="got int"):
+        DataProtoFuture([Done(3)]).get()
+
+
+def test_describe(store):
+    data = shard(batch(), 4, method="generate")
+    data.union(shard(batch().select(["x"], []).rename("x", "v"), 2, method="values"))
+    data.batch["mine"] = torch.zeros(8, 2, dtype=torch.bfloat16)
+    data.batch["x"]
+    lines = {line.split()[0]: line for line in data.describe().splitlines()}
+    assert lines["wide"].split("  ")[0] == "wide" and "[8, 4]" in lines["wide"]
+    assert "128" in lines["wide"] and "actor[0-3] on 10.0.0.1" in lines["wide"]
+    assert lines["wide"].endswith("actor.generate[0-3]")
+    assert "actor[0-1] on 10.0.0.1" in lines["v"] and lines["v"].endswith("actor.values[0-1]")
+    assert "local" in lines["x"] and lines["x"].endswith("actor.generate[0-3]")
+    assert "bfloat16" in lines["mine"] and "local" in lines["mine"]
+    assert "[8, *]" in lines["rag"]
+    tensors = data.select(non_tensor_batch_keys=[]).describe()
+    assert tensors.startswith(
+        f"8 rows, 5 fields, {64 + 128 + 208 + 64 + 32} bytes, {128 + 208 + 64} "
+    )
+
+
+def test_stores_are_set_for_a_block_or_for_the_process():
+    process, outer, inner = current_store(), InProcessStore(), InProcessStore()
+    with use_store(outer):
+        with use_store(inner):
+            assert current_store() is inner
+        assert current_store() is outer
+    assert current_store() is process
+    use_store(outer)
+    assert current_store() is outer
+    use_store(process)
+
+
+def test_parallel_put_keeps_the_order(store):
+    handles = parallel_put([np.full(3, i) for i in range(20)], max_workers=4)
+    assert [h.fetch()[0] for h in handles] == list(range(20))
+    assert fetch_many(handles)[7][0] == 7
+    assert parallel_put([]) == []
+
+
+def test_values_compare_deeply():
+    loop: list = [1]
+    loop.append(loop)
+    other: list = [1]
+    other.append(other)
+    assert same(loop, other)
+    assert not same([1, {"a": 2}], [1, {"a": 3}])
+    assert not same(1, 1.0) and not same(torch.ones(2), torch.ones(2).double())

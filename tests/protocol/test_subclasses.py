@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from protocol_cases import Done
 
 from quadriga.protocol import (
     DataProto,
@@ -29,14 +30,6 @@ class Rollouts(DataProto):
 
 def rollouts() -> Rollouts:
     return Rollouts({"x": torch.arange(4), "wide": torch.ones(4, 40_000)}, 3, ["a"])
-
-
-class Done:
-    def __init__(self, value):
-        self.value = value
-
-    def result(self):
-        return self.value
 
 
 def remote(data: DataProto) -> DataProto:

@@ -2,14 +2,14 @@
 
 - `storage.py`: handles and stores. `rows.py`: row maps. `values.py`: one local value.
 - `encoding.py`: a value as it is sent. `columns.py`: remote fields. `contents.py`: the halves of
-  a batch. `operations.py`, `disk.py`: other operations on them; a batch in a file.
+  a batch, and the operations on them. `disk.py`: a batch in a file.
 - `message.py`, `dataproto.py`, `boundary.py`: a batch as it is sent; the container; values at the
   process boundary, and results of calls that have not returned.
-- `fields.py`, `containers.py`, `threads.py`: names of all fields; nested containers; waiting in a
-  thread.
+- `fields.py`, `containers.py`, `threads.py`: names of all fields; nested containers; results that
+  may not exist yet.
 
 Each file imports only from those before it in this order: `storage`, `rows`, `values`, `encoding`,
-`columns`, `contents`, `operations`, `disk`, `message`, `dataproto`, `boundary`.
+`columns`, `contents`, `disk`, `message`, `dataproto`, `boundary`.
 Of the rest of quadriga only `errors`, `files` and `lazy` are imported. Public names load when they
 are first used, so that importing this package imports neither torch nor tensordict.
 """

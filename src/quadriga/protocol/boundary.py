@@ -20,21 +20,18 @@ import time
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
 
 from quadriga.errors import CallTimeoutError, FieldError, LengthError, ProtocolError
-from quadriga.protocol import columns, message
+from quadriga.protocol import message
 from quadriga.protocol.columns import (
     Column,
     RemoteColumn,
-    find_stored,
     is_remote,
     local_value,
-    remember_stored,
-    session_of,
-    source_of,
+    without_unused_rows,
 )
 from quadriga.protocol.containers import walk
 from quadriga.protocol.contents import Contents, MetaInfo
@@ -47,18 +44,19 @@ from quadriga.protocol.dataproto import (
 )
 from quadriga.protocol.encoding import decode_leaf, encode, encode_leaf
 from quadriga.protocol.message import Inline, Message, has_raw_rows, message_of
-from quadriga.protocol.rows import RowMap, chunk_bounds
+from quadriga.protocol.rows import RowMap, Shard, chunk_bounds
 from quadriga.protocol.storage import (
     CONTROLLER,
     Handle,
+    LocalHandle,
     Origin,
     Store,
     current_store,
     snapshot,
     traffic,
 )
-from quadriga.protocol.threads import in_thread
-from quadriga.protocol.values import FieldSpec, LocalValue, Payload
+from quadriga.protocol.threads import PendingValue, in_thread, wait_until
+from quadriga.protocol.values import Payload
 
 MESSAGE_BYTES = 100 * 1024
 """Small fields of one message up to this size together are sent in the message of a call."""
@@ -72,9 +70,8 @@ node: an object of 256 KiB costs ten times as much as copying its bytes."""
 SHARED_MESSAGES = 8
 """How many messages share one object. It exists until all of their ranks have dropped it."""
 
-_Unstored = tuple[RemoteColumn, LocalValue | None, Payload, int]
-"""A column without its handle; value, payload and bytes of what is to be stored. The value is None
-if its handle is not kept for later calls."""
+_Unstored = tuple[RemoteColumn, Payload, int]
+"""A column without its handle; payload and bytes of what is to be stored."""
 
 
 def with_fields(value: object, names: Container[str], *, futures: bool = True) -> object:
@@ -110,15 +107,9 @@ class Packer:
     def __init__(self, origin: Origin, store: Store) -> None:
         """`origin`: the writer of the fields."""
         self._origin, self.store = origin, store
-        # A result is stored for its receivers only: a method rarely returns the same tensor twice.
-        self._reuse = origin is CONTROLLER
-        self._may_store = origin is CONTROLLER and not store.in_process
-        self._session: object = None
         self.reader = ""
         """The node to which the next messages go, "" if it is unknown or they go to several."""
         self._waiting: list[tuple[str, list[_Unstored]]] = []
-        self._first: dict[tuple[int, tuple[int, int]], RemoteColumn] = {}
-        self._same: list[tuple[RemoteColumn, RemoteColumn]] = []
         self._nbytes = 0
 
     def message(
@@ -131,97 +122,91 @@ class Packer:
         def entry(key: str, column: Column) -> Inline | RemoteColumn:
             nonlocal row_map
             if is_remote(column):
-                return columns.for_message(key, column, store)
+                return _remote_entry(key, column, store)
             if row_map is None:
-                row_map = columns.row_map_of_shard(contents.rows, self._origin)
-            value = local_value(column)
-            spec, payload, nbytes = encode(value, key, narrow=not store.in_process)
+                row_map = RowMap.of_shard(Shard.new(contents.rows, self._origin))
+            spec, payload, nbytes = encode(local_value(column), key, narrow=not store.in_process)
             if nbytes <= message.INLINE_BYTES or spec.kind == "raw" or not row_map.shards:
                 return Inline(spec, payload, nbytes)
-            handle = self._stored(value, spec, payload)
-            stored = RemoteColumn(spec, row_map, () if handle is None else (handle,))
-            if handle is None and not self._is_waiting(value, stored):
-                unstored.append((stored, value, payload, nbytes))
-            return stored
+            unstored.append((RemoteColumn(spec, row_map, ()), payload, nbytes))
+            return unstored[-1][0]
 
         packed = message_of(contents, kind, attributes, entry, store.in_process)
         packed.row_map = row_map
         if row_map is not None:
-            unstored += self._small_fields(packed, row_map)
+            if self._origin is CONTROLLER and not store.in_process and row_map.shards:
+                unstored += _many_small_fields(packed, row_map)
+            _copy_payloads(packed, store)
         if unstored:
             self._waiting.append((self.reader, unstored))
-            self._nbytes += sum(nbytes for _, _, _, nbytes in unstored)
+            self._nbytes += sum(nbytes for _, _, nbytes in unstored)
             if self._nbytes > TOGETHER_BYTES:
                 self.store_fields()
         return packed
 
-    def _small_fields(self, packed: Message, row_map: RowMap) -> list[_Unstored]:
-        """Complete the small fields: copy them, or return them to be stored if they are many."""
-        unstored = self._together(packed, row_map) if self._may_store and row_map.shards else []
-        for field in (*packed.tensors.values(), *packed.arrays.values()):
-            # The payload may share memory with the live tensor, and is pickled later or never.
-            private = not has_raw_rows(field.spec) or self.store.in_process
-            if isinstance(field, Inline) and private:
-                field.payload = snapshot(field.payload)
-        return unstored
-
-    @staticmethod
-    def _together(packed: Message, row_map: RowMap) -> list[_Unstored]:
-        """Make columns without handles of fields that are small each and large together.
-
-        In the message they would be stored with the call, and the rank would fetch all of them
-        before the call starts. As fields of the store they are fetched when they are read. They are
-        not noted in `stored_once`: that costs as much as storing them.
-        """
-        found = [
-            (half, key, entry)
-            for half in (packed.tensors, packed.arrays)
-            for key, entry in half.items()
-            if isinstance(entry, Inline) and entry.spec.kind != "raw"
-        ]
-        unstored: list[_Unstored] = []
-        if sum([entry.nbytes for _, _, entry in found]) > MESSAGE_BYTES:
-            for half, key, entry in found:
-                if entry.nbytes > TINY_BYTES:
-                    half[key] = stored = RemoteColumn(entry.spec, row_map, ())
-                    unstored.append((stored, None, entry.payload, entry.nbytes))
-        return unstored
-
-    def _stored(self, value: LocalValue, spec: FieldSpec, payload: Payload) -> Handle | None:
-        """Return the handle of a value that was stored before and is unchanged."""
-        if not self._reuse:
-            return None
-        if self._session is None:
-            self._session = session_of(self.store)
-        return find_stored(value, spec, payload, self._session)
-
-    def _is_waiting(self, value: LocalValue, stored: RemoteColumn) -> bool:
-        """Return whether the same rows of the same tensor wait already: they get one handle."""
-        if not self._reuse:
-            return False
-        source, rows = source_of(value)
-        first = self._first.setdefault((id(source), rows), stored)
-        if first is not stored:
-            self._same.append((stored, first))
-        return first is not stored
-
     def store_fields(self) -> None:
         """Put the large fields into the store. Until then the messages cannot be sent."""
-        waiting, self._waiting, self._nbytes = _shared(self._waiting), [], 0
         # One call for fields of messages to one node: a store may put them into one object.
-        found = [
-            self.store.put_many([(payload, nbytes) for _, _, payload, nbytes in unstored])
-            for unstored in waiting
-        ]
-        for unstored, handles in zip(waiting, found, strict=True):
-            for (stored, value, _, nbytes), handle in zip(unstored, handles, strict=True):
-                stored.handles = (handle,)
+        for unstored in _shared(self._waiting):
+            handles = self.store.put_many([(payload, nbytes) for _, payload, nbytes in unstored])
+            for (column, _, nbytes), handle in zip(unstored, handles, strict=True):
+                column.handles = (handle,)
                 traffic.stored(nbytes)
-                if self._reuse and value is not None:
-                    remember_stored(value, stored.spec, handle, self._session)
-        for stored, first in self._same:
-            stored.handles = first.handles
-        self._first, self._same = {}, []
+        self._waiting, self._nbytes = [], 0
+
+
+def _copy_payloads(packed: Message, store: Store) -> None:
+    """Copy payloads that may share memory with a live tensor: they are pickled later or never."""
+    for field in (*packed.tensors.values(), *packed.arrays.values()):
+        if isinstance(field, Inline) and (store.in_process or not has_raw_rows(field.spec)):
+            field.payload = snapshot(field.payload)
+
+
+def _many_small_fields(packed: Message, row_map: RowMap) -> list[_Unstored]:
+    """Make columns without handles of fields that are small each and large together.
+
+    In the message they would be stored with the call, and the rank would fetch all of them before
+    the call starts. As fields of the store they are fetched when they are read.
+    """
+    found = [
+        (half, key, entry)
+        for half in (packed.tensors, packed.arrays)
+        for key, entry in half.items()
+        if isinstance(entry, Inline) and entry.spec.kind != "raw"
+    ]
+    unstored: list[_Unstored] = []
+    if sum([entry.nbytes for _, _, entry in found]) > MESSAGE_BYTES:
+        for half, key, entry in found:
+            if entry.nbytes > TINY_BYTES:
+                half[key] = column = RemoteColumn(entry.spec, row_map, ())
+                unstored.append((column, entry.payload, entry.nbytes))
+    return unstored
+
+
+def _remote_entry(key: str, column: RemoteColumn, store: Store) -> RemoteColumn:
+    """Return a remote column as it is sent in a call or a result.
+
+    References are sent as they are. Bytes that are in this process are sent in the message if they
+    are few; otherwise they are put into `store`, once for all messages that need them.
+    """
+    if store.in_process or LocalHandle not in set(map(type, column.handles)):
+        return column.unread()
+    if column.has_local_payloads() and column.nbytes() <= message.INLINE_BYTES:
+        return without_unused_rows(key, column)
+    raw = column.spec.kind == "raw"
+    handles = [handle if raw else _in_store(handle, store) for handle in column.handles]
+    return RemoteColumn(column.spec, column.row_map, tuple(handles))
+
+
+def _in_store(handle: Handle, store: Store) -> Handle:
+    """Return a handle of the same value in `store`, if this process holds it and it is large."""
+    if not isinstance(handle, LocalHandle) or handle.nbytes <= message.INLINE_BYTES:
+        return handle
+    session = getattr(store, "session", id(store))
+    if handle.stored is None or handle.stored[0] != session:
+        traffic.stored(handle.nbytes)
+        handle.stored = session, store.put(handle.value, handle.nbytes)
+    return handle.stored[1]
 
 
 def _shared(waiting: Sequence[tuple[str, list[_Unstored]]]) -> list[list[_Unstored]]:
@@ -235,7 +220,7 @@ def _shared(waiting: Sequence[tuple[str, list[_Unstored]]]) -> list[list[_Unstor
     objects: list[list[_Unstored]] = []
     last, count = "", 0
     for reader, unstored in waiting:
-        small = sum([nbytes for _, _, _, nbytes in unstored]) <= SHARED_BYTES
+        small = sum([nbytes for _, _, nbytes in unstored]) <= SHARED_BYTES
         if small and reader and reader == last and count < SHARED_MESSAGES:
             objects[-1] += unstored
             count += 1
@@ -251,8 +236,8 @@ def pack_arguments(
     """Pack the arguments of a call on the controller.
 
     Local fields above the inline limit are put into `store` (that of the ranks' backend; the
-    current one if None) once for each value, so a part that several ranks share must be packed
-    once. `readers`: the node of the only rank that receives each value, "" if there are several.
+    current one if None), so a part that several ranks share must be packed once. `readers`:
+    the node of the only rank that receives each value, "" if there are several.
     """
     packer = Packer(CONTROLLER, store or current_store())
     packed = []
@@ -306,18 +291,13 @@ def unpack_argument(value: object) -> Any:
     return walk(value, _unpack_leaf)
 
 
-def unpack_result(value: object) -> Any:
-    """Unpack a result on the controller.
-
-    Fetches no field of a `DataProto`; plain `TensorDict`s and bare tensors are local when this
-    function returns.
-    """
-    return walk(value, _unpack_leaf)
+unpack_result = unpack_argument
+"""Unpack a result on the controller, in the same way."""
 
 
 def _pack(value: object, packer: Packer) -> object:
-    if isinstance(value, DataProto):
-        return packer.message(value.contents, *class_and_attributes(value))
+    if isinstance(value, DataProto):  # without the walk, which costs as much as a small batch
+        return _pack_leaf(value, packer)
     return walk(value, partial(_pack_leaf, packer=packer))
 
 
@@ -336,29 +316,6 @@ def _unpack_leaf(value: object) -> object:
     if isinstance(value, DataProtoFuture):
         return value.get()
     return decode_leaf(value)
-
-
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
-"""Pauses between two looks at pending values whose class cannot wait for several."""
-
-
-@runtime_checkable
-class PendingValue(Protocol):
-    """The result of one rank. Picklable.
-
-    A class of pending values may also have
-
-    - `arrived`: the packed result if this process knows it without waiting, else None;
-    - `done() -> bool`: whether the result, or the error instead of it, exists;
-    - `all_done(pendings) -> bool`, a static method: whether `wait_all(pendings)` returns or raises
-      without waiting for a rank;
-    - `cancel() -> bool`: drop the call if it has not started; False if it cannot be dropped;
-    - `wait_all(pendings, timeout=None)`, a static method: wait for several at once, so that the
-      first failure of any of them ends the wait. Raises `CallTimeoutError` after `timeout` seconds.
-    """
-
-    def result(self) -> Any:
-        """Wait for the result. Raises the error of the worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +342,7 @@ class Part:
         return part if isinstance(batch, DataProto) else part.to_tensordict()
 
 
-class DataProtoFuture:
+class DataProtoFuture(PendingValue):
     """A batch that ranks may still be computing.
 
     `get()` waits and joins; `chunk` and `concat` do not wait. A future, or a part of one, can be an
@@ -426,7 +383,7 @@ class DataProtoFuture:
         deadline of the call, and while a watched group is broken.
         """
         kinds = _by_kind(_leaves(self.pending))
-        return all(_are_done(kind, pendings) for kind, pendings in kinds.items())
+        return all(kind.all_done(pendings) for kind, pendings in kinds.items())
 
     def cancel(self) -> bool:
         """Drop the results of calls that have not ended.
@@ -434,7 +391,7 @@ class DataProtoFuture:
         On Ray, a rank with coroutine methods ends its call; another rank runs it to the end, now or
         when its turn comes. Returns whether a result was dropped: `get` then raises.
         """
-        dropped = list(map(_cancel, _leaves(self.pending)))
+        dropped = [pending.cancel() for pending in _leaves(self.pending)]
         return any(dropped)
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -456,18 +413,14 @@ class DataProtoFuture:
         expires = None if timeout is None else time.monotonic() + timeout
         for kind, pendings in _by_kind(_leaves(values)).items():
             left = None if expires is None else max(0.0, expires - time.monotonic())
-            wait_all = getattr(kind, "wait_all", None)
-            if wait_all is not None:
-                wait_all(pendings, timeout=left)
-            elif timeout is not None and expires is not None:
-                _poll(pendings, expires, timeout)
+            kind.wait_all(pendings, timeout=left)
 
     def arrived(self) -> DataProto | None:
         """Return the batch if all ranks have returned it and this process knows that, else None.
 
         Fetches nothing.
         """
-        packed = [getattr(pending, "arrived", None) for pending in self.pending]
+        packed = [pending.value_here for pending in self.pending]
         if not all(isinstance(p, Message) and p.kind is not TensorDict for p in packed):
             return None
         joined = self._joined(packed)
@@ -548,54 +501,26 @@ def as_completed(
     Raises `CallTimeoutError` if some have not ended `timeout` seconds after the first iteration.
     """
     expires = None if timeout is None else time.monotonic() + timeout
-    waiting, pause = list(futures), _FIRST_PAUSE_S
+    waiting = list(futures)
     while waiting:
-        late = expires is not None and time.monotonic() >= expires
+        left = None if expires is None else max(0.0, expires - time.monotonic())
+        if not wait_until(partial(_any_done, waiting), left):
+            raise CallTimeoutError(f"{len(waiting)} futures have no result after {timeout:g} s")
         ended = [future.done() for future in waiting]
         yield from [future for future, end in zip(waiting, ended, strict=True) if end]
         waiting = [future for future, end in zip(waiting, ended, strict=True) if not end]
-        if any(ended):
-            pause = _FIRST_PAUSE_S
-        elif late:
-            raise CallTimeoutError(f"{len(waiting)} futures have no result after {timeout:g} s")
-        else:
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
-def _by_kind(pendings: Iterable[PendingValue]) -> dict[type, list[PendingValue]]:
+def _any_done(futures: Sequence[DataProtoFuture]) -> bool:
+    return any(future.done() for future in futures)
+
+
+def _by_kind(pendings: Iterable[PendingValue]) -> dict[type[PendingValue], list[PendingValue]]:
     """Return class → its pending values."""
-    kinds: dict[type, list[PendingValue]] = {}
+    kinds: dict[type[PendingValue], list[PendingValue]] = {}
     for pending in pendings:
         kinds.setdefault(type(pending), []).append(pending)
     return kinds
-
-
-def _are_done(kind: type, pendings: Sequence[PendingValue]) -> bool:
-    all_done: Callable[[Sequence[PendingValue]], bool] | None = getattr(kind, "all_done", None)
-    return all(map(_is_done, pendings)) if all_done is None else all_done(pendings)
-
-
-def _is_done(pending: PendingValue) -> bool:
-    done: Callable[[], bool] | None = getattr(pending, "done", None)
-    return True if done is None else done()
-
-
-def _cancel(pending: PendingValue) -> bool:
-    cancel: Callable[[], bool] | None = getattr(pending, "cancel", None)
-    return False if cancel is None else cancel()
-
-
-def _poll(pendings: Sequence[PendingValue], expires: float, timeout: float) -> None:
-    """Wait until `expires`. `timeout`: the limit of the caller, of which a part may have passed."""
-    pause = _FIRST_PAUSE_S
-    while not all(map(_is_done, pendings)):
-        if time.monotonic() >= expires:
-            raise CallTimeoutError(
-                f"The future has no result after {timeout:g} s. The call goes on."
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
 def _join(results: list[Any]) -> Any:

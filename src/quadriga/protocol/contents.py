@@ -1,32 +1,36 @@
-"""The two halves of a batch while some of its fields are remote.
+"""The contents of a batch: its tensors, its arrays and its settings, and the operations on them.
 
-`RemoteBatch` stands for a `TensorDict`, `RemoteArrays` for a dict of numpy arrays. Reading a field
-fetches it.
+`RemoteBatch` stands for a `TensorDict` and `RemoteArrays` for a dict of numpy arrays while some of
+their fields are remote. Reading a field fetches it.
 """
 
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from torch.utils.data import DataLoader
 
 from quadriga.errors import ConflictError, FieldError, LengthError
-from quadriga.protocol import columns, contents as halves
-from quadriga.protocol.columns import Column, Columns, is_remote, local_value
+from quadriga.protocol import columns
+from quadriga.protocol.columns import Column, Columns, RemoteColumn, is_remote, local_value
 from quadriga.protocol.encoding import current_device
-from quadriga.protocol.rows import RowRange, RowSelection
-from quadriga.protocol.storage import Array
+from quadriga.protocol.rows import RowSelection
+from quadriga.protocol.storage import Array, LocalHandle
 from quadriga.protocol.values import (
     LocalValue,
     as_tensordict,
     clone_value,
     describe_value,
+    dtype_name,
+    nbytes_of,
+    object_array,
+    ragged_dim,
     same,
-    same_values,
     tensors_of,
     value_row,
 )
@@ -34,6 +38,7 @@ from quadriga.protocol.values import (
 Tensors = torch.Tensor | TensorDictBase
 Entry: TypeAlias = torch.Tensor | Any
 """A tensor, or a nested `TensorDict` where the caller knows that the field is one."""
+V = TypeVar("V")
 _ABSENT = object()
 _READ_METHODS = frozenset(
     {
@@ -47,12 +52,74 @@ _READ_METHODS = frozenset(
 """Methods of `TensorDict` that do not change it: called on `to_tensordict()`."""
 
 
-def _fetch(held: Columns, keys: Iterable[str] | None) -> None:
-    wanted = held if keys is None else keys
-    columns.fetch([(key, c) for key in wanted if is_remote(c := held[key])])
+class _RemoteFields(Generic[V]):
+    """Named fields of one length. Reading one fetches it once; `columns` has them unread."""
+
+    columns: dict[str, Column]
+
+    def keys(self) -> KeysView[str]:
+        return self.columns.keys()
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.columns
+
+    def __getitem__(self, key: str) -> V:
+        return cast(V, columns.read(self.column(key), key))
+
+    def __delitem__(self, key: str) -> None:
+        del self.columns[self._known(key)]
+
+    def column(self, key: str) -> Column:
+        """Return a field unread. Raises `FieldError` for a missing key."""
+        return self.columns[self._known(key)]
+
+    def _known(self, key: str) -> str:
+        if key not in self.columns:
+            raise missing(key, self.columns, "batch")
+        return key
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self.columns else default
+
+    def pop(self, key: str, default: Any = _ABSENT) -> Any:
+        """Remove a field and return it; fetches it."""
+        if key not in self.columns and default is not _ABSENT:
+            return default
+        value = self[key]
+        del self.columns[key]
+        return value
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self.columns:
+            self[key] = default
+        return self[key]
+
+    def update(self, other: Mapping[str, V]) -> Self:
+        for key in other.keys():  # noqa: SIM118  # iterating a TensorDict gives its rows
+            self[key] = other[key]
+        return self
+
+    def __setitem__(self, key: str, value: V) -> None:
+        self.columns[key] = cast(LocalValue, value)
+
+    def fetch(self, keys: Iterable[str] | None = None) -> None:
+        """Read these fields (all if None), waiting once."""
+        wanted = self.columns if keys is None else keys
+        columns.fetch([(key, c) for key in wanted if is_remote(c := self.columns[key])])
+
+    def items(self, *_: object, **__: object) -> ItemsView[str, V]:
+        return self.read_all().items()
+
+    def values(self, *_: object, **__: object) -> ValuesView[V]:
+        return self.read_all().values()
+
+    def read_all(self) -> dict[str, V]:
+        """Return all fields, waiting once."""
+        self.fetch()
+        return {key: cast(V, local_value(column)) for key, column in self.columns.items()}
 
 
-class RemoteBatch:
+class RemoteBatch(_RemoteFields[Entry]):
     """Named tensors that share their first dimension(s), as in a `TensorDict`.
 
     Reading a key fetches that tensor once and keeps it. Setting a key replaces the tensor by a
@@ -62,24 +129,23 @@ class RemoteBatch:
 
     def __init__(
         self,
-        fields: Columns,
-        batch_size: torch.Size | tuple[int, ...] | list[int],
+        fields: dict[str, Column],
+        batch_size: Sequence[int],
         device: torch.device | None = None,
     ) -> None:
-        self.columns: dict[str, Column] = dict(fields)
+        self.columns = fields
         self.batch_size = torch.Size(batch_size)
         self.device = device
 
     def __copy__(self) -> RemoteBatch:
-        return RemoteBatch(self.columns, self.batch_size, self.device)
+        return RemoteBatch(dict(self.columns), self.batch_size, self.device)
 
     def __deepcopy__(self, memo: dict[int, object]) -> RemoteBatch:
-        copied = {key: columns.private(column) for key, column in self.columns.items()}
-        return RemoteBatch(copied, self.batch_size, self.device)
+        return RemoteBatch(_private(self.columns), self.batch_size, self.device)
 
     def __reduce__(self) -> tuple[object, ...]:
-        held = {key: columns.for_pickle(key, column) for key, column in self.columns.items()}
-        return _restore_batch, (held, tuple(self.batch_size), self.device and self.device.type)
+        device = self.device and self.device.type
+        return _restore_batch, (_pickled(self.columns), tuple(self.batch_size), device)
 
     @property
     def shape(self) -> torch.Size:
@@ -94,113 +160,52 @@ class RemoteBatch:
     def __len__(self) -> int:
         return self.batch_size[0]
 
-    def keys(self) -> KeysView[str]:
-        return self.columns.keys()
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.columns
-
     def __getitem__(self, index: Any) -> Entry:
         """Return the tensor of a key. Other indices are those of `to_tensordict()`."""
         if not isinstance(index, str):
             return self.to_tensordict()[index]
-        if index not in self.columns:
-            raise self._missing(index)
-        return columns.read(self.columns[index], index)
-
-    def get(self, key: str, default: object = None) -> Entry:
-        """Return the tensor of this key, or `default`."""
-        return self[key] if key in self.columns else default
+        return super().__getitem__(index)
 
     def peek(self, key: str) -> Entry:
         """Return a copy of a tensor without keeping it: the field stays remote.
 
         What is written into the copy is not part of the batch.
         """
-        if key not in self.columns:
-            raise self._missing(key)
-        column = self.columns[key]
+        column = self.column(key)
         if is_remote(column):
             return column.unread().read(key)
         return clone_value(local_value(column))
 
-    def __setitem__(self, key: str, value: Tensors) -> None:
+    def __setitem__(self, key: str, value: Entry) -> None:
         if not isinstance(value, torch.Tensor) and not hasattr(value, "batch_size"):
             raise FieldError(
                 f"field '{key}' of a batch: expected a tensor, got {type(value).__name__}",
                 field=key,
             )
         if tuple(value.shape[: self.batch_dims]) != tuple(self.batch_size):
-            raise LengthError(
-                f"all fields of a batch have the same length: the batch has "
-                f"{list(self.batch_size)}, '{key}' has {list(value.shape)}",
-                field=key,
-            )
+            raise _unequal("the batch", list(self.batch_size), key, list(value.shape))
         self.columns[key] = value
 
     def set(self, key: str, value: Tensors, **_: object) -> RemoteBatch:
         self[key] = value
         return self
 
-    def update(self, other: Mapping[str, Tensors]) -> RemoteBatch:
-        for key in other.keys():  # noqa: SIM118  # iterating a TensorDict gives its rows
-            self[key] = other[key]
-        return self
-
-    def setdefault(self, key: str, value: Tensors) -> Entry:
-        if key not in self.columns:
-            self[key] = value
-        return self[key]
-
-    def __delitem__(self, key: str) -> None:
-        if key not in self.columns:
-            raise self._missing(key)
-        del self.columns[key]
-
-    def pop(self, key: str, default: object = _ABSENT) -> Entry:
-        """Remove a tensor and return it; fetches it."""
-        if key not in self.columns and default is not _ABSENT:
-            return default
-        value = self[key]
-        del self.columns[key]
-        return value
-
     def select(self, *keys: str, strict: bool = True, **_: object) -> RemoteBatch:
         """Return a batch of these keys. The tensors are shared."""
-        for key in keys:
-            if strict and key not in self.columns:
-                raise self._missing(key)
-        picked = {key: self.columns[key] for key in keys if key in self.columns}
+        kept = [self._known(key) if strict else key for key in keys]
+        picked = {key: self.columns[key] for key in kept if key in self.columns}
         return RemoteBatch(picked, self.batch_size, self.device)
 
     def exclude(self, *keys: str, **_: object) -> RemoteBatch:
         return self.select(*(key for key in self.columns if key not in keys))
 
     def rename_key_(self, old: str | tuple[str, ...], new: str | tuple[str, ...]) -> RemoteBatch:
-        names = dict(zip(*((k,) if isinstance(k, str) else k for k in (old, new)), strict=True))
-        for key in names:
-            if key not in self.columns:
-                raise self._missing(key)
-        self.columns = {names.get(key, key): value for key, value in self.columns.items()}
+        self.columns = renamed(self.columns, old, new)
         return self
-
-    def fetch(self, keys: Iterable[str] | None = None) -> None:
-        """Read these tensors (all if None), waiting once."""
-        _fetch(self.columns, keys)
-
-    def items(self, *_: object, **__: object) -> ItemsView[str, Entry]:
-        return self._read_all().items()
-
-    def values(self, *_: object, **__: object) -> ValuesView[Entry]:
-        return self._read_all().values()
-
-    def _read_all(self) -> dict[str, LocalValue]:
-        self.fetch()
-        return {key: local_value(column) for key, column in self.columns.items()}
 
     def to_tensordict(self) -> TensorDict:
         """Return a real `TensorDict` of the same tensors; fetches all of them."""
-        return as_tensordict(self._read_all(), self.batch_size, self.device)
+        return as_tensordict(self.read_all(), self.batch_size, self.device)
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.to_tensordict())
@@ -214,108 +219,78 @@ class RemoteBatch:
         )
 
     def __repr__(self) -> str:
-        lines = []
-        for key, column in self.columns.items():
-            if is_remote(column):
-                shape, dtype = column.spec.describe(len(column.row_map))
-                lines.append(f"{key}: {shape} {dtype}, remote")
-            else:
-                lines.append(f"{key}: {describe_value(local_value(column))}")
-        return f"RemoteBatch(batch_size={list(self.batch_size)}, fields={{{'; '.join(lines)}}})"
-
-    def _missing(self, key: str) -> FieldError:
-        known = ", ".join(self.columns) or "nothing"
-        return FieldError(f"no field '{key}' in batch; it has: {known}", field=key)
+        shown = "; ".join(f"{key}: {_shown(column)}" for key, column in self.columns.items())
+        return f"RemoteBatch(batch_size={list(self.batch_size)}, fields={{{shown}}})"
 
 
-def _restore_batch(fields: Columns, batch_size: tuple[int, ...], device: str | None) -> RemoteBatch:
+def _shown(column: Column) -> str:
+    shape, dtype = shape_and_dtype(column)
+    return f"{shape} {dtype}{', remote' if is_remote(column) else ''}"
+
+
+def _restore_batch(
+    fields: dict[str, Column], batch_size: tuple[int, ...], device: str | None
+) -> RemoteBatch:
     return RemoteBatch(fields, batch_size, None if device is None else current_device(device))
 
 
-def as_array(value: LocalValue) -> Array:
-    """Return a value that is known to be an array."""
-    assert isinstance(value, np.ndarray), type(value)
-    return value
-
-
-class RemoteArrays(dict[str, Array]):
-    """A dict of numpy arrays. Entries may be `RemoteColumn`s, which reading replaces by arrays."""
+class RemoteArrays(_RemoteFields[Array], dict[str, Array]):  # type: ignore[misc]  # other views
+    """A dict of numpy arrays. Its fields are in `columns`; the dict itself is empty."""
 
     def __init__(self, fields: Columns | Iterable[tuple[str, Column]] = ()) -> None:
-        super().__init__(fields)  # type: ignore[arg-type]  # reading gives arrays only
+        super().__init__()
+        self.columns = dict(fields)
 
-    @property
-    def columns(self) -> dict[str, Column]:
-        """The entries as they are, `RemoteColumn`s included; fetches nothing."""
-        return {key: dict.__getitem__(self, key) for key in dict.keys(self)}
-
-    def fetch(self, keys: Iterable[str] | None = None) -> None:
-        """Read these arrays (all if None), waiting once."""
-        _fetch(self.columns, keys)
-
-    def __getitem__(self, key: str) -> Array:
-        value: Column = dict.__getitem__(self, key)
-        return as_array(columns.read(value, key))
+    def __len__(self) -> int:
+        return len(self.columns)
 
     def __iter__(self) -> Iterator[str]:
-        # Overridden so that dict(x) and {**x} call __getitem__ and do not copy RemoteColumns.
-        return dict.__iter__(self)
-
-    def get(self, key: str, default: object = None) -> Any:
-        return self[key] if dict.__contains__(self, key) else default
-
-    def pop(self, key: str, default: object = _ABSENT) -> Any:
-        if key not in self and default is not _ABSENT:
-            return default
-        value = self[key]
-        del self[key]
-        return value
+        return iter(self.columns)
 
     def popitem(self) -> tuple[str, Array]:
         key = list(self)[-1]
         return key, self.pop(key)
 
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def items(self) -> ItemsView[str, Array]:  # type: ignore[override]  # of another class
-        self.fetch()
-        return {key: self[key] for key in self}.items()
-
-    def values(self) -> ValuesView[Array]:  # type: ignore[override]  # of another class
-        return dict(self.items()).values()
-
     def copy(self) -> RemoteArrays:
         return RemoteArrays(self.columns)
+
+    __copy__ = copy
 
     def __or__(self, other: Mapping[str, Array]) -> RemoteArrays:  # type: ignore[override]
         return RemoteArrays(self.columns | dict(other))
 
     def __eq__(self, other: object) -> bool:
-        return dict(self.items()) == other
+        return self.read_all() == other
 
     __hash__ = None
 
-    def __copy__(self) -> RemoteArrays:
-        return self.copy()
-
     def __deepcopy__(self, memo: dict[int, object]) -> RemoteArrays:
-        return RemoteArrays({key: columns.private(c) for key, c in self.columns.items()})
+        return RemoteArrays(_private(self.columns))
 
     def __reduce__(self) -> tuple[object, ...]:
-        held = {key: columns.for_pickle(key, c) for key, c in self.columns.items()}
-        return RemoteArrays, (held,)
+        return RemoteArrays, (_pickled(self.columns),)
 
     def __repr__(self) -> str:
-        return repr({k: "remote" if is_remote(c) else self[k] for k, c in self.columns.items()})
+        return repr(
+            {k: "remote" if is_remote(c) else local_value(c) for k, c in self.columns.items()}
+        )
+
+
+def _private(fields: Columns) -> dict[str, Column]:
+    """Return deep copies of local values; references cannot change and are shared."""
+    return {
+        key: c.unread() if is_remote(c) else clone_value(local_value(c))
+        for key, c in fields.items()
+    }
+
+
+def _pickled(fields: Columns) -> dict[str, RemoteColumn]:
+    return {key: columns.for_pickle(key, column) for key, column in fields.items()}
 
 
 TensorHalf: TypeAlias = TensorDict | RemoteBatch | None
 ArrayHalf: TypeAlias = dict[str, Array]
 MetaInfo: TypeAlias = dict[str, Any]
-V = TypeVar("V")
 
 METRICS = "metrics"
 """The key of `meta_info` whose values `concat` joins to lists."""
@@ -346,7 +321,11 @@ class Contents(NamedTuple):
         """The length of dimension 0; 0 if there is no field at all."""
         if self.batch is not None:
             return int(self.batch.batch_size[0])
-        return next((length for _, length in lengths_of_arrays(self.arrays)), 0)
+        return next((length for _, length in _lengths(self.arrays)), 0)
+
+    def columns(self) -> dict[str, Column]:
+        """Return the columns of both halves; fetches nothing."""
+        return {**tensor_columns(self.batch), **array_columns(self.arrays)}
 
 
 def tensor_columns(batch: TensorHalf) -> dict[str, Column]:
@@ -358,44 +337,42 @@ def tensor_columns(batch: TensorHalf) -> dict[str, Column]:
 
 def array_columns(arrays: ArrayHalf) -> dict[str, Column]:
     """Return the columns of the array half; fetches nothing."""
-    return arrays.columns if isinstance(arrays, RemoteArrays) else dict(arrays)
+    return arrays.columns if isinstance(arrays, RemoteArrays) else {**arrays}
 
 
-def make_batch(like: TensorDict | RemoteBatch, fields: Columns, length: int) -> TensorHalf:
+def make_batch(like: TensorHalf, fields: dict[str, Column], length: int) -> TensorHalf:
     """Return a tensor half of these columns with `length` rows, otherwise as `like`."""
+    if like is None:
+        return None
     return tensor_half(fields, (length, *like.batch_size[1:]), like.device)
 
 
-def tensor_half(fields: Columns, size: Sequence[int], device: torch.device | None) -> TensorHalf:
+def tensor_half(
+    fields: dict[str, Column], size: Sequence[int], device: torch.device | None
+) -> TensorHalf:
     """Return the tensor half of these columns: a `TensorDict` if all of them are local."""
-    if _any_remote(fields):
-        return RemoteBatch(fields, tuple(size), device)
-    local = {key: local_value(column) for key, column in fields.items()}
-    return TensorDict(dict(local), batch_size=list(size), device=device)
+    if any(map(is_remote, fields.values())):
+        return RemoteBatch(fields, size, device)
+    return as_tensordict({key: local_value(c) for key, c in fields.items()}, size, device)
 
 
 def make_arrays(fields: Columns) -> ArrayHalf:
     """Return the array half of these columns."""
-    if _any_remote(fields):
+    if any(map(is_remote, fields.values())):
         return RemoteArrays(fields)
-    return {key: as_array(local_value(column)) for key, column in fields.items()}
+    return {key: cast(Array, local_value(column)) for key, column in fields.items()}
 
 
-def _any_remote(fields: Columns) -> bool:
-    return any(map(is_remote, fields.values()))
-
-
-def lengths_of_arrays(arrays: ArrayHalf) -> list[tuple[str, int]]:
-    """Return key and rows of each array, -1 rows for one without dimensions.
+def _lengths(arrays: ArrayHalf) -> Iterator[tuple[str, int]]:
+    """Yield key and rows of each array, -1 rows for one without dimensions.
 
     Raises `FieldError` for a value that is no array.
     """
-    lengths = []
     for key, column in array_columns(arrays).items():
         if is_remote(column):
-            lengths.append((key, len(column.row_map)))
+            yield key, len(column.row_map)
         elif isinstance(value := local_value(column), np.ndarray):
-            lengths.append((key, len(value) if value.ndim else -1))
+            yield key, len(value) if value.ndim else -1
         else:
             raise FieldError(
                 f"field '{key}' of non_tensor_batch: expected a numpy array, got "
@@ -403,7 +380,6 @@ def lengths_of_arrays(arrays: ArrayHalf) -> list[tuple[str, int]]:
                 "through from_dict",
                 field=key,
             )
-    return lengths
 
 
 def check(contents: Contents) -> None:
@@ -416,50 +392,36 @@ def check(contents: Contents) -> None:
     for name, half in (("non_tensor_batch", arrays), ("meta_info", meta)):
         if not isinstance(half, dict):
             raise FieldError(f"{name}: expected a dict, got {type(half).__name__}", field=name)
-    if not arrays:
-        return
-    lengths = lengths_of_arrays(arrays)
-    first = "the batch" if batch is not None else f"'{lengths[0][0]}'"
     expected = contents.rows
-    for key, count in lengths:
+    for key, count in _lengths(arrays):
         if count != expected:
-            raise LengthError(
-                f"all fields of a batch have the same length: {first} has {expected} rows, "
-                f"'{key}' has {count}",
-                field=key,
-            )
+            first = "the batch" if batch is not None else f"'{next(iter(arrays))}'"
+            raise _unequal(first, f"{expected} rows", key, count)
+
+
+def _unequal(first: str, expected: object, key: str, got: object) -> LengthError:
+    return LengthError(
+        f"all fields of a batch have the same length: {first} has {expected}, '{key}' has {got}",
+        field=key,
+    )
 
 
 def take(
     batch: TensorHalf, arrays: ArrayHalf, selections: Sequence[RowSelection]
 ) -> list[tuple[TensorHalf, ArrayHalf]]:
-    """Return for each selection its rows of both halves; several selections are ranges."""
-    if not isinstance(batch, RemoteBatch) and not isinstance(arrays, RemoteArrays):
-        return [_take_local(batch, arrays, rows) for rows in selections]
-    chosen = columns.Selections(selections)
-    tensors = columns.take(tensor_columns(batch), chosen)
-    objects = columns.take(array_columns(arrays), chosen)
+    """Return for each selection its rows of both halves."""
+    tensors, objects = columns.take([tensor_columns(batch), array_columns(arrays)], selections)
     return [
-        (None if batch is None else make_batch(batch, fields, len(rows)), make_arrays(part))
+        (make_batch(batch, fields, len(rows)), make_arrays(part))
         for fields, part, rows in zip(tensors, objects, selections, strict=True)
     ]
-
-
-def _take_local(
-    batch: TensorDict | None, arrays: ArrayHalf, rows: RowSelection
-) -> tuple[TensorHalf, ArrayHalf]:
-    objects = {key: as_array(columns.take_local(a, rows)) for key, a in arrays.items()}
-    if batch is None:
-        return None, objects
-    fields = {key: columns.take_local(v, rows) for key, v in tensors_of(batch).items()}
-    return as_tensordict(fields, (len(rows), *batch.batch_size[1:]), batch.device), objects
 
 
 def row(batch: TensorHalf, arrays: ArrayHalf, index: int) -> tuple[TensorDict | None, MetaInfo]:
     """Return one row of both halves; of remote fields only this row is fetched."""
     if isinstance(batch, RemoteBatch) or isinstance(arrays, RemoteArrays):
         # Taken first, so that prefetch fetches one row and the batch keeps its remote fields.
-        ((batch, arrays),) = take(batch, arrays, [RowRange(index, index + 1)])
+        ((batch, arrays),) = take(batch, arrays, [range(index, index + 1)])
         prefetch(batch, arrays, None)
         index = 0
     item = {key: value[index] for key, value in arrays.items()}
@@ -473,12 +435,8 @@ def row(batch: TensorHalf, arrays: ArrayHalf, index: int) -> tuple[TensorDict | 
 
 def select(batch: TensorHalf, keys: Sequence[str] | None) -> TensorHalf:
     """Return a new tensor half with these keys (all if None); values are shared."""
-    if batch is None:
-        if keys:
-            raise missing(keys[0], (), "batch")
-        return None
     picked = pick(tensor_columns(batch), keys, "batch")
-    return make_batch(batch, picked, int(batch.batch_size[0]))
+    return make_batch(batch, picked, 0 if batch is None else int(batch.batch_size[0]))
 
 
 def select_arrays(arrays: ArrayHalf, keys: Sequence[str] | None) -> ArrayHalf:
@@ -493,8 +451,7 @@ def pick(fields: Mapping[str, V], keys: Sequence[str] | None, kind: str) -> dict
     for key in keys or ():
         if key not in fields:
             raise missing(key, fields, kind)
-    chosen = fields if keys is None else keys
-    return {key: fields[key] for key in chosen}
+    return {key: fields[key] for key in (fields if keys is None else keys)}
 
 
 def missing(key: str, known: Iterable[object], kind: str) -> FieldError:
@@ -503,47 +460,37 @@ def missing(key: str, known: Iterable[object], kind: str) -> FieldError:
     return FieldError(f"no field '{key}' in {kind}; it has: {existing}", field=key)
 
 
-def rename(batch: TensorHalf, old: str | Sequence[str], new: str | Sequence[str]) -> TensorHalf:
-    """Return the tensor half with keys renamed, in the same order."""
-    old = [old] if isinstance(old, str) else list(old)
-    new = [new] if isinstance(new, str) else list(new)
+def renamed(
+    fields: Mapping[str, V], old: str | Sequence[str], new: str | Sequence[str]
+) -> dict[str, V]:
+    """Return the fields with keys renamed, in the same order."""
+    old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old, new))
     if len(old) != len(new):
         raise LengthError(f"rename: expected as many new keys as old ones, got {old} and {new}")
+    pick(fields, old, "batch")
     names = dict(zip(old, new, strict=True))
-    present = tensor_columns(batch)
-    for key in old:
-        if key not in present:
-            raise missing(key, present, "batch")
-    renamed = [names.get(key, key) for key in present]
-    if len(set(renamed)) != len(renamed):
-        twice = next(key for key in renamed if renamed.count(key) > 1)
-        raise FieldError(f"rename would give two fields the name '{twice}'", field=twice)
-    if batch is None:
-        return None
-    fields = dict(zip(renamed, present.values(), strict=True))
-    return make_batch(batch, fields, int(batch.batch_size[0]))
+    found: dict[str, V] = {}
+    for key, value in fields.items():
+        name = names.get(key, key)
+        if name in found:
+            raise FieldError(f"rename would give two fields the name '{name}'", field=name)
+        found[name] = value
+    return found
 
 
 def prefetch(batch: TensorHalf, arrays: ArrayHalf, keys: Sequence[str] | None) -> None:
     """Fetch these fields (all if None), waiting once. Raises `FieldError` for a missing key."""
     tensors, objects = tensor_columns(batch), array_columns(arrays)
-    if keys is None:
-        keys = [*tensors, *objects]
-    wanted = []
-    for key in [keys] if isinstance(keys, str) else keys:
-        if key not in tensors and key not in objects:
-            raise missing(key, [*tensors, *objects], "the batch")
-        wanted += [(key, half[key]) for half in (tensors, objects) if key in half]
-    columns.fetch([(key, column) for key, column in wanted if is_remote(column)])
+    wanted = pick({**tensors, **objects}, keys, "the batch")
+    found = [(key, half[key]) for key in wanted for half in (tensors, objects) if key in half]
+    columns.fetch([(key, column) for key, column in found if is_remote(column)])
 
 
 def deepcopy(batch: TensorHalf, arrays: ArrayHalf) -> tuple[TensorHalf, ArrayHalf]:
     """Return private copies of all local values; references cannot change and are shared."""
     if batch is not None:
-        fields = {key: columns.private(column) for key, column in tensor_columns(batch).items()}
-        batch = make_batch(batch, fields, int(batch.batch_size[0]))
-    copied = {key: columns.private(column) for key, column in array_columns(arrays).items()}
-    return batch, make_arrays(copied)
+        batch = make_batch(batch, _private(tensor_columns(batch)), int(batch.batch_size[0]))
+    return batch, make_arrays(_private(array_columns(arrays)))
 
 
 def concat(parts: Sequence[Contents]) -> Contents:
@@ -553,33 +500,24 @@ def concat(parts: Sequence[Contents]) -> Contents:
     """
     if not parts:
         raise LengthError("concat: expected at least one batch, got an empty list")
-    halves = [None if part.batch is None else tensor_columns(part.batch) for part in parts]
-    _check_same_keys(halves, "batch")
-    _check_same_keys([part.arrays.keys() for part in parts], "non_tensor_batch")
-    batch = parts[0].batch
-    if batch is not None:
-        fields = columns.concat([tensor_columns(part.batch) for part in parts])
-        batch = make_batch(batch, fields, sum(part.rows for part in parts))
-    arrays = columns.concat([array_columns(part.arrays) for part in parts])
-    return Contents(batch, make_arrays(arrays), merge_meta([part.meta for part in parts]))
-
-
-def _check_same_keys(keys: Sequence[Iterable[str] | None], kind: str) -> None:
-    first = None if keys[0] is None else set(keys[0])
-    for i, part in enumerate(keys[1:], start=1):
-        other = None if part is None else set(part)
-        if first == other:
-            continue
-        if first is None or other is None:
-            with_tensors, without = (i, 0) if first is None else (0, i)
+    tensors = [tensor_columns(part.batch) for part in parts]
+    arrays = [array_columns(part.arrays) for part in parts]
+    for i, part in enumerate(parts[1:], start=1):
+        if (part.batch is None) != (parts[0].batch is None):
+            with_tensors, without = (i, 0) if parts[0].batch is None else (0, i)
             raise FieldError(f"concat: part {with_tensors} has tensors and part {without} has none")
-        key = sorted(first ^ other)[0]
-        has, lacks = (0, i) if key in first else (i, 0)
-        raise FieldError(
-            f"concat: part {has} has field '{key}' of {kind}, part {lacks} does not. Select the "
-            "common fields first",
-            field=key,
-        )
+        for half, kind in ((tensors, "batch"), (arrays, "non_tensor_batch")):
+            for key in sorted(half[0].keys() ^ half[i].keys()):
+                has, lacks = (0, i) if key in half[0] else (i, 0)
+                raise FieldError(
+                    f"concat: part {has} has field '{key}' of {kind}, part {lacks} does not. "
+                    "Select the common fields first",
+                    field=key,
+                )
+    rows = sum(part.rows for part in parts)
+    batch = make_batch(parts[0].batch, columns.concat(tensors), rows)
+    meta = merge_meta([part.meta for part in parts])
+    return Contents(batch, make_arrays(columns.concat(arrays)), meta)
 
 
 def merge_meta(metas: Sequence[Mapping[str, object]]) -> MetaInfo:
@@ -647,34 +585,35 @@ def union_contents(mine: Contents, other: Contents) -> Contents:
 
     Raises `LengthError` for different lengths, `ConflictError` for a key with two values.
     """
-    if _has_fields(mine) and _has_fields(other) and mine.rows != other.rows:
+    filled = [part for part in (mine, other) if part.batch is not None or part.arrays]
+    if len({part.rows for part in filled}) > 1:
         raise LengthError(
             f"union joins batches of the same length; this one has {mine.rows} rows, "
             f"the other has {other.rows}"
         )
-    batch = _union_tensors(mine.batch, other.batch)
-    arrays = _union_columns(halves.array_columns(mine.arrays), halves.array_columns(other.arrays))
-    return Contents(batch, halves.make_arrays(arrays), union_meta(mine.meta, other.meta))
+    like = mine.batch if mine.batch is not None else other.batch
+    if mine.batch is not None and other.batch is not None:
+        _check_sizes(mine.batch, other.batch)
+    tensors = _union(tensor_columns(mine.batch), tensor_columns(other.batch))
+    arrays = _union(array_columns(mine.arrays), array_columns(other.arrays))
+    for key, value in other.meta.items():
+        if key in mine.meta and not same(mine.meta[key], value):
+            raise meta_conflict(key, mine.meta[key], value, "a union")
+    batch = make_batch(like, tensors, mine.rows if mine.batch is not None else other.rows)
+    return Contents(batch, make_arrays(arrays), {**mine.meta, **other.meta})
 
 
-def _has_fields(contents: Contents) -> bool:
-    return contents.batch is not None or bool(contents.arrays)
-
-
-def _union_tensors(a: TensorHalf, b: TensorHalf) -> TensorHalf:
-    if a is None or b is None:
-        return halves.select(b if a is None else a, None)
-    _check_sizes(a, b)
-    fields = _union_columns(halves.tensor_columns(a), halves.tensor_columns(b))
-    return halves.make_batch(a, fields, int(a.batch_size[0]))
-
-
-def _union_columns(mine: Columns, other: Columns) -> dict[str, Column]:
+def _union(mine: Columns, other: Columns) -> dict[str, Column]:
     """Return all columns of both. Raises `ConflictError` for a key with two values."""
     for key, column in other.items():
         if key in mine and not columns.same(mine[key], column, key):
-            raise _conflict(key, columns.read(mine[key], key), columns.read(column, key))
-    return {**mine, **{key: column for key, column in other.items() if key not in mine}}
+            values = [columns.read(half[key], key) for half in (mine, other)]
+            raise ConflictError(
+                f"field '{key}' has different values in the two batches of a union: "
+                f"{show(values[0])} and {show(values[1])}. Rename one, or pop it first",
+                field=key,
+            )
+    return {**mine, **{key: other[key] for key in other if key not in mine}}
 
 
 def _check_sizes(a: TensorDict | RemoteBatch, b: TensorDict | RemoteBatch) -> None:
@@ -685,14 +624,6 @@ def _check_sizes(a: TensorDict | RemoteBatch, b: TensorDict | RemoteBatch) -> No
         )
 
 
-def union_meta(a: Mapping[str, object], b: Mapping[str, object]) -> MetaInfo:
-    """Return both dicts as one. Raises `ConflictError` for a key with two values."""
-    for key, value in b.items():
-        if key in a and not same(a[key], value):
-            raise meta_conflict(key, a[key], value, "a union")
-    return {**a, **b}
-
-
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
     """Add the tensors of the second to the first and return it.
 
@@ -701,14 +632,10 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
     different values (NaN equals NaN).
     """
     _check_sizes(tensor_dict1, tensor_dict2)
-    known = set(tensor_dict1.keys())
-    for key, _ in tensor_dict2.items():
-        # `items` yields the containers of tensordict in place of lists of objects.
-        if key in known and not same_values(tensor_dict1[key], tensor_dict2[key]):
-            raise _conflict(key, tensor_dict1[key], tensor_dict2[key])
-    for key, value in tensor_dict2.items():
-        if key not in known:
-            tensor_dict1[key] = value
+    # By `[]`: `items` yields the containers of tensordict in place of lists of objects.
+    halves = [{str(key): half[key] for key in half.keys()} for half in (tensor_dict1, tensor_dict2)]  # noqa: SIM118
+    for key in _union(*halves).keys() - halves[0].keys():
+        tensor_dict1[key] = tensor_dict2.get(key)
     return tensor_dict1
 
 
@@ -725,16 +652,349 @@ def union_numpy_dict(
             raise FieldError(
                 f"field '{key}': expected a numpy array, got {type(value).__name__}", field=key
             )
-        if key in tensor_dict1 and not same(tensor_dict1[key], value):
-            raise _conflict(key, tensor_dict1[key], value)
-    for key, value in tensor_dict2.items():
-        tensor_dict1.setdefault(key, value)
+    joined = _union(tensor_dict1, tensor_dict2)
+    for key in joined:
+        tensor_dict1.setdefault(key, cast(Array, joined[key]))
     return tensor_dict1
 
 
-def _conflict(key: str, mine: object, other: object) -> ConflictError:
-    return ConflictError(
-        f"field '{key}' has different values in the two batches of a union: "
-        f"{show(mine)} and {show(other)}. Rename one, or pop it first",
+def check_dicts(
+    tensors: Mapping[str, Tensors], non_tensors: Mapping[str, object], num_batch_dims: int
+) -> tuple[TensorDict | None, ArrayHalf]:
+    """Return the two halves of a batch from plain dicts. Types and lengths are checked."""
+    if num_batch_dims < 1:
+        raise LengthError(f"expected at least one batch dimension, got {num_batch_dims=}")
+    if num_batch_dims > 1 and non_tensors:
+        raise LengthError(
+            f"non-tensors have one batch dimension, got {num_batch_dims=} "
+            f"with non-tensors {list(non_tensors)}"
+        )
+    _check_mapping("tensors", tensors)
+    _check_mapping("non_tensors", non_tensors)
+    for key, value in tensors.items():
+        _check_tensor(key, value, num_batch_dims)
+    batch_size = _common_size(tensors, num_batch_dims)
+    batch = None if batch_size is None else as_tensordict(tensors, batch_size, None)
+    return batch, {key: as_array(key, value) for key, value in non_tensors.items()}
+
+
+def _check_mapping(name: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise FieldError(f"{name}: expected a dict of fields by name, got {type(value).__name__}")
+    for key in value:
+        if not isinstance(key, str):
+            raise FieldError(f"{name}: expected field names, got {key!r} ({type(key).__name__})")
+
+
+def _check_tensor(key: str, value: object, num_batch_dims: int) -> None:
+    if not isinstance(value, torch.Tensor | TensorDictBase):
+        raise FieldError(
+            f"field '{key}' in tensors is a {type(value).__name__}, not a tensor; "
+            "lists and arrays go into non_tensors",
+            field=key,
+        )
+    if len(value.shape) < num_batch_dims:
+        raise FieldError(
+            f"field '{key}' has shape {list(value.shape)}; "
+            f"it needs at least {num_batch_dims} batch dimension(s)",
+            field=key,
+        )
+
+
+def _common_size(tensors: Mapping[str, Tensors], num_batch_dims: int) -> tuple[int, ...] | None:
+    first: tuple[str, tuple[int, ...]] | None = None
+    for key, value in tensors.items():
+        size = tuple(value.shape[:num_batch_dims])
+        if first is None:
+            first = (key, size)
+        elif size != first[1]:
+            raise LengthError(
+                f"all fields of a batch have the same length: '{first[0]}' has {list(first[1])}, "
+                f"'{key}' has {list(size)}",
+                field=key,
+            )
+    return None if first is None else first[1]
+
+
+def as_array(key: str, value: object) -> Array:
+    """Return a numpy array as it is, a list or tuple as a one-dimensional object array."""
+    if isinstance(value, np.ndarray):
+        return value
+    if isinstance(value, list | tuple):
+        return object_array(value)
+    hint = "it goes into tensors" if isinstance(value, torch.Tensor) else "wrap it in a list"
+    raise FieldError(
+        f"field '{key}' in non_tensors is a {type(value).__name__}, "
+        f"not a numpy array or a list; {hint}",
         field=key,
     )
+
+
+def sort_by_type(
+    data: Mapping[str, object],
+) -> tuple[dict[str, Tensors], dict[str, object]]:
+    """Separate tensors from everything else that can be a field."""
+    _check_mapping("data", data)
+    tensors: dict[str, Tensors] = {}
+    arrays: dict[str, object] = {}
+    for key, value in data.items():
+        if isinstance(value, torch.Tensor | TensorDictBase):
+            tensors[key] = value
+        elif isinstance(value, np.ndarray | list | tuple):
+            arrays[key] = value
+        else:
+            raise FieldError(
+                f"field '{key}': expected a tensor, a numpy array or a list, got "
+                f"{type(value).__name__}. Settings belong in meta_info",
+                field=key,
+            )
+    return tensors, arrays
+
+
+def split_tensordict(
+    tensor_dict: TensorDictBase | None, meta_info: MetaInfo | None, num_batch_dims: int
+) -> Contents:
+    """Return the contents of a `TensorDict` that may have non-tensors."""
+    meta = dict(meta_info or {})
+    if tensor_dict is None:
+        return Contents(None, {}, meta)
+    tensors: dict[str, Tensors] = {}
+    arrays: ArrayHalf = {}
+    for key, value in tensors_of(tensor_dict).items():
+        if isinstance(value, NonTensorStack):
+            arrays[key] = object_array(value.tolist())
+        elif isinstance(value, NonTensorData):
+            meta[key] = value.data
+        else:
+            tensors[key] = value
+    batch, _ = check_dicts(tensors, {}, num_batch_dims)
+    if batch is None and not arrays and tensor_dict.batch_size:
+        batch = TensorDict({}, batch_size=tensor_dict.batch_size[:num_batch_dims])
+    return Contents(batch, arrays, meta)
+
+
+def join_tensordict(contents: Contents) -> TensorDict:
+    """Return one `TensorDict`: tensors, arrays as `NonTensorStack`, settings as `NonTensorData`.
+
+    Raises `FieldError` when two of them have the same name.
+    """
+    fields: dict[str, object] = {} if contents.batch is None else dict(contents.batch.items())
+    size = [contents.rows] if contents.batch is None else list(contents.batch.batch_size)
+    for key, array in contents.arrays.items():
+        _check_free(key, fields)
+        fields[key] = NonTensorStack(*[NonTensorData(item) for item in array])
+    for key, value in contents.meta.items():
+        _check_free(key, fields)
+        fields[key] = NonTensorData(value, batch_size=size)
+    return TensorDict(fields, batch_size=size)
+
+
+def _check_free(key: str, taken: Mapping[str, object]) -> None:
+    if key in taken:
+        raise FieldError(
+            f"'{key}' names two fields of different kinds; a TensorDict has one name space",
+            field=key,
+        )
+
+
+LoaderSettings: TypeAlias = Mapping[str, Any]
+"""Keyword arguments of `torch.utils.data.DataLoader`."""
+
+
+def unfold_column_chunks(contents: Contents, n_split: int, split_keys: Sequence[str]) -> Contents:
+    """Turn every row into `n_split` rows.
+
+    Fields in `split_keys` are fetched and split along dimension 1, rows of all others are repeated;
+    remote ones stay remote. Raises `FieldError` for an unknown key, `LengthError` where dimension 1
+    does not divide.
+    """
+    if n_split < 1:
+        raise LengthError(f"expected at least 1 part to split columns into, got {n_split}")
+    batch, arrays, meta = contents
+    tensors, objects = tensor_columns(batch), array_columns(arrays)
+    prefetch(batch, arrays, split_keys)
+    repeated = np.repeat(np.arange(contents.rows, dtype=np.int64), n_split)
+    halves = [
+        {key: column for key, column in half.items() if key not in split_keys}
+        for half in (tensors, objects)
+    ]
+    found = [
+        {
+            key: others[key] if key in others else _split_value(key, local_value(column), n_split)
+            for key, column in half.items()
+        }
+        for half, (others,) in zip(
+            (tensors, objects), columns.take(halves, [repeated]), strict=True
+        )
+    ]
+    new_batch = make_batch(batch, found[0], contents.rows * n_split)
+    return Contents(new_batch, make_arrays(found[1]), dict(meta))
+
+
+def _split_value(key: str, value: LocalValue, n_split: int) -> LocalValue:
+    if isinstance(value, TensorDictBase) or (isinstance(value, torch.Tensor) and value.is_nested):
+        raise FieldError(f"field '{key}' is {describe_value(value)} and has no columns", field=key)
+    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype == object:
+        rows = [_pieces(key, row, entries, n_split) for row, entries in enumerate(value)]
+        return object_array([piece for pieces in rows for piece in pieces])
+    if len(value.shape) < 2 or value.shape[1] % n_split:
+        raise LengthError(
+            f"field '{key}' with shape {list(value.shape)} has no dimension 1 that divides into "
+            f"{n_split} columns",
+            field=key,
+        )
+    return value.reshape(value.shape[0] * n_split, value.shape[1] // n_split, *value.shape[2:])
+
+
+def _pieces(key: str, row: int, entries: Any, n_split: int) -> list[object]:
+    """Return the columns of a row that is a list, tuple or array, as values of the same type."""
+    if not isinstance(entries, list | tuple | np.ndarray) or np.ndim(entries) == 0:
+        raise LengthError(
+            f"row {row} of field '{key}' is a {type(entries).__name__} and has no columns; only "
+            "rows that are lists, tuples or arrays can be split",
+            field=key,
+        )
+    size, rest = divmod(len(entries), n_split)
+    if rest:
+        raise LengthError(
+            f"row {row} of field '{key}' has {len(entries)} columns, which do not divide into "
+            f"{n_split}",
+            field=key,
+        )
+    return [entries[i * size : (i + 1) * size] for i in range(n_split)]
+
+
+def mini_batch_rows(
+    length: int, size: int, epochs: int, seed: int | None, loader_kwargs: LoaderSettings
+) -> Iterator[list[int]]:
+    """Yield `length // size * epochs` lists of row numbers.
+
+    Raises `LengthError` at the call, not at the first iteration, unless `size` divides `length`.
+    """
+    if size < 1 or length % size:
+        raise LengthError(
+            f"{length} rows do not divide into mini-batches of {size}: "
+            f"{length} = {size} × {length // max(size, 1)} + {length % max(size, 1)}"
+        )
+    return _draw(length, size, epochs, seed, loader_kwargs)
+
+
+def _draw(
+    length: int, size: int, epochs: int, seed: int | None, loader_kwargs: LoaderSettings
+) -> Iterator[list[int]]:
+    if length == 0:
+        return
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    loader: DataLoader[list[int]] = DataLoader(
+        cast(Any, range(length)),  # a range has the two methods that a DataLoader calls
+        batch_size=size,
+        collate_fn=list,
+        generator=generator,
+        **loader_kwargs,
+    )
+    for _ in range(epochs):
+        yield from loader
+
+
+_HEAD = ("field", "shape", "dtype", "bytes", "stored", "written by")
+_LOCAL = "local"
+
+
+def table(contents: Contents) -> str:
+    """Return one line per field: name, shape, dtype, bytes, where it is stored, who wrote it.
+
+    Bytes of local object arrays count the references only. The writer of a field is known while it
+    is remote, or was read in this batch.
+    """
+    fields = contents.columns()
+    lines = [_HEAD, *(_line(key, column) for key, column in fields.items())]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(_HEAD))]
+    text = [
+        "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) for line in lines
+    ]
+    total = sum(map(_nbytes, fields.values()))
+    remote = sum(_nbytes(column) for column in fields.values() if _stored(column) != _LOCAL)
+    head = f"{contents.rows} rows, {len(fields)} fields, {total:,} bytes, {remote:,} of them remote"
+    meta = f"meta_info: {', '.join(map(str, contents.meta)) or 'nothing'}"
+    return "\n".join([head, *(line.rstrip() for line in text), meta])
+
+
+def _line(key: str, column: Column) -> tuple[str, ...]:
+    shape, dtype = shape_and_dtype(column)
+    return key, shape, dtype, f"{_nbytes(column):,}", _stored(column), _writers(column)
+
+
+def shape_and_dtype(column: Column) -> tuple[str, str]:
+    """Return shape and dtype of a field as text, `("[8, *, 2]", "float32")`; `*` is ragged."""
+    if is_remote(column):
+        return column.spec.describe(len(column.row_map))
+    value = local_value(column)
+    dims = list(map(str, value.shape))
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        dims[ragged_dim(value)] = "*"
+    dtype = dtype_name(getattr(value, "dtype", None) or type(value).__name__)
+    return f"[{', '.join(dims)}]", dtype
+
+
+def _nbytes(column: Column) -> int:
+    return column.nbytes() if is_remote(column) else nbytes_of(local_value(column))
+
+
+def _stored(column: Column) -> str:
+    if not is_remote(column) or all(type(handle) is LocalHandle for handle in column.handles):
+        return _LOCAL
+    origins = [shard.origin for shard in column.row_map.shards]
+    nodes = sorted({origin.node for origin in origins if origin.node})
+    ranks = _by_name([(origin.role, origin.rank) for origin in origins])
+    return ranks + (f" on {', '.join(nodes)}" if nodes else "")
+
+
+def _writers(column: Column) -> str:
+    """Return `actor.compute_log_prob[0-3]`, "controller", or "" if it is not known."""
+    if not isinstance(column, RemoteColumn):
+        return ""
+    origins = [shard.origin for shard in column.row_map.shards]
+    of_ranks = _by_name([(f"{o.role}.{o.method}", o.rank) for o in origins if o.method])
+    roles = dict.fromkeys(origin.role for origin in origins if not origin.method)
+    return ", ".join([*filter(None, [of_ranks]), *roles])
+
+
+def _by_name(pairs: Iterable[tuple[str, int]]) -> str:
+    """Return the ranks of each name: `actor[0-3,6], critic[0]`."""
+    found: dict[str, list[list[int]]] = {}
+    for name, rank in sorted(set(pairs)):
+        # 0 1 2 3 6 → [0, 3], [6] → "0-3,6"
+        ranges = found.setdefault(name, [])
+        if ranges and rank == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], rank]
+        else:
+            ranges.append([rank])
+    return ", ".join(
+        f"{name}[{','.join('-'.join(map(str, pair)) for pair in ranges)}]"
+        for name, ranges in found.items()
+    )
+
+
+def data_info(contents: Contents) -> str:
+    """Return the fields of each half with shape and dtype, and the types in `meta_info`."""
+    lines = []
+    for name, half in (
+        ("batch", tensor_columns(contents.batch)),
+        ("non_tensor_batch", array_columns(contents.arrays)),
+    ):
+        lines.append(name)
+        for key, column in half.items():
+            _, shape, dtype, _, stored, _ = _line(key, column)
+            lines.append(f"  {key}: {shape} ({dtype}) {stored}")
+    lines += ["meta_info", *(f"  {k}: {type(v).__name__}" for k, v in contents.meta.items())]
+    return "\n".join(lines)
+
+
+def size_line(contents: Contents, prefix: str) -> str:
+    """Return the sizes of both halves in GB (2**30 bytes)."""
+    sizes = [
+        sum(map(_nbytes, half.values())) / 2**30
+        for half in (tensor_columns(contents.batch), array_columns(contents.arrays))
+    ]
+    text = f"tensors {sizes[0]:.6f} GB, non-tensors {sizes[1]:.6f} GB"
+    return f"{prefix}, {text}" if prefix else text

@@ -1,4 +1,4 @@
-"""Settings of `DataProto` for a process."""
+"""`DataProto`, the container of a batch, and functions that pad, collate and fold batches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -19,28 +19,15 @@ from quadriga.protocol.contents import (
     ArrayHalf,
     Contents,
     DataProtoItem,
+    LoaderSettings,
     MetaInfo,
     RemoteBatch,
     TensorHalf,
-    union_contents,
+    check_dicts,
 )
 from quadriga.protocol.message import Message, pack_for_pickle, unpack
-from quadriga.protocol.operations import (
-    LoaderSettings,
-    check_dicts,
-    data_info,
-    join_tensordict,
-    mini_batch_rows,
-    size_line,
-    sort_by_type,
-    split_tensordict,
-    table,
-    unfold_column_chunks,
-)
 from quadriga.protocol.rows import (
     RowIndex,
-    RowIndices,
-    RowRange,
     RowSelection,
     chunk_bounds,
     from_index,
@@ -133,7 +120,7 @@ class DataProto:
         auto_padding: bool = False,
     ) -> Self:
         """Return a batch of one dict; tensors, and arrays or lists, are separated by type."""
-        tensors, arrays = sort_by_type(data)
+        tensors, arrays = halves.sort_by_type(data)
         return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
 
     @classmethod
@@ -145,11 +132,11 @@ class DataProto:
     ) -> Self:
         """Return a batch of a `TensorDict`. A `NonTensorStack` becomes an array, a `NonTensorData`
         becomes an entry of `meta_info`."""
-        return cls(*split_tensordict(tensor_dict, meta_info, num_batch_dims))
+        return cls(*halves.split_tensordict(tensor_dict, meta_info, num_batch_dims))
 
     def to_tensordict(self) -> TensorDict:
         """Return the inverse of `from_tensordict`. Fetches every field."""
-        return join_tensordict(self.contents)
+        return halves.join_tensordict(self.contents)
 
     def check_consistency(self) -> None:
         """Raise `LengthError` or `FieldError` unless all fields have one length and known types."""
@@ -164,10 +151,11 @@ class DataProto:
         self, batch: TensorHalf, arrays: ArrayHalf, meta: MetaInfo | None = None
     ) -> Self:
         """Return a batch like this one with these halves; `meta_info` is copied if None."""
-        meta = dict(self.meta_info) if meta is None else meta
-        if type(self) is DataProto and len(vars(self)) == len(_MEMBERS):  # the usual, fast case
-            return type(self)(batch, arrays, meta)
-        return _build(type(self), Contents(batch, arrays, meta), class_and_attributes(self)[1])
+        made = type(self).__new__(type(self))  # not __init__, whose arguments are those of a user
+        vars(made).update(vars(self))
+        made.batch, made.non_tensor_batch = batch, arrays
+        made.meta_info = dict(self.meta_info) if meta is None else meta
+        return made
 
     def __len__(self) -> int:
         return self.contents.rows
@@ -223,7 +211,7 @@ class DataProto:
         """Repeat every row `repeat_times` times: aabb if interleaved, abab if not."""
         chosen = np.arange(len(self), dtype=np.int64)
         chosen = np.repeat(chosen, repeat_times) if interleave else np.tile(chosen, repeat_times)
-        return self.take_rows(RowIndices(chosen))
+        return self.take_rows(chosen)
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | torch.Tensor | np.ndarray) -> Self:
         """Repeat row `i` `repeat_times[i]` times. Raises `LengthError` unless every row has one."""
@@ -236,14 +224,14 @@ class DataProto:
         that does not divide raises `LengthError`.
         """
         bounds = chunk_bounds(len(self), chunks, self.is_padding_enabled())
-        return self._parts([RowRange(*pair) for pair in pairwise(bounds)])
+        return self._parts([range(*pair) for pair in pairwise(bounds)])
 
     def split(self, split_size: int) -> list[Self]:
         """Split into parts of `split_size` rows; the last part may be shorter."""
         if split_size < 1:
             raise LengthError(f"split: expected a size of at least 1, got {split_size}")
         bounds = [*range(0, len(self), split_size), len(self)]
-        return self._parts([RowRange(*pair) for pair in pairwise(bounds)])
+        return self._parts([range(*pair) for pair in pairwise(bounds)])
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
@@ -259,7 +247,7 @@ class DataProto:
         A key of both must have equal values; otherwise `ConflictError` names it and nothing is
         changed. Lengths must be equal, otherwise `LengthError`.
         """
-        joined = union_contents(self.contents, other.contents)
+        joined = halves.union_contents(self.contents, other.contents)
         self.batch, self.non_tensor_batch, self.meta_info = joined
         return self
 
@@ -301,7 +289,8 @@ class DataProto:
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> Self:
         """Rename tensors in place and return self. Raises `FieldError` for a missing key."""
-        self.batch = halves.rename(self.batch, old_keys, new_keys)
+        renamed = halves.renamed(halves.tensor_columns(self.batch), old_keys, new_keys)
+        self.batch = halves.make_batch(self.batch, renamed, len(self))
         return self
 
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Self:
@@ -311,7 +300,7 @@ class DataProto:
         ...]; a jagged field row by row), all others are repeated. Raises `FieldError` and
         `LengthError` naming the key.
         """
-        unfolded = unfold_column_chunks(self.contents, n_split, split_keys or [])
+        unfolded = halves.unfold_column_chunks(self.contents, n_split, split_keys or [])
         return self.with_contents(*unfolded)
 
     def make_iterator(
@@ -326,7 +315,9 @@ class DataProto:
         `dataloader_kwargs` are those of `torch.utils.data.DataLoader`; `seed` makes `shuffle=True`
         repeatable. Raises `LengthError` unless the length divides.
         """
-        chosen = mini_batch_rows(len(self), mini_batch_size, epochs, seed, dataloader_kwargs or {})
+        chosen = halves.mini_batch_rows(
+            len(self), mini_batch_size, epochs, seed, dataloader_kwargs or {}
+        )
         return (self.select_idxs(rows) for rows in chosen)
 
     def is_padding_enabled(self) -> bool:
@@ -350,7 +341,7 @@ class DataProto:
         return self
 
     def save_to_disk(self, filepath: str | Path) -> None:
-        """Write one file (format: ops/disk.py). Raises `FieldError` for what it cannot hold."""
+        """Write one file (format: `protocol.disk`). Raises `FieldError` for what it cannot hold."""
         disk.save(self.contents, filepath)
 
     @staticmethod
@@ -360,15 +351,15 @@ class DataProto:
 
     def describe(self) -> str:
         """Return a table of the fields: shape, dtype, bytes, where stored, writer; fetches none."""
-        return table(self.contents)
+        return halves.table(self.contents)
 
     def get_data_info(self) -> str:
         """Return one line per field with shape and dtype, and the types in `meta_info`."""
-        return data_info(self.contents)
+        return halves.data_info(self.contents)
 
     def print_size(self, prefix: str = "") -> None:
         """Print the size of tensors and of arrays in GB (2**30 bytes)."""
-        print(size_line(self.contents, prefix))
+        print(halves.size_line(self.contents, prefix))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         batch, arrays = halves.deepcopy(self.batch, self.non_tensor_batch)
@@ -393,7 +384,10 @@ def from_message(message: Message) -> DataProto | TensorDict:
         return DataProto(*contents).to_tensordict()
     kind = message.kind or DataProto
     assert issubclass(kind, DataProto), kind
-    return _build(kind, contents, attributes)
+    data = kind.__new__(kind)
+    vars(data).update(attributes)
+    data.batch, data.non_tensor_batch, data.meta_info = contents
+    return data
 
 
 def class_and_attributes(data: DataProto) -> tuple[type[DataProto] | None, MetaInfo]:
@@ -401,17 +395,6 @@ def class_and_attributes(data: DataProto) -> tuple[type[DataProto] | None, MetaI
     three members, by a subclass or by a user."""
     attributes = {name: value for name, value in vars(data).items() if name not in _MEMBERS}
     return None if type(data) is DataProto else type(data), attributes
-
-
-D = TypeVar("D", bound=DataProto)
-
-
-def _build(kind: type[D], contents: Contents, attributes: Mapping[str, object]) -> D:
-    """Return a batch without a call of its own `__init__`, whose arguments are those of a user."""
-    data = kind.__new__(kind)
-    vars(data).update(attributes)
-    DataProto.__init__(data, *contents)
-    return data
 
 
 PADDING_FIELD = "__padding__"
@@ -431,14 +414,14 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
         return data, 0
     # 3 rows to a multiple of 8: rows 0 1 2 0 1 2 0 1.
     rows = np.arange(length + pad_size, dtype=np.int64) % length
-    return data.take_rows(RowIndices(rows)), pad_size
+    return data.take_rows(rows), pad_size
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     """Return the batch without its last `pad_size` rows."""
     if not 0 <= pad_size <= len(data):
         raise LengthError(f"cannot remove {pad_size} padding rows from a batch of {len(data)} rows")
-    return data.take_rows(RowRange(0, len(data) - pad_size)) if pad_size else data
+    return data.take_rows(range(len(data) - pad_size)) if pad_size else data
 
 
 def padding_marks(data: DataProto) -> dict[str, np.ndarray]:

@@ -1,8 +1,7 @@
-"""The names of all fields: for each its shape, dtype, unit, and the stages that write and read it.
+"""The names of all fields: for each its shape, dtype, unit, and the stages that write it.
 
 Use the constants where a field is written or read (`batch.batch[fields.RESPONSES]`), so that each
-name is spelled in one place. The table in docs/architecture.md is made from this list:
-`python -m quadriga.protocol.fields` prints it.
+name is spelled in one place. The stages that read a field say so in their `StageFields`.
 
 Shapes: `B` rows, `P` prompt tokens (padded on the left), `R` response tokens (padded on the
 right), `K` reward components. A prompt has `P` columns before generation; after generation a
@@ -88,11 +87,11 @@ class Field:
     """One field.
 
     Attributes:
-        name: its key in `DataProto.batch` or `DataProto.non_tensor_batch`.
+        name: its key in `DataProto.batch`, or in `DataProto.non_tensor_batch` if it is an array.
         shape: in the letters of the module's docstring.
         dtype: torch's name of it, "object" for an array of Python objects.
         unit: unit and meaning.
-        written_by, read_by: names of stages (`StageFields.name`).
+        written_by: names of stages (`StageFields.name`).
     """
 
     name: str
@@ -100,195 +99,139 @@ class Field:
     dtype: str
     unit: str
     written_by: tuple[str, ...]
-    read_by: tuple[str, ...] = ()
+
+    @property
+    def is_array(self) -> bool:
+        return self.dtype == "object"
 
 
 _PROMPT_LOADER, _SFT_LOADER = "PromptLoader", "SFTLoader"
-_LOADERS = (_PROMPT_LOADER, _SFT_LOADER)
-_GENERATE = "generate_sequences"
-_LOG_PROBS = ("compute_log_prob", "compute_ref_log_prob")
-_UPDATES = ("update_critic", "update_actor", "update_sft")
-# The forward pass of the policy and of the value model, in inference and in training.
-_FORWARD = (*_LOG_PROBS, "compute_values", *_UPDATES)
-_MASKING = ("mask_truncated", "mask_zero_variance_groups")
-_SCORE = "score_responses"
-_SHAPING = ("shape_scores", "penalise_kl", "correct_mismatch")
+_GENERATE, _SCORE = "generate_sequences", "score_responses"
 
-TENSORS: tuple[Field, ...] = (
+FIELDS: tuple[Field, ...] = (
     Field(
         INPUT_IDS, "[B, P], then [B, P+R]", "int64", "token ids",
-        (*_LOADERS, _GENERATE), (_GENERATE, _SCORE, *_FORWARD),
+        (_PROMPT_LOADER, _SFT_LOADER, _GENERATE),
     ),
     Field(
         ATTENTION_MASK, "[B, P], then [B, P+R]", "int64", "1 at tokens, 0 at padding",
-        (*_LOADERS, _GENERATE), ("expand_prompts", _GENERATE, _SCORE, *_FORWARD),
+        (_PROMPT_LOADER, _SFT_LOADER, _GENERATE),
     ),
     Field(
         POSITION_IDS, "[B, P], then [B, P+R]", "int64",
-        "position of each token, from 0; for a model that takes images [B, 3, …]: in time, height "
-        "and width",
-        (*_LOADERS, _GENERATE),
+        "position of each token, from 0; for a model that takes images [B, 3, …]: in time, "
+        "height and width", (_PROMPT_LOADER, _SFT_LOADER, _GENERATE),
     ),
     Field(
         SAMPLE_SEED, "[B]", "int64", "seed of the tokens that a row samples",
-        ("expand_prompts",), (_GENERATE,),
+        ("expand_prompts",),
     ),
     Field(
         PROMPT_LENGTH, "[B]", "int64", "tokens of the prompt, without padding",
-        ("expand_prompts",), ("balance_over_ranks",),
+        ("expand_prompts",),
     ),
-    Field(PROMPTS, "[B, P]", "int64", "token ids, padded on the left", (_SFT_LOADER, _GENERATE)),
+    Field(PROMPTS, "[B, P]", "int64", "token ids, padded on the left", (_SFT_LOADER, _GENERATE,)),
     Field(
         RESPONSES, "[B, R]", "int64", "token ids, padded on the right",
-        (_SFT_LOADER, _GENERATE), (_SCORE, "log_samples"),
+        (_SFT_LOADER, _GENERATE),
     ),
     Field(
         RESPONSE_MASK, "[B, R]", "int64",
-        "1 at tokens of the policy, end token included; 0 at padding and at tokens without loss",
-        (_SFT_LOADER, _GENERATE, _SCORE, *_MASKING),
-        (
-            _SCORE, *_FORWARD, "refill", "balance_over_ranks", "measure_batch", "measure_entropy",
-            *_MASKING, *_SHAPING, "estimate_advantages", "select_update_tokens", "log_samples",
-        ),
+        "1 at tokens of the policy, end token included; 0 at padding and at tokens without "
+        "loss", (_SFT_LOADER, _GENERATE, _SCORE, "mask_truncated", "mask_zero_variance_groups"),
     ),
     Field(
         ROLLOUT_LOG_PROBS, "[B, R]", "float32",
-        "nats, of the rollout engine's distribution; 0 outside the mask",
-        (_GENERATE,), ("correct_mismatch", "update_actor"),
+        "nats, of the rollout engine's distribution; 0 outside the mask", (_GENERATE,),
     ),
     Field(
         SEQUENCE_LENGTH, "[B]", "int64", "tokens of prompt and response, without padding",
-        (_GENERATE,), ("balance_over_ranks", "measure_batch"),
+        (_GENERATE,),
     ),
     Field(
         FINISHED, "[B]", "int64", "1: the response has an end token; 0: the length limit cut it",
-        (_GENERATE,), ("measure_batch", "mask_truncated", "refill"),
+        (_GENERATE,),
     ),
     Field(WEIGHT_VERSION, "[B]", "int64", "version of the weights that generated", (_GENERATE,)),
     Field(
         REWARD_BASELINES, "[B]", "float32", "reward, of the greedy response to the same prompt",
-        ("add_baselines",), ("estimate_advantages",),
+        ("add_baselines",),
     ),
     Field(
         OLD_LOG_PROBS, "[B, R]", "float32", "nats, of the actor before the update",
         ("compute_log_prob",),
-        (
-            "penalise_kl", "correct_mismatch", "estimate_advantages", "select_update_tokens",
-            "update_actor",
-        ),
     ),
     Field(
         ENTROPYS, "[B, R]", "float32", "nats, of the actor before the update",
-        ("compute_log_prob",), ("measure_entropy",),
+        ("compute_log_prob",),
     ),
     Field(
         REF_LOG_PROB, "[B, R]", "float32", "nats, of the reference policy",
-        ("compute_ref_log_prob",), ("penalise_kl", "update_actor"),
+        ("compute_ref_log_prob",),
     ),
     Field(
         VALUES, "[B, R]", "float32",
-        "reward, the critic's expected return before each token is chosen",
-        ("compute_values",), ("estimate_advantages", "update_critic"),
+        "reward, the critic's expected return before each token is chosen", ("compute_values",),
     ),
     Field(
-        RM_SCORES, "[B, R]", "float32",
-        "score of a reward model at the last token, 0 elsewhere",
+        RM_SCORES, "[B, R]", "float32", "score of a reward model at the last token, 0 elsewhere",
         ("compute_rm_score", _SCORE),
     ),
     Field(
         TOKEN_LEVEL_SCORES, "[B, R]", "float32",
-        "score of the reward function at the last token, 0 elsewhere",
-        (_SCORE,),
-        (
-            "add_baselines", "refill", "measure_batch", "mask_zero_variance_groups",
-            "shape_scores", "log_samples",
-        ),
+        "score of the reward function at the last token, 0 elsewhere", (_SCORE,),
     ),
     Field(
         REWARD_COMPONENTS, "[B, K]", "float32",
-        "numbers that the reward function returns beside its score",
-        (_SCORE,), ("estimate_advantages",),
+        "numbers that the reward function returns beside its score", (_SCORE,),
     ),
     Field(
         TOKEN_LEVEL_REWARDS, "[B, R]", "float32",
         "reward: the score after length penalty, clipping, whitening and KL penalty",
-        ("shape_scores", "penalise_kl"), ("penalise_kl", "estimate_advantages"),
+        ("shape_scores", "penalise_kl"),
     ),
     Field(
         ROLLOUT_IS_WEIGHTS, "[B, R]", "float32",
-        "importance weight of training against rollout, without unit",
-        ("correct_mismatch",), ("update_actor",),
+        "importance weight of training against rollout, without unit", ("correct_mismatch",),
     ),
     Field(
         ADVANTAGES, "[B, R]", "float32", "reward, or without unit where it is normalised",
-        ("estimate_advantages",), ("balance_over_ranks", "select_update_tokens", "update_actor"),
+        ("estimate_advantages",),
     ),
     Field(
         RETURNS, "[B, R]", "float32", "reward, the target of the critic",
-        ("estimate_advantages",), ("update_critic",),
+        ("estimate_advantages",),
     ),
     Field(
         SELECTED_TOKENS, "[B, R]", "bool", "tokens that the covariance losses treat apart",
-        ("select_update_tokens",), ("update_actor",),
+        ("select_update_tokens",),
     ),
-)  # fmt: skip
-"""Tensor fields, in the order in which a step writes them."""
-
-ARRAYS: tuple[Field, ...] = (
     Field(
         DATA_SOURCE, "[B]", "object", "str or None, selects the built-in reward function",
-        (_PROMPT_LOADER,), (_SCORE, "log_samples"),
+        (_PROMPT_LOADER,),
     ),
-    Field(
-        REWARD_MODEL, "[B]", "object", "dict with ground_truth",
-        (_PROMPT_LOADER,), (_SCORE, "log_samples"),
-    ),
+    Field(REWARD_MODEL, "[B]", "object", "dict with ground_truth", (_PROMPT_LOADER,)),
     Field(
         EXTRA_INFO, "[B]", "object", "dict or None, other values of the data row",
-        (_PROMPT_LOADER,), (_SCORE,),
+        (_PROMPT_LOADER,),
     ),
-    Field(
-        RAW_PROMPT, "[B]", "object", "list of chat messages",
-        (_PROMPT_LOADER,), (_SCORE, "log_samples"),
-    ),
-    Field(
-        INDEX, "[B]", "object", "int, number of the row in its data files",
-        (_PROMPT_LOADER,), (),
-    ),
+    Field(RAW_PROMPT, "[B]", "object", "list of chat messages", (_PROMPT_LOADER,)),
+    Field(INDEX, "[B]", "object", "int, number of the row in its data files", (_PROMPT_LOADER,)),
     Field(
         MULTI_MODAL_INPUTS, "[B]", "object",
-        "for a model that takes images: dict of `pixel_values` and `image_grid_thw`, {} without",
-        (_PROMPT_LOADER,), (_GENERATE, *_LOG_PROBS, "update_actor"),
+        "for a model that takes images: dict of `pixel_values` and `image_grid_thw`, {} "
+        "without", (_PROMPT_LOADER,),
     ),
     Field(
         UID, "[B]", "object", "str, the same for all rows of one prompt group",
         ("expand_prompts",),
-        ("refill", "balance_over_ranks", "mask_zero_variance_groups", "estimate_advantages"),
     ),
     Field(
         PARTIALS, "[B]", "object",
         "in the result of an update, one row per rank: list of dicts from metric to `Partial`",
-        ("update_critic", "update_actor"), ("log_update",),
+        ("update_critic", "update_actor"),
     ),
 )  # fmt: skip
-"""Object arrays."""
+"""In the order in which a step writes them: tensors, then object arrays."""
 
-BY_NAME: dict[str, Field] = {field.name: field for field in (*TENSORS, *ARRAYS)}
-
-
-def markdown_table() -> str:
-    """Return all fields as a Markdown table, in the order of `TENSORS` and `ARRAYS`."""
-    head = ("field", "shape", "dtype", "unit, meaning", "written by", "read by")
-    rows = [head, ("---",) * len(head)]
-    for field in BY_NAME.values():
-        writers, readers = (_code(names) for names in (field.written_by, field.read_by))
-        rows.append((f"`{field.name}`", field.shape, field.dtype, field.unit, writers, readers))
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
-
-
-def _code(names: tuple[str, ...]) -> str:
-    return ", ".join(f"`{name}`" for name in names) or "—"
-
-
-if __name__ == "__main__":
-    print(markdown_table(), end="")
+BY_NAME: dict[str, Field] = {field.name: field for field in FIELDS}

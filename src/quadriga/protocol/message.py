@@ -14,15 +14,15 @@ from functools import cache, partial
 from typing import Any, TypeAlias
 
 from quadriga.protocol import columns, contents as halves
-from quadriga.protocol.columns import NOTED_BYTES, Column, RemoteColumn, is_remote, local_value
+from quadriga.protocol.columns import Column, RemoteColumn, is_remote, local_value
 from quadriga.protocol.containers import PLAIN_TYPES, walk
 from quadriga.protocol.contents import Contents, MetaInfo
 from quadriga.protocol.encoding import current_device, decode, decode_leaf, encode, encode_leaf
-from quadriga.protocol.rows import RowMap, row_map_of
-from quadriga.protocol.storage import CONTROLLER, Handle, LocalHandle, mark, traffic
+from quadriga.protocol.rows import RowMap, Shard, row_map_of
+from quadriga.protocol.storage import CONTROLLER, Handle, LocalHandle, traffic
 from quadriga.protocol.values import FieldSpec, Payload, flat_payload, payload_of
 
-INLINE_BYTES = NOTED_BYTES
+INLINE_BYTES = 64 * 1024
 """A field of a shard up to this size is sent in the message; a larger one is put into the store."""
 
 Flat: TypeAlias = tuple[Any, ...]
@@ -139,7 +139,7 @@ def pack_for_pickle(contents: Contents, kind: type[object] | None, attributes: M
         return Inline(*encode(local_value(column), key))
 
     message = message_of(contents, kind, attributes, entry)
-    message.row_map = columns.row_map_of_shard(contents.rows, CONTROLLER)
+    message.row_map = RowMap.of_shard(Shard.new(contents.rows, CONTROLLER))
     return message
 
 
@@ -204,7 +204,6 @@ def _receive(key: str, entry: Inline | RemoteColumn, row_map: RowMap | None) -> 
         return RemoteColumn(entry.spec, row_map, (LocalHandle(entry.payload, entry.nbytes),))
     value, nbytes = decode(entry.spec, row_map, [entry.payload])
     traffic.fetched(nbytes)
-    mark(value, [shard.origin for shard in row_map.shards])
     return value
 
 

@@ -1,7 +1,7 @@
 """Which rows an operation selects, and where the rows of a remote batch are stored.
 
-Every operation that changes rows (slice, reorder, repeat, padding …) becomes a `RowRange`
-(consecutive rows in order) or `RowIndices` (any rows in any order, repeats allowed).
+Every operation that changes rows (slice, reorder, repeat, padding …) becomes a `RowSelection`:
+a range of rows, or an array of row numbers.
 
 A remote batch has a `RowMap`. No operation on it reads or moves a stored byte. Fields that were
 produced by one call share one `RowMap`, so a selection is computed once for all of them.
@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -21,35 +21,9 @@ import torch
 from quadriga.errors import FieldError, LengthError, ProtocolError
 from quadriga.protocol.storage import Array, Ints, Origin
 
-_FEW = 4096
-"""Up to this many segments a Python loop is faster than numpy on many small arrays."""
-
-_FEW_SHARDS = 16
-"""Up to this many segments Python sorts the shards of a part faster than numpy."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowRange:
-    """Rows `start … stop - 1`. Selecting them from a local tensor returns a view."""
-
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RowIndices:
-    """Rows `rows[0], rows[1], …` ([M] int64, each within the batch). Local tensors are copied."""
-
-    rows: Ints
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-
-RowSelection = RowRange | RowIndices
+RowSelection: TypeAlias = range | Ints
+"""Rows of a batch: consecutive ones (a range of step 1; a view of local tensors), or their numbers
+in any order ([M] int64, repeats allowed; a copy)."""
 
 
 def chunk_bounds(length: int, chunks: int, uneven: bool) -> list[int]:
@@ -78,16 +52,15 @@ def chunk_bounds(length: int, chunks: int, uneven: bool) -> list[int]:
 #     stored row     a0  a1  a2  b0  b1  b2        segments [[0, 0, 3],   shard 0, rows 0, 1, 2
 #                    └── segment ┘└── segment ┘              [1, 0, 3]]   shard 1, rows 0, 1, 2
 #
-#     take RowRange(2, 5)            a2  b0  b1              [[0, 2, 3], [1, 0, 2]]
-#     take RowIndices([5, 0, 1])     b2  a0  a1              [[1, 2, 3], [0, 0, 2]]
-#     take RowRange(3, 6)            b0  b1  b2              [[0, 0, 3]]: shard a is dropped, and b
+#     take range(2, 5)               a2  b0  b1              [[0, 2, 3], [1, 0, 2]]
+#     take rows [5, 0, 1]            b2  a0  a1              [[1, 2, 3], [0, 0, 2]]
+#     take range(3, 6)               b0  b1  b2              [[0, 0, 3]]: shard a is dropped, and b
 #                                                            gets the index 0
 #     concat of rows [0, 2), [2, 6)  a0 a1 | a2 b0 b1 b2     [[0, 0, 3], [1, 0, 3]]: the segments
 #                                                            [0, 0, 2] and [0, 2, 3] are merged
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(NamedTuple):
     """The rows that one rank stored: a number that no other shard has, its rows, its writer."""
 
     uid: int
@@ -100,26 +73,25 @@ class Shard:
         return Shard(int.from_bytes(os.urandom(8), "little"), rows, origin)
 
 
-_Plan = tuple[Ints, tuple[int, ...]]  # segments, and the indices of the shards that they need
-Plans = dict[bytes, list[_Plan]]
-"""Content of a row map → the plans of all selections of one operation."""
+Plan: TypeAlias = tuple[Ints, tuple[int, ...]]
+"""The segments of a selection, and the indices of the shards that they need, in ascending order."""
 
 
-@dataclass(frozen=True, eq=False)
 class RowMap:
     """Where each row of a batch is stored; see the drawing above.
 
     `segments` [S, 3] int64 in batch order: index of the shard, first row, row after the last.
     """
 
-    shards: tuple[Shard, ...]
-    segments: Ints
+    def __init__(self, shards: tuple[Shard, ...], segments: Ints) -> None:
+        self.shards = shards
+        self.segments = segments
 
     @staticmethod
     def of_shard(shard: Shard) -> RowMap:
         """Return the map of all rows of one shard, in order."""
         if shard.rows == 0:
-            return RowMap((), np.empty((0, 3), dtype=np.int64))
+            return RowMap((), _NO_SEGMENTS)
         return RowMap((shard,), np.array([[0, 0, shard.rows]], dtype=np.int64))
 
     @cached_property
@@ -143,7 +115,7 @@ class RowMap:
     def __len__(self) -> int:
         if len(self.segments) == 1:
             return int(self.segments[0, 2] - self.segments[0, 1])
-        return int(self.offsets[-1])
+        return self.starts[-1]
 
     def __reduce__(self) -> tuple[object, ...]:
         return row_map_of, self.flat()
@@ -151,17 +123,10 @@ class RowMap:
     def flat(self) -> tuple[object, ...]:
         """Return the arguments of `row_map_of`: tuples of numbers and strings, and bytes."""
         origins: dict[Origin, int] = {}
-        if len(self.shards) == 1:  # hashing an origin takes as long as the rest
-            (shard,) = self.shards
-            shards: tuple[tuple[int, int, int], ...] = ((shard.uid, shard.rows, 0),)
-            found: Iterable[Origin] = (shard.origin,)
-        else:
-            shards = tuple(
-                [(s.uid, s.rows, origins.setdefault(s.origin, len(origins))) for s in self.shards]
-            )
-            found = origins
-        writers = tuple([(o.role, o.rank, o.method, o.node) for o in found])
-        return shards, writers, self.segments.tobytes()
+        shards = tuple(
+            [(s.uid, s.rows, origins.setdefault(s.origin, len(origins))) for s in self.shards]
+        )
+        return shards, tuple(map(tuple, origins)), self.segments.tobytes()
 
     def expand(self) -> tuple[Ints, Ints]:
         """Return the shard index and the row in that shard of each batch row: two arrays [N]."""
@@ -170,77 +135,43 @@ class RowMap:
         rows = np.arange(len(self), dtype=np.int64) + shift
         return np.repeat(self.segments[:, 0], lengths), rows
 
-    def take(
-        self, selections: Sequence[RowSelection], plans: Plans
-    ) -> list[tuple[RowMap, tuple[int, ...]]]:
-        """Return for each selection its map and the indices of the shards that it still needs.
+    def take(self, plan: Plan) -> RowMap:
+        """Return the map of a selection from its plan; the shards are renumbered."""
+        segments, kept = plan
+        return RowMap(tuple([self.shards[s] for s in kept]), segments)
 
-        The shards are renumbered in the order of those indices. One selection may be of any kind;
-        several are ranges, computed in one pass. `plans` caches the work within one operation: maps
-        with equal segments over different shards, which results of several calls have, are computed
-        once.
-        """
-        first = selections[0]
-        if selections == [RowRange(0, len(self))]:
-            return [(self, tuple(range(len(self.shards))))]
-        found = plans.get(self.content)
-        if found is None:
-            if isinstance(first, RowRange) and len(selections) == 1:
-                found = [_without_unused_shards(self._range(first.start, first.stop))]
-            elif isinstance(first, RowRange):
-                found = self._ranges([r for r in selections if isinstance(r, RowRange)])
-            else:
-                found = [_without_unused_shards(self._selected(first.rows))]
-            plans[self.content] = found
-        shards = self.shards
-        return [
-            (RowMap(tuple([shards[s] for s in kept]), segments), kept) for segments, kept in found
-        ]
-
-    def _ranges(self, ranges: Sequence[RowRange]) -> list[_Plan]:
-        # Segments a [0, 3) and b [0, 3), ranges 0 to 2, 2 to 4, 4 to 6:
-        #   part           0            1                2
-        #   segments       a [0, 2)     a [2, 3) b [0, 1)    b [1, 3)
-        #   first, last    0, 1         0, 2             1, 2
-        starts, stops = np.array([(r.start, r.stop) for r in ranges], dtype=np.int64).T
-        first = self.offsets.searchsorted(starts, side="right") - 1
-        last = self.offsets.searchsorted(stops, side="left")
-        counts = np.where(stops > starts, last - first, 0)
-        ends = np.cumsum(counts)
-        begins = ends - counts
-        within = np.arange(int(ends[-1])) - np.repeat(begins, counts)
-        segments = self.segments[np.repeat(first, counts) + within]
-        some = counts > 0
-        segments[begins[some], 1] += (starts - self.offsets[first])[some]
-        segments[ends[some] - 1, 2] -= (self.offsets[last] - stops)[some]
+    def plan(self, selection: RowSelection) -> Plan:
+        """Return the segments of the selected rows and the shards that they need."""
+        if isinstance(selection, range):
+            start, stop = selection.start, selection.stop
+            if start == stop:
+                return _NO_SEGMENTS, ()
+            first = bisect_right(self.starts, start) - 1
+            last = bisect_left(self.starts, stop)
+            if last - first == 1:
+                shard, low, _ = self.segments[first].tolist()
+                low += start - self.starts[first]
+                return np.array([[0, low, low + stop - start]], dtype=np.int64), (shard,)
+            # [2, 5) of segments a [0, 3) and b [0, 3): a loses its first 2 rows, b its last 6 - 5.
+            segments = self.segments[first:last].copy()
+            segments[0, 1] += start - self.starts[first]
+            segments[-1, 2] -= self.starts[last] - stop
+        elif len(selection) == 0:
+            return _NO_SEGMENTS, ()
+        else:
+            # The last segment that starts at or before a row contains that row.
+            which = self.offsets.searchsorted(selection, side="right") - 1
+            rows = self.segments[which, 1] + selection - self.offsets[which]
+            segments = runs(self.segments[which, 0], rows)
         numbers = segments[:, 0].tolist()
-        # A part of one segment needs one shard, which becomes number 0.
-        segments[begins[counts == 1], 0] = 0
-        return [
-            (segments[begin:end], (numbers[begin],))
-            if end - begin == 1
-            else _without_unused_shards(segments[begin:end])
-            for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)
-        ]
+        kept = tuple(sorted(set(numbers)))
+        if kept[-1] != len(kept) - 1:
+            new = {number: i for i, number in enumerate(kept)}
+            segments[:, 0] = [new[number] for number in numbers]
+        return segments, kept
 
-    def _range(self, start: int, stop: int) -> Ints:
-        if start == stop:
-            return np.empty((0, 3), dtype=np.int64)
-        first = bisect_right(self.starts, start) - 1
-        last = bisect_left(self.starts, stop)
-        # [2, 5) of segments a [0, 3) and b [0, 3): a loses its first 2 rows, b its last 6 - 5 = 1.
-        segments = self.segments[first:last].copy()
-        segments[0, 1] += start - self.starts[first]
-        segments[-1, 2] -= self.starts[last] - stop
-        return segments
 
-    def _selected(self, rows: Ints) -> Ints:
-        if len(rows) == 0:
-            return np.empty((0, 3), dtype=np.int64)
-        # The last segment that starts at or before a row contains that row.
-        which = self.offsets.searchsorted(rows, side="right") - 1
-        row = self.segments[which, 1] + rows - self.offsets[which]
-        return runs(self.segments[which, 0], row)
+_NO_SEGMENTS: Ints = np.empty((0, 3), dtype=np.int64)
 
 
 def row_map_of(
@@ -276,17 +207,10 @@ def concat(parts: Sequence[RowMap], share: bool = True) -> tuple[RowMap, list[tu
                 shards.append(shard)
                 sources.append((p, s))
             numbers.append(at)
-    if sum(len(part.segments) for part in parts) <= _FEW:
-        return RowMap(tuple(shards), _join_few(parts, numbers)), sources
-    segments = np.concatenate([part.segments for part in parts])
-    # Shards of two parts are numbered 0 1 | 0 1: those of the second part are at 2 3 in `numbers`.
-    before = np.cumsum([0, *(len(part.shards) for part in parts[:-1])])
-    base = np.repeat(before, [len(part.segments) for part in parts])
-    segments[:, 0] = np.array(numbers, dtype=np.int64)[segments[:, 0] + base]
-    return RowMap(tuple(shards), _merge(segments)), sources
+    return RowMap(tuple(shards), _joined(parts, numbers)), sources
 
 
-def _join_few(parts: Sequence[RowMap], numbers: Sequence[int]) -> Ints:
+def _joined(parts: Sequence[RowMap], numbers: Sequence[int]) -> Ints:
     """Join segments with renumbered shards; merge those that continue each other."""
     joined: list[list[int]] = []
     base = 0
@@ -312,30 +236,6 @@ def runs(shard: Ints, row: Ints) -> Ints:
     return np.stack((shard[starts], row[starts], row[ends] + 1), axis=1)
 
 
-def _merge(segments: Ints) -> Ints:
-    """Merge neighbouring segments that continue each other: rows [0, 2) and [2, 3) of a shard."""
-    if len(segments) < 2:
-        return segments
-    follows = (segments[1:, 0] == segments[:-1, 0]) & (segments[1:, 1] == segments[:-1, 2])
-    if not follows.any():
-        return segments
-    starts = np.concatenate(([0], np.flatnonzero(~follows) + 1))
-    ends = np.concatenate((starts[1:], [len(segments)])) - 1
-    return np.stack((segments[starts, 0], segments[starts, 1], segments[ends, 2]), axis=1)
-
-
-def _without_unused_shards(segments: Ints) -> _Plan:
-    """Renumber the shards of segments to those that are used, and return which those are."""
-    if len(segments) > _FEW_SHARDS:
-        used, renumbered = np.unique(segments[:, 0], return_inverse=True)
-        segments[:, 0] = renumbered.reshape(-1)
-        return segments, tuple(used.tolist())
-    numbers = segments[:, 0].tolist()
-    kept = sorted(set(numbers))
-    segments[:, 0] = [kept.index(number) for number in numbers]
-    return segments, tuple(kept)
-
-
 RowIndex = slice | Sequence[int] | Sequence[bool] | Array | torch.Tensor
 """An index that selects several rows."""
 
@@ -344,8 +244,8 @@ def from_slice(index: slice, length: int) -> RowSelection:
     """Return the rows of a Python slice over `length` rows."""
     start, stop, step = index.indices(length)
     if step == 1:
-        return RowRange(start, max(start, stop))
-    return RowIndices(np.arange(start, stop, step, dtype=np.int64))
+        return range(start, max(start, stop))
+    return np.arange(start, stop, step, dtype=np.int64)
 
 
 def from_index(index: object, length: int) -> RowSelection:
@@ -362,7 +262,7 @@ def from_index(index: object, length: int) -> RowSelection:
     if given.dtype == np.bool_:
         if len(given) != length:
             raise ProtocolError(f"expected a mask of {length} rows, got {len(given)} entries")
-        return RowIndices(np.flatnonzero(given).astype(np.int64))
+        return np.flatnonzero(given).astype(np.int64)
     if given.dtype.kind not in "iu":
         raise ProtocolError(f"expected row numbers or a bool mask, got dtype {given.dtype}")
     rows = given.astype(np.int64, copy=True)
@@ -372,7 +272,7 @@ def from_index(index: object, length: int) -> RowSelection:
             bad = low if low < -length else high
             raise IndexError(f"row {bad} of a batch of {length} rows")
         rows[rows < 0] += length
-    return RowIndices(rows)
+    return rows
 
 
 def _as_array(index: object) -> Array:
@@ -391,7 +291,7 @@ def _as_array(index: object) -> Array:
     )
 
 
-def repeated(repeat_times: object, length: int) -> RowIndices:
+def repeated(repeat_times: object, length: int) -> Ints:
     """Return row `i` `repeat_times[i]` times.
 
     Raises `FieldError` unless `repeat_times` holds integers, `LengthError` unless it holds one for
@@ -408,10 +308,10 @@ def repeated(repeat_times: object, length: int) -> RowIndices:
         raise LengthError(f"repeat_times: expected {length} entries (rows), got {len(counts)}")
     if counts.size and int(counts.min()) < 0:
         raise LengthError(f"repeat_times: expected counts of 0 or more, got {int(counts.min())}")
-    return RowIndices(np.repeat(np.arange(length, dtype=np.int64), counts))
+    return np.repeat(np.arange(length, dtype=np.int64), counts)
 
 
-def padded(length: int, size: int, candidate: str) -> RowIndices:
+def padded(length: int, size: int, candidate: str) -> Ints:
     """Return all rows, then `size` times the first row ("first") or the last row (otherwise)."""
     if size < 0:
         raise LengthError(f"padding: expected 0 or more rows to add, got {size}")
@@ -419,7 +319,7 @@ def padded(length: int, size: int, candidate: str) -> RowIndices:
         raise LengthError(f"padding: an empty batch has no row to repeat {size} times")
     row = 0 if candidate == "first" else length - 1
     added = np.full(size, row, dtype=np.int64)
-    return RowIndices(np.append(np.arange(length, dtype=np.int64), added))
+    return np.append(np.arange(length, dtype=np.int64), added)
 
 
 def row_number(index: object, length: int) -> int | None:

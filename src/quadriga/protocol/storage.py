@@ -9,41 +9,26 @@ import copy
 import itertools
 import os
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
-from typing import (
-    Any,
-    Generic,
-    Protocol,
-    Self,
-    TypeAlias,
-    TypeGuard,
-    TypeVar,
-    runtime_checkable,
-)
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeGuard, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 StoredValue: TypeAlias = Any
 """What was put into a store: a payload, or any picklable value of a user."""
-T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(NamedTuple):
     """The writer of a value: role ("actor"), rank, method ("compute_values"), node address."""
 
     role: str
     rank: int
     method: str
     node: str = ""
-
-    def __reduce__(self) -> tuple[type[Origin], tuple[str, int, str, str]]:
-        return Origin, (self.role, self.rank, self.method, self.node)
 
     def __str__(self) -> str:
         method = f".{self.method}" if self.method else ""
@@ -122,8 +107,7 @@ def is_row_handle(handle: Handle) -> TypeGuard[RowHandle]:
     return getattr(handle, "sends_rows", False)
 
 
-@dataclass(frozen=True, slots=True)
-class RowRequest:
+class RowRequest(NamedTuple):
     """Rows of one stored payload: `rows` are numbers of rows in it, int64."""
 
     handle: RowHandle
@@ -263,70 +247,6 @@ def is_transport_pickling() -> bool:
     return any(transport.is_pickling() for transport in transports)
 
 
-class _Reference(weakref.ref[object]):
-    """A weak reference that knows the id of its value, and what to do when the value is dead."""
-
-    __slots__ = ("at", "forget")
-    at: int
-    forget: Callable[[_Reference], None]
-
-
-def _forget(reference: weakref.ref[object]) -> None:
-    assert isinstance(reference, _Reference)
-    reference.forget(reference)
-
-
-class IdentityMap(Generic[T]):
-    """Data about tensors and arrays, by identity, for as long as they exist.
-
-    A `WeakKeyDictionary` compares and hashes its keys, which arrays and tensors do not allow.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[int, tuple[_Reference, T]] = {}
-
-    def __setitem__(self, value: object, data: T) -> None:
-        reference = _Reference(value, _forget)
-        reference.at, reference.forget = id(value), self._forget
-        self._entries[reference.at] = reference, data
-
-    def _forget(self, reference: _Reference) -> None:
-        entry = self._entries.get(reference.at)
-        # A new value may have got the id of the dead one: its entry stays.
-        if entry is not None and entry[0] is reference:
-            del self._entries[reference.at]
-
-    def get(self, value: object) -> T | None:
-        """Return the data about a value, None if there is none."""
-        entry = self._entries.get(id(value))
-        return entry[1] if entry is not None and entry[0]() is value else None
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-
-_writers: IdentityMap[tuple[Origin, ...]] = IdentityMap()
-
-
-def mark(value: object, origins: Sequence[Origin]) -> None:
-    """Remember the writers of a local tensor or array, for as long as the value exists."""
-    if origins:
-        one = len(origins) == 1
-        _writers[value] = (origins[0],) if one else tuple(dict.fromkeys(origins))
-
-
-def origins_of(value: object) -> tuple[Origin, ...]:
-    """Return the writers of a local value, `()` if they are not known."""
-    return _writers.get(value) or ()
-
-
-def inherit(value: T, sources: Iterable[object]) -> T:
-    """Return `value`, marked with the writers of all values from which it was computed."""
-    if len(_writers):
-        mark(value, [origin for source in sources for origin in origins_of(source)])
-    return value
-
-
 @dataclass(slots=True)
 class Counts:
     """`fetched_*`: rows copied into this process out of stored shards or messages, exactly those
@@ -349,20 +269,20 @@ class Traffic:
 
     def fetched(self, nbytes: int) -> None:
         """Count one received field of `nbytes`."""
-        with self._lock:
-            self._counts.fetched_bytes += nbytes
-            self._counts.fetched_fields += 1
+        self._add(fetched_bytes=nbytes, fetched_fields=1)
 
     def stored(self, nbytes: int) -> None:
         """Count one stored field of `nbytes`."""
-        with self._lock:
-            self._counts.stored_bytes += nbytes
-            self._counts.stored_objects += 1
+        self._add(stored_bytes=nbytes, stored_objects=1)
 
     def cut(self, nbytes: int) -> None:
         """Count rows of `nbytes` that another process cut out for this one."""
+        self._add(cut_bytes=nbytes)
+
+    def _add(self, **more: int) -> None:
         with self._lock:
-            self._counts.cut_bytes += nbytes
+            for name, number in more.items():
+                setattr(self._counts, name, getattr(self._counts, name) + number)
 
     def snapshot(self) -> Counts:
         """Return a copy of the counts."""

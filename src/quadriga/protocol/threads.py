@@ -1,78 +1,93 @@
-"""Waiting for ranks in threads, for programs with an event loop.
-
-`asyncio.to_thread` has a few threads for each event loop (6 on a machine of 2 cores). Forty
-coroutines that wait for futures would use all of them, and a call that must read its arguments in a
-thread to complete these futures would wait for ever. The threads here have no such limit.
-"""
+"""Results that may not exist yet, and waiting for them in threads. Imports no torch."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from queue import SimpleQueue
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+from quadriga.errors import CallTimeoutError
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-
-class _Threads:
-    """The threads of this process. They do not keep it from ending."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Start with no thread. A forked child calls it: the parent's threads are not in it."""
-        self._lock = threading.Lock()
-        self._idle = 0
-        self._given: SimpleQueue[Callable[[], None]] = SimpleQueue()
-
-    def run(self, work: Callable[[], None]) -> None:
-        """Call `work` in an idle thread, or in a new one if no thread is idle."""
-        with self._lock:
-            found = self._idle > 0
-            if found:
-                self._idle -= 1
-        if not found:
-            # Not of a `ThreadPoolExecutor`: Python waits for its threads when a process ends, and a
-            # thread whose rank never returns would keep the process for ever.
-            threading.Thread(target=self._work, name="quadriga-wait", daemon=True).start()
-        self._given.put(work)  # no argument of the thread, which would keep it for ever
-
-    def _work(self) -> None:
-        while True:
-            work = self._given.get()
-            work()
-            del work  # what it refers to is not kept while the thread is idle
-            with self._lock:
-                self._idle += 1
+_LONGEST_PAUSE_S = 0.05
 
 
-_threads = _Threads()
-os.register_at_fork(after_in_child=_threads.reset)
+class PendingValue:
+    """The result of one rank, picklable. A backend overrides what it can do better."""
+
+    __slots__ = ()
+
+    @property
+    def value_here(self) -> object:
+        """The packed result if this process knows it without waiting, else None."""
+        return None
+
+    def result(self) -> Any:
+        """Wait for the result. Raises the error of the worker."""
+        raise NotImplementedError
+
+    def done(self) -> bool:
+        """Return whether the result, or the error instead of it, exists."""
+        return True
+
+    def cancel(self) -> bool:
+        """Drop the call if it has not started. Return False if it cannot be dropped."""
+        return False
+
+    @staticmethod
+    def all_done(pendings: Sequence[Any]) -> bool:
+        """Return whether `wait_all(pendings)` returns or raises without waiting for a rank."""
+        return all(pending.done() for pending in pendings)
+
+    @staticmethod
+    def wait_all(pendings: Sequence[Any], timeout: float | None = None) -> None:
+        """Wait for several at once, so that the first failure of any of them ends the wait.
+
+        Raises `CallTimeoutError` after `timeout` seconds. Without a limit `result` waits.
+        """
+        ended = timeout is None or wait_until(lambda: all(p.done() for p in pendings), timeout)
+        if not ended:
+            raise CallTimeoutError(
+                f"The future has no result after {timeout:.3g} s. The call goes on."
+            )
+
+
+def wait_until(ended: Callable[[], bool], timeout: float | None) -> bool:
+    """Ask in growing intervals whether something has ended. Return False after the timeout."""
+    expires = None if timeout is None else time.monotonic() + timeout
+    pause = 0.001
+    while not ended():
+        if expires is not None and time.monotonic() >= expires:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+    return True
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a function that waits, while the event loop goes on. Return or raise what it does.
 
-    The function sees the context variables of the caller, as with `asyncio.to_thread`. If the
-    caller is cancelled, the function goes on; a process that ends does not wait for it.
+    The function sees the context variables of the caller, as with `asyncio.to_thread`. That has a
+    few threads for each event loop (6 on a machine of 2 cores): forty coroutines that wait for
+    futures would use all of them, and a call that must read its arguments in a thread to complete
+    these futures would wait for ever. Here each call has a thread of its own.
+
+    If the caller is cancelled, the function goes on; a process that ends does not wait for it.
     """
-    return await asyncio.wrap_future(_started(partial(function, *args, **kwargs)))
-
-
-def _started(function: Callable[[], T]) -> Future[T]:
-    """Return the outcome of a function that runs in a thread from now on."""
-    call = partial(contextvars.copy_context().run, function)
+    call = partial(contextvars.copy_context().run, partial(function, *args, **kwargs))
     future: Future[T] = Future()
-    _threads.run(partial(_settle, future, call))
-    return future
+    # Not of a `ThreadPoolExecutor`: Python waits for its threads when a process ends, and a thread
+    # whose rank never returns would keep the process for ever.
+    name = "quadriga-wait"
+    threading.Thread(target=_settle, args=(future, call), name=name, daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 def _settle(future: Future[T], call: Callable[[], T]) -> None:

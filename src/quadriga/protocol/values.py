@@ -32,7 +32,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from quadriga.errors import FieldError
-from quadriga.protocol.rows import RowRange, RowSelection
+from quadriga.protocol.rows import RowSelection
 
 Array: TypeAlias = NDArray[np.generic]
 ObjectArray: TypeAlias = NDArray[np.object_]
@@ -263,12 +263,12 @@ def row_gather(offsets: Ints, rows: Ints) -> tuple[Ints, Ints]:
 def take_jagged(nested: Tensor, selection: RowSelection) -> Tensor:
     """Return the selected rows as a nested tensor; differentiable in the values."""
     values, offsets = jagged_parts(nested)
-    if isinstance(selection, RowRange):
+    if isinstance(selection, range):
         low, high = int(offsets[selection.start]), int(offsets[selection.stop])
         chosen = offsets[selection.start : selection.stop + 1]
         return build_jagged(values[low:high], chosen - offsets[selection.start], ragged_dim(nested))
     known: Ints = offsets.cpu().numpy().astype(np.int64)
-    positions, new_offsets = row_gather(known, selection.rows)
+    positions, new_offsets = row_gather(known, selection)
     index = torch.from_numpy(positions).to(values.device)
     new = torch.from_numpy(new_offsets).to(offsets.device, offsets.dtype)
     return build_jagged(select_rows(values, index), new, ragged_dim(nested))
@@ -358,13 +358,13 @@ def take_value(value: LocalValue, selection: RowSelection) -> LocalValue:
     """Return the selected rows: a view for a `RowRange`, a copy for `RowIndices`."""
     if isinstance(value, Tensor) and value.is_nested:
         return take_jagged(value, selection)
-    if isinstance(selection, RowRange):
+    if isinstance(selection, range):
         part: LocalValue = value[selection.start : selection.stop]
         return part
     if isinstance(value, TensorDictBase | Tensor):
-        index = torch.from_numpy(selection.rows)
+        index = torch.from_numpy(selection)
         return _take_rows(value, index) if isinstance(value, Tensor) else value[index]
-    rows: Array = value[selection.rows]  # type: ignore[call-overload]  # no TensorDict here
+    rows: Array = value[selection]  # type: ignore[call-overload]  # no TensorDict here
     return rows
 
 

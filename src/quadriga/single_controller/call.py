@@ -15,10 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
 from types import FunctionType, MemberDescriptorType, ModuleType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict
 
 from quadriga.errors import DispatchError
 from quadriga.protocol.containers import PLAIN_TYPES, walk
+from quadriga.protocol.threads import PendingValue
 from quadriga.single_controller.rank_layout import GroupLayout
 
 if TYPE_CHECKING:
@@ -243,13 +244,8 @@ class Collector:
         return self.collect_fn(self.view, outputs[0] if self.view.single else outputs)
 
 
-@runtime_checkable
-class Pending(Protocol):
-    """The result of one rank, received or not. Picklable."""
-
-    def result(self) -> object:
-        """Wait for the value and return it. Raises what the worker raised."""
-        ...
+Pending: TypeAlias = PendingValue
+"""The result of one rank, received or not."""
 
 
 # Loading `quadriga.protocol.boundary` loads tensordict, which takes as long as loading torch. A

@@ -21,10 +21,10 @@ from quadriga.protocol import (
     DataProto,
     DataProtoFuture,
     fields,
-    operations,
     pad_dataproto_to_divisor,
     unpad_dataproto,
 )
+from quadriga.protocol.contents import shape_and_dtype
 from quadriga.trainer import stages
 from quadriga.trainer.roles.places import PASSES
 from quadriga.trainer.roles.registry import PlacedStage
@@ -213,7 +213,7 @@ def check_result(placed: PlacedStage, batch: DataProto, result: DataProto, *, ro
             declares.
         LengthError: it has other rows than the batch.
     """
-    found = operations.shapes(result.contents)
+    found = {k: shape_and_dtype(c) for k, c in result.contents.columns().items()}
     writes = set(placed.stage.writes)
     if set(found) != writes:
         raise FieldError(
@@ -226,14 +226,15 @@ def check_result(placed: PlacedStage, batch: DataProto, result: DataProto, *, ro
             f"stage {placed.name} got {rows} rows and returned {len(result)}; expected one row "
             "for each row of the batch"
         )
-    own, arrays = operations.shapes(batch.contents), set(result.non_tensor_batch)
+    own, arrays = batch.contents.columns(), set(result.non_tensor_batch)
     # A response mask [B, R] tells the columns of all fields of this shape.
-    tokens = own[fields.RESPONSE_MASK][0].split(", ")[-1] if fields.RESPONSE_MASK in own else ""
+    mask = own.get(fields.RESPONSE_MASK)
+    tokens = "" if mask is None else shape_and_dtype(mask)[0].split(", ")[-1]
     for key, (shape, dtype) in found.items():
         declared = fields.BY_NAME.get(key)
         if declared is None:
             continue
-        is_array = declared in fields.ARRAYS
+        is_array = declared.is_array
         fits = is_array or dtype in _DTYPES.get(declared.dtype, (declared.dtype,))
         if declared.shape == "[B, R]":
             fits &= not tokens or shape == f"[{rows}, {tokens}"

@@ -37,6 +37,7 @@ from quadriga.protocol.storage import (
     snapshot,
     use_store,
 )
+from quadriga.protocol.threads import PendingValue
 from quadriga.single_controller.backend import RankFacts, RankHandle, RankSet
 from quadriga.single_controller.bound_method import BoundMethod
 from quadriga.single_controller.call import Call, Pending, check_timeouts
@@ -102,24 +103,16 @@ class LocalRank:
 
 
 @dataclass(frozen=True)
-class LocalPending:
+class LocalPending(PendingValue):
     """The result of a call that has ended, or its error."""
 
     value: object = None
     error: Exception | None = None
 
     @property
-    def arrived(self) -> object:
+    def value_here(self) -> object:
         """The value; None if the call failed."""
         return self.value
-
-    def done(self) -> bool:
-        """Return True: a local call ends before `submit` returns."""
-        return True
-
-    def cancel(self) -> bool:
-        """Return False: nothing is left that could be dropped."""
-        return False
 
     def result(self) -> object:
         """Return the value. Raises the error of the call."""

@@ -46,6 +46,7 @@ from quadriga.backends.ray.health import (
 from quadriga.backends.ray.memory import collect_in_wait
 from quadriga.backends.ray.store import opened
 from quadriga.errors import CallTimeoutError, QuadrigaError, WorkerDiedError
+from quadriga.protocol.threads import PendingValue
 from quadriga.single_controller.backend import RankHandle, RankSet, broken_groups, raise_if_broken
 
 if TYPE_CHECKING:
@@ -334,7 +335,7 @@ class RayBatch:
         ]
 
 
-class RayPending:
+class RayPending(PendingValue):
     """One rank's result.
 
     In the process that made the call it knows the batch, so that a failure of any peer ends the
@@ -383,7 +384,7 @@ class RayPending:
         return [self.ref]
 
     @property
-    def arrived(self) -> object:
+    def value_here(self) -> object:
         """The value if it was waited for before, else None."""
         known = self.values if self.batch is None else self.batch.values
         return None if known is None else known[self.index]

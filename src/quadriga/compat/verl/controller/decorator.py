@@ -36,7 +36,7 @@ from quadriga.backends.ray.programs import all_references, is_reference
 from quadriga.backends.ray.submission import pending_values
 from quadriga.errors import DispatchError, LengthError
 from quadriga.protocol import DataProto
-from quadriga.protocol.boundary import PendingValue
+from quadriga.protocol.threads import PendingValue
 from quadriga.single_controller import Dispatch, Execute, batch_modes, dispatch
 from quadriga.single_controller.bound_method import Part, parts_of_ranks
 from quadriga.single_controller.call import (
