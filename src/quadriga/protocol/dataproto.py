@@ -6,24 +6,25 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, cast
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from quadriga.errors import FieldError, LengthError
-from quadriga.protocol import contents as halves, disk
+from quadriga.protocol import columns, contents as halves, disk
+from quadriga.protocol.columns import local_value
 from quadriga.protocol.contents import (
     ArrayHalf,
     Contents,
     DataProtoItem,
-    LoaderSettings,
     MetaInfo,
     RemoteBatch,
     TensorHalf,
-    check_dicts,
+    Tensors,
 )
 from quadriga.protocol.message import Message, pack_for_pickle, unpack
 from quadriga.protocol.rows import (
@@ -37,7 +38,13 @@ from quadriga.protocol.rows import (
     row_number,
 )
 from quadriga.protocol.storage import Array
-from quadriga.protocol.values import object_array
+from quadriga.protocol.values import (
+    LocalValue,
+    as_tensordict,
+    describe_value,
+    object_array,
+    tensors_of,
+)
 
 
 class DataProtoConfig:
@@ -120,7 +127,7 @@ class DataProto:
         auto_padding: bool = False,
     ) -> Self:
         """Return a batch of one dict; tensors, and arrays or lists, are separated by type."""
-        tensors, arrays = halves.sort_by_type(data)
+        tensors, arrays = sort_by_type(data)
         return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
 
     @classmethod
@@ -132,11 +139,11 @@ class DataProto:
     ) -> Self:
         """Return a batch of a `TensorDict`. A `NonTensorStack` becomes an array, a `NonTensorData`
         becomes an entry of `meta_info`."""
-        return cls(*halves.split_tensordict(tensor_dict, meta_info, num_batch_dims))
+        return cls(*split_tensordict(tensor_dict, meta_info, num_batch_dims))
 
     def to_tensordict(self) -> TensorDict:
         """Return the inverse of `from_tensordict`. Fetches every field."""
-        return halves.join_tensordict(self.contents)
+        return join_tensordict(self.contents)
 
     def check_consistency(self) -> None:
         """Raise `LengthError` or `FieldError` unless all fields have one length and known types."""
@@ -300,7 +307,7 @@ class DataProto:
         ...]; a jagged field row by row), all others are repeated. Raises `FieldError` and
         `LengthError` naming the key.
         """
-        unfolded = halves.unfold_column_chunks(self.contents, n_split, split_keys or [])
+        unfolded = _unfold_column_chunks(self.contents, n_split, split_keys or [])
         return self.with_contents(*unfolded)
 
     def make_iterator(
@@ -308,16 +315,14 @@ class DataProto:
         mini_batch_size: int,
         epochs: int,
         seed: int | None = None,
-        dataloader_kwargs: LoaderSettings | None = None,
+        dataloader_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[Self]:
         """Iterate over mini-batches of `mini_batch_size` rows, `epochs` times.
 
         `dataloader_kwargs` are those of `torch.utils.data.DataLoader`; `seed` makes `shuffle=True`
         repeatable. Raises `LengthError` unless the length divides.
         """
-        chosen = halves.mini_batch_rows(
-            len(self), mini_batch_size, epochs, seed, dataloader_kwargs or {}
-        )
+        chosen = mini_batch_rows(len(self), mini_batch_size, epochs, seed, dataloader_kwargs or {})
         return (self.select_idxs(rows) for rows in chosen)
 
     def is_padding_enabled(self) -> bool:
@@ -526,3 +531,235 @@ def _with(
         batch = TensorDict(dict(fields), batch_size=[length], device=data.batch.device)
     arrays = {key: fold(value) for key, value in data.non_tensor_batch.items()}
     return data.with_contents(batch, arrays)
+
+
+def check_dicts(
+    tensors: Mapping[str, Tensors], non_tensors: Mapping[str, object], num_batch_dims: int
+) -> tuple[TensorDict | None, ArrayHalf]:
+    """Return the two halves of a batch from plain dicts. Types and lengths are checked."""
+    if num_batch_dims < 1:
+        raise LengthError(f"expected at least one batch dimension, got {num_batch_dims=}")
+    if num_batch_dims > 1 and non_tensors:
+        raise LengthError(
+            f"non-tensors have one batch dimension, got {num_batch_dims=} "
+            f"with non-tensors {list(non_tensors)}"
+        )
+    _check_mapping("tensors", tensors)
+    _check_mapping("non_tensors", non_tensors)
+    for key, value in tensors.items():
+        _check_tensor(key, value, num_batch_dims)
+    batch_size = _common_size(tensors, num_batch_dims)
+    batch = None if batch_size is None else as_tensordict(tensors, batch_size, None)
+    return batch, {key: as_array(key, value) for key, value in non_tensors.items()}
+
+
+def _check_mapping(name: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise FieldError(f"{name}: expected a dict of fields by name, got {type(value).__name__}")
+    for key in value:
+        if not isinstance(key, str):
+            raise FieldError(f"{name}: expected field names, got {key!r} ({type(key).__name__})")
+
+
+def _check_tensor(key: str, value: object, num_batch_dims: int) -> None:
+    if not isinstance(value, torch.Tensor | TensorDictBase):
+        raise FieldError(
+            f"field '{key}' in tensors is a {type(value).__name__}, not a tensor; "
+            "lists and arrays go into non_tensors",
+            field=key,
+        )
+    if len(value.shape) < num_batch_dims:
+        raise FieldError(
+            f"field '{key}' has shape {list(value.shape)}; "
+            f"it needs at least {num_batch_dims} batch dimension(s)",
+            field=key,
+        )
+
+
+def _common_size(tensors: Mapping[str, Tensors], num_batch_dims: int) -> tuple[int, ...] | None:
+    first: tuple[str, tuple[int, ...]] | None = None
+    for key, value in tensors.items():
+        size = tuple(value.shape[:num_batch_dims])
+        if first is None:
+            first = (key, size)
+        elif size != first[1]:
+            raise LengthError(
+                f"all fields of a batch have the same length: '{first[0]}' has {list(first[1])}, "
+                f"'{key}' has {list(size)}",
+                field=key,
+            )
+    return None if first is None else first[1]
+
+
+def as_array(key: str, value: object) -> Array:
+    """Return a numpy array as it is, a list or tuple as a one-dimensional object array."""
+    if isinstance(value, np.ndarray):
+        return value
+    if isinstance(value, list | tuple):
+        return object_array(value)
+    hint = "it goes into tensors" if isinstance(value, torch.Tensor) else "wrap it in a list"
+    raise FieldError(
+        f"field '{key}' in non_tensors is a {type(value).__name__}, "
+        f"not a numpy array or a list; {hint}",
+        field=key,
+    )
+
+
+def sort_by_type(
+    data: Mapping[str, object],
+) -> tuple[dict[str, Tensors], dict[str, object]]:
+    """Separate tensors from everything else that can be a field."""
+    _check_mapping("data", data)
+    tensors: dict[str, Tensors] = {}
+    arrays: dict[str, object] = {}
+    for key, value in data.items():
+        if isinstance(value, torch.Tensor | TensorDictBase):
+            tensors[key] = value
+        elif isinstance(value, np.ndarray | list | tuple):
+            arrays[key] = value
+        else:
+            raise FieldError(
+                f"field '{key}': expected a tensor, a numpy array or a list, got "
+                f"{type(value).__name__}. Settings belong in meta_info",
+                field=key,
+            )
+    return tensors, arrays
+
+
+def split_tensordict(
+    tensor_dict: TensorDictBase | None, meta_info: MetaInfo | None, num_batch_dims: int
+) -> Contents:
+    """Return the contents of a `TensorDict` that may have non-tensors."""
+    meta = dict(meta_info or {})
+    if tensor_dict is None:
+        return Contents(None, {}, meta)
+    tensors: dict[str, Tensors] = {}
+    arrays: ArrayHalf = {}
+    for key, value in tensors_of(tensor_dict).items():
+        if isinstance(value, NonTensorStack):
+            arrays[key] = object_array(value.tolist())
+        elif isinstance(value, NonTensorData):
+            meta[key] = value.data
+        else:
+            tensors[key] = value
+    batch, _ = check_dicts(tensors, {}, num_batch_dims)
+    if batch is None and not arrays and tensor_dict.batch_size:
+        batch = TensorDict({}, batch_size=tensor_dict.batch_size[:num_batch_dims])
+    return Contents(batch, arrays, meta)
+
+
+def join_tensordict(contents: Contents) -> TensorDict:
+    """Return one `TensorDict`: tensors, arrays as `NonTensorStack`, settings as `NonTensorData`.
+
+    Raises `FieldError` when two of them have the same name.
+    """
+    fields: dict[str, object] = {} if contents.batch is None else dict(contents.batch.items())
+    size = [contents.rows] if contents.batch is None else list(contents.batch.batch_size)
+    for key, array in contents.arrays.items():
+        _check_free(key, fields)
+        fields[key] = NonTensorStack(*[NonTensorData(item) for item in array])
+    for key, value in contents.meta.items():
+        _check_free(key, fields)
+        fields[key] = NonTensorData(value, batch_size=size)
+    return TensorDict(fields, batch_size=size)
+
+
+def _check_free(key: str, taken: Mapping[str, object]) -> None:
+    if key in taken:
+        raise FieldError(
+            f"'{key}' names two fields of different kinds; a TensorDict has one name space",
+            field=key,
+        )
+
+
+def _unfold_column_chunks(contents: Contents, n_split: int, split_keys: Sequence[str]) -> Contents:
+    """Turn every row into `n_split` rows.
+
+    Fields in `split_keys` are fetched and split along dimension 1, rows of all others are repeated;
+    remote ones stay remote. Raises `FieldError` for an unknown key, `LengthError` where dimension 1
+    does not divide.
+    """
+    if n_split < 1:
+        raise LengthError(f"expected at least 1 part to split columns into, got {n_split}")
+    batch, arrays, meta = contents
+    tensors, objects = halves.tensor_columns(batch), halves.array_columns(arrays)
+    halves.prefetch(batch, arrays, split_keys)
+    again = np.repeat(np.arange(contents.rows, dtype=np.int64), n_split)
+    others = [
+        {key: column for key, column in half.items() if key not in split_keys}
+        for half in (tensors, objects)
+    ]
+    found = [
+        {
+            key: taken[key] if key in taken else _split_value(key, local_value(column), n_split)
+            for key, column in half.items()
+        }
+        for half, (taken,) in zip((tensors, objects), columns.take(others, [again]), strict=True)
+    ]
+    new_batch = halves.make_batch(batch, found[0], contents.rows * n_split)
+    return Contents(new_batch, halves.make_arrays(found[1]), dict(meta))
+
+
+def _split_value(key: str, value: LocalValue, n_split: int) -> LocalValue:
+    if isinstance(value, TensorDictBase) or (isinstance(value, torch.Tensor) and value.is_nested):
+        raise FieldError(f"field '{key}' is {describe_value(value)} and has no columns", field=key)
+    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype == object:
+        rows = [_pieces(key, row, entries, n_split) for row, entries in enumerate(value)]
+        return object_array([piece for pieces in rows for piece in pieces])
+    if len(value.shape) < 2 or value.shape[1] % n_split:
+        raise LengthError(
+            f"field '{key}' with shape {list(value.shape)} has no dimension 1 that divides into "
+            f"{n_split} columns",
+            field=key,
+        )
+    return value.reshape(value.shape[0] * n_split, value.shape[1] // n_split, *value.shape[2:])
+
+
+def _pieces(key: str, row: int, entries: Any, n_split: int) -> list[object]:
+    """Return the columns of a row that is a list, tuple or array, as values of the same type."""
+    if not isinstance(entries, list | tuple | np.ndarray) or np.ndim(entries) == 0:
+        raise LengthError(
+            f"row {row} of field '{key}' is a {type(entries).__name__} and has no columns; only "
+            "rows that are lists, tuples or arrays can be split",
+            field=key,
+        )
+    size, rest = divmod(len(entries), n_split)
+    if rest:
+        raise LengthError(
+            f"row {row} of field '{key}' has {len(entries)} columns, which do not divide into "
+            f"{n_split}",
+            field=key,
+        )
+    return [entries[i * size : (i + 1) * size] for i in range(n_split)]
+
+
+def mini_batch_rows(
+    length: int, size: int, epochs: int, seed: int | None, loader_kwargs: Mapping[str, Any]
+) -> Iterator[list[int]]:
+    """Yield `length // size * epochs` lists of row numbers.
+
+    Raises `LengthError` at the call, not at the first iteration, unless `size` divides `length`.
+    """
+    if size < 1 or length % size:
+        raise LengthError(
+            f"{length} rows do not divide into mini-batches of {size}: "
+            f"{length} = {size} × {length // max(size, 1)} + {length % max(size, 1)}"
+        )
+    return _draw(length, size, epochs, seed, loader_kwargs)
+
+
+def _draw(
+    length: int, size: int, epochs: int, seed: int | None, loader_kwargs: Mapping[str, Any]
+) -> Iterator[list[int]]:
+    if length == 0:
+        return
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    loader: DataLoader[list[int]] = DataLoader(
+        cast(Any, range(length)),  # a range has the two methods that a DataLoader calls
+        batch_size=size,
+        collate_fn=list,
+        generator=generator,
+        **loader_kwargs,
+    )
+    for _ in range(epochs):
+        yield from loader
