@@ -27,8 +27,7 @@ from quadriga.config.schema import (
 )
 from quadriga.engines.base import EntropyUse
 from quadriga.engines.fsdp import FSDPEngine
-from quadriga.engines.fsdp_memory import fsdp_memory
-from quadriga.engines.memory import Rows, TrainingUse
+from quadriga.engines.memory import Rows, TrainingUse, fsdp_memory
 from quadriga.engines.optimizers.rules import local_shard
 from quadriga.models.memory import EngineMemory
 

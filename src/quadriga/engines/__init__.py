@@ -208,6 +208,6 @@ def engine_memory(model: ModelConfig, engine: EngineConfig, use: TrainingUse) ->
         from quadriga.engines.megatron.memory import megatron_memory
 
         return megatron_memory(model, engine, use)
-    from quadriga.engines.fsdp_memory import fsdp_memory
+    from quadriga.engines.memory import fsdp_memory
 
     return fsdp_memory(model, engine, use)

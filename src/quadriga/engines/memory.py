@@ -1,38 +1,60 @@
-"""The memory of a training engine, known before a weight is loaded.
+"""The memory of a training engine on one rank, known before a weight is loaded.
 
-States are arithmetic: `fsdp_memory` and `megatron.memory`. The activations of one micro-batch are
-counted on the meta device by the code that trains. Both engines have one function
-`(model, engine, use) -> EngineMemory`.
+States are arithmetic. The activations of one micro-batch are counted on the meta device by the code
+that trains. `fsdp_memory` and `megatron.memory` have one function `(model, engine, use) ->
+EngineMemory`.
+
+`FSDPEngine` holds parameter shards all the time. In an optimizer step it also holds, at most:
+
+    forward     activations + gathered parameters + the buffer of a gather
+    backward    activations + gathered parameters + gradients
+    reduction   gathered parameters + gradients + the buffers of a reduction
+    step        gradient shards + what the optimizer allocates
+
+The largest of the first three is the peak of "backward". `sharding.py` says what a unit is, and
+`FSDPEngine` when gradients are reduced. With `engine.offload_policy`, shards of parameters and
+gradients and the optimizer's state are in host memory, which on a CPU is the same memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.engines import sharding
 from quadriga.engines.base import EntropyUse, HeadKind
+from quadriga.engines.loading import simulated_model, whole_load_reason
 from quadriga.engines.micro_batches import plan_micro_batches, select_rows
+from quadriga.engines.optimizers.choice import rule_of_each, state_bytes
+from quadriga.engines.optimizers.muon import newton_schulz
+from quadriga.engines.tensor_parallel import divide_layers
 from quadriga.engines.token_model import TokenModel
 from quadriga.errors import QuadrigaError
-from quadriga.models.log_probs import ACCELERATOR_TILE, CPU_TILE
+from quadriga.models.adapters import BASE, is_adapter
 from quadriga.models.memory import (
     META,
     AllocationCounter,
+    Bytes,
+    EngineMemory,
     failure,
-    gradients_set_aside,
     kernels_of,
+    largest,
     run_backward,
 )
+from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.model_ranks import ModelRanks
 from quadriga.protocol import fields
 
 _MANY = 16  # micro-batches
+EIGHT_BIT_STEP_BYTES = 53
+"""For each element of a parameter shard, what a step of torchao's AdamW allocates where it is not
+compiled (on a CPU): decoded moments in float32 and codes in int64. Measured."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +136,7 @@ class PassMemory:
         forward: most bytes in the forward pass.
         inside: most bytes until the model has returned, before its outputs are computed.
         saved: bytes after the forward pass, which the backward pass needs.
-        activations: most bytes in both passes, without complete gradients of parameters.
-        with_gradients: most bytes in both passes, with the gradients of this micro-batch.
-        logits: bytes of the logits, a part of `activations`.
+        peak: most bytes in both passes.
         problem: why the other numbers are 0; "" if they are counted.
     """
 
@@ -126,9 +146,7 @@ class PassMemory:
     forward: int = 0
     inside: int = 0
     saved: int = 0
-    activations: int = 0
-    with_gradients: int = 0
-    logits: int = 0
+    peak: int = 0
     problem: str = ""
 
 
@@ -144,12 +162,14 @@ def count_pass(
     use: TrainingUse,
     *,
     backward: bool,
+    gradients_exist: bool = True,
     stages: int = 1,
 ) -> PassMemory | None:
     """Return the memory of the update, or of the pass without gradients; None if there is none.
 
     Args:
         module: a model on the meta device; `model` are its settings.
+        gradients_exist: gradients of parameters are added to earlier ones, and not counted.
         stages: least micro-batches, if there are as many rows.
     """
     rows = use.update if backward else use.evaluate
@@ -158,9 +178,13 @@ def count_pass(
     same = replace(engine, param_offload=False, optimizer_offload=False, offload_policy=False)
     if not backward:  # nothing is kept that could be computed again
         model = replace(model, gradient_checkpointing=False)
-    config = module.config.to_json_string()
-    key = (config, model, same, use.head, use.device_type, stages, rows, backward)
+    key = (module.config.to_json_string(), model, same, use.head, use.device_type, stages, rows,
+           backward, gradients_exist)  # fmt: skip
     if key not in _COUNTED:
+        trained = [p for p in module.parameters() if p.requires_grad]
+        if backward and gradients_exist:
+            for parameter in trained:
+                parameter.grad = torch.empty_like(parameter)
         try:
             found = pass_memory(
                 module, engine, rows, head=use.head, device_type=use.device_type,
@@ -170,6 +194,9 @@ def count_pass(
             raise
         except Exception as error:  # a model whose code reads numbers fails in any way; reported
             return PassMemory(rows.count, problem=failure(error))
+        finally:
+            for parameter in trained:
+                parameter.grad = None
         if len(_COUNTED) > 64:
             _COUNTED.clear()
         _COUNTED[key] = found
@@ -199,14 +226,19 @@ def pass_memory(
             device_type=device_type,
             ranks=ModelRanks.simulated(engine),
         )
-        micro, several = _largest_micro_batch(model, engine, rows, stages)
+        tokens = engine.micro_batch_tokens if engine.use_dynamic_bsz else None
+        batch = rows.for_micro_batches(tokens).batch(module.config.get_text_config().vocab_size)
+        micro_batches = plan_micro_batches(
+            batch,
+            size=rows.micro_batch,
+            max_tokens=tokens,
+            share_prompts=model.packed,
+            stages=stages,
+        )
+        micro = select_rows(batch, micro_batches[0], torch.device("cpu"))  # the largest one
         counter, inside = AllocationCounter(), []
         hook = module.register_forward_hook(lambda *_: inside.append(counter.peak))
-        with (
-            gradients_set_aside(counter, list(module.parameters())),
-            counter,
-            torch.set_grad_enabled(backward),
-        ):
+        with counter, torch.set_grad_enabled(backward):
             outputs = model(micro, temperature=1.0, entropy=rows.entropy != "unused")
             forward, saved = counter.peak, counter.live
             if backward:
@@ -218,45 +250,226 @@ def pass_memory(
     return PassMemory(
         rows=count,
         tokens=prompts * rows.prompt + count * rows.response,
-        several=several,
+        several=len(micro_batches) > 1,
         forward=forward,
         inside=inside[0],
         saved=saved,
-        activations=counter.peak,
-        with_gradients=counter.peak_with_kept,
-        logits=_logits(model, micro, engine.model_parallel_size),
+        peak=counter.peak,
     )
 
 
-def _largest_micro_batch(
-    model: TokenModel, engine: EngineConfig, rows: Rows, stages: int
-) -> tuple[dict[str, Tensor], bool]:
-    """Return the first micro-batch, which is the largest, and whether there are others."""
-    tokens = engine.micro_batch_tokens if engine.use_dynamic_bsz else None
-    few = rows.for_micro_batches(tokens)
-    batch = few.batch(model.model.config.get_text_config().vocab_size)
-    micro_batches = plan_micro_batches(
-        batch,
-        size=rows.micro_batch,
-        max_tokens=tokens,
-        share_prompts=model.packed,
-        stages=stages,
-    )
-    first = select_rows(batch, micro_batches[0], torch.device("cpu"))
-    return first, len(micro_batches) > 1
+# FSDP.
 
 
-def _logits(model: TokenModel, micro: dict[str, Tensor], ranks: int) -> int:
-    """Return the bytes of the logits of a micro-batch; with a fused head, those of its tiles.
+def fsdp_memory(
+    model: ModelConfig,
+    engine: EngineConfig,
+    use: TrainingUse,
+    *,
+    min_unit_parameters: int = sharding.MIN_UNIT_PARAMETERS,
+) -> EngineMemory:
+    """Return the memory of `FSDPEngine` with these settings.
 
-    `ranks`: that split the tokens.
+    Raises:
+        ModelError: the folder has no config of a suitable model.
     """
-    if model.head != "lm":
-        return 0
-    vocabulary: int = model.model.config.get_text_config().vocab_size
-    logits = int(micro[fields.RESPONSE_MASK].sum()) * vocabulary // ranks
-    if model.fused:
-        # The forward pass has one tile, the backward pass another one for its weights.
-        tile = CPU_TILE if model.device_type == "cpu" else ACCELERATOR_TILE
-        return 2 * min(logits, tile) * torch.float32.itemsize
-    return logits * next(model.model.parameters()).dtype.itemsize
+    dtype = compute_dtype(engine.dtype, use.device)
+    module = simulated_model(model, use.head, dtype, trained=use.update is not None)
+    largest_weight = max(p.numel() for p in module.parameters())
+    weights: dict[torch.dtype | None, int] = {}
+    for name, p in module.named_parameters():
+        if not is_adapter(name):
+            kept = torch.promote_types(dtype, torch.float32) if p.requires_grad else dtype
+            at = None if name.endswith(f"{BASE}.weight") else kept
+            weights[at] = weights.get(at, 0) + p.numel()
+    if engine.tensor_parallel_size > 1:
+        divide_layers(module, ModelRanks.simulated(engine), None)
+        min_unit_parameters = 0
+    units = _Units(module, engine, use, min_unit_parameters)
+    update, evaluate = (
+        count_pass(
+            module, model, engine, use, backward=backward, gradients_exist=bool(units.layers)
+        )
+        for backward in (True, False)
+    )
+    held, host = units.held(), 0
+    adds: dict[str, Bytes] = {}
+    if evaluate is not None:
+        gathered = units.gathered(engine.reshard_after_forward)
+        adds["evaluate"] = {
+            "gathered parameters": gathered, "activations": units.forward(evaluate)
+        }  # fmt: skip
+    if update is not None:
+        adds |= {"backward": units.backward(update), "step": units.step()}
+    if units.hosted:
+        host = sum(held.values()) + (units.shard_bytes(units.trained) if update else 0)
+        held = {}
+    whole = whole_load_reason(model, use.head, update is not None)
+    return EngineMemory(
+        held=held | {"buffers of the model": sum(b.nbytes for b in module.buffers())},
+        adds=adds,
+        host=host,
+        missing=next((found.problem for found in (update, evaluate) if found), ""),
+        loading=4 * sum(weights.values()) if whole else 0,
+        weights=weights,
+        largest_weight=largest_weight,
+    )
+
+
+def _elements(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+class _Units:
+    """The FSDP units of a model: the parameters of the root, and those of each layer unit.
+
+    `tensor` ranks have divided the layers. Then `shards` ranks share one copy of a layer's part,
+    and `tensor` times as many share the root.
+    """
+
+    def __init__(
+        self, module: PreTrainedModel, engine: EngineConfig, use: TrainingUse, smallest: int
+    ) -> None:
+        layers = [list(layer.parameters()) for layer in sharding.decoder_layers(module)]
+        self.layers = [layer for layer in layers if _elements(layer) >= smallest]
+        in_layers = {id(p) for layer in self.layers for p in layer}
+        self.all = list(module.parameters())
+        self.root = [p for p in self.all if id(p) not in in_layers]
+        self.engine = engine
+        self.on_cpu = use.device_type == "cpu"
+        self.hosted = engine.offload_policy and not self.on_cpu
+        self.dtype = compute_dtype(engine.dtype, use.device)
+        self.reduce_dtype = compute_dtype(engine.reduce_dtype, use.device)
+        self.kept_dtype = torch.promote_types(self.dtype, torch.float32)
+        ranks = use.ranks // engine.tensor_parallel_size
+        self.shards = ranks if engine.fsdp_size == -1 else engine.fsdp_size
+        self.trained = [p for p in self.all if p.requires_grad] if use.update else []
+        rules = rule_of_each(module, use.optim.name) if use.update else {}
+        named = dict(module.named_parameters())
+        # Rows of the root are divided twice: ⌈⌈n / t⌉ / s⌉ = ⌈n / (t · s)⌉.
+        self._parts = {
+            id(p): self.shards * (1 if id(p) in in_layers else engine.tensor_parallel_size)
+            for p in self.all
+        }
+        self._rules = [(named[name], rule) for name, rule in rules.items()]
+
+    def _shard(self, p: nn.Parameter) -> tuple[int, ...]:
+        """Return the shape of the largest shard: 3 of 5 rows on 2 ranks."""
+        return (math.ceil(len(p) / self._parts[id(p)]), *p.shape[1:]) if p.dim() else ()
+
+    def learning(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Return the trained ones of the parameters."""
+        trained = {id(p) for p in self.trained}
+        return [p for p in parameters if id(p) in trained]
+
+    def shard_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
+        """Return the bytes of the shards of the rank with most rows."""
+        trained = {id(p) for p in self.trained}
+        return sum(
+            math.prod(self._shard(p))
+            * (self.kept_dtype if id(p) in trained else self.dtype).itemsize
+            for p in parameters
+        )
+
+    def held(self) -> dict[str, int]:
+        """Return the shards, and the optimizer's state of the rank with the largest shards."""
+        found = {"parameters": self.shard_bytes(self.all)}
+        if self.trained:
+            found["optimizer states"] = sum(
+                state_bytes(rule, self._rows(p), (self._shard(p) or (1,))[0], self.kept_dtype)
+                for p, rule in self._rules
+            )
+        return found
+
+    def _rows(self, p: nn.Parameter) -> tuple[int, ...]:
+        """Return the shape of a parameter with the rows that `shards` ranks share."""
+        return (
+            (math.ceil(len(p) * self.shards / self._parts[id(p)]), *p.shape[1:]) if p.dim() else ()
+        )
+
+    def step(self) -> Bytes:
+        """Return what the update of the parameters needs: gradient shards and its buffers."""
+        # AdamW is fused: it allocates nothing.
+        found = [0]
+        for p, rule in self._rules:
+            if rule == "adamw_8bit" and self.on_cpu:
+                found.append(math.prod(self._shard(p)) * EIGHT_BIT_STEP_BYTES)
+            if rule == "muon":
+                found.append(self._muon_bytes(p))
+        return {"gradients": self._gradient_shards, "buffers": max(found)}
+
+    def _muon_bytes(self, p: nn.Parameter) -> int:
+        """Return what Muon allocates for a matrix, or for the experts of a shard."""
+        dtype = self.kept_dtype if self.on_cpu else torch.bfloat16
+        experts = p.dim() == 3
+        matrix = torch.empty(self._shard(p) if experts else self._rows(p), dtype=dtype, device=META)
+        counter = AllocationCounter()
+        with counter:
+            newton_schulz(matrix)
+        # Each rank of a round has a whole matrix: the shards of all of its matrices are as large as
+        # one, and are joined to be sent.
+        copies = 1 if experts or self.shards == 1 else 3
+        return copies * matrix.nbytes + counter.peak
+
+    @property
+    def _gradient_shards(self) -> int:
+        """The bytes of reduced gradients on the device."""
+        return 0 if self.hosted else self.shard_bytes(self.trained)
+
+    def gathered(self, frees: bool) -> int:
+        """Return the bytes of gathered parameters. `frees`: a layer's are freed after its pass."""
+        layers = [self._whole(layer) for layer in self.layers]
+        if frees and layers:
+            # An accelerator gathers the next layer while it computes one.
+            ahead = 1 if self.shards > 1 and not self.on_cpu else 0
+            layers = [max(layers)] * min(len(layers), 1 + ahead)
+        return self._whole(self.root) + sum(layers)
+
+    def _whole(self, parameters: Iterable[nn.Parameter]) -> int:
+        return _elements(parameters) * self.dtype.itemsize
+
+    def forward(self, found: PassMemory) -> int:
+        """Return what a forward pass adds to the gathered parameters."""
+        # FSDP frees the buffer of a gather with the next gather, or at the end of the model's pass.
+        units = self.layers or [self.root]
+        buffer = max(self._whole(u) if self._parts[id(u[0])] > 1 else 0 for u in units)
+        # Shards in host memory are copied to the device in their own dtype first.
+        copied = max(map(self.shard_bytes, units)) if self.hosted else 0
+        return max(found.forward, found.inside + buffer + copied)
+
+    def _reduction(self, parameters: Iterable[nn.Parameter]) -> int:
+        """Return what the reduction of their gradients allocates, its input included."""
+        flat = _elements(parameters) * self.reduce_dtype.itemsize
+        if self.shards == 1:
+            return 3 * flat  # the input, the input divided by a factor, the output
+        return flat + flat // self.shards + (flat if self.on_cpu else 0)  # gloo copies its input
+
+    def backward(self, found: PassMemory) -> Bytes:
+        """Return the largest moment of the forward and the backward pass."""
+        whole = _elements(self.trained) * self.reduce_dtype.itemsize
+        early = self.engine.reduce_each_micro_batch
+        if early is None:
+            early = self._whole(self.all) + whole > sharding.MAX_UNSHARDED_BYTES
+        # The last micro-batch always reduces, so a single one does.
+        reduces = early or not found.several
+        gathered = self.gathered(self.engine.reshard_after_forward and reduces)
+        # Gradients from earlier micro-batches: shards, or whole ones in the dtype of the reduction.
+        complete = self._gradient_shards if reduces else whole
+        earlier = complete if found.several else 0
+        moments = [(gathered, earlier, max(self.forward(found), found.peak), 0)]
+        in_root = self.learning(self.root)
+        if self.layers:  # one is reduced while others go backward
+            layer = max(map(self.learning, self.layers), key=_elements)
+            new = self._whole(in_root) + self._whole(layer)
+            if not reduces and self.dtype == self.reduce_dtype:
+                new = 0  # a gradient is added in place to an earlier one of its own dtype
+            moments += [
+                (gathered, complete + new, 0, self._reduction(layer)),
+                (gathered, complete, 0, self._reduction(in_root)),
+            ]
+        else:  # gathered parameters are freed, and the buffer is filled from whole gradients
+            filled = whole if not reduces else self._whole(in_root)
+            kept = earlier if reduces else 0
+            moments += [(0, kept + filled, 0, whole), (0, kept, 0, self._reduction(in_root))]
+        names = ("gathered parameters", "gradients", "activations", "buffers")
+        return largest(*(dict(zip(names, moment, strict=True)) for moment in moments))

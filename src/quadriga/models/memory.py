@@ -98,29 +98,24 @@ class AllocationCounter(TorchDispatchMode):
     Storages from before the block are not counted.
 
     Attributes:
-        live: bytes that exist now, without those set aside.
+        live: bytes that exist now.
         peak: the largest value of `live`.
-        peak_with_kept: the largest sum of `live` and of the bytes set aside.
     """
 
-    # A layer y = relu(x · W), then its backward pass. x is from before the block. `kept` are the
-    # bytes that `set_aside` was called for: the gradients of parameters.
+    # A layer y = relu(x · W), then its backward pass. x and the gradient of W, to which another one
+    # is added, are from before the block.
     #
-    #   operator         makes       frees     live         kept
+    #   operator         makes       frees     live
     #   mm               a: 40                 40
-    #   relu             y: 40       a         80 → 40              relu saves its output only
+    #   relu             y: 40       a         80 → 40         relu saves its output only
     #   loss.backward    ∂y: 40                80
     #   relu backward    ∂a: 40      ∂y, y    120 → 40
-    #   mm backward      ∂W: 16      ∂a        56 → 16 → 0  16      after `set_aside(∂W)`
-    #
-    # peak = 120, peak_with_kept = 120.
+    #   mm backward      ∂W: 16      ∂a        56 → 16 → 0
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotations here
         self.live = 0
-        self.kept = 0
         self.peak = 0
-        self.peak_with_kept = 0
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -140,15 +135,7 @@ class AllocationCounter(TorchDispatchMode):
         for tensor in _meta_tensors(result):
             self._note(tensor, counted=True)
         self.peak = max(self.peak, self.live)
-        self.peak_with_kept = max(self.peak_with_kept, self.live + self.kept)
         return result
-
-    def set_aside(self, tensor: Tensor) -> None:
-        """Move the bytes of a tensor from `live` to `kept`, for good."""
-        size = self._sizes.get(tensor.untyped_storage()._cdata, 0)
-        self._sizes[tensor.untyped_storage()._cdata] = 0
-        self.live -= size
-        self.kept += size
 
     def _note(self, tensor: Tensor, *, counted: bool) -> None:
         """Count a storage that is new. One that is an argument first is from before the block."""
@@ -170,28 +157,6 @@ def _meta_tensors(*trees: object) -> Iterator[Tensor]:
     for leaf in tree_leaves(trees):
         if isinstance(leaf, Tensor) and leaf.is_meta:
             yield leaf
-
-
-@contextmanager
-def gradients_set_aside(counter: AllocationCounter, parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Set the gradient of each parameter aside when it is complete, within the block."""
-
-    def keep(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        counter.set_aside(parameter.grad)
-
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(keep)  # type: ignore[no-untyped-call]  # none
-        for parameter in parameters
-        if parameter.requires_grad
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for parameter in parameters:
-            parameter.grad = None
 
 
 _aten = torch.ops.aten

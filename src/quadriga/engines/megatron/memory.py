@@ -14,17 +14,16 @@ more micro-batches):
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines.activation_checkpointing import checkpoint_layers
 from quadriga.engines.loading import simulated_model, tied_names
 from quadriga.engines.megatron.families import (
-    Sizes,
     check_sizes,
     expert_count,
     head_size,
@@ -45,7 +44,7 @@ from quadriga.models.memory import (
 )
 from quadriga.parallel.balancing import owners_of
 from quadriga.parallel.device import compute_dtype
-from quadriga.parallel.layouts import Degrees, Model, Weight, parallel_layout
+from quadriga.parallel.layouts import Weight, parallel_layout
 
 _EXPERTS = "Megatron-core's layers with experts are not simulated"
 
@@ -65,123 +64,113 @@ def stage_memories(
     model: ModelConfig, engine: EngineConfig, use: TrainingUse
 ) -> list[EngineMemory]:
     """Return the memory of a rank of each pipeline stage."""
-    dtype, trained = compute_dtype(engine.dtype, use.device), use.update is not None
-    module = simulated_model(model, use.head, dtype, trained=trained)
-    config, sizes = module.config.get_text_config(), sizes_of(engine)
-    check_sizes(config, sizes, "engine")
-    counts = {name: p.numel() for name, p in module.named_parameters()}
-    tied = {name for names in tied_names(module).values() for name in names}
-    weights = {
-        name: Weight(name, tuple(p.shape), p.itemsize)
-        for name, p in module.named_parameters()
-        if name not in tied
+    planned = _Planned(model, engine, use)
+    passes = {"backward": use.update, "evaluate": use.evaluate}
+    counted = {
+        name: (planned.chunk_pass(rows, backward=name == "backward"), rows)
+        for name, rows in passes.items()
+        if rows is not None
     }
-    stored = megatron_model(
-        config, weights, tensor_ranks=sizes.tensor, stages=sizes.pipeline, chunks=sizes.chunks
-    )
-    found = []
-    for stage in range(sizes.pipeline):
-        held = _states(stored, degrees_of(sizes, use.ranks), stage, dtype, engine, trained=trained)
-        passes = StagePasses(model, engine, config, sizes, use, dtype, stage)
-        update, evaluate = passes.count(backward=True), passes.count(backward=False)
-        adds = {} if update is None else {"backward": {"activations": update.activations}}
-        if evaluate is not None:
-            adds["evaluate"] = {"activations": evaluate.forward}
-        found.append(
-            EngineMemory(
-                held=held,
-                adds=adds,
-                missing=next((p.problem for p in (update, evaluate) if p), ""),
-                weights={None: sum(counts.values())},  # the rollout is sent other tensors
-                largest_weight=max(counts.values()),
-            )
+    counts = [p.numel() for p in planned.module.parameters()]
+    return [
+        EngineMemory(
+            held=planned.states(stage),
+            adds={
+                name: {"activations": planned.peak(found, rows, stage, name == "backward")}
+                for name, (found, rows) in counted.items()
+            },
+            missing=next((found.problem for found, _ in counted.values()), ""),
+            weights={None: sum(counts)},  # the rollout is sent other tensors
+            largest_weight=max(counts),
         )
-    return found
+        for stage in range(planned.sizes.pipeline)
+    ]
 
 
-def _states(
-    stored: Model,
-    degrees: Degrees,
-    stage: int,
-    dtype: torch.dtype,
-    engine: EngineConfig,
-    *,
-    trained: bool,
-) -> Bytes:
-    """Return parameters, gradients and the optimizer's state of the first rank of a stage."""
-    one = degrees if degrees.spread > 1 else replace(degrees, replicas=1)
-    layout = parallel_layout(stored, one)
-    first = next(rank for rank in layout.ranks if one.place(rank).stage == stage)
-    experts = {tensor.name for tensor in stored.stored if tensor.expert is not None}
-    of_both: dict[bool, list[int]] = {False: [], True: []}
-    for tensor in layout.ranks[first]:
-        of_both[tensor.name in experts].append(torch.Size(tensor.shape).numel())
-    elements = sum(map(sum, of_both.values()))
-    if not trained:
-        return {"parameters": elements * dtype.itemsize}
-    owned = 0
-    parts = max(degrees.expert, degrees.spread)
-    data = degrees.world_size // degrees.pipeline // degrees.tensor
-    for of_expert, sizes in of_both.items():
-        replicas = data * (degrees.tensor if degrees.spread > 1 else 1) // parts
-        count = replicas if of_expert else data
-        owned += _largest_share(sizes, count) if engine.distributed_optimizer else sum(sizes)
-    wide = torch.float32.itemsize
-    copies = wide if dtype.itemsize < wide else 0
-    return {
-        "parameters": elements * dtype.itemsize,
-        "gradients": elements * wide,
-        "optimizer states": owned * (len(MOMENTS) * max(wide, dtype.itemsize) + copies),
-    }
+class _Planned:
+    """A model on the ranks of an engine."""
 
+    def __init__(self, model: ModelConfig, engine: EngineConfig, use: TrainingUse) -> None:
+        self.model, self.engine, self.use = model, engine, use
+        self.dtype = compute_dtype(engine.dtype, use.device)
+        self.module = simulated_model(model, use.head, self.dtype, trained=use.update is not None)
+        self.config, self.sizes = self.module.config.get_text_config(), sizes_of(engine)
+        check_sizes(self.config, self.sizes, "engine")
 
-def _largest_share(sizes: list[int], ranks: int) -> int:
-    """Return the elements of the rank that updates most."""
-    loads = [0] * ranks
-    for size, owner in zip(sizes, owners_of(sizes, ranks), strict=True):
-        loads[owner] += size
-    return max(loads)
+    def states(self, stage: int) -> Bytes:
+        """Return parameters, gradients and the optimizer's state of the first rank of a stage."""
+        sizes, tied = self.sizes, {n for names in tied_names(self.module).values() for n in names}
+        weights = {
+            name: Weight(name, tuple(p.shape), p.itemsize)
+            for name, p in self.module.named_parameters()
+            if name not in tied
+        }
+        stored = megatron_model(
+            self.config, weights, tensor_ranks=sizes.tensor, stages=sizes.pipeline,
+            chunks=sizes.chunks,
+        )  # fmt: skip
+        degrees = degrees_of(sizes, self.use.ranks)
+        one = degrees if degrees.spread > 1 else replace(degrees, replicas=1)
+        layout = parallel_layout(stored, one)
+        first = next(rank for rank in layout.ranks if one.place(rank).stage == stage)
+        experts = {tensor.name for tensor in stored.stored if tensor.expert is not None}
+        of_kind: dict[bool, list[int]] = {False: [], True: []}  # of experts: True
+        for tensor in layout.ranks[first]:
+            of_kind[tensor.name in experts].append(torch.Size(tensor.shape).numel())
+        elements = sum(map(sum, of_kind.values()))
+        parameters = {"parameters": elements * self.dtype.itemsize}
+        if self.use.update is None:
+            return parameters
+        data = degrees.world_size // degrees.pipeline // degrees.tensor
+        replicas = data * (degrees.tensor if degrees.spread > 1 else 1)
+        replicas //= max(degrees.expert, degrees.spread)
+        owned = elements
+        if self.engine.distributed_optimizer:
+            owned = _largest_share(of_kind[False], data) + _largest_share(of_kind[True], replicas)
+        wide = torch.float32.itemsize
+        copies = wide if self.dtype.itemsize < wide else 0
+        return parameters | {
+            "gradients": elements * wide,
+            "optimizer states": owned * (len(MOMENTS) * max(wide, self.dtype.itemsize) + copies),
+        }
 
-
-@dataclass(frozen=True)
-class StagePasses:
-    """Counts the passes of a pipeline stage."""
-
-    model: ModelConfig
-    engine: EngineConfig
-    config: PreTrainedConfig
-    sizes: Sizes
-    use: TrainingUse
-    dtype: torch.dtype
-    stage: int
-
-    def count(self, *, backward: bool) -> PassMemory | None:
-        """Return the memory of a pass with all micro-batches that are in flight."""
-        rows = self.use.update if backward else self.use.evaluate
-        if rows is None:
-            return None
+    def chunk_pass(self, rows: Rows, *, backward: bool) -> PassMemory:
+        """Return the memory of one micro-batch in a chunk of layers."""
         if expert_count(self.config):
             return PassMemory(rows.count, problem=_EXPERTS)
-        split = self.sizes.sequence_parallel
-        one_rank = replace(
-            self.engine, name="fsdp", tensor_parallel_size=1, pipeline_parallel_size=1
-        )
+        sizes, split = self.sizes, self.sizes.sequence_parallel
         found = count_pass(
-            self._chunk(1 if split else self.sizes.tensor, trained=backward),
+            self._chunk(1 if split else sizes.tensor, trained=backward),
             self.model,
-            one_rank,
+            replace(self.engine, name="fsdp", tensor_parallel_size=1, pipeline_parallel_size=1),
             replace(self.use, head="value"),
             backward=backward,
-            stages=self.sizes.pipeline,
+            stages=sizes.pipeline,
         )
         assert found is not None
         if found.problem:
             return found
-        found = replace(found, tokens=-(-found.tokens // self.sizes.context))
-        if split:
-            found = self._split(found)
-        found = self._beyond_transformers(found, backward=backward)
-        return self._with_head(self._in_flight(found, rows), rows, backward=backward)
+        tokens = -(-found.tokens // sizes.context)
+        token = tokens * self.dtype.itemsize
+        forward, saved, peak = found.forward, found.saved, found.peak
+        if split:  # a layer gathers its input, and the gradient of its input
+            gathered = token * self.config.hidden_size
+            forward, saved = forward // sizes.tensor + gathered, saved // sizes.tensor
+            peak = peak // sizes.tensor + 2 * gathered
+        # Megatron-core keeps sines and cosines for queries and for keys, and a copy of the linear
+        # half of the gated activation. Without gradients it has for a while about one and a half
+        # times this half and the input of the layer beside what transformers has (measured).
+        half = self.config.intermediate_size // sizes.tensor
+        if backward:
+            kept = token * (half + 4 * head_size(self.config))
+            if not self.model.gradient_checkpointing:
+                kept *= self.config.num_hidden_layers // sizes.pipeline // sizes.chunks
+                saved += kept
+            peak += kept
+        else:
+            hidden = self.config.hidden_size // (sizes.tensor if split else 1)
+            forward += 3 * token * (half + hidden) // 2
+        return replace(found, tokens=tokens, forward=forward, saved=saved, peak=peak)
 
     def _chunk(self, tensor: int, *, trained: bool) -> PreTrainedModel:
         """Return the layers of a chunk with the sizes of a tensor-parallel rank, on the meta
@@ -197,7 +186,7 @@ class StagePasses:
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[: config.num_hidden_layers]
         whole = simulated_model(self.model, "value", self.dtype, trained=trained)
-        with torch.device("meta"):
+        with META:
             module: PreTrainedModel = type(whole)(config)
         for parameter in module.parameters():
             parameter.data = parameter.data.to(self.dtype)
@@ -206,86 +195,51 @@ class StagePasses:
             checkpoint_layers(module, self.model.gradient_checkpointing)
         return module
 
-    def _split(self, found: PassMemory) -> PassMemory:
-        """Return the activations if tensor-parallel ranks split the tokens between layers.
-
-        A layer gathers its input, and the gradient of its input.
-        """
-        tensor = self.sizes.tensor
-        gathered = found.tokens * self.config.hidden_size * self.dtype.itemsize
-        return replace(
-            found,
-            forward=found.forward // tensor + gathered,
-            saved=found.saved // tensor,
-            activations=found.activations // tensor + 2 * gathered,
-        )
-
-    def _beyond_transformers(self, found: PassMemory, *, backward: bool) -> PassMemory:
-        """Return the activations with what Megatron-core has, and transformers' model has not.
-
-        A layer keeps sines and cosines for queries and for keys, and a copy of the linear half of
-        its gated activation. Without gradients, a layer has for a while about one and a half times
-        this half and its input beside what transformers has (measured).
-        """
-        sizes, config, again = self.sizes, self.config, bool(self.model.gradient_checkpointing)
-        half = config.intermediate_size // sizes.tensor
-        hidden = config.hidden_size // (sizes.tensor if sizes.sequence_parallel else 1)
-        token = found.tokens * self.dtype.itemsize
-        if not backward:
-            return replace(found, forward=found.forward + 3 * token * (half + hidden) // 2)
-        layers = config.num_hidden_layers // sizes.pipeline // sizes.chunks
-        of_layer = token * (half + 4 * head_size(config))
-        kept = of_layer if again else layers * of_layer
-        return replace(
-            found,
-            saved=found.saved + (0 if again else kept),
-            activations=found.activations + kept,
-        )
-
-    def _in_flight(self, found: PassMemory, rows: Rows) -> PassMemory:
+    def peak(self, found: PassMemory, rows: Rows, stage: int, backward: bool) -> int:
         """Return the activations of all chunks in flight, the last of which is computed."""
         stages, chunks = self.sizes.pipeline, self.sizes.chunks
-        left = stages - self.stage - 1
+        if found.problem:
+            return 0
+        left = stages - stage - 1
         flying = left + 1 if chunks == 1 else 2 * left + (chunks - 1) * stages + 1
         # Where tokens limit the micro-batches, there are more of them.
         if found.rows == rows.micro_batch:
             flying = min(flying, chunks * max(stages, -(-rows.count // rows.micro_batch)))
+        of_token: int = self.config.hidden_size * self.dtype.itemsize
         before = (flying - 1) * found.saved
         # A round of an interleaved schedule has received its inputs before it computes them.
-        received = found.tokens * self.config.hidden_size * self.dtype.itemsize
-        return replace(
-            found,
-            forward=found.forward + (stages * received if chunks > 1 else 0),
-            saved=found.saved + before,
-            activations=found.activations + before,
-        )
-
-    def _with_head(self, found: PassMemory, rows: Rows, *, backward: bool) -> PassMemory:
-        """Return the activations with the blocks of logits, which the last stage has."""
-        if self.use.head != "lm" or self.stage < self.sizes.pipeline - 1:
-            return found
+        received = stages * found.tokens * of_token if chunks > 1 else 0
+        layers = before + found.peak if backward else found.forward + received
+        if self.use.head != "lm" or stage < stages - 1:
+            return layers
         # A context-parallel rank can have responses only.
         targets = found.rows * rows.response
         if self.sizes.context > 1:
             targets = min(targets, found.tokens)
-        width = self.config.hidden_size
-        own = -(-self.config.vocab_size // self.sizes.tensor)
+        # The hidden states of all tokens, and those of the targets.
+        states = (found.tokens + targets) * of_token
+        return max(layers, before + found.saved + states + self._head(targets, rows, backward))
+
+    def _head(self, targets: int, rows: Rows, backward: bool) -> int:
+        """Return what the log-probabilities of a micro-batch allocate on the last stage."""
+        width, own = self.config.hidden_size, -(-self.config.vocab_size // self.sizes.tensor)
         empty = partial(torch.empty, dtype=self.dtype, device=META, requires_grad=backward)
         hidden, weight, counter = empty(targets, width), empty(own, width), AllocationCounter()
+        labels = torch.zeros(targets, dtype=torch.int64, device=META)
         with (
             kernels_of(self.use.device_type, entropies_have_gradients=rows.entropy == "gradient"),
             counter,
             torch.set_grad_enabled(backward),
         ):
-            labels = torch.zeros(targets, dtype=torch.int64, device=META)
             outputs = linear_log_probs(hidden, weight, labels, entropy=rows.entropy != "unused")
             if backward:
                 run_backward(outputs[0].sum() + outputs[1].sum())
-        # The hidden states of all tokens, and those of the targets in the engine's own copy.
-        states = (found.tokens + targets) * width * self.dtype.itemsize
-        peak = found.saved + states + counter.peak
-        return replace(
-            found,
-            forward=max(found.forward, peak),
-            activations=max(found.activations, peak) if backward else 0,
-        )
+        return counter.peak
+
+
+def _largest_share(sizes: list[int], ranks: int) -> int:
+    """Return the elements of the rank that updates most."""
+    loads = [0] * ranks
+    for size, owner in zip(sizes, owners_of(sizes, ranks), strict=True):
+        loads[owner] += size
+    return max(loads)
