@@ -42,11 +42,11 @@ def test_every_setting_reaches_the_engine(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"top_k": 0}, "sampling.top_k must be -1 (all tokens) or at least 1, got 0"),
+        ({"top_k": 0}, "sampling.top_k=0 must be -1 (all tokens) or at least 1"),
         ({"min_p": 1.5}, "sampling.min_p must be at least 0 and at most 1, got 1.5"),
         ({"min_new_tokens": -1}, "sampling.min_new_tokens must be at least 0, got -1"),
         ({"min_new_tokens": 20}, "max_response_length=16; lower it by 4"),
-        ({"stop": ("a", "")}, "sampling.stop must be texts that are not empty"),
+        ({"stop": ("a", "")}, "sampling.stop=[a,''] has an empty text"),
         ({"stop_token_ids": (3, -2)}, "sampling.stop_token_ids[1] must be at least 0, got -2"),
     ],
     ids=str,

@@ -74,7 +74,7 @@ def test_a_missing_column_of_the_rule_is_named_with_the_file(refused, tmp_path) 
 
 def test_an_empty_text_in_a_list_is_shown(refused) -> None:
     line = refused("actor_rollout_ref.rollout.sampling.stop=['']")
-    assert "sampling.stop must be texts that are not empty, got ['']" in line
+    assert "sampling.stop=[''] has an empty text" in line
 
 
 def test_a_device_that_this_process_cannot_see_is_named(refused, monkeypatch) -> None:

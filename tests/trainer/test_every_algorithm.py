@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from quadriga.algorithms.advantages import ADVANTAGES
 from quadriga.algorithms.policy_losses import POLICY_LOSSES
@@ -55,7 +57,13 @@ def moved(metrics: dict[str, float]) -> bool:
     return math.isfinite(norm) and norm > 0
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def cases(names: Iterable[str], *often: str) -> list[ParameterSet]:
+    """Every name; those that are not in `often` run nightly."""
+    nightly = pytest.mark.nightly
+    return [pytest.param(n, marks=() if n in often else nightly) for n in sorted(names)]
+
+
+@pytest.mark.parametrize("name", cases(ADVANTAGES, "gae", "gdpo", "grpo", "remax"))
 def test_every_advantage_estimator_trains(step, name) -> None:
     assert moved(step(f"algorithm.adv_estimator={name}",
                       "algorithm.reward_components=[form,length]"))  # fmt: skip
@@ -84,7 +92,7 @@ def test_algorithms_train_with_the_settings_of_their_papers(step, overrides) -> 
     assert moved(step(*overrides))
 
 
-@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+@pytest.mark.parametrize("name", cases(POLICY_LOSSES, "clip_cov", "gspo", "ppo_clip"))
 def test_every_policy_loss_trains(step, name) -> None:
     assert moved(step(f"{ACTOR}.policy_loss.name={name}"))
 
@@ -104,6 +112,7 @@ def test_refilling_fills_the_batch_with_complete_prompt_groups(step) -> None:
     assert metrics["group/kept"] == 8
 
 
+@pytest.mark.nightly  # `test_dataflow` runs such a step
 def test_masking_zero_variance_groups_leaves_a_gradient(step) -> None:
     assert moved(step("algorithm.filter_groups.enable=true"))
 

@@ -14,11 +14,11 @@ from quadriga.config.commands import EvalConfig, GenerateConfig
 from quadriga.config.loading import load_config
 from quadriga.errors import InputError
 from quadriga.rollout.guard import GuardedRollout
+from quadriga.trainer import replicas as rollout
 from quadriga.trainer.evaluation import generate as ranks
 from quadriga.trainer.evaluation.evaluate import run_evaluation
 from quadriga.trainer.evaluation.generate import run_generation
-from quadriga.trainer.replicas import rollout
-from quadriga.trainer.replicas.replica import Replicas
+from quadriga.trainer.replicas import Replicas
 
 TWO = (
     "trainer.backend=local", "trainer.n_gpus_per_node=2", "rollout.replicas.enable=true",

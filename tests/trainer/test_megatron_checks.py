@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -13,8 +14,8 @@ from quadriga.engines.megatron import settings as megatron_settings
 from quadriga.errors import ConfigError, InputError
 from quadriga.models.context_window import LongestSequence
 from quadriga.models.loading import load_causal_lm
-from quadriga.trainer.checks.engines import check_stages
-from quadriga.trainer.checks.sequence_checks import check_token_budget
+from quadriga.trainer.checks.data import check_token_budget
+from quadriga.trainer.checks.settings import stage_problems
 from quadriga.trainer.memory.plan import train_plan
 from quadriga.trainer.preflight import check_train_config
 
@@ -78,17 +79,16 @@ def test_a_run_with_megatron_passes_the_checks(train_overrides, available):
          f"{STAGES}=3 does not divide the 2 hidden layers"),
         (2, [f"{ACTOR}.expert_parallel_size=2"], "model_type 'llama' has no experts; set it to 1"),
         (4, [f"{TENSOR}=2", f"{ACTOR}.expert_parallel_size=4"],
-         "expert_parallel_size=4 divides the experts of a layer over the ranks that have equal "
-         "parts of it, but does not divide these: 4 ranks / (2 that split an expert × 1 pipeline "
-         "stages) = 2"),
+         "expert_parallel_size=4 does not divide the ranks with equal parts of a layer: 4 ranks / "
+         "(2 that split an expert × 1 pipeline stages) = 2"),
         (2, [f"{ACTOR}.context_parallel_size=2", f"{ACTOR}.attention=flex"],
-         f"{ACTOR}.attention=flex computes all queries of a row, and {ACTOR}.context_parallel_si"),
+         f"{ACTOR}.attention=flex needs whole rows, and {ACTOR}.context_parallel_size=2 divides"),
         (2, [f"{TENSOR}=2", f"{ACTOR}.context_parallel_size=2"],
          "tensor_parallel_size × context_parallel_size = 2 × 2 = 4 ranks compute the same rows, "
          "which does not divide the 2 ranks of the role"),
         (2, [f"{ACTOR}.context_parallel_size=2", "actor_rollout_ref.actor.use_kl_loss=true",
              f"{REF}.name=megatron"],
-         f"{ACTOR}.context_parallel_size=2 and {REF}.context_parallel_size=1, but Megatron"),
+         f"{REF}.context_parallel_size=1 differs from {ACTOR}.context_parallel_size=2, but Mega"),
         (2, [f"{ACTOR}.offload_policy=true"], f"{ACTOR}.offload_policy=true is read by"),
         (2, [f"{ACTOR}.sequence_parallel=true"], "tensor_parallel_size is 1"),
         (2, ["actor_rollout_ref.actor.optim.name=muon"],
@@ -103,12 +103,12 @@ def test_a_run_with_megatron_passes_the_checks(train_overrides, available):
          "virtual_pipeline_parallel_size=2 does not divide the 1 hidden layers of a stage"),
         (2, ["actor_rollout_ref.actor.use_kl_loss=true", f"{REF}.name=megatron",
              "actor_rollout_ref.actor.kl_loss_type=full"],
-         "kl_loss_type=full needs the logits of a token on one rank"),
+         f"kl_loss_type=full is not built for {ACTOR}.name=megatron"),
         (2, [f"{TENSOR}=2", "actor_rollout_ref.actor.use_kl_loss=true", f"{REF}.name=megatron"],
-         f"{TENSOR}=2 and {REF}.tensor_parallel_size=1, but Megatron engines of one process have "
-         "the same ranks; set both equal, or give the ref ranks of its own (placement.ref)"),
+         f"{REF}.tensor_parallel_size=1 differs from {TENSOR}=2, but Megatron engines of one "
+         "process have the same ranks; set both equal, or give the ref ranks of its own"),
         (2, [f"{STAGES}=2", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8"],
-         f"{STAGES}=2 stages need at least 2 micro-batches, but a mini-batch makes 1 on each "
+         f"{STAGES}=2 needs at least 2 micro-batches, but a mini-batch makes 1 on each "
          "data-parallel rank (8 rows in micro-batches of 8): each stage would wait for (2 - 1) / "
          "(1 + 2 - 1) = 50% of a step"),
         (2, [f"{STAGES}=2", f"{ACTOR}.use_dynamic_bsz=false"], "a mini-batch makes 1 on each"),
@@ -137,7 +137,7 @@ def test_fine_tuning_names_the_setting(capsys, tiny_task, tmp_path, available, c
     for more, said in (
         (["engine.tensor_parallel_size=2", "engine.fsdp_size=1"], "engine.fsdp_size=1 is read by"),
         (["engine.pipeline_parallel_size=2", "data.micro_batch_size_per_gpu=8"],
-         "pipeline_parallel_size=2 stages need at least 2 micro-batches"),
+         "pipeline_parallel_size=2 needs at least 2 micro-batches"),
     ):  # fmt: skip
         assert main([command, *shared, *more]) == 2
         error = capsys.readouterr().err
@@ -199,21 +199,29 @@ def test_the_memory_of_a_run_is_planned(train_overrides, available):
 @pytest.mark.parametrize("micro_batch", [1, None])
 def test_enough_micro_batches_for_the_stages(micro_batch):
     engine = EngineConfig(name="megatron", pipeline_parallel_size=4)
-    check_stages("engine", engine, 4, micro_batch)
-    with pytest.raises(ConfigError, match=r"makes 3 .* \(4 - 1\) / \(3 \+ 4 - 1\) = 50%"):
-        check_stages("engine", engine, 3, micro_batch)
+    assert not list(stage_problems("engine", engine, 4, micro_batch))
+    assert re.search(
+        r"makes 3 .* \(4 - 1\) / \(3 \+ 4 - 1\) = 50%",
+        next(stage_problems("engine", engine, 3, micro_batch))[1],
+    )
 
 
 def test_an_interleaved_schedule_has_whole_rounds_and_a_smaller_bubble():
     engine = EngineConfig(
         name="megatron", pipeline_parallel_size=4, virtual_pipeline_parallel_size=2
     )
-    check_stages("engine", engine, 8, 1)
-    check_stages("engine", engine, 6, None)  # cut by tokens: filled up to whole rounds
-    with pytest.raises(ConfigError, match=r"makes 3 .* \(4 - 1\) / \(6 \+ 4 - 1\) = 33%"):
-        check_stages("engine", engine, 3, 1)
-    with pytest.raises(ConfigError, match=r"in rounds of .*=4, .* makes 6 .* 6 % 4 = 2"):
-        check_stages("engine", engine, 6, 1)
+    assert not list(stage_problems("engine", engine, 8, 1))
+    assert not list(
+        stage_problems("engine", engine, 6, None)
+    )  # cut by tokens: filled up to whole rounds
+    assert re.search(
+        r"makes 3 .* \(4 - 1\) / \(6 \+ 4 - 1\) = 33%",
+        next(stage_problems("engine", engine, 3, 1))[1],
+    )
+    assert re.search(
+        r"in rounds of .*=4, .* makes 6 .* 6 % 4 = 2",
+        next(stage_problems("engine", engine, 6, 1))[1],
+    )
 
 
 def test_tensor_ranks_do_not_enlarge_the_token_budget():

@@ -12,10 +12,11 @@ from quadriga.cli.main import main
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
+from quadriga.parallel.device import planned_device
 from quadriga.rollout.memory import CONTEXT_BYTES
 from quadriga.trainer.memory import check as memory_check, machine
 from quadriga.trainer.memory.check import train_memory
-from quadriga.trainer.memory.machine import GIB, available_memory, planned_device
+from quadriga.trainer.memory.machine import GIB, available_memory
 from quadriga.trainer.memory.plan import PROCESS_BYTES, train_plan, update_rows
 from quadriga.trainer.preflight import check_train_config
 

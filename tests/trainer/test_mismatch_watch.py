@@ -12,7 +12,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import MismatchError, WorkerError
 from quadriga.rollout.hf.engine import HFRollout
-from quadriga.trainer.stages import MismatchWatch, remedies
+from quadriga.trainer.stages import MismatchWatch
 
 ROLLOUT = "actor_rollout_ref.rollout"
 MISMATCH = f"{ROLLOUT}.mismatch"
@@ -39,26 +39,11 @@ def test_the_warnings_of_a_run_are_the_first_and_the_10th_and_the_100th_alarm(ca
     assert "mean 0.1, largest 3" in shown[0] and "on_alarm=fail" in shown[0]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ([], ["rollout.dtype=float32 actor_rollout_ref.actor.engine.dtype=float32",
-              "rollout_correction.level=token"]),
-        ([f"{ROLLOUT}.dtype=bfloat16", "actor_rollout_ref.actor.engine.dtype=float32"],
-         ["equal dtypes, actor_rollout_ref.rollout.dtype=float32 ", "level=token"]),
-        ([f"{ROLLOUT}.sampling.top_p=0.9", f"{ROLLOUT}.sampling.top_k=5"],
-         ["float32 in both", "sampling.top_p=1.0 actor_rollout_ref.rollout.sampling.top_k=-1",
-          "level=token"]),
-        ([f"{ROLLOUT}.name=vllm", "algorithm.rollout_correction.level=sequence"],
-         ["float32 in both", "rollout.name=hf", "rollout_correction.mode=mask"]),
-        ([f"{ROLLOUT}.dtype=float32", "actor_rollout_ref.actor.engine.dtype=float32",
-          "algorithm.rollout_correction={level: token, mode: mask}"], ["a larger"]),
-    ],
-)  # fmt: skip
-def test_the_message_names_what_to_try_with_these_settings(overrides, words) -> None:
-    found = remedies(load_config(TrainConfig, overrides))
-    assert len(found) == len(words)
-    assert all(word in text for word, text in zip(words, found, strict=True))
+def test_the_message_names_what_to_try() -> None:
+    with pytest.raises(MismatchError) as caught:
+        watch(f"{MISMATCH}.on_alarm=fail", f"{ROLLOUT}.dtype=bfloat16").check(3, beyond(0.06))
+    assert "equal dtypes (actor_rollout_ref.rollout.dtype=bfloat16, actor" in str(caught.value)
+    assert "rollout_correction.level=token" in str(caught.value)
 
 
 # In runs: the rollout reports log-probabilities that are shifted by a known number. The rewards

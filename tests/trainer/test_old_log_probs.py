@@ -11,9 +11,9 @@ from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto
 from quadriga.trainer.ppo import RayPPOTrainer
-from quadriga.trainer.role_workers import settings_for_classes
-from quadriga.trainer.roles import needed
+from quadriga.trainer.roles import workers as needed
 from quadriga.trainer.roles.placement import Role
+from quadriga.trainer.roles.workers import settings_for_classes
 from quadriga.workers import ActorRolloutRefWorker
 
 ACTOR = "actor_rollout_ref.actor"

@@ -33,7 +33,6 @@ REFUSED = {
     "actor_rollout_ref.model.path=absent": (ModelError, "absent does not exist"),
     "reward.path=absent.py": (InputError, r"absent\.py"),
     "trainer.resume_mode=absent": (InputError, "absent"),
-    "trainer.device_memory_gb=0.001": (ConfigError, "but 0.001 GiB are trainer.device_memory_gb"),
 }
 
 

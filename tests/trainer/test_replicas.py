@@ -23,8 +23,13 @@ from quadriga.errors import (
 from quadriga.protocol import fields
 from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.trainer.preflight import check_settings
-from quadriga.trainer.replicas.replica import ReplicaLink, Replicas
-from quadriga.trainer.replicas.rollout import PrefixHashes, PrefixRouter, ReplicatedRollout
+from quadriga.trainer.replicas import (
+    PrefixRouter,
+    ReplicaLink,
+    Replicas,
+    ReplicatedRollout,
+    prefixes_of,
+)
 
 
 def rollout(*groups: Group, restarts: int = 0, **settings) -> ReplicatedRollout:
@@ -179,24 +184,23 @@ class TestPrefixes:
     def test_the_router_finds_the_longest_prefix_that_is_long_enough(self):
         router = PrefixRouter(0.5)
         text = list(range(100, 160))
-        router.note(PrefixHashes(text[:20]), 0)
-        router.note(PrefixHashes(text[:37]), 1)
+        router.note(prefixes_of(text[:20]), 0)
+        router.note(prefixes_of(text[:37]), 1)
         # Noted: 20 for replica 0; 16, 32 and 37 for replica 1, which was asked last.
-        expected = {15: None, 16: 1, 20: 0, 32: 1, 36: 1, 37: 1, 41: 1, 74: 1, 75: None}
+        expected = {15: None, 16: 1, 20: 0, 32: 1, 33: 1, 37: 1, 60: 1, 64: 1, 65: None}
         for length, replica in expected.items():
-            longer = (text + [1] * 40)[:length] if length <= 60 else text[:37] + [1] * (length - 37)
-            assert router.preferred(PrefixHashes(longer)) == replica, length
-        assert router.preferred(PrefixHashes([7, *text])) is None
+            longer = text[:37] + [1] * (length - 37)
+            assert router.preferred(prefixes_of(longer[:length])) == replica, length
+        assert router.preferred(prefixes_of([7, *text])) is None
         router.forget(1)
-        assert all(router.preferred(PrefixHashes(text[:k])) != 1 for k in range(1, 60))
+        assert all(router.preferred(prefixes_of(text[:k])) != 1 for k in range(1, 60))
 
     def test_hashes_are_those_of_the_formula(self):
-        tokens = [5, 0, 2**31, 7]
-        hashes = PrefixHashes(tokens)
-        base, total = 6364136223846793005, 0
+        tokens = [5, 0, 2**31, 7] * 5
+        base, totals = 6364136223846793005, [0]
         for i, token in enumerate(tokens):
-            total += (token + 1) * base**i
-            assert hashes.of(i + 1) == (i + 1, total % 2**64)
+            totals.append(totals[-1] + (token + 1) * base**i)
+        assert prefixes_of(tokens) == ((20, totals[20] % 2**64), (16, totals[16] % 2**64))
 
 
 class Sender:
@@ -287,7 +291,7 @@ class TestSettings:
             (
                 [*APART, "actor_rollout_ref.rollout.weight_transport=collective",
                  "trainer.backend=ray"],
-                ConfigError, "replicas.enable=true; set weight_transport=auto",
+                ConfigError, "replicas.enable=true; set it to auto",
             ),
         ],
     )  # fmt: skip

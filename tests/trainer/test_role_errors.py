@@ -67,24 +67,24 @@ OTHER = 'Role.add("Tally"),\n'
 CODE = {
     "no worker class": (("    worker=TallyWorker,\n", ""), "role tally has no worker class; pass"),
     "no subclass of Worker": (
-        ("worker=TallyWorker", "worker=TallyConfig"), "must be a subclass of Worker, got",
+        ("worker=TallyWorker", "worker=TallyConfig"), "that is a subclass of Worker, got",
     ),
     "no such method": (
         ('"add_bonus",', '"add_bonuses",'),
-        "its stages call add_bonuses, but TallyWorker has no such registered method",
+        "has stages that call add_bonuses, but TallyWorker has no such registered method",
     ),
     "a method that returns a list": (
         ("dispatch_mode=Dispatch.DP_COMPUTE_PROTO", "dispatch_mode=Dispatch.ONE_TO_ALL"),
-        "method add_bonus of TallyWorker has dispatch mode ONE_TO_ALL",
+        "-> 'DataProto' in dispatch mode ONE_TO_ALL; use Dispatch.DP_COMPUTE_PROTO",
     ),
     "a generator": (
-        ("        self.seen += len(data)\n", "        yield data\n"), "is a generator; a stage",
+        ("        self.seen += len(data)\n", "        yield data\n"), ", a generator; a stage",
     ),
     "a method that the trainer calls itself": (
-        ('"add_bonus",', '"save_checkpoint",'), "is called by the trainer itself; a stage needs",
+        ('"add_bonus",', '"save_checkpoint",'), "which the trainer calls itself; a stage needs",
     ),
     "a method with the name of an attribute of groups": (
-        ("def save_checkpoint", "def world_size"), "has a registered method world_size, but a work",
+        ("def save_checkpoint", "def world_size"), "has a registered method world_size, as worker",
     ),
     "a constructor with more arguments": (
         ("config: TallyConfig)", "config: TallyConfig, folder: str)"),
@@ -92,7 +92,7 @@ CODE = {
     ),
     "a state that cannot be loaded": (
         ("def load_checkpoint", "def load_state"),
-        "TallyWorker has save_checkpoint but no registered load_checkpoint",
+        "role tally has save_checkpoint but no registered load_checkpoint",
     ),
     "a field that no stage writes": (
         (READS, 'reads=("response_mask", "judgement")'),

@@ -56,24 +56,15 @@ def tensor(key: str, change):
 FIELDS = {
     "numbers without a fraction": (
         SCORES, tensor(SCORES, torch.Tensor.long),
-        r"token_level_scores as a tensor \[16, 12\] of int64, expected a tensor \[B, R\] of "
-        r"float32 \(B = 16, R = 12\): score of the reward function",
+        r"token_level_scores as a tensor \[16, 12\] of int64, expected \[B, R\] of float32 "
+        r"\(response_mask is \[16, 12\]\): score of the reward function",
     ),
-    "truth values": (SCORES, tensor(SCORES, lambda s: s > 0), "of bool, expected"),
     "one number a row": (SCORES, tensor(SCORES, lambda s: s.sum(-1)), r"tensor \[16\] of float32"),
     "one column": (SCORES, tensor(SCORES, lambda s: s[:, :1]), r"a tensor \[16, 1\] of float32"),
-    "more columns": (
-        SCORES, tensor(SCORES, lambda s: torch.cat([s, s], 1)), r"a tensor \[16, 24\] of float32",
-    ),
-    "a dimension more": (SCORES, tensor(SCORES, lambda s: s[..., None]), r"\[16, 12, 1\] of"),
     "an array": (
         SCORES, lambda data: DataProto.from_dict(non_tensors={SCORES: np.zeros((16, 12))}),
-        r"as an array \[16, 12\] of float64, expected a tensor",
+        r"as an array \[16, 12\] of float64, expected",
     ),
-    "a tensor in place of an array": (
-        fields.UID, tensor(fields.UID, lambda s: s), r"as a tensor .*, expected an array \[B\]",
-    ),
-    "a mask with fractions": (MASK, tensor(MASK, lambda s: s), "of float32, expected a tensor"),
 }  # fmt: skip
 
 
@@ -100,7 +91,7 @@ APART = ("trainer.n_gpus_per_node=3", "placement.actor=[0]", "placement.odd=[1-2
          "trainer.val_before_train=true", "data.val_batch_size=5")  # fmt: skip
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("rows", [1, 4])
 def test_rows_are_counted_with_those_that_pad_a_batch(train_overrides, own_roles, rows) -> None:
     add_odd(
         lambda data: data.slice(0, 1).repeat(rows).select(batch_keys=[SCORES]), SCORES,
@@ -112,10 +103,7 @@ def test_rows_are_counted_with_those_that_pad_a_batch(train_overrides, own_roles
 
 METRICS = {
     "a text": ({"gain": "much"}, "the metric 'gain': .*'much'.*, expected a number"),
-    "nothing": ({"gain": None}, "the metric 'gain': .*None.*, expected a number"),
     "several numbers": ({"gain": torch.ones(3)}, "the metric 'gain': .*, expected a number"),
-    "a dict": ({"gain": {"mean": 1.0}}, "the metric 'gain': .*mean.*, expected a number"),
-    "a number as name": ({3: 1.0}, "the metric 3: .*, expected a number"),
 }
 
 

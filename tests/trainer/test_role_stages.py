@@ -15,10 +15,10 @@ from quadriga.protocol import DataProto, fields
 from quadriga.protocol.fields import StageFields
 from quadriga.single_controller import Dispatch, Worker, register
 from quadriga.trainer import dataflow, stages
+from quadriga.trainer.dataflow import NOT_PLACES, PASSES, with_added
 from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.trainer.roles import RoleStage, register_role
 from quadriga.trainer.roles.placement import Role
-from quadriga.trainer.roles.places import NOT_PLACES, PASSES, with_added
 from quadriga.trainer.roles.registry import PlacedStage, load_train_config
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker
 
@@ -102,7 +102,12 @@ def note_calls(monkeypatch, flow: list[str]) -> None:
                 monkeypatch.setattr(home, attribute, noting(name, function))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+OFTEN = ("gae, KL in the reward", "masked before the passes")
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(v, marks=() if v in OFTEN else pytest.mark.nightly) for v in VARIANTS]
+)
 def test_stages_run_in_the_order_of_the_dataflow(
     train_overrides, own_roles, monkeypatch, variant
 ) -> None:
@@ -182,7 +187,9 @@ SCORED = {
 }
 
 
-@pytest.mark.parametrize("variant", SCORED)
+@pytest.mark.parametrize(
+    "variant", ["grpo", "remax", pytest.param("gae", marks=pytest.mark.nightly)]
+)
 def test_a_role_that_scores_equals_a_function_that_scores(
     train_overrides, own_roles, variant
 ) -> None:
@@ -249,5 +256,5 @@ def learns(method: str, *writes: str) -> None:
 
 def test_an_update_of_a_role_logs_its_metrics(train_overrides, own_roles) -> None:
     learns("learn")
-    rows = trained([*train_overrides, "trainer.val_before_train=false"])
+    rows = trained([*train_overrides, "trainer.val_before_train=false", "data.val_files=[]"])
     assert all(row["learner/loss"] >= 0 for row in rows)

@@ -335,6 +335,7 @@ def test_a_special_token_that_never_occurs_may_be_beyond_the_embedding(model) ->
         check_vocabulary(model, tokenizer, largest_id=beyond - 1)
 
 
+@pytest.mark.nightly
 def test_without_a_padding_token_the_end_token_pads_and_no_number_changes(
     run, model, tmp_path
 ) -> None:

@@ -8,7 +8,7 @@ from quadriga.errors import ConfigError
 from quadriga.trainer.roles import AddedRole
 from quadriga.trainer.roles.placement import Role
 from quadriga.trainer.roles.registry import load_train_config
-from quadriga.trainer.roles.start_order import start_order
+from quadriga.trainer.roles.workers import start_order
 
 JUDGE, MIRROR = Role("Judge", "judge"), Role("Mirror", "mirror")
 ALL = {

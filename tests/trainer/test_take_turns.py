@@ -11,7 +11,7 @@ from quadriga.errors import ConfigError, RolloutError
 from quadriga.rollout import ROLLOUTS
 from quadriga.rollout.hf import HF
 from quadriga.rollout.hf.engine import HFRollout
-from quadriga.trainer import role_workers
+from quadriga.trainer.roles import workers as role_workers
 from quadriga.weight_sync.worker import PolicyWeights
 from quadriga.workers import ActorRolloutRefWorker
 

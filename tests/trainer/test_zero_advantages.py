@@ -26,8 +26,8 @@ from quadriga.engines.token_model import TokenModel
 from quadriga.errors import ConfigError
 from quadriga.protocol import fields
 from quadriga.trainer import dataflow
+from quadriga.trainer.dataflow import added_until_scores
 from quadriga.trainer.preflight import check_settings
-from quadriga.trainer.roles.places import added_until_scores
 from quadriga.trainer.roles.registry import PlacedStage, RoleStage
 from quadriga.workers.objectives import mask_with_advantage, skips_zero_advantages
 
@@ -166,7 +166,10 @@ def outcome(run, tmp_path, tokens):
 
 @pytest.mark.parametrize(
     ("more", "passes"),
-    [([TWO_OPTIMIZER_STEPS], 2), ([f"{ACTOR}.ppo_mini_batch_size=null"], 1)],
+    [
+        ([TWO_OPTIMIZER_STEPS], 2),
+        pytest.param([f"{ACTOR}.ppo_mini_batch_size=null"], 1, marks=pytest.mark.nightly),
+    ],
     ids=["old log-probabilities and update", "update"],
 )
 def test_a_run_computes_live_groups_only_and_trains_the_same_model(outcome, more, passes):

@@ -13,9 +13,9 @@ from quadriga.trainer import stages
 from quadriga.trainer.balancing import Balance
 from quadriga.trainer.fine_tuning.sft import SFTTrainer
 from quadriga.trainer.ppo import RayPPOTrainer
-from quadriga.trainer.record import RunRecord
+from quadriga.trainer.record import RunRecord, StageResult
 from quadriga.trainer.sampling import Sampler
-from quadriga.trainer.stages import BatchReward, StageResult
+from quadriga.trainer.stages import BatchReward
 from quadriga.workers.roles import ActorGroup, GroupMethod, SFTGroup
 
 

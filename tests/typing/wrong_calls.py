@@ -7,7 +7,8 @@ from quadriga.protocol import DataProto
 from quadriga.single_controller import Dispatch, Worker, register
 from quadriga.trainer import stages
 from quadriga.trainer.ppo import RayPPOTrainer
-from quadriga.trainer.stages import BatchReward, StageResult
+from quadriga.trainer.record import StageResult
+from quadriga.trainer.stages import BatchReward
 from quadriga.workers.roles import CriticGroup, joined, per_rank
 
 

@@ -19,9 +19,9 @@ from quadriga.observability.jsonl import read_jsonl
 from quadriga.rollout.sglang.options import SGLang
 from quadriga.rollout.vllm.options import VLLM
 from quadriga.trainer import checkpoints as resuming
-from quadriga.trainer.checks.images import image_rules
 from quadriga.trainer.evaluation import response_file as inputs
 from quadriga.trainer.evaluation.generate import run_generation
+from quadriga.trainer.ingredients import image_rules
 from quadriga.trainer.main import run_training
 from quadriga.trainer.memory.plan import train_plan
 

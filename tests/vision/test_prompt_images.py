@@ -23,7 +23,7 @@ from quadriga.errors import DataError
 from quadriga.models.images import image_tokens
 from quadriga.models.loading import load_causal_lm, load_tokenizer
 from quadriga.protocol import fields
-from quadriga.trainer.checks.images import image_rules
+from quadriga.trainer.ingredients import image_rules
 
 QUESTION = cases.QUESTION
 

@@ -20,7 +20,7 @@ from quadriga.models.loading import load_tokenizer
 from quadriga.protocol import DataProto, fields
 from quadriga.rollout.hf.engine import HFRollout
 from quadriga.trainer import stages
-from quadriga.trainer.checks.images import image_rules
+from quadriga.trainer.ingredients import image_rules
 from quadriga.workers.generation import generate_batch, sampling_params
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "trainer"))

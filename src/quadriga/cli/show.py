@@ -79,10 +79,10 @@ def show_plan(config: TrainConfig) -> None:
     """
     from quadriga.algorithms.user_files import load_user_file
     from quadriga.config.plan import batch_plan
-    from quadriga.trainer.checks.settings import check_train_settings
+    from quadriga.trainer.checks.settings import check_train_settings, role_engines
     from quadriga.trainer.dataflow import StepPlan
-    from quadriga.trainer.preflight import check_parts
-    from quadriga.trainer.roles.needed import needs_critic
+    from quadriga.trainer.preflight import check_models_of_engines
+    from quadriga.trainer.roles.workers import needs_critic
 
     for path in config.algorithm.user_files:
         load_user_file(path)
@@ -93,7 +93,7 @@ def show_plan(config: TrainConfig) -> None:
     if config.actor_rollout_ref.model.path:
         from quadriga.trainer.memory.check import train_memory
 
-        check_parts(config)
+        check_models_of_engines(role_engines(config))
         print(train_memory(config).text())
     else:
         print("memory                 set actor_rollout_ref.model.path, whose config.json it needs")

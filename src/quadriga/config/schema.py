@@ -467,6 +467,11 @@ class FilterGroupsConfig:
     max_num_gen_batches: Count = 3  # refill: limit of the batches generated for one step
     under_filled: UnderFilled = "proceed"  # refill: what to do if groups are missing at this limit
 
+    @property
+    def refills(self) -> bool:
+        """Whether more prompts are drawn in place of zero-variance prompt groups."""
+        return self.enable and self.mode == "refill"
+
 
 @dataclass(frozen=True)
 class OverlongConfig:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Literal
 
 import psutil
 import torch
 
-from quadriga.config.schema import DtypeName
+from quadriga.config.schema import DtypeName, RunConfig
 from quadriga.errors import ConfigError, PlacementError
 
 DeviceType = Literal["cpu", "cuda", "npu"]
@@ -41,6 +42,20 @@ def get_device_name() -> DeviceType:
     if npu is not None and npu.is_available():
         return "npu"
     return "cpu"
+
+
+def planned_device(trainer: RunConfig) -> str | None:
+    """Return the type of device on which the ranks compute. None: only the cluster knows."""
+    if trainer.device != "auto":
+        return trainer.device
+    seen = get_device_name()
+    # The controller may be on a node of a cluster without a device, and the ranks on others.
+    return None if seen == "cpu" and ranks_are_elsewhere(trainer) else seen
+
+
+def ranks_are_elsewhere(trainer: RunConfig) -> bool:
+    """Return whether some ranks can be on other machines."""
+    return trainer.backend == "ray" and (trainer.nnodes > 1 or "RAY_ADDRESS" in os.environ)
 
 
 def resolve_device_name(name: str) -> DeviceType:

@@ -20,7 +20,7 @@ from quadriga.parallel.balancing import RowCosts, arrange_rows
 from quadriga.parallel.costs import TOKENS, CostModel, Counts
 from quadriga.protocol import DataProto, fields
 from quadriga.trainer.dataflow import masks_before_passes, skips_before_passes
-from quadriga.trainer.roles.needed import needs_critic
+from quadriga.trainer.roles.workers import needs_critic
 from quadriga.workers.objectives import mask_with_advantage
 
 

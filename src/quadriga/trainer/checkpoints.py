@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,10 +34,9 @@ from quadriga.config.writing import to_yaml
 from quadriga.errors import CheckpointError, InputError
 from quadriga.models.folder import local_folder
 from quadriga.observability.run_folder import CHECKPOINTS, RunFolder
-from quadriga.trainer.roles.checks import check_states, saving_roles
-from quadriga.trainer.roles.needed import needs_critic
 from quadriga.trainer.roles.placement import Role
 from quadriga.trainer.roles.registry import added_roles
+from quadriga.trainer.roles.workers import needs_critic, saving_roles
 
 if TYPE_CHECKING:
     from quadriga.data import PromptLoader
@@ -345,6 +344,21 @@ def read_resumed(config: AnyRun, inputs: Mapping[str, object], *, tell: bool) ->
     if tell:
         changes.tell(folder)
     return Resumed(folder, state, bool(changes.data))
+
+
+def check_states(checkpoint: Path, keys: Iterable[str]) -> None:
+    """Check that a checkpoint holds the states of roles, by their keys.
+
+    Raises:
+        CheckpointError: it was saved without one of them.
+    """
+    for key in keys:
+        if not (checkpoint / key).is_dir():
+            raise CheckpointError(
+                f"{checkpoint} has no state of role {key}, whose workers save one: it was saved "
+                "without this role; resume with the roles of that run, or start a new run",
+                path=str(checkpoint),
+            )
 
 
 def _saved_roles(config: AnyRun) -> list[str]:

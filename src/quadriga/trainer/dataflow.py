@@ -6,21 +6,35 @@
 Trainers run the check before they start any process. The fields of worker methods are declared
 beside the workers (`workers.method_fields`); those of the controller's stages are declared here.
 Stages have the names of the functions and methods that run them.
+
+Most stages run one after the other, and a stage of an added role runs directly before or after the
+one that it names. The passes (`PASSES`) run side by side, and while they run the controller scores
+and masks the responses. With stages a, b, c, d of added roles:
+
+    added stage                        runs
+    a   before="compute_values"        before the first pass is submitted
+    b   before="score_responses"       while the passes compute; it cannot read what they write
+    c   after="score_responses"        the same
+    d   after="compute_log_prob"       when all passes have ended
+
+    declared   compute_log_prob compute_values score_responses measure_batch shape_scores
+    result     a compute_log_prob compute_values b score_responses c measure_batch d shape_scores
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quadriga.algorithms.advantages import get_advantage
 from quadriga.algorithms.policy_losses import get_policy_loss
 from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import TrainConfig
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, nearest_name
 from quadriga.protocol import fields
 from quadriga.protocol.fields import StageFields
-from quadriga.trainer.roles.needed import (
+from quadriga.trainer.roles.registry import PlacedStage, added_stages
+from quadriga.trainer.roles.workers import (
     corrects_mismatch,
     needs_critic,
     reads_old_log_probs,
@@ -28,14 +42,6 @@ from quadriga.trainer.roles.needed import (
     selects_tokens,
     takes_old_log_probs_from_update,
 )
-from quadriga.trainer.roles.places import (
-    added_until_scores,
-    check_writes,
-    scores_come_from_roles,
-    with_added,
-    with_added_parts,
-)
-from quadriga.trainer.roles.registry import added_stages
 from quadriga.workers.method_fields import (
     COMPUTE_LOG_PROB,
     COMPUTE_REF_LOG_PROB,
@@ -43,42 +49,20 @@ from quadriga.workers.method_fields import (
     GENERATE_SEQUENCES,
     UPDATE_ACTOR,
     UPDATE_CRITIC,
-    UPDATE_SFT,
     scored_with_model,
 )
 from quadriga.workers.objectives import skips_zero_advantages
 
 _MASK, _SCORES = fields.RESPONSE_MASK, fields.TOKEN_LEVEL_SCORES
+_OLD, _REWARDS = fields.OLD_LOG_PROBS, fields.TOKEN_LEVEL_REWARDS
 
-LOAD_PROMPTS = StageFields(
-    "PromptLoader",
-    writes=(
-        fields.INPUT_IDS,
-        fields.ATTENTION_MASK,
-        fields.POSITION_IDS,
-        fields.RAW_PROMPT,
-        fields.INDEX,
-        fields.DATA_SOURCE,
-        fields.REWARD_MODEL,
-        fields.EXTRA_INFO,
-    ),
-)
-LOAD_IMAGES = StageFields("PromptLoader", writes=(fields.MULTI_MODAL_INPUTS,))
-"""What the loader writes in addition for a model that takes images."""
-LOAD_DEMONSTRATIONS = StageFields(
-    "SFTLoader",
-    writes=(
-        fields.PROMPTS,
-        fields.RESPONSES,
-        fields.RESPONSE_MASK,
-        fields.INPUT_IDS,
-        fields.ATTENTION_MASK,
-        fields.POSITION_IDS,
-    ),
-)
+# fmt: off
+LOAD_PROMPTS = StageFields("PromptLoader", writes=(
+    fields.INPUT_IDS, fields.ATTENTION_MASK, fields.POSITION_IDS, fields.RAW_PROMPT, fields.INDEX,
+    fields.DATA_SOURCE, fields.REWARD_MODEL, fields.EXTRA_INFO,
+))
 EXPAND_PROMPTS = StageFields(
-    "expand_prompts",
-    reads=(fields.ATTENTION_MASK,),
+    "expand_prompts", reads=(fields.ATTENTION_MASK,),
     writes=(fields.UID, fields.SAMPLE_SEED, fields.PROMPT_LENGTH),
 )
 ADD_BASELINES = StageFields("add_baselines", reads=(_SCORES,), writes=(fields.REWARD_BASELINES,))
@@ -88,25 +72,19 @@ MEASURE_BATCH = StageFields(
 )
 MEASURE_ENTROPY = StageFields("measure_entropy", reads=(fields.ENTROPYS, _MASK))
 MASK_TRUNCATED = StageFields("mask_truncated", reads=(_MASK, fields.FINISHED), writes=(_MASK,))
-SHAPE_SCORES = StageFields(
-    "shape_scores", reads=(_SCORES, _MASK), writes=(fields.TOKEN_LEVEL_REWARDS,)
-)
+SHAPE_SCORES = StageFields("shape_scores", reads=(_SCORES, _MASK), writes=(_REWARDS,))
 PENALISE_KL = StageFields(
-    "penalise_kl",
-    reads=(fields.TOKEN_LEVEL_REWARDS, fields.OLD_LOG_PROBS, fields.REF_LOG_PROB, _MASK),
-    writes=(fields.TOKEN_LEVEL_REWARDS,),
+    "penalise_kl", reads=(_REWARDS, _OLD, fields.REF_LOG_PROB, _MASK), writes=(_REWARDS,)
 )
 SELECT_UPDATE_TOKENS = StageFields(
-    "select_update_tokens",
-    reads=(fields.OLD_LOG_PROBS, fields.ADVANTAGES, _MASK),
-    writes=(fields.SELECTED_TOKENS,),
+    "select_update_tokens", reads=(_OLD, fields.ADVANTAGES, _MASK), writes=(fields.SELECTED_TOKENS,)
 )
 LOG_UPDATE = StageFields("log_update", reads=(fields.PARTIALS,))
 LOG_SAMPLES = StageFields(
-    "log_samples",
-    reads=(fields.RESPONSES, _MASK, _SCORES, fields.RAW_PROMPT),
+    "log_samples", reads=(fields.RESPONSES, _MASK, _SCORES, fields.RAW_PROMPT),
     reads_if_present=(fields.REWARD_MODEL, fields.DATA_SOURCE),
 )
+# fmt: on
 
 ESTIMATOR_FIELDS = {
     "values_BT": fields.VALUES,
@@ -115,6 +93,14 @@ ESTIMATOR_FIELDS = {
     "old_log_prob_BT": fields.OLD_LOG_PROBS,
 }
 """Parameter of an advantage estimator → the field that it is read from, where it has one."""
+
+PASSES = (COMPUTE_LOG_PROB.name, COMPUTE_REF_LOG_PROB.name, COMPUTE_VALUES.name)
+"""Calls that are submitted together, in this order."""
+AFTER_PASSES = SHAPE_SCORES.name
+"""The first stage for which the results of the passes are in the batch."""
+SCORE = "score_responses"
+NOT_PLACES = ("PromptLoader", "add_baselines", "refill", "log_update", "log_samples")
+"""Stages that are parts of others: no added stage can stand beside them."""
 
 
 @dataclass(frozen=True)
@@ -150,13 +136,14 @@ class StepPlan:
         Raises:
             ConfigError: an added stage stands where it cannot run.
         """
-        flags = {
-            "draws_again": refills(config),
-            "masks_before_passes": masks_before_passes(config),
-            "advantages_before_passes": skips_before_passes(config),
-            "old_log_prob_pass": not takes_old_log_probs_from_update(config),
-        }
-        return cls(_step_stages(config, custom_reward, **flags), **flags)
+        plan = cls(
+            stages=(),
+            draws_again=config.algorithm.filter_groups.refills,
+            masks_before_passes=masks_before_passes(config),
+            advantages_before_passes=skips_before_passes(config),
+            old_log_prob_pass=not takes_old_log_probs_from_update(config),
+        )
+        return replace(plan, stages=_step_stages(config, plan, custom_reward))
 
     def text(self) -> str:
         """Return the plan in words, for `quadriga plan`."""
@@ -176,12 +163,6 @@ class StepPlan:
         if self.draws_again:
             rows.append(("prompts", "drawn again in place of zero-variance prompt groups"))
         return "\n".join(f"{key:<23}{value}" for key, value in rows)
-
-
-def refills(config: TrainConfig) -> bool:
-    """Return whether more prompts are drawn in place of zero-variance prompt groups."""
-    settings = config.algorithm.filter_groups
-    return settings.enable and settings.mode == "refill"
 
 
 def masks_before_passes(config: TrainConfig) -> bool:
@@ -204,58 +185,47 @@ def skips_before_passes(config: TrainConfig) -> bool:
 
 
 def _step_stages(
-    config: TrainConfig,
-    custom_reward: bool,
-    *,
-    draws_again: bool,
-    masks_before_passes: bool,
-    advantages_before_passes: bool,
-    old_log_prob_pass: bool,
+    config: TrainConfig, plan: StepPlan, custom_reward: bool
 ) -> tuple[StageFields, ...]:
     """Return the stages of one step of `RayPPOTrainer.fit`, in order."""
-    algorithm, critic = config.algorithm, needs_critic(config)
+    algorithm, critic, old_pass = config.algorithm, needs_critic(config), plan.old_log_prob_pass
     score = _score_responses(config, custom_reward)
     if has_reward_model(config):
         score = scored_with_model(score, rules=bool(config.reward_model.rule_weight))
     masking = (
-        (score, not draws_again),
+        (score, not plan.draws_again),
         (MEASURE_BATCH, True),
         (MASK_TRUNCATED, algorithm.overlong.drop_truncated),
         (_mask_zero_variance_groups(config), True),
     )
-    estimate, early = _estimate_advantages(config), advantages_before_passes
+    estimate, early = _estimate_advantages(config), plan.advantages_before_passes
+    baselines = get_advantage(algorithm.adv_estimator).needs_baseline_scores
     stages = (
         (LOAD_PROMPTS, True),
         (EXPAND_PROMPTS, True),
-        (
-            _greedy_branch(config, score),
-            get_advantage(algorithm.adv_estimator).needs_baseline_scores,
-        ),
+        (_greedy_branch(config, score), baselines),
         (GENERATE_SEQUENCES, True),
-        (score, draws_again),
-        (REFILL, draws_again),
-        *(masking if masks_before_passes else ()),
+        (score, plan.draws_again),
+        (REFILL, plan.draws_again),
+        *(masking if plan.masks_before_passes else ()),
         (SHAPE_SCORES, early),
         (estimate, early),
         # After the masking, so that rows which need no computation do not count.
-        (
-            _balance_over_ranks(masks_before_passes, advantages_before_passes),
-            config.trainer.balance_batch,
-        ),
-        (COMPUTE_LOG_PROB, old_log_prob_pass),
+        (_balance_over_ranks(plan), config.trainer.balance_batch),
+        (COMPUTE_LOG_PROB, old_pass),
         (COMPUTE_REF_LOG_PROB, reads_ref_log_prob(config)),
         (COMPUTE_VALUES, critic),
-        *(() if masks_before_passes else masking),
+        *(() if plan.masks_before_passes else masking),
         (SHAPE_SCORES, not early),
         (PENALISE_KL, algorithm.use_kl_in_reward),
         # Without the pass the update measures entropy and mismatch.
-        (MEASURE_ENTROPY, old_log_prob_pass),
-        (_correct_mismatch(config), old_log_prob_pass or corrects_mismatch(config)),
+        (MEASURE_ENTROPY, old_pass),
+        (_correct_mismatch(config), old_pass or corrects_mismatch(config)),
         (estimate, not early),
         (SELECT_UPDATE_TOKENS, selects_tokens(config)),
         (UPDATE_CRITIC, critic),
         (LOG_UPDATE, critic),
-        (_update_actor(config, old_log_prob_pass), True),
+        (_update_actor(config, old_pass), True),
         (LOG_UPDATE, True),
         (LOG_SAMPLES, True),
     )
@@ -271,10 +241,6 @@ def validation_dataflow(
     return _with_roles(config, flow, validation=True)
 
 
-SFT_STEP = (LOAD_DEMONSTRATIONS, UPDATE_SFT)
-"""The stages of one step of `SFTTrainer.fit`, in order."""
-
-
 def check_dataflow(stages: Iterable[StageFields]) -> None:
     """Check that every field that a stage reads is written by an earlier stage.
 
@@ -286,35 +252,19 @@ def check_dataflow(stages: Iterable[StageFields]) -> None:
     for stage in stages:
         for name in stage.reads:
             if name not in present:
-                raise ConfigError(_missing(stage, name, passed), field=name)
+                known = fields.BY_NAME.get(name)
+                writers = f" (written by {' or '.join(known.written_by)})" if known else ""
+                raise ConfigError(
+                    f"stage {stage.name} reads field {name!r}{writers}, but with these settings no "
+                    f"earlier stage writes it; earlier stages: {', '.join(passed) or 'none'}",
+                    field=name,
+                )
         # A stage that drops and writes one field replaces it, so the writes come last.
         present = (present - set(stage.drops)) | set(stage.writes)
         passed.append(stage.name)
 
 
-def _missing(stage: StageFields, name: str, passed: Sequence[str]) -> str:
-    field = fields.BY_NAME.get(name)
-    writers = f" (written by {' or '.join(field.written_by)})" if field else ""
-    return (
-        f"stage {stage.name} reads field {name!r}{writers}, but with these settings no earlier "
-        f"stage writes it; earlier stages: {', '.join(passed) or 'none'}"
-    )
-
-
 # Stages whose fields depend on the settings.
-
-
-def _with_roles(
-    config: TrainConfig, flow: Sequence[StageFields], *, validation: bool = False
-) -> tuple[StageFields, ...]:
-    """Add the stages of added roles. Where they write the scores, `score_responses` reads them."""
-    added = added_stages(config, validation=validation)
-    stages = with_added(flow, added)
-    if scores_come_from_roles(stages):
-        scored = StageFields("score_responses", reads=(_SCORES,))
-        stages = tuple(scored if stage.name == scored.name else stage for stage in stages)
-    check_writes(stages, added)
-    return stages
 
 
 def _score_responses(config: TrainConfig, custom_reward: bool) -> StageFields:
@@ -337,8 +287,10 @@ def _score_responses(config: TrainConfig, custom_reward: bool) -> StageFields:
 
 def _greedy_branch(config: TrainConfig, score: StageFields) -> StageFields:
     """Greedy responses for reward baselines: stages on rows of their own, of which only the
-    baselines reach the batch of the step."""
-    parts = with_added_parts((GENERATE_SEQUENCES, score, ADD_BASELINES), added_stages(config))
+    baselines reach the batch of the step. Updates of added roles learn from the rows of the batch,
+    so they are left out."""
+    added = [placed for placed in added_stages(config) if placed.stage.writes]
+    parts = with_added((GENERATE_SEQUENCES, score, ADD_BASELINES), added)
     return branch(ADD_BASELINES.name, parts, writes=ADD_BASELINES.writes)
 
 
@@ -358,17 +310,12 @@ def branch(name: str, parts: Sequence[StageFields], writes: tuple[str, ...]) -> 
     return StageFields(name, reads=tuple(reads), writes=writes)
 
 
-def _balance_over_ranks(masked: bool, with_advantages: bool) -> StageFields:
+def _balance_over_ranks(plan: StepPlan) -> StageFields:
     """Reads the mask and the advantages where they say which rows need computation."""
-    live = ((_MASK, masked), (fields.ADVANTAGES, with_advantages))
+    live = ((_MASK, plan.masks_before_passes), (fields.ADVANTAGES, plan.advantages_before_passes))
+    reads = (fields.SEQUENCE_LENGTH, fields.PROMPT_LENGTH, fields.UID)
     return StageFields(
-        "balance_over_ranks",
-        reads=(
-            fields.SEQUENCE_LENGTH,
-            fields.PROMPT_LENGTH,
-            fields.UID,
-            *(field for field, reads in live if reads),
-        ),
+        "balance_over_ranks", (*reads, *(field for field, is_read in live if is_read))
     )
 
 
@@ -419,3 +366,114 @@ def _update_actor(config: TrainConfig, old_log_prob_pass: bool) -> StageFields:
         reads_if_present=tuple(f for f in UPDATE_ACTOR.reads_if_present if f not in needed),
         writes=UPDATE_ACTOR.writes,
     )
+
+
+# Stages of added roles.
+
+
+def _with_roles(
+    config: TrainConfig, flow: Sequence[StageFields], *, validation: bool = False
+) -> tuple[StageFields, ...]:
+    """Add the stages of added roles. Where they write the scores, `score_responses` reads them."""
+    added = added_stages(config, validation=validation)
+    stages = with_added(flow, added)
+    names = [stage.name for stage in stages]
+    for placed in added:
+        if placed.name not in names:
+            raise ConfigError(_no_place(placed, [n for n in names if n not in NOT_PLACES]))
+    if scores_come_from_roles(stages):
+        scored = StageFields(SCORE, reads=(_SCORES,))
+        stages = tuple(scored if stage.name == SCORE else stage for stage in stages)
+    _check_writes(stages, [placed.name for placed in added])
+    return stages
+
+
+def with_added(
+    flow: Sequence[StageFields], added: Sequence[PlacedStage]
+) -> tuple[StageFields, ...]:
+    """Return the stages of a step with those of added roles at the places where they run.
+
+    Raises:
+        ConfigError: a stage uses, while the passes compute, what they write.
+    """
+    result: list[StageFields] = []
+    passes = [stage.name for stage in flow if stage.name in PASSES]
+    computing: set[str] = set()  # what the passes that run will write
+
+    def beside(side: str, name: str) -> None:
+        for placed in added if name not in NOT_PLACES else ():
+            if getattr(placed.stage, side) == name:
+                _check_early(placed, computing)
+                put(placed.fields)
+
+    def put(stage: StageFields) -> None:
+        beside("before", stage.name)
+        result.append(stage)
+        beside("after", stage.name)
+
+    for stage in flow:
+        if stage.name in passes:
+            for name in passes if stage.name == passes[0] else ():
+                beside("before", name)
+            computing |= set(stage.writes) - {name for one in result for name in one.writes}
+            result.append(stage)
+            continue
+        if stage.name == AFTER_PASSES:
+            computing.clear()
+            for name in passes:
+                beside("after", name)
+        put(stage)
+    return tuple(result)
+
+
+def _check_early(placed: PlacedStage, computing: set[str]) -> None:
+    stage = placed.stage
+    if early := computing & {*stage.reads, *stage.reads_if_present, *stage.writes}:
+        verb = "writes" if early <= set(stage.writes) else "reads"
+        raise ConfigError(
+            f"stage {placed.name} {verb} {', '.join(sorted(early))}, but beside {stage.neighbour} "
+            f"it runs while this is computed; place it after={PASSES[0]!r}, or "
+            f"before={AFTER_PASSES!r}"
+        )
+
+
+def _no_place(placed: PlacedStage, known: Sequence[str]) -> str:
+    side, name = "before" if placed.stage.before else "after", placed.stage.neighbour
+    reason = "which this run does not have"
+    if name in NOT_PLACES:
+        reason = "beside which no stage can stand"
+    near = nearest_name(name, known)
+    hint = f"did you mean {near}? " if near else ""
+    return (
+        f"stage {placed.name} stands {side} {name!r}, {reason}; {hint}stages: "
+        f"{', '.join(dict.fromkeys(known))}"
+    )
+
+
+def _check_writes(flow: Sequence[StageFields], added: Sequence[str]) -> None:
+    """Check that what added stages write is read before another stage writes it again."""
+    for number, stage in enumerate(flow):
+        for field in stage.writes if stage.name in added else ():
+            users = (s for s in flow[number + 1 :] if field in (*s.inputs, *s.writes, *s.drops))
+            user = next(users, None)
+            if user is not None and field not in user.inputs:
+                raise ConfigError(
+                    f"stage {stage.name} writes {field}, but stage {user.name} then writes it "
+                    f"again; place {stage.name} after it, or let it write another field",
+                    field=field,
+                )
+
+
+def scores_come_from_roles(flow: Sequence[StageFields]) -> bool:
+    """Return whether an added stage writes the scores, so that `score_responses` computes none."""
+    names = [*(stage.name for stage in flow), SCORE]
+    return any(_SCORES in stage.writes for stage in flow[: names.index(SCORE)])
+
+
+def added_until_scores(added: Sequence[PlacedStage]) -> bool:
+    """Return whether all added stages stand where responses are generated or scored, so that they
+    neither read what the passes write nor change it."""
+    before = {EXPAND_PROMPTS.name, GENERATE_SEQUENCES.name, SCORE}
+    names = {placed.name for placed in added}
+    # The place of a stage beside another added stage is the place of that one.
+    return all(placed.stage.neighbour in before | names for placed in added)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from quadriga.config.schema import DataConfig, RewardConfig, TrainConfig
+from quadriga.config.schema import DataConfig, ModelConfig, RewardConfig, TrainConfig
 from quadriga.errors import ConfigError
-from quadriga.trainer.checks.images import image_rules
-from quadriga.trainer.checks.sequence_checks import (
-    check_training_data,
-    check_training_samples,
-)
-from quadriga.trainer.dataflow import StepPlan, validation_dataflow
-from quadriga.trainer.roles.places import scores_come_from_roles
+from quadriga.trainer.checks.data import check_training_data, check_training_samples
+from quadriga.trainer.dataflow import StepPlan, scores_come_from_roles, validation_dataflow
 from quadriga.trainer.stages import BatchReward
 
 if TYPE_CHECKING:
@@ -160,6 +156,34 @@ def load_prompts(
     if data.dataset.path is not None:
         return user_dataset(data.dataset.path, files, tokenizer, data, images)
     return PromptDataset.from_settings(files, tokenizer, data, images=images)
+
+
+def image_rules(model: ModelConfig, image_key: str | None) -> ImageRules | None:
+    """Return how the images of prompts become tokens; None for a model of text.
+
+    Args:
+        image_key: column of the images.
+
+    Raises:
+        ModelError: the model takes images, and its folder has no image processor.
+        ConfigError: the model takes images, and Pillow is not installed.
+    """
+    from quadriga.data.images import ImageRules
+    from quadriga.models.images import image_tokens, load_image_processor
+
+    trusted = model.trust_remote_code
+    tokens = image_tokens(model.path, trust_remote_code=trusted) if model.path else None
+    if tokens is None:
+        return None
+    processor = load_image_processor(model.path, trust_remote_code=trusted)
+    return ImageRules(
+        image_key=image_key,
+        image_token=tokens.image,
+        merge_size=tokens.merge_size,
+        process=partial(processor, return_tensors="pt"),
+        count_patches=processor.get_number_of_image_patches,
+        settings=processor.to_json_string(),
+    )
 
 
 def make_mixture(data: DataConfig, prompts: Prompts) -> Mixture | None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.algorithms.kl import make_kl_controller
+from quadriga.algorithms.user_files import load_user_files
 from quadriga.checkpoint.folders import ControllerState, Resumed
 from quadriga.config.paths import absolute_paths
 from quadriga.config.schema import TrainConfig
@@ -36,16 +37,23 @@ from quadriga.trainer.checkpoints import Checkpointing
 from quadriga.trainer.checks.settings import check_run_length
 from quadriga.trainer.dataflow import StepPlan, check_dataflow, validation_dataflow
 from quadriga.trainer.ingredients import Ingredients, check_ingredients, load_ingredients
-from quadriga.trainer.preflight import check_program, check_settings, load_user_files
+from quadriga.trainer.preflight import check_program, check_settings
 from quadriga.trainer.record import RunRecord
-from quadriga.trainer.role_workers import check_roles, settings_for_classes
-from quadriga.trainer.roles.needed import needs_critic
 from quadriga.trainer.roles.placement import ResourcePoolManager, Role
-from quadriga.trainer.roles.pools import POLICY_ROLES, check_settings_of_pools
 from quadriga.trainer.roles.registry import added_stages, check_roles_in_settings
+from quadriga.trainer.roles.workers import (
+    POLICY_ROLES,
+    check_roles,
+    check_settings_of_pools,
+    settings_for_classes,
+)
 from quadriga.trainer.sampling import ModelReward, Sampler
-from quadriga.trainer.stage_runner import StageRunner
-from quadriga.trainer.stages import BatchReward, MismatchWatch, rows_with_advantage
+from quadriga.trainer.stages import (
+    BatchReward,
+    MismatchWatch,
+    StageRunner,
+    rows_with_advantage,
+)
 from quadriga.trainer.validation import Validator
 from quadriga.trainer.worker_groups import PPOGroups, gather, start_groups
 
@@ -81,7 +89,7 @@ class RayPPOTrainer:
         resource_pool_manager: ResourcePoolManager | None = None,
         reward_fn: BatchReward | None = None,
     ) -> None:
-        load_user_files(config)
+        load_user_files(config.algorithm.user_files)
         check_roles_in_settings(config)
         mapping = role_worker_mapping or {}
         config = settings_for_classes(config, mapping)
@@ -111,7 +119,7 @@ class RayPPOTrainer:
         self.ingredients = ingredients or load_ingredients(config, reward_fn)
         self.role_worker_mapping = mapping
         self.resource_pool_manager = resource_pool_manager
-        check_run_length(config, self.total_steps, with_critic=needs_critic(config))
+        check_run_length(config, self.total_steps)
         self.reward_fn = reward_fn or self.ingredients.reward
         kl = config.algorithm.kl_ctrl
         self.kl_controller = make_kl_controller(
@@ -177,13 +185,13 @@ class RayPPOTrainer:
                         if plan.advantages_before_passes:
                             batch = self.estimate_advantages(batch, runner)
                         batch = runner.run(stages.balance_over_ranks, batch, balance)
-                        batch = runner.before_passes(batch)
+                        batch = runner.beside_passes("before", batch)
                         pending = submit_passes(groups, batch, plan)
                         if not plan.masks_before_passes:  # while the roles compute
                             batch = self.score_and_mask(batch, runner)
                         for evaluated in gather(pending):
                             batch = batch.union(evaluated)
-                        batch = runner.after_passes(batch)
+                        batch = runner.beside_passes("after", batch)
 
                     with record.span("advantages"):
                         if not plan.advantages_before_passes:

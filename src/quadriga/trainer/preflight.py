@@ -1,12 +1,14 @@
-"""Checks that run before any process starts: settings, names, files and folders."""
+"""The checks that run before any process starts: settings, names, files and folders.
+
+This is the one place that calls the checks of settings, engines, rollouts, roles and memory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
 
-from quadriga.algorithms.advantages import get_advantage
-from quadriga.algorithms.user_files import load_user_file
+from quadriga.algorithms.user_files import load_user_files
 from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.convert import leaves
 from quadriga.config.paths import expand_home
@@ -18,16 +20,17 @@ from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import check_trackers
 from quadriga.rollout import check_adapters, rollout_of
 from quadriga.trainer.checkpoints import AnyRun, check_resume
-from quadriga.trainer.checks.engines import (
+from quadriga.trainer.checks.data import check_images_supported
+from quadriga.trainer.checks.settings import (
+    RoleEngine,
     check_device,
     check_fine_tuning_engine,
+    check_fine_tuning_settings,
     check_role_engines,
-    head_of,
+    check_train_settings,
+    fine_tuning_engine,
     role_engines,
 )
-from quadriga.trainer.checks.images import check_images_supported
-from quadriga.trainer.checks.settings import check_fine_tuning_settings, check_train_settings
-from quadriga.trainer.checks.unread import warn_of_unread
 from quadriga.trainer.roles.registry import check_roles_in_settings
 
 
@@ -37,16 +40,10 @@ def check_train_config(config: TrainConfig) -> None:
     Raises:
         InputError: names the first setting, file or folder that does not fit.
     """
-    load_user_files(config)
+    load_user_files(config.algorithm.user_files)
     check_roles_in_settings(config)
     check_settings(config)
     check_program(config, own_data=False, own_reward=False, own_policy=False)
-
-
-def load_user_files(config: TrainConfig) -> None:
-    """Load the user's files, which register names that the settings may use."""
-    for path in config.algorithm.user_files:
-        load_user_file(path)
 
 
 def check_settings(config: TrainConfig) -> None:
@@ -61,26 +58,32 @@ def check_settings(config: TrainConfig) -> None:
     check_optimizer_packages("actor_rollout_ref.actor.optim", config.actor_rollout_ref.actor.optim)
     check_optimizer_packages("critic.optim", config.critic.optim)
     check_trackers(config.trainer.loggers)
-    check_skipped_rows(config.actor_rollout_ref.actor)
-    name = config.algorithm.adv_estimator
-    if get_advantage(name).needs_components and not config.algorithm.reward_components:
-        raise ConfigError(
-            f"algorithm.adv_estimator={name} reads reward components: name them in "
-            "algorithm.reward_components, and return them in the dict of the reward function",
-            key="algorithm.reward_components",
-        )
+    _check_skipped_rows(config.actor_rollout_ref.actor)
     if config.algorithm.options or config.actor_rollout_ref.actor.policy_loss.options:
         from quadriga.trainer.checks.algorithms import check_algorithm_options  # imports torch
 
         check_algorithm_options(config)
 
 
-def check_skipped_rows(actor: ActorConfig) -> None:
-    """Check that rows without an advantage can be left out if the settings insist on it.
+def check_engines(config: TrainConfig) -> None:
+    """Check the training engines of the run, and the engine and the sampling of the rollout.
 
     Raises:
-        ConfigError: such rows have a gradient. Names the setting that gives it.
+        ConfigError: names the setting.
     """
+    check_role_engines(config)
+    policy = config.actor_rollout_ref
+    rollout, ranks = policy.rollout, num_ranks(config, "rollout")
+    check_adapters(rollout, policy.model.lora)
+    engine = rollout_of(rollout)
+    engine.check(ranks)
+    engine.check_updates(ranks, take_turns=rollout.take_turns)
+    for sampling in (rollout.sampling, rollout.val_sampling):
+        engine.check_sampling(sampling)
+
+
+def _check_skipped_rows(actor: ActorConfig) -> None:
+    """Check that rows without an advantage can be left out if the settings insist on it."""
     from quadriga.workers.objectives import reads_zero_advantages  # imports torch
 
     reason = reads_zero_advantages(actor) if actor.skip_zero_advantages else ""
@@ -115,50 +118,17 @@ def check_program(
     if not own_reward:
         check_reward(config.reward)
     if not own_policy:
-        from quadriga.trainer.memory.check import train_memory
-
-        check_models(config)
+        check_folder("actor_rollout_ref.model", config.actor_rollout_ref.model)
+        if config.critic.model.path:  # its tokenizer is not read
+            check_folder("critic.model", config.critic.model, tokenizer=False)
         check_images_supported(config)
-        check_reward_model_folder(config)
-        check_parts(config)
+        _check_reward_model_folder(config)
+        check_models_of_engines(role_engines(config))
     check_run_folder(config)
     if not own_policy:
+        from quadriga.trainer.memory.check import train_memory
+
         train_memory(config).check()
-    warn_of_unread(config)
-
-
-def check_run_folder(config: AnyRun) -> None:
-    """Check that the run can be written to its folder, and that it can be resumed as the settings
-    say.
-
-    Raises:
-        InputError: it cannot.
-    """
-    folder = RunFolder(Path(config.trainer.default_local_dir))
-    continued = folder.holds_checkpoint(check_resume(config))
-    trainer = config.trainer
-    folder.check(
-        resume=continued, overwrite=trainer.overwrite, restart=trainer.resume_mode == "auto"
-    )
-    if trainer.overwrite and not continued:
-        _check_inputs_are_kept(config, folder)
-
-
-def _check_inputs_are_kept(config: AnyRun, folder: RunFolder) -> None:
-    """Check that the run does not remove a model or a file that it reads.
-
-    Raises:
-        ConfigError: names the setting and the path.
-    """
-    for key, value in leaves(config):
-        for path in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(path, str) and path and folder.removes(Path(expand_home(path))):
-                raise ConfigError(
-                    f"{key}={path} is in the run folder {folder.path}, whose files "
-                    "trainer.overwrite=true removes before they are read; move it, or choose "
-                    "another trainer.default_local_dir",
-                    key=key,
-                )
 
 
 def check_fine_tuning_config(config: SFTConfig | RMConfig) -> None:
@@ -167,41 +137,41 @@ def check_fine_tuning_config(config: SFTConfig | RMConfig) -> None:
     Raises:
         InputError: names the first setting, file or folder that does not fit.
     """
-    from quadriga.engines.loading import check_trained_part
-    from quadriga.engines.tensor_parallel import check_model_parallel_folder
-
     check_fine_tuning_settings(config)
     check_device(config.trainer)
     check_fine_tuning_engine(config)
     check_optimizer_packages("optim", config.optim)
     check_files(config.data.train_files, "data.train_files", needed=True)
     check_files(config.data.val_files, "data.val_files", needed=False)
-    require_model_path(config.model.path, "model.path")
-    _check_folder(config.model, tokenizer=config.model.tokenizer_path is None)
-    check_trained_part(config.model, head_of(config), config.optim)
-    check_model_parallel_folder(config.model, config.engine, "engine")
+    check_folder("model", config.model)
+    check_models_of_engines([fine_tuning_engine(config)])
     if isinstance(config, SFTConfig):
         check_reward(config.reward)
     check_trackers(config.trainer.loggers)
     check_run_folder(config)
-    warn_of_unread(config)
 
 
-def check_engines(config: TrainConfig) -> None:
-    """Check the training engines of the run, and the options of the rollout.
+def check_run_folder(config: AnyRun) -> None:
+    """Check that the run can be written to its folder, removes no file that it reads, and can be
+    resumed as the settings say.
 
     Raises:
-        ConfigError: names the setting.
+        InputError: it cannot.
     """
-    check_role_engines(config)
-    policy = config.actor_rollout_ref
-    rollout, ranks = policy.rollout, num_ranks(config, "rollout")
-    check_adapters(rollout, policy.model.lora)
-    engine = rollout_of(rollout)
-    engine.check(ranks)
-    engine.check_updates(ranks, take_turns=rollout.take_turns)
-    for sampling in (rollout.sampling, rollout.val_sampling):
-        engine.check_sampling(sampling)
+    trainer, folder = config.trainer, RunFolder(Path(config.trainer.default_local_dir))
+    continued = folder.holds_checkpoint(check_resume(config))
+    folder.check(
+        resume=continued, overwrite=trainer.overwrite, restart=trainer.resume_mode == "auto"
+    )
+    for key, value in leaves(config) if trainer.overwrite and not continued else ():
+        for path in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(path, str) and path and folder.removes(Path(expand_home(path))):
+                raise ConfigError(
+                    f"{key}={path} is in the run folder {folder.path}, whose files "
+                    "trainer.overwrite=true removes before they are read; move it, or choose "
+                    "another trainer.default_local_dir",
+                    key=key,
+                )
 
 
 def check_files(files: Iterable[str], setting: str, *, needed: bool) -> None:
@@ -218,26 +188,26 @@ def check_files(files: Iterable[str], setting: str, *, needed: bool) -> None:
             raise DataError(f"{setting}: no such file: {file}", path=file)
 
 
-def check_models(config: TrainConfig) -> None:
-    """Check the folder of the actor's model, and of the critic's if it has one of its own.
+def check_folder(key: str, model: ModelConfig, *, tokenizer: bool = True) -> None:
+    """Check the folder of a model, with its tokenizer unless `tokenizer_path` has another.
 
     Raises:
-        ModelError: names the folder and what it lacks.
+        ModelError: names the folder and what it lacks, or the section `key` if it has no path.
     """
-    policy, critic = config.actor_rollout_ref.model, config.critic.model
-    require_model_path(policy.path, "actor_rollout_ref.model.path")
-    _check_folder(policy, tokenizer=policy.tokenizer_path is None)
-    if critic.path:  # its tokenizer is not read
-        _check_folder(critic, tokenizer=False)
-
-
-def _check_folder(model: ModelConfig, *, tokenizer: bool) -> None:
     from quadriga.models import check_model_folder
 
-    check_model_folder(model.path, tokenizer=tokenizer, trust_remote_code=model.trust_remote_code)
+    require_model_path(model.path, f"{key}.path")
+    own = tokenizer and model.tokenizer_path is None
+    check_model_folder(model.path, tokenizer=own, trust_remote_code=model.trust_remote_code)
 
 
-def check_parts(config: TrainConfig) -> None:
+def require_model_path(path: str, setting: str) -> None:
+    """Raise `ModelError`, naming `setting`, if `path` is empty."""
+    if not path:
+        raise ModelError(f"{setting} is empty: give a model folder or hf://owner/name", path="")
+
+
+def check_models_of_engines(engines: Iterable[RoleEngine]) -> None:
     """Check that adapters, patterns and optimizers fit the models, and that the ranks of each role
     can divide the work of its model.
 
@@ -247,19 +217,15 @@ def check_parts(config: TrainConfig) -> None:
     from quadriga.engines.loading import check_trained_part
     from quadriga.engines.tensor_parallel import check_model_parallel_folder
 
-    for found in role_engines(config):
+    for found in engines:
         if found.optim is not None:
-            optim_key = found.key.removesuffix("engine") + "optim"
-            check_trained_part(found.model, found.head, found.optim, optim_key)
+            check_trained_part(found.model, found.head, found.optim, found.optim_key)
         check_model_parallel_folder(found.model, found.engine, found.key)
 
 
-def check_reward_model_folder(config: TrainConfig) -> None:
-    """Check that the model of an enabled reward model is one, and its tokenizer can be used.
-
-    Raises:
-        ModelError: the model has no head for one score, or it needs a chat template and has none.
-    """
+def _check_reward_model_folder(config: TrainConfig) -> None:
+    """Check that the model of an enabled reward model has a head for one score, and a chat template
+    if it encodes conversations again."""
     if not has_reward_model(config):
         return
     from quadriga.data.chat import check_template_arguments
@@ -267,28 +233,19 @@ def check_reward_model_folder(config: TrainConfig) -> None:
     from quadriga.models.score_head import check_reward_model
     from quadriga.workers.reward_model import same_tokens, tokenizer_of
 
-    model = config.reward_model.model
-    _check_folder(model, tokenizer=model.tokenizer_path is None)
+    section, model = config.reward_model, config.reward_model.model
+    check_folder("reward_model.model", model)
     check_reward_model(local_folder(model.path), trust_remote_code=model.trust_remote_code)
-    tokenizer = tokenizer_of(model)
-    check_template_arguments(
-        tokenizer, config.reward_model.chat_template_kwargs, "reward_model.chat_template_kwargs"
-    )
-    if not tokenizer.chat_template and not same_tokens(
-        tokenizer, tokenizer_of(config.actor_rollout_ref.model)
-    ):
+    tokenizer, policy = tokenizer_of(model), tokenizer_of(config.actor_rollout_ref.model)
+    key = "reward_model.chat_template_kwargs"
+    check_template_arguments(tokenizer, section.chat_template_kwargs, key)
+    if not tokenizer.chat_template and not same_tokens(tokenizer, policy):
         raise ModelError(
             f"the tokenizer of the reward model in {model.path} differs from that of the policy, "
             "so conversations are encoded again with its chat template, and it has none; add "
             "chat_template to its tokenizer_config.json, or set reward_model.model.tokenizer_path",
             path=model.path,
         )
-
-
-def require_model_path(path: str, setting: str) -> None:
-    """Raise `ModelError`, naming `setting`, if `path` is empty."""
-    if not path:
-        raise ModelError(f"{setting} is empty: give a model folder or hf://owner/name", path="")
 
 
 def check_reward(reward: RewardConfig) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from quadriga.algorithms.importance import mismatch_of_statistics
 from quadriga.algorithms.partial import merge_partials
@@ -20,13 +20,20 @@ from quadriga.observability.metrics import MetricSet, Timer
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import RunInfo, Trackers, plot_learning_curve
 from quadriga.protocol import DataProto, fields
-from quadriga.trainer.stages import StageResult, named_mismatch
 from quadriga.workers.objectives import MISMATCH
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Metrics = dict[str, float]
 _TITLES = {"TrainConfig": "train", "SFTConfig": "sft", "RMConfig": "rm"}
+
+
+class StageResult(NamedTuple):
+    """What every stage returns: the batch to go on with, and metrics by name."""
+
+    batch: DataProto
+    metrics: Metrics
 
 
 class RunRecord:
@@ -300,6 +307,11 @@ def _finished(merged: dict[str, float]) -> dict[str, float]:
         return merged
     statistics = {name.removeprefix(MISMATCH): merged.pop(name) for name in names}
     return {**merged, **named_mismatch(mismatch_of_statistics(statistics))}
+
+
+def named_mismatch(metrics: Mapping[str, float]) -> Metrics:
+    """Return metrics of `algorithms.importance` under the names in the log."""
+    return {f"{MISMATCH}{name.removeprefix('mismatch_')}": v for name, v in metrics.items()}
 
 
 def read_samples(

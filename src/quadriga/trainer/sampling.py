@@ -26,9 +26,8 @@ from quadriga.protocol import (
 )
 from quadriga.rewards.outcome import FAILURES
 from quadriga.trainer import stages
-from quadriga.trainer.dataflow import refills
-from quadriga.trainer.stage_runner import StageRunner
-from quadriga.trainer.stages import BatchReward, HasMaskedRows, HasMetrics, Metrics, StageResult
+from quadriga.trainer.record import Metrics, StageResult
+from quadriga.trainer.stages import BatchReward, StageRunner
 from quadriga.workers.generation import GeneratingGroup
 from quadriga.workers.method_fields import COMPUTE_RM_SCORE
 from quadriga.workers.roles import RewardModelGroup
@@ -66,7 +65,7 @@ class Sampler:
     def draw(self, prompts: DataProto, step: int) -> StageResult:
         """Return the batch of a step and metrics. With refilling the rows are scored already."""
         batch, metrics = self._generate(prompts, step, turn=0)
-        if refills(self.config):
+        if self.config.algorithm.filter_groups.refills:
             batch, refilled = self.refill(batch, len(prompts), step)
             metrics = _merged(metrics, refilled)
         return StageResult(batch, metrics)
@@ -206,8 +205,6 @@ class ModelReward:
             return None
         result = self.rules(data)
         ruled = result.get() if isinstance(result, DataProtoFuture) else result
-        if isinstance(self.rules, HasMetrics):
-            self.metrics = dict(self.rules.metrics)
-        if isinstance(self.rules, HasMaskedRows):
-            self.masked_rows = list(self.rules.masked_rows)
+        self.metrics = dict(getattr(self.rules, "metrics", {}))
+        self.masked_rows = list(getattr(self.rules, "masked_rows", []))
         return ruled

@@ -12,13 +12,18 @@ Convention. A stage takes a batch, then its settings. It returns `StageResult(ba
 Batches are by reference: a stage fetches the fields that it reads and no others.
 `trainer.dataflow` declares what each stage reads and writes; the names of fields, with their
 shapes, are in `protocol.fields`.
+
+The trainer runs a stage with the stages of added roles before and after it, and logs its metrics:
+
+    runner = StageRunner(added_stages, groups, record)
+    batch = runner.run(stages.shape_scores, batch, config)
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -40,10 +45,10 @@ from quadriga.config.schema import (
     ActorConfig,
     AlgorithmConfig,
     RolloutCorrectionConfig,
-    SamplingConfig,
     TrainConfig,
 )
-from quadriga.errors import MismatchError
+from quadriga.errors import FieldError, LengthError, MismatchError, WorkerError
+from quadriga.observability.metrics import MetricSet
 from quadriga.protocol import (
     DataProto,
     DataProtoFuture,
@@ -51,24 +56,23 @@ from quadriga.protocol import (
     pad_dataproto_to_divisor,
     unpad_dataproto,
 )
+from quadriga.protocol.contents import shape_and_dtype
 from quadriga.rollout import REFERENCE
 from quadriga.trainer.balancing import Balance
-from quadriga.trainer.dataflow import ESTIMATOR_FIELDS
+from quadriga.trainer.dataflow import ESTIMATOR_FIELDS, PASSES
+from quadriga.trainer.record import Metrics, RunRecord, StageResult, named_mismatch
+from quadriga.trainer.roles.registry import PlacedStage
 from quadriga.workers.generation import GeneratingGroup, SamplingMode, generation_inputs
 from quadriga.workers.method_fields import GENERATE_SEQUENCES
 from quadriga.workers.objectives import MISMATCH, mask_with_advantage
+from quadriga.workers.roles import GroupMethod
 
 if TYPE_CHECKING:
-    pass
+    from quadriga.single_controller import WorkerGroup
 
-Metrics = dict[str, float]
+ArgumentsP = ParamSpec("ArgumentsP")
 
-
-class StageResult(NamedTuple):
-    """What every stage returns: the batch to go on with, and metrics by name."""
-
-    batch: DataProto
-    metrics: Metrics
+_log = logging.getLogger("quadriga")
 
 
 class BatchReward(Protocol):
@@ -77,25 +81,14 @@ class BatchReward(Protocol):
     It reads the responses and returns a batch with `token_level_scores` [B, R] float32, and
     `reward_components` [B, K] where the settings name components. A function that submits the
     scoring to a worker group may return the future of that batch.
+
+    It may keep `metrics` of its last call, a dict from name to number, and the `masked_rows` of
+    that call, which take no part in the update; see `rewards.RewardManager`.
     """
 
     def __call__(self, data: DataProto, /) -> DataProto | DataProtoFuture:
         """Score every row of `data`."""
         ...
-
-
-@runtime_checkable
-class HasMetrics(Protocol):
-    """A reward function that keeps metrics of its last call, such as `rewards.RewardManager`."""
-
-    metrics: dict[str, float]
-
-
-@runtime_checkable
-class HasMaskedRows(Protocol):
-    """A reward function that tells which rows of its last call take no part in the update."""
-
-    masked_rows: list[int]
 
 
 # From prompts to scored responses.
@@ -160,7 +153,7 @@ def generate(rows: DataProto, rollout: GeneratingGroup, mode: SamplingMode) -> S
     inputs, extra = pad_dataproto_to_divisor(generation_inputs(rows, mode), rollout.world_size)
     generated = unpad_dataproto(rollout.generate_sequences(inputs), extra)
     replaced = {*GENERATE_SEQUENCES.reads, *GENERATE_SEQUENCES.writes}
-    kept = [key for key in _keys(rows) if key not in replaced]
+    kept = [key for key in tensor_names(rows) if key not in replaced]
     return StageResult(rows.select(batch_keys=kept, meta_info_keys=[]).union(generated), {})
 
 
@@ -182,14 +175,15 @@ def score_responses(batch: DataProto, reward: BatchReward) -> StageResult:
     The mask of rows that the reward function excludes becomes 0 (`reward.on_failure=mask`). The
     metrics are those of the reward function's last call.
     """
-    if fields.TOKEN_LEVEL_SCORES not in _keys(batch):
+    if fields.TOKEN_LEVEL_SCORES not in tensor_names(batch):
         scored = reward(batch)
         batch = batch.union(scored.get() if isinstance(scored, DataProtoFuture) else scored)
-        if isinstance(reward, HasMaskedRows) and reward.masked_rows:
+        masked: list[int] = getattr(reward, "masked_rows", [])
+        if masked:
             mask = batch.batch[fields.RESPONSE_MASK].clone()
-            mask[reward.masked_rows] = 0
+            mask[masked] = 0
             batch.batch[fields.RESPONSE_MASK] = mask
-    return StageResult(batch, dict(reward.metrics) if isinstance(reward, HasMetrics) else {})
+    return StageResult(batch, dict(getattr(reward, "metrics", {})))
 
 
 def balance_over_ranks(batch: DataProto, balance: Balance) -> StageResult:
@@ -346,11 +340,6 @@ def correct_mismatch(
     return StageResult(batch, named_mismatch(metrics))
 
 
-def named_mismatch(metrics: Mapping[str, float]) -> Metrics:
-    """Return metrics of `algorithms.importance` under the names in the log."""
-    return {f"{MISMATCH}{name.removeprefix('mismatch_')}": v for name, v in metrics.items()}
-
-
 def estimate_advantages(batch: DataProto, config: AlgorithmConfig) -> StageResult:
     """Write `advantages` and `returns` by the estimator that the settings name.
 
@@ -402,11 +391,6 @@ def select_update_tokens(batch: DataProto, config: ActorConfig) -> StageResult:
     return StageResult(batch, {})
 
 
-def _keys(batch: DataProto) -> Sequence[str]:
-    """The names of the tensor fields. A batch without tensors has no `batch`."""
-    return [] if batch.batch is None else [str(key) for key in batch.batch.keys()]  # noqa: SIM118
-
-
 def rows_with_advantage(batch: DataProto) -> DataProto:
     """Return a batch with the same fields, but response mask 0 where all advantages of a row are 0.
 
@@ -418,10 +402,9 @@ def rows_with_advantage(batch: DataProto) -> DataProto:
     return rows
 
 
-_log = logging.getLogger("quadriga")
-
-_ROLLOUT = "actor_rollout_ref.rollout"
-_ENGINE = "actor_rollout_ref.actor.engine"
+def tensor_names(batch: DataProto) -> list[str]:
+    """Return the names of the tensor fields. A batch without tensors has no `batch`."""
+    return [] if batch.batch is None else [str(key) for key in batch.batch.keys()]  # noqa: SIM118
 
 
 class MismatchWatch:
@@ -443,77 +426,235 @@ class MismatchWatch:
         Raises:
             MismatchError: more tokens than allowed, and `mismatch.on_alarm` is "fail".
         """
-        settings = self.config.actor_rollout_ref.rollout.mismatch
+        rollout, engine = self.config.actor_rollout_ref.rollout, "actor_rollout_ref.actor.engine"
+        settings, key = rollout.mismatch, "actor_rollout_ref.rollout"
         share = metrics.get(f"{MISMATCH}beyond", 0.0)
         if share <= settings.max_share:
             return
         self.alarms += 1
-        text = self._text(step, share, metrics)
+        labels = (("abs", "mean"), ("max", "largest"), ("correlation", "correlation"))
+        found = [
+            f"{label} {metrics[MISMATCH + name]:.3g}"
+            for name, label in labels
+            if MISMATCH + name in metrics
+        ]
+        text = (
+            f"step {step}: for {share:.1%} of the response tokens, the log-probabilities of "
+            f"rollout and training differ by more than {settings.bound:g} nats "
+            f"({key}.mismatch.bound); at most {settings.max_share:.1%} may "
+            f"({key}.mismatch.max_share). Of the difference: {', '.join(found)}. Try equal dtypes "
+            f"({key}.dtype={rollout.dtype}, {engine}.dtype="
+            f"{self.config.actor_rollout_ref.actor.engine.dtype}), no top_p, top_k and min_p, "
+            f"{key}.name={REFERENCE}, or algorithm.rollout_correction.level=token"
+        )
         if settings.on_alarm == "fail":
             raise MismatchError(text, step=step, share=share)
-        if _is_power_of_ten(self.alarms):
+        if str(self.alarms).strip("0") == "1":
             _log.warning(
                 "%s. Alarm %d of this run; the next warning is at alarm %d. "
                 "%s.mismatch.on_alarm=fail ends the run instead",
-                text,
-                self.alarms,
-                10 * self.alarms,
-                _ROLLOUT,
+                text, self.alarms, 10 * self.alarms, key,
+            )  # fmt: skip
+
+
+# Stages with those of added roles beside them.
+
+
+class StageRunner:
+    """Runs stages with those of added roles beside them.
+
+    Args:
+        added: the stages of added roles.
+        groups: role key → its worker group.
+        record: where metrics and times of added stages and of updates are logged; needed for both.
+        prefix: before the names of their metrics, "val/" in validation.
+    """
+
+    def __init__(
+        self,
+        added: Sequence[PlacedStage] = (),
+        groups: Mapping[str, WorkerGroup] | None = None,
+        record: RunRecord | None = None,
+        prefix: str = "",
+    ) -> None:
+        self.added = tuple(added)
+        self.groups = groups or {}
+        self.record = record
+        self.prefix = prefix
+
+    def run(
+        self,
+        stage: Callable[Concatenate[DataProto, ArgumentsP], StageResult],
+        batch: DataProto,
+        /,
+        *args: ArgumentsP.args,
+        **kwargs: ArgumentsP.kwargs,
+    ) -> DataProto:
+        """Run a function of this module and the added stages beside it; log its metrics."""
+        result = self.result(stage, batch, *args, **kwargs)
+        assert self.record is not None, "metrics need a record"
+        self.record.add(result.metrics)
+        return result.batch
+
+    def result(
+        self,
+        stage: Callable[Concatenate[DataProto, ArgumentsP], StageResult],
+        batch: DataProto,
+        /,
+        *args: ArgumentsP.args,
+        **kwargs: ArgumentsP.kwargs,
+    ) -> StageResult:
+        """Run a function as `run` does, but return its metrics in place of logging them."""
+        # `generate` calls the worker method that is the stage.
+        name = GENERATE_SEQUENCES.name if stage is generate else _name(stage)
+        result = stage(self.beside("before", name, batch), *args, **kwargs)
+        return StageResult(self.beside("after", name, result.batch), result.metrics)
+
+    def update(
+        self,
+        method: GroupMethod[[DataProto], DataProto],
+        batch: DataProto,
+        order: npt.NDArray[np.int64] | None = None,
+    ) -> DataProto:
+        """Run an update of a built-in role and the added stages beside it; log its metrics.
+
+        `order`: in which the method gets the rows; None: as in the batch.
+        """
+        batch = self.beside("before", _name(method), batch)
+        assert self.record is not None, "an update needs a record"
+        self.record.log_update(method(batch if order is None else batch.select_idxs(order)))
+        return self.beside("after", _name(method), batch)
+
+    def without_updates(self) -> StageRunner:
+        """Return a runner that leaves out added stages without `writes`.
+
+        It is for rows that are not those of the batch: greedy responses for reward baselines.
+        """
+        added = [placed for placed in self.added if placed.stage.writes]
+        return StageRunner(added, self.groups, self.record, self.prefix)
+
+    def beside_passes(self, side: Literal["before", "after"], batch: DataProto) -> DataProto:
+        """Run the stages before all passes: those before any of them; or after all of them."""
+        for name in PASSES:
+            batch = self.beside(side, name, batch)
+        return batch
+
+    def beside(self, side: Literal["before", "after"], name: str, batch: DataProto) -> DataProto:
+        """Run the added stages that stand before or after a stage."""
+        for placed in self.added:
+            if getattr(placed.stage, side) == name:
+                batch = self.beside("before", placed.name, batch)
+                batch = self._run(placed, batch)
+                batch = self.beside("after", placed.name, batch)
+        return batch
+
+    def _run(self, placed: PlacedStage, batch: DataProto) -> DataProto:
+        """Call the method of an added stage. Return the batch with the fields that it writes."""
+        assert self.record is not None, "added stages need a record"
+        stage, group = placed.stage, self.groups[placed.role]
+        present = {*tensor_names(batch), *batch.non_tensor_batch}
+        inputs = _select(
+            batch, [*stage.reads, *(key for key in stage.reads_if_present if key in present)]
+        )
+        extra = 0
+        if stage.writes:
+            # Rows that are added are scored for nothing; in an update they would count.
+            inputs, extra = pad_dataproto_to_divisor(inputs, group.world_size)
+        with self.record.span(placed.name):
+            result: object = getattr(group, stage.method)(inputs)
+            if isinstance(result, DataProtoFuture):
+                result = result.get()
+        if result is None and not stage.writes:
+            return batch
+        if not isinstance(result, DataProto):
+            raise WorkerError(
+                f"stage {placed.name} returned {type(result).__name__}, expected a DataProto with "
+                f"the fields {', '.join(stage.writes) or 'none'}",
+                role=placed.role,
+                method=stage.method,
+            )
+        _check_metrics(placed, result)
+        self.record.log_role(f"{self.prefix}{placed.role}/", result)
+        if not stage.writes:
+            return batch
+        _check_result(placed, batch, result, len(inputs))
+        return _written(placed, batch, unpad_dataproto(result, extra))
+
+
+def _written(placed: PlacedStage, batch: DataProto, result: DataProto) -> DataProto:
+    """Return the batch with the fields that a stage has returned, in place of its own."""
+    writes = set(placed.stage.writes)
+    present = (*tensor_names(batch), *batch.non_tensor_batch)
+    kept = _select(batch, [key for key in present if key not in writes])
+    kept.meta_info = dict(batch.meta_info)
+    added = _select(result, list(writes))
+    added.meta_info = {key: value for key, value in result.meta_info.items() if key != "metrics"}
+    return kept.union(added)
+
+
+def _select(batch: DataProto, keys: Sequence[str]) -> DataProto:
+    tensors = set(tensor_names(batch))
+    return batch.select(
+        batch_keys=[key for key in keys if key in tensors],
+        non_tensor_batch_keys=[key for key in keys if key not in tensors],
+        meta_info_keys=[],
+    )
+
+
+def _name(function: object) -> str:
+    return str(getattr(function, "__name__", ""))
+
+
+def _check_result(placed: PlacedStage, batch: DataProto, result: DataProto, rows: int) -> None:
+    """Check the fields of a result: names, rows, and the form of declared fields.
+
+    Args:
+        batch: the batch of the step.
+        result: what the stage has returned.
+        rows: rows that it was given, with those that pad the batch.
+    """
+    found = {key: shape_and_dtype(c) for key, c in result.contents.columns().items()}
+    writes = set(placed.stage.writes)
+    if set(found) != writes:
+        raise FieldError(
+            f"stage {placed.name} declares writes {', '.join(sorted(writes))}, but returned "
+            f"{', '.join(sorted(found)) or 'no field'}; make both equal",
+            field=min(set(found) ^ writes),
+        )
+    if len(result) != rows:
+        raise LengthError(
+            f"stage {placed.name} got {rows} rows and returned {len(result)}; expected one row "
+            "for each row of the batch"
+        )
+    column = batch.contents.columns().get(fields.RESPONSE_MASK)
+    mask = "" if column is None else shape_and_dtype(column)[0]
+    columns = mask.partition(", ")[2]  # "12]" of "[16, 12]"
+    for key, (shape, dtype) in found.items():
+        declared, is_array = fields.BY_NAME.get(key), key in result.non_tensor_batch
+        if declared is None:
+            continue
+        fits = is_array == declared.is_array
+        if declared.shape == "[B, R]" and columns:
+            is_float = "float" in declared.dtype
+            fits &= shape.partition(", ")[2] == columns and ("float" in dtype) == is_float
+        if not fits:
+            raise FieldError(
+                f"stage {placed.name} returned {key} as {'an array' if is_array else 'a tensor'} "
+                f"{shape} of {dtype}, expected {declared.shape} of {declared.dtype} (response_mask "
+                f"is {mask}): {declared.unit}",
+                field=key,
             )
 
-    def _text(self, step: int, share: float, metrics: Mapping[str, float]) -> str:
-        settings = self.config.actor_rollout_ref.rollout.mismatch
-        found = [
-            f"{label} {metrics[MISMATCH + name]:.3g}"
-            for name, label in (("abs", "mean"), ("max", "largest"), ("correlation", "correlation"))
-            if MISMATCH + name in metrics
-        ]
-        return (
-            f"step {step}: for {share:.1%} of the response tokens, the log-probabilities of "
-            f"rollout and training differ by more than {settings.bound:g} nats "
-            f"({_ROLLOUT}.mismatch.bound); at most {settings.max_share:.1%} may "
-            f"({_ROLLOUT}.mismatch.max_share). Of the difference: {', '.join(found)}. To find the "
-            f"cause, try: {'; '.join(remedies(self.config))}"
-        )
 
-
-def remedies(config: TrainConfig) -> list[str]:
-    """Return what to try against a mismatch with these settings, each with its setting."""
-    rollout, engine = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.engine
-    found = []
-    if rollout.dtype != engine.dtype:
-        found.append(
-            f"equal dtypes, {_ROLLOUT}.dtype={engine.dtype} as {_ENGINE}.dtype "
-            f"(it is {rollout.dtype})"
-        )
-    elif engine.dtype != "float32":
-        found.append(f"float32 in both engines, {_ROLLOUT}.dtype=float32 {_ENGINE}.dtype=float32")
-    filters = _filters(rollout.sampling)
-    if filters:
-        found.append(f"no sampling filters, {' '.join(filters)}")
-    if rollout.name != REFERENCE:
-        found.append(f"the engine of reference, {_ROLLOUT}.name={REFERENCE}")
-    correction = config.algorithm.rollout_correction
-    if correction.level == "none":
-        found.append("a correction by importance weights, algorithm.rollout_correction.level=token")
-    elif correction.mode != "mask":
-        found.append(
-            "to leave such tokens out of the update, algorithm.rollout_correction.mode=mask"
-        )
-    if not found:
-        found.append(f"a larger {_ROLLOUT}.mismatch.bound, if the difference is expected")
-    return found
-
-
-def _filters(sampling: SamplingConfig) -> list[str]:
-    """Return the settings that switch off the filters of a sampling that has some."""
-    plain = SamplingConfig()
-    return [
-        f"{_ROLLOUT}.sampling.{name}={value}"
-        for name, value in vars(plain).items()
-        if name in ("top_p", "top_k", "min_p") and getattr(sampling, name) != value
-    ]
-
-
-def _is_power_of_ten(number: int) -> bool:
-    return str(number).strip("0") == "1"
+def _check_metrics(placed: PlacedStage, result: DataProto) -> None:
+    """Check that every metric of a result is a number, or a list with a number for each rank."""
+    for name, value in result.meta_info.get("metrics", {}).items():
+        try:
+            MetricSet().add({name: value})
+        except (TypeError, ValueError, RuntimeError):
+            raise WorkerError(
+                f"stage {placed.name} returned the metric {name!r}: {value!r:.300}, expected a "
+                "number",
+                role=placed.role,
+                method=placed.stage.method,
+            ) from None

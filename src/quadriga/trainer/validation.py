@@ -15,8 +15,8 @@ import numpy.typing as npt
 from quadriga.errors import DataError
 from quadriga.protocol import DataProto, fields
 from quadriga.trainer import stages
-from quadriga.trainer.stage_runner import StageRunner
-from quadriga.trainer.stages import BatchReward, Metrics
+from quadriga.trainer.record import Metrics
+from quadriga.trainer.stages import BatchReward, StageRunner
 
 if TYPE_CHECKING:
     from quadriga.data import PromptLoader

@@ -22,22 +22,31 @@ from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import RunConfig, TrainConfig
 from quadriga.errors import CheckpointError, QuadrigaError, RolloutOutputError
 from quadriga.protocol import DataProto, DataProtoFuture, fields
-from quadriga.trainer.checkpoints import unchanged_handlers
-from quadriga.trainer.replicas.replica import ReplicaLink, Replicas, are_replicas, start_replicas
-from quadriga.trainer.replicas.rollout import ReplicatedRollout
-from quadriga.trainer.role_workers import worker_classes
-from quadriga.trainer.roles.checks import INIT, check_states, has_method, saved_roles
-from quadriga.trainer.roles.needed import CRITIC, REWARD_MODEL, reads_ref_log_prob
+from quadriga.trainer.checkpoints import check_states, unchanged_handlers
+from quadriga.trainer.replicas import (
+    ReplicaLink,
+    Replicas,
+    ReplicatedRollout,
+    are_replicas,
+    start_replicas,
+)
 from quadriga.trainer.roles.placement import ResourcePoolManager, Role
-from quadriga.trainer.roles.pools import (
+from quadriga.trainer.roles.registry import added_roles
+from quadriga.trainer.roles.workers import (
+    CRITIC,
+    INIT,
+    REWARD_MODEL,
+    SAVE,
+    has_method,
     pool_manager,
     pool_options,
+    reads_ref_log_prob,
+    start_order,
     uses_by_pool,
+    worker_classes,
     worker_keys,
     workers_of,
 )
-from quadriga.trainer.roles.registry import added_roles
-from quadriga.trainer.roles.start_order import start_order
 from quadriga.workers.generation import GeneratingGroup
 from quadriga.workers.roles import (
     ActorGroup,
@@ -213,31 +222,33 @@ class PPOGroups(StartedGroups):
         else:
             self.link.sync()
 
+    @property
+    def saved(self) -> dict[str, SavingGroup]:
+        """The groups whose ranks have a state that belongs to a checkpoint, by their roles."""
+        groups: dict[str, SavingGroup] = {"actor": self.actor}
+        if self.critic is not None:
+            groups["critic"] = self.critic
+        return groups | {k: group for k, group in self.added.items() if has_method(group, k, SAVE)}
+
     def save(self, folder: Path, state: ControllerState, max_to_keep: int | None) -> None:
         """Save actor, critic, added roles with a state, and the controller's state under `folder`.
 
         Raises:
             As `save_roles`.
         """
-        critic = {} if self.critic is None else {"critic": self.critic}
-        groups: dict[str, SavingGroup] = {"actor": self.actor, **critic}
-        groups.update(saved_roles(self.added))
-        save_roles(folder, state, max_to_keep, groups)
+        save_roles(folder, state, max_to_keep, self.saved)
 
     def load(self, checkpoint: Path, step: int) -> None:
         """Load actor, critic and added roles from a folder that `save` wrote at `step`.
 
         Raises:
-            CheckpointError: it has no state of an added role that saves one.
+            CheckpointError: it has no state of a role that saves one.
         """
-        check_states(checkpoint, saved_roles(self.added))
-        self.actor.load_checkpoint(str(checkpoint / "actor"), step)
+        check_states(checkpoint, self.saved)
+        for key, group in self.saved.items():
+            group.load_checkpoint(str(checkpoint / key), step)
         if self.link is not None:
             self.link.sync()
-        if self.critic is not None:
-            self.critic.load_checkpoint(str(checkpoint / "critic"), step)
-        for key, group in saved_roles(self.added).items():
-            group.load_checkpoint(str(checkpoint / key), step)
 
 
 class SavingGroup(Protocol):
@@ -246,6 +257,11 @@ class SavingGroup(Protocol):
     @property
     def save_checkpoint(self) -> GroupMethod[[str, int], list[list[SavedFile]]]:
         """Save one shard per rank under a folder, as of a step; return the files of each rank."""
+        ...
+
+    @property
+    def load_checkpoint(self) -> GroupMethod[[str, int], list[None]]:
+        """Load what `save_checkpoint` has saved at a step."""
         ...
 
 
@@ -269,9 +285,7 @@ def save_roles(
     try:
         # Each call returns when all ranks have written, so the commit sees every file.
         for role, group in groups.items():
-            written: Sequence[Sequence[SavedFile]] = group.save_checkpoint(
-                str(partial / role), state.step
-            )
+            written = group.save_checkpoint(str(partial / role), state.step)
             files += reported_files(role, written)
         commit_checkpoint(partial, files, state.as_info())
     except BaseException:
@@ -290,7 +304,7 @@ def reported_files(role: str, per_rank: Sequence[Sequence[SavedFile]]) -> list[S
         if not files or not all(isinstance(file, SavedFile) for file in files):
             raise CheckpointError(
                 f"rank {rank} of role {role} has reported no files: `save_checkpoint` returned "
-                f"{files!r}, expected the list of `SavedFile` that `TrainEngine.save` returns"
+                f"{files!r}, expected a list of `SavedFile`"
             )
     return [file.under(role) for files in per_rank for file in files]
 
@@ -351,15 +365,15 @@ def start_groups(
             elif replicas is not None and key not in views:
                 replicas.init_model()
         view_of = {u: views[key] for key, uses in workers.items() if key in views for u in uses}
-        return groups_of_views(config, backend, groups, view_of, replicas)
+        return _ppo_groups(config, backend, groups, view_of, replicas)
 
 
-def groups_of_views(
+def _ppo_groups(
     config: TrainConfig,
     backend: Backend,
     groups: Sequence[WorkerGroup],
     view_of: Mapping[str, WorkerGroup],
-    replicas: Replicas | None = None,
+    replicas: Replicas | None,
 ) -> PPOGroups:
     """Return the groups of a run from use → view of a worker group, with equal weights.
 
@@ -390,14 +404,9 @@ def groups_of_views(
         reward_model=view_of[REWARD_MODEL] if has_reward_model(config) else None,
         turns=actor if settings.take_turns else None,
         link=link,
-        actor_version=_version_of(actor),
+        actor_version=getattr(actor, ACTOR_VERSION, None),
         added={added.key: view_of[added.key] for added in added_roles(config)},
     )
-
-
-def _version_of(actor: WorkerGroup) -> Callable[[], int] | None:
-    """Return the group method that tells the actor's version, if its workers have it."""
-    return getattr(actor, ACTOR_VERSION, None)
 
 
 def open_backend(trainer: RunConfig) -> Backend:
@@ -439,34 +448,21 @@ class VersionedRollout:
         """Call the method of the group, and compare versions.
 
         Raises:
-            RolloutOutputError: see `check_weight_versions`.
+            RolloutOutputError: a row has another version than the actor. Attributes: `row` (the
+                first one), `version`.
         """
-        generated = self._rollout.generate_sequences(prompts)
-        check_weight_versions(generated, self._actor_version())
+        generated, expected = self._rollout.generate_sequences(prompts), self._actor_version()
+        found_B = generated.batch[fields.WEIGHT_VERSION]
+        wrong = (found_B != expected).nonzero().flatten().tolist()
+        if wrong:
+            versions = sorted(set(found_B[wrong].tolist()))
+            raise RolloutOutputError(
+                f"{len(wrong)} of {len(found_B)} responses, row {wrong[0]} first, were sampled by "
+                f"weights of version {', '.join(map(str, versions))}, but the actor has version "
+                f"{expected}; the last weight sync did not reach every rank of the rollout, or "
+                "another program updates its engine",
+                fault="weight version",
+                row=wrong[0],
+                version=versions[0],
+            )
         return generated
-
-
-def check_weight_versions(batch: DataProto, expected: int) -> None:
-    """Check that the weights of one version sampled every row.
-
-    Args:
-        batch: rows with the field `weight_version`.
-        expected: the version of the actor's weights.
-
-    Raises:
-        RolloutOutputError: a row has another version. Attributes: `row` (the first one), `version`.
-    """
-    found_B = batch.batch[fields.WEIGHT_VERSION]
-    wrong = (found_B != expected).nonzero().flatten().tolist()
-    if not wrong:
-        return
-    versions = sorted(set(found_B[wrong].tolist()))
-    raise RolloutOutputError(
-        f"{len(wrong)} of {len(found_B)} responses, row {wrong[0]} first, were sampled by weights "
-        f"of version {', '.join(map(str, versions))}, but the actor has version {expected}. No "
-        "training is done on them; the last weight sync did not reach every rank of the rollout, "
-        "or another program updates its engine",
-        fault="weight version",
-        row=wrong[0],
-        version=versions[0],
-    )

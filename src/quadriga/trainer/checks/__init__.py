@@ -1,5 +1,6 @@
-"""Checks of the data of a run before a process is started.
+"""Checks of a run before a process is started. `trainer.preflight` calls them.
 
-- `sequence_checks.py`: lengths of prompts and responses, token budgets, the window of the model.
-- `images.py`: which models, engines and settings take images; the rules by which images are read.
+- `settings.py`: settings against each other, against the registries and against the ranks.
+- `algorithms.py`: options of the policy loss and of the advantage estimator.
+- `data.py`: lengths of prompts and responses, token budgets, the window of the model, images.
 """

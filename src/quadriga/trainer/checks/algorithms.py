@@ -7,7 +7,7 @@ ranges for them. The function itself is called with two short responses.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
@@ -15,11 +15,10 @@ from quadriga.algorithms.advantages import compute_advantages, get_advantage
 from quadriga.algorithms.checks import require_finite
 from quadriga.algorithms.policy_losses import compute_policy_loss, select_tokens
 from quadriga.config.describe import as_written
-from quadriga.config.schema import AlgorithmConfig, Options, PolicyLossConfig, TrainConfig
+from quadriga.config.schema import AlgorithmConfig, PolicyLossConfig, TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.workers.objectives import loss_settings
 
-_LOSS = "actor_rollout_ref.actor.policy_loss"
 _SHAPE = (2, 2)  # two responses of two tokens
 
 
@@ -29,47 +28,35 @@ def check_algorithm_options(config: TrainConfig) -> None:
     Raises:
         ConfigError: names the options, and says what the function says.
     """
-    loss = config.actor_rollout_ref.actor.policy_loss
-    _check_own(f"{_LOSS}.options", loss.options, loss)
-    _check_own("algorithm.options", config.algorithm.options, config.algorithm)
-    if loss.options:
-        of_loss = f"{_LOSS}.name={loss.name}"
-        _check_call(f"{_LOSS}.options", loss.options, of_loss, lambda: _call_loss(loss))
-    if config.algorithm.options:
-        name, options = config.algorithm.adv_estimator, config.algorithm.options
-        of_estimator = f"algorithm.adv_estimator={name}"
-        _check_call(
-            "algorithm.options", options, of_estimator, lambda: _call_estimator(config.algorithm)
-        )
+    loss, algorithm = config.actor_rollout_ref.actor.policy_loss, config.algorithm
+    key = "actor_rollout_ref.actor.policy_loss"
+    _check(key, f"{key}.name={loss.name}", loss, lambda: _call_loss(loss))
+    estimator = f"algorithm.adv_estimator={algorithm.adv_estimator}"
+    _check("algorithm", estimator, algorithm, lambda: _call_estimator(algorithm))
 
 
-def _check_own(key: str, options: Options, section: object) -> None:
-    """Refuse an option that is a setting of its own: one of the two would be without effect."""
-    section_key = key.rpartition(".")[0]
-    for name in sorted(options.keys() & vars(section).keys()):
-        raise ConfigError(
-            f"{key}.{name}={as_written(options[name])} is a setting of its own; set "
-            f"{section_key}.{name}",
-            key=f"{key}.{name}",
-        )
-
-
-def _check_call(
-    key: str, options: Mapping[str, object], of: str, call: Callable[[], object]
+def _check(
+    key: str, name: str, section: PolicyLossConfig | AlgorithmConfig, call: Callable[[], None]
 ) -> None:
-    given = ", ".join(f"{name}={as_written(value)}" for name, value in options.items())
-    if any(map(_has_nan, options.values())):
-        raise ConfigError(f"{key}: {of} does not take {given}: nan is no number", key=key)
+    options = section.options
+    for own in sorted(options.keys() & vars(section).keys()):  # one of the two has no effect
+        raise ConfigError(
+            f"{key}.options.{own}={as_written(options[own])} is a setting of its own; set "
+            f"{key}.{own}",
+            key=f"{key}.options.{own}",
+        )
     try:
-        call()
+        # Every comparison with NaN is false, so a function would take it.
+        for value in options.values():
+            for item in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(item, float) and math.isnan(item):
+                    raise ValueError("nan is no number")
+        if options:
+            call()
     except Exception as error:  # anything that a function of the user may raise
-        raise ConfigError(f"{key}: {of} does not take {given}: {error}", key=key) from error
-
-
-def _has_nan(value: object) -> bool:
-    """Return whether a value, or one in a list, is NaN, with which every comparison is false."""
-    values = value if isinstance(value, list | tuple) else [value]
-    return any(isinstance(item, float) and math.isnan(item) for item in values)
+        given = ", ".join(f"{name}={as_written(value)}" for name, value in options.items())
+        text = f"{key}.options: {name} does not take {given}: {error}"
+        raise ConfigError(text, key=f"{key}.options") from error
 
 
 def _call_loss(loss: PolicyLossConfig) -> None:

@@ -1,13 +1,19 @@
-"""Check settings against each other and against the registries, before any process starts.
+"""Check settings against each other, the registries and the ranks, before any process starts.
 
-The checks read no file. Every message does the arithmetic and names the settings to change. Ranges
-and choices of single settings are in their types (`config.schema`).
+The checks read no file. Ranges and choices of single settings are in their types (`config.schema`).
+
+A check yields (key of a setting, what is wrong with its value and how to mend it). `refuse` raises
+the first problem, with key and value before the text: "rollout.n=1 is too few, because …".
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, is_dataclass
+from functools import reduce
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quadriga.algorithms.advantages import ADVANTAGES
 from quadriga.algorithms.policy_losses import POLICY_LOSSES
@@ -19,6 +25,7 @@ from quadriga.config.commands import (
     SFTConfig,
 )
 from quadriga.config.convert import check_choice, check_values
+from quadriga.config.describe import as_written
 from quadriga.config.plan import batch_plan, mini_batch_prompts
 from quadriga.config.role_ranks import (
     REWARD_MODEL,
@@ -29,24 +36,278 @@ from quadriga.config.role_ranks import (
     num_ranks,
     reference_engine,
     role_pools,
-    roles_of,
 )
-from quadriga.config.schema import ModelConfig, OptimConfig, SamplingConfig, TrainConfig
-from quadriga.engines import ENGINES
+from quadriga.config.schema import (
+    EngineConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainConfig,
+)
+from quadriga.engines import ENGINES, check_engine
 from quadriga.errors import ConfigError
+from quadriga.parallel.device import planned_device
 from quadriga.rollout import ROLLOUTS
-from quadriga.trainer.checks.engines import (
-    check_engine_ranks,
-    check_head,
-    head_of,
-    role_engines,
-)
-from quadriga.trainer.roles.needed import needs_reference, uses_of_run
+from quadriga.trainer.roles.workers import critic_model, needs_critic, needs_reference, uses_of_run
+
+if TYPE_CHECKING:
+    from quadriga.engines.base import HeadKind
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
 OUTPUTS = (".jsonl", ".parquet")
 """Suffixes of the files that `quadriga generate` writes."""
+
+Problems = Iterator[tuple[str, str]]
+Config = TrainConfig | SFTConfig | RMConfig | GenerationConfig
+
+_BY_ROWS = ("muon", "adamw_8bit")
+"""Optimizers that need each rank to have whole rows of a weight."""
+_DEGREES = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "context_parallel_size",
+    "expert_parallel_size",
+    "expert_tensor_parallel_size",
+)
+
+
+def refuse(config: Config, problems: Problems) -> None:
+    """Raise `ConfigError` for the first problem with a setting of `config`, if there is one."""
+    for key, problem in problems:
+        value = reduce(getattr, key.split("."), config)
+        text = ":" if is_dataclass(value) else f"={as_written(value)}"
+        raise ConfigError(f"{key}{text} {problem}", key=key)
+
+
+@dataclass(frozen=True)
+class RoleEngine:
+    """The training engine of a role.
+
+    Attributes:
+        key, model_key: of the settings of the engine and of the model.
+        optim: None if the model is frozen.
+    """
+
+    role: str
+    key: str
+    engine: EngineConfig
+    model: ModelConfig
+    optim: OptimConfig | None = None
+    model_key: str = "actor_rollout_ref.model"
+    head: HeadKind = "lm"
+
+    @property
+    def optim_key(self) -> str:
+        """The key of the optimizer's settings, which stand beside those of the engine."""
+        return self.key.removesuffix("engine") + "optim"
+
+
+def role_engines(config: TrainConfig) -> Iterator[RoleEngine]:
+    """Yield the training engines that the run uses."""
+    policy, actor, critic = config.actor_rollout_ref, config.actor_rollout_ref.actor, config.critic
+    yield RoleEngine(
+        "actor", "actor_rollout_ref.actor.engine", actor.engine, policy.model, actor.optim
+    )
+    if needs_reference(config):
+        yield RoleEngine("ref", *reference_engine(config), policy.model.frozen())
+    if needs_critic(config):
+        own = critic.model.path or critic.model.lora.enabled or critic.model.freeze
+        named = "critic.model" if own else "actor_rollout_ref.model"
+        model = critic_model(config)
+        yield RoleEngine(
+            "critic", "critic.engine", critic.engine, model, critic.optim, named, "value"
+        )
+    if has_reward_model(config):
+        section, key = config.reward_model, REWARD_MODEL
+        yield RoleEngine(
+            key, f"{key}.engine", section.engine, section.model, None, f"{key}.model", "score"
+        )
+
+
+def fine_tuning_engine(config: SFTConfig | RMConfig) -> RoleEngine:
+    """Return the training engine of `quadriga sft` or `quadriga rm`."""
+    head: HeadKind = "score" if isinstance(config, RMConfig) else "lm"
+    return RoleEngine("actor", "engine", config.engine, config.model, config.optim, "model", head)
+
+
+def check_role_engines(config: TrainConfig) -> None:
+    """Check that the training engines are installed, follow their settings, and agree where they
+    share processes.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    engines = {found.role: found for found in role_engines(config)}
+    for found in engines.values():
+        _check_engine(found, config.trainer)
+    for pool in role_pools(config, uses_of_run(config)):
+        shared = [found for role, found in engines.items() if role in pool.roles]
+        refuse(config, _unequal_degrees(shared))
+    plan, actor, critic = batch_plan(config), config.actor_rollout_ref.actor, config.critic
+    micro_batches = actor.ppo_micro_batch_size_per_gpu, critic.ppo_micro_batch_size_per_gpu
+    for update, micro_batch in zip((plan.actor, plan.critic), micro_batches, strict=True):
+        if update.role in engines:
+            found, rows = engines[update.role], update.mini_batch_per_rank
+            refuse(config, stage_problems(found.key, found.engine, rows, micro_batch))
+
+
+def check_fine_tuning_engine(config: SFTConfig | RMConfig) -> None:
+    """Check the training engine of `quadriga sft` or `quadriga rm`.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    trainer, engine, data = config.trainer, config.engine, config.data
+    _check_engine(fine_tuning_engine(config), trainer)
+    ranks = trainer.nnodes * trainer.n_gpus_per_node // engine.model_parallel_size
+    rows = (2 if isinstance(config, RMConfig) else 1) * data.train_batch_size // ranks
+    refuse(config, stage_problems("engine", engine, rows, data.micro_batch_size_per_gpu))
+
+
+def _check_engine(found: RoleEngine, trainer: RunConfig) -> None:
+    check_engine(
+        found.key,
+        found.engine,
+        found.model,
+        found.optim,
+        device_type=planned_device(trainer),
+        model_key=found.model_key,
+    )
+
+
+def engine_problems(found: RoleEngine, ranks: int) -> Problems:
+    """Yield what does not fit in the settings of an engine whose role has `ranks` ranks."""
+    key, engine, optim = found.key, found.engine, found.optim
+    same_rows, tensor = engine.model_parallel_size, engine.tensor_parallel_size
+    if ranks % same_rows:
+        yield (
+            key,
+            f"{engine.model_parallel_text()} ranks compute the same rows, which does not divide "
+            f"the {ranks} ranks of the role ({_division(ranks, same_rows)})",
+        )
+    split = 1 if engine.expert_tensor_parallel_size == 1 else tensor
+    same = ranks // (split * engine.pipeline_parallel_size)
+    if same % engine.expert_parallel_size:
+        yield (
+            f"{key}.expert_parallel_size",
+            f"does not divide the ranks with equal parts of a layer: {ranks} ranks / ({split} that "
+            f"split an expert × {engine.pipeline_parallel_size} pipeline stages) = {same}",
+        )
+    if engine.attention == "flex" and engine.context_parallel_size > 1:
+        context = f"{key}.context_parallel_size={engine.context_parallel_size}"
+        yield f"{key}.attention", f"needs whole rows, and {context} divides them; set it to auto"
+    size, left = engine.fsdp_size, ranks // tensor
+    if size != -1 and (size < 1 or left % size):
+        of = f"the {ranks} ranks" if tensor == 1 else f"{ranks} ranks / {tensor} = {left}"
+        rest = f" ({_division(left, size)})" if size > 0 else ""
+        yield f"{key}.fsdp_size", f"must be -1 (all ranks) or divide {of}{rest}"
+    if optim is not None and optim.name in _BY_ROWS and engine.name == "fsdp" and tensor > 1:
+        yield (
+            f"{key}.tensor_parallel_size",
+            f"divides rows of weights that optim.name={optim.name} needs whole; set it to 1, or "
+            "optim.name=adamw",
+        )
+    if engine.fused_head and found.head != "lm":
+        what = "token" if found.head == "value" else "sequence"
+        yield (
+            f"{key}.fused_head",
+            "is for log-probabilities, and this model computes one number "
+            f"a {what}; set it to null",
+        )
+
+
+def _division(number: int, divisor: int) -> str:
+    """Return the division of two numbers: "7 = 3 × 2 + 1"."""
+    return f"{number} = {number // divisor} × {divisor} + {number % divisor}"
+
+
+def warmup_problems(key: str, optim: OptimConfig, steps: int | None = None) -> Problems:
+    """Yield a warm-up of the learning rate that does not end within the optimizer steps of the run.
+
+    `steps`: optimizer steps; None: not known yet.
+    """
+    source = f"the {steps} optimizer steps of the run"
+    if optim.total_steps is not None:
+        steps, source = optim.total_steps, f"{key}.total_steps={optim.total_steps}"
+    if steps is not None and optim.lr_warmup_steps > steps:
+        yield f"{key}.lr_warmup_steps", f"is more than {source}: the warm-up would not end"
+
+
+def check_device(trainer: RunConfig) -> None:
+    """Check that this process can see the device on which the local backend computes.
+
+    Raises:
+        ConfigError: it cannot. On Ray the ranks may be on nodes with other devices.
+    """
+    from quadriga.parallel.device import get_device_name  # imports torch
+
+    seen = get_device_name()
+    if trainer.backend == "local" and trainer.device not in ("auto", "cpu", seen):
+        raise ConfigError(
+            f"trainer.device={trainer.device} needs such a device in this process, which sees "
+            f"{seen}; set trainer.device={seen} or auto",
+            key="trainer.device",
+        )
+
+
+def stage_problems(key: str, engine: EngineConfig, rows: int, micro_batch: int | None) -> Problems:
+    """Yield a pipeline whose stages do not all have a micro-batch of a mini-batch.
+
+    With m micro-batches, p stages and v chunks of the layers of a stage, a stage waits for (p − 1)
+    / (v · m + p − 1) of a step (the bubble of arXiv 2104.04473, §2.2).
+
+    Args:
+        rows: of a mini-batch, on each data-parallel rank.
+        micro_batch: rows of a micro-batch. None: as the engine cuts them.
+    """
+    stages, chunks = engine.pipeline_parallel_size, engine.virtual_pipeline_parallel_size
+    if stages == 1:
+        return
+    if micro_batch is not None:
+        count, how = math.ceil(rows / micro_batch), f"{rows} rows in micro-batches of {micro_batch}"
+    else:  # cut by tokens, the rows make at least `stages` micro-batches if there are enough rows
+        count, how = (rows, "rows") if engine.use_dynamic_bsz else (1, "use_dynamic_bsz=false")
+    makes = f"but a mini-batch makes {count} on each data-parallel rank ({how})"
+    if count < stages:
+        idle = (stages - 1) / (chunks * count + stages - 1)
+        yield (
+            f"{key}.pipeline_parallel_size",
+            f"needs at least {stages} micro-batches, {makes}: each stage would wait for "
+            f"({stages} - 1) / ({chunks * count} + {stages} - 1) = {idle:.0%} of a step; use "
+            "smaller micro-batches, larger mini-batches or fewer stages",
+        )
+    if chunks > 1 and micro_batch is not None and count % stages:
+        yield (
+            f"{key}.virtual_pipeline_parallel_size",
+            f"needs micro-batches in rounds of {key}.pipeline_parallel_size={stages}, {makes}, and "
+            f"{count} % {stages} = {count % stages}; set another size of micro-batches, or 1",
+        )
+
+
+def _unequal_degrees(engines: Sequence[RoleEngine]) -> Problems:
+    """Yield degrees in which Megatron engines of one process differ: Megatron-core keeps the groups
+    of its ranks in one state of the process."""
+
+    def size(engine: EngineConfig, name: str) -> int:
+        value: int | None = getattr(engine, name)
+        return engine.tensor_parallel_size if value is None else value
+
+    megatron = [found for found in engines if found.engine.name == "megatron"]
+    for other in megatron[1:]:
+        for name in _DEGREES:
+            first = size(megatron[0].engine, name)
+            if first != size(other.engine, name):
+                yield (
+                    f"{other.key}.{name}",
+                    f"differs from {megatron[0].key}.{name}={first}, but Megatron engines of one "
+                    "process have the same ranks; set both equal, or give the "
+                    f"{other.role} ranks of its own (placement.{other.role})",
+                )
+
+
+# Commands.
 
 
 def check_train_settings(config: TrainConfig) -> None:
@@ -56,417 +317,313 @@ def check_train_settings(config: TrainConfig) -> None:
     check_choice("algorithm.adv_estimator", algorithm.adv_estimator, sorted(ADVANTAGES))
     check_choice(f"{ACTOR}.policy_loss.name", policy.actor.policy_loss.name, sorted(POLICY_LOSSES))
     check_choice(f"{ROLLOUT}.name", policy.rollout.name, sorted(ROLLOUTS))
-    with_critic = ADVANTAGES[algorithm.adv_estimator].needs_values
-    _check_placement(config, with_critic=with_critic)
+    refuse(config, _placement(config))
     for found in role_engines(config):
         check_choice(f"{found.key}.name", found.engine.name, sorted(ENGINES))
-        check_engine_ranks(found.key, found.engine, num_ranks(config, found.role), found.optim)
-        check_head(found.key, found.engine, found.head)
+        refuse(config, engine_problems(found, num_ranks(config, found.role)))
         if found.optim is not None:
-            check_warmup(found.key.removesuffix("engine") + "optim", found.optim)
-    _check_reward_model(config)
-    _check_responses(config)
-    _check_batches(config)
-    _check_old_log_probs(config)
-    _check_algorithm(config)
-    _check_full_kl(config)
-    check_one_part("actor_rollout_ref.model", policy.model)
-    check_one_part("critic.model", config.critic.model)
+            refuse(config, warmup_problems(found.optim_key, found.optim))
+    for check in (_reward_model, _responses, _batches, _old_log_probs, _algorithm, _full_kl):
+        refuse(config, check(config))
     if (steps := config.trainer.total_training_steps) is not None:
-        check_run_length(config, steps, with_critic=with_critic)
+        check_run_length(config, steps)
+
+
+def check_run_length(config: TrainConfig, total_steps: int) -> None:
+    """Check the settings that count steps against the training steps of the run.
+
+    Raises:
+        ConfigError: the actor is never updated, or a warm-up does not end.
+    """
+    refuse(config, _run_length(config, total_steps))
 
 
 def check_fine_tuning_settings(config: SFTConfig | RMConfig) -> None:
     """Raise `ConfigError` for the first invalid or conflicting setting of `sft` or `rm`."""
     check_values(config)
-    trainer, rows = config.trainer, config.data.train_batch_size
-    ranks = trainer.nnodes * trainer.n_gpus_per_node
     check_choice("engine.name", config.engine.name, sorted(ENGINES))
-    check_engine_ranks("engine", config.engine, ranks, config.optim)
-    check_head("engine", config.engine, head_of(config))
-    parts = ranks // config.engine.model_parallel_size
-    if rows % parts:
-        raise ConfigError(
-            f"data.train_batch_size={rows} rows do not divide over {ranks_in_words(config)}; "
-            f"set it to {nearest_multiples(rows, parts)}",
-            key="data.train_batch_size",
-        )
-    _check_local_ranks(config, ["actor"])
-    check_one_part("model", config.model)
-    if isinstance(config, SFTConfig):
-        _check_sft_validation(config)
-    check_warmup("optim", config.optim, trainer.total_training_steps)
+    refuse(config, _fine_tuning(config))
 
 
 def check_generate_settings(config: GenerateConfig) -> None:
     """Raise `ConfigError` for the first invalid or conflicting setting of `quadriga generate`."""
-    _check_generation(config)
+    check_values(config)
+    refuse(config, _generation(config))
     if config.output is not None and Path(config.output).suffix not in OUTPUTS:
-        raise ConfigError(
-            f"output must end in one of {', '.join(OUTPUTS)}, got {config.output!r}", key="output"
-        )
+        refuse(config, iter([("output", f"must end in one of {', '.join(OUTPUTS)}")]))
 
 
 def check_eval_settings(config: EvalConfig) -> None:
     """Raise `ConfigError` for the first invalid or conflicting setting of `quadriga eval`."""
-    _check_generation(config)
+    check_values(config)
+    refuse(config, _generation(config))
+    refuse(config, _evaluation(config))
+
+
+def _generation(config: GenerationConfig) -> Problems:
+    yield from _sampling("sampling", config.sampling, config.max_response_length)
+    yield from _equal_samples("n", config.n, "sampling", config.sampling)
+    yield from _not_trained("model", config.model)
+
+
+def _evaluation(config: EvalConfig) -> Problems:
     if bool(config.data_files) == bool(config.response_files):
-        raise ConfigError(
-            "set either data_files=[…], to generate responses with model.path, or "
-            "response_files=[…], to score responses that files hold, and not both",
-            key="data_files",
+        yield (
+            "data_files",
+            f"and response_files={list(config.response_files)}: set either data_files=[…], to "
+            "generate responses with model.path, or response_files=[…], to score those of files",
         )
     if not config.response_files and max(config.pass_at, default=0) > config.n:
-        raise ConfigError(
-            f"pass_at has k={max(config.pass_at)}, but n={config.n} responses to a prompt hold no "
-            f"{max(config.pass_at)}; set n to at least {max(config.pass_at)}",
-            key="pass_at",
-        )
+        yield "pass_at", f"has more than n={config.n} responses; set n to {max(config.pass_at)}"
     if config.reward.on_failure == "mask":
-        raise ConfigError(
-            "reward.on_failure=mask leaves failed samples out of an update, and an evaluation has "
-            "none; set it to zero or fail",
-            key="reward.on_failure",
-        )
+        yield "reward.on_failure", "leaves samples out of an update; set it to zero or fail"
 
 
-def _check_generation(config: GenerationConfig) -> None:
-    check_values(config)
-    _check_sampling("sampling", config.sampling, config.max_response_length)
-    _check_samples_differ("n", config.n, "sampling", config.sampling)
-    _check_whole_model("model", config.model)
+def _placement(config: TrainConfig) -> Problems:
+    """Yield ranks that do not fit: of the local backend, and of roles that must share processes."""
+    roles = uses_of_run(config)
+    for role in roles:
+        if role != "rollout" and role not in added_keys(config):
+            yield from _local_ranks(config, role)
+    yield from _shared_ranks(config, role_pools(config, roles))
 
 
-def _check_placement(config: TrainConfig, *, with_critic: bool) -> None:
-    """Check the ranks of the roles; a role that the run does not have must not be placed."""
-    unused = {}
-    if not needs_reference(config):
-        unused["ref"] = f"{ACTOR}.use_kl_loss and algorithm.use_kl_in_reward are false"
-    if not with_critic:
-        estimator = config.algorithm.adv_estimator
-        unused["critic"] = f"algorithm.adv_estimator={estimator} uses no critic"
-    if REWARD_MODEL not in added_keys(config) and not config.reward_model.enable:
-        unused[REWARD_MODEL] = "reward_model.enable is false"
-    for role, reason in unused.items():
-        if getattr(config.placement, role) is not None:
-            raise ConfigError(
-                f"placement.{role} is set, but the run has no such role: {reason}; remove it",
-                key=f"placement.{role}",
-            )
-    collective = {"actor", "ref", "critic", REWARD_MODEL} - {*unused, *added_keys(config)}
-    _check_local_ranks(config, [role for role in roles_of(config) if role in collective])
-    _check_shared_ranks(
-        config, role_pools(config, [role for role in roles_of(config) if role not in unused])
-    )
-
-
-def _check_shared_ranks(config: TrainConfig, pools: Sequence[RolePool]) -> None:
-    """Check the settings that need two roles in one process, or one role by itself."""
+def _shared_ranks(config: TrainConfig, pools: Sequence[RolePool]) -> Problems:
+    """Yield settings that need two roles in one process, or one role by itself."""
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
 
     def share(*roles: str) -> bool:
         return any(set(roles) <= set(pool.roles) for pool in pools)
 
     if policy.actor.reads_full_kl and not share("actor", "ref"):
-        raise ConfigError(
-            f"{ACTOR}.kl_loss_type=full needs the logits of policy and reference in one process; "
-            "remove placement.ref, or set kl_loss_type=k3",
-            key="placement.ref",
+        yield (
+            "placement.ref",
+            f"does not fit {ACTOR}.kl_loss_type=full, which needs the logits of policy and "
+            "reference in one process; remove it, or set kl_loss_type=k3",
         )
     if rollout.take_turns and not share("actor", "rollout"):
-        raise ConfigError(
-            f"{ROLLOUT}.take_turns=true is for actor and rollout in one process, but placement "
-            "gives them different ranks; remove placement.rollout, or set take_turns=false",
-            key=f"{ROLLOUT}.take_turns",
+        yield (
+            f"{ROLLOUT}.take_turns",
+            "is for actor and rollout in one process, but placement gives them different ranks; "
+            "remove placement.rollout, or set it to false",
         )
     beside = [role for pool in pools if "rollout" in pool.roles for role in pool.roles[:2]]
     if rollout.replicas.enable and beside != ["rollout"]:
         other = next(role for role in beside if role != "rollout")
-        raise ConfigError(
-            f"{ROLLOUT}.replicas.enable=true needs ranks on which only the rollout runs, but they "
-            f"are also those of {other}; set placement.rollout and placement.{other} to different "
-            "ranks, or enable=false",
-            key=f"{ROLLOUT}.replicas.enable",
+        yield (
+            f"{ROLLOUT}.replicas.enable",
+            "needs ranks on which only the rollout runs, but they are also those of "
+            f"{other}; set placement.rollout and placement.{other} to different ranks",
         )
-    if rollout.weight_transport == "collective":
-        refused = {
-            "trainer.backend=local": config.trainer.backend == "local",
-            f"{ROLLOUT}.replicas.enable=true": rollout.replicas.enable,
-        }
-        if reason := next((setting for setting, is_set in refused.items() if is_set), None):
-            raise ConfigError(
-                f"{ROLLOUT}.weight_transport=collective needs one process group of all ranks, each "
-                f"in a process of its own that lives as long as the run, but {reason}; set "
-                "weight_transport=auto",
-                key=f"{ROLLOUT}.weight_transport",
+    refused = {
+        "trainer.backend=local": config.trainer.backend == "local",
+        f"{ROLLOUT}.replicas.enable=true": rollout.replicas.enable,
+    }
+    for setting, is_set in refused.items():
+        if rollout.weight_transport == "collective" and is_set:
+            yield (
+                f"{ROLLOUT}.weight_transport",
+                "needs one process group of all ranks, each in a process of its own that lives as "
+                f"long as the run, but {setting}; set it to auto",
             )
 
 
-def _check_local_ranks(config: TrainConfig | SFTConfig | RMConfig, roles: Iterable[str]) -> None:
-    """Check that no role of the local backend computes on several ranks, which need collectives."""
-    trainer = config.trainer
-    for role in roles if trainer.backend == "local" else ():
-        ranks = trainer.nnodes * trainer.n_gpus_per_node
-        if isinstance(config, TrainConfig):
-            ranks = num_ranks(config, role)
-        if ranks > 1:
-            raise ConfigError(
-                f"{role} has {ranks_in_words(config, role)}, but the ranks of "
-                "trainer.backend=local are in one process and run no collectives; set "
-                "trainer.backend=ray, or give the role one rank",
-                key="trainer.backend",
-            )
+def _local_ranks(config: TrainConfig | SFTConfig | RMConfig, role: str) -> Problems:
+    """Yield a role of the local backend on several ranks, which would need collectives."""
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    if isinstance(config, TrainConfig):
+        ranks = num_ranks(config, role)
+    if config.trainer.backend == "local" and ranks > 1:
+        yield (
+            "trainer.backend",
+            f"runs no collectives, but {role} has {_ranks_in_words(config, role)}; set it to ray, "
+            "or give the role one rank",
+        )
 
 
-def _check_reward_model(config: TrainConfig) -> None:
+def _reward_model(config: TrainConfig) -> Problems:
     if not has_reward_model(config):
         return
-    settings = config.reward_model
-    if not settings.model.path:
-        raise ConfigError(
-            "reward_model.enable=true needs a model: set reward_model.model.path to the folder of "
-            "a sequence classifier with one label, such as `quadriga rm` writes it",
-            key="reward_model.model.path",
+    if not config.reward_model.model.path:
+        yield (
+            "reward_model.model.path",
+            "is empty: give the folder of a sequence classifier with one label, such as "
+            "`quadriga rm` writes it, or set reward_model.enable=false",
         )
-    _check_whole_model("reward_model.model", settings.model)
-    if config.algorithm.reward_components and not settings.rule_weight:
-        raise ConfigError(
-            "algorithm.reward_components are numbers of the rules, and reward_model.rule_weight=0 "
-            "does not call them in training; remove one of them",
-            key="reward_model.rule_weight",
+    yield from _not_trained("reward_model.model", config.reward_model.model)
+    if config.algorithm.reward_components and not config.reward_model.rule_weight:
+        yield (
+            "reward_model.rule_weight",
+            "calls no rules, whose numbers algorithm.reward_components names; remove one of them",
         )
 
 
-def _check_responses(config: TrainConfig) -> None:
-    """Check sampling, and that a prompt has as many different responses as are compared."""
+def _responses(config: TrainConfig) -> Problems:
+    """Yield what is wrong in sampling, and where equal or too few responses are compared."""
     rollout, longest = config.actor_rollout_ref.rollout, config.data.max_response_length
     key = f"{ROLLOUT}.val_sampling"
-    _check_sampling(f"{ROLLOUT}.sampling", rollout.sampling, longest)
-    _check_sampling(key, rollout.val_sampling, longest)
-    _check_samples_differ(f"{ROLLOUT}.val_n", rollout.val_n, key, rollout.val_sampling)
+    yield from _sampling(f"{ROLLOUT}.sampling", rollout.sampling, longest)
+    yield from _sampling(key, rollout.val_sampling, longest)
+    yield from _equal_samples(f"{ROLLOUT}.val_n", rollout.val_n, key, rollout.val_sampling)
     if rollout.sampling.temperature == 0:
-        raise ConfigError(
-            f"{ROLLOUT}.sampling.temperature=0 is greedy: all n={rollout.n} responses to a prompt "
-            "would be equal, and training needs different ones; set it above 0",
-            key=f"{ROLLOUT}.sampling.temperature",
-        )
+        equal = f"is greedy: all n={rollout.n} responses to a prompt would be equal"
+        yield f"{ROLLOUT}.sampling.temperature", f"{equal}; set it above 0"
     estimator = config.algorithm.adv_estimator
     if rollout.n == 1 and ADVANTAGES[estimator].needs_groups:
-        raise ConfigError(
-            f"algorithm.adv_estimator={estimator} compares the responses to one prompt, but "
-            f"{ROLLOUT}.n=1 generates only one; set n to 2 or more",
-            key=f"{ROLLOUT}.n",
-        )
+        compares = f"algorithm.adv_estimator={estimator} compares the responses to one prompt"
+        yield f"{ROLLOUT}.n", f"is too few, because {compares}; set it to 2 or more"
     if rollout.n == 1 and config.algorithm.filter_groups.enable:
-        raise ConfigError(
-            f"algorithm.filter_groups.enable: with {ROLLOUT}.n=1 every prompt group has one "
-            "response and would be filtered out; set n to 2 or more",
-            key="algorithm.filter_groups.enable",
+        yield (
+            f"{ROLLOUT}.n",
+            "does not fit algorithm.filter_groups.enable=true: every prompt group has one response "
+            "and would be filtered out; set it to 2 or more",
         )
 
 
-def _check_sampling(key: str, sampling: SamplingConfig, max_response_length: int) -> None:
-    """Check one section of sampling settings. `key`: its name."""
+def _sampling(key: str, sampling: SamplingConfig, longest: int) -> Problems:
+    """Yield what is wrong in one section of sampling settings, `key`."""
     if sampling.top_k != -1 and sampling.top_k < 1:
-        raise ConfigError(
-            f"{key}.top_k must be -1 (all tokens) or at least 1, got {sampling.top_k}",
-            key=f"{key}.top_k",
-        )
+        yield f"{key}.top_k", "must be -1 (all tokens) or at least 1"
     if not all(sampling.stop):
-        raise ConfigError(
-            f"{key}.stop must be texts that are not empty, got {list(sampling.stop)}",
-            key=f"{key}.stop",
-        )
-    over = sampling.min_new_tokens - max_response_length
-    if over > 0:
-        raise ConfigError(
-            f"{key}.min_new_tokens={sampling.min_new_tokens} is more than the longest response, "
-            f"max_response_length={max_response_length}; lower it by {over}, or allow longer "
-            "responses",
-            key=f"{key}.min_new_tokens",
-        )
+        yield f"{key}.stop", "has an empty text; remove it"
+    if (over := sampling.min_new_tokens - longest) > 0:
+        limit = f"max_response_length={longest}"
+        yield f"{key}.min_new_tokens", f"is more than {limit}; lower it by {over}"
 
 
-def _check_samples_differ(n_key: str, n: int, key: str, sampling: SamplingConfig) -> None:
+def _equal_samples(n_key: str, n: int, key: str, sampling: SamplingConfig) -> Problems:
     if sampling.temperature == 0 and n > 1:
-        raise ConfigError(
-            f"{n_key}={n} greedy responses ({key}.temperature=0) would all be equal; set "
-            f"{key}.temperature above 0, or {n_key}=1",
-            key=n_key,
-        )
+        greedy = f"greedy responses ({key}.temperature=0) would all be equal"
+        yield n_key, f"{greedy}; set {key}.temperature above 0, or {n_key}=1"
 
 
-def _check_batches(config: TrainConfig) -> None:
-    """Check that batches divide over mini-batches and data-parallel ranks."""
+def _batches(config: TrainConfig) -> Problems:
+    """Yield batches that do not divide over mini-batches and data-parallel ranks."""
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    roles = uses_of_run(config)
-    for role in roles:
-        _check_divides(config, role, "data.train_batch_size", prompts * n, f"{prompts} × {n}")
-    sizes = zip(("actor", "critic"), (ACTOR, "critic"), mini_batch_prompts(config), strict=True)
-    for role, section, mini in sizes:
-        key = f"{section}.ppo_mini_batch_size"
-        if role not in roles:
-            continue
-        if prompts % mini:
-            raise ConfigError(
-                f"{key}={mini} does not divide data.train_batch_size={prompts} "
-                f"({prompts} = {prompts // mini} × {mini} + {prompts % mini}); both count prompts "
-                f"over all ranks, choose a divisor of {prompts}",
-                key=key,
+    roles, (mini, critic_mini) = uses_of_run(config), mini_batch_prompts(config)
+    sizes = [("data.train_batch_size", prompts, role) for role in roles]
+    sizes.append((f"{ACTOR}.ppo_mini_batch_size", mini, "actor"))
+    if needs_critic(config):
+        sizes.append(("critic.ppo_mini_batch_size", critic_mini, "critic"))
+    for key, size, role in sizes:
+        if prompts % size:
+            yield (
+                key,
+                f"does not divide data.train_batch_size={prompts} ({prompts} = {prompts // size} × "
+                f"{size} + {prompts % size}); both count prompts over all ranks",
             )
-        _check_divides(config, role, key, mini * n, f"{mini} × {n}")
+        if size * n % data_ranks(config, role):
+            yield (
+                key,
+                f"× rollout.n = {size} × {n} = {size * n} sequences do not divide over "
+                f"{_ranks_in_words(config, role)}",
+            )
 
 
-def _check_divides(config: TrainConfig, role: str, key: str, rows: int, product: str) -> None:
-    if rows % data_ranks(config, role):
-        raise ConfigError(
-            f"{key} × rollout.n = {product} = {rows} sequences do not divide over "
-            f"{ranks_in_words(config, role)}; the product must be a multiple of the ranks",
-            key=key,
-        )
-
-
-def _check_old_log_probs(config: TrainConfig) -> None:
-    """Check that the update computes what generated, if it takes the old log-probabilities."""
+def _old_log_probs(config: TrainConfig) -> Problems:
+    """Yield an update that takes the old log-probabilities, but does not compute what generated."""
     actor, prompts = config.actor_rollout_ref.actor, config.data.train_batch_size
     mini, _ = mini_batch_prompts(config)
     steps = prompts // mini * actor.ppo_epochs
     dropout = config.actor_rollout_ref.model.lora.dropout
-    reason = ""
+    reason = f"actor_rollout_ref.model.lora.dropout={dropout:g} drops inputs" if dropout else ""
     if steps > 1:
-        reason = (
-            f"{prompts} / {mini} mini-batches × {actor.ppo_epochs} epochs = {steps} optimizer "
-            "steps: from the second one on, the weights are not those that generated"
-        )
-    elif dropout:
-        reason = f"actor_rollout_ref.model.lora.dropout={dropout:g} drops inputs in an update"
+        reason = f"{prompts} / {mini} mini-batches × {actor.ppo_epochs} epochs = {steps} steps"
     if actor.old_log_probs_from_update and reason:
-        raise ConfigError(
-            f"{ACTOR}.old_log_probs_from_update=true needs one optimizer step per step and no "
-            f"dropout, but {reason}; set it to null or false",
-            key=f"{ACTOR}.old_log_probs_from_update",
+        yield (
+            f"{ACTOR}.old_log_probs_from_update",
+            f"needs one optimizer step per step and no dropout, but {reason}; set it to null or "
+            "false",
         )
 
 
-def _check_algorithm(config: TrainConfig) -> None:
-    overlong, longest = config.algorithm.overlong, config.data.max_response_length
+def _algorithm(config: TrainConfig) -> Problems:
+    algorithm, longest = config.algorithm, config.data.max_response_length
+    if ADVANTAGES[algorithm.adv_estimator].needs_components and not algorithm.reward_components:
+        yield (
+            "algorithm.reward_components",
+            f"is read by algorithm.adv_estimator={algorithm.adv_estimator}: name the numbers that "
+            "the dict of the reward function has",
+        )
+    overlong, correction = algorithm.overlong, algorithm.rollout_correction
     if overlong.enable and overlong.buffer_length > longest:
-        raise ConfigError(
-            f"algorithm.overlong.buffer_length={overlong.buffer_length} is longer than "
-            f"data.max_response_length={longest}: the penalty would begin at length "
-            f"{longest} - {overlong.buffer_length} = {longest - overlong.buffer_length}; "
-            "set buffer_length to at most max_response_length",
-            key="algorithm.overlong.buffer_length",
-        )
-    correction = config.algorithm.rollout_correction
+        limit = f"data.max_response_length={longest}"
+        yield "algorithm.overlong.buffer_length", f"is longer than {limit}; lower it"
     if correction.lower is not None and correction.lower >= correction.upper:
-        raise ConfigError(
-            f"algorithm.rollout_correction.lower={correction.lower:g} must be below "
-            f"upper={correction.upper:g}, because weights are bounded to [lower, upper]",
-            key="algorithm.rollout_correction.lower",
-        )
+        yield "algorithm.rollout_correction.lower", f"must be below upper={correction.upper:g}"
 
 
-def _check_full_kl(config: TrainConfig) -> None:
-    """Check the KL over the vocabulary: one worker computes the same tokens with both models."""
-    actor = config.actor_rollout_ref.actor
-    key, ref = reference_engine(config)
-    pairs = {
-        "name": (actor.engine.name, ref.name),
-        "model_parallel_size": (actor.engine.model_parallel_size, ref.model_parallel_size),
-    }
-    for name, (one, other) in pairs.items() if actor.reads_full_kl else ():
+def _full_kl(config: TrainConfig) -> Problems:
+    """Yield engines that cannot compute the KL over the vocabulary: one worker computes the same
+    tokens with both models."""
+    actor, key = config.actor_rollout_ref.actor, f"{ACTOR}.kl_loss_type"
+    if not actor.reads_full_kl:
+        return
+    ref_key, ref = reference_engine(config)
+    for name in ("name", "model_parallel_size"):
+        one, other = getattr(actor.engine, name), getattr(ref, name)
         if one != other:
-            raise ConfigError(
-                f"{ACTOR}.kl_loss_type=full computes the same tokens with policy and reference in "
-                f"one worker, which needs equal engines, but {ACTOR}.engine.{name}={one} and "
-                f"{key}.{name}={other}; set both equal",
-                key=f"{key}.{name}",
+            yield (
+                key,
+                "computes policy and reference in one worker, which needs equal engines, but "
+                f"{ACTOR}.engine.{name}={one} and {ref_key}.{name}={other}; set both equal",
             )
-    if actor.reads_full_kl and actor.engine.name == "megatron":
-        raise ConfigError(
-            f"{ACTOR}.kl_loss_type=full needs the logits of a token on one rank, and is not built "
-            f"for {ACTOR}.engine.name=megatron; set kl_loss_type=k3, or engine.name=fsdp",
-            key=f"{ACTOR}.kl_loss_type",
-        )
+    if actor.engine.name == "megatron":
+        yield key, f"is not built for {ACTOR}.engine.name=megatron; set it to k3, or name=fsdp"
 
 
-def _check_sft_validation(config: SFTConfig) -> None:
+def _fine_tuning(config: SFTConfig | RMConfig) -> Problems:
+    trainer, rows, found = config.trainer, config.data.train_batch_size, fine_tuning_engine(config)
+    ranks = trainer.nnodes * trainer.n_gpus_per_node
+    yield from engine_problems(found, ranks)
+    parts = ranks // config.engine.model_parallel_size
+    if rows % parts:
+        below = rows // parts * parts  # 7 rows on 2 ranks: 6 or 8
+        near = " or ".join(str(multiple) for multiple in (below, below + parts) if multiple)
+        words = _ranks_in_words(config)
+        yield "data.train_batch_size", f"rows do not divide over {words}; set it to {near}"
+    yield from _local_ranks(config, "actor")
+    if isinstance(config, SFTConfig):
+        yield from _sft_validation(config)
+    yield from warmup_problems("optim", config.optim, trainer.total_training_steps)
+
+
+def _sft_validation(config: SFTConfig) -> Problems:
     trainer, data = config.trainer, config.data
-    _check_sampling("trainer.val_sampling", trainer.val_sampling, trainer.max_response_length)
-    goal = f"trainer.stop_at_accuracy={trainer.stop_at_accuracy}"
+    yield from _sampling("trainer.val_sampling", trainer.val_sampling, trainer.max_response_length)
     if trainer.stop_at_accuracy is not None and not data.val_files:
-        raise ConfigError(
-            f"{goal} needs validation prompts; set data.val_files", key="trainer.stop_at_accuracy"
-        )
+        yield "trainer.stop_at_accuracy", "needs validation prompts; set data.val_files"
     if trainer.stop_at_accuracy is not None and data.messages_key is not None:
-        raise ConfigError(
-            f"{goal} needs prompts with answers that can be scored, but data.messages_key="
-            f"{data.messages_key} has conversations; remove one of them",
-            key="trainer.stop_at_accuracy",
-        )
+        conversations = f"data.messages_key={data.messages_key} has conversations"
+        yield "trainer.stop_at_accuracy", f"needs answers that are scored, but {conversations}"
 
 
-def check_one_part(key: str, model: ModelConfig) -> None:
-    """Check that adapters and patterns are not both given. `key`: the section of the model."""
-    if model.lora.enabled and model.freeze:
-        raise ConfigError(
-            f"{key}.lora freezes all weights of the model, so {key}.freeze has no effect; remove "
-            "one of them",
-            key=f"{key}.freeze",
-        )
+def _not_trained(key: str, model: ModelConfig) -> Problems:
+    """Yield adapters or frozen weights of a model that is not trained."""
+    for name, is_set in (("lora", model.lora.enabled), ("freeze", model.freeze)):
+        if is_set:
+            yield (
+                f"{key}.{name}",
+                "is for a model that is trained, and this one is not; remove it, or merge the "
+                f"adapter into a model and give this as {key}.path",
+            )
 
 
-def _check_whole_model(key: str, model: ModelConfig) -> None:
-    """Check that a model which is not trained has neither adapters nor frozen weights."""
-    if model.lora.enabled or model.freeze:
-        name = "lora" if model.lora.enabled else "freeze"
-        raise ConfigError(
-            f"{key}.{name} is for a model that is trained, and this one is not; remove it, or "
-            f"merge the adapter into a model and give this as {key}.path",
-            key=f"{key}.{name}",
-        )
-
-
-def check_run_length(config: TrainConfig, total_steps: int, *, with_critic: bool) -> None:
-    """Check the settings that count steps against the training steps of the run.
-
-    Raises:
-        ConfigError: the actor is never updated, or a warm-up does not end.
-    """
-    warmup = config.critic.warmup_steps
+def _run_length(config: TrainConfig, total_steps: int) -> Problems:
+    warmup, with_critic = config.critic.warmup_steps, needs_critic(config)
     if with_critic and warmup >= total_steps:
-        raise ConfigError(
-            f"critic.warmup_steps={warmup} leaves no step in which the actor is updated: the run "
-            f"has {total_steps} steps; set it to at most {total_steps - 1}, or make the run longer",
-            key="critic.warmup_steps",
+        yield (
+            "critic.warmup_steps",
+            f"leaves no step in which the actor is updated: the run has {total_steps} steps; set "
+            f"it to at most {total_steps - 1}, or make the run longer",
         )
     actor_steps, critic_steps = batch_plan(config).optimizer_steps(total_steps)
-    check_warmup(f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim, actor_steps)
+    yield from warmup_problems(f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim, actor_steps)
     if with_critic:
-        check_warmup("critic.optim", config.critic.optim, critic_steps)
+        yield from warmup_problems("critic.optim", config.critic.optim, critic_steps)
 
 
-def check_warmup(key: str, optim: OptimConfig, steps: int | None = None) -> None:
-    """Check that the warm-up of the learning rate ends within the optimizer steps of the run.
-
-    `steps`: optimizer steps; None: not known yet.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    source = f"the {steps} optimizer steps of the run"
-    if optim.total_steps is not None:
-        steps, source = optim.total_steps, f"{key}.total_steps={optim.total_steps}"
-    if steps is not None and optim.lr_warmup_steps > steps:
-        raise ConfigError(
-            f"{key}.lr_warmup_steps={optim.lr_warmup_steps} is more than {source}: the warm-up "
-            "would not end; reduce it",
-            key=f"{key}.lr_warmup_steps",
-        )
-
-
-def ranks_in_words(config: TrainConfig | SFTConfig | RMConfig, role: str = "actor") -> str:
+def _ranks_in_words(config: TrainConfig | SFTConfig | RMConfig, role: str = "actor") -> str:
     """Return the number of ranks of a role and its source: "4 ranks (trainer.nnodes=2 × …)"."""
     trainer = config.trainer
     ranks = trainer.nnodes * trainer.n_gpus_per_node
@@ -477,13 +634,7 @@ def ranks_in_words(config: TrainConfig | SFTConfig | RMConfig, role: str = "acto
         source = next((f"placement.{name}" for name in placed), source)
     else:
         parts = ranks // config.engine.model_parallel_size
-    whole, together = f"{ranks} ranks ({source})", ranks // parts
-    if together == 1:
+    whole, same = f"{ranks} ranks ({source})", ranks // parts
+    if same == 1:
         return whole
-    return f"{parts} data-parallel ranks = {whole} / {together} that compute the same rows"
-
-
-def nearest_multiples(number: int, divisor: int) -> str:
-    """Return the multiples of `divisor` next to `number`: 7 and 2 → "6 or 8", 1 and 2 → "2"."""
-    below = number // divisor * divisor
-    return " or ".join(str(m) for m in (below, below + divisor) if m > 0)
+    return f"{parts} data-parallel ranks = {whole} / {same} that compute the same rows"

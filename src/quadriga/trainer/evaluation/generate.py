@@ -21,16 +21,19 @@ from quadriga.observability.console import RunConsole
 from quadriga.protocol import DataProto, fields
 from quadriga.rollout import ROLLOUTS, rollout_of
 from quadriga.trainer import stages
-from quadriga.trainer.checks.engines import check_device
-from quadriga.trainer.checks.images import check_generation_takes_images, image_rules
-from quadriga.trainer.checks.sequence_checks import check_generation_data
-from quadriga.trainer.checks.settings import check_generate_settings
+from quadriga.trainer.checks.data import check_generation_data, check_generation_takes_images
+from quadriga.trainer.checks.settings import check_device, check_generate_settings
 from quadriga.trainer.evaluation.response_file import ResponseFile, StoredRows, inputs_of
+from quadriga.trainer.ingredients import image_rules
 from quadriga.trainer.preflight import check_files, require_model_path
-from quadriga.trainer.replicas.replica import FROM_FOLDER, Replicas, start_replicas
-from quadriga.trainer.replicas.rollout import ReplicatedRollout
-from quadriga.trainer.role_workers import threads_per_rank
+from quadriga.trainer.replicas import (
+    FROM_FOLDER,
+    Replicas,
+    ReplicatedRollout,
+    start_replicas,
+)
 from quadriga.trainer.roles.placement import Role
+from quadriga.trainer.roles.workers import threads_per_rank
 from quadriga.trainer.worker_groups import (
     ALIVENESS_CHECK_S,
     StartedGroups,
@@ -185,7 +188,7 @@ def load_prompts(
     tokenizer = load_tokenizer(
         model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
     )
-    check_generation_takes_images(config.rollout, model)
+    check_generation_takes_images(config)
     options: dict[str, Any] = {
         "prompt_key": config.prompt_key,
         "max_prompt_length": config.max_prompt_length,

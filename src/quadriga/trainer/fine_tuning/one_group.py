@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.protocol import DataProto
 from quadriga.trainer.checkpoints import Checkpointing
-from quadriga.trainer.checks.settings import check_warmup
+from quadriga.trainer.checks.settings import refuse, warmup_problems
 from quadriga.trainer.record import RunRecord
-from quadriga.trainer.role_workers import threads_per_rank
 from quadriga.trainer.roles.placement import Role
+from quadriga.trainer.roles.workers import threads_per_rank
 from quadriga.trainer.worker_groups import (
     ALIVENESS_CHECK_S,
     StartedGroups,
@@ -80,7 +80,7 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
             rows, data.train_batch_size, shuffle=data.shuffle, seed=trainer.seed
         )
         self.total_steps = trainer.total_training_steps or len(self.loader) * trainer.total_epochs
-        check_warmup("optim", config.optim, self.total_steps)
+        refuse(config, warmup_problems("optim", config.optim, self.total_steps))
         self.checkpoints = Checkpointing(config, self.loader, given)
         self.step = 0
         self._groups: OneGroup[GroupT] | None = None

@@ -141,7 +141,7 @@ def load_pairs(config: RMConfig) -> Pairs:
     from quadriga.models import load_tokenizer
     from quadriga.models.context_window import LongestSequence
     from quadriga.models.score_head import padding_token
-    from quadriga.trainer.checks.sequence_checks import check_pair_data
+    from quadriga.trainer.checks.data import check_fine_tuning_data
 
     model, data = config.model, config.data
     trusted = model.trust_remote_code
@@ -160,5 +160,5 @@ def load_pairs(config: RMConfig) -> Pairs:
         f"the longest conversation has {found.lengths.longest} tokens, and one is added",
         "lower data.max_length, beyond which pairs are left out,",
     )
-    check_pair_data(config, tokenizer, longest, [train] if val is None else [train, val])
+    check_fine_tuning_data(config, tokenizer, longest, [train] if val is None else [train, val])
     return found

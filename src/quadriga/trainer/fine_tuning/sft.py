@@ -19,7 +19,7 @@ from quadriga.config.schema import ActorConfig, ActorRolloutRefConfig, RolloutCo
 from quadriga.data.conversations import turn_end_ids
 from quadriga.models.folder import end_token_ids, with_absolute_paths
 from quadriga.protocol import DataProto, fields, pad_dataproto_to_divisor, unpad_dataproto
-from quadriga.trainer.checks.sequence_checks import check_sft_data
+from quadriga.trainer.checks.data import check_fine_tuning_data
 from quadriga.trainer.fine_tuning.one_group import OneGroupTrainer, Validate
 from quadriga.trainer.ingredients import check_rows, make_reward
 from quadriga.trainer.preflight import check_fine_tuning_config
@@ -179,6 +179,7 @@ def load_sft_rows(config: SFTConfig) -> SFTRows:
     """
     from quadriga.data import PromptDataset, SFTDataset
     from quadriga.models import load_tokenizer
+    from quadriga.models.context_window import LongestSequence
 
     model, data = config.model, config.data
     tokenizer = load_tokenizer(
@@ -196,7 +197,14 @@ def load_sft_rows(config: SFTConfig) -> SFTRows:
         prompts = PromptDataset.from_settings(
             data.val_files, tokenizer, data, max_prompt_length=data.max_length, image_key=None
         ).head(config.trainer.val_size)
-    check_sft_data(config, tokenizer, [train, evaluated] if evaluated else [train], prompts)
+    datasets = [train, evaluated] if evaluated else [train]
+    size = max(sum(rows.longest) for rows in datasets)
+    longest = LongestSequence(
+        size,
+        f"the longest conversation has {size} tokens",
+        "lower data.max_length, beyond which rows are left out,",
+    )
+    check_fine_tuning_data(config, tokenizer, longest, datasets, prompts)
     return SFTRows(tokenizer, train, prompts, evaluated)
 
 

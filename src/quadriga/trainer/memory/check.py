@@ -13,12 +13,8 @@ from quadriga.config.role_ranks import (
 from quadriga.config.schema import RunConfig, TrainConfig
 from quadriga.data.pairs import PairLengths
 from quadriga.errors import ConfigError, ModelError
-from quadriga.trainer.memory.machine import (
-    available_memory,
-    device_limit,
-    planned_device,
-    ranks_are_elsewhere,
-)
+from quadriga.parallel.device import planned_device, ranks_are_elsewhere
+from quadriga.trainer.memory.machine import available_memory, device_limit
 
 if TYPE_CHECKING:
     from quadriga.data import PromptDataset

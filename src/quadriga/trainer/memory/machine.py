@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,22 +29,6 @@ class DeviceLimit:
 
     size: int
     source: str
-
-
-def planned_device(trainer: RunConfig) -> str | None:
-    """Return the type of device on which the ranks compute. None: only the cluster knows."""
-    from quadriga.parallel.device import get_device_name
-
-    if trainer.device != "auto":
-        return trainer.device
-    seen = get_device_name()
-    # The controller may be on a node of a cluster without a device, and the ranks on others.
-    return None if seen == "cpu" and ranks_are_elsewhere(trainer) else seen
-
-
-def ranks_are_elsewhere(trainer: RunConfig) -> bool:
-    """Return whether some ranks can be on other machines."""
-    return trainer.backend == "ray" and (trainer.nnodes > 1 or "RAY_ADDRESS" in os.environ)
 
 
 def device_limit(trainer: RunConfig, device_type: str) -> DeviceLimit | None:

@@ -46,12 +46,12 @@ from quadriga.rollout.memory import (
     GenerationUse,
     planned_sampling,
 )
-from quadriga.trainer.checks.images import uncounted_images
+from quadriga.trainer.checks.data import takes_images
 from quadriga.trainer.memory.machine import (
     GIB,
     device_limit,
 )
-from quadriga.trainer.roles.needed import (
+from quadriga.trainer.roles.workers import (
     critic_model,
     needs_reference,
     reads_ref_log_prob,
@@ -340,6 +340,11 @@ def _sum(*parts: Bytes) -> Bytes:
 # The plan of each command.
 
 
+def _uncounted(model: ModelConfig) -> list[str]:
+    images = "activations of the image encoder, whose parameters are counted"
+    return [images] if takes_images(model) else []
+
+
 def train_plan(config: TrainConfig, device_type: str) -> MemoryPlan:
     """Return the memory of a run of `quadriga train` whose settings were checked.
 
@@ -347,7 +352,7 @@ def train_plan(config: TrainConfig, device_type: str) -> MemoryPlan:
         ModelError: a model folder has no config of a suitable model.
     """
     uses, added = uses_of_run(config), added_keys(config)
-    missing = uncounted_images(config.actor_rollout_ref.model)
+    missing = _uncounted(config.actor_rollout_ref.model)
     missing += [f"the added role {use}" for use in uses if use in added]
     pools = []
     for pool in role_pools(config, uses):
@@ -584,7 +589,7 @@ def generation_plan(
         device_type,
         None if limit is None else limit.size,
     )
-    missing = uncounted_images(config.model)
+    missing = _uncounted(config.model)
     generation = _most(rollout.name, [rollout_of(rollout).memory(config.model, use)], missing)
     table = _Pool(pool, device_type, {}, {}, generation).memory()
     return MemoryPlan(device_type, (table,), trainer.n_gpus_per_node, tuple(missing))

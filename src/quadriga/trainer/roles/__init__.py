@@ -1,13 +1,10 @@
 """The roles of a training run: those of the trainer, and those that users add with `register_role`
 in a file of `algorithm.user_files`.
 
-    placement.py     `Role`, `ResourcePoolManager`: which role runs on which pool
-    registry.py      `register_role`, `RoleStage`: what an added role is, what it reads and writes;
-                     `load_train_config`: settings with the sections of added roles
-    needed.py        which roles a run needs
-    places.py        the place of a role's stages among the stages of a step
-    checks.py        checks of worker classes before any process starts
-    start_order.py   the order in which the roles of a run load their models
+    placement.py   `Role`, `ResourcePoolManager`: which role runs on which pool
+    registry.py    `register_role`, `RoleStage`: what an added role is, what it reads and writes;
+                   `load_train_config`: settings with the sections of added roles
+    workers.py     which roles a run needs, their pools, worker classes and start order
 
 This package may import every package below `trainer`.
 """

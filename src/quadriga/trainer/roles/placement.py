@@ -144,12 +144,9 @@ class ResourcePoolManager:
     def __post_init__(self) -> None:
         for role, pool in self.mapping.items():
             if pool not in self.resource_pool_spec:
-                raise UnknownNameError(
-                    f"role {role} is mapped to pool {pool!r}, but the pools are "
-                    f"{sorted(self.resource_pool_spec)}",
-                    name=pool,
-                    known=sorted(self.resource_pool_spec),
-                )
+                known = sorted(self.resource_pool_spec)
+                text = f"role {role} is mapped to pool {pool!r}, but the pools are {known}"
+                raise UnknownNameError(text, name=pool, known=known)
 
     def create_resource_pool(self, backend: Backend | None = None) -> None:
         """Make every pool, after a check that the nodes can hold all of them together.
@@ -160,29 +157,33 @@ class ResourcePoolManager:
         Raises:
             PlacementError: names a pool that does not fit and what it lacks. Nothing was started.
         """
-        backend = self.backend or backend or self._ray()
+        if self.backend is None and backend is None:
+            from quadriga.backends import get_backend
+
+            self.backend = get_backend("ray")
+        maker = self.backend or backend
+        assert maker is not None
         pools = {
-            name: backend.resource_pool(list(ranks), name_prefix=name, **self.pool_options)
+            name: maker.resource_pool(list(ranks), name_prefix=name, **self.pool_options)
             for name, ranks in self.resource_pool_spec.items()
         }
         # All pools at once: two pools that fit alone may not fit together.
-        backend.check_placement(list(pools.values()))
+        maker.check_placement(list(pools.values()))
         self.resource_pool_dict.update(pools)
 
-    def pool_name(self, role: Role) -> str:
-        """Return the name of the pool of `role`.
+    def pool_name(self, *roles: Role) -> str:
+        """Return the name of the pool of the first of these roles that is mapped.
 
         Raises:
-            UnknownNameError: the role is not mapped to a pool.
+            UnknownNameError: none is mapped to a pool.
         """
-        if role not in self.mapping:
-            raise UnknownNameError(
-                f"role {role} is not mapped to a pool; mapped roles: "
-                f"{[str(r) for r in self.mapping]}",
-                name=str(role),
-                known=[str(r) for r in self.mapping],
-            )
-        return self.mapping[role]
+        for role in roles:
+            if role in self.mapping:
+                return self.mapping[role]
+        mapped = [str(role) for role in self.mapping]
+        expected = " or ".join(map(str, roles))
+        text = f"the run needs role {expected}, which is mapped to no pool; mapped roles: {mapped}"
+        raise UnknownNameError(text, name=roles[0].key, known=mapped)
 
     def get_resource_pool(self, role: Role) -> ResourcePool:
         """Return the pool of `role`, after `create_resource_pool`.
@@ -195,9 +196,3 @@ class ResourcePoolManager:
     def get_n_gpus(self) -> int:
         """Return the number of ranks over all pools; with accelerators, one GPU per rank."""
         return sum(sum(ranks) for ranks in self.resource_pool_spec.values())
-
-    def _ray(self) -> Backend:
-        from quadriga.backends import get_backend
-
-        self.backend = get_backend("ray")
-        return self.backend

@@ -21,10 +21,10 @@ from __future__ import annotations
 import dataclasses
 import keyword
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from quadriga.algorithms.user_files import load_user_file, loads_of, running_user_file
 from quadriga.config.loading import given_user_files, load_config
@@ -54,7 +54,6 @@ _RESERVED = {
 } - {Role.RewardModel.key}  # a role of a user can be in place of the built-in one
 
 _KEY = re.compile("[A-Za-z][A-Za-z0-9_]*")
-ItemT = TypeVar("ItemT")
 
 
 @dataclass(frozen=True)
@@ -170,25 +169,17 @@ def register_role(
     """
     origin = running_user_file() or ""
     added = AddedRole(
-        role=role,
-        worker=worker,
-        settings=settings,
-        stages=tuple(stages),
-        starts_after=tuple(starts_after),
-        starts_before=tuple(starts_before),
-        origin=origin,
-        load=loads_of(origin),
+        role,
+        worker,
+        settings,
+        tuple(stages),
+        tuple(starts_after),
+        tuple(starts_before),
+        origin,
+        loads_of(origin),
     )
-    _check_role(added)
-    _check_settings(added)
-    for stage in added.stages:
-        _check_stage(added, stage)
-    methods = [stage.method for stage in added.stages]
-    if twice := [method for method in methods if methods.count(method) > 1]:
-        raise ConfigError(
-            f"role {added.key} has two stages that call {twice[0]}; a stage has the name of its "
-            "method, so give each stage a method of its own"
-        )
+    for problem in _problems(added):
+        raise ConfigError(problem)
     _ADDED[added.key] = added
     return added
 
@@ -240,74 +231,57 @@ def is_built_in(role: Role) -> bool:
     return role in _BUILT_IN
 
 
-def _check_role(added: AddedRole) -> None:
-    role = added.role
+def _problems(added: AddedRole) -> Iterator[str]:
+    """Yield why a role cannot be registered."""
+    role, key = added.role, added.key
     if is_built_in(role):
-        raise ConfigError(
+        yield (
             f"role {role} is built in; to replace its worker class, pass role_worker_mapping to "
             "RayPPOTrainer; to add a role, use Role.add"
         )
-    if role.key in _RESERVED:
-        raise ConfigError(
-            f"role {role.name} has key {role.key!r}, which names a section of the settings or a "
-            f"group of metrics; give it another one: Role.add({role.name!r}, key=…)"
+    if key in _RESERVED or not _KEY.fullmatch(key) or keyword.iskeyword(key):
+        reason = "names a section of the settings or a group of metrics"
+        if key not in _RESERVED:
+            reason = "cannot be the name of a section: letters of ASCII, digits and _"
+        yield (
+            f"role {role.name} has key {key!r}, which {reason}; give it another one: "
+            f"Role.add({role.name!r}, key=…)"
         )
-    if not _KEY.fullmatch(role.key) or keyword.iskeyword(role.key):
-        raise ConfigError(
-            f"role {role.name} has key {role.key!r}, which cannot be the name of a section; give "
-            f"it letters of ASCII, digits and _, a letter first: Role.add({role.name!r}, key=…)"
-        )
-    _check_key_is_free(added, _ADDED.get(role.key))
-    if role in (*added.starts_after, *added.starts_before):
-        raise ConfigError(
-            f"role {role.key}: starts_after and starts_before take other roles, such as Role.Critic"
-        )
+    before = _ADDED.get(key)
+    if before is not None and before.is_current:
+        by_program = not added.origin and not before.origin
+        if not by_program or before.role != role:  # a program may register its role again
+            other = "" if before.role == role else f" as role {before.role.name}"
+            yield (
+                f"role {key} is registered already{other}, by {before.origin or 'the program'}; "
+                "give the other role another name"
+            )
+    if added.settings is not None:
+        yield from _settings_problems(key, added.settings)
+    yield from _stage_problems(key, added.stages)
 
 
-def _check_key_is_free(added: AddedRole, before: AddedRole | None) -> None:
-    """Check that `before`, the role that has the key so far, may be replaced by `added`."""
-    if before is None or not before.is_current:
-        return
-    program_again = not added.origin and not before.origin and before.role == added.role
-    if not program_again:
-        other = "" if before.role == added.role else f" as role {before.role.name}"
-        raise ConfigError(
-            f"role {added.key} is registered already{other}, by "
-            f"{before.origin or 'the program'}; give the other role another name"
-        )
-
-
-def _check_settings(added: AddedRole) -> None:
-    settings = added.settings
-    if settings is None:
-        return
+def _settings_problems(key: str, settings: type) -> Iterator[str]:
     # A subclass of a dataclass that has no decorator of its own lacks its own fields.
     parameters = vars(settings).get("__dataclass_params__")
     if parameters is None or not parameters.frozen:
-        raise ConfigError(
-            f"role {added.key}: settings must be a class with @dataclass(frozen=True), got "
-            f"{settings!r}"
-        )
-    missing = dataclasses.MISSING
+        yield f"role {key}: settings must be a class with @dataclass(frozen=True), got {settings!r}"
     for field in dataclasses.fields(settings):
-        if field.default is missing and field.default_factory is missing:
-            raise ConfigError(
-                f"role {added.key}: setting {field.name} of {settings.__name__} has no default; "
-                "give it one"
-            )
+        if field.default is field.default_factory is dataclasses.MISSING:
+            yield f"role {key}: setting {field.name} of {settings.__name__} has no default"
 
 
-def _check_stage(added: AddedRole, stage: RoleStage) -> None:
-    if bool(stage.before) == bool(stage.after):
-        raise ConfigError(
-            f"stage {added.key}.{stage.method} must stand before or after one stage, got "
-            f"before={stage.before!r} and after={stage.after!r}; give one of both"
-        )
-    if not stage.reads:
-        raise ConfigError(
-            f"stage {added.key}.{stage.method} reads no field; name at least one in reads, such as "
-            "response_mask, from which the method knows its rows"
-        )
+def _stage_problems(key: str, stages: Sequence[RoleStage]) -> Iterator[str]:
+    methods = [stage.method for stage in stages]
+    for stage in stages:
+        where = f"stage {key}.{stage.method}"
+        if bool(stage.before) == bool(stage.after):
+            places = f"before={stage.before!r} and after={stage.after!r}"
+            yield f"{where} must stand before or after one stage, got {places}"
+        if not stage.reads:
+            yield f"{where} reads no field; name at least one, from which the method knows its rows"
+        if methods.count(stage.method) > 1:
+            yield f"role {key} has two stages that call {stage.method}; give each its own method"
 
 
 def load_train_config(overrides: Iterable[str] = (), file: str | Path | None = None) -> TrainConfig:

@@ -45,8 +45,8 @@ from quadriga.protocol import DataProto
 from quadriga.single_controller.worker import plain_class
 from quadriga.trainer.ppo import RayPPOTrainer as QuadrigaTrainer
 from quadriga.trainer.roles.placement import ResourcePoolManager as QuadrigaPools, Role
-from quadriga.trainer.roles.pools import check_settings_of_pools
 from quadriga.trainer.roles.registry import register_again, registered_for
+from quadriga.trainer.roles.workers import check_settings_of_pools
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker
 
 if TYPE_CHECKING:

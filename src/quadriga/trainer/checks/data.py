@@ -1,4 +1,4 @@
-"""Checks of the data against the model, before a worker starts: lengths and token ids.
+"""Checks of the data against the models, before a worker starts: lengths, token ids, images.
 
 The lengths are those of the data: the longest prompt that is there, and not the longest one that
 the settings allow.
@@ -12,13 +12,21 @@ from typing import TYPE_CHECKING
 
 from quadriga.config.commands import GenerationConfig, RMConfig, SFTConfig
 from quadriga.config.role_ranks import has_reward_model, reference_engine
-from quadriga.config.schema import EngineConfig, ModelConfig, SamplingConfig, TrainConfig
+from quadriga.config.schema import (
+    EngineConfig,
+    ModelConfig,
+    RolloutEngineConfig,
+    SamplingConfig,
+    TrainConfig,
+)
 from quadriga.errors import ConfigError
 from quadriga.models.context_window import LongestSequence, check_context_window
+from quadriga.models.images import image_tokens
 from quadriga.models.vocabulary import check_stop_tokens, check_vocabulary
 from quadriga.protocol.fields import RAW_PROMPT
-from quadriga.rollout import rollout_of
-from quadriga.trainer.roles.needed import needs_critic, needs_reference, reads_ref_log_prob
+from quadriga.rollout import REFERENCE, rollout_of
+from quadriga.trainer.checks.settings import Problems, refuse
+from quadriga.trainer.roles.workers import needs_critic, needs_reference, reads_ref_log_prob
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,9 +36,15 @@ if TYPE_CHECKING:
     from quadriga.data.pairs import PairDataset
     from quadriga.data.user_classes import Prompts
 
-
 _TRIED = 2048
 """Prompts of which one of each kind is written by the template of a reward model."""
+_IMAGES = {
+    "name": "fsdp",
+    "tensor_parallel_size": 1,
+    "sequence_parallel_size": 1,
+    "context_parallel_size": 1,
+}
+"""Settings of a training engine -> the value with which it computes images."""
 
 
 def check_training_data(
@@ -46,14 +60,12 @@ def check_training_data(
         ConfigError: a sequence exceeds the token budget of a micro-batch, or the window of the
             rollout engine.
     """
-    response = config.data.max_response_length
+    policy, response = config.actor_rollout_ref, config.data.max_response_length
     longest = longest_with_response(datasets, response, "data.")
-    models = [config.actor_rollout_ref.model]
+    check_model_inputs(policy.model, tokenizer, longest, datasets)
     if needs_critic(config) and config.critic.model.path:
-        models.append(config.critic.model)
-    for model in models:
-        check_model_inputs(model, tokenizer, longest, datasets)
-    rollout_of(config.actor_rollout_ref.rollout).check_window(models[0], longest)
+        check_model_inputs(config.critic.model, tokenizer, longest, datasets)
+    rollout_of(policy.rollout).check_window(policy.model, longest)
     trained = longest_with_response(datasets[:1], response, "data.")
     if has_reward_model(config):
         _check_scored(config, tokenizer, trained, datasets[:1])
@@ -69,51 +81,34 @@ def check_training_samples(config: TrainConfig, *, validates: bool) -> None:
         ConfigError: the model cannot sample one of them.
     """
     policy, key = config.actor_rollout_ref, "actor_rollout_ref.rollout"
-    check_sampled(f"{key}.sampling", policy.rollout.sampling, policy.model)
+    _check_sampled(f"{key}.sampling", policy.rollout.sampling, policy.model)
     if validates:
-        check_sampled(f"{key}.val_sampling", policy.rollout.val_sampling, policy.model)
+        _check_sampled(f"{key}.val_sampling", policy.rollout.val_sampling, policy.model)
 
 
-def check_sft_data(
-    config: SFTConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[SFTDataset],
-    validation: Prompts | None,
-) -> None:
-    """Check that the rows of `quadriga sft`, and those of its validation, fit the model.
-
-    Raises:
-        As `check_training_data`.
-    """
-    size = max(sum(rows.longest) for rows in conversations)
-    longest = LongestSequence(
-        size,
-        f"the longest conversation has {size} tokens",
-        "lower data.max_length, beyond which rows are left out,",
-    )
-    check_model_inputs(config.model, tokenizer, longest, conversations)
-    check_token_budget("engine", config.engine, longest)
-    if validation is not None:
-        generated = longest_with_response(
-            [validation], config.trainer.max_response_length, "trainer."
-        )
-        check_model_inputs(config.model, tokenizer, generated, [validation])
-        check_sampled("trainer.val_sampling", config.trainer.val_sampling, config.model)
-
-
-def check_pair_data(
-    config: RMConfig,
+def check_fine_tuning_data(
+    config: SFTConfig | RMConfig,
     tokenizer: PreTrainedTokenizerBase,
     longest: LongestSequence,
-    datasets: Sequence[PairDataset],
+    datasets: Sequence[SFTDataset | PairDataset],
+    validation: Prompts | None = None,
 ) -> None:
-    """Check that the pairs of `quadriga rm` fit the model. `longest`: of all conversations.
+    """Check that the rows of `quadriga sft` or `rm`, and generated validation, fit the model.
+
+    Args:
+        longest: the longest row of all datasets.
+        validation: prompts to which `sft` generates responses.
 
     Raises:
         As `check_training_data`.
     """
     check_model_inputs(config.model, tokenizer, longest, datasets)
     check_token_budget("engine", config.engine, longest)
+    if validation is not None and isinstance(config, SFTConfig):
+        trainer = config.trainer
+        generated = longest_with_response([validation], trainer.max_response_length, "trainer.")
+        check_model_inputs(config.model, tokenizer, generated, [validation])
+        _check_sampled("trainer.val_sampling", trainer.val_sampling, config.model)
 
 
 def check_generation_data(
@@ -122,28 +117,18 @@ def check_generation_data(
     """Check that the prompts of a generation, with the longest response, fit the model.
 
     Raises:
-        ModelError: a sequence exceeds the context window, or a token id exceeds the embedding.
-        ConfigError: a sequence exceeds the window of the rollout engine, or a stop token is
-            outside the vocabulary.
+        As `check_training_data`.
     """
     longest = longest_with_response([prompts], config.max_response_length, "")
     check_model_inputs(config.model, tokenizer, longest, [prompts])
     rollout_of(config.rollout).check_window(config.model, longest)
-    check_sampled("sampling", config.sampling, config.model)
+    _check_sampled("sampling", config.sampling, config.model)
 
 
-def check_sampled(key: str, sampling: SamplingConfig, model: ModelConfig) -> None:
-    """Check the token ids in one section of sampling settings. `key`: its name.
-
-    Raises:
-        ConfigError: the model cannot sample one of them.
-    """
-    check_stop_tokens(
-        f"{key}.stop_token_ids",
-        sampling.stop_token_ids,
-        model.path,
-        trust_remote_code=model.trust_remote_code,
-    )
+def _check_sampled(key: str, sampling: SamplingConfig, model: ModelConfig) -> None:
+    trusted = model.trust_remote_code
+    ids = f"{key}.stop_token_ids"
+    check_stop_tokens(ids, sampling.stop_token_ids, model.path, trust_remote_code=trusted)
 
 
 def longest_with_response(
@@ -175,13 +160,10 @@ def check_model_inputs(
     Raises:
         ModelError: a sequence exceeds the context window, or a token id exceeds the embedding.
     """
-    check_context_window(model.path, longest, trust_remote_code=model.trust_remote_code)
-    check_vocabulary(
-        model.path,
-        tokenizer,
-        largest_id=max(dataset.largest_id for dataset in datasets),
-        trust_remote_code=model.trust_remote_code,
-    )
+    trusted = model.trust_remote_code
+    check_context_window(model.path, longest, trust_remote_code=trusted)
+    largest = max(dataset.largest_id for dataset in datasets)
+    check_vocabulary(model.path, tokenizer, largest_id=largest, trust_remote_code=trusted)
 
 
 def _check_scored(
@@ -200,29 +182,29 @@ def _check_scored(
     from quadriga.workers.reward_model import reads_tokens_of, tokenizer_of
 
     section = config.reward_model
-    own = tokenizer_of(section.model)
+    model, own = section.model, tokenizer_of(section.model)
     if reads_tokens_of(own, tokenizer, section, config.data.chat_template_kwargs):
         longest = LongestSequence(
             trained.tokens + 1, f"{trained.arithmetic}, and one is added", trained.remedy
         )
-        check_model_inputs(section.model, tokenizer, longest, datasets)
+        check_model_inputs(model, tokenizer, longest, datasets)
         check_token_budget("reward_model.engine", section.engine, longest)
         return
-    trusted = section.model.trust_remote_code
-    check_vocabulary(section.model.path, own, largest_id=0, trust_remote_code=trusted)
+    trusted = model.trust_remote_code
+    check_vocabulary(model.path, own, largest_id=0, trust_remote_code=trusted)
     prompts: dict[tuple[str, ...], Chat] = {}  # roles -> a prompt with turns of these roles
     for item in islice(items_of(datasets[0]), _TRIED):
         prompts.setdefault(tuple(m["role"] for m in item[RAW_PROMPT]), item[RAW_PROMPT])
     answered: list[Chat] = [[*p, {"role": "assistant", "content": "1"}] for p in prompts.values()]
     encoded = encode_chats(own, answered, complete=True, arguments=section.chat_template_kwargs)
-    longest_text = max(len(ids) for ids in encoded)
+    tokens = max(len(ids) for ids in encoded)
     longest = LongestSequence(
-        longest_text + 1,
-        f"a prompt with a response of one digit has {longest_text} tokens of the reward model, and "
-        "one is added",
+        tokens + 1,
+        f"a prompt with a response of one digit has {tokens} tokens of the reward model, and one "
+        "is added",
         "lower data.max_prompt_length, beyond which prompts are left out,",
     )
-    check_context_window(section.model.path, longest, trust_remote_code=trusted)
+    check_context_window(model.path, longest, trust_remote_code=trusted)
 
 
 def check_token_budget(key: str, engine: EngineConfig, longest: LongestSequence) -> None:
@@ -237,23 +219,66 @@ def check_token_budget(key: str, engine: EngineConfig, longest: LongestSequence)
     ranks = budget // engine.max_tokens_per_micro_batch
     if engine.use_dynamic_bsz and longest.tokens > budget:
         setting = f"{key}.max_tokens_per_micro_batch"
-        written = f"{setting}={engine.max_tokens_per_micro_batch}"
-        if ranks > 1:
-            written += f" × {ranks} ranks that split the tokens = {budget}"
+        shared = f" × {ranks} ranks that split the tokens = {budget}" if ranks > 1 else ""
         raise ConfigError(
-            f"{written} is below the longest sequence: {longest.arithmetic}; set it to "
-            f"at least {-(-longest.tokens // ranks)}, or {longest.remedy} by "
-            f"{longest.tokens - budget}",
+            f"{setting}={engine.max_tokens_per_micro_batch}{shared} is below the longest sequence: "
+            f"{longest.arithmetic}; set it to at least {-(-longest.tokens // ranks)}, or "
+            f"{longest.remedy} by {longest.tokens - budget}",
             key=setting,
         )
 
 
 def _engines(config: TrainConfig) -> Iterator[tuple[str, EngineConfig]]:
-    """Yield (key, settings) of the training engines that the run uses."""
-    policy = config.actor_rollout_ref
-    yield "actor_rollout_ref.actor.engine", policy.actor.engine
+    """Yield (key, settings) of the training engines that cut micro-batches of their own."""
+    yield "actor_rollout_ref.actor.engine", config.actor_rollout_ref.actor.engine
     # KL over the vocabulary computes the reference in the micro-batches of the actor.
     if needs_reference(config) and reads_ref_log_prob(config):
         yield reference_engine(config)
     if needs_critic(config):
         yield "critic.engine", config.critic.engine
+
+
+def takes_images(model: ModelConfig) -> bool:
+    """Return whether a model takes images."""
+    trusted = model.trust_remote_code
+    return bool(model.path) and image_tokens(model.path, trust_remote_code=trusted) is not None
+
+
+def check_images_supported(config: TrainConfig) -> None:
+    """Check, if the model of the policy takes images, that every role of the run can.
+
+    Raises:
+        ConfigError: one cannot. Names the setting.
+    """
+    if takes_images(config.actor_rollout_ref.model):
+        refuse(config, _text_only(config))
+
+
+def check_generation_takes_images(config: GenerationConfig) -> None:
+    """Check, if the model takes images, that the rollout engine of a generation can.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if takes_images(config.model):
+        refuse(config, _text_rollout("rollout.name", config.rollout, config.model.path))
+
+
+def _text_only(config: TrainConfig) -> Problems:
+    policy = config.actor_rollout_ref
+    but = f"computes text only, but the model in {policy.model.path} takes images"
+    yield from _text_rollout("actor_rollout_ref.rollout.name", policy.rollout, policy.model.path)
+    for use in ("actor", "ref"):
+        for name, needed in _IMAGES.items():
+            if getattr(getattr(policy, use).engine, name) != needed:
+                yield f"actor_rollout_ref.{use}.engine.{name}", f"{but}; set it to {needed}"
+    if needs_critic(config):
+        yield "algorithm.adv_estimator", f"has a critic, which {but}; set it to one such as grpo"
+    if has_reward_model(config):
+        yield "reward_model.enable", f"{but}; score by rules, and set it to false"
+
+
+def _text_rollout(key: str, rollout: RolloutEngineConfig, path: str) -> Problems:
+    if not rollout_of(rollout).computes_images:
+        but = f"computes text only, but the model in {path} takes images"
+        yield key, f"{but}; set it to {REFERENCE}"

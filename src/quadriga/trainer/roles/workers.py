@@ -1,0 +1,666 @@
+"""The workers of a run: which roles it needs, in which pools, with which class and arguments, and
+the order in which they load their models.
+
+Example: actor and reference on one pool, rollout and critic on pools of their own:
+
+    pool       worker key   worker
+    a          actor_ref    ActorRolloutRefWorker(role="actor_ref")
+    b          rollout      ActorRolloutRefWorker(role="rollout")
+    c          critic       CriticWorker
+
+The pools of a program stand in place of the section `placement` of the settings. Example:
+{"policy": [2, 2], "critic": [1, 1]}, two nodes of three ranks:
+
+    role       ranks      placement
+    actor      0 1 3 4    policy: 2 ranks on each node
+    critic     2 5        critic: 1 rank on each node
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from quadriga.algorithms.advantages import get_advantage
+from quadriga.algorithms.policy_losses import get_policy_loss
+from quadriga.config.plan import batch_plan, mini_batch_prompts
+from quadriga.config.role_ranks import has_reward_model, role_pools
+from quadriga.config.schema import ModelConfig, RunConfig, TrainConfig
+from quadriga.errors import ConfigError
+from quadriga.models.folder import with_absolute_paths
+from quadriga.single_controller import (
+    Backend,
+    ClassWithInitArgs,
+    Dispatch,
+    Worker,
+    WorkerGroup,
+)
+from quadriga.single_controller.dispatch import MethodRecord, registered_methods
+from quadriga.trainer.roles.placement import ResourcePoolManager, Role
+from quadriga.trainer.roles.registry import AddedRole, added_roles, is_built_in
+from quadriga.workers.roles import (
+    ActorGroup,
+    CriticGroup,
+    ReceivingGroup,
+    RefGroup,
+    RewardModelGroup,
+    RolloutGroup,
+    SendingGroup,
+    TurnTakingGroup,
+    methods_of,
+)
+from quadriga.workers.runtime import RankRuntime
+
+CRITIC = "critic"
+REWARD_MODEL = Role.RewardModel.key
+INIT, SAVE, LOAD = "init_model", "save_checkpoint", "load_checkpoint"
+_ARGUMENTS = {INIT: (), SAVE: ("path", "step"), LOAD: ("path", "step")}
+"""Methods that the trainer calls on every rank → the names of their arguments."""
+_NO_BATCH = (
+    Dispatch.ONE_TO_ALL,
+    Dispatch.ALL_TO_ALL,
+    Dispatch.DP_COMPUTE,
+    Dispatch.DP_COMPUTE_METRIC,
+    Dispatch.DP_COMPUTE_PROTO_WITH_FUNC,
+    Dispatch.DIRECT_ROLLOUT_METHOD,
+)
+"""Dispatch modes whose methods do not take one batch and return one."""
+POLICY_USES = ("actor", "rollout", "ref")
+ROLES_OF_USE: dict[str, tuple[Role, ...]] = {
+    "actor": (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef),
+    "rollout": (Role.Rollout, Role.ActorRollout, Role.ActorRolloutRef),
+    # Without a pool of its own, the reference is in the processes of the actor.
+    "ref": (Role.RefPolicy, Role.ActorRolloutRef, Role.Actor, Role.ActorRollout),
+    CRITIC: (Role.Critic,),
+    REWARD_MODEL: (Role.RewardModel,),
+}
+"""Use → the roles that stand for it in a `ResourcePoolManager`; the first one that is mapped."""
+
+POLICY_ROLES = frozenset(role for use in POLICY_USES for role in ROLES_OF_USE[use])
+"""The roles whose workers load the model of the policy."""
+
+
+# Which roles a run needs.
+
+
+def needs_critic(config: TrainConfig) -> bool:
+    """Return whether the advantage estimator reads values."""
+    return get_advantage(config.algorithm.adv_estimator).needs_values
+
+
+def reads_ref_log_prob(config: TrainConfig) -> bool:
+    """Return whether a stage reads the reference's log-probabilities of the sampled tokens."""
+    actor = config.actor_rollout_ref.actor
+    return config.algorithm.use_kl_in_reward or (actor.use_kl_loss and not actor.reads_full_kl)
+
+
+def needs_reference(config: TrainConfig) -> bool:
+    """Return whether the workers of the policy must hold the reference policy too."""
+    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+
+
+def uses_of_run(config: TrainConfig) -> tuple[str, ...]:
+    """Return what the run uses: actor and rollout, reference and critic if they are read, the
+    reward model if it is enabled, and the added roles."""
+    return (
+        "actor",
+        "rollout",
+        *(["ref"] if needs_reference(config) else []),
+        *([CRITIC] if needs_critic(config) else []),
+        *([REWARD_MODEL] if has_reward_model(config) else []),
+        *(added.key for added in added_roles(config)),
+    )
+
+
+def critic_model(config: TrainConfig) -> ModelConfig:
+    """Return the model of the critic: that of the actor, unless it has a path of its own.
+
+    What is trained of it is a setting of the critic in both cases.
+    """
+    own, policy = config.critic.model, config.actor_rollout_ref.model
+    return own if own.path else dataclasses.replace(policy, lora=own.lora, freeze=own.freeze)
+
+
+def takes_old_log_probs_from_update(config: TrainConfig) -> bool:
+    """Return whether the update computes the old log-probabilities itself.
+
+    If a step is one optimizer step, by the weights that generated the responses, they equal the
+    log-probabilities of the update without their gradient. A pass of their own is needed if a stage
+    reads them before the update, if the actor is not updated in every step, or if adapters drop
+    inputs in an update, because responses were sampled without dropout.
+    """
+    chosen = config.actor_rollout_ref.actor.old_log_probs_from_update
+    if chosen is not None:
+        return chosen
+    one_step = batch_plan(config).actor.optimizer_steps == 1
+    drops = config.actor_rollout_ref.model.lora.dropout > 0
+    read_earlier = reads_old_log_probs(config) or selects_tokens(config)
+    return one_step and not read_earlier and not drops and not config.critic.warmup_steps
+
+
+def reads_old_log_probs(config: TrainConfig) -> bool:
+    """Return whether the reward, the correction or the estimator reads the log-probabilities."""
+    estimator = get_advantage(config.algorithm.adv_estimator)
+    in_reward = config.algorithm.use_kl_in_reward
+    return in_reward or corrects_mismatch(config) or "old_log_prob_BT" in estimator.needs
+
+
+def corrects_mismatch(config: TrainConfig) -> bool:
+    """Return whether importance weights correct the mismatch of rollout and training."""
+    return config.algorithm.rollout_correction.level != "none"
+
+
+def selects_tokens(config: TrainConfig) -> bool:
+    """Return whether the policy loss chooses tokens over the whole batch."""
+    loss = get_policy_loss(config.actor_rollout_ref.actor.policy_loss.name)
+    return loss.select is not None
+
+
+# Pools.
+
+
+def pool_manager(config: TrainConfig, backend: Backend | None) -> ResourcePoolManager:
+    """Return the pools that the section `placement` of the settings describes.
+
+    `backend`: that makes the pools; None if they are only read.
+
+    Raises:
+        ConfigError: the section is invalid.
+    """
+    pools, roles = role_pools(config, uses_of_run(config)), _roles_of_use(config)
+    return ResourcePoolManager(
+        resource_pool_spec={pool.name: list(pool.ranks_per_node) for pool in pools},
+        mapping={roles[use][0]: pool.name for pool in pools for use in pool.roles},
+        backend=backend,
+        pool_options=pool_options(config.trainer),
+    )
+
+
+def pool_options(trainer: RunConfig) -> dict[str, object]:
+    """Return the arguments of `Backend.resource_pool` that the settings give."""
+    return {"use_gpu": use_gpu(trainer.device), "max_colocate_count": 1}
+
+
+def use_gpu(device: str) -> bool | None:
+    """Return whether each rank needs an accelerator. None: if the cluster has any.
+
+    `device`: a value of `trainer.device`.
+    """
+    return None if device == "auto" else device != "cpu"
+
+
+def uses_by_pool(config: TrainConfig, manager: ResourcePoolManager) -> dict[str, list[str]]:
+    """Return pool name → the uses that its processes have.
+
+    Raises:
+        UnknownNameError: a use is mapped to no pool.
+    """
+    roles, pools = _roles_of_use(config), dict[str, list[str]]()
+    for use in uses_of_run(config):
+        pools.setdefault(manager.pool_name(*roles[use]), []).append(use)
+    return pools
+
+
+def _roles_of_use(config: TrainConfig) -> dict[str, tuple[Role, ...]]:
+    """Return `ROLES_OF_USE` with the added roles of the run."""
+    return ROLES_OF_USE | {added.key: (added.role,) for added in added_roles(config)}
+
+
+def worker_keys(uses: Sequence[str]) -> dict[str, list[str]]:
+    """Return worker key → its uses, for one pool.
+
+    One worker has all uses of the policy, so that they share weights. Every other role is a worker
+    of its own.
+    """
+    policy = [use for use in uses if use in POLICY_USES]
+    keys = {"_".join(policy): policy} if policy else {}
+    return keys | {use: [use] for use in uses if use not in POLICY_USES}
+
+
+def workers_of(pools: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Return worker key → its uses, over all pools."""
+    return {key: own for uses in pools.values() for key, own in worker_keys(uses).items()}
+
+
+def check_settings_of_pools(
+    config: TrainConfig,
+    manager: ResourcePoolManager,
+    check: Callable[[TrainConfig], None],
+) -> TrainConfig:
+    """Return `settings_of_pools`, after `check` of them.
+
+    Raises:
+        InputError: names the first setting that does not fit, and the pools.
+    """
+    placed = settings_of_pools(config, manager)
+    try:
+        check(placed)
+    except ConfigError as error:
+        if "(placement." not in str(error):
+            raise
+        pools = [
+            f"pool {pool!r} has {sum(manager.resource_pool_spec[pool])} ranks for {', '.join(uses)}"
+            for pool, uses in uses_by_pool(config, manager).items()
+        ]
+        text = f"{error}; placement is that of resource_pool_manager: {'; '.join(pools)}"
+        raise type(error)(text, **vars(error)) from None
+    return placed
+
+
+def settings_of_pools(config: TrainConfig, manager: ResourcePoolManager) -> TrainConfig:
+    """Return the settings with the nodes and the placement that the pools of a program describe.
+
+    Nodes with different numbers of ranks, which the settings cannot describe, count as one node.
+
+    Raises:
+        ConfigError: a pool has no ranks.
+        UnknownNameError: a role is mapped to no pool.
+    """
+    uses = uses_by_pool(config, manager)
+    spec = {pool: list(manager.resource_pool_spec[pool]) for pool in uses}
+    for pool, counts in spec.items():
+        if not sum(counts):
+            raise ConfigError(f"pool {pool!r} has no ranks: resource_pool_spec gives {counts}")
+    size = max(map(len, spec.values()))
+    nodes = [sum(c[node] for c in spec.values() if node < len(c)) for node in range(size)]
+    if len(set(nodes)) > 1:
+        nodes, spec = [sum(nodes)], {pool: [sum(counts)] for pool, counts in spec.items()}
+    free = [sum(nodes[:node]) for node in range(len(nodes))]  # the next rank of each node
+    ranks: dict[str, list[int | str]] = {pool: [] for pool in spec}
+    for pool, counts in spec.items():
+        for node, count in enumerate(counts):
+            ranks[pool] += range(free[node], free[node] + count)
+            free[node] += count
+    placement = {use: ranks[pool] for pool, own in uses.items() for use in own}
+    return dataclasses.replace(
+        config,
+        placement=dataclasses.replace(config.placement, **placement),
+        trainer=dataclasses.replace(config.trainer, nnodes=len(nodes), n_gpus_per_node=nodes[0]),
+    )
+
+
+_ORDER = (CRITIC, "ref", REWARD_MODEL, "", "rollout", "actor")
+"""The uses in the order without declarations; "" stands for the other roles of users."""
+_USES: dict[Role, tuple[str, ...]] = {
+    Role.ActorRollout: ("actor", "rollout"),
+    Role.ActorRolloutRef: ("actor", "rollout", "ref"),
+}
+
+
+def start_order(workers: Mapping[str, Sequence[str]], added: Sequence[AddedRole]) -> list[str]:
+    """Return the keys of the workers in the order in which they load their models.
+
+    Without declarations: critic, reference, reward model, added roles, a rollout in other
+    processes, and the actor last, because then the memory that the others need is known. A worker
+    with several uses has the place of its last one. A worker that must come earlier than another
+    one comes directly before it:
+
+        roles       critic, actor_rollout, judge (starts_before critic), mirror (starts_after actor)
+        order       judge, critic, actor_rollout, mirror
+
+    Args:
+        workers: worker key → its uses.
+        added: the added roles of the run.
+
+    Raises:
+        ConfigError: the declarations have a cycle, or name a role that is not registered.
+    """
+    known, own = {role.role for role in added}, {role.key for role in added}
+    earlier: dict[str, set[str]] = {key: set() for key in workers}
+    for role in added:
+        declared = [(other, True) for other in role.starts_after]
+        declared += [(other, False) for other in role.starts_before]
+        for other, is_first in declared:
+            if not is_built_in(other) and other != Role.RewardModel and other not in known:
+                raise ConfigError(
+                    f"role {role.key} is to start before or after role {other}, which is not part "
+                    "of the run; register it with register_role, or name another role"
+                )
+            uses = set(_USES.get(other, (other.key,)))
+            for key in (key for key, its in workers.items() if uses & set(its)):
+                first, second = (key, role.key) if is_first else (role.key, key)
+                earlier[second].add(first)
+
+    def place(key: str, after: tuple[str, ...] = ()) -> int:
+        if key in after:
+            raise ConfigError(_cycle([*after[after.index(key) :], key][::-1], workers))
+        before = [place(other, (*after, key)) for other in earlier[key]]
+        found = max(_ORDER.index(use if use in _ORDER else "") for use in workers[key])
+        # An added role comes after its predecessors; it must not pull the actor to the front.
+        return max([found, *before]) if key in own else found
+
+    numbers = list(workers)
+    ranked = sorted(workers, key=lambda key: (place(key), numbers.index(key)))
+    order: dict[str, None] = {}
+
+    def append(key: str) -> None:
+        for other in sorted(earlier[key], key=ranked.index):
+            append(other)
+        order.setdefault(key)
+
+    for key in ranked:
+        append(key)
+    return list(order)
+
+
+def _cycle(keys: Sequence[str], workers: Mapping[str, Sequence[str]]) -> str:
+    shared = [key for key in dict.fromkeys(keys) if len(workers[key]) > 1]
+    notes = [f" ({key} is one worker with {', '.join(workers[key])})" for key in shared]
+    return (
+        f"the start order of the roles has a cycle: {' before '.join(keys)}; change starts_after "
+        f"or starts_before of one of them{''.join(notes)}"
+    )
+
+
+# Worker classes.
+
+
+def check_roles(
+    config: TrainConfig,
+    mapping: Mapping[Role, type[Worker]],
+    manager: ResourcePoolManager | None,
+) -> None:
+    """Check the added roles before any process starts: classes, pools and start order.
+
+    Args:
+        mapping: role → a class in place of the built-in or registered one.
+        manager: the pools of a program; None: those of the settings.
+
+    Raises:
+        ConfigError: a class, a pool or the start order does not fit.
+    """
+    added = added_roles(config)
+    known = {role.role for role in added}
+    if has_reward_model(config):
+        known.add(Role.RewardModel)
+    pooled = () if manager is None else manager.mapping
+    for name, roles in (("role_worker_mapping", mapping),
+                        ("the mapping of resource_pool_manager", pooled)):  # fmt: skip
+        for role in roles:
+            if not is_built_in(role) and role not in known:
+                raise ConfigError(
+                    f"{name} has role {role}, which the trainer does not call; register it with "
+                    "register_role and load the settings with load_train_config"
+                )
+    for one in added:
+        worker_of(one, config, mapping, RankRuntime())
+    if added:
+        pools = uses_by_pool(config, manager or pool_manager(config, None))
+        start_order(workers_of(pools), added)
+
+
+def worker_classes(
+    config: TrainConfig,
+    workers: Mapping[str, Sequence[str]],
+    total_steps: int,
+    mapping: Mapping[Role, type[Worker]],
+) -> dict[str, ClassWithInitArgs]:
+    """Return the class of each worker with its arguments. The ranks build the workers.
+
+    Args:
+        workers: worker key → its uses, over all pools.
+        total_steps: training steps of the run.
+        mapping: role → a class in place of the built-in one.
+
+    Raises:
+        ConfigError: a class of `mapping` lacks a method that the trainer calls.
+    """
+    added = {role.key: role for role in added_roles(config)}
+    # The schedule of a role counts the optimizer steps of that role.
+    actor_steps, critic_steps = batch_plan(config).optimizer_steps(total_steps)
+    apart = not any({"actor", "rollout"} <= set(uses) for uses in workers.values())
+    classes: dict[str, ClassWithInitArgs] = {}
+    for key, uses in workers.items():
+        if key in added:
+            runtime = rank_runtime(config, total_steps)
+            classes[key] = worker_of(added[key], config, mapping, runtime)
+            continue
+        cls = _worker_class(key, uses, mapping)
+        methods = registered_methods(cls)
+        needed = methods_of(_protocols(config, uses, apart))
+        if missing := [name for name in needed if name not in methods]:
+            raise ConfigError(
+                f"role {key}: the trainer calls {', '.join(missing)}, but {cls.__name__} has no "
+                "such registered method; define it and mark it with @register",
+            )
+        if key == CRITIC:
+            arguments, steps = _critic_arguments(config), critic_steps
+        elif key == REWARD_MODEL:
+            arguments, steps = _reward_model_arguments(config), total_steps
+        else:
+            arguments, steps = _policy_arguments(config, key), actor_steps
+        classes[key] = ClassWithInitArgs(cls, **arguments, runtime=rank_runtime(config, steps))
+    return classes
+
+
+def _policy_arguments(config: TrainConfig, key: str) -> dict[str, object]:
+    settings = config.actor_rollout_ref
+    mini_batch, _ = mini_batch_prompts(config)
+    actor = dataclasses.replace(settings.actor, ppo_mini_batch_size=mini_batch)
+    model = with_absolute_paths(settings.model)
+    return {"config": dataclasses.replace(settings, actor=actor, model=model), "role": key}
+
+
+def _critic_arguments(config: TrainConfig) -> dict[str, object]:
+    policy, critic = config.actor_rollout_ref, config.critic
+    _, mini_batch = mini_batch_prompts(config)
+    settings = dataclasses.replace(
+        critic,
+        model=with_absolute_paths(critic_model(config)),
+        ppo_mini_batch_size=mini_batch,
+        ppo_epochs=critic.ppo_epochs or policy.actor.ppo_epochs,
+    )
+    return {"config": settings, "responses_per_prompt": policy.rollout.n}
+
+
+def _reward_model_arguments(config: TrainConfig) -> dict[str, object]:
+    settings = config.reward_model
+    return {
+        "config": dataclasses.replace(settings, model=with_absolute_paths(settings.model)),
+        "policy": with_absolute_paths(config.actor_rollout_ref.model.frozen()),
+        "policy_arguments": config.data.chat_template_kwargs,
+    }
+
+
+def _worker_class(
+    key: str, uses: Sequence[str], mapping: Mapping[Role, type[Worker]]
+) -> type[Worker]:
+    """Return the class of the role with this key, else of a role that contains the uses."""
+    from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
+
+    exact = [role for role in mapping if role.key == key]
+    roles = [*exact, *(role for use in uses for role in ROLES_OF_USE[use])]
+    built_in: dict[str, type[Worker]] = {CRITIC: CriticWorker, REWARD_MODEL: RewardModelWorker}
+    default = built_in.get(key, ActorRolloutRefWorker)
+    return next((mapping[role] for role in roles if role in mapping), default)
+
+
+def _protocols(config: TrainConfig, uses: Sequence[str], apart: bool) -> list[type]:
+    """Return the protocols of the methods that the trainer calls on a worker with these uses."""
+    turns = config.actor_rollout_ref.rollout.take_turns
+    needed: dict[str, list[tuple[type, bool]]] = {
+        "actor": [(ActorGroup, True), (SendingGroup, apart), (TurnTakingGroup, turns)],
+        "rollout": [(RolloutGroup, True), (ReceivingGroup, apart)],
+        "ref": [(RefGroup, reads_ref_log_prob(config))],
+        CRITIC: [(CriticGroup, True)],
+        REWARD_MODEL: [(RewardModelGroup, True)],
+    }
+    return [protocol for use in uses for protocol, is_called in needed[use] if is_called]
+
+
+def settings_for_classes(config: TrainConfig, mapping: Mapping[Role, type[Worker]]) -> TrainConfig:
+    """Return the settings with which worker classes of the user get the fields that they expect.
+
+    A class with an update or a pass of its own may read `old_log_probs`, so the pass is made unless
+    the settings say otherwise. It may read them, or what the pass writes, also in rows whose
+    advantages are all 0.
+
+    Raises:
+        ConfigError: the settings insist on leaving such rows out.
+    """
+    from quadriga.workers import ActorRolloutRefWorker
+
+    policy = config.actor_rollout_ref
+    own = any(
+        getattr(cls, name, None) not in (None, getattr(ActorRolloutRefWorker, name))
+        for cls in mapping.values()
+        for name in ("compute_log_prob", "update_actor")
+    )
+    if not own:
+        return config
+    if policy.actor.skip_zero_advantages:
+        key = "actor_rollout_ref.actor.skip_zero_advantages"
+        raise ConfigError(
+            f"{key}=true cannot be kept: a worker class with a compute_log_prob or an update_actor "
+            "of its own may read every row; set it to null or false",
+            key=key,
+        )
+    actor = dataclasses.replace(
+        policy.actor,
+        old_log_probs_from_update=bool(policy.actor.old_log_probs_from_update),
+        skip_zero_advantages=False,
+    )
+    return dataclasses.replace(config, actor_rollout_ref=dataclasses.replace(policy, actor=actor))
+
+
+def rank_runtime(config: TrainConfig, total_steps: int) -> RankRuntime:
+    """Return what every rank of a role is told; `total_steps` counts its optimizer steps."""
+    return RankRuntime(
+        device=config.trainer.device,
+        threads=threads_per_rank(config.trainer),
+        seed=config.trainer.seed,
+        total_steps=total_steps,
+        max_response_length=config.data.max_response_length,
+        user_files=tuple(str(Path(file).resolve()) for file in config.algorithm.user_files),
+    )
+
+
+def threads_per_rank(trainer: RunConfig) -> int:
+    """Return `trainer.threads_per_worker`, or else the CPUs of a node divided by its ranks."""
+    if trainer.threads_per_worker is not None:
+        return trainer.threads_per_worker
+    # Ranks of a node compute at the same time. With more threads than cores they would wait for
+    # each other inside every matrix product.
+    cpus = trainer.num_cpus or len(os.sched_getaffinity(0))
+    return max(1, cpus // trainer.n_gpus_per_node)
+
+
+# Added roles.
+
+
+def worker_of(
+    added: AddedRole,
+    config: TrainConfig,
+    mapping: Mapping[Role, type[Worker]],
+    runtime: RankRuntime,
+) -> ClassWithInitArgs:
+    """Return the worker class of an added role with its arguments, after all checks of it.
+
+    Args:
+        mapping: role → a class in place of the registered one.
+        runtime: what every rank of the role is told about the run.
+
+    Raises:
+        ConfigError: the role has no class, or the class lacks a method or a parameter.
+    """
+    cls = mapping.get(added.role, added.worker)
+    given: dict[str, object] = {"runtime": runtime}
+    if added.settings is not None:
+        given["config"] = getattr(config, added.key)
+    for problem in _class_problems(added, cls, given):
+        raise ConfigError(f"role {added.key} {problem}")
+    assert cls is not None
+    parameters = inspect.signature(cls).parameters
+    return ClassWithInitArgs(cls, **{name: v for name, v in given.items() if name in parameters})
+
+
+def _class_problems(
+    added: AddedRole, cls: type[Worker] | None, given: Mapping[str, object]
+) -> Iterator[str]:
+    """Yield what is wrong with the worker class of an added role. `given`: to its constructor."""
+    if cls is None:
+        yield "has no worker class; pass worker=… to register_role, or role_worker_mapping"
+    elif not (isinstance(cls, type) and issubclass(cls, Worker)):
+        yield f"needs a worker class that is a subclass of Worker, got {cls!r}"
+    else:
+        yield from _method_problems(added, cls)
+        yield from _constructor_problems(cls, given)
+
+
+def _method_problems(added: AddedRole, cls: type[Worker]) -> Iterator[str]:
+    methods = registered_methods(cls)
+    if missing := [stage.method for stage in added.stages if stage.method not in methods]:
+        yield (
+            f"has stages that call {', '.join(missing)}, but {cls.__name__} has no such registered "
+            "method; define it and mark it with @register"
+        )
+    for name in methods:
+        if any(hasattr(WorkerGroup, offered) for offered in (name, f"{added.key}_{name}")):
+            yield f"has a registered method {name}, as worker groups have; rename the method"
+    for stage in added.stages:
+        yield from _stage_problems(cls, methods[stage.method])
+    for name, arguments in _ARGUMENTS.items():
+        record = methods.get(name)
+        lists = (Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL)[: 1 if arguments else 2]
+        if record is not None and (
+            record.current_dispatch not in lists
+            or record.execute_mode.single
+            or not record.blocking
+            or not _takes(getattr(cls, name), arguments)
+        ):
+            yield (
+                f"has a method {name} that cannot be called on every rank with "
+                f"({', '.join(arguments)}); use @register(dispatch_mode=Dispatch.ONE_TO_ALL), and "
+                "these parameters"
+            )
+    for one, other in ((SAVE, LOAD), (LOAD, SAVE)):
+        if one in methods and other not in methods:
+            yield f"has {one} but no registered {other}; a checkpoint needs both"
+
+
+def _stage_problems(cls: type[Worker], record: MethodRecord) -> Iterator[str]:
+    name, mode = record.name, record.current_dispatch
+    method = getattr(cls, name)
+    where = f"has a stage that calls {cls.__name__}.{name}{inspect.signature(method)}"
+    if name in _ARGUMENTS:
+        yield f"{where}, which the trainer calls itself; a stage needs another method"
+    if mode in _NO_BATCH and not record.execute_mode.single:
+        yield f"{where} in dispatch mode {mode.name}; use Dispatch.DP_COMPUTE_PROTO"
+    if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
+        yield f"{where}, a generator; a stage needs a method that returns a batch"
+    if not _takes(method, ("data",)):
+        yield f"{where}, but gives it one argument, the batch; change its parameters"
+
+
+def _takes(function: Callable[..., object], arguments: Sequence[str]) -> bool:
+    """Whether a method can be called with these arguments by position."""
+    try:
+        inspect.signature(function).bind("self", *arguments)
+    except TypeError:
+        return False
+    return True
+
+
+def _constructor_problems(cls: type[Worker], given: Mapping[str, object]) -> Iterator[str]:
+    parameters = inspect.signature(cls).parameters
+    if "config" in given and "config" not in parameters:
+        yield f"has settings, but the constructor of {cls.__name__} has no parameter `config`"
+    for name, parameter in parameters.items():
+        variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and not variable and name not in given:
+            takes = f"the constructor of {cls.__name__} needs `{name}`"
+            yield f"is wrong: {takes}, but it is given {' and '.join(given)}"
+
+
+def has_method(group: WorkerGroup, role: str, name: str) -> bool:
+    """Return whether the workers of a role have a registered method."""
+    return name in registered_methods(group.class_of(role))
+
+
+def saving_roles(added: Iterable[AddedRole]) -> list[str]:
+    """Return the keys of the roles whose registered classes have a state."""
+    classes = ((role.key, role.worker) for role in added)
+    return [key for key, cls in classes if cls is not None and SAVE in registered_methods(cls)]
