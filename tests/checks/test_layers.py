@@ -27,7 +27,7 @@ LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for packag
 
 # Library → the modules that may import it.
 ALLOWED_IN = {
-    "ray": (r"quadriga\.backends\.ray(\..*)?",),
+    "ray": (r"quadriga\.backends\.ray(\..*)?", r"quadriga\.compat\.verl\.controller\.references"),
     "vllm": (r"quadriga\.rollout\.vllm(\..*)?",),
     "sglang": (r"quadriga\.rollout\.sglang(\..*)?",),
     "megatron": (r"quadriga\.engines\.megatron.*",),

@@ -20,7 +20,7 @@ from quadriga.single_controller import (
     update_execute_mode,
     with_hooks,
 )
-from quadriga.single_controller.dispatch import registered_methods
+from quadriga.single_controller.worker import registered_methods
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from quadriga.single_controller import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from quadriga.single_controller.dispatch import registered_methods
+from quadriga.single_controller.worker import registered_methods
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, method_fields
 from quadriga.workers.actor_rollout_ref import SFTWorker
 

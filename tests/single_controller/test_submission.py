@@ -44,16 +44,6 @@ class RaisesWhenPickled:
         raise ValueError("planted")
 
 
-def test_a_batch_with_attributes_is_no_batch_of_data(ray_backend):
-    from quadriga.backends.ray.submission import is_batch_of_data
-    from quadriga.protocol.boundary import pack_argument
-
-    data = DataProto.from_dict({"x": torch.zeros(2, 2**15)})
-    assert is_batch_of_data(pack_argument(data, ray_backend.store))
-    data.tag = RaisesWhenPickled()  # of a class that may exist in this process only
-    assert not is_batch_of_data(pack_argument(data, ray_backend.store))
-
-
 @pytest.mark.parametrize("wrong", [threading.Lock, RaisesWhenPickled], ids=["lock", "raises"])
 def test_no_rank_runs_if_an_argument_of_one_rank_cannot_be_pickled(group, wrong):
     with pytest.raises(DispatchError, match=r"record_each: an argument cannot be sent"):

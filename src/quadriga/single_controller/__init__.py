@@ -1,12 +1,13 @@
 """How calls reach ranks, for every backend.
 
-- `worker_group`: `WorkerGroup`, many ranks called as one object; `named_calls`: calls by name.
-- `bound_method`: a method of a group and one call of it, with streams and hooks.
+- `worker_group`: `WorkerGroup`, many ranks called as one object, and its methods; `streams`: of
+  generator methods.
 - `call`: what is sent for a call. `backend`: what a backend provides, and watches of groups.
-- `dispatch`: the dispatch and execute modes, and the decorator `@register`.
-- `batch_modes`: split and join batches; `padding`: rows that are added so that a batch divides.
+- `dispatch`: the dispatch and execute modes: how batches are split and joined; `padding`: rows that
+  are added so that a batch divides.
 - `rank_layout`, `resource_pool`, `environment`: where ranks are and what they see.
-- `worker`: the base class of the user's classes; `rank_host`: runs calls in the process of a rank.
+- `worker`: the base class of the user's classes, and the decorator `@register`; `rank_host`: runs
+  calls in the process of a rank.
 
 May import `quadriga.errors` and `quadriga.protocol`. The public names load on first use. None of
 them imports torch or ray.
@@ -20,25 +21,17 @@ from quadriga.lazy import lazy_names
 
 if TYPE_CHECKING:
     from quadriga.single_controller.backend import Backend as Backend
-    from quadriga.single_controller.batch_modes import (
-        make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn,
-        uneven_dispatch_mode as uneven_dispatch_mode,
-    )
-    from quadriga.single_controller.bound_method import (
-        BoundMethod as BoundMethod,
-        with_hooks as with_hooks,
-    )
     from quadriga.single_controller.call import Call as Call, GroupView as GroupView
     from quadriga.single_controller.dispatch import (
         Dispatch as Dispatch,
         DispatchMode as DispatchMode,
         Execute as Execute,
         ExecuteMode as ExecuteMode,
-        MethodRecord as MethodRecord,
         get_predefined_dispatch_fn as get_predefined_dispatch_fn,
-        register as register,
+        make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn,
         register_dispatch_mode as register_dispatch_mode,
         register_execute_mode as register_execute_mode,
+        uneven_dispatch_mode as uneven_dispatch_mode,
         update_dispatch_mode as update_dispatch_mode,
         update_execute_mode as update_execute_mode,
     )
@@ -58,12 +51,16 @@ if TYPE_CHECKING:
         ClassWithInitArgs as ClassWithInitArgs,
         ColocatedClass as ColocatedClass,
         FusedWorker as FusedWorker,
+        MethodRecord as MethodRecord,
         Worker as Worker,
         create_colocated_worker_raw_cls as create_colocated_worker_raw_cls,
+        register as register,
     )
     from quadriga.single_controller.worker_group import (
         BindingPolicy as BindingPolicy,
+        BoundMethod as BoundMethod,
         WorkerGroup as WorkerGroup,
+        with_hooks as with_hooks,
     )
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)

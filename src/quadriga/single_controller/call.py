@@ -89,14 +89,6 @@ class SharedArgument(ABC):
         """Return the value."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallOptions:
-    """The options of one call."""
-
-    timeout: float | None = None
-    """Seconds until CallTimeoutError. None: the default of the group."""
-
-
 class GroupInfo(Protocol):
     """What a dispatch mode asks a group: its size, its meshes and its rank layout."""
 
@@ -119,36 +111,8 @@ class GroupInfo(Protocol):
         ...
 
 
-class GroupView(GroupInfo, Protocol):
-    """What dispatch and collect functions know of a group during one call."""
-
-    @property
-    def method(self) -> str:
-        """Name of the method."""
-        ...
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The ranks that run it."""
-        ...
-
-    @property
-    def single(self) -> bool:
-        """Whether one rank runs it, whose result is returned by itself."""
-        ...
-
-    @property
-    def memo(self) -> dict[str, object]:
-        """Values that the dispatch function keeps for the collect function of the same call."""
-        ...
-
-
-RanksFn = Callable[[GroupView], Sequence[int]]
-"""The ranks that execute a call."""
-
-
-class CallView:
-    """The view that one call has of its group. Implements `GroupView`.
+class GroupView:
+    """The view that one call has of its group: what dispatch and collect functions receive.
 
     Attributes:
         method: "role.method" of the call, for error messages.
@@ -203,12 +167,12 @@ class CallView:
     def __getattr__(self, name: str) -> object:
         # While a view is unpickled its slots are empty, and reading `self.group` would recurse
         # without end.
-        if name.startswith("__") or name in CallView.__slots__:
+        if name.startswith("__") or name in GroupView.__slots__:
             raise AttributeError(name)
         return getattr(self.group, name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name in CallView.__slots__:
+        if name in GroupView.__slots__:
             object.__setattr__(self, name, value)
         else:
             setattr(self.group, name, value)
@@ -218,7 +182,7 @@ class CallView:
         try:
             return type(self.group)
         except AttributeError:  # a view that was pickled
-            return CallView
+            return GroupView
 
     def __reduce__(self) -> tuple[object, ...]:
         return _view_without_group, (
@@ -226,8 +190,12 @@ class CallView:
         )
 
 
-def _view_without_group(state: dict[str, object]) -> CallView:
-    view = CallView.__new__(CallView)
+RanksFn = Callable[[GroupView], Sequence[int]]
+"""The ranks that execute a call."""
+
+
+def _view_without_group(state: dict[str, object]) -> GroupView:
+    view = GroupView.__new__(GroupView)
     for name, value in state.items():
         setattr(view, name, value)
     return view
@@ -238,7 +206,7 @@ class Collector:
     """Joins the results of one call. Picklable, so that a future can be sent to a worker."""
 
     collect_fn: Callable[..., object]
-    view: CallView
+    view: GroupView
 
     def __call__(self, outputs: list[object]) -> object:
         return self.collect_fn(self.view, outputs[0] if self.view.single else outputs)

@@ -1,8 +1,7 @@
-"""Dispatch modes, execute modes, and the record of a registered method.
+r"""Dispatch modes and execute modes: which rank receives what, and how results are joined.
 
-The modes that come with the package are in one table each.
-
-A dispatch mode is a pair of functions that receive a group view (`call.GroupView`):
+The modes of the package are in the tables at the end.
+A dispatch mode is a pair of functions that receive the view of a call (`call.GroupView`):
 
 - `dispatch_fn(group, *args, **kwargs) -> (args, kwargs)`. Each returned argument is a list with one
   entry per rank of the group, or with one entry per rank that executes the call.
@@ -11,44 +10,41 @@ A dispatch mode is a pair of functions that receive a group view (`call.GroupVie
 An execute mode selects the ranks that execute a call. `register_dispatch_mode` and
 `register_execute_mode` add modes. Added modes are sent to the workers before the worker classes.
 
-The MEGATRON dispatch modes split by the `RankLayout` that the workers registered:
+**Batches** are split by rows, over the ranks of a group or over the data-parallel ranks of a mesh.
+Example: 8 ranks with tp=2 (inner) and dp=4, a batch of 8 rows, `dispatch_info` of the mesh
+`[0, 0, 1, 1, 2, 2, 3, 3]`, `collect_info` `[T, F, T, F, T, F, T, F]`:
 
-| mode | part of a rank | results from |
-|---|---|---|
-| MEGATRON_COMPUTE(_PROTO) | dp rank | tp 0, cp 0, last pp of each dp rank |
-| MEGATRON_PP_AS_DP(_PROTO) | dp rank · pp size + pp rank | tp 0, cp 0 |
-| MEGATRON_PP_ONLY | all ranks receive the same | one per pp stage: tp 0, cp 0, dp 0 |
+    rows    0 1     2 3     4 5     6 7          4 = max(dispatch_info) + 1 parts
+    part     0       1       2       3
+            / \     / \     / \     / \         ranks of one part receive the same object,
+    rank   0   1   2   3   4   5   6   7         which is sent once
+           |       |       |       |             only collecting ranks contribute
+    result rows of part 0, 1, 2, 3, joined in this order
 
-Example: 8 ranks with tp=2, dp=2, pp=2. tp is innermost and pp outermost, and * marks the ranks
-whose results are collected:
+A batch is a `DataProto`, a `DataProtoFuture` or a `TensorDict`. This module does not import them
+when it loads: a value can only be a batch if `tensordict` is imported already. A reference of a
+backend (Ray's `ObjectRef`) is split as the future of its object.
 
-                     MEGATRON_COMPUTE        MEGATRON_PP_AS_DP
-                     dp 0       dp 1         dp 0       dp 1
-    stage 0  ranks   0  1       2  3         0* 1       2* 3
-             part    0  0       1  1         0  0       2  2
-    stage 1  ranks   4* 5       6* 7         4* 5       6* 7
-             part    0  0       1  1         1  1       3  3
+A call in which such a mode finds no batch, but would repeat one, is refused:
 
-MEGATRON_PP_AS_DP joins parts 0, 1, 2, 3, which come from ranks 0, 4, 2, 6: the stages of one model
-replica hold adjacent parts.
+f([batch])    a container with a batch, a row, a future or a reference: each rank would get all rows
+f(iterator)   the rank that reads it first would get all items
+f(None)       every rank would work without data
+
+The MEGATRON modes split by the `RankLayout` that the workers registered, see `rank_layout`.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Generic, NoReturn, TypeVar
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from operator import methodcaller
+from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
 
-from quadriga.errors import DispatchError, LengthError, UnknownNameError, nearest_name
-from quadriga.single_controller.batch_modes import (
-    collect_joined,
-    dispatch_batches,
-    dispatch_function_and_batches,
-    join_parts,
-    select_parts,
-    split_by_part,
-)
+from quadriga.errors import DispatchError, LengthError, MeshError, UnknownNameError, nearest_name
+from quadriga.protocol.containers import PLAIN_TYPES
 from quadriga.single_controller.call import (
     Arguments,
     CollectFn,
@@ -59,75 +55,69 @@ from quadriga.single_controller.call import (
     RanksFn,
     Split,
 )
-from quadriga.single_controller.rank_layout import GroupLayout
+from quadriga.single_controller.rank_layout import (
+    GroupLayout,
+    dp_collects,
+    dp_parts,
+    first_of_stages,
+    pp_as_dp_collects,
+    pp_as_dp_parts,
+    pp_stages,
+)
 
+if TYPE_CHECKING:
+    from tensordict import TensorDict, TensorDictBase
+    from typing_extensions import TypeIs
 
-def dispatch_one_to_all(view: GroupView, /, *args: object, **kwargs: object) -> Split:
-    """Send the same arguments to every rank."""
-    n = len(view.ranks)
-    return tuple([a] * n for a in args), {name: [a] * n for name, a in kwargs.items()}
+    from quadriga.protocol import DataProto, DataProtoFuture
 
+    Batch = DataProto | DataProtoFuture | TensorDictBase
+    AsFuture = Callable[[object], DataProtoFuture]
 
-def all_ranks(view: GroupView) -> range:
-    """Return every rank of the group."""
-    return range(view.world_size)
-
-
-def rank_zero(view: GroupView) -> tuple[int]:
-    """Return rank 0."""
-    return (0,)
+_PLAIN = frozenset(PLAIN_TYPES)
 
 
 @dataclass(frozen=True, eq=False)
-class DispatchMode:
-    """How arguments are split and results are joined. Modes of the same name are equal."""
+class _Mode:
+    """Modes of one class and the same name are equal."""
 
     name: str
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(self)) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__.removesuffix('Mode')}.{self.name}"
+
+    @property
+    def value(self) -> str:
+        """The name, as `enum.Enum` calls it."""
+        return self.name
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DispatchMode(_Mode):
+    """How arguments are split and results are joined."""
+
     dispatch_fn: DispatchFn
     collect_fn: CollectFn
     ranks: RanksFn | None = None
     """The ranks that execute the call, if the dispatch mode determines them (`RANK_ZERO`)."""
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DispatchMode) and other.name == self.name
 
-    def __hash__(self) -> int:
-        return hash(self.name)
+@dataclass(frozen=True, eq=False, repr=False)
+class ExecuteMode(_Mode):
+    """Which ranks execute a call."""
 
-    def __repr__(self) -> str:
-        return f"Dispatch.{self.name}"
-
-    @property
-    def value(self) -> str:
-        """The name, as `enum.Enum` calls it."""
-        return self.name
-
-
-@dataclass(frozen=True, eq=False)
-class ExecuteMode:
-    """Which ranks execute a call. Modes of the same name are equal."""
-
-    name: str
     ranks: RanksFn
     single: bool = False
     """Whether exactly one rank executes, whose result is returned without a list around it."""
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ExecuteMode) and other.name == self.name
 
-    def __hash__(self) -> int:
-        return hash(self.name)
-
-    def __repr__(self) -> str:
-        return f"Execute.{self.name}"
-
-    @property
-    def value(self) -> str:
-        """The name, as `enum.Enum` calls it."""
-        return self.name
-
-
-FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
+T = TypeVar("T")
 ModeT = TypeVar("ModeT", DispatchMode, ExecuteMode)
 
 
@@ -135,31 +125,28 @@ ModeT = TypeVar("ModeT", DispatchMode, ExecuteMode)
 class NotGiven:
     """Stands for a function of a mode that was added by its name alone."""
 
-    mode: str
     advice: str
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
         """Raise DispatchError."""
-        raise DispatchError(f"{self.mode} was added by its name alone. {self.advice}")
+        raise DispatchError(
+            f"A mode was added by its name alone. Give it what it lacks: {self.advice}."
+        )
 
 
 class ModeRegistry(Generic[ModeT]):
     """An enumeration that can be extended: `Dispatch.NAME`, `Dispatch["NAME"]`, iteration, `in`.
 
-    `isinstance(value, Dispatch)` tests whether a value is a dispatch mode.
-
-    Args:
-        title: the name of the enumeration.
-        kind: the class of its modes.
-        by_name: makes a mode of a name alone, for `register`.
+    `isinstance(value, Dispatch)` tests whether a value is a dispatch mode. `by_name` makes a mode
+    of a name alone, for `register`.
     """
 
     def __init__(self, title: str, kind: type[ModeT], by_name: Callable[[str], ModeT]) -> None:
-        self._title = title
+        self.title = title
         self._kind: type[ModeT] = kind
         self._by_name: Callable[[str], ModeT] = by_name
         self._members: dict[str, ModeT] = {}
-        self._builtin: frozenset[str] = frozenset()
+        self._builtin: dict[str, ModeT] = {}
         self._adopted: set[str] = set()
 
     def __getattr__(self, name: str) -> ModeT:
@@ -175,16 +162,21 @@ class ModeRegistry(Generic[ModeT]):
             near = nearest_name(name, self._members)
             hint = f" Did you mean {near}?" if near else ""
             raise _UnknownModeError(
-                f"{self._title} has no mode {name!r}.{hint} Known: {', '.join(self._members)}. "
-                f"Add one with register_{self._title.lower()}_mode({name!r}, ...).",
+                f"{self.title} has no mode {name!r}.{hint} Known: {', '.join(self._members)}. "
+                f"Add one with register_{self.title.lower()}_mode({name!r}, ...).",
                 name=name,
                 known=list(self._members),
                 nearest=near,
             ) from None
 
-    def get(self, name: str, default: ModeT) -> ModeT:
-        """Return the mode of that name, or `default`."""
-        return self._members.get(name, default)
+    def current(self, mode: ModeT) -> ModeT:
+        """Return the mode that has the name of `mode` now: another one after an update."""
+        return self._members.get(mode.name, mode)
+
+    def check(self, mode: object) -> None:
+        """Raise DispatchError unless `mode` is a mode of this kind."""
+        if not isinstance(mode, self._kind):
+            raise DispatchError(f"A mode must be a member of {self.title}, got {mode!r}.")
 
     def from_name(self, name: str) -> ModeT | None:
         """Return the mode of that name in any case, None if there is none."""
@@ -219,7 +211,7 @@ class ModeRegistry(Generic[ModeT]):
         return self, other
 
     def __repr__(self) -> str:
-        return f"<{self._title}: {', '.join(self._members)}>"
+        return f"<{self.title}: {', '.join(self._members)}>"
 
     def register(self, name: str) -> ModeT:
         """Add a mode by its name alone, in capital letters.
@@ -235,11 +227,11 @@ class ModeRegistry(Generic[ModeT]):
         added it there is imported here too.
         """
         if not mode.name.isidentifier():
-            raise DispatchError(f"{self._title} mode names are identifiers, got {mode.name!r}.")
+            raise DispatchError(f"{self.title} mode names are identifiers, got {mode.name!r}.")
         if mode.name in self._members and mode.name not in self._adopted:
             raise DispatchError(
-                f"{self._title}.{mode.name} exists already. Choose another name, or replace it "
-                f"with update_{self._title.lower()}_mode."
+                f"{self.title}.{mode.name} exists already. Choose another name, or replace it "
+                f"with update_{self.title.lower()}_mode."
             )
         self._adopted.discard(mode.name)
         self._members[mode.name] = mode
@@ -249,23 +241,22 @@ class ModeRegistry(Generic[ModeT]):
         """Replace the mode of the same name. Raises `UnknownNameError` if there is none."""
         self[mode.name]  # raises for an unknown name
         self._members[mode.name] = mode
-        self._builtin -= {mode.name}
         return mode
 
     def remove(self, name: str) -> ModeT:
         """Remove a mode that was added at run time, and return it."""
         mode = self.from_name(name) or self[name]  # raises for an unknown name
         if mode.name in self._builtin:
-            raise DispatchError(f"{self._title}.{mode.name} is built in and cannot be removed.")
+            raise DispatchError(f"{self.title}.{mode.name} is built in and cannot be removed.")
         return self._members.pop(mode.name)
 
     def seal(self) -> None:
         """Mark every mode that was added before this call as built in."""
-        self._builtin = frozenset(self._members)
+        self._builtin = dict(self._members)
 
     def added(self) -> list[ModeT]:
         """Return the modes that were added or replaced at run time."""
-        return [mode for name, mode in self._members.items() if name not in self._builtin]
+        return [mode for mode in self if self._builtin.get(mode.name) is not mode]
 
     def adopt(self, modes: Sequence[ModeT]) -> None:
         """Add modes that another process has registered."""
@@ -274,7 +265,6 @@ class ModeRegistry(Generic[ModeT]):
             if mode.name not in self._members:
                 self._adopted.add(mode.name)
             self._members[mode.name] = mode
-            self._builtin -= {mode.name}
 
 
 class _UnknownModeError(UnknownNameError, AttributeError):
@@ -282,46 +272,16 @@ class _UnknownModeError(UnknownNameError, AttributeError):
 
 
 def _dispatch_by_name(name: str) -> DispatchMode:
-    missing = NotGiven(
-        f"Dispatch.{name}",
-        f"Give it its functions: update_dispatch_mode(Dispatch.{name}, dispatch_fn, collect_fn).",
-    )
+    missing = NotGiven(f"update_dispatch_mode(Dispatch.{name}, dispatch_fn, collect_fn)")
     return DispatchMode(name, missing, missing)
 
 
 def _execute_by_name(name: str) -> ExecuteMode:
-    missing = NotGiven(
-        f"Execute.{name}",
-        f"Give it its ranks: update_execute_mode(Execute.{name}, ranks).",
-    )
-    return ExecuteMode(name, missing)
+    return ExecuteMode(name, NotGiven(f"update_execute_mode(Execute.{name}, ranks)"))
 
 
 Dispatch = ModeRegistry("Dispatch", DispatchMode, _dispatch_by_name)
 Execute = ModeRegistry("Execute", ExecuteMode, _execute_by_name)
-
-
-@dataclass(frozen=True)
-class MethodRecord:
-    """What `@register` records about a method."""
-
-    name: str
-    dispatch_mode: DispatchMode
-    execute_mode: ExecuteMode
-    blocking: bool
-    materialize_futures: bool
-    is_coroutine: bool
-    reads: frozenset[str] | None = None
-
-    @property
-    def current_dispatch(self) -> DispatchMode:
-        """The dispatch mode after `update_dispatch_mode`, which affects registered methods too."""
-        return Dispatch.get(self.dispatch_mode.name, self.dispatch_mode)
-
-    @property
-    def current_execute(self) -> ExecuteMode:
-        """The execute mode after `update_execute_mode`."""
-        return Execute.get(self.execute_mode.name, self.execute_mode)
 
 
 def register_dispatch_mode(
@@ -337,8 +297,7 @@ def update_dispatch_mode(
 ) -> DispatchMode:
     """Replace the functions of a mode, also for methods that are registered already."""
     _check_callable(dispatch_fn=dispatch_fn, collect_fn=collect_fn)
-    if not isinstance(dispatch_mode, DispatchMode):
-        raise DispatchError(f"dispatch_mode must be a member of Dispatch, got {dispatch_mode!r}.")
+    Dispatch.check(dispatch_mode)
     return Dispatch.replace(DispatchMode(dispatch_mode.name, dispatch_fn, collect_fn))
 
 
@@ -351,8 +310,7 @@ def register_execute_mode(name: str, ranks: RanksFn, single: bool = False) -> Ex
 def update_execute_mode(mode: ExecuteMode, ranks: RanksFn, single: bool = False) -> ExecuteMode:
     """Replace the ranks of an execute mode, also for methods that are registered already."""
     _check_callable(ranks=ranks)
-    if not isinstance(mode, ExecuteMode):
-        raise DispatchError(f"mode must be a member of Execute, got {mode!r}.")
+    Execute.check(mode)
     return Execute.replace(ExecuteMode(mode.name, ranks, single))
 
 
@@ -379,25 +337,185 @@ def _check_callable(**functions: object) -> None:
             raise DispatchError(f"{name} must be a function, got {type(function).__name__}.")
 
 
-def dp_parts(layout: GroupLayout) -> list[int]:
-    """Return the data-parallel rank of each rank."""
-    return [rank.dp_rank for rank in layout.ranks]
+# Batches among the arguments
 
 
-def dp_collects(layout: GroupLayout) -> list[bool]:
-    """Return for each rank whether it is tp 0, cp 0 of the last pipeline stage."""
-    last = layout.pp_size - 1
-    return [r.tp_rank == 0 and r.cp_rank == 0 and r.pp_rank == last for r in layout.ranks]
+def each_argument(
+    args: Arguments, kwargs: KeywordArguments, function: Callable[[str, object], T]
+) -> tuple[tuple[T, ...], dict[str, T]]:
+    """Return `function(name of the argument in messages, its value)` of every argument."""
+    return (
+        tuple([function(f"argument {i}", value) for i, value in enumerate(args)]),
+        {name: function(f"argument {name!r}", value) for name, value in kwargs.items()},
+    )
 
 
-def pp_as_dp_parts(layout: GroupLayout) -> list[int]:
-    """Return `dp rank · pp size + pp rank` of each rank."""
-    return [rank.dp_rank * layout.pp_size + rank.pp_rank for rank in layout.ranks]
+def check_unsplit(view: GroupView, args: Arguments, kwargs: KeywordArguments) -> None:
+    """Check the arguments of a call, none of which is a batch. Raises `DispatchError`."""
+    pairs, named_pairs = each_argument(args, kwargs, lambda where, value: (where, value))
+    named = dict([*pairs, *named_pairs.values()])
+    if all(value is None for value in named.values()):
+        _refuse(
+            view,
+            "None. Leave the argument out, or register the method with Dispatch.ONE_TO_ALL if it "
+            "needs no batch.",
+        )
+    for where, value in named.items():
+        title = f"{where} of type {type(value).__name__}"
+        if isinstance(value, Iterator):
+            _refuse(
+                view,
+                f"{title}, whose items one rank could read. Pass one batch: "
+                "DataProto.concat(list(...)).",
+            )
+        held = _held_batch(value)
+        if held is value and held is not None:
+            _refuse(view, f"{where}, one row of a batch. Pass a batch of one row: data[0:1].")
+        if held is not None:
+            _refuse(
+                view,
+                f"{title} with a {type(held).__name__} inside, of which every rank would receive "
+                "all rows. Pass the batch itself, DataProto.concat or DataProtoFuture.concat of "
+                "several, or register the method with Dispatch.ONE_TO_ALL.",
+            )
 
 
-def pp_as_dp_collects(layout: GroupLayout) -> list[bool]:
-    """Return for each rank whether it is tp 0, cp 0."""
-    return [rank.tp_rank == 0 and rank.cp_rank == 0 for rank in layout.ranks]
+def _refuse(view: GroupView, got: str) -> NoReturn:
+    raise DispatchError(
+        f"{view.method}: expected a batch to split (DataProto, DataProtoFuture, TensorDict), got "
+        f"{got}"
+    )
+
+
+def _held_batch(value: object) -> object:
+    """Return the first batch, row of a batch or reference in nested containers, else None."""
+    items: Iterator[object]
+    if is_split(value) or _is_row(value):  # before its items: a TensorDict is a Mapping
+        return value
+    if isinstance(value, list | tuple | set | frozenset):
+        if _PLAIN.issuperset(map(type, value)):  # a list of token ids, in 10 ns an item
+            return None
+        items = iter(value)
+    elif isinstance(value, Mapping):
+        items = iter(value.values())
+    else:
+        return None
+    found = (_held_batch(item) for item in items)
+    return next((held for held in found if held is not None), None)
+
+
+def _is_row(value: object) -> bool:
+    contents = sys.modules.get("quadriga.protocol.contents")
+    return contents is not None and isinstance(value, contents.DataProtoItem)
+
+
+_REFERENCES: dict[type, AsFuture] = {}
+"""Class of a backend's references → the function that makes a future of one."""
+
+
+def register_reference(kind: type, as_future: AsFuture) -> None:
+    """Make the modes that split batches split the objects to which references of a class refer.
+
+    `as_future(reference)` returns a future, whose parts are the object itself if it is no batch.
+    """
+    _REFERENCES[kind] = as_future
+
+
+@cache
+def _types() -> tuple[type[DataProto], type[DataProtoFuture], type[TensorDictBase]]:
+    from tensordict import TensorDictBase
+
+    from quadriga.protocol import DataProto, DataProtoFuture
+
+    return DataProto, DataProtoFuture, TensorDictBase
+
+
+def is_batch(value: object) -> TypeIs[Batch]:
+    """Return whether a value is a batch, or the future of one."""
+    return "tensordict" in sys.modules and isinstance(value, _types())
+
+
+def is_split(value: object) -> bool:
+    """Return whether a dispatch mode that splits batches splits this value."""
+    return is_batch(value) or type(value) in _REFERENCES
+
+
+# The modes of all ranks
+
+
+def dispatch_batches(view: GroupView, /, *args: object, **kwargs: object) -> Split:
+    """Split every batch into one part per rank. Every rank receives any other argument whole."""
+    return split_arguments(view, args, kwargs, len(view.ranks))
+
+
+def dispatch_uneven_batches(view: GroupView, /, *args: object, **kwargs: object) -> Split:
+    """Split as `dispatch_batches` does, but into parts whose lengths may differ by one."""
+    return split_arguments(view, args, kwargs, len(view.ranks), uneven=True)
+
+
+def dispatch_function_and_batches(
+    view: GroupView, function: object, *args: object, **kwargs: object
+) -> Split:
+    """Send a function to every rank, and split the batches that follow it."""
+    if not callable(function):
+        raise DispatchError(
+            f"{view.method}: the first argument must be a function, got {type(function).__name__}."
+        )
+    n = len(view.ranks)
+    split_args, split_kwargs = split_arguments(view, args, kwargs, n)
+    return ([function] * n, *split_args), split_kwargs
+
+
+def collect_joined(view: GroupView, outputs: object) -> object:
+    """Join batches in rank order and remove the padding."""
+    return join(view, outputs) if isinstance(outputs, list) else outputs
+
+
+# The modes of a mesh or a rank layout
+
+
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> ModeFunctions:
+    """Return the dispatch mode of a mesh, for `@register(dispatch_mode=...)`."""
+    scheme = mesh_scheme(mesh_name)
+    return {"dispatch_fn": scheme.dispatch_batches, "collect_fn": scheme.collect_batches}
+
+
+def uneven_dispatch_mode(mesh_name: str | None = None) -> ModeFunctions:
+    """Return a dispatch mode that splits any number of rows without padding.
+
+    For `@register(dispatch_mode=...)`, as `DP_COMPUTE_PROTO`, or as the mode of a mesh. 5 rows are
+    split into parts of 3 and 2 rows for two ranks, of 2, 1, 1 and 1 for four; with fewer rows than
+    parts the last parts are empty. The ranks must not run collectives whose number depends on the
+    number of their rows. A batch with padding enabled is padded as in other modes.
+    """
+    if mesh_name is None:
+        return {"dispatch_fn": dispatch_uneven_batches, "collect_fn": collect_joined}
+    scheme = mesh_scheme(mesh_name, uneven=True)
+    return {"dispatch_fn": scheme.dispatch_batches, "collect_fn": scheme.collect_batches}
+
+
+def split_by_part(
+    view: GroupView,
+    part_of_rank: Sequence[int],
+    args: Arguments,
+    kwargs: KeywordArguments,
+    uneven: bool = False,
+) -> Split:
+    """Split batches into max(part_of_rank) + 1 parts. Rank r receives part `part_of_rank[r]`."""
+    if not args and not kwargs:
+        return (), {}
+    split = split_arguments(view, args, kwargs, max(part_of_rank) + 1, uneven)
+    return _for_ranks(view, part_of_rank, split)
+
+
+def _for_ranks(view: GroupView, part_of_rank: Sequence[int], split: Split) -> Split:
+    """Return one entry per executing rank, from one entry per part."""
+    # `pieces[part]` is one object for all ranks of a part, which `build_calls` packs once.
+    mine = [part_of_rank[rank] for rank in view.ranks]
+    return (
+        tuple([pieces[part] for part in mine] for pieces in split[0]),
+        {name: [pieces[part] for part in mine] for name, pieces in split[1].items()},
+    )
 
 
 @dataclass(frozen=True)
@@ -406,80 +524,202 @@ class PartScheme:
 
     Attributes:
         parts: the number of each rank's part.
-        collects: for each rank, whether its result is collected.
+        collects: for each rank of the group, whether its result is collected.
+        uneven: the lengths of parts may differ by one.
     """
 
-    parts: Callable[[GroupLayout], list[int]]
-    collects: Callable[[GroupLayout], list[bool]]
+    parts: Callable[[GroupView], Sequence[int]]
+    collects: Callable[[GroupView], Sequence[bool]]
+    uneven: bool = False
 
     def dispatch_batches(self, view: GroupView, /, *args: object, **kwargs: object) -> Split:
-        """Split batches into as many parts as the scheme has."""
-        return split_by_part(view, self.parts(view.rank_layout), args, kwargs)
+        """Split every batch into its parts. Every rank receives any other argument whole."""
+        self.collects(view)  # the view must know it before a future with the view is pickled
+        return split_by_part(view, self.parts(view), args, kwargs, self.uneven)
 
-    def collect_batches(self, view: GroupView, outputs: Sequence[object]) -> object:
-        """Join one batch per part, in the order of dispatch."""
-        layout = view.rank_layout
-        return join_parts(view, self.parts(layout), self.collects(layout), outputs)
+    def collect_batches(self, view: GroupView, outputs: object) -> object:
+        """Join one batch per part, in the order of the parts."""
+        if not isinstance(outputs, list):
+            return outputs
+        chosen = self.of_parts(view, outputs)
+        return join(view, list(chosen.values()), list(chosen))
 
     def dispatch_lists(self, view: GroupView, /, *args: object, **kwargs: object) -> Split:
         """Take lists with one entry per part."""
-        return _lists(view, self.parts(view.rank_layout), args, kwargs)
+        part_of_rank = self.parts(view)
+        check = partial(_checked_list, view, "part", (max(part_of_rank) + 1,))
+        return _for_ranks(view, part_of_rank, each_argument(args, kwargs, check))
 
     def collect_list(self, view: GroupView, outputs: Sequence[object]) -> list[object]:
         """Return one result per part."""
-        layout = view.rank_layout
-        return _selected(view, self.parts(layout), self.collects(layout), outputs)
+        return list(self.of_parts(view, outputs).values())
+
+    def of_parts(self, view: GroupView, outputs: Sequence[object]) -> dict[int, object]:
+        """Return the results of the collecting ranks as part → result, in the order of the parts.
+
+        `outputs`: of the executing ranks. Raises `MeshError` if two ranks collect for one part.
+        """
+        part_of_rank, collects = self.parts(view), self.collects(view)
+        chosen: dict[int, object] = {}
+        for rank, output in zip(view.ranks, outputs, strict=True):
+            if not collects[rank]:
+                continue
+            part = part_of_rank[rank]
+            if part in chosen:
+                raise MeshError(
+                    f"{view.method}: two ranks collect for data-parallel rank {part}. Exactly one "
+                    "of the ranks that share a data-parallel rank may register is_collect=True."
+                )
+            chosen[part] = output
+        return {part: chosen[part] for part in sorted(chosen)}
 
 
-DP = PartScheme(dp_parts, dp_collects)
-PP_AS_DP = PartScheme(pp_as_dp_parts, pp_as_dp_collects)
+def mesh_scheme(mesh_name: str, uneven: bool = False) -> PartScheme:
+    """Return the scheme of a mesh that the workers have registered."""
+    parts = methodcaller("dispatch_info", mesh_name)
+    return PartScheme(parts, methodcaller("collect_info", mesh_name), uneven)
 
 
-def collect_pp_stages(view: GroupView, outputs: Sequence[object]) -> list[object]:
-    """Return one result per pipeline stage, first stage first."""
-    layout = view.rank_layout
-    stages = [rank.pp_rank for rank in layout.ranks]
-    first = [r.tp_rank == 0 and r.dp_rank == 0 and r.cp_rank == 0 for r in layout.ranks]
-    return _selected(view, stages, first, outputs)
+def _by_layout(function: Callable[[GroupLayout], T], view: GroupView) -> T:
+    return function(view.rank_layout)
 
 
-def _selected(
-    view: GroupView, parts: list[int], collects: list[bool], outputs: Sequence[object]
-) -> list[object]:
-    return list(select_parts(view, parts, collects, outputs).values())
+DP = PartScheme(partial(_by_layout, dp_parts), partial(_by_layout, dp_collects))
+PP_AS_DP = PartScheme(partial(_by_layout, pp_as_dp_parts), partial(_by_layout, pp_as_dp_collects))
+PP_STAGES = PartScheme(partial(_by_layout, pp_stages), partial(_by_layout, first_of_stages))
 
 
-def _lists(
-    view: GroupView, part_of_rank: list[int], args: Arguments, kwargs: KeywordArguments
+def check_mesh(mesh_name: str, dp_ranks: Sequence[int], collects: Sequence[bool]) -> None:
+    """Check what the ranks of a group registered for one mesh.
+
+    Raises `MeshError` unless the data-parallel ranks are 0..n-1 without a gap, each is collected
+    from at most one rank, and at least one rank collects.
+    """
+    expected = set(range(max(dp_ranks) + 1))
+    if set(dp_ranks) != expected:
+        raise MeshError(
+            f"Mesh {mesh_name!r}: data-parallel ranks must cover 0..{max(dp_ranks)}, the workers "
+            f"registered {list(dp_ranks)}.",
+            mesh_name=mesh_name,
+        )
+    collected = [dp for dp, is_collect in zip(dp_ranks, collects, strict=True) if is_collect]
+    if not collected or len(set(collected)) != len(collected):
+        raise MeshError(
+            f"Mesh {mesh_name!r}: each data-parallel rank may be collected from one rank, and at "
+            f"least one must be; the collecting ranks registered {collected}.",
+            mesh_name=mesh_name,
+        )
+
+
+def split_arguments(
+    view: GroupView,
+    args: Arguments,
+    kwargs: KeywordArguments,
+    parts: int,
+    uneven: bool = False,
 ) -> Split:
-    parts = max(part_of_rank) + 1
+    """Split every batch into `parts` parts of equal length. Repeat any other value.
 
-    def entries(where: str, value: object) -> list[object]:
-        if not isinstance(value, list | tuple):
-            raise DispatchError(
-                f"{view.method}: {where} must be a list with one entry per part ({parts}), got "
-                f"{type(value).__name__}."
-            )
-        if len(value) != parts:
-            raise LengthError(f"{view.method}: {where} has {len(value)} entries for {parts} parts.")
-        return [value[part_of_rank[rank]] for rank in view.ranks]
+    A batch with padding enabled is filled with copies of its own rows, which `join` removes (see
+    `padding`). Another batch that does not divide is split into parts whose lengths differ by one
+    if `uneven` is set. Raises `LengthError` if it is not set, or if two batches of the call need
+    different padding, `DispatchError` for the arguments that `check_unsplit` refuses.
+    """
+    if not args and not kwargs:
+        return (), {}
+    if not any(map(is_split, args)) and not any(map(is_split, kwargs.values())):
+        check_unsplit(view, args, kwargs)
+    return each_argument(args, kwargs, partial(_split, view, parts, uneven))
 
-    return (
-        tuple(entries(f"argument {i}", a) for i, a in enumerate(args)),
-        {name: entries(f"argument {name!r}", a) for name, a in kwargs.items()},
+
+def _split(
+    view: GroupView, parts: int, uneven: bool, where: str, argument: object
+) -> Sequence[object]:
+    as_future = _REFERENCES.get(type(argument))
+    value = argument if as_future is None else as_future(argument)
+    if not is_batch(value):
+        return [value] * parts
+    from quadriga.protocol import DataProto, DataProtoFuture
+    from quadriga.protocol.boundary import Part
+
+    if isinstance(value, DataProtoFuture):
+        arrived = value.arrived()
+        # Parts of a received batch are sent as their own rows, parts of a future as the whole
+        # future, of which the rank takes its rows.
+        if arrived is None or (len(arrived) % parts and not arrived.is_padding_enabled()):
+            return value.chunk(parts, uneven)
+        value = arrived
+    if len(value) % parts and isinstance(value, DataProto) and value.is_padding_enabled():
+        from quadriga.single_controller.padding import add_padding
+
+        value = add_padding(view, where, value, parts)
+    rows = len(value)
+    if rows % parts and uneven:
+        return [Part(i, parts, uneven).of(value) for i in range(parts)]
+    if rows % parts:
+        raise LengthError(
+            f"{view.method}: {where} has {rows} rows, which do not divide into {parts} equal "
+            f"parts. Pass {rows - rows % parts} or {rows + parts - rows % parts} rows, enable "
+            "padding (auto_padding=True), or register the method with uneven_dispatch_mode()."
+        )
+    if isinstance(value, DataProto):
+        return list(value.chunk(parts))
+    # A TensorDict of 0 rows cannot be split into pieces of 0 rows.
+    return list(value.split(rows // parts)) if rows else [value] * parts
+
+
+def join(view: GroupView, outputs: Sequence[object], parts: Sequence[int] | None = None) -> object:
+    """Join batches in order and remove the padding. Return None if all outputs are None.
+
+    `parts`: the part of which each output is the result; None: 0, 1, 2, …. Raises `DispatchError`
+    if the ranks returned anything else, or batches of different classes.
+    """
+    if all(output is None for output in outputs):
+        return None
+    if is_batch(outputs[0]):
+        from tensordict import TensorDict
+
+        from quadriga.protocol import DataProto, DataProtoFuture
+
+        protos = [output for output in outputs if isinstance(output, DataProto)]
+        if len(protos) == len(outputs):
+            return DataProto.concat(_without_padding(view, protos, parts))
+        tensordicts = [output for output in outputs if isinstance(output, TensorDict)]
+        if len(tensordicts) == len(outputs):
+            return TensorDict.cat(_without_padding(view, tensordicts, parts), dim=0)
+        futures = [output for output in outputs if isinstance(output, DataProtoFuture)]
+        if len(futures) == len(outputs):
+            return DataProtoFuture.concat(futures)
+    kinds = sorted({type(output).__name__ for output in outputs})
+    raise DispatchError(
+        f"{view.method} must return a batch (DataProto, TensorDict) or None from every rank to be "
+        f"joined, got {', '.join(kinds)}. Use Dispatch.DP_COMPUTE_METRIC to get a list of results."
     )
 
 
-_MEGATRON = (
-    DispatchMode("MEGATRON_COMPUTE", DP.dispatch_lists, DP.collect_list),
-    DispatchMode("MEGATRON_COMPUTE_PROTO", DP.dispatch_batches, DP.collect_batches),
-    DispatchMode("MEGATRON_PP_AS_DP", PP_AS_DP.dispatch_lists, PP_AS_DP.collect_list),
-    DispatchMode("MEGATRON_PP_AS_DP_PROTO", PP_AS_DP.dispatch_batches, PP_AS_DP.collect_batches),
-    DispatchMode("MEGATRON_PP_ONLY", dispatch_one_to_all, collect_pp_stages),
-)
+BatchT = TypeVar("BatchT", "DataProto", "TensorDict")
 
 
-__all__ = ["ALL_TO_ALL", "EXECUTE_ALL", "Dispatch", "Execute"]
+def _without_padding(
+    view: GroupView, outputs: list[BatchT], parts: Sequence[int] | None
+) -> list[BatchT]:
+    padding = view.memo.get("padding")
+    if padding is None:
+        return outputs
+    from quadriga.single_controller.padding import Padding, remove_padding
+
+    if not isinstance(padding, Padding):  # a dispatch function of the user's uses the same key
+        return outputs
+    return [
+        remove_padding(view, padding, part, output)
+        for part, output in zip(parts or range(len(outputs)), outputs, strict=True)
+    ]
+
+
+def dispatch_one_to_all(view: GroupView, /, *args: object, **kwargs: object) -> Split:
+    """Send the same arguments to every rank."""
+    n = len(view.ranks)
+    return tuple([a] * n for a in args), {name: [a] * n for name, a in kwargs.items()}
 
 
 def dispatch_lists(view: GroupView, /, *args: object, **kwargs: object) -> Split:
@@ -490,22 +730,22 @@ def dispatch_lists(view: GroupView, /, *args: object, **kwargs: object) -> Split
     """
     if view.single:
         return dispatch_one_to_all(view, *args, **kwargs)
-    return (
-        tuple(_checked_list(view, f"argument {i}", a) for i, a in enumerate(args)),
-        {name: _checked_list(view, f"argument {name!r}", a) for name, a in kwargs.items()},
-    )
+    lengths = (view.world_size, len(view.ranks))
+    return each_argument(args, kwargs, partial(_checked_list, view, "rank", lengths))
 
 
-def _checked_list(view: GroupView, where: str, value: object) -> list[object] | tuple[object, ...]:
+def _checked_list(
+    view: GroupView, unit: str, lengths: tuple[int, ...], where: str, value: object
+) -> list[object] | tuple[object, ...]:
     if not isinstance(value, list | tuple):
         raise DispatchError(
-            f"{view.method}: {where} must be a list with one entry per rank "
-            f"({view.world_size}), got {type(value).__name__}."
+            f"{view.method}: {where} must be a list with one entry per {unit} ({lengths[0]}), got "
+            f"{type(value).__name__}."
         )
-    if len(value) not in (view.world_size, len(view.ranks)):
+    if len(value) not in lengths:
         raise LengthError(
-            f"{view.method}: {where} has {len(value)} entries for {view.world_size} ranks. "
-            "Pass one entry per rank."
+            f"{view.method}: {where} has {len(value)} entries for {lengths[0]} {unit}s. Pass one "
+            f"entry per {unit}."
         )
     return value
 
@@ -528,9 +768,17 @@ def collect_first(view: GroupView, outputs: object) -> object:
     return outputs[0] if isinstance(outputs, list) and len(view.ranks) == 1 else outputs
 
 
+_MEGATRON = (
+    DispatchMode("MEGATRON_COMPUTE", DP.dispatch_lists, DP.collect_list),
+    DispatchMode("MEGATRON_COMPUTE_PROTO", DP.dispatch_batches, DP.collect_batches),
+    DispatchMode("MEGATRON_PP_AS_DP", PP_AS_DP.dispatch_lists, PP_AS_DP.collect_list),
+    DispatchMode("MEGATRON_PP_AS_DP_PROTO", PP_AS_DP.dispatch_batches, PP_AS_DP.collect_batches),
+    DispatchMode("MEGATRON_PP_ONLY", dispatch_one_to_all, PP_STAGES.collect_list),
+)
+
 # name, split, join
 _DISPATCH = (
-    DispatchMode("RANK_ZERO", dispatch_one_to_all, collect_first, ranks=rank_zero),
+    DispatchMode("RANK_ZERO", dispatch_one_to_all, collect_first, ranks=lambda view: (0,)),
     DispatchMode("ONE_TO_ALL", dispatch_one_to_all, collect_list),
     DispatchMode("ALL_TO_ALL", dispatch_lists, collect_list),
     DispatchMode("DP_COMPUTE", dispatch_lists, collect_list),
@@ -542,8 +790,8 @@ _DISPATCH = (
 )
 
 _EXECUTE = (
-    ExecuteMode("ALL", all_ranks),
-    ExecuteMode("RANK_ZERO", rank_zero, single=True),
+    ExecuteMode("ALL", lambda view: range(view.world_size)),
+    ExecuteMode("RANK_ZERO", lambda view: (0,), single=True),
 )
 
 for _mode in _DISPATCH:
@@ -552,124 +800,3 @@ for _execute in _EXECUTE:
     Execute.add(_execute)
 Dispatch.seal()
 Execute.seal()
-
-ALL_TO_ALL = Dispatch["ALL_TO_ALL"]
-EXECUTE_ALL = Execute["ALL"]
-
-
-RECORD_ATTRIBUTE = "__quadriga_method__"
-_MARKED_ATTRIBUTE = "__quadriga_marked__"
-"""The attribute of a registered function that is the function itself. A decorator that copies
-attributes copies this one too, which shows that its function is another one."""
-VERL_ATTRIBUTE = "attrs_3141562937"
-"""The attribute under which verl's programs find the modes of a method, as a dict."""
-
-
-def register(
-    dispatch_mode: DispatchMode | ModeFunctions = ALL_TO_ALL,
-    execute_mode: ExecuteMode = EXECUTE_ALL,
-    blocking: bool = True,
-    materialize_futures: bool = True,
-    reads: Iterable[str] | None = None,
-) -> Callable[[FunctionT], FunctionT]:
-    """Mark a worker method, synchronous or `async def`, so that a worker group can call it.
-
-    Args:
-        dispatch_mode: A member of `Dispatch`, or a dict `{"dispatch_fn": f, "collect_fn": g}`.
-        execute_mode: A member of `Execute`.
-        blocking: Whether a call waits for its results. If False, a call returns a future.
-        materialize_futures: Whether the method receives the values of futures among its
-            arguments. If False, it receives the futures.
-        reads: The fields that the method reads from the `DataProto`s among its arguments, and
-            from futures of them whose results have arrived. Other fields are not sent. A pending
-            future, a `TensorDict` and batches in lists and dicts are sent whole. None: all fields
-            are sent.
-
-    The function is returned unchanged. Raises `DispatchError` for modes of another type, and for
-    `reads` that are not names.
-    """
-    dispatch = _dispatch_mode(dispatch_mode)
-    if not isinstance(execute_mode, ExecuteMode):
-        raise DispatchError(f"execute_mode must be a member of Execute, got {execute_mode!r}.")
-
-    names = None if reads is None else _names(reads)
-
-    def mark(function: FunctionT) -> FunctionT:
-        record = MethodRecord(
-            name=function.__name__,
-            dispatch_mode=dispatch,
-            execute_mode=execute_mode,
-            blocking=blocking,
-            materialize_futures=materialize_futures,
-            is_coroutine=inspect.iscoroutinefunction(function),
-            reads=names,
-        )
-        setattr(function, RECORD_ATTRIBUTE, record)
-        setattr(function, _MARKED_ATTRIBUTE, function)
-        as_given = {
-            "dispatch_mode": dispatch_mode,
-            "execute_mode": execute_mode,
-            "blocking": blocking,
-        }
-        setattr(function, VERL_ATTRIBUTE, as_given)
-        return function
-
-    return mark
-
-
-def registered_methods(cls: type) -> dict[str, MethodRecord]:
-    """Return the registered methods of a class by name, inherited ones included.
-
-    A method that is overridden or wrapped without `@register` keeps the record of the other one,
-    but receives all fields: it may read others.
-    """
-    records: dict[str, MethodRecord] = {}
-    # From the base classes to `cls`, so that the record of an overriding method replaces that of
-    # the overridden one.
-    for base in reversed(cls.__mro__):
-        for name, member in vars(base).items():
-            record = _record(member)
-            if record is not None:
-                # The function may have another name: a lambda, or what a decorator has returned.
-                reads = record.reads if _is_marked(member) else None
-                same = record.name == name and reads == record.reads
-                records[name] = record if same else replace(record, name=name, reads=reads)
-            elif name in records:
-                records[name] = replace(records[name], reads=None)
-    return records
-
-
-def _is_marked(member: object) -> bool:
-    """Return whether `@register` marked this member. Otherwise it has the record of another one,
-    which a decorator has copied."""
-    function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
-    return any(getattr(marked, _MARKED_ATTRIBUTE, None) is marked for marked in (member, function))
-
-
-def _record(member: object) -> MethodRecord | None:
-    """Return the record of a member of a class, None if it is not registered."""
-    if isinstance(member, classmethod | staticmethod) and not hasattr(member, RECORD_ATTRIBUTE):
-        member = member.__func__  # registered before it became a class or static method
-    try:
-        record = getattr(member, RECORD_ATTRIBUTE, None)
-    except Exception:  # any object can be an attribute of a class, and its __getattr__ may raise
-        return None
-    return record if isinstance(record, MethodRecord) else None
-
-
-def _names(reads: Iterable[str]) -> frozenset[str]:
-    names = None if isinstance(reads, str) else frozenset(reads)
-    if names is None or not all(isinstance(name, str) for name in names):
-        raise DispatchError(f"reads must be a collection of names of fields, got {reads!r}.")
-    return names
-
-
-def _dispatch_mode(mode: DispatchMode | ModeFunctions) -> DispatchMode:
-    if isinstance(mode, DispatchMode):
-        return mode
-    if not isinstance(mode, Mapping):
-        raise DispatchError(
-            "dispatch_mode must be a member of Dispatch or a dict with 'dispatch_fn' and "
-            f"'collect_fn', got {mode!r}."
-        )
-    return inline_dispatch_mode(mode)

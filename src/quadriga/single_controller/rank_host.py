@@ -266,9 +266,6 @@ class RankHost:
         for worker in self.workers.values():
             if isinstance(worker, Worker):
                 worker._siblings = self.workers
-                # A fused worker has set those of its roles.
-                if len(self.workers) > 1 and not worker.fused_worker_dict:
-                    worker.fused_worker_dict = self.workers
 
     def invoke(self, call: Call, store: object = None) -> object:
         """Run one call and return its packed result.

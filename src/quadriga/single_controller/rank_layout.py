@@ -6,6 +6,27 @@ outermost (the order of Megatron-core, arXiv 2104.04473):
     rank = tp + TP · (cp + CP · (dp + DP · pp))
 
 Example: rank 6 of TP=2, CP=1, DP=2, PP=2. 6 = 0 + 2 · (0 + 1 · (1 + 2 · 1)), so tp=0, dp=1, pp=1.
+
+The MEGATRON dispatch modes split by the `RankLayout` that the workers registered:
+
+| mode | part of a rank | results from |
+|---|---|---|
+| MEGATRON_COMPUTE(_PROTO) | dp rank | tp 0, cp 0, last pp of each dp rank |
+| MEGATRON_PP_AS_DP(_PROTO) | dp rank · pp size + pp rank | tp 0, cp 0 |
+| MEGATRON_PP_ONLY | all ranks receive the same | one per pp stage: tp 0, cp 0, dp 0 |
+
+Example: 8 ranks with tp=2, dp=2, pp=2. tp is innermost and pp outermost, and * marks the ranks
+whose results are collected:
+
+                     MEGATRON_COMPUTE        MEGATRON_PP_AS_DP
+                     dp 0       dp 1         dp 0       dp 1
+    stage 0  ranks   0  1       2  3         0* 1       2* 3
+             part    0  0       1  1         0  0       2  2
+    stage 1  ranks   4* 5       6* 7         4* 5       6* 7
+             part    0  0       1  1         1  1       3  3
+
+MEGATRON_PP_AS_DP joins parts 0, 1, 2, 3, which come from ranks 0, 4, 2, 6: the stages of one model
+replica hold adjacent parts.
 """
 
 from __future__ import annotations
@@ -96,3 +117,34 @@ class GroupLayout:
     def pp_size(self) -> int:
         """The number of pipeline stages."""
         return self.ranks[0].pp_size
+
+
+def dp_parts(layout: GroupLayout) -> list[int]:
+    """Return the data-parallel rank of each rank."""
+    return [rank.dp_rank for rank in layout.ranks]
+
+
+def dp_collects(layout: GroupLayout) -> list[bool]:
+    """Return for each rank whether it is tp 0, cp 0 of the last pipeline stage."""
+    last = layout.pp_size - 1
+    return [r.tp_rank == 0 and r.cp_rank == 0 and r.pp_rank == last for r in layout.ranks]
+
+
+def pp_as_dp_parts(layout: GroupLayout) -> list[int]:
+    """Return `dp rank · pp size + pp rank` of each rank."""
+    return [rank.dp_rank * layout.pp_size + rank.pp_rank for rank in layout.ranks]
+
+
+def pp_as_dp_collects(layout: GroupLayout) -> list[bool]:
+    """Return for each rank whether it is tp 0, cp 0."""
+    return [rank.tp_rank == 0 and rank.cp_rank == 0 for rank in layout.ranks]
+
+
+def pp_stages(layout: GroupLayout) -> list[int]:
+    """Return the pipeline stage of each rank."""
+    return [rank.pp_rank for rank in layout.ranks]
+
+
+def first_of_stages(layout: GroupLayout) -> list[bool]:
+    """Return for each rank whether it is tp 0, cp 0, dp 0."""
+    return [r.tp_rank == 0 and r.dp_rank == 0 and r.cp_rank == 0 for r in layout.ranks]

@@ -1,4 +1,4 @@
-"""`Worker`, the base class of the object that a rank holds, and worker classes with arguments.
+"""`Worker`, the base class of what a rank holds, and `register`, which marks its methods.
 
 `ClassWithInitArgs` is a worker class with its constructor arguments; several of them can share one
 process.
@@ -6,12 +6,21 @@ process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypedDict, TypeVar
 
 from quadriga.errors import DispatchError, MeshError, UnregisteredMethodError
-from quadriga.single_controller.dispatch import Dispatch, Execute, register
+from quadriga.single_controller.call import ModeFunctions
+from quadriga.single_controller.dispatch import (
+    Dispatch,
+    DispatchMode,
+    Execute,
+    ExecuteMode,
+    inline_dispatch_mode,
+)
 from quadriga.single_controller.environment import (
     RankEnvironment,
     device_index,
@@ -20,10 +29,124 @@ from quadriga.single_controller.environment import (
     visible_devices,
 )
 from quadriga.single_controller.rank_layout import RankLayout
-from quadriga.single_controller.ranks.verl_names import VerlFusedNames, VerlWorkerNames
 
 P = ParamSpec("P")
 R = TypeVar("R")
+FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
+
+
+@dataclass(frozen=True)
+class MethodRecord:
+    """What `@register` records about a method."""
+
+    name: str
+    dispatch_mode: DispatchMode
+    execute_mode: ExecuteMode
+    blocking: bool
+    materialize_futures: bool
+    is_coroutine: bool
+    reads: frozenset[str] | None = None
+
+
+RECORD_ATTRIBUTE = "__quadriga_method__"
+_MARKED_ATTRIBUTE = "__quadriga_marked__"
+"""The attribute of a registered function that is the function itself. A decorator that copies
+attributes copies this one too, which shows that its function is another one."""
+
+
+def register(
+    dispatch_mode: DispatchMode | ModeFunctions = Dispatch["ALL_TO_ALL"],
+    execute_mode: ExecuteMode = Execute["ALL"],
+    blocking: bool = True,
+    materialize_futures: bool = True,
+    reads: Iterable[str] | None = None,
+) -> Callable[[FunctionT], FunctionT]:
+    """Mark a worker method, synchronous or `async def`, so that a worker group can call it.
+
+    Args:
+        dispatch_mode: A member of `Dispatch`, or a dict `{"dispatch_fn": f, "collect_fn": g}`.
+        execute_mode: A member of `Execute`.
+        blocking: Whether a call waits for its results. If False, a call returns a future.
+        materialize_futures: Whether the method receives the values of futures among its
+            arguments. If False, it receives the futures.
+        reads: The fields that the method reads from the `DataProto`s among its arguments, and
+            from futures of them whose results have arrived. Other fields are not sent. A pending
+            future, a `TensorDict` and batches in lists and dicts are sent whole. None: all fields
+            are sent.
+
+    The function is returned unchanged. Raises `DispatchError` for modes of another type, and for
+    `reads` that are not names.
+    """
+    if isinstance(dispatch_mode, Mapping):
+        dispatch = inline_dispatch_mode(dispatch_mode)
+    else:
+        Dispatch.check(dispatch_mode)
+        dispatch = dispatch_mode
+    Execute.check(execute_mode)
+    names = None if reads is None else _names(reads)
+
+    def mark(function: FunctionT) -> FunctionT:
+        record = MethodRecord(
+            name=function.__name__,
+            dispatch_mode=dispatch,
+            execute_mode=execute_mode,
+            blocking=blocking,
+            materialize_futures=materialize_futures,
+            is_coroutine=inspect.iscoroutinefunction(function),
+            reads=names,
+        )
+        setattr(function, RECORD_ATTRIBUTE, record)
+        setattr(function, _MARKED_ATTRIBUTE, function)
+        return function
+
+    return mark
+
+
+def registered_methods(cls: type) -> dict[str, MethodRecord]:
+    """Return the registered methods of a class by name, inherited ones included.
+
+    A method that is overridden or wrapped without `@register` keeps the record of the other one,
+    but receives all fields: it may read others.
+    """
+    records: dict[str, MethodRecord] = {}
+    # From the base classes to `cls`, so that the record of an overriding method replaces that of
+    # the overridden one.
+    for base in reversed(cls.__mro__):
+        for name, member in vars(base).items():
+            record = record_of(member)
+            if record is not None:
+                # The function may have another name: a lambda, or what a decorator has returned.
+                reads = record.reads if _is_marked(member) else None
+                same = record.name == name and reads == record.reads
+                records[name] = record if same else replace(record, name=name, reads=reads)
+            elif name in records:
+                records[name] = replace(records[name], reads=None)
+    return records
+
+
+def _is_marked(member: object) -> bool:
+    """Return whether `@register` marked this member. Otherwise it has the record of another one,
+    which a decorator has copied."""
+    function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
+    return any(getattr(marked, _MARKED_ATTRIBUTE, None) is marked for marked in (member, function))
+
+
+def record_of(member: object) -> MethodRecord | None:
+    """Return the record of a member of a class, None if it is not registered."""
+    if isinstance(member, classmethod | staticmethod) and not hasattr(member, RECORD_ATTRIBUTE):
+        member = member.__func__  # registered before it became a class or static method
+    try:
+        record = getattr(member, RECORD_ATTRIBUTE, None)
+    except Exception:  # any object can be an attribute of a class, and its __getattr__ may raise
+        return None
+    return record if isinstance(record, MethodRecord) else None
+
+
+def _names(reads: Iterable[str]) -> frozenset[str]:
+    names = None if isinstance(reads, str) else frozenset(reads)
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise DispatchError(f"reads must be a collection of names of fields, got {reads!r}.")
+    return names
 
 
 def reraise_in_property(instance: object, name: str) -> None:
@@ -47,7 +170,7 @@ class RegisteredMeshes(TypedDict):
     """mesh name → whether the result is collected."""
 
 
-class Worker(VerlWorkerNames):
+class Worker:
     """One role in one rank of a worker group. Subclasses add methods and `@register` them.
 
     The rank's position (`rank`, `world_size`, …) is read from environment variables when the
@@ -68,7 +191,6 @@ class Worker(VerlWorkerNames):
         self = super().__new__(cls)
         self._environment = RankEnvironment.read()
         self._siblings = {}
-        self.fused_worker_dict = {}
         self._meshes = {}
         self._rank_layout = None
         return self
@@ -296,21 +418,6 @@ class ClassWithInitArgs:
         """Whether this stands for several roles in one process."""
         return False
 
-    @property
-    def fused_worker_used(self) -> bool:
-        """Whether the class is one worker that builds a worker per role (`FusedWorker`)."""
-        return issubclass(self.cls, VerlFusedNames)
-
-    @fused_worker_used.setter
-    def fused_worker_used(self, used: bool) -> None:
-        # Programs written for verl set it. It follows from the class here.
-        if used != self.fused_worker_used:
-            raise DispatchError(
-                f"fused_worker_used={used!r} was set for {self.cls.__name__}, which is "
-                f"{'' if self.fused_worker_used else 'not '}a class of several roles "
-                "(create_colocated_worker_raw_cls). Do not set it."
-            )
-
     def build(self) -> Any:  # an instance of the user's class, which need not be a `Worker`
         """Build the worker in this process."""
         return self.cls(*self.args, **self.kwargs)
@@ -367,7 +474,7 @@ class ColocatedClass(ClassWithInitArgs):
         return {role: member.build() for role, member in self.class_dict.items()}
 
 
-class FusedWorker(VerlFusedNames, Worker):
+class FusedWorker(Worker):
     """A worker that builds one worker per role and has it as an attribute named like the role.
 
     The role table of its process contains these roles too.
@@ -379,24 +486,19 @@ class FusedWorker(VerlFusedNames, Worker):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
-        self.fused_roles = self.fused_worker_dict = ColocatedClass(self.role_classes).build()
+        self.fused_roles = self._siblings = ColocatedClass(self.role_classes).build()
         for role, worker in self.fused_roles.items():
             setattr(self, role, worker)
-            worker.fused_worker_dict = self.fused_roles
             if isinstance(worker, Worker):
                 worker._siblings = self.fused_roles
 
 
-def create_colocated_worker_raw_cls(class_dict: dict[str, ClassWithInitArgs]) -> type[FusedWorker]:
+def create_colocated_worker_raw_cls(
+    class_dict: dict[str, ClassWithInitArgs], base: type[FusedWorker] = FusedWorker
+) -> type[FusedWorker]:
     """Return a class with one attribute per role, for subclasses that use several roles."""
-    checked = ColocatedClass(class_dict)
-    name = "Fused_" + "_".join(checked.class_dict)
-    members: dict[str, object] = {
-        "role_classes": checked.class_dict,
-        "raw_cls_dict": {role: member.cls for role, member in checked.class_dict.items()},
-        "__module__": __name__,
-    }
-    return type(name, (FusedWorker,), members)
+    members = {"role_classes": ColocatedClass(class_dict).class_dict, "__module__": __name__}
+    return type("Fused_" + "_".join(class_dict), (base,), members)
 
 
 def members_of(cls: type) -> dict[str, object]:

@@ -1,14 +1,30 @@
-"""`WorkerGroup`: many ranks that are called as one object."""
+"""`WorkerGroup`: many ranks that are called as one object, and `BoundMethod`: a method of it.
+
+BoundMethod.__call__          test for broken groups
+  start_call                  split the arguments by the dispatch mode
+    build_calls               pack each distinct argument once, one Call per part
+    RankSet.backend.submit    send
+  StartedCall.wait            gather, unpack and join the results
+
+A factory of bound methods can call a function before and after each call (`with_hooks`).
+"""
 
 from __future__ import annotations
 
+import copy
+import inspect
 import time
-from collections.abc import Callable, Iterable, Mapping
+import types
+import uuid
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, cast
 
 from quadriga.errors import (
     DispatchError,
+    LengthError,
     MeshError,
     UnregisteredMethodError,
     WorkerDiedError,
@@ -16,14 +32,405 @@ from quadriga.errors import (
     WorkerMethodError,
     nearest_name,
 )
-from quadriga.single_controller.backend import Mesh, RankSet, Watch, forget
-from quadriga.single_controller.batch_modes import check_mesh
-from quadriga.single_controller.bound_method import BoundMethod, Part, parts_of_ranks
-from quadriga.single_controller.call import Arguments, CallView, KeywordArguments
-from quadriga.single_controller.dispatch import DispatchMode, MethodRecord, registered_methods
+from quadriga.single_controller.backend import (
+    Mesh,
+    RankSet,
+    Watch,
+    broken_groups,
+    forget,
+    raise_if_broken,
+)
+from quadriga.single_controller.call import (
+    Arguments,
+    Call,
+    Collect,
+    Collector,
+    GroupView,
+    KeywordArguments,
+    Pending,
+    Split,
+    StreamStep,
+    boundary_for,
+    check_timeout,
+    unpack_results,
+)
+from quadriga.single_controller.dispatch import Dispatch, DispatchMode, Execute, check_mesh
 from quadriga.single_controller.rank_layout import GroupLayout
-from quadriga.single_controller.verl_names import VerlNames
-from quadriga.single_controller.worker import reraise_in_property
+from quadriga.single_controller.streams import Stream
+from quadriga.single_controller.worker import MethodRecord, registered_methods, reraise_in_property
+
+if TYPE_CHECKING:
+    from quadriga.protocol import DataProtoFuture
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+Part = tuple[Arguments, KeywordArguments]
+"""The arguments of one rank."""
+
+
+class BoundMethod(Generic[P, R]):
+    """A method of a role, called on all ranks: split, send, run, gather, join.
+
+    `method(batch)` waits for the result unless it is registered with `blocking=False`.
+    `method.submit(batch)` returns a future. `method.options(timeout=60)(batch)` has a deadline.
+
+    Args:
+        group: The group that has the role, possibly together with other roles.
+        role: The role that runs the method.
+        record: What `@register` recorded.
+    """
+
+    def __init__(self, group: WorkerGroup, role: str, record: MethodRecord) -> None:
+        self.group = group
+        self.role = role
+        self.record = record
+        self.timeout: float | None = None
+        self.label = f"{role}.{record.name}"
+        self.__name__ = record.name
+        self.__qualname__ = self.label
+        function = getattr(group.class_of(role), record.name)
+        self.__doc__ = function.__doc__
+        self.is_generator = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(
+            function
+        )
+        # A function whose code has the method's name: profiles then show a frame of that name.
+        code = _call.__code__.replace(co_name=record.name, co_qualname=record.name)
+        self._run = types.FunctionType(code, globals())
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        result: R = self._run(self, args, kwargs)
+        return result
+
+    def submit(self, *args: P.args, **kwargs: P.kwargs) -> DataProtoFuture:
+        """Start the call and return a future of the joined result."""
+        return start_call(self, args, kwargs).future()
+
+    def stream(self, *args: P.args, **kwargs: P.kwargs) -> Iterator[object]:
+        """Call a generator method: return an iterator over its items, joined over the ranks.
+
+        Item i is what the dispatch mode makes of item i of every rank. The iterator raises the
+        first error of a rank, and LengthError if some ranks have ended and others have not.
+        """
+        return start_stream(self, args, kwargs).in_order()
+
+    def stream_unordered(self, *args: P.args, **kwargs: P.kwargs) -> Iterator[tuple[int, object]]:
+        """Call a generator method: return an iterator over (rank, item), as the items come.
+
+        The items of one rank are in order. Items are not joined: every executing rank contributes,
+        and rows that are padding keep their mark.
+        """
+        return start_stream(self, args, kwargs).unordered()
+
+    def options(self, timeout: float | None = None) -> Self:
+        """Return this method with a deadline of `timeout` seconds. None: that of the group.
+
+        Raises `DispatchError` for a timeout that is no positive number.
+        """
+        check_timeout(f"{self.label}: options(timeout=…)", timeout)
+        twin = copy.copy(self)
+        twin.timeout = timeout
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self
+
+    def __repr__(self) -> str:
+        return f"<{self.label} on {len(self.group._ranks)} ranks>"
+
+
+def _call(method: BoundMethod[P, R], args: Arguments, kwargs: KeywordArguments) -> object:
+    started = start_call(method, args, kwargs)
+    return started.wait() if method.record.blocking else started.future()
+
+
+@dataclass(frozen=True)
+class StartedCall:
+    """A call that was sent to its ranks."""
+
+    ranks: RankSet
+    pendings: Sequence[Pending]
+    collect: Collect
+
+    def wait(self) -> object:
+        """Wait for every rank and join the results. Raises what a worker raised."""
+        return self.collect(unpack_results(self.ranks.backend.gather(self.pendings)))
+
+    def future(self) -> DataProtoFuture:
+        """Return a `DataProtoFuture` of the joined result."""
+        from quadriga.protocol import DataProtoFuture
+
+        return DataProtoFuture(list(self.pendings), self.collect)
+
+
+def start_call(method: BoundMethod[P, R], args: Arguments, kwargs: KeywordArguments) -> StartedCall:
+    """Split the arguments as the method's dispatch mode says and send them to the ranks.
+
+    Raises `DispatchError` for a generator method.
+    """
+    record, ranks = method.record, method.group._ranks
+    if method.is_generator:
+        raise DispatchError(
+            f"{method.label} is a generator, whose items are received one by one. Call "
+            f"group.{record.name}.stream(...) or group.{record.name}.stream_unordered(...)."
+        )
+    parts, collect = _split(method, args, kwargs)
+    targets = list(collect.view.ranks)
+    calls = build_calls(ranks, targets, method.role, record.name, parts, record.materialize_futures)
+    return StartedCall(ranks, send_calls(ranks, targets, calls, method.timeout), collect)
+
+
+def start_stream(method: BoundMethod[P, R], args: Arguments, kwargs: KeywordArguments) -> Stream:
+    """Split the arguments of a generator method and return its calls. Nothing is sent yet.
+
+    Raises `DispatchError` for a method that is not a generator.
+    """
+    record, ranks = method.record, method.group._ranks
+    if not method.is_generator:
+        raise DispatchError(
+            f"{method.label} is not a generator: its method has no yield. Call it directly."
+        )
+    parts, collect = _split(method, args, kwargs)
+    step, targets = StreamStep(uuid.uuid4().hex, "open"), list(collect.view.ranks)
+    futures = record.materialize_futures
+    calls = build_calls(ranks, targets, method.role, record.name, parts, futures, step)
+    send = partial(send_calls, ranks, timeout=method.timeout)
+    return Stream(ranks.backend, send, targets, calls, collect)
+
+
+def _split(
+    method: BoundMethod[P, R], args: Arguments, kwargs: KeywordArguments
+) -> tuple[list[Part], Collector]:
+    """Return the arguments of each executing rank, and what joins the results."""
+    # By name: `update_dispatch_mode` affects registered methods too.
+    record = method.record
+    dispatch = Dispatch.current(record.dispatch_mode)
+    execute = Execute.current(record.execute_mode)
+    # Each role of a shared process has its own meshes and rank layout, hence the view of one role.
+    view = GroupView(method.group._role_view(method.role), (), method.label, execute.single)
+    # Modes are functions of the view, so the view exists before it knows the executing ranks.
+    view.ranks = (dispatch.ranks or execute.ranks)(view)
+    if record.reads is not None:
+        args, kwargs = _read_fields(record, record.reads, args, kwargs)
+    parts = method.group._parts_of_call(view, dispatch, args, kwargs)
+    return parts, Collector(dispatch.collect_fn, view)
+
+
+def _read_fields(
+    record: MethodRecord, names: Container[str], args: Arguments, kwargs: KeywordArguments
+) -> tuple[Arguments, KeywordArguments]:
+    """Return the arguments with only these fields in the batches among them."""
+    boundary = boundary_for((*args, *kwargs.values()))
+    if boundary is None:  # there is no batch among them
+        return args, kwargs
+    # Without materialize_futures a method receives futures, so none may become its batch.
+    keep = partial(boundary.with_fields, names=names, futures=record.materialize_futures)
+    return (
+        tuple(map(keep, args)),
+        {key: keep(value) for key, value in kwargs.items()},
+    )
+
+
+def parts_of_ranks(view: GroupView, split: Split) -> list[Part]:
+    """Turn one sequence per argument into the arguments of each executing rank.
+
+    Example: `(([a0, a1],), {"k": [k0, k1]})` for two ranks gives `[((a0,), {"k": k0}),
+    ((a1,), {"k": k1})]`. Raises `DispatchError` or `LengthError` if the dispatch function returned
+    something else.
+    """
+    try:
+        args, kwargs = split
+        columns = [*args, *kwargs.values()]
+    except (TypeError, ValueError, AttributeError):
+        raise DispatchError(
+            f"{view.method}: a dispatch function returns (args, kwargs), got {split!r}."
+        ) from None
+    n = len(view.ranks)
+    # A call without arguments has no column from which the number of ranks could be read.
+    if not columns:
+        return [((), {})] * n
+    rows = [_entries(view, column) for column in columns]
+    return transposed(rows[: len(args)], dict(zip(kwargs, rows[len(args) :], strict=True)), n)
+
+
+def transposed(
+    args: Sequence[Sequence[object]], kwargs: Mapping[str, Sequence[object]], n: int
+) -> list[Part]:
+    """Return the arguments of `n` ranks, from one sequence per argument."""
+    return [(tuple([a[i] for a in args]), {k: v[i] for k, v in kwargs.items()}) for i in range(n)]
+
+
+def _entries(view: GroupView, column: object) -> Sequence[object]:
+    """Return one entry per executing rank, from one entry per executing rank or per rank."""
+    if not isinstance(column, list | tuple):
+        raise DispatchError(
+            f"{view.method}: a dispatch function returns each argument as a list with one entry "
+            f"per rank, got {type(column).__name__}."
+        )
+    if len(column) == len(view.ranks):
+        return column
+    if len(column) == view.world_size:
+        return [column[rank] for rank in view.ranks]
+    raise LengthError(
+        f"{view.method}: an argument was split into {len(column)} parts for {len(view.ranks)} "
+        f"executing ranks of {view.world_size}."
+    )
+
+
+def build_calls(
+    ranks: RankSet,
+    targets: Sequence[int],
+    role: str,
+    method: str,
+    parts: Sequence[Part],
+    materialize: bool = True,
+    step: StreamStep | None = None,
+) -> list[Call]:
+    """Return one call per part, for the ranks `targets`. Parts of the same objects become one
+    `Call` object.
+
+    Example: the parts `(p0,), (p0,), (p1,), (p1,)` of 4 ranks with tp=2 give the calls c0, c0, c1,
+    c1. `p0` and `p1` are packed once each, and the backend encodes c0 and c1 once each.
+    """
+    first_args, first_kwargs = parts[0]
+    if not first_args and not first_kwargs:
+        return [Call(role, method, step=step)] * len(parts)
+    packed = _packed_values(ranks, targets, parts)
+    # Identity instead of equality: comparing batches would fetch them. The parts keep every object
+    # alive until this function returns, so no id is used twice.
+    calls: dict[tuple[int, ...], Call] = {}
+    result = []
+    for args, kwargs in parts:
+        key = (*map(id, args), *map(id, kwargs.values()))
+        call = calls.get(key)
+        if call is None:
+            call = calls[key] = Call(
+                role,
+                method,
+                tuple([packed.get(id(value), value) for value in args]),
+                {name: packed.get(id(value), value) for name, value in kwargs.items()},
+                materialize,
+                step,
+            )
+        result.append(call)
+    return result
+
+
+_SENT_AS_IT_IS = (bool, int, float, type(None))
+"""Small integers are one object in Python; sharing them gains nothing."""
+
+
+def _packed_values(
+    ranks: RankSet, targets: Sequence[int], parts: Sequence[Part]
+) -> dict[int, object]:
+    """Pack each distinct argument object of a call once. Return id → what is sent for it."""
+    uses: dict[int, int] = {}
+    values: dict[int, object] = {}
+    nodes: dict[int, str] = {}
+    for target, (args, kwargs) in zip(targets, parts, strict=True):
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if type(value) not in _SENT_AS_IT_IS:
+                key = id(value)
+                values[key] = value
+                uses[key] = uses.get(key, 0) + 1
+                nodes.setdefault(key, ranks.handles[target].facts.node_id)
+    boundary = boundary_for(values.values())
+    packed: Iterable[object] = values.values()
+    if boundary is not None:
+        # A value of several ranks may go to several nodes, so no other value is stored with it.
+        readers = ["" if uses[key] > 1 else nodes[key] for key in values]
+        packed = boundary.pack_arguments(values.values(), ranks.backend.store, readers)
+    share = ranks.backend.share
+    return {
+        key: share(sent, value) if uses[key] > 1 else sent
+        for (key, value), sent in zip(values.items(), packed, strict=True)
+    }
+
+
+def send_calls(
+    ranks: RankSet, targets: Sequence[int], calls: Sequence[Call], timeout: float | None = None
+) -> Sequence[Pending]:
+    """Send `calls[i]` to rank `targets[i]`. `timeout`: seconds; None: the default of the group.
+
+    Raises `WorkerDiedError` if the group or a watched group is broken, `DispatchError` if an
+    argument cannot be pickled.
+    """
+    if broken_groups:
+        raise_if_broken()
+    label = calls[0].label
+    if ranks.broken:
+        raise WorkerDiedError(f"{label} cannot be called: {ranks.broken}", method=label)
+    return ranks.backend.submit(ranks, targets, calls, timeout or ranks.timeout)
+
+
+BeforeCall = Callable[[str, Arguments, KeywordArguments], object]
+AfterCall = Callable[[str, object], object]
+
+
+class HookedMethod(BoundMethod[P, R]):
+    """A bound method with a function before and a function after each call.
+
+    After a call that was not waited for, `after` runs when its result is first read in this
+    process. It does not run for a future that was sent to another process.
+    """
+
+    before: BeforeCall | None = None
+    after: AfterCall | None = None
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not self.record.blocking:
+            future: R = self.submit(*args, **kwargs)  # type: ignore[assignment]  # R is the future
+            return future
+        if self.before is not None:
+            self.before(self.label, args, kwargs)
+        value = super().__call__(*args, **kwargs)
+        if self.after is not None:
+            self.after(self.label, value)
+        return value
+
+    def submit(self, *args: P.args, **kwargs: P.kwargs) -> DataProtoFuture:
+        """Start the call and return a future of the joined result."""
+        if self.before is not None:
+            self.before(self.label, args, kwargs)
+        started = start_call(self, args, kwargs)
+        observed = _ObservedCollect(started.collect, self.label, self.after)
+        return replace(started, collect=observed).future()
+
+
+class _ObservedCollect:
+    """Joins as `inner` does and calls the hook once. Pickled, it is `inner` alone."""
+
+    def __init__(self, inner: Collect, label: str, after: AfterCall | None) -> None:
+        self.inner, self.label, self.after = inner, label, after
+
+    def __call__(self, outputs: list[object]) -> object:
+        value = self.inner(outputs)
+        after, self.after = self.after, None
+        if after is not None:
+            after(self.label, value)
+        return value
+
+    def __reduce__(self) -> tuple[Callable[[Collect], Collect], tuple[Collect]]:
+        return copy.copy, (self.inner,)
+
+
+def with_hooks(
+    before: BeforeCall | None = None, after: AfterCall | None = None
+) -> Callable[[WorkerGroup, str, MethodRecord], HookedMethod[..., object]]:
+    """Return a `method_factory` for groups.
+
+    `before(label, args, kwargs)` runs before each call and `after(label, value)` after it, with
+    `label` "role.method". The caller receives what a hook raises.
+    """
+
+    def make(group: WorkerGroup, role: str, record: MethodRecord) -> HookedMethod[..., object]:
+        method: HookedMethod[..., object] = HookedMethod(group, role, record)
+        method.before, method.after = before, after
+        return method
+
+    return make
+
 
 MethodFactory = Callable[["WorkerGroup", str, MethodRecord], Callable[..., object]]
 BindingPolicy = Callable[[type, MethodRecord], bool]
@@ -35,7 +442,7 @@ def bind_all(worker_class: type, record: MethodRecord) -> bool:
     return True
 
 
-class WorkerGroup(VerlNames):
+class WorkerGroup:
     """The ranks of one role, or of several roles that share their processes.
 
     Every registered method of the worker class is an attribute of the group. A group of several
@@ -51,6 +458,10 @@ class WorkerGroup(VerlNames):
             method that does not can still be called by its name (`call_all`).
     """
 
+    _ranks: RankSet
+    _role: str | None
+    _offered: dict[str, tuple[str, str]]
+    """Bound method name → (role, method)."""
     _method_factory: MethodFactory
     _binding: BindingPolicy
     _views: dict[str, WorkerGroup]
@@ -89,7 +500,10 @@ class WorkerGroup(VerlNames):
         Raises `DispatchError` for a method with the name of an attribute of the group.
         """
         names: dict[str, tuple[str, str]] = {}
-        own = _declared_attributes(cls)
+        # A subclass of a user's, or that of `compat`, may declare the types of bound methods.
+        ours = ("quadriga.single_controller.", "quadriga.backends.")
+        bases = [base for base in cls.__mro__ if base.__module__.startswith(ours)]
+        own = {name for base in bases for name in vars(base).get("__annotations__", {})}
         for each in roles if role is None else (role,):
             prefix = f"{each}_" if role is None else ""
             for name, record in registered_methods(roles[each]).items():
@@ -109,31 +523,29 @@ class WorkerGroup(VerlNames):
         if name.startswith("__") or "_offered" not in self.__dict__:
             raise AttributeError(name)
         reraise_in_property(self, name)
-        if self._left_out(name):
-            raise UnregisteredMethodError(
-                f"{self} has no attribute {name!r}: its binding policy leaves this registered "
-                f"method out. Call it by name, call_all({name!r}, …), or change the policy.",
-                method=name,
-                known=sorted(self._offered),
-            )
         known = sorted(n for n in self._offered if not n.startswith("_"))
-        near = nearest_name(name, known)
-        hint = f" Did you mean {near}?" if near else ""
+        if self._left_out(name):
+            reason = (
+                ": its binding policy leaves this registered method out. Call it by name, "
+                f"call_all({name!r}, …), or change the policy."
+            )
+        else:
+            near = nearest_name(name, known)
+            hint = f" Did you mean {near}?" if near else ""
+            reason = (
+                f".{hint} Registered: {', '.join(known)}. Mark a worker's method with @register to "
+                "call it through a group."
+            )
         raise UnregisteredMethodError(
-            f"{self} has no registered method {name!r}.{hint} Registered: {', '.join(known)}. "
-            "Mark a worker's method with @register to call it through a group.",
-            method=name,
-            known=known,
+            f"{self} has no registered method {name!r}{reason}", method=name, known=known
         )
 
     def _left_out(self, name: str) -> bool:
         """Return whether the binding policy left a registered method of this name out."""
-        for role in self.roles if self._role is None else (self._role,):
-            prefix = f"{role}_" if self._role is None else ""
-            methods = registered_methods(self.class_of(role))
-            if name.startswith(prefix) and name.removeprefix(prefix) in methods:
-                return True
-        return False
+        if self._role is not None:
+            return name in registered_methods(self.class_of(self._role))
+        methods = {role: registered_methods(cls) for role, cls in self._ranks.roles.items()}
+        return any(name == f"{role}_{method}" for role in methods for method in methods[role])
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self  # a group names processes, and a copy would name the same ones
@@ -184,12 +596,10 @@ class WorkerGroup(VerlNames):
         return self._ranks.roles[role]
 
     def _parts_of_call(
-        self, view: CallView, mode: DispatchMode, args: Arguments, kwargs: KeywordArguments
+        self, view: GroupView, mode: DispatchMode, args: Arguments, kwargs: KeywordArguments
     ) -> list[Part]:
         """Return the arguments of each executing rank, as the dispatch mode splits them."""
         return parts_of_ranks(view, mode.dispatch_fn(view, *args, **kwargs))
-
-    # Views of one role
 
     def _role_view(self, role: str) -> WorkerGroup:
         """Return the group of one role on the same processes, with plain method names.
@@ -216,6 +626,8 @@ class WorkerGroup(VerlNames):
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:
         """Return one view per role."""
         return {role: self._role_view(role) for role in prefix_set}
+
+    spawn_fused = spawn
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
         """Make the view of each role an attribute: `group.actor.update(...)`."""
@@ -264,6 +676,63 @@ class WorkerGroup(VerlNames):
                 raise MeshError(str(cause), **vars(cause)) from error
             raise
 
+    # Calls of any method by its name, registered or not
+
+    def call_all_async(self, method_name: str, *args: object, **kwargs: object) -> list[Pending]:
+        """Call a method on every rank. Return one `Pending` per rank.
+
+        If every argument is a list of world_size length, rank i receives entry i of each;
+        otherwise every rank receives the arguments as they are. No other call splits a list unless
+        a dispatch mode says so.
+        """
+        role, name = self._role_and_method(method_name)
+        n = self.world_size
+        given = (*args, *kwargs.values())
+        parts: list[Part] = [(args, kwargs)] * n
+        if given and all(isinstance(value, list) and len(value) == n for value in given):
+            parts = transposed(cast(Any, args), cast(Any, kwargs), n)
+        return self._send(role, name, range(n), parts)
+
+    def call_all(self, method_name: str, *args: object, **kwargs: object) -> list[object]:
+        """Call a method on every rank, as `call_all_async`. Return one result per rank."""
+        return self._results(self.call_all_async(method_name, *args, **kwargs))
+
+    def call_rank_zero_async(self, method_name: str, *args: object, **kwargs: object) -> Pending:
+        """Call a method on rank 0. Return its `Pending`."""
+        role, name = self._role_and_method(method_name)
+        return self._send(role, name, [0], [(args, kwargs)])[0]
+
+    def call_rank_zero(self, method_name: str, *args: object, **kwargs: object) -> object:
+        """Call a method on rank 0 and wait for its result."""
+        return self._results([self.call_rank_zero_async(method_name, *args, **kwargs)])[0]
+
+    execute_all = execute_all_async = call_all_async
+    execute_all_sync = call_all
+    execute_rank_zero = execute_rank_zero_async = call_rank_zero_async
+    execute_rank_zero_sync = call_rank_zero
+
+    def _send(
+        self, role: str, method: str, targets: Sequence[int], parts: Sequence[Part]
+    ) -> list[Pending]:
+        calls = build_calls(self._ranks, targets, role, method, parts)
+        return list(send_calls(self._ranks, targets, calls))
+
+    def _results(self, pendings: Sequence[Pending]) -> list[object]:
+        return unpack_results(self._ranks.backend.gather(pendings))
+
+    def _role_and_method(self, method_name: str) -> tuple[str, str]:
+        """Return the role and the method that a bound name of this group stands for."""
+        if method_name in self._offered:
+            return self._offered[method_name]
+        if self._role is None:
+            raise UnregisteredMethodError(
+                f"{self} offers {sorted(self._offered)}, not {method_name!r}. Take the view of "
+                "one role with spawn() to call any of its methods by name.",
+                method=method_name,
+                known=sorted(self._offered),
+            )
+        return self._role, method_name
+
     # Alive or not
 
     def is_alive(self, rank: int) -> bool:
@@ -273,6 +742,12 @@ class WorkerGroup(VerlNames):
     def wait_until_alive(self, timeout: float = 300.0) -> None:
         """Wait until every rank is alive. Raises `WorkerDiedError` after `timeout` seconds."""
         self._wait_until(True, timeout)
+
+    _block_until_all_workers_alive = wait_until_alive
+
+    def _is_worker_alive(self, worker: object) -> bool:
+        """Return whether the process of a rank exists. `worker`: an entry of `workers`."""
+        return any(w is worker and self.is_alive(rank) for rank, w in enumerate(self.workers))
 
     def wait_until_ended(self, timeout: float = 60.0) -> None:
         """Wait until every rank has ended. Raises `WorkerDiedError` after `timeout` seconds."""
@@ -322,11 +797,3 @@ def find_death(ranks: RankSet) -> WorkerError | None:
     for handle in ranks.backend.dead(ranks.handles):
         return ranks.backend.death(ranks, handle)
     return None
-
-
-def _declared_attributes(cls: type[WorkerGroup]) -> set[str]:
-    """Return the attributes that the groups of this package declare. A subclass of a user, or that
-    of `compat`, may declare the types of the methods that are bound."""
-    groups = ("quadriga.single_controller.", "quadriga.backends.")
-    bases = [base for base in cls.__mro__ if base.__module__.startswith(groups)]
-    return {name for base in bases for name in vars(base).get("__annotations__", {})}

@@ -11,8 +11,8 @@ import torch
 from quadriga.errors import DispatchError, LengthError, MeshError
 from quadriga.protocol import DataProto
 from quadriga.single_controller import DispatchMode, GroupLayout
-from quadriga.single_controller.bound_method import Part, parts_of_ranks
-from quadriga.single_controller.call import CallView
+from quadriga.single_controller.call import GroupView
+from quadriga.single_controller.worker_group import Part, parts_of_ranks
 from quadriga.testing import LawBroken, check_all, expect, expect_raises
 
 Carries = Literal["batch", "metric", "list", "same"]
@@ -53,9 +53,9 @@ class SimulatedGroup:
 
     def split(
         self, mode: DispatchMode, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> tuple[CallView, Sequence[Part]]:
+    ) -> tuple[GroupView, Sequence[Part]]:
         """Dispatch the arguments. Return the view and (args, kwargs) for each executing rank."""
-        view = CallView(self, range(self.world_size), "simulated.call")
+        view = GroupView(self, range(self.world_size), "simulated.call")
         if mode.ranks is not None:
             view.ranks = mode.ranks(view)
         return view, parts_of_ranks(view, mode.dispatch_fn(view, *args, **kwargs))

@@ -23,8 +23,8 @@ from quadriga.single_controller import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from quadriga.single_controller.batch_modes import dispatch_by_mesh
 from quadriga.single_controller.call import GroupView, Split
+from quadriga.single_controller.dispatch import mesh_scheme
 from quadriga.workers.method_fields import MODEL_INPUTS
 from quadriga.workers.runtime import EngineWorker, RankRuntime
 
@@ -212,7 +212,7 @@ def _dispatch_pairs(view: GroupView, /, data: object) -> Split:
                 f"equal parts, got {rows} rows. Pass a multiple of {2 * parts} rows{remedy}."
             )
         data = add_padding(view, "argument 'data'", data, parts, unit=2)
-    return dispatch_by_mesh(_MESH, view, data)
+    return mesh_scheme(_MESH).dispatch_batches(view, data)
 
 
 class PairTrainingWorker(EngineWorker):

@@ -39,7 +39,6 @@ from quadriga.protocol.storage import (
 )
 from quadriga.protocol.threads import PendingValue
 from quadriga.single_controller.backend import RankFacts, RankHandle, RankSet
-from quadriga.single_controller.bound_method import BoundMethod
 from quadriga.single_controller.call import Call, Pending, check_timeouts
 from quadriga.single_controller.environment import (
     LOCAL_PORT,
@@ -54,6 +53,7 @@ from quadriga.single_controller.resource_pool import ResourcePool
 from quadriga.single_controller.worker import ClassWithInitArgs, ColocatedClass, roles_of
 from quadriga.single_controller.worker_group import (
     BindingPolicy,
+    BoundMethod,
     MethodFactory,
     WorkerGroup,
     bind_all,

@@ -40,14 +40,14 @@ from quadriga.backends.ray.waiting import RayPending
 from quadriga.errors import DispatchError, PlacementError, WorkerDiedError
 from quadriga.protocol.storage import use_store
 from quadriga.single_controller.backend import RankHandle, RankSet
-from quadriga.single_controller.batch_modes import register_reference
-from quadriga.single_controller.bound_method import BoundMethod
 from quadriga.single_controller.call import check_timeouts
+from quadriga.single_controller.dispatch import register_reference
 from quadriga.single_controller.environment import RankEnvironment, WorkerEnv, variables_of_rank
 from quadriga.single_controller.resource_pool import ResourcePool, check_feasible
 from quadriga.single_controller.worker import ClassWithInitArgs
 from quadriga.single_controller.worker_group import (
     BindingPolicy,
+    BoundMethod,
     MethodFactory,
     WorkerGroup,
     bind_all,

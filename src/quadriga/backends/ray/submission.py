@@ -27,11 +27,6 @@ and returns each part as an object of its own. With the results r0 … r3 and 4 
 
 Consumes: the calls of one submission. Produces: the same calls, with the futures of p0 … p3. The
 other receivers wait for rank 0. The first failure of any result is the failure of every part.
-
-Calls whose references `ray.get` turns into values, for programs that call Ray themselves.
-
-RayCallBackend.submit    reference to what `RayPending` opens: a packed result, fields apart
-submit_values            reference to the value: numbers, tensors, batches of remote fields
 """
 
 from __future__ import annotations
@@ -392,40 +387,17 @@ class RayCallBackend:
         handles = [ranks.handles[target] for target in targets]
         if any(map(is_future, (*calls[0].args, *calls[0].kwargs.values()))):
             calls = split_futures(handles, calls)
-        encoded: dict[tuple[int, bool], object] = {}
-        sending: list[object] = []
-        for handle, call in zip(handles, calls, strict=True):
-            key = id(call), handle.facts.interleaves
-            if key not in encoded:
-                encoded[key] = encode(call, handle.facts.interleaves)
-            sending.append(encoded[key])
-        refs: list[Ref] = []
         fields: list[Sequence[Ref]] = []
-        failure: tuple[RankHandle, Exception] | None = None
-        # Under the lock, every rank receives the calls of two threads in the same order. Else:
-        #   rank 0 receives a, b;  rank 1 receives b, a
-        # If both calls contain a collective, rank 0 waits in that of a and rank 1 in that of b.
-        with ranks.lock:
-            for handle, sent in zip(handles, sending, strict=True):
-                method = handle.methods.get(label)
-                if method is None:
-                    method = handle.methods[label] = RayMethod(handle.native, label)
-                ticket = (handle.next_ticket(),) if handle.facts.interleaves else ()
-                try:
-                    ref, apart = method.send(sent, *ticket)
-                except Exception as error:  # of Ray, or of an object that it pickles
-                    handle.take_ticket_back()
-                    failure = handle, error
-                    break
-                refs.append(ref)
-                fields.append(apart)
-        if failure is not None:
-            # Not under the lock: this waits for the ranks that have received the call.
-            received = FailedCall(refs, handles[: len(refs)], fields, label)
-            try:
-                raise received.not_sent(failure[0], failure[1], ranks) from failure[1]
-            finally:
-                del failure  # it refers to this frame, and so to the arguments
+
+        def send(handle: RankHandle, *arguments: object) -> Ref:
+            method = handle.methods.get(label)
+            if method is None:
+                method = handle.methods[label] = RayMethod(handle.native, label)
+            ref, apart = method.send(*arguments)
+            fields.append(apart)
+            return ref
+
+        refs = send_to_ranks(ranks, handles, calls, send)
         batch = RayBatch(refs, handles, label, timeout, ranks, fields)
         ranks.in_flight.add(batch)
         return RayPendings(batch)
@@ -462,6 +434,51 @@ class RayCallBackend:
     def kill(self, handle: RankHandle) -> None:
         """End the rank's process at once."""
         ray.kill(handle.native)
+
+
+def send_to_ranks(
+    ranks: RankSet,
+    handles: Sequence[RankHandle],
+    calls: Sequence[Call],
+    send: Callable[..., Ref],
+) -> list[Ref]:
+    """Send `calls[i]` to `handles[i]`. Return the references that `send` returns.
+
+    Raises `DispatchError` if an argument cannot be pickled: no call was sent then. Raises
+    `WorkerError` if a call cannot be sent.
+
+    Args:
+        send: `send(handle, what is sent, ticket if the rank has coroutine methods)`.
+    """
+    encoded: dict[tuple[int, bool], object] = {}
+    sending: list[object] = []
+    for handle, call in zip(handles, calls, strict=True):
+        key = id(call), handle.facts.interleaves
+        if key not in encoded:
+            encoded[key] = encode(call, handle.facts.interleaves)
+        sending.append(encoded[key])
+    refs: list[Ref] = []
+    failure: tuple[RankHandle, Exception] | None = None
+    # Under the lock, every rank receives the calls of two threads in the same order. Else:
+    #   rank 0 receives a, b;  rank 1 receives b, a
+    # If both calls contain a collective, rank 0 waits in that of a and rank 1 in that of b.
+    with ranks.lock:
+        for handle, sent in zip(handles, sending, strict=True):
+            ticket = (handle.next_ticket(),) if handle.facts.interleaves else ()
+            try:
+                refs.append(send(handle, sent, *ticket))
+            except Exception as error:  # of Ray, or of an object that it pickles
+                handle.take_ticket_back()
+                failure = handle, error
+                break
+    if failure is not None:
+        # Not under the lock: this waits for the ranks that have received the call.
+        received = FailedCall(refs, handles[: len(refs)], (), calls[0].label)
+        try:
+            raise received.not_sent(failure[0], failure[1], ranks) from failure[1]
+        finally:
+            del failure  # it refers to this frame, and so to the arguments
+    return refs
 
 
 class RayMethod:
@@ -575,12 +592,6 @@ def is_plain(value: object) -> bool:
     return is_plain_batch(value)
 
 
-def is_batch_of_data(value: object) -> bool:
-    """Return whether a packed value is a batch of tensors, arrays and handles of Ray's store."""
-    batch = packed_batch(value)
-    return batch is not None and batch.data_bytes(_HANDLES) is not None
-
-
 def estimate(value: object, depth: int = 3) -> int:
     """Return the bytes of a value, roughly: strings, arrays, and containers of them."""
     nbytes = getattr(value, "nbytes", None)
@@ -596,42 +607,3 @@ def estimate(value: object, depth: int = 3) -> int:
     # 1000 arrays of 1024 bytes: 64 of them have 65 536 bytes, so 65 536 · 1000 // 64 = 1 024 000.
     sample = items[:SAMPLED_ITEMS]
     return sum(estimate(item, depth - 1) for item in sample) * len(items) // len(sample)
-
-
-def submit_values(ranks: RankSet, targets: Sequence[int], calls: Sequence[Call]) -> list[Ref]:
-    """Send `calls[i]` to rank `targets[i]`. Return the references to their values.
-
-    The tasks are named "role.method". Calls of one controller start in the order in which they were
-    sent, whichever of the two functions has sent them. Raises `DispatchError` if an argument cannot
-    be pickled: no call was sent then. Raises `WorkerError` if a call cannot be sent.
-    """
-    handles = [ranks.handles[target] for target in targets]
-    encoded: dict[int, object] = {}  # ranks that receive the same arguments have one call
-    for handle, call in zip(handles, calls, strict=True):
-        if id(call) not in encoded:
-            encoded[id(call)] = encode(call, handle.facts.interleaves)
-    refs: list[Ref] = []
-    # Under the lock, every rank receives the calls of two threads in the same order.
-    with ranks.lock:
-        for handle, call in zip(handles, calls, strict=True):
-            ticket = (handle.next_ticket(),) if handle.facts.interleaves else ()
-            try:
-                refs.append(_method(handle, call.label)(encoded[id(call)], *ticket))
-            except Exception as error:  # of Ray
-                handle.take_ticket_back()
-                received = FailedCall(refs, handles[: len(refs)], (), call.label)
-                raise received.not_sent(handle, error, ranks) from error
-    return refs
-
-
-def _method(handle: RankHandle, label: str) -> Callable[..., Ref]:
-    key = f"value of {label}"
-    if key not in handle.methods:
-        handle.methods[key] = handle.native.quadriga_invoke_value.options(name=label).remote
-    method: Callable[..., Ref] = handle.methods[key]
-    return method
-
-
-def pending_values(refs: Sequence[Ref]) -> list[RayPending]:
-    """Return what a `DataProtoFuture` waits for, for the references of batches."""
-    return [RayPending(ref, label="a reference of Ray") for ref in refs]

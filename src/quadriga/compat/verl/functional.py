@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 
 from quadriga import protocol
-from quadriga.backends.ray.programs import stored
+from quadriga.compat.verl.controller.references import stored
 from quadriga.errors import ConfigError, ConflictError, FieldError, LengthError, ModelError
 from quadriga.parallel.device import get_device_name
 from quadriga.single_controller import ray_noset_visible_devices

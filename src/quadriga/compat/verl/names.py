@@ -31,7 +31,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "verl.single_controller.base.megatron.worker": (WORKER,),
     "verl.single_controller.base.worker": (WORKER, CONTROLLER, FUNCTIONS),
     "verl.single_controller.base.worker_group": (GROUPS, DECORATOR, CONTROLLER),
-    "verl.single_controller.ray": (GROUPS, POOLS, RAY),
+    "verl.single_controller.ray": (GROUPS, WORKER, POOLS, RAY),
     "verl.single_controller.ray.base": (
         *(GROUPS, WORKER, POOLS, RAY, DECORATOR, CONTROLLER, PROTOCOL, FUNCTIONS),
     ),

@@ -14,8 +14,8 @@ from torch import Tensor
 from quadriga import protocol
 from quadriga.algorithms import masked
 from quadriga.algorithms.masked import masked_var, masked_whiten
-from quadriga.backends.ray.programs import is_reference
 from quadriga.compat.verl.controller.decorator import DataProtoFuture
+from quadriga.compat.verl.controller.references import is_reference
 from quadriga.compat.verl.tensordicts import chunk_tensordict, concat_tensordict
 from quadriga.errors import FieldError, InputError, LengthError
 from quadriga.models import log_probs

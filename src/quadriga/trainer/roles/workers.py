@@ -38,7 +38,7 @@ from quadriga.single_controller import (
     Worker,
     WorkerGroup,
 )
-from quadriga.single_controller.dispatch import MethodRecord, registered_methods
+from quadriga.single_controller.worker import MethodRecord, registered_methods
 from quadriga.trainer.roles.placement import ResourcePoolManager, Role
 from quadriga.trainer.roles.registry import AddedRole, added_roles, is_built_in
 from quadriga.workers.roles import (
@@ -606,7 +606,7 @@ def _method_problems(added: AddedRole, cls: type[Worker]) -> Iterator[str]:
         record = methods.get(name)
         lists = (Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL)[: 1 if arguments else 2]
         if record is not None and (
-            record.current_dispatch not in lists
+            Dispatch.current(record.dispatch_mode) not in lists
             or record.execute_mode.single
             or not record.blocking
             or not _takes(getattr(cls, name), arguments)
@@ -622,7 +622,7 @@ def _method_problems(added: AddedRole, cls: type[Worker]) -> Iterator[str]:
 
 
 def _stage_problems(cls: type[Worker], record: MethodRecord) -> Iterator[str]:
-    name, mode = record.name, record.current_dispatch
+    name, mode = record.name, Dispatch.current(record.dispatch_mode)
     method = getattr(cls, name)
     where = f"has a stage that calls {cls.__name__}.{name}{inspect.signature(method)}"
     if name in _ARGUMENTS:

@@ -32,16 +32,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypedDict, TypeVar, cast
 import torch
 
 from quadriga import protocol, single_controller
-from quadriga.backends.ray.programs import all_references, is_reference
-from quadriga.backends.ray.submission import pending_values
+from quadriga.compat.verl.controller.references import all_references, is_reference, pending_values
 from quadriga.errors import DispatchError, LengthError
 from quadriga.protocol import DataProto
 from quadriga.protocol.threads import PendingValue
-from quadriga.single_controller import Dispatch, Execute, batch_modes, dispatch
-from quadriga.single_controller.bound_method import Part, parts_of_ranks
+from quadriga.single_controller import Dispatch, Execute, dispatch
 from quadriga.single_controller.call import (
     Arguments,
-    CallView,
     CollectFn,
     Collector,
     DispatchFn,
@@ -52,7 +49,6 @@ from quadriga.single_controller.call import (
     Split,
 )
 from quadriga.single_controller.dispatch import (
-    VERL_ATTRIBUTE,
     DispatchMode,
     ExecuteMode,
     PartScheme,
@@ -61,6 +57,8 @@ from quadriga.single_controller.dispatch import (
     update_dispatch_mode,
 )
 from quadriga.single_controller.padding import Padding
+from quadriga.single_controller.worker import record_of
+from quadriga.single_controller.worker_group import Part, parts_of_ranks
 
 if TYPE_CHECKING:
     from quadriga.backends.ray.cluster import Ref
@@ -174,56 +172,67 @@ def collect_later(collect_fn: CollectFn, view: GroupView, output: object) -> obj
     The future has the references of the ranks that are collected. A collect function of the user's,
     and one that returns a list, receives all references.
     """
-    plain = collect_fn.func if isinstance(collect_fn, partial) else collect_fn
-    if plain in (batch_modes.collect_joined, batch_modes.collect_by_mesh) and is_reference(output):
+    scheme: object = getattr(collect_fn, "__self__", None)
+    joins_parts = isinstance(scheme, PartScheme) and collect_fn == scheme.collect_batches
+    if is_reference(output) and (joins_parts or collect_fn is dispatch.collect_joined):
         return _future(view, collect_fn, [output])  # of the one rank that runs the call
     if not all_references(output):
         return collect_fn(view, output)
-    if plain is batch_modes.collect_joined:
+    if collect_fn is dispatch.collect_joined:
         return _future(view, collect_fn, output)
-    if plain is batch_modes.collect_by_mesh:
-        (mesh_name,) = cast("partial[object]", collect_fn).args
-        info = view.dispatch_info(mesh_name), view.collect_info(mesh_name)
-        return _future_of_parts(view, *info, output)
-    scheme: object = getattr(plain, "__self__", None)
-    if isinstance(scheme, PartScheme) and plain == scheme.collect_batches:
-        layout = view.rank_layout
-        return _future_of_parts(view, scheme.parts(layout), scheme.collects(layout), output)
+    if joins_parts:
+        return _future_of_parts(view, cast(PartScheme, scheme), output)
     return collect_fn(view, output)
 
 
-def _future_of_parts(
-    view: GroupView, part_of_rank: Sequence[int], collects: Sequence[bool], refs: Sequence[Ref]
-) -> DataProtoFuture:
+def _future_of_parts(view: GroupView, scheme: PartScheme, refs: Sequence[Ref]) -> DataProtoFuture:
     """Return the future of one result per part, which also ends if another rank fails."""
-    chosen = cast("dict[int, Ref]", batch_modes.select_parts(view, part_of_rank, collects, refs))
+    chosen = cast("dict[int, Ref]", scheme.of_parts(view, refs))
     known = {id(ref) for ref in chosen.values()}
     others = [ref for ref in refs if id(ref) not in known]
     return _future(view, partial(_join_parts, list(chosen)), list(chosen.values()), others)
 
 
 def _join_parts(parts: list[int], view: GroupView, outputs: Sequence[object]) -> object:
-    return batch_modes.join(view, outputs, parts)
+    return dispatch.join(view, outputs, parts)
 
 
 def _future(
     view: GroupView, collect_fn: CollectFn, refs: Sequence[Ref], others: Sequence[Any] = ()
 ) -> DataProtoFuture:
-    assert isinstance(view, CallView)
+    assert isinstance(view, GroupView)
     return DataProtoFuture(Collector(collect_fn, view), list(refs), others=others)
 
 
-MAGIC_ATTR = VERL_ATTRIBUTE
+MAGIC_ATTR = "attrs_3141562937"
+"""The attribute under which verl's programs find the modes of a method, as a dict."""
+
+
+def attributes_of(method: object) -> dict[str, Any] | None:
+    """Return the modes of a registered method as `register` was given them, else None."""
+    given = getattr(method, MAGIC_ATTR, None)
+    if isinstance(given, dict):
+        return given
+    record = record_of(method)
+    if record is None:
+        return None
+    modes = {"dispatch_mode": record.dispatch_mode, "execute_mode": record.execute_mode}
+    return {**modes, "blocking": record.blocking}
+
+
+for _method in vars(single_controller.Worker).values():  # verl's `Worker` has these too
+    if record_of(_method) is not None:
+        setattr(_method, MAGIC_ATTR, attributes_of(_method))
 
 
 def _view(worker_group: GroupInfo) -> GroupView:
     """Return the view of a call. If one rank runs it, it is split for all ranks, as in verl."""
     every = range(worker_group.world_size)
-    if not isinstance(worker_group, CallView):
-        return CallView(worker_group, every, "dispatch")
+    if not isinstance(worker_group, GroupView):
+        return GroupView(worker_group, every, "dispatch")
     if not worker_group.single:
         return worker_group
-    view = CallView(worker_group.group, every, worker_group.method)
+    view = GroupView(worker_group.group, every, worker_group.method)
     view.memo = worker_group.memo  # the collect function of the call reads it
     return view
 
@@ -261,7 +270,7 @@ def dispatch_dp_compute_data_proto(
 ) -> Split:
     """Split every batch into one part per rank. `padding` says how rows are added."""
     view = _view(worker_group)
-    return _listed(worker_group, view, batch_modes.dispatch_batches(view, *args, **kwargs))
+    return _listed(worker_group, view, dispatch.dispatch_batches(view, *args, **kwargs))
 
 
 def dispatch_dp_compute_data_proto_with_func(
@@ -272,23 +281,23 @@ def dispatch_dp_compute_data_proto_with_func(
 ) -> Split:
     """Send `function` to every rank and split every batch into one part per rank."""
     view = _view(worker_group)
-    split = batch_modes.dispatch_function_and_batches(view, function, *args, **kwargs)
+    split = dispatch.dispatch_function_and_batches(view, function, *args, **kwargs)
     return _listed(worker_group, view, split)
 
 
 def _listed(worker_group: GroupInfo, view: GroupView, split: Split) -> Split:
     """Return split arguments with a list of the positional ones, as these functions of verl do."""
-    args, kwargs = split if isinstance(worker_group, CallView) else with_count(view, split)
+    args, kwargs = split if isinstance(worker_group, GroupView) else with_count(view, split)
     return cast(Split, (list(args), kwargs))
 
 
 def _by_part(worker_group: GroupInfo, view: GroupView, split: Split) -> Split:
-    return split if isinstance(worker_group, CallView) else with_uneven_parts(view, split)
+    return split if isinstance(worker_group, GroupView) else with_uneven_parts(view, split)
 
 
 def collect_dp_compute_data_proto(worker_group: GroupInfo, output: list[object]) -> object:
     """Concatenate the batches of the ranks and remove the padding."""
-    return collect_later(batch_modes.collect_joined, _view(worker_group), output)
+    return collect_later(dispatch.collect_joined, _view(worker_group), output)
 
 
 def dispatch_nd_compute_dataproto(
@@ -300,7 +309,7 @@ def dispatch_nd_compute_dataproto(
 ) -> Split:
     """Split every batch by data-parallel rank. Rank r receives part `dp_rank_mapping[r]`."""
     view = _view(worker_group)
-    split = batch_modes.split_by_part(view, dp_rank_mapping, args, kwargs)
+    split = dispatch.split_by_part(view, dp_rank_mapping, args, kwargs)
     return _by_part(worker_group, view, split)
 
 
@@ -331,7 +340,7 @@ def collect_nd_compute_dataproto(
 ) -> object:
     """Concatenate the batches of the ranks whose entry in `collect_mask` is true."""
     chosen = collect_nd_compute(collect_mask, worker_group, output)
-    return collect_later(batch_modes.collect_joined, _view(worker_group), chosen)
+    return collect_later(dispatch.collect_joined, _view(worker_group), chosen)
 
 
 def dispatch_lazy_compute_data_proto(
@@ -339,7 +348,7 @@ def dispatch_lazy_compute_data_proto(
 ) -> Split:
     """Split every batch by data-parallel rank of a mesh that the workers registered."""
     view = _view(worker_group)
-    split = batch_modes.dispatch_by_mesh(mesh_name, view, *args, **kwargs)
+    split = dispatch.mesh_scheme(mesh_name).dispatch_batches(view, *args, **kwargs)
     return _by_part(worker_group, view, split)
 
 
@@ -347,7 +356,7 @@ def collect_lazy_compute_data_proto(
     mesh_name: str, worker_group: GroupInfo, output: list[object]
 ) -> object:
     """Concatenate the batches of the collecting ranks of a mesh."""
-    collect_fn = partial(batch_modes.collect_by_mesh, mesh_name)
+    collect_fn = dispatch.mesh_scheme(mesh_name).collect_batches
     return collect_later(collect_fn, _view(worker_group), output)
 
 
@@ -405,9 +414,9 @@ def register(
     mark = single_controller.register(mode, execute_mode, blocking, materialize_futures)
 
     def mark_as_given(function: FunctionT) -> FunctionT:
-        marked = mark(function)
-        getattr(marked, MAGIC_ATTR)["dispatch_mode"] = given
-        return marked
+        modes = {"dispatch_mode": given, "execute_mode": execute_mode, "blocking": blocking}
+        setattr(mark(function), MAGIC_ATTR, modes)
+        return function
 
     return mark_as_given
 
@@ -544,7 +553,7 @@ Columns: TypeAlias = tuple[Arguments, KeywordArguments]
 
 
 def columns_of(
-    view: CallView, mode: DispatchMode, args: Arguments, kwargs: KeywordArguments
+    view: GroupView, mode: DispatchMode, args: Arguments, kwargs: KeywordArguments
 ) -> Columns:
     """Return what the dispatch function of a mode makes of the arguments of a call.
 
@@ -560,7 +569,7 @@ def columns_of(
         ) from None
 
 
-def parts_of(view: CallView, mode: DispatchMode, columns: Columns) -> list[Part]:
+def parts_of(view: GroupView, mode: DispatchMode, columns: Columns) -> list[Part]:
     """Return the arguments of each executing rank, by the table above.
 
     The functions of Quadriga's modes return one entry per executing rank, and so must every

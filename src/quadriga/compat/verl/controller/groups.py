@@ -16,22 +16,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from quadriga import single_controller
-from quadriga.backends.ray import (
-    RayClassWithInitArgs,
-    RayResourcePool,
-    RayWorkerGroup as QuadrigaGroup,
-)
+from quadriga.backends.ray import RayResourcePool, RayWorkerGroup as QuadrigaGroup
 from quadriga.backends.ray.cluster import ensure_ray
 from quadriga.backends.ray.profiling import Nsight
-from quadriga.backends.ray.programs import actor_method, stored, values_of
 from quadriga.backends.ray.start import RayColocatedClass, classes_of
-from quadriga.backends.ray.submission import submit_values
 from quadriga.compat.verl.controller import decorator
 from quadriga.compat.verl.controller.decorator import (
-    MAGIC_ATTR,
     PADDING,
     Columns,
     ExecuteName,
+    attributes_of,
     collect_later,
     columns_of,
     get_predefined_execute_fn,
@@ -39,12 +33,18 @@ from quadriga.compat.verl.controller.decorator import (
     parts_of,
     without_padding,
 )
+from quadriga.compat.verl.controller.references import (
+    actor_method,
+    stored,
+    submit_values,
+    values_of,
+)
+from quadriga.compat.verl.controller.worker import RayClassWithInitArgs
 from quadriga.errors import DispatchError, WorkerDiedError
 from quadriga.protocol import DataProto
 from quadriga.single_controller import ClassWithInitArgs, GroupLayout, RankLayout
 from quadriga.single_controller.backend import RankSet
-from quadriga.single_controller.bound_method import BoundGroup, Part, build_calls
-from quadriga.single_controller.call import Arguments, CallView, GroupInfo, KeywordArguments
+from quadriga.single_controller.call import Arguments, GroupInfo, GroupView, KeywordArguments
 from quadriga.single_controller.dispatch import (
     Dispatch,
     DispatchMode,
@@ -52,9 +52,9 @@ from quadriga.single_controller.dispatch import (
     ExecuteMode,
     NotGiven,
     inline_dispatch_mode,
-    registered_methods,
 )
-from quadriga.single_controller.worker_group import bind_all
+from quadriga.single_controller.worker import registered_methods
+from quadriga.single_controller.worker_group import Part, bind_all, build_calls, transposed
 
 if TYPE_CHECKING:
     from quadriga.backends.ray.cluster import RankActor, Ref
@@ -118,7 +118,7 @@ class ModeOfMethod:
     dispatch: DispatchMode
     execute: ExecuteMode
     role: str | None = None
-    views: dict[int, CallView] = field(default_factory=dict)
+    views: dict[int, GroupView] = field(default_factory=dict)
 
     @property
     def on_one_rank(self) -> bool:
@@ -128,14 +128,14 @@ class ModeOfMethod:
     def dispatch_fn(self, group: GroupInfo, *args: object, **kwargs: object) -> Columns:
         """Split the arguments of a call into the columns of its execute function."""
         if self.role is not None:
-            group = cast(BoundGroup, group)._role_view(self.role)
+            group = cast(single_controller.WorkerGroup, group)._role_view(self.role)
         ranks = self.dispatch.ranks or self.execute.ranks
         every: Sequence[int] = range(group.world_size)
-        view = CallView(group, every, self.label, self.on_one_rank)
+        view = GroupView(group, every, self.label, self.on_one_rank)
         given = isinstance(ranks, NotGiven)  # then an execute function of the group knows them
         view.ranks = every if given else ranks(view)
         self.views[threading.get_ident()] = view
-        mode = Dispatch.get(self.dispatch.name, self.dispatch)
+        mode = Dispatch.current(self.dispatch)
         columns = columns_of(view, mode, args, kwargs)
         if given or (self.execute == Execute["ALL"] and not self.on_one_rank):
             return columns
@@ -152,15 +152,15 @@ class ModeOfMethod:
         """Join the results, or make a future of references to batches."""
         view = self.views.pop(threading.get_ident(), None)
         if view is None:
-            view = CallView(group, range(group.world_size), self.label, self.on_one_rank)
-        mode = Dispatch.get(self.dispatch.name, self.dispatch)
+            view = GroupView(group, range(group.world_size), self.label, self.on_one_rank)
+        mode = Dispatch.current(self.dispatch)
         return collect_later(mode.collect_fn, view, output)
 
 
 def mode_of(method: object, label: str) -> tuple[ModeOfMethod, bool] | None:
     """Return the mode of a registered function and whether its calls wait; None if unregistered."""
-    record = getattr(method, MAGIC_ATTR, None)
-    if not isinstance(record, dict):
+    record = attributes_of(method)
+    if record is None:
         return None
     mode: DispatchMode | Mapping[str, Any] = record["dispatch_mode"]  # a program's own dict
     dispatch = (
@@ -335,13 +335,7 @@ class GroupOfReferences(QuadrigaGroup):
         n = self.world_size
         given = (*args, *kwargs.values())
         if all(isinstance(value, list) and len(value) == n for value in given):
-            parts = [
-                (
-                    tuple(_entry(value, i) for value in args),
-                    {name: _entry(value, i) for name, value in kwargs.items()},
-                )
-                for i in range(n)
-            ]
+            parts = transposed(cast(Any, args), cast(Any, kwargs), n)
         else:
             # A batch is stored once, whatever the number of ranks that receive it.
             once = {id(v): stored(v) for v in given if isinstance(v, DataProto) and n > 1}
@@ -380,10 +374,6 @@ class GroupOfReferences(QuadrigaGroup):
     ) -> object:
         """Call `execute_rank_zero_async`."""
         return self.execute_rank_zero_async(method_name, *args, **kwargs)
-
-
-def _entry(value: object, index: int) -> object:
-    return value[index] if isinstance(value, list) else value
 
 
 WorkerT = TypeVar("WorkerT")
@@ -501,7 +491,8 @@ class RayWorkerGroup(GroupOfReferences, WorkerGroup):
     @property
     def fused_worker_used(self) -> bool:  # type: ignore[override]  # see above
         """Whether the group was made by `create_colocated_worker_cls_fused`."""
-        return self.ray_cls_with_init is not None and self.ray_cls_with_init.fused_worker_used
+        cls = self.ray_cls_with_init
+        return cls is not None and issubclass(cls.cls, single_controller.FusedWorker)
 
     @property
     def sub_cls_name(self) -> str:
@@ -598,7 +589,7 @@ class RayWorkerGroup(GroupOfReferences, WorkerGroup):
         return self._method_factory(self, role, record)
 
     def _parts_of_call(
-        self, view: CallView, mode: DispatchMode, args: Arguments, kwargs: KeywordArguments
+        self, view: GroupView, mode: DispatchMode, args: Arguments, kwargs: KeywordArguments
     ) -> list[Part]:
         """Return the arguments of each executing rank, as verl's execute functions send them."""
         return parts_of(view, mode, columns_of(view, mode, args, kwargs))
@@ -615,13 +606,7 @@ class RayWorkerGroup(GroupOfReferences, WorkerGroup):
     ) -> list[object]:
         """Call the ranks of an execute mode, with one entry of each argument per rank."""
         view = mode.views[threading.get_ident()]
-        parts: list[Part] = [
-            (
-                tuple(column[i] for column in args),
-                {name: column[i] for name, column in kwargs.items()},
-            )
-            for i in range(len(view.ranks))
-        ]
+        parts = transposed(args, kwargs, len(view.ranks))
         return self._call_ranks(view.ranks, method_name, parts)
 
 

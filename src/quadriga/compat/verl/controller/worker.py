@@ -6,15 +6,17 @@ import os
 import random
 import string
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, ClassVar, Self, cast
 
 from quadriga import single_controller
+from quadriga.backends import ray
 from quadriga.backends.ray.cluster import node_address, this_node
 from quadriga.backends.ray.start import join_register_center
 from quadriga.compat.verl.functional import get_visible_devices_keyword
-from quadriga.single_controller import Dispatch, RankLayout, register
+from quadriga.errors import DispatchError
+from quadriga.single_controller import ClassWithInitArgs, Dispatch, RankLayout, register
 from quadriga.single_controller.environment import RankEnvironment, ReservedPort
 
 
@@ -89,6 +91,16 @@ class WorkerMeta:
         return {key: self.store.get(key) for key in (f"_{k.lower()}" for k in Worker.env_keys())}
 
 
+class OfEnvironment:
+    """An attribute of the rank's environment. A worker may assign another value to its own."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, worker: Worker | None, owner: type) -> object:
+        return self if worker is None else getattr(worker._environment, self._name)
+
+
 class Worker(single_controller.Worker, WorkerHelper):
     """A worker in verl's spelling.
 
@@ -109,10 +121,45 @@ class Worker(single_controller.Worker, WorkerHelper):
             return self
         return super().__new__(cls)
 
+    _rank = OfEnvironment("rank")
+    _world_size = OfEnvironment("world_size")
+    _local_rank = OfEnvironment("local_rank")
+    _local_world_size = OfEnvironment("local_world_size")
+    _master_addr = OfEnvironment("master_address")
+    _master_port = OfEnvironment("master_port")
+
     @classmethod
     def env_keys(cls) -> list[str]:
         """Return the environment variables that `_configure_with_store` sets."""
-        return [*super().env_keys()[:-1], get_visible_devices_keyword()]
+        keys = "WORLD_SIZE RANK LOCAL_WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT"
+        return [*keys.split(), get_visible_devices_keyword()]
+
+    def _configure_with_store(self, store: Mapping[str, object]) -> None:
+        """Set the variables of `env_keys` that `store` has, and read the position again.
+
+        A variable has the key `_<name in lower case>`, for example `_world_size`.
+        """
+        found = {name: store.get(f"_{name.lower()}") for name in self.env_keys()}
+        os.environ.update({name: str(value) for name, value in found.items() if value is not None})
+        self._environment = RankEnvironment.read()
+
+    def get_master_addr_port(self) -> tuple[str, str]:
+        """Return (address, port) of rank 0: `master_address`, `master_port`."""
+        return self.master_address, self.master_port
+
+    @property
+    def fused_worker_dict(self) -> dict[str, Any]:  # a class of the user's need not be a `Worker`
+        """The roles that share this process: role → worker, without a class that fuses them."""
+        fused = single_controller.FusedWorker
+        return {r: worker for r, worker in self._siblings.items() if not isinstance(worker, fused)}
+
+    def get_fused_worker_by_name(self, worker_name: str) -> object:
+        """Return the worker of a role in this process, None if there is no such role."""
+        return self.fused_worker_dict.get(worker_name)
+
+    def query_collect_info(self, mesh_name: str) -> bool:
+        """Return whether the result of this rank is collected in a mesh."""
+        return self._query_collect_info(mesh_name)
 
     def _configure_before_init(self, register_center_name: str, rank: int) -> None:
         """Find the address and the port of rank 0, and set MASTER_ADDR and MASTER_PORT."""
@@ -159,3 +206,53 @@ class MegatronWorker(Worker):
         """Return the sizes of the layout. Raises `MeshError` if this rank has none."""
         at = self._query_rank_layout()
         return DistGlobalInfo(at.tp_size, at.dp_size, at.pp_size, at.cp_size)
+
+
+class FusedWorker(single_controller.FusedWorker, Worker):
+    """A worker that holds the workers of several roles."""
+
+    is_fused_worker = True
+    raw_cls_dict: ClassVar[dict[str, type]]
+    """role → worker class."""
+
+    def _fuw_execute(self, method_name: str, *args: object, **kwargs: object) -> object:
+        """Call a method of one role. `method_name`: "<role>_fwmn_<method>".
+
+        Raises `UnregisteredMethodError` for a role that this process does not have.
+        """
+        role, _, name = method_name.partition("_fwmn_")
+        return getattr(self.sibling(role), name)(*args, **kwargs)
+
+
+def create_colocated_worker_raw_cls(class_dict: dict[str, ClassWithInitArgs]) -> type[FusedWorker]:
+    """Return a class with one attribute per role, for subclasses that use several roles."""
+    made = single_controller.create_colocated_worker_raw_cls(class_dict, FusedWorker)
+    fused = cast(type[FusedWorker], made)
+    fused.raw_cls_dict = {role: member.cls for role, member in class_dict.items()}
+    return fused
+
+
+class RayClassWithInitArgs(ray.RayClassWithInitArgs):
+    """A worker class with its arguments."""
+
+    @property
+    def fused_worker_used(self) -> bool:
+        """Whether the class is one worker that builds a worker per role."""
+        return issubclass(self.cls, single_controller.FusedWorker)
+
+    @fused_worker_used.setter
+    def fused_worker_used(self, used: bool) -> None:
+        # Programs set it. It follows from the class here.
+        if used != self.fused_worker_used:
+            raise DispatchError(
+                f"fused_worker_used={used!r} was set for {self.cls.__name__}, which is "
+                f"{'' if self.fused_worker_used else 'not '}a class of several roles "
+                "(create_colocated_worker_raw_cls). Do not set it."
+            )
+
+
+def create_colocated_worker_cls_fused(
+    class_dict: dict[str, ClassWithInitArgs],
+) -> RayClassWithInitArgs:
+    """Return a fused class with one attribute per role. Its group offers `fuse`."""
+    return RayClassWithInitArgs(create_colocated_worker_raw_cls(class_dict))

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from quadriga.algorithms.user_files import load_user_files
 from quadriga.backends.ray import RayWorkerGroup as QuadrigaRayWorkerGroup
 from quadriga.backends.ray.cluster import ensure_ray
-from quadriga.backends.ray.programs import init_parameters, run_in_actor, write_timeline
 from quadriga.compat.verl.config import VerlConfig, setting
 from quadriga.compat.verl.controller.groups import RayWorkerGroup
 from quadriga.compat.verl.controller.pools import ResourcePoolManager
+from quadriga.compat.verl.controller.references import init_parameters, run_in_actor, write_timeline
 from quadriga.compat.verl.training.run_settings import (
     check_called,
     check_settings,

@@ -1,4 +1,8 @@
-"""Ray's own calls, for the programs of `quadriga.compat` that mix them with worker groups."""
+"""Ray's own calls, for programs that mix them with worker groups.
+
+The only module outside of `backends.ray` that imports ray. Calls of a group return references whose
+values `ray.get` gives: numbers, tensors, batches of remote fields.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,11 @@ from ray import cloudpickle
 from ray.exceptions import GetTimeoutError
 
 from quadriga.backends.ray.cluster import cluster_nodes, kill_actor
-from quadriga.backends.ray.submission import send_code_of_loaded_files
+from quadriga.backends.ray.submission import send_code_of_loaded_files, send_to_ranks
+from quadriga.backends.ray.waiting import RayPending
 from quadriga.errors import CallTimeoutError
+from quadriga.single_controller.backend import RankHandle, RankSet
+from quadriga.single_controller.call import Call
 from quadriga.single_controller.environment import preloaded
 from quadriga.single_controller.worker import plain_class
 
@@ -117,3 +124,25 @@ def run_in_actor(
 def write_timeline(path: str) -> None:
     """Write a trace of all tasks, in Chrome's format, to a file."""
     ray.timeline(filename=path)
+
+
+def submit_values(ranks: RankSet, targets: Sequence[int], calls: Sequence[Call]) -> list[Ref]:
+    """Send `calls[i]` to rank `targets[i]`. Return the references to their values.
+
+    The tasks are named "role.method". Calls of one controller start in the order in which they were
+    sent, whichever function has sent them. Raises as `send_to_ranks`.
+    """
+    label, key = calls[0].label, f"value of {calls[0].label}"
+
+    def send(handle: RankHandle, *arguments: object) -> Ref:
+        if key not in handle.methods:
+            handle.methods[key] = handle.native.quadriga_invoke_value.options(name=label).remote
+        method: Callable[..., Ref] = handle.methods[key]
+        return method(*arguments)
+
+    return send_to_ranks(ranks, [ranks.handles[target] for target in targets], calls, send)
+
+
+def pending_values(refs: Sequence[Ref]) -> list[RayPending]:
+    """Return what a `DataProtoFuture` waits for, for the references of batches."""
+    return [RayPending(ref, label="a reference of Ray") for ref in refs]
