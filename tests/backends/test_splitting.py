@@ -9,7 +9,7 @@ from worker_cases import Coroutines
 
 from quadriga.backends.ray import submission
 from quadriga.backends.ray.submission import split_futures
-from quadriga.backends.ray.waiting import RayPending
+from quadriga.backends.ray.waiting import pending_of
 from quadriga.compat.verl.controller.decorator import DataProtoFuture as FutureOfVerl
 from quadriga.errors import LengthError, WorkerMethodError
 from quadriga.protocol import DataProto, DataProtoFuture
@@ -116,7 +116,7 @@ def test_the_references_in_the_calls_are_linear_in_the_ranks(monkeypatch):
 
     facts = RankFacts(0, 64, "10.0.0.1", 1, "10.0.0.1", "1")
     handles = [RankHandle(Native(), "rank", facts)] * 64
-    future = DataProtoFuture([RayPending(ray.ObjectRef(bytes([i]) * 28)) for i in range(64)])
+    future = DataProtoFuture([pending_of(ray.ObjectRef(bytes([i]) * 28), "") for i in range(64)])
     parts = future.chunk(64)
     calls = split_futures(handles, [Call("role", "take", (part, 7)) for part in parts])
     assert [len(call.args[0].pending) for call in calls] == [1] * 64

@@ -163,10 +163,10 @@ def test_a_remote_result_is_pulled_by_one_request_and_read_once(monkeypatch):
 
 def test_a_sent_result_keeps_the_rest_of_its_deadline():
     handle = RankHandle(None, "a", RankFacts(3, 4, "node-1", 0, "", ""))
-    pending = RayPending("ref", None, RayBatch(["ref"], [handle], "actor.make", timeout=50))
+    pending = RayPending(RayBatch(["ref"], [handle], "actor.make", timeout=50), 0)
     sent = pickle.loads(pickle.dumps(pending))
-    assert sent.label == "actor.make, rank 3 on node-1"
-    assert 40 < sent.expires - time.monotonic() <= 50
+    assert sent.batch.label == "actor.make, rank 3 on node-1"
+    assert 40 < sent.batch.expires - time.monotonic() <= 50
 
 
 def test_a_future_is_done_when_one_of_its_ranks_has_failed(late, sign):

@@ -486,11 +486,12 @@ class FusedWorker(Worker):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
-        self.fused_roles = self._siblings = ColocatedClass(self.role_classes).build()
+        self.fused_roles = ColocatedClass(self.role_classes).build()
+        self._siblings = {type(self).__name__: self, **self.fused_roles}
         for role, worker in self.fused_roles.items():
             setattr(self, role, worker)
             if isinstance(worker, Worker):
-                worker._siblings = self.fused_roles
+                worker._siblings = self._siblings
 
 
 def create_colocated_worker_raw_cls(

@@ -36,7 +36,7 @@ from quadriga.backends.ray.start import (
 )
 from quadriga.backends.ray.store import RayStore
 from quadriga.backends.ray.submission import RayCallBackend
-from quadriga.backends.ray.waiting import RayPending
+from quadriga.backends.ray.waiting import pending_of
 from quadriga.errors import DispatchError, PlacementError, WorkerDiedError
 from quadriga.protocol.storage import use_store
 from quadriga.single_controller.backend import RankHandle, RankSet
@@ -328,7 +328,7 @@ def _future_of(ref: object) -> DataProtoFuture:
     from quadriga.backends.ray.referenced import ReferencedValue
 
     assert isinstance(ref, ray.ObjectRef)
-    return ReferencedValue([RayPending(ref, label="a reference of Ray")])
+    return ReferencedValue([pending_of(ref, "a reference of Ray")])
 
 
 register_reference(ray.ObjectRef, _future_of)

@@ -15,16 +15,14 @@ A failure also decides what happens to the peers of the rank that failed.
 
 from __future__ import annotations
 
-import errno
 import os
-import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar, cast
 
 import ray
 from ray.exceptions import (
@@ -65,6 +63,7 @@ Probe = Literal["open", "refused", "silent"]
 """What a node's port does: it accepts a connection, refuses it, or does not respond."""
 
 PROBE_TIMEOUT_S = 1.5
+PROBE_THREADS = 128
 FAILED_PROBES = 3
 """How many probes in a row must fail before a node can be lost."""
 LOST_AFTER_S: Mapping[Probe, float] = {"refused": 3.0, "silent": 10.0}
@@ -106,29 +105,18 @@ def actor_alive(actor: ActorHandle[object]) -> bool:
     local = None if state_of is None else state_of(actor._actor_id)
     if local is not None:
         return bool(local != _DEAD)
-    return actor_record(actor).get("State") not in (None, "DEAD")
-
-
-def actor_record(actor: ActorHandle[object]) -> dict[str, object]:
-    """Return the record of Ray's control store: State, Address, DeathCause, …; {} if unknown."""
     from ray._private import state
 
-    return dict(state.actors(actor._actor_id.hex()) or {})
+    record: dict[str, object] = dict(state.actors(actor._actor_id.hex()) or {})
+    return record.get("State") not in (None, "DEAD")
 
 
 # Nodes
 
 
-@dataclass
-class _Failing:
-    """A node whose probes fail."""
-
-    since: float
-    probes: int = 0
-
-
-_failing: dict[str, _Failing] = {}
-"""By node id. Shared by all waits and watches of this process, so that each probe counts."""
+_failing: dict[str, tuple[float, int]] = {}
+"""Node id → since when its probes fail, and how many have. Shared by all waits and watches of this
+process, so that each probe counts."""
 _failing_lock = threading.Lock()
 
 
@@ -146,9 +134,9 @@ def lost_nodes(node_ids: Iterable[str]) -> set[str]:
             if probe is None or probe == "open":
                 _failing.pop(node_id, None)
                 continue
-            failing = _failing.setdefault(node_id, _Failing(now))
-            failing.probes += 1
-            if failing.probes >= FAILED_PROBES and now - failing.since >= LOST_AFTER_S[probe]:
+            since, probes_failed = _failing.get(node_id, (now, 0))
+            _failing[node_id] = since, probes_failed + 1
+            if probes_failed + 1 >= FAILED_PROBES and now - since >= LOST_AFTER_S[probe]:
                 lost.add(node_id)
     return lost
 
@@ -170,55 +158,19 @@ def probe_nodes(node_ids: Iterable[str]) -> dict[str, Probe | None]:
 
 
 def _connect(nodes: Sequence[RayNode]) -> dict[str, Probe]:
-    """Connect to all nodes at once, in this thread: a thousand nodes take some milliseconds."""
-    result: dict[str, Probe] = {}
-    with selectors.DefaultSelector() as selector:
-        try:
-            for node in nodes:
-                family = socket.AF_INET6 if ":" in node.address else socket.AF_INET
-                sock = socket.socket(family, socket.SOCK_STREAM)
-                sock.setblocking(False)
-                selector.register(sock, selectors.EVENT_WRITE, node.node_id)
-                try:
-                    code = sock.connect_ex((node.address, node.port))
-                except OSError:  # the name of the host is not known
-                    code = errno.EHOSTUNREACH
-                if code not in (0, errno.EINPROGRESS):
-                    result[node.node_id] = _meaning(code)
-                    selector.unregister(sock)
-                    sock.close()
-            deadline = time.monotonic() + PROBE_TIMEOUT_S
-            while selector.get_map() and (left := deadline - time.monotonic()) > 0:
-                for key, _ in selector.select(left):
-                    connected = cast(socket.socket, key.fileobj)
-                    code = connected.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                    result[key.data] = _meaning(code)
-                    selector.unregister(connected)
-                    connected.close()
-        finally:
-            for key in list(selector.get_map().values()):
-                result.setdefault(key.data, "silent")
-                cast(socket.socket, key.fileobj).close()
-    return result
+    """Connect to all nodes at once."""
+    with ThreadPoolExecutor(max(1, min(len(nodes), PROBE_THREADS))) as threads:
+        return dict(zip((node.node_id for node in nodes), threads.map(_probe, nodes), strict=True))
 
 
-def _meaning(code: int) -> Probe:
-    if code == 0:
-        return "open"
-    return "refused" if code == errno.ECONNREFUSED else "silent"
-
-
-class NodeProbe:
-    """Find the ranks of one wait whose node is lost."""
-
-    def __init__(self, handles: Sequence[RankHandle]) -> None:
-        self._handles = handles
-        self._node_ids = {handle.facts.node_id for handle in handles}
-
-    def lost(self) -> list[RankHandle]:
-        """Probe the nodes once; return the ranks whose node is lost."""
-        lost = lost_nodes(self._node_ids)
-        return [h for h in self._handles if h.facts.node_id in lost] if lost else []
+def _probe(node: RayNode) -> Probe:
+    try:
+        socket.create_connection((node.address, node.port), PROBE_TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return "refused"
+    except OSError:
+        return "silent"
+    return "open"
 
 
 # Functions on a rank's node
@@ -261,39 +213,33 @@ def text_of(ref: Ref) -> str:
         return NO_RESPONSE
 
 
-RANK_HOST = os.path.join("single_controller", "rank_host.py")
+RANK_HOST = "single_controller/rank_host.py"
 WAIT_S = 2.0
 NOTHING_RUNS = "  (no method of a worker is running)"
 LAST_LINES = 20
 LAST_BYTES = 64 * 1024
 """How much of the end of a log file is read."""
 
-COLLECTIVES = tuple(
-    os.path.join(*part.split("/"))
-    for part in (
-        "torch/distributed/distributed_c10d.py",
-        "torch/distributed/_functional_collectives.py",
-        "torch/distributed/rendezvous.py",
-        "torch/distributed/nn/functional.py",
-        "torch/distributed/tensor/_collective_utils.py",
-        "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py",
-        "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py",
-        "ray/util/collective/",
-    )
+COLLECTIVES = (
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/_functional_collectives.py",
+    "torch/distributed/rendezvous.py",
+    "torch/distributed/nn/functional.py",
+    "torch/distributed/tensor/_collective_utils.py",
+    "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py",
+    "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py",
+    "ray/util/collective/",
 )
 """Files whose functions wait for other ranks. Other files of `torch/distributed` compute, or write
 checkpoints to a disk that may be slow."""
 _LOCAL_STEPS = ("_object_to_tensor", "_tensor_to_object")
 """Functions of those files that pickle, and wait for no other rank."""
-_WRAPPERS = tuple(
-    os.path.join(*part.split("/"))
-    for part in (
-        "torch/distributed/c10d_logger.py",
-        "torch/utils/_contextlib.py",
-        "torch/_ops.py",
-        "torch/_compile.py",
-        "torch/_dynamo/eval_frame.py",
-    )
+_WRAPPERS = (
+    "torch/distributed/c10d_logger.py",
+    "torch/utils/_contextlib.py",
+    "torch/_ops.py",
+    "torch/_compile.py",
+    "torch/_dynamo/eval_frame.py",
 )
 """Files whose frames stand between a collective and the code that called it."""
 
@@ -459,21 +405,21 @@ class FailedCall:
         if self._refs:
             _, running = self._failures(GRACE_S)
         note = self._release(running) if running else ""
-        role, _, method = self._label.rpartition(".")
-        facts = failed.facts
-        first = f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
-        cause = f"{self._label} could not be sent to rank {facts.rank} on {facts.node}: {first}"
-        if self.killed:
-            killed = ", ".join(str(handle.facts.rank) for handle in self.killed)
-            ranks.broken = f"rank(s) {killed} were killed in a collective after {cause}"
+        first = f"{type(error).__name__}: {_first_line(error)}"
+        place = f"rank {failed.facts.rank} on {failed.facts.node}"
+        cause = f"{self._label} could not be sent to {place}: {first}"
+        self.mark_as_broken(ranks, cause)
         received = ", ".join(str(handle.facts.rank) for handle in self._handles) or "none"
         return WorkerError(
             f"{cause}. Rank(s) that received the call: {received}.\n\n{note}".rstrip(),
-            role=role,
-            rank=facts.rank,
-            node=facts.node,
-            method=method,
+            **details(failed, self._label),
         )
+
+    def mark_as_broken(self, ranks: RankSet, cause: str) -> None:
+        """Let later calls of the group fail if peers had to be killed."""
+        if self.killed:
+            killed = ", ".join(str(handle.facts.rank) for handle in self.killed)
+            ranks.broken = f"rank(s) {killed} were killed in a collective after {cause}"
 
     def _failures(self, grace: float) -> tuple[list[QuadrigaError], list[RankHandle]]:
         """Return the failures so far, and the ranks that still run the call."""
@@ -525,6 +471,21 @@ def _order(error: QuadrigaError) -> tuple[int, float]:
     return (0 if isinstance(error, WorkerDiedError) else 1, getattr(error, "raised_at", 0.0))
 
 
+class Details(TypedDict):
+    """The attributes of an error about one call of one rank."""
+
+    role: str
+    rank: int
+    node: str
+    method: str
+
+
+def details(handle: RankHandle, label: str) -> Details:
+    """Return the attributes. `label`: "role.method"."""
+    role, _, method = label.rpartition(".")
+    return {"role": role, "rank": handle.facts.rank, "node": handle.facts.node, "method": method}
+
+
 def translate(
     error: RayError, handle: RankHandle, label: str, in_rank: bool = False
 ) -> QuadrigaError:
@@ -536,39 +497,28 @@ def translate(
         label: "role.method".
         in_rank: the rank raised it, and not this process.
     """
-    role, _, method = label.rpartition(".")
-    facts = handle.facts
-    details = {"role": role, "rank": facts.rank, "node": facts.node, "method": method}
+    place, remote = f"rank {handle.facts.rank} on {handle.facts.node}", str(error)
     if isinstance(error, RayTaskError):
         cause = error.cause
         if isinstance(cause, QuadrigaError):
             return cause
         if isinstance(cause, RayError):
             return translate(cause, handle, label, in_rank=True)
-        return WorkerMethodError(
-            f"{type(cause).__name__} around {label}, rank {facts.rank} on {facts.node}: "
-            f"{_first_line(cause)}. The rank could not read the arguments or pickle the result, or "
-            "the method raised what is no `Exception`.",
-            remote_traceback=str(error),
-            **details,
+        text = (
+            f"{type(cause).__name__} around {label}, {place}: {_first_line(cause)}. The rank could "
+            "not read the arguments or pickle the result, or the method raised what is no "
+            "`Exception`."
         )
-    if isinstance(error, RaySystemError):
-        place = f"rank {facts.rank} on {facts.node}"
-        what = (
-            f"An argument of {label} could not be read by {place}"
-            if in_rank
-            else f"A result of {label} from {place} could not be read by this process"
-        )
-        return WorkerMethodError(
-            f"{what}: {_last_line(error)}", remote_traceback=str(error), **details
-        )
-    if isinstance(error, DEAD):
+    elif isinstance(error, DEAD):
         return died(handle, label, _reason(error))
-    return WorkerMethodError(
-        f"{type(error).__name__} around {label}, rank {facts.rank} on {facts.node}: {error}",
-        remote_traceback="",
-        **details,
-    )
+    elif isinstance(error, RaySystemError):
+        last_line = remote.strip().splitlines()[-1].strip()  # of a traceback: the error itself
+        text = f"A result of {label} from {place} could not be read by this process: {last_line}"
+        if in_rank:
+            text = f"An argument of {label} could not be read by {place}: {last_line}"
+    else:
+        text, remote = f"{type(error).__name__} around {label}, {place}: {error}", ""
+    return WorkerMethodError(text, remote_traceback=remote, **details(handle, label))
 
 
 def died(handle: RankHandle, label: str, reason: str) -> WorkerDiedError:
@@ -576,16 +526,12 @@ def died(handle: RankHandle, label: str, reason: str) -> WorkerDiedError:
 
     `label`: "role.method", with an empty method if the rank was idle.
     """
-    role, _, method = label.rpartition(".")
-    facts = handle.facts
-    doing = f"{method} was in flight" if method else "it was idle"
+    known, facts = details(handle, label), handle.facts
+    doing = f"{known['method']} was in flight" if known["method"] else "it was idle"
     return WorkerDiedError(
-        f"The process of {role} rank {facts.rank} on {facts.node} (pid {facts.pid}) ended while "
-        f"{doing}: {reason}\n\nIts last lines:\n{last_lines(handle)}",
-        role=role,
-        rank=facts.rank,
-        node=facts.node,
-        method=method,
+        f"The process of {known['role']} rank {facts.rank} on {facts.node} (pid {facts.pid}) ended "
+        f"while {doing}: {reason}\n\nIts last lines:\n{last_lines(handle)}",
+        **known,
     )
 
 
@@ -621,11 +567,6 @@ def _reason(error: RayError) -> str:
     return text.partition(" Some common causes include")[0]
 
 
-def _last_line(error: RayError) -> str:
-    """Return the last line of a traceback, which is the error itself."""
-    return str(error).strip().splitlines()[-1].strip()
-
-
 def _first_line(error: BaseException | None) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else "no message"
 
@@ -634,15 +575,11 @@ def cancelled(source: str, handle: RankHandle | None = None) -> WorkerMethodErro
     """Return the error for a result that was dropped. `source`: "role.method", and the rank."""
     if handle is None:
         return WorkerMethodError(f"The result of {source} was cancelled.", remote_traceback="")
-    role, _, method = source.rpartition(".")
     rank, node = handle.facts.rank, handle.facts.node
     return WorkerMethodError(
         f"The result of {source}, rank {rank} on {node}, was cancelled. The rank runs the call.",
         remote_traceback="",
-        role=role,
-        rank=rank,
-        node=node,
-        method=method,
+        **details(handle, source),
     )
 
 
@@ -671,14 +608,9 @@ def late(label: str, timeout: float | None, stuck: Sequence[RankHandle]) -> Call
     """
     stacks = stacks_of(stuck)
     shown = "\n\n".join(f"Stack of rank {rank}:\n{stack}" for rank, stack in stacks.items())
-    role, _, method = label.rpartition(".")
-    first = stuck[0]
     return CallTimeoutError(
         f"{label} exceeded its deadline of {timeout:g} s; still running on rank(s) "
         f"{places(stuck)}.\n\n{shown}",
-        role=role,
-        rank=first.facts.rank,
-        node=first.facts.node,
-        method=method,
         stacks=stacks,
+        **details(stuck[0], label),
     )

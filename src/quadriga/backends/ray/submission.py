@@ -59,7 +59,7 @@ from quadriga.backends.ray.store import (
     is_plain_batch,
     packed_batch,
 )
-from quadriga.backends.ray.waiting import RayBatch, RayPending, RayPendings
+from quadriga.backends.ray.waiting import RayBatch, RayPending, RayPendings, pending_of
 from quadriga.errors import DispatchError, WorkerError
 from quadriga.protocol.containers import PLAIN_TYPES
 from quadriga.protocol.storage import Handle, LocalHandle, Transport, transports
@@ -344,7 +344,7 @@ def _split(handle: RankHandle, label: str, splits: Splits) -> list[list[RayPendi
     sent = method.remote(splits)
     refs = iter([sent] if sum(counts) == 1 else sent)
     source = f"the split of a future for {label}, rank {handle.facts.rank} on {handle.facts.node}"
-    return [[RayPending(ref, label=source) for ref in islice(refs, n)] for n in counts]
+    return [[pending_of(ref, source) for ref in islice(refs, n)] for n in counts]
 
 
 def the_value(values: Sequence[object]) -> object:

@@ -1,8 +1,8 @@
 """Waiting for results of ranks: the first failure of any of them ends the wait.
 
-    RayBatch       the results of one submission, in the process that submitted it
-    RayPending     one of those results; pickled, it becomes a result that another process waits for
-    wait_for       waits for several of both kinds at once
+    RayBatch       the results of one submission
+    RayPending     one of them; pickled, it becomes a batch of one result, whose rank is not known
+    wait_for       waits for several batches at once
 
 A wait first asks Ray for everything at once, which is all that a short call needs. After
 `FIRST_WAIT_S` it goes on in slices.
@@ -26,8 +26,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn, Protocol, overload
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, NoReturn, overload
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
@@ -36,11 +37,11 @@ from quadriga.backends.ray.cluster import fetch
 from quadriga.backends.ray.health import (
     DEAD,
     FailedCall,
-    NodeProbe,
     cancelled,
     died,
     is_returned,
     late,
+    lost_nodes,
     places,
 )
 from quadriga.backends.ray.memory import collect_in_wait
@@ -52,53 +53,317 @@ from quadriga.single_controller.backend import RankHandle, RankSet, broken_group
 if TYPE_CHECKING:
     from quadriga.backends.ray.cluster import Ref
 
+logger = logging.getLogger("quadriga.controller")
+
+# A call of 0.05 s takes one `ray.get`. One of 0.9 s takes a `ray.get` of 0.2 s and two slices: from
+# 0.2 to 0.7 s and from 0.7 to 0.9 s.
+FIRST_WAIT_S = 0.2
+"""How long a wait asks Ray for everything at once, before it goes on in slices."""
 SLICE_S = 0.5
 """Length of a slice: how long a failure of one rank may go unnoticed while others run."""
 MIN_SLICE_S = 0.01
+PROBE_S = 2.0
+"""How often a wait asks the nodes."""
+LOG_S = 60.0
+"""How often a long wait logs which ranks it waits for."""
 
 
-class Awaited(Protocol):
-    """Some results that are waited for together."""
+class RayBatch:
+    """The results of one submission, one per rank.
 
-    label: str
-    """Whose results they are, for messages."""
-    expires: float | None
-    """When the deadline is, as `time.monotonic()`."""
-    values: list[object] | None
-    """What `keep` made of the values, None before."""
+    Consumes: the references of the tasks. Waits for: every rank, the first failure, the deadline,
+    or a watched group that breaks. Unblocked by: any of these.
+    """
 
-    @property
-    def refs(self) -> list[Ref]:
-        """What Ray is asked for."""
+    def __init__(
+        self,
+        refs: list[Ref],
+        handles: Sequence[RankHandle] = (),
+        label: str = "",
+        timeout: float | None = None,
+        ranks: RankSet | None = None,
+        fields: Sequence[Sequence[Ref]] = (),
+    ) -> None:
+        """Args:
+        refs: first return of each task.
+        handles: the rank of each task; none for results of a call of another process.
+        label: "role.method", for messages; where the ranks are not known with rank and node.
+        timeout: seconds from now to CallTimeoutError.
+        ranks: the group; it is marked as broken if ranks had to be killed.
+        fields: the returns of fields of each task; may be left out if no task has one.
+        """
+        self.refs = refs
+        self.handles = handles
+        self.label = label
+        self.timeout = timeout
+        self.ranks = ranks
+        self.fields = fields
+        self.values: list[object] | None = None
+        self.started = self._logged = self._probed = time.monotonic()
+        self.expires = None if timeout is None else self.started + timeout
+        self.dropped: set[int] = set()
+        """Positions of results that were cancelled here, while their ranks run the call."""
 
-    def raise_failure(self, index: int, error: RayError) -> NoReturn:
-        """Raise the error for result `index`, for which Ray has `error`."""
+    def gather(self) -> list[object]:
+        """Return all values in order; wait for them once.
+
+        Raises `WorkerMethodError` if a method raised, `WorkerDiedError` if a process has ended,
+        `CallTimeoutError` if the deadline is exceeded.
+        """
+        if self.values is None:
+            wait_for([self])
+        assert self.values is not None
+        self.raise_if_dropped()
+        return self.values
 
     def raise_if_dropped(self) -> None:
-        """Raise WorkerMethodError if a result was cancelled."""
+        """Raise `WorkerMethodError` if one of the results was cancelled."""
+        if self.dropped:
+            raise cancelled(self.label, self.handles[min(self.dropped)] if self.handles else None)
 
-    def raise_if_late(self) -> None:
-        """Raise CallTimeoutError if a result is missing at the deadline."""
+    def waits_for(self, handle: RankHandle) -> bool:
+        """Return whether the result of that rank is missing: it runs, or its process has ended."""
+        for ref, mine in zip(self.refs, self.handles, strict=True):
+            if mine is handle and self.values is None:
+                return not is_returned(ref)
+        return False
 
-    def look(self) -> None:
-        """Check the ranks, and log what is waited for. Called once a slice."""
+    def keep(self, values: Iterable[object]) -> None:
+        """Open what the tasks returned, and note how many objects the fields of results fill."""
+        self.values = []
+        for i, returned in enumerate(values):
+            method = self.handles[i].methods.get(self.label) if self.handles else None
+            if method is not None:
+                method.received(returned)
+            fields = self.fields[i] if self.fields else ()
+            self.values.append(opened(returned, self.refs[i], fields))
 
-    def keep(self, values: list[object]) -> None:
-        """Keep the values, in the order of `refs`."""
+    def raise_failure(self, index: int, error: RayError) -> NoReturn:
+        """Raise the failure that came first, of all that are known after a short grace.
+
+        `index`: the result for which Ray has `error`.
+        """
+        if not self.handles:
+            if isinstance(error, RayTaskError) and isinstance(error.cause, QuadrigaError):
+                raise error.cause from None
+            if isinstance(error, DEAD):
+                raise WorkerDiedError(
+                    f"An argument is the result of {self.label}, whose process has ended."
+                ) from error
+            raise error
+        call = FailedCall(self.refs, self.handles, self.fields, self.label)
+        first = call.first_failure(index, error)
+        if self.ranks is not None:
+            call.mark_as_broken(self.ranks, str(first).splitlines()[0])
+        raise first from getattr(first, "cause", None)
+
+    def look(self, now: float) -> None:
+        """Check deadline and nodes, and log what is waited for. Called once a slice."""
+        if self.expires is not None and now >= self.expires and (stuck := self._unfinished()):
+            if self.handles:
+                raise late(self.label, self.timeout, [self.handles[i] for i in stuck])
+            raise CallTimeoutError(
+                f"An argument is the result of {self.label}, which exceeded its deadline."
+            )
+        self.raise_if_dropped()
+        if self.handles and now - self._probed >= PROBE_S:
+            self._probed = now
+            lost = lost_nodes({handle.facts.node_id for handle in self.handles})
+            for i in self._unfinished() if lost else ():
+                if self.handles[i].facts.node_id in lost:
+                    raise died(self.handles[i], self.label, "its node does not respond")
+        if self.handles and now - self._logged >= LOG_S:
+            self._logged = now
+            waited, running = now - self.started, [self.handles[i] for i in self._unfinished()]
+            logger.warning(
+                "waiting for %s on rank(s) %s for %.0f s", self.label, places(running), waited
+            )
+
+    def _unfinished(self) -> list[int]:
+        done, _ = ray.wait(self.refs, num_returns=len(self.refs), timeout=0, fetch_local=False)
+        finished = set(done)
+        return [i for i, ref in enumerate(self.refs) if ref not in finished]
 
 
-def until_deadline(awaited: Sequence[Awaited], seconds: float, limit: float | None) -> float:
+def pending_of(
+    ref: Ref,
+    label: str,
+    fields: Sequence[Ref] = (),
+    left: float | None = None,
+    dropped: bool = False,
+) -> RayPending:
+    """Return a result whose rank is not known in this process.
+
+    Args:
+        ref: first return of the task.
+        label: whose result it is, for messages: "role.method, rank r on node".
+        fields: the returns of fields of the task.
+        left: seconds until the deadline of the call, None without a deadline.
+        dropped: the result was cancelled.
+    """
+    batch = RayBatch([ref], (), label, left, fields=[fields])
+    batch.dropped.update([0] if dropped else [])
+    return RayPending(batch, 0)
+
+
+class RayPending(PendingValue):
+    """One rank's result: number `index` of a batch.
+
+    A failure of any peer in the batch ends the wait. Pickled, it carries the reference, the name of
+    its source and what is left of the deadline.
+    """
+
+    __slots__ = ("_returned", "batch", "index")
+
+    def __init__(self, batch: RayBatch, index: int) -> None:
+        self.batch = batch
+        self.index = index
+        self._returned = False
+        """Whether the task is known to have returned and not raised."""
+
+    @property
+    def ref(self) -> Ref:
+        """The first return of the task."""
+        return self.batch.refs[self.index]
+
+    @property
+    def value_here(self) -> object:
+        """The value if it was waited for before, else None."""
+        return None if self.batch.values is None else self.batch.values[self.index]
+
+    def result(self) -> object:
+        """Wait for the value. Raises what the worker raised."""
+        return self.batch.gather()[self.index]
+
+    def done(self) -> bool:
+        """Return whether the value, or the error instead of it, exists."""
+        if self.batch.values is not None or self.index in self.batch.dropped:
+            return True
+        return bool(ray.wait([self.ref], timeout=0, fetch_local=False)[0])
+
+    @staticmethod
+    def all_done(pendings: Sequence[RayPending]) -> bool:
+        """Return whether `wait_all` returns or raises without waiting for a rank.
+
+        It raises when one rank has failed, at the deadline of a call, and while a watched group is
+        broken.
+        """
+        missing = {p.ref: p for p in pendings if p.batch.values is None}
+        if not missing or broken_groups or any(p.index in p.batch.dropped for p in pendings):
+            return True
+        deadlines = {p.batch.expires for p in missing.values()}
+        if any(at is not None and time.monotonic() >= at for at in deadlines):
+            return True
+        refs = list(missing)
+        ended, running = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+        return not running or any(missing[ref]._has_failed() for ref in ended)
+
+    def _has_failed(self) -> bool:
+        """Return whether the task, which has ended, has raised. Reads its result at most once."""
+        if not self._returned:
+            try:
+                fetch([self.ref], timeout=0)
+            except GetTimeoutError:
+                pass  # a large result on another node: an error would be here
+            except RayError:
+                return True
+            self._returned = True
+        return False
+
+    def cancel(self) -> bool:
+        """Drop the result. Return False if it exists.
+
+        A rank with coroutine methods ends the call. Another rank runs it when its turn comes.
+        """
+        if self.done():
+            return False
+        handles = self.batch.handles
+        if handles and handles[self.index].facts.interleaves:
+            ray.cancel(self.ref)
+        else:
+            # Ray is not asked: a call that it cancels before it is sent leaves a gap in the numbers
+            # of the calls of that rank, which then waits 30 s for it and refuses the next call.
+            self.batch.dropped.add(self.index)
+        return True
+
+    @staticmethod
+    def wait_all(pendings: Sequence[RayPending], timeout: float | None = None) -> None:
+        """Wait until every value is known. The first failure of any of them is raised.
+
+        Raises `CallTimeoutError` after `timeout` seconds; the calls go on.
+        """
+        wait_for(list({id(p.batch): p.batch for p in pendings}.values()), timeout)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        batch, label = self.batch, self.batch.label
+        if batch.handles:
+            facts = batch.handles[self.index].facts
+            label = f"{label}, rank {facts.rank} on {facts.node}"
+        # The time that is left is sent, because `time.monotonic()` differs between nodes:
+        #   here     expires 5010.0, now 5003.0    sends 7.0
+        #   there    now 120.0                     expires 127.0
+        left = None if batch.expires is None else max(0.0, batch.expires - time.monotonic())
+        fields = batch.fields[self.index] if batch.fields else ()
+        return pending_of, (self.ref, label, fields, left, self.index in batch.dropped)
+
+
+class RayPendings(Sequence[RayPending]):
+    """The results of one submission, by position. Each is made when it is asked for: a blocking
+    call waits for the batch and asks for none, and a thousand of them take a millisecond."""
+
+    def __init__(self, batch: RayBatch) -> None:
+        self.batch = batch
+
+    @overload
+    def __getitem__(self, index: int) -> RayPending: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[RayPending]: ...
+    def __getitem__(self, index: int | slice) -> RayPending | list[RayPending]:
+        numbers = range(len(self))[index]
+        if isinstance(numbers, range):
+            return [RayPending(self.batch, number) for number in numbers]
+        return RayPending(self.batch, numbers)
+
+    def __len__(self) -> int:
+        return len(self.batch.refs)
+
+
+def wait_for(batches: Sequence[RayBatch], timeout: float | None = None) -> None:
+    """Wait until all results are known. Raises the first failure of any of them, `CallTimeoutError`
+    at the earliest deadline and after `timeout` seconds, and the error of a watched group that
+    breaks."""
+    limit = None if timeout is None else time.monotonic() + timeout
+    for batch in batches:
+        batch.raise_if_dropped()
+    missing = [batch for batch in batches if batch.values is None]
+    refs = [ref for batch in missing for ref in batch.refs]
+    values, failed = None, False
+    try:
+        values = ray.get(refs, timeout=_until(missing, FIRST_WAIT_S, limit)) if refs else []
+    except RayError as error:
+        failed = not isinstance(error, GetTimeoutError)
+        error.__traceback__ = None  # see `cluster.fetch`
+    # Outside of `except`, so that a failure is not shown with Ray's time-out as its context.
+    values = _wait_in_slices(missing, refs, limit, failed) if values is None else values
+    # `values` is in the order of `refs`. A batch of 3 ranks, then one result by itself: the first
+    # keeps values[0:3], the second values[3:4].
+    rest = iter(values)
+    for batch in missing:
+        batch.keep(islice(rest, len(batch.refs)))
+
+
+def _until(batches: Sequence[RayBatch], seconds: float, limit: float | None) -> float:
     """Return `seconds`, or less if a deadline or the limit (`time.monotonic()`) comes first."""
-    expires = [at for at in [limit, *(a.expires for a in awaited)] if at is not None]
-    return max(0.0, min([seconds, *(at - time.monotonic() for at in expires)]))
+    expires = [at for at in [limit, *(batch.expires for batch in batches)] if at is not None]
+    return max(0.0, min(seconds, min(expires) - time.monotonic())) if expires else seconds
 
 
-def wait_in_slices(
-    awaited: Sequence[Awaited], refs: list[Ref], limit: float | None, *, failed: bool
+def _wait_in_slices(
+    batches: Sequence[RayBatch], refs: list[Ref], limit: float | None, failed: bool
 ) -> list[object]:
     """Return the value of every reference, in order. For the arguments see `Slices`."""
     try:
-        found = Slices(awaited, refs, limit, failed=failed).wait()
+        found = Slices(batches, refs, limit).wait(failed)
     except QuadrigaError as error:
         # Ray's error, which refers to this one as its cause, is in variables of the frames below
         # and may be the context. The cycle would keep the batches of every calling frame.
@@ -113,61 +378,53 @@ class Slices:
     """A wait in slices. Consumes: references. Waits for: all of them. Unblocked by: the last value,
     the first failure, a deadline, a lost node, a watched group that breaks."""
 
-    def __init__(
-        self,
-        awaited: Sequence[Awaited],
-        refs: list[Ref],
-        limit: float | None,
-        *,
-        failed: bool = False,
-    ) -> None:
+    def __init__(self, batches: Sequence[RayBatch], refs: list[Ref], limit: float | None) -> None:
         """Args:
-        awaited: what to wait for.
-        refs: all references of `awaited`.
+        batches: what to wait for.
+        refs: all references of `batches`.
         limit: when this wait ends without a result, as `time.monotonic()`; None: never.
-        failed: one of the results is an error.
         """
-        self._awaited = awaited
+        self._batches = batches
         self._limit = limit
-        self._home = {ref: (a, i) for a in awaited for i, ref in enumerate(a.refs)}
+        self._home = {ref: (batch, i) for batch in batches for i, ref in enumerate(batch.refs)}
         # Each reference once: `ray.wait` refuses a list that contains one twice.
         self._running = list(dict.fromkeys(refs))
         self._remote: list[Ref] = []
         """Results that exist and that are being pulled from another node."""
         self._values: dict[Ref, object] = {}
-        self._failed = failed
         self._began = time.monotonic()
 
-    def wait(self) -> dict[Ref, object]:
-        """Return the value of every reference."""
-        if self._failed:
-            self._take_running(0.0)  # finds which one failed
+    def wait(self, failed: bool) -> dict[Ref, object]:
+        """Return the value of every reference. `failed`: one of the results is an error."""
+        pause = 0.0 if failed else None
         while self._running or self._remote:
-            # A result that exists is received even if its pull ends after the deadline.
-            pause = max(MIN_SLICE_S, until_deadline(self._awaited, SLICE_S, self._limit))
-            self._take_running(pause)
+            if pause is None:
+                # A result that exists is received even if its pull ends after the deadline.
+                pause = max(MIN_SLICE_S, _until(self._batches, SLICE_S, self._limit))
+            self._running, found = self._ready(self._running, pause, fetch_local=False)
+            self._remote += found
             # While ranks run, their wait is the pause of the slice, and the pull only goes on.
-            self._pull(0.0 if self._running else pause)
+            pull = 0.0 if self._running else pause
+            self._remote, found = self._ready(self._remote, pull, fetch_local=True)
+            self._remote += found
             if self._running or self._remote:
                 self._look()
+            pause = None
         return self._values
 
-    def _take_running(self, timeout: float) -> None:
-        if self._running:
-            ready, self._running = ray.wait(
-                self._running,
-                num_returns=len(self._running),
-                timeout=timeout,
-                fetch_local=False,
-            )
-            self._remote += self._read(ready)
+    def _ready(
+        self, refs: list[Ref], timeout: float, fetch_local: bool
+    ) -> tuple[list[Ref], list[Ref]]:
+        """Wait for references and read those that exist.
 
-    def _pull(self, timeout: float) -> None:
-        if self._remote:
-            local, self._remote = ray.wait(
-                self._remote, num_returns=len(self._remote), timeout=timeout, fetch_local=True
-            )
-            self._remote += self._read(local)
+        Return the references that do not exist, and of the others those that are not here.
+        """
+        if not refs:
+            return [], []
+        ready, missing = ray.wait(
+            refs, num_returns=len(refs), timeout=timeout, fetch_local=fetch_local
+        )
+        return missing, self._read(ready)
 
     def _read(self, refs: list[Ref]) -> list[Ref]:
         """Read what can be read now; return the references of the rest."""
@@ -188,8 +445,7 @@ class Slices:
         return [rest for ref in refs for rest in self._read([ref])]
 
     def _look(self) -> None:
-        if broken_groups:
-            raise_if_broken()
+        raise_if_broken()
         now = time.monotonic()
         collect_in_wait(now - self._began)
         if self._limit is not None and now >= self._limit:
@@ -198,367 +454,5 @@ class Slices:
                 f"The future of {', '.join(sorted(missing))} has no result in time. The call goes "
                 "on."
             )
-        for awaited in self._awaited:
-            if awaited.expires is not None and now >= awaited.expires:
-                awaited.raise_if_late()
-            awaited.look()
-
-
-logger = logging.getLogger("quadriga.controller")
-
-# A call of 0.05 s takes one `ray.get`. One of 0.9 s takes a `ray.get` of 0.2 s and two slices: from
-# 0.2 to 0.7 s and from 0.7 to 0.9 s.
-FIRST_WAIT_S = 0.2
-"""How long a wait asks Ray for everything at once, before it goes on in slices."""
-PROBE_S = 2.0
-"""How often a wait asks the nodes."""
-LOG_S = 60.0
-"""How often a long wait logs which ranks it waits for."""
-
-
-class RayBatch:
-    """The results of one submission, one per rank.
-
-    Consumes: the references of the tasks. Waits for: every rank, the first failure, the deadline,
-    or a watched group that breaks. Unblocked by: any of these.
-    """
-
-    def __init__(
-        self,
-        refs: list[Ref],
-        handles: Sequence[RankHandle],
-        label: str,
-        timeout: float | None = None,
-        ranks: RankSet | None = None,
-        fields: Sequence[Sequence[Ref]] = (),
-    ) -> None:
-        """Args:
-        refs: first return of each task.
-        handles: the rank of each task.
-        label: "role.method", for messages.
-        timeout: seconds from now to CallTimeoutError.
-        ranks: the group; it is marked as broken if ranks had to be killed.
-        fields: the returns of fields of each task; may be left out if no task has one.
-        """
-        self.refs = refs
-        self.handles = handles
-        self.label = label
-        self.timeout = timeout
-        self.ranks = ranks
-        self.fields = fields
-        self.values: list[object] | None = None
-        self.started = self._logged = self._probed = time.monotonic()
-        self.expires = None if timeout is None else self.started + timeout
-        self._probe: NodeProbe | None = None
-        self.dropped: set[int] = set()
-        """Positions of results that were cancelled here, while their ranks run the call."""
-
-    def gather(self) -> list[object]:
-        """Return all values in order; wait for them once.
-
-        Raises `WorkerMethodError` if a method raised, `WorkerDiedError` if a process has ended,
-        `CallTimeoutError` if the deadline is exceeded.
-        """
-        if self.values is None:
-            wait_for([self])
-        assert self.values is not None
-        self.raise_if_dropped()
-        return self.values
-
-    def raise_if_dropped(self) -> None:
-        """Raise `WorkerMethodError` if one of the results was cancelled here."""
-        if self.dropped:
-            raise cancelled(self.label, self.handles[min(self.dropped)])
-
-    def waits_for(self, handle: RankHandle) -> bool:
-        """Return whether the result of that rank is missing: it runs, or its process has ended."""
-        for ref, mine in zip(self.refs, self.handles, strict=True):
-            if mine is handle and self.values is None:
-                return not is_returned(ref)
-        return False
-
-    def keep(self, values: list[object]) -> None:
-        """Open what the tasks returned, and note how many objects the fields of results fill."""
-        for i, returned in enumerate(values):
-            method = self.handles[i].methods.get(self.label)
-            if method is not None:
-                method.received(returned)
-            values[i] = opened(returned, self.refs[i], self.fields[i] if self.fields else ())
-        self.values = values
-
-    def raise_failure(self, index: int, error: RayError) -> NoReturn:
-        """Raise the failure that came first, of all that are known after a short grace."""
-        call = FailedCall(self.refs, self.handles, self.fields, self.label)
-        first = call.first_failure(index, error)
-        if call.killed and self.ranks is not None:
-            cause = str(first).splitlines()[0]
-            ranks = ", ".join(str(h.facts.rank) for h in call.killed)
-            self.ranks.broken = f"rank(s) {ranks} were killed in a collective after {cause}"
-        raise first from getattr(first, "cause", None)
-
-    def raise_if_late(self) -> None:
-        """Raise CallTimeoutError with the stacks of the ranks that still run the call."""
-        stuck = self._unfinished()
-        if not stuck:
-            return  # the last result arrived at this moment
-        raise late(self.label, self.timeout, stuck)
-
-    def look(self) -> None:
-        """Raise WorkerDiedError if the node of a running rank is lost; log a long wait."""
-        self.raise_if_dropped()
-        now = time.monotonic()
-        if now - self._probed >= PROBE_S:
-            self._probed = now
-            self._raise_if_node_lost()
-        if now - self._logged >= LOG_S:
-            self._logged = now
-            waited, running = now - self.started, places(self._unfinished())
-            logger.warning("waiting for %s on rank(s) %s for %.0f s", self.label, running, waited)
-
-    def _raise_if_node_lost(self) -> None:
-        # Made here and not in `__init__`, because most calls end before they need one.
-        self._probe = self._probe or NodeProbe(self.handles)
-        lost = self._probe.lost()
-        if lost:
-            unfinished = {id(handle) for handle in self._unfinished()}
-            for handle in lost:
-                if id(handle) in unfinished:
-                    raise died(handle, self.label, "its node does not respond")
-
-    def _unfinished(self) -> list[RankHandle]:
-        done, _ = ray.wait(self.refs, num_returns=len(self.refs), timeout=0, fetch_local=False)
-        finished = set(done)
-        return [
-            handle
-            for ref, handle in zip(self.refs, self.handles, strict=True)
-            if ref not in finished
-        ]
-
-
-class RayPending(PendingValue):
-    """One rank's result.
-
-    In the process that made the call it knows the batch, so that a failure of any peer ends the
-    wait. Pickled, it carries the reference, the name of its source and what is left of the
-    deadline.
-    """
-
-    __slots__ = (
-        "batch", "dropped", "expires", "fields", "index", "label", "ref", "returned", "values",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        ref: Ref,
-        fields: Sequence[Ref] = (),
-        batch: RayBatch | None = None,
-        index: int = 0,
-        label: str = "",
-        left: float | None = None,
-        dropped: bool = False,
-    ) -> None:
-        """Args:
-        ref: first return of the task.
-        fields: the returns of fields of the task.
-        batch: the submission, None in another process.
-        index: position in the batch.
-        label: "role.method, rank r on node", for messages where the batch is not known.
-        left: seconds until the deadline of the call, None without a deadline.
-        dropped: the result was cancelled, here or where the batch is known.
-        """
-        self.ref = ref
-        self.fields = fields
-        self.batch = batch
-        self.index = index
-        self.label = label
-        self.dropped = dropped
-        self.expires = None if left is None else time.monotonic() + left
-        self.values: list[object] | None = None
-        """The value, once it was waited for, where the batch is not known."""
-        self.returned = False
-        """Whether the task is known to have returned and not raised."""
-
-    @property
-    def refs(self) -> list[Ref]:
-        """The reference, as a list of one."""
-        return [self.ref]
-
-    @property
-    def value_here(self) -> object:
-        """The value if it was waited for before, else None."""
-        known = self.values if self.batch is None else self.batch.values
-        return None if known is None else known[self.index]
-
-    def result(self) -> object:
-        """Wait for the value. Raises what the worker raised."""
-        if self.batch is not None:
-            return self.batch.gather()[self.index]
-        self.raise_if_dropped()
-        if self.values is None:
-            wait_for([self])
-        assert self.values is not None
-        return self.values[0]
-
-    def done(self) -> bool:
-        """Return whether the value, or the error instead of it, exists."""
-        return (
-            self._is_known()
-            or self._is_dropped
-            or bool(ray.wait(self.refs, timeout=0, fetch_local=False)[0])
-        )
-
-    @staticmethod
-    def all_done(pendings: Sequence[RayPending]) -> bool:
-        """Return whether `wait_all` returns or raises without waiting for a rank.
-
-        It raises when one rank has failed, at the deadline of a call, and while a watched group is
-        broken.
-        """
-        missing = {p.ref: p for p in pendings if not p._is_known()}
-        if not missing or broken_groups or any(p._is_dropped for p in pendings):
-            return True
-        deadlines = {p.expires if p.batch is None else p.batch.expires for p in missing.values()}
-        if any(at is not None and time.monotonic() >= at for at in deadlines):
-            return True
-        refs = list(missing)
-        ended, running = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
-        return not running or any(missing[ref]._has_failed() for ref in ended)
-
-    def _is_known(self) -> bool:
-        return (self.values if self.batch is None else self.batch.values) is not None
-
-    def _has_failed(self) -> bool:
-        """Return whether the task, which has ended, has raised. Reads its result at most once."""
-        if not self.returned:
-            try:
-                fetch([self.ref], timeout=0)
-            except GetTimeoutError:
-                pass  # a large result on another node: an error would be here
-            except RayError:
-                return True
-            self.returned = True
-        return False
-
-    def cancel(self) -> bool:
-        """Drop the result. Return False if it exists.
-
-        A rank with coroutine methods ends the call. Another rank runs it when its turn comes.
-        """
-        if self.done():
-            return False
-        if self.batch is None:
-            self.dropped = True
-        elif self.batch.handles[self.index].facts.interleaves:
-            ray.cancel(self.ref)
-        else:
-            # Ray is not asked: a call that it cancels before it is sent leaves a gap in the numbers
-            # of the calls of that rank, which then waits 30 s for it and refuses the next call.
-            self.batch.dropped.add(self.index)
-        return True
-
-    @staticmethod
-    def wait_all(pendings: Sequence[RayPending], timeout: float | None = None) -> None:
-        """Wait until every value is known. The first failure of any of them is raised.
-
-        Raises `CallTimeoutError` after `timeout` seconds; the calls go on.
-        """
-        # The results of one submission are waited for as one batch. Two calls of 4 ranks and one
-        # result of another process: 9 pendings, 3 things to wait for.
-        wait_for(list({id(p.batch or p): p.batch or p for p in pendings}.values()), timeout)
-
-    def keep(self, values: list[object]) -> None:
-        """Open the value. Used where the batch is not known."""
-        self.values = [opened(values[0], self.ref, self.fields)]
-
-    def raise_failure(self, index: int, error: RayError) -> NoReturn:
-        """Raise the worker's error, or WorkerDiedError that names the source."""
-        if isinstance(error, RayTaskError) and isinstance(error.cause, QuadrigaError):
-            raise error.cause from None
-        if isinstance(error, DEAD):
-            raise WorkerDiedError(
-                f"An argument is the result of {self.label}, whose process has ended."
-            ) from error
-        raise error
-
-    def raise_if_late(self) -> None:
-        """Raise CallTimeoutError if the result does not exist at the deadline of its call."""
-        if not ray.wait(self.refs, timeout=0, fetch_local=False)[0]:
-            raise CallTimeoutError(
-                f"An argument is the result of {self.label}, which exceeded its deadline."
-            )
-
-    def look(self) -> None:
-        """Raise WorkerMethodError if the result was cancelled. Its rank cannot be checked here."""
-        self.raise_if_dropped()
-
-    @property
-    def _is_dropped(self) -> bool:
-        return self.dropped if self.batch is None else self.index in self.batch.dropped
-
-    def raise_if_dropped(self) -> None:
-        """Raise WorkerMethodError if the result was cancelled."""
-        if self.dropped:
-            raise cancelled(self.label)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        label, expires = self.label, self.expires
-        if self.batch is not None:
-            facts = self.batch.handles[self.index].facts
-            label = f"{self.batch.label}, rank {facts.rank} on {facts.node}"
-            expires = self.batch.expires
-        # The time that is left is sent, because `time.monotonic()` differs between nodes:
-        #   here     expires 5010.0, now 5003.0    sends 7.0
-        #   there    now 120.0                     expires 127.0
-        left = None if expires is None else max(0.0, expires - time.monotonic())
-        return RayPending, (self.ref, self.fields, None, 0, label, left, self._is_dropped)
-
-
-class RayPendings(Sequence[RayPending]):
-    """The results of one submission, by position. Each is made when it is asked for: a blocking
-    call waits for the batch and asks for none, and a thousand of them take a millisecond."""
-
-    def __init__(self, batch: RayBatch) -> None:
-        self.batch = batch
-
-    @overload
-    def __getitem__(self, index: int) -> RayPending: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[RayPending]: ...
-    def __getitem__(self, index: int | slice) -> RayPending | list[RayPending]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        batch = self.batch
-        number = range(len(batch.refs))[index]
-        fields = batch.fields[number] if batch.fields else ()
-        return RayPending(batch.refs[number], fields, batch, number)
-
-    def __len__(self) -> int:
-        return len(self.batch.refs)
-
-
-def wait_for(awaited: Sequence[Awaited], timeout: float | None = None) -> None:
-    """Wait until all results are known. Raises the first failure of any of them, `CallTimeoutError`
-    at the earliest deadline and after `timeout` seconds, and the error of a watched group that
-    breaks."""
-    limit = None if timeout is None else time.monotonic() + timeout
-    for a in awaited:
-        a.raise_if_dropped()
-    missing = [a for a in awaited if a.values is None]
-    refs = [ref for a in missing for ref in a.refs]
-    first = FIRST_WAIT_S
-    if limit is not None or any(a.expires is not None for a in missing):
-        first = until_deadline(missing, first, limit)
-    values, failed = None, False
-    try:
-        values = ray.get(refs, timeout=first) if refs else []
-    except RayError as error:
-        failed = not isinstance(error, GetTimeoutError)
-        error.__traceback__ = None  # see `cluster.fetch`
-    # Outside of `except`, so that a failure is not shown with Ray's time-out as its context.
-    values = wait_in_slices(missing, refs, limit, failed=failed) if values is None else values
-    # `values` is in the order of `refs`. A batch of 3 ranks, then one result by itself: the first
-    # keeps values[0:3], the second values[3:4].
-    start = 0
-    for a in missing:
-        a.keep(values[start : start + len(a.refs)])
-        start += len(a.refs)
+        for batch in self._batches:
+            batch.look(now)

@@ -16,7 +16,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from quadriga import single_controller
-from quadriga.backends.ray import RayResourcePool, RayWorkerGroup as QuadrigaGroup
+from quadriga.backends.ray import (
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup as QuadrigaGroup,
+)
 from quadriga.backends.ray.cluster import ensure_ray
 from quadriga.backends.ray.profiling import Nsight
 from quadriga.backends.ray.start import RayColocatedClass, classes_of
@@ -39,7 +43,6 @@ from quadriga.compat.verl.controller.references import (
     submit_values,
     values_of,
 )
-from quadriga.compat.verl.controller.worker import RayClassWithInitArgs
 from quadriga.errors import DispatchError, WorkerDiedError
 from quadriga.protocol import DataProto
 from quadriga.single_controller import ClassWithInitArgs, GroupLayout, RankLayout

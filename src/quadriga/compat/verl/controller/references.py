@@ -20,7 +20,7 @@ from ray.exceptions import GetTimeoutError
 
 from quadriga.backends.ray.cluster import cluster_nodes, kill_actor
 from quadriga.backends.ray.submission import send_code_of_loaded_files, send_to_ranks
-from quadriga.backends.ray.waiting import RayPending
+from quadriga.backends.ray.waiting import RayPending, pending_of
 from quadriga.errors import CallTimeoutError
 from quadriga.single_controller.backend import RankHandle, RankSet
 from quadriga.single_controller.call import Call
@@ -145,4 +145,4 @@ def submit_values(ranks: RankSet, targets: Sequence[int], calls: Sequence[Call])
 
 def pending_values(refs: Sequence[Ref]) -> list[RayPending]:
     """Return what a `DataProtoFuture` waits for, for the references of batches."""
-    return [RayPending(ref, label="a reference of Ray") for ref in refs]
+    return [pending_of(ref, "a reference of Ray") for ref in refs]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
 
 from quadriga import single_controller
-from quadriga.backends import ray
+from quadriga.backends.ray import RayClassWithInitArgs
 from quadriga.backends.ray.cluster import node_address, this_node
 from quadriga.backends.ray.start import join_register_center
 from quadriga.compat.verl.functional import get_visible_devices_keyword
@@ -149,9 +149,13 @@ class Worker(single_controller.Worker, WorkerHelper):
 
     @property
     def fused_worker_dict(self) -> dict[str, Any]:  # a class of the user's need not be a `Worker`
-        """The roles that share this process: role → worker, without a class that fuses them."""
-        fused = single_controller.FusedWorker
-        return {r: worker for r, worker in self._siblings.items() if not isinstance(worker, fused)}
+        """The roles that share this process: role → worker. Empty if the process has one role.
+
+        A class that fuses several roles is a role of its process, but not in this dict.
+        """
+        fused, all_roles = single_controller.FusedWorker, self._siblings
+        roles = {role: w for role, w in all_roles.items() if not isinstance(w, fused)}
+        return roles if len(all_roles) > 1 else {}
 
     def get_fused_worker_by_name(self, worker_name: str) -> object:
         """Return the worker of a role in this process, None if there is no such role."""
@@ -232,23 +236,23 @@ def create_colocated_worker_raw_cls(class_dict: dict[str, ClassWithInitArgs]) ->
     return fused
 
 
-class RayClassWithInitArgs(ray.RayClassWithInitArgs):
-    """A worker class with its arguments."""
+def _is_fused(held: RayClassWithInitArgs) -> bool:
+    """Whether the class is one worker that builds a worker per role."""
+    return issubclass(held.cls, single_controller.FusedWorker)
 
-    @property
-    def fused_worker_used(self) -> bool:
-        """Whether the class is one worker that builds a worker per role."""
-        return issubclass(self.cls, single_controller.FusedWorker)
 
-    @fused_worker_used.setter
-    def fused_worker_used(self, used: bool) -> None:
-        # Programs set it. It follows from the class here.
-        if used != self.fused_worker_used:
-            raise DispatchError(
-                f"fused_worker_used={used!r} was set for {self.cls.__name__}, which is "
-                f"{'' if self.fused_worker_used else 'not '}a class of several roles "
-                "(create_colocated_worker_raw_cls). Do not set it."
-            )
+def _check_fused(held: RayClassWithInitArgs, used: bool) -> None:
+    # Programs set it. It follows from the class here.
+    if used != _is_fused(held):
+        raise DispatchError(
+            f"fused_worker_used={used!r} was set for {held.cls.__name__}, which is "
+            f"{'' if _is_fused(held) else 'not '}a class of several roles "
+            "(create_colocated_worker_raw_cls). Do not set it."
+        )
+
+
+# verl's attribute. Programs compare classes, so Quadriga's own class gets it.
+setattr(RayClassWithInitArgs, "fused_worker_used", property(_is_fused, _check_fused))  # noqa: B010
 
 
 def create_colocated_worker_cls_fused(
