@@ -9,22 +9,17 @@ from __future__ import annotations
 import copy
 import sys
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import product
-from types import FunctionType, MemberDescriptorType, ModuleType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict
+from types import ModuleType
+from typing import Literal, Protocol, TypeAlias, TypedDict, TypeVar
 
 from quadriga.errors import DispatchError
 from quadriga.protocol.containers import PLAIN_TYPES, walk
 from quadriga.protocol.threads import PendingValue
 from quadriga.single_controller.rank_layout import GroupLayout
 
-if TYPE_CHECKING:
-    from numpy import generic
-    from numpy.typing import NDArray
+T = TypeVar("T")
 
 Arguments = tuple[object, ...]
 """Positional arguments of a method."""
@@ -277,86 +272,15 @@ def _copied_leaf(value: object) -> object:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return value.detach().clone()
+    return private(value)
+
+
+def private(value: T) -> T:
+    """Return a copy, or the value itself: not every object that can be pickled can be copied."""
     try:
         return copy.deepcopy(value)
-    except Exception:  # not every object that can be pickled can be copied
+    except Exception:
         return value
-
-
-_NOT_SEARCHED = ("torch.", "tensordict.", "quadriga.", "ray.")
-"""Classes whose objects are private already, or name things outside this process."""
-
-
-def writable(value: object) -> object:
-    """Replace read-only arrays inside a decoded argument by copies, and return it.
-
-    A backend that decodes arguments from shared memory returns arrays that cannot be written. The
-    lists, dicts and objects around them belong to this rank, so they are changed in place:
-
-        Config(array=<read-only>, tuple=(1, <read-only>))
-        Config(array=<copy>,      tuple=(1, <copy>))          the tuple is a new one
-    """
-    numpy = sys.modules.get("numpy")
-    return value if numpy is None else _Writable(numpy.ndarray).of(value)
-
-
-class _Writable:
-    """One search for read-only arrays. An array that is found twice is copied once."""
-
-    def __init__(self, array_type: type[NDArray[generic]]) -> None:
-        self._array_type = array_type
-        # id → (value, replacement). The value is kept: without it, its id could be used again.
-        self._done: dict[int, tuple[object, object]] = {}
-
-    def of(self, value: object) -> Any:  # as `value`, whatever it is
-        """Return the copy that replaces `value`, or `value` if nothing in it is read-only."""
-        if type(value) in _PLAIN or isinstance(value, type | ModuleType | FunctionType):
-            return value
-        if id(value) not in self._done:
-            self._done[id(value)] = value, value  # before its contents, which may refer to it
-            self._done[id(value)] = value, self._replaced(value)
-        return self._done[id(value)][1]
-
-    def _replaced(self, value: object) -> object:
-        if isinstance(value, self._array_type):
-            return self._array(value)
-        if isinstance(value, tuple):
-            items = [self.of(item) for item in value]
-            same = all(new is old for new, old in zip(items, value, strict=True))
-            return value if same else tuple.__new__(type(value), items)
-        if isinstance(value, list | deque):
-            items = [self.of(item) for item in value]
-            value.clear()
-            value.extend(items)
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                value[key] = self.of(item)
-        elif isinstance(value, set | frozenset):
-            for item in value:  # an array cannot be in a set, an object with an array can
-                self.of(item)
-        elif not f"{type(value).__module__}.".startswith(_NOT_SEARCHED):
-            self._replace_attributes(value)
-        return value
-
-    def _array(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Return the array, a copy if it is read-only. The items of an object array may be arrays
-        that are read-only."""
-        if not array.flags.writeable:
-            array = array.copy()
-        if array.dtype == object and array.ndim:
-            for at in product(*map(range, array.shape)):
-                array[at] = self.of(array[at])
-        return array
-
-    def _replace_attributes(self, value: object) -> None:
-        for name, item in list(getattr(value, "__dict__", {}).items()):
-            vars(value)[name] = self.of(item)
-        for base in type(value).__mro__:
-            for member in vars(base).values():
-                # A slot. Its descriptor also sets the attributes of a frozen dataclass.
-                if isinstance(member, MemberDescriptorType):
-                    with suppress(AttributeError):  # not set, or read-only
-                        member.__set__(value, self.of(member.__get__(value)))
 
 
 def check_timeout(name: str, timeout: object) -> None:

@@ -42,7 +42,6 @@ from quadriga.single_controller.call import (
     Ticket,
     boundary_for,
     copied,
-    writable,
 )
 from quadriga.single_controller.environment import LOCAL_PORT, RankEnvironment
 from quadriga.single_controller.worker import ClassWithInitArgs, FusedWorker, Worker
@@ -369,14 +368,15 @@ class RankHost:
         kwargs = {name: _opened(value) for name, value in call.kwargs.items()}
         boundary = boundary_for((*args, *kwargs.values()))
         if boundary is None:
-            private = copied if self._in_process else writable
-            return tuple(map(private, args)), {k: private(v) for k, v in kwargs.items()}
+            if not self._in_process:
+                return args, kwargs
+            return tuple(map(copied, args)), {name: copied(v) for name, v in kwargs.items()}
 
         def unpack(value: object) -> object:
             if not call.materialize and isinstance(value, boundary.DataProtoFuture):
                 return value
             unpacked: object = boundary.unpack_argument(value)  # copies if in one process
-            return unpacked if self._in_process else writable(unpacked)
+            return unpacked
 
         if call.materialize:
             # All futures at once: one that fails must end the wait for one that never returns.

@@ -6,7 +6,7 @@ The check is arithmetic and runs before any process starts.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar, cast
@@ -205,9 +205,8 @@ def check_feasible(pools: Sequence[PoolNeeds], nodes: Sequence[NodeResources]) -
             )
     # Large parts first: a small part has more nodes to choose from.
     ordered = sorted(parts, key=lambda part: sorted(part.wanted.values()), reverse=True)
-    free = [dict(node.resources) for node in nodes]
-    if not _search(ordered, free):
-        last = ordered[_first_without_node(ordered, nodes)]
+    last = _without_node(ordered, nodes) if ordered else None
+    if last is not None:
         raise PlacementError(
             "The pools do not fit on the nodes together: "
             + "; ".join(f"{p.name!r} {list(p.process_on_nodes)}" for p in pools)
@@ -219,10 +218,10 @@ def check_feasible(pools: Sequence[PoolNeeds], nodes: Sequence[NodeResources]) -
         )
 
 
-def _search(parts: Sequence[_Part], free: list[dict[str, float]]) -> bool:
-    """Search an assignment of parts to nodes, depth first. True as well after STEPS attempts.
+def _without_node(parts: Sequence[_Part], nodes: Sequence[NodeResources]) -> _Part | None:
+    """Search a node for each part, depth first. Return a part that gets none; None: all have one.
 
-    Example: parts of 6, 5, 3, 2 GPUs on two nodes with 8 free GPUs each.
+    None as well after STEPS attempts. Example: 6, 5, 3, 2 GPUs on two nodes with 8 free GPUs each.
 
         part 6 → node 0    free 2 8
         part 5 → node 1    free 2 3     node 0 has only 2
@@ -233,58 +232,37 @@ def _search(parts: Sequence[_Part], free: list[dict[str, float]]) -> bool:
     assignments: a part that equals the one before it takes the same node or a later one, and a node
     with the same free resources as a node that failed for this part is not tried.
     """
-    # choice[i] is the node of part i. A list instead of a recursion: a cluster has 1000s of parts.
-    choice: list[int] = []
-    first = [0] * len(parts)  # the first node that part i may take
-    candidate, steps = _next_node(free, parts, first, 0, -1), 0
-    while len(choice) < len(parts):
-        depth = len(choice)
-        if candidate >= 0:
-            steps += 1
-            if steps > STEPS:
-                return True
-            _take(free[candidate], parts[depth].wanted, 1)
-            choice.append(candidate)
-            depth += 1
-            if depth < len(parts):
-                equal = parts[depth].wanted == parts[depth - 1].wanted
-                first[depth] = candidate if equal else 0
-                candidate = _next_node(free, parts, first, depth, first[depth] - 1)
-        elif choice:
-            failed = choice.pop()
-            _take(free[failed], parts[depth - 1].wanted, -1)
-            candidate = _next_node(free, parts, first, depth - 1, failed)
-        else:
-            return False
-    return True
-
-
-def _next_node(
-    free: Sequence[Mapping[str, float]],
-    parts: Sequence[_Part],
-    first: Sequence[int],
-    depth: int,
-    after: int,
-) -> int:
-    """Return the next node after `after` on which part `depth` fits, -1 if there is none."""
-    if depth == len(parts):
-        return -1
-    tried = free[first[depth] : after + 1]
-    for index in range(after + 1, len(free)):
-        if _fits(parts[depth].wanted, free[index]) and free[index] not in tried:
-            return index
-    return -1
-
-
-def _first_without_node(parts: Sequence[_Part], nodes: Sequence[NodeResources]) -> int:
-    """Return the first part that fits nowhere when each part takes the first node that it fits."""
     free = [dict(node.resources) for node in nodes]
-    for index, part in enumerate(parts):
-        node = next((node for node in free if _fits(part.wanted, node)), None)
-        if node is None:
-            return index
-        _take(node, part.wanted, 1)
-    return len(parts) - 1
+    taken: list[int] = []  # the node of each part so far
+    deepest = 0
+
+    def possible() -> Iterator[int]:
+        part = parts[len(taken)]
+        equal = bool(taken) and part.wanted == parts[len(taken) - 1].wanted
+        tried: list[dict[str, float]] = []
+        for index in range(taken[-1] if equal else 0, len(free)):
+            if _fits(part.wanted, free[index]) and free[index] not in tried:
+                tried.append(dict(free[index]))
+                yield index
+
+    # A list of iterators instead of a recursion: a cluster has 1000s of parts.
+    choices = [possible()]
+    for _ in range(STEPS):
+        node = next(choices[-1], None)
+        if node is not None:
+            _take(free[node], parts[len(taken)].wanted, 1)
+            taken.append(node)
+            if len(taken) == len(parts):
+                return None
+            deepest = max(deepest, len(taken))
+            choices.append(possible())
+            continue
+        choices.pop()
+        if not choices:
+            return parts[deepest]
+        failed = taken.pop()
+        _take(free[failed], parts[len(taken)].wanted, -1)
+    return None
 
 
 def _fits(wanted: Mapping[str, float], free: Mapping[str, float]) -> bool:

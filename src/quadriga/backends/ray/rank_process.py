@@ -37,7 +37,7 @@ from quadriga.backends.ray.memory import FULL_EVERY_IN_RANK, collect_rarely, kee
 from quadriga.backends.ray.profiling import TorchProfiler
 from quadriga.protocol.threads import in_thread
 from quadriga.single_controller.backend import RankFacts
-from quadriga.single_controller.call import Call, SharedArgument, Ticket, unpack_results
+from quadriga.single_controller.call import Call, SharedArgument, Ticket, private, unpack_results
 from quadriga.single_controller.environment import RankEnvironment, ReservedPort, visible_devices
 from quadriga.single_controller.rank_host import RankHost
 from quadriga.single_controller.worker import ClassWithInitArgs, members_of, roles_of
@@ -328,7 +328,8 @@ def coroutine_methods(classes: Mapping[str, type]) -> set[str]:
 
 def _forwarder(role: str, method: str) -> Callable[..., object]:
     def forward(self: RankProcess, *args: object, **kwargs: object) -> object:
-        return unpack_results([self._host.invoke(Call(role, method, args, kwargs))])[0]
+        call = Call(role, method, *private((args, kwargs)))  # Ray's arrays are read-only
+        return unpack_results([self._host.invoke(call)])[0]
 
     forward.__name__ = forward.__qualname__ = method
     return forward
@@ -336,7 +337,7 @@ def _forwarder(role: str, method: str) -> Callable[..., object]:
 
 def _async_forwarder(role: str, method: str) -> Callable[..., Awaitable[object]]:
     async def forward(self: AsyncRankProcess, *args: object, **kwargs: object) -> object:
-        call = Call(role, method, args, kwargs)
+        call = Call(role, method, *private((args, kwargs)))
         return unpack_results([await self._host.invoke_async(lambda: call)])[0]
 
     forward.__name__ = forward.__qualname__ = method

@@ -46,6 +46,7 @@ from itertools import islice
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+import numpy as np
 import ray
 from ray import cloudpickle
 
@@ -64,7 +65,7 @@ from quadriga.errors import DispatchError, WorkerError
 from quadriga.protocol.containers import PLAIN_TYPES
 from quadriga.protocol.storage import Handle, LocalHandle, Transport, transports
 from quadriga.single_controller.backend import RankHandle, RankSet
-from quadriga.single_controller.call import Call, Pending, SharedArgument
+from quadriga.single_controller.call import Call, Pending, SharedArgument, private
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -146,8 +147,10 @@ class RayShared(SharedArgument):
         self.label = label
 
     def open(self) -> object:
-        """Return the value."""
-        return ray.get(self.ref)
+        """Return the value. Arrays in the store are read-only, so a method receives copies."""
+        value: object = ray.get(self.ref)
+        is_packed = isinstance(value, SharedArgument) or packed_batch(value) is not None
+        return value if is_packed else private(value)
 
     def __reduce__(self) -> tuple[object, ...]:
         return RayShared, (self.ref, self.label)
@@ -183,8 +186,10 @@ class PickledCall(SharedArgument):
     def open(self) -> object:
         """Return the call."""
         _unpickling.refs = self.refs
+        # Buffers that Ray has received are read-only, and the method may write into its arrays.
+        buffers = [b.raw() if isinstance(b, pickle.PickleBuffer) else b for b in self.buffers]
         try:
-            return pickle.loads(self.data, buffers=self.buffers)
+            return pickle.loads(self.data, buffers=map(bytearray, buffers))
         finally:
             _unpickling.refs = ()
 
@@ -230,6 +235,8 @@ class _CallPickler(cloudpickle.Pickler):
         if isinstance(value, ray.ObjectRef | ray.actor.ActorHandle):
             self.refs.append(value)
             return _reference, (len(self.refs) - 1,)
+        if isinstance(value, np.ndarray) and not value.flags.writeable:
+            return value.copy().__reduce_ex__(5)  # the rank may write into it
         return super().reducer_override(value)  # type: ignore[no-untyped-call]  # cloudpickle
 
 
