@@ -9,6 +9,7 @@ import uuid
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -30,6 +31,7 @@ from quadriga.backends.ray.start import (
     RayColocatedClass,
     class_roles,
     devices_of,
+    existing_actors,
     facts_of,
     start_ranks,
     start_register_center,
@@ -37,7 +39,7 @@ from quadriga.backends.ray.start import (
 from quadriga.backends.ray.store import RayStore
 from quadriga.backends.ray.submission import RayCallBackend
 from quadriga.backends.ray.waiting import pending_of
-from quadriga.errors import DispatchError, PlacementError, WorkerDiedError
+from quadriga.errors import DispatchError, PlacementError
 from quadriga.protocol.storage import use_store
 from quadriga.single_controller.backend import RankHandle, RankSet
 from quadriga.single_controller.call import check_timeouts
@@ -129,16 +131,33 @@ class RayWorkerGroup(WorkerGroup):
         existing = worker_names is not None or worker_handles is not None
         check_profiler(profiler, coroutine_methods(class_roles(roles)), existing)
         if existing:
-            _refuse_options_of_a_start(
-                worker_env, sharing_with, detached, register_center, master_port_range
-            )
-            handles = _attach(worker_names, worker_handles, namespace)
+            given = {
+                "worker_env": worker_env, "sharing_with": sharing_with, "detached": detached,
+                "register_center": register_center, "master_port_range": master_port_range,
+            }  # fmt: skip
+            if unused := [option for option, value in given.items() if value]:
+                raise DispatchError(
+                    f"RayWorkerGroup attaches to ranks that run already, so {', '.join(unused)} "
+                    "has no effect; give it to the group that starts the ranks."
+                )
+            actors = existing_actors(worker_names, worker_handles, namespace)
+            facts = facts_of(actors)
+            handles = [RankHandle(a, f.name, f) for a, f in zip(actors, facts, strict=True)]
+            handles.sort(key=lambda handle: handle.facts.rank)
             prefix = name_prefix or handles[0].facts.group_prefix
         else:
             prefix = name_prefix or uuid.uuid4().hex[:6]
             methods = {name for each in class_roles(roles).values() for name in dir(each)}
+            lifetime: dict[str, object] = {"lifetime": "detached"} if detached else {}
+            if namespace is not None:
+                lifetime["namespace"] = namespace
+            ours = (
+                cls
+                if isinstance(cls, RayClassWithInitArgs)
+                else RayClassWithInitArgs(cls.cls, *cls.args, **cls.kwargs)
+            )
             planner = _Planner(
-                cls, prefix, detached, worker_env, device_name, namespace, profiler, methods
+                ours, prefix, detached, worker_env, device_name, profiler, methods, lifetime
             )
             plans = planner.plans(resource_pool, sharing_with, bin_pack)
             name, ports = cls.cls.__name__, master_port_range
@@ -146,8 +165,8 @@ class RayWorkerGroup(WorkerGroup):
             handles = start_ranks(plans, roles, name, start_timeout, store, port_range=ports)
         with _killed_after_an_error([] if existing else handles):
             if register_center:
-                facts = [handle.facts for handle in handles]
-                self.register_center = start_register_center(prefix, facts, detached, namespace)
+                known = [handle.facts for handle in handles]
+                self.register_center = start_register_center(prefix, known, detached, namespace)
             serve_rows(backend.store, {handle.facts.node_id for handle in handles})
             ranks = RankSet(backend, handles, class_roles(roles), prefix, timeout)
             super().__init__(ranks, single, method_factory, binding)
@@ -176,29 +195,19 @@ class RayWorkerGroup(WorkerGroup):
         )
 
 
+@dataclass
 class _Planner:
     """Plan for each rank its name, its position in the group and its Ray options."""
 
-    def __init__(
-        self,
-        cls: ClassWithInitArgs,
-        prefix: str,
-        detached: bool,
-        worker_env: WorkerEnv | None,
-        device_name: str,
-        namespace: str | None,
-        profiler: Profiler | None,
-        methods: Collection[str],
-    ) -> None:
-        self.profiler, self.methods = profiler, methods
-        self.cls = cls if isinstance(cls, RayClassWithInitArgs) else _as_ray(cls)
-        self.prefix = prefix
-        self.worker_env = worker_env
-        self.device_name = device_name
-        self.detached = detached
-        self.lifetime: dict[str, object] = {"lifetime": "detached"} if detached else {}
-        if namespace is not None:
-            self.lifetime["namespace"] = namespace
+    cls: RayClassWithInitArgs
+    prefix: str
+    detached: bool
+    worker_env: WorkerEnv | None
+    device_name: str
+    profiler: Profiler | None
+    methods: Collection[str]
+    lifetime: dict[str, object]
+    """Ray options of all ranks."""
 
     def plans(
         self,
@@ -268,49 +277,6 @@ class _Planner:
             profiler = None
         options, variables = {**options, **self.lifetime}, {**variables, **own}
         return RankPlan(name, place, options, variables, profiler)
-
-
-def _as_ray(cls: ClassWithInitArgs) -> RayClassWithInitArgs:
-    return RayClassWithInitArgs(cls.cls, *cls.args, **cls.kwargs)
-
-
-def _refuse_options_of_a_start(
-    worker_env: WorkerEnv | None,
-    sharing_with: WorkerGroup | None,
-    detached: bool,
-    register_center: bool,
-    master_port_range: Sequence[int] | None,
-) -> None:
-    """Raise `DispatchError` for an option that a group which attaches cannot use."""
-    given = {
-        "worker_env": worker_env, "sharing_with": sharing_with, "detached": detached,
-        "register_center": register_center, "master_port_range": master_port_range,
-    }  # fmt: skip
-    if unused := [option for option, value in given.items() if value]:
-        raise DispatchError(
-            f"RayWorkerGroup attaches to ranks that run already, so {', '.join(unused)} "
-            "has no effect; give it to the group that starts the ranks."
-        )
-
-
-def _attach(
-    names: Sequence[str] | None, actors: Sequence[RankActor] | None, namespace: str | None
-) -> list[RankHandle]:
-    """Return handles of ranks that exist, in the order of their ranks."""
-    found: list[Any] = list(actors or [])
-    if actors is None:
-        for name in names or []:
-            try:
-                found.append(ray.get_actor(name, namespace=namespace))
-            except ValueError as error:
-                raise WorkerDiedError(
-                    f"The Ray namespace {namespace or ray.get_runtime_context().namespace!r} has "
-                    f"no worker named {name!r}.",
-                    rank=len(found),
-                ) from error
-    facts = facts_of(found)
-    handles = [RankHandle(actor, fact.name, fact) for actor, fact in zip(found, facts, strict=True)]
-    return sorted(handles, key=lambda handle: handle.facts.rank)
 
 
 @contextmanager

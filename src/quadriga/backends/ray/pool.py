@@ -5,7 +5,6 @@ Placement groups are made the largest first, each on one node.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -14,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Literal, TypeAlias
 
 import ray
@@ -43,38 +43,28 @@ LOG_S = 10.0
 
 
 @dataclass(frozen=True)
-class PoolRequest:
-    """What one pool asks Ray for."""
-
-    label: str
-    """The name of the pool in messages."""
-    name_prefix: str
-    store: tuple[int, ...]
-    """Processes on each node."""
-    bundle: dict[str, float]
-    """Resources of one process."""
-    detached: bool
-    """The groups outlive this driver."""
-
-
-@dataclass(frozen=True)
 class _Part:
     """What one pool asks for on one node; `place` is (number of the pool, number of the node)."""
 
-    pool: PoolRequest
+    pool: RayResourcePool
     place: tuple[int, int]
     count: int
+    bundle: dict[str, float]
+    """Resources of one process."""
 
     @property
     def size(self) -> tuple[float, ...]:
         """Sort key: devices first, because they are scarcer than CPUs."""
-        bundle = self.pool.bundle
-        devices = bundle.get("GPU", 0) + bundle.get("NPU", 0)
-        return devices * self.count, bundle["CPU"] * self.count
+        devices = self.bundle.get("GPU", 0) + self.bundle.get("NPU", 0)
+        return devices * self.count, self.bundle["CPU"] * self.count
 
 
 def place(
-    pools: Sequence[PoolRequest], strategy: Strategy, name: str | None, timeout: float
+    pools: Sequence[RayResourcePool],
+    strategy: Strategy,
+    name: str | None,
+    device_name: str,
+    timeout: float,
 ) -> list[list[PlacementGroup]]:
     """Make the placement groups of all pools: for each pool one group per node.
 
@@ -88,7 +78,7 @@ def place(
     Raises `PlacementError` after `timeout` seconds. No group is kept after an error.
     """
     parts = [
-        _Part(pool, (number, node), count)
+        _Part(pool, (number, node), count, pool.bundle(device_name))
         for number, pool in enumerate(pools)
         for node, count in enumerate(pool.store)
     ]
@@ -96,12 +86,12 @@ def place(
     made: dict[tuple[int, int], PlacementGroup] = {}
     deadline = time.monotonic() + timeout
     try:
-        for _, same_size in itertools.groupby(parts, key=lambda part: part.size):
+        for _, same_size in groupby(parts, key=lambda part: part.size):
             batch = list(same_size)
             for part in batch:
                 made[part.place] = _make(part, strategy, name)
             if not _await([made[part.place] for part in batch], batch[0].pool, deadline):
-                raise _no_room(batch[0].pool, timeout)
+                raise _no_room(batch[0], timeout)
     except BaseException:  # Ctrl-C too: a user waits here while other jobs hold the devices
         for group in made.values():
             remove_placement_group(group)
@@ -115,7 +105,7 @@ def place(
 def _make(part: _Part, strategy: Strategy, name: str | None) -> PlacementGroup:
     prefix = name or f"{part.pool.name_prefix}{uuid.uuid4().hex[:6]}:"
     group: PlacementGroup = placement_group(
-        bundles=[dict(part.pool.bundle) for _ in range(part.count)],
+        bundles=[dict(part.bundle) for _ in range(part.count)],
         strategy=strategy,
         name=f"{prefix}{part.place[1]}",
         lifetime="detached" if part.pool.detached else None,
@@ -123,7 +113,7 @@ def _make(part: _Part, strategy: Strategy, name: str | None) -> PlacementGroup:
     return group
 
 
-def _await(groups: list[PlacementGroup], pool: PoolRequest, deadline: float) -> bool:
+def _await(groups: list[PlacementGroup], pool: RayResourcePool, deadline: float) -> bool:
     """Wait until all groups are placed; return False if the deadline is exceeded."""
     ready = [group.ready() for group in groups]
     logged = False
@@ -138,13 +128,13 @@ def _await(groups: list[PlacementGroup], pool: PoolRequest, deadline: float) -> 
     return False
 
 
-def _no_room(pool: PoolRequest, timeout: float) -> PlacementError:
+def _no_room(part: _Part, timeout: float) -> PlacementError:
     return PlacementError(
-        f"Pool {pool.label!r} {list(pool.store)}: its bundles were not free within "
-        f"{timeout:.0f} s. Each process asks for {pool.bundle}; free now: {_free_text()}. Other "
+        f"Pool {part.pool.label!r} {part.pool.store}: its bundles were not free within "
+        f"{timeout:.0f} s. Each process asks for {part.bundle}; free now: {_free_text()}. Other "
         "jobs, or other pools of this one, hold the rest.",
-        pool=pool.label,
-        wanted=pool.bundle,
+        pool=part.pool.label,
+        wanted=part.bundle,
         available=free_resources(),
     )
 
@@ -258,6 +248,9 @@ class RayResourcePool(ResourcePool):
         self.pgs: list[PlacementGroup] | None = None
         self.placed_together: tuple[RayResourcePool, ...] = ()
         """Pools that were checked together: the placement of the first places all of them."""
+        self.pieces: tuple[tuple[RayResourcePool, int, int], ...] = ()
+        """(pool, first bundle, number of bundles) of a part of other pools; () for a pool that has
+        bundles of its own."""
 
     def needs(self, device_name: str = "cuda", spread: bool = False) -> PoolNeeds:
         """Return the resources that this pool needs.
@@ -276,29 +269,40 @@ class RayResourcePool(ResourcePool):
     ) -> list[PlacementGroup]:
         """Return one placement group per node, in the order of the nodes' addresses.
 
-        The first call makes them. Raises `PlacementError` if the nodes cannot hold them, before any
-        group is made, or if the bundles are not free within `timeout` seconds.
+        The first call makes them. A part of other pools returns all groups of these;
+        `bundles_of_ranks` says which bundles it uses. Raises `PlacementError` if the nodes cannot
+        hold them, before any group is made, or if the bundles are not free within `timeout`
+        seconds.
         """
-        with _placing:
-            if self.pgs is None:
-                companions = [p for p in self.placed_together if p.pgs is None]
-                pools = companions or [self]
-                spread = strategy != "STRICT_PACK"
-                check_feasible([pool.needs(device_name, spread) for pool in pools], alive_nodes())
-                requests = [pool.request(device_name) for pool in pools]
-                placed = place(requests, strategy, name, timeout)
-                for pool, groups in zip(pools, placed, strict=True):
-                    pool.pgs = groups
-            return self.pgs or []
-
-    def request(self, device_name: str) -> PoolRequest:
-        """Return the resources that Ray is asked for."""
-        store, bundle = tuple(self.store), self.bundle(device_name)
-        return PoolRequest(self.label, self.name_prefix, store, bundle, self.detached)
+        groups: list[PlacementGroup] = []
+        for root in self.roots():
+            with _placing:
+                if root.pgs is None:
+                    pools = [p for p in root.placed_together if p.pgs is None] or [root]
+                    spread = strategy != "STRICT_PACK"
+                    needs = [pool.needs(device_name, spread) for pool in pools]
+                    check_feasible(needs, alive_nodes())
+                    placed = place(pools, strategy, name, device_name, timeout)
+                    for pool, found in zip(pools, placed, strict=True):
+                        pool.pgs = found
+                groups += root.pgs or []
+        return groups
 
     def roots(self) -> tuple[RayResourcePool, ...]:
         """Return the pools whose bundles this one uses: itself, or those of which it is a part."""
-        return (self,)
+        return tuple(dict.fromkeys(root for root, _, _ in self.pieces)) or (self,)
+
+    def bundles_of_ranks(self) -> list[tuple[int, int]]:
+        if not self.pieces:
+            return super().bundles_of_ranks()
+        # Roots [2, 3] and [1, 1] have the groups 0, 1 and 2, 3.
+        roots = self.roots()
+        first = dict(zip(roots, accumulate((len(r.store) for r in roots), initial=0), strict=False))
+        return [
+            (first[root] + group, bundle)
+            for root, start, count in self.pieces
+            for group, bundle in root.bundles_of_ranks()[start : start + count]
+        ]
 
     def detach(self) -> None:
         """Let the bundles outlive this driver, for a group with `detached=True`.
@@ -333,24 +337,42 @@ class RayResourcePool(ResourcePool):
 
     def part(self, start: int, count: int) -> SubRayResourcePool:
         """Return a pool of `count` bundles, from bundle `start` on."""
-        return SubRayResourcePool(self, start, count)
+        pieces = []
+        skipped, wanted = start, count
+        for root, first, size in self.pieces or ((self, 0, self.world_size),):
+            taken = min(size - skipped, wanted)
+            if taken > 0:
+                pieces.append((root, first + skipped, taken))
+            skipped, wanted = max(0, skipped - size), wanted - max(0, taken)
+        return SubRayResourcePool(self, self.counts_of(start, count), pieces)
 
-    def merged_with(self, other: ResourcePool) -> MergedRayResourcePool:
+    def merged_with(self, other: ResourcePool) -> SubRayResourcePool:
         """Return a pool of the bundles of both.
 
         Raises `PlacementError` if their settings differ.
         """
-        return MergedRayResourcePool(self, other)
+        if not isinstance(other, RayResourcePool):
+            raise PlacementError(f"{self!r} is a pool on Ray, {other!r} is not.")
+        check_mergeable(self, other, _ALIKE)
+        both = [piece for p in (self, other) for piece in p.pieces or ((p, 0, p.world_size),)]
+        merged = SubRayResourcePool(self, [*self.store, *other.store], both)
+        merged.name_prefix = f"{self.name_prefix}_{other.name_prefix}"
+        merged.label = f"{self.label}+{other.label}"
+        return merged
 
 
 class SubRayResourcePool(RayResourcePool):
-    """`count` bundles of another pool, from bundle `start` on."""
+    """Bundles of other pools, whose settings it has."""
 
-    def __init__(self, parent: RayResourcePool, start: int, count: int) -> None:
-        self.parent = parent
-        self.start_bundle_index = start
+    def __init__(
+        self,
+        parent: RayResourcePool,
+        store: Sequence[int],
+        pieces: Sequence[tuple[RayResourcePool, int, int]],
+    ) -> None:
+        """`parent`: the pool with the settings. `pieces`: see `RayResourcePool`."""
         super().__init__(
-            parent.counts_of(start, count),
+            store,
             parent.use_gpu,
             parent.name_prefix,
             parent.max_colocate_count,
@@ -359,64 +381,4 @@ class SubRayResourcePool(RayResourcePool):
             parent.n_gpus_per_node,
         )
         self.label = parent.label
-
-    def roots(self) -> tuple[RayResourcePool, ...]:
-        return self.parent.roots()
-
-    def get_placement_groups(
-        self,
-        strategy: Strategy = "STRICT_PACK",
-        name: str | None = None,
-        device_name: str = "cuda",
-        timeout: float = PLACE_TIMEOUT_S,
-    ) -> list[PlacementGroup]:
-        """Return all placement groups of the parent; `bundles_of_ranks` says which are used."""
-        return self.parent.get_placement_groups(strategy, name, device_name, timeout)
-
-    def bundles_of_ranks(self) -> list[tuple[int, int]]:
-        start = self.start_bundle_index
-        return self.parent.bundles_of_ranks()[start : start + self.world_size]
-
-
-class MergedRayResourcePool(RayResourcePool):
-    """The bundles of two pools: the first pool's, then the second's."""
-
-    def __init__(self, first: RayResourcePool, second: ResourcePool) -> None:
-        if not isinstance(second, RayResourcePool):
-            raise PlacementError(f"{first!r} is a pool on Ray, {second!r} is not.")
-        check_mergeable(first, second, _ALIKE)
-        self.first, self.second = first, second
-        super().__init__(
-            [*first.store, *second.store],
-            first.use_gpu,
-            f"{first.name_prefix}_{second.name_prefix}",
-            first.max_colocate_count,
-            first.detached,
-            first.accelerator_type,
-            first.n_gpus_per_node,
-        )
-        self.label = f"{first.label}+{second.label}"
-
-    def roots(self) -> tuple[RayResourcePool, ...]:
-        return (*self.first.roots(), *self.second.roots())
-
-    def get_placement_groups(
-        self,
-        strategy: Strategy = "STRICT_PACK",
-        name: str | None = None,
-        device_name: str = "cuda",
-        timeout: float = PLACE_TIMEOUT_S,
-    ) -> list[PlacementGroup]:
-        """Return the first pool's groups, then the second's."""
-        return [
-            *self.first.get_placement_groups(strategy, name, device_name, timeout),
-            *self.second.get_placement_groups(strategy, name, device_name, timeout),
-        ]
-
-    def bundles_of_ranks(self) -> list[tuple[int, int]]:
-        groups = len(self.first.get_placement_groups())
-        second = self.second.bundles_of_ranks()
-        return [
-            *self.first.bundles_of_ranks(),
-            *((group + groups, bundle) for group, bundle in second),
-        ]
+        self.pieces = tuple(pieces)

@@ -140,7 +140,14 @@ def start_ranks(
             actor.quadriga_setup.remote(plan.place, prepared[0], mine, payload, plan.profiler)
             for actor, plan, mine in zip(actors, plans, prepared, strict=True)
         ]
-        facts = _wait(ready, plans, actors, next(iter(roles)), timeout)
+        # The handles do not know their processes yet.
+        places = [p.place for p in plans]
+        unknown = [
+            RankHandle(actor, p.name, RankFacts(at.rank, at.world_size, "?", 0, "", ""))
+            for actor, p, at in zip(actors, plans, places, strict=True)
+        ]
+        label = f"{next(iter(roles))}.__init__"
+        facts = cast(list[RankFacts], RayBatch(ready, unknown, label, timeout).gather())
     except BaseException as error:
         for actor in actors:
             kill_actor(actor)
@@ -171,71 +178,69 @@ def _concurrency(
     return {**options, "max_concurrency": UNLIMITED}, (limit,)
 
 
-def _wait(
-    ready: list[Ref],
-    plans: Sequence[RankPlan],
-    actors: Sequence[RankActor],
-    role: str,
-    timeout: float,
-) -> list[RankFacts]:
-    """Wait for every `quadriga_setup`, with handles that do not know their process yet."""
-    unknown = [
-        RankHandle(actor, p.name, RankFacts(p.place.rank, p.place.world_size, "?", 0, "", ""))
-        for actor, p in zip(actors, plans, strict=True)
-    ]
-    facts = RayBatch(ready, unknown, f"{role}.__init__", timeout).gather()
-    return cast(list[RankFacts], facts)
+def existing_actors(
+    names: Sequence[str] | None, actors: Sequence[RankActor] | None, namespace: str | None
+) -> list[RankActor]:
+    """Return the actors of some ranks. Raises `WorkerDiedError` for a name that no actor has."""
+    found = list(actors or [])
+    for name in (names or []) if actors is None else []:
+        try:
+            found.append(cast("RankActor", ray.get_actor(name, namespace=namespace)))
+        except ValueError as error:
+            raise WorkerDiedError(
+                f"The Ray namespace {namespace or ray.get_runtime_context().namespace!r} has no "
+                f"worker named {name!r}.",
+                rank=len(found),
+            ) from error
+    return found
 
 
-def start_single(
-    member: ClassWithInitArgs, options: dict[str, object], sharing_with: RankActor | None
-) -> RankActor:
-    """Start one rank outside a group and return its actor handle.
-
-    Its rank and world size are read from `runtime_env["env_vars"]` of the options, as for a worker
-    outside Ray.
-    """
-    runtime_env = cast(Mapping[str, Mapping[str, str]], options.get("runtime_env") or {})
-    variables = dict(runtime_env.get("env_vars") or {})
-    if sharing_with is not None:
-        variables.update(devices_of(facts_of([sharing_with])[0]))
-    place = RankEnvironment.read(variables)
-    plan = RankPlan("", place, options, variables)
-    name = member.cls.__name__ or next(iter(member.roles))
-    timeout, store = SINGLE_START_TIMEOUT_S, make_store("auto")
-    handles = start_ranks([plan], member.roles, name, timeout, store, named=False)
-    return cast("RankActor", handles[0].native)
-
-
-def facts_of(actors: Sequence[RankActor]) -> list[RankFacts]:
-    """Ask ranks where they run.
+def _ask(actors: Sequence[RankActor], method: str) -> list[Any]:  # what the method returns
+    """Ask existing ranks for what they are.
 
     Raises `CallTimeoutError` if one of them runs a call for longer than a minute, `WorkerDiedError`
     if one of them has ended, `DispatchError` if an actor is no rank of a worker group.
     """
-    timeout = ATTACH_TIMEOUT_S
-    if others := [actor for actor in actors if not hasattr(actor, "quadriga_facts")]:
+    if others := [actor for actor in actors if not hasattr(actor, method)]:
         raise DispatchError(
             f"A group can attach to ranks that a worker group has started, got {others[0]!r}. Call "
             "other actors with Ray's own calls."
         )
-    refs = [actor.quadriga_facts.remote() for actor in actors]
+    refs: list[Ref] = [getattr(actor, method).remote() for actor in actors]
     try:
-        return cast(list[RankFacts], ray.get(refs, timeout=timeout))
+        return list(ray.get(refs, timeout=ATTACH_TIMEOUT_S))
     except GetTimeoutError:
         ready = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0])
         busy = [actor for actor, ref in zip(actors, refs, strict=True) if ref not in ready]
         raise CallTimeoutError(
-            f"{len(busy)} of {len(actors)} existing ranks did not say within {timeout:g} s where "
-            f"they run, because each of them runs a call: {busy}. Attach to them when their calls "
-            "have ended.",
-            method="quadriga_facts",
+            f"{len(busy)} of {len(actors)} existing ranks did not say within "
+            f"{ATTACH_TIMEOUT_S:g} s what they are, because each of them runs a call: {busy}. "
+            "Attach to them when their calls have ended.",
+            method=method,
             stacks={},
         ) from None
     except RayActorError as error:
         raise WorkerDiedError(
-            f"One of {len(actors)} existing ranks has ended: {error}", method="quadriga_facts"
+            f"One of {len(actors)} existing ranks has ended: {error}", method=method
         ) from error
+
+
+def facts_of(actors: Sequence[RankActor]) -> list[RankFacts]:
+    """Ask ranks where they run. Raises as `_ask`."""
+    return _ask(actors, "quadriga_facts")
+
+
+def classes_of(
+    names: Sequence[str] | None, actors: Sequence[RankActor] | None, namespace: str | None = None
+) -> dict[str, type]:
+    """Ask the first of some ranks for its roles and their worker classes. Raises as `_ask`.
+
+    A fused class stands for its roles.
+    """
+    first = existing_actors(names, actors, namespace)[:1]
+    classes: dict[str, type] = _ask(first, "quadriga_roles")[0]
+    fused = {role: cls for role, cls in classes.items() if issubclass(cls, FusedWorker)}
+    return fused or classes
 
 
 def devices_of(facts: RankFacts) -> dict[str, str]:
@@ -246,36 +251,6 @@ def devices_of(facts: RankFacts) -> dict[str, str]:
 def class_roles(roles: Mapping[str, ClassWithInitArgs]) -> dict[str, type]:
     """Return every role that a process of these classes hosts."""
     return roles_of({role: member.cls for role, member in roles.items()})
-
-
-def classes_of(
-    names: Sequence[str] | None, actors: Sequence[RankActor] | None, namespace: str | None = None
-) -> dict[str, type]:
-    """Ask the first of some ranks for its roles and their worker classes.
-
-    A fused class stands for its roles. Raises `WorkerDiedError` if there is no such rank,
-    `CallTimeoutError` if it is busy for longer than a minute.
-    """
-    found: Any = actors[0] if actors else None  # Ray's handle has every method of the actor
-    try:
-        if found is None:
-            found = ray.get_actor((names or [""])[0], namespace=namespace)
-        answer = ray.get(found.quadriga_roles.remote(), timeout=ATTACH_TIMEOUT_S)
-    except ray.exceptions.RayActorError as error:
-        raise WorkerDiedError(f"The rank {names or actors} has ended: {error}") from error
-    except (ValueError, AttributeError) as error:
-        raise WorkerDiedError(
-            f"expected the names or handles of ranks of a worker group, got {names or actors}; "
-            "there is no such rank. Pass ray_cls_with_init and the names of ranks that run."
-        ) from error
-    except ray.exceptions.GetTimeoutError as error:
-        raise CallTimeoutError(
-            f"The rank {names or actors} has not told its worker class within "
-            f"{ATTACH_TIMEOUT_S:.0f} s, because it runs a call. Pass ray_cls_with_init."
-        ) from error
-    classes = cast(dict[str, type], answer)
-    fused = {role: cls for role, cls in classes.items() if issubclass(cls, FusedWorker)}
-    return fused or classes
 
 
 JOIN_TIMEOUT_S = 300.0
@@ -354,7 +329,7 @@ def join_register_center(name: str, rank: int, world_size: int) -> Joined:
     )
     if port is not None:
         return Joined(address, number, start_register_center(prefix, [mine], False, None), port)
-    expires = time.monotonic() + JOIN_TIMEOUT_S
+    who, expires = f"rank {rank} of {world_size}", time.monotonic() + JOIN_TIMEOUT_S
     while True:
         try:
             center: Any = ray.get_actor(name)  # a handle has every method of its actor
@@ -364,19 +339,17 @@ def join_register_center(name: str, rank: int, world_size: int) -> Joined:
         except ValueError as error:  # rank 0 has not started it yet
             if time.monotonic() > expires:
                 raise CallTimeoutError(
-                    f"rank {rank} of {world_size} found no actor {name!r} within "
-                    f"{JOIN_TIMEOUT_S:.0f} s; start rank 0 of WG_PREFIX={prefix!r}, or set "
-                    "MASTER_ADDR and MASTER_PORT"
+                    f"{who} found no actor {name!r} within {JOIN_TIMEOUT_S:.0f} s; start rank 0 of "
+                    f"WG_PREFIX={prefix!r}, or set MASTER_ADDR and MASTER_PORT"
                 ) from error
         except GetTimeoutError as error:
             raise CallTimeoutError(
-                f"the register center {name!r} did not answer rank {rank} of {world_size} within "
-                f"{JOIN_TIMEOUT_S:.0f} s"
+                f"the register center {name!r} did not answer {who} within {JOIN_TIMEOUT_S:.0f} s"
             ) from error
         except RayActorError as error:
             raise WorkerDiedError(
-                f"the register center {name!r} has ended before rank {rank} of {world_size} "
-                f"joined; start rank 0 of WG_PREFIX={prefix!r} again"
+                f"the register center {name!r} has ended before {who} joined; start rank 0 of "
+                f"WG_PREFIX={prefix!r} again"
             ) from error
         time.sleep(0.1)
 
@@ -420,7 +393,6 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         bundle_index: int = 0,
         use_gpu: bool = True,
         num_gpus: float = 1,
-        sharing_with: RankActor | None = None,
         device_name: str = "cuda",
     ) -> dict[str, object]:
         """Return the actor options of one process of this class.
@@ -430,11 +402,8 @@ class RayClassWithInitArgs(ClassWithInitArgs):
             bundle_index: bundle of that group.
             use_gpu: ask for a device.
             num_gpus: share of one device.
-            sharing_with: run on the node of this rank instead, and ask for no device.
             device_name: "npu" asks for the resource NPU, anything else for GPU.
         """
-        if sharing_with is not None:
-            return self.options_on_node(facts_of([sharing_with])[0].node_id)
         options = dict(self.ray_options)
         if placement_group is not None:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
@@ -473,17 +442,23 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         """Start one rank by itself and return its actor handle.
 
         It runs in a bundle of a placement group, or on the node and with the devices of
-        `sharing_with`. Every public method of the class can be called on the handle.
+        `sharing_with`. Every public method of the class can be called on the handle. Its rank and
+        world size are read from `runtime_env["env_vars"]` of the options, as for a worker outside
+        Ray.
         """
-        options = self.actor_options(
-            placement_group,
-            placement_group_bundle_idx,
-            use_gpu,
-            num_gpus,
-            sharing_with,
-            device_name,
-        )
-        return start_single(self, options, sharing_with)
+        bundle = placement_group, placement_group_bundle_idx
+        options = self.actor_options(*bundle, use_gpu, num_gpus, device_name)
+        shown: dict[str, str] = {}
+        if sharing_with is not None:
+            (facts,) = facts_of([sharing_with])
+            options, shown = self.options_on_node(facts.node_id), devices_of(facts)
+        runtime_env = cast(Mapping[str, Mapping[str, str]], options.get("runtime_env") or {})
+        variables = {**(runtime_env.get("env_vars") or {}), **shown}
+        plan = RankPlan("", RankEnvironment.read(variables), options, variables)
+        name = self.cls.__name__ or next(iter(self.roles))
+        timeout, store = SINGLE_START_TIMEOUT_S, make_store("auto")
+        handles = start_ranks([plan], self.roles, name, timeout, store, named=False)
+        return cast("RankActor", handles[0].native)
 
 
 class RayColocatedClass(ColocatedClass, RayClassWithInitArgs):
