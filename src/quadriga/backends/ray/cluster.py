@@ -50,30 +50,10 @@ class RemoteMethod(Protocol):
         """Return the same method with other task options (`name`, `num_returns`, …)."""
 
 
-class SeveralReturns(Protocol):
-    """A method of an actor that was given `num_returns=2` or more."""
-
-    def remote(self, *args: object) -> Sequence[Ref]:
-        """Submit one task."""
-
-
 class RankActor(Protocol):
-    """The actor of one rank: the methods of `process.rank_process.RankProcess`."""
+    """An actor. Every attribute is a method of its class, such as `RankProcess.quadriga_invoke`."""
 
-    @property
-    def quadriga_prepare(self) -> RemoteMethod: ...
-    @property
-    def quadriga_setup(self) -> RemoteMethod: ...
-    @property
-    def quadriga_facts(self) -> RemoteMethod: ...
-    @property
-    def quadriga_invoke(self) -> RemoteMethod: ...
-    @property
-    def quadriga_invoke_apart(self) -> RemoteMethod: ...
-    @property
-    def quadriga_split(self) -> RemoteMethod: ...
-    @property
-    def quadriga_coroutines(self) -> RemoteMethod: ...
+    def __getattr__(self, name: str) -> RemoteMethod: ...
 
 
 class ActorFactory(Protocol):

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 import ray
@@ -214,25 +214,16 @@ class RowServer:
         ]
 
 
-class _CutMethod(Protocol):
-    def remote(self, refs: Sequence[Ref], cuts: Sequence[Cut]) -> Ref: ...
-
-
-class _Server(Protocol):
-    @property
-    def cut(self) -> _CutMethod: ...
-
-
 class Servers:
     """The row servers that this process knows, by node. Thread-safe."""
 
     def __init__(self) -> None:
-        self._known: dict[str, _Server] = {}
+        self._known: dict[str, RankActor] = {}
         self._missing: dict[str, float] = {}
         self._started: list[RankActor] = []
         self._lock = threading.Lock()
 
-    def of(self, node: str) -> _Server | None:
+    def of(self, node: str) -> RankActor | None:
         """Return the row server of a node, None if there is none."""
         name = _name(node)
         with self._lock:
@@ -241,7 +232,7 @@ class Servers:
             if time.monotonic() < self._missing.get(name, 0.0):
                 return None
         try:
-            server = cast("_Server", ray.get_actor(name, namespace=_NAMESPACE))
+            server = cast("RankActor", ray.get_actor(name, namespace=_NAMESPACE))
         except ValueError:  # Ray's error for an unknown name
             with self._lock:
                 self._missing[name] = time.monotonic() + LOOK_UP_AGAIN_S
@@ -283,7 +274,7 @@ class Servers:
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             ).remote()
             with self._lock:
-                self._known[name] = cast("_Server", server)
+                self._known[name] = server
                 self._started.append(server)
                 self._missing.pop(name, None)
 

@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from quadriga.backends.ray.cluster import Ref
 
     Counted: TypeAlias = Ref | ActorHandle[object]
-    from quadriga.backends.ray.cluster import RankActor, Ref, SeveralReturns
+    from quadriga.backends.ray.cluster import RankActor, Ref, RemoteMethod
     from quadriga.protocol.boundary import DataProtoFuture, Part
 
 _INSTALLED = tuple(
@@ -496,7 +496,7 @@ class RayMethod:
     def __init__(self, actor: RankActor, label: str) -> None:
         self._actor, self._label = actor, label
         self._invoke = actor.quadriga_invoke.options(name=label)
-        self._apart: tuple[int, SeveralReturns] | None = None
+        self._apart: tuple[int, RemoteMethod] | None = None
         self.objects: int | None = None
         """How many returns the fields of a result have filled (see `store`), None before the first
         result. A return that is not filled costs time, so a method without fields has none."""
@@ -507,12 +507,10 @@ class RayMethod:
         if not count:
             return self._invoke.remote(*arguments), ()
         if self._apart is None or self._apart[0] != count:
-            method = self._actor.quadriga_invoke_apart.options(
-                name=self._label, num_returns=1 + count
-            )
-            self._apart = count, cast("SeveralReturns", method)
-        ref, *fields = self._apart[1].remote(count, *arguments)
-        return ref, fields
+            apart = self._actor.quadriga_invoke_apart
+            self._apart = count, apart.options(name=self._label, num_returns=1 + count)
+        refs = cast("list[Ref]", self._apart[1].remote(count, *arguments))
+        return refs[0], refs[1:]
 
     def received(self, returned: object) -> None:
         """Note how many returns the fields of a result fill: the most of all results so far."""
