@@ -60,12 +60,6 @@ from quadriga.single_controller.worker_group import (
 )
 
 
-class CountedHandle(LocalHandle):
-    """A stored value. A pickle of the handle contains the value."""
-
-    __slots__ = ()
-
-
 class LocalStore(InProcessStore):
     """Keep a snapshot of each value in its handle.
 
@@ -78,7 +72,7 @@ class LocalStore(InProcessStore):
 
     def put(self, value: object, nbytes: int = 0) -> Handle:
         """Store a copy of `value`."""
-        handle = CountedHandle(snapshot(value), nbytes)
+        handle = LocalHandle(snapshot(value), nbytes)
         self.bytes_held += nbytes
         self.objects_held += 1
         weakref.finalize(handle, self._released, nbytes).atexit = False
@@ -119,72 +113,6 @@ class LocalPending(PendingValue):
         if self.error is not None:
             raise self.error
         return self.value
-
-
-class LocalCallBackend:
-    """Implement `quadriga.single_controller.backend.CallBackend` in one process."""
-
-    @cached_property
-    def store(self) -> LocalStore:
-        """Where remote fields are stored."""
-        return LocalStore()
-
-    def submit(
-        self,
-        ranks: RankSet,
-        targets: Sequence[int],
-        calls: Sequence[Call],
-        timeout: float | None,
-    ) -> Sequence[Pending]:
-        """Run each call to its end, rank after rank. A deadline applies to each rank by itself.
-
-        As on Ray, a rank runs one call at a time: the call of another thread waits. If it
-        waits for `timeout` seconds, its results are a `CallTimeoutError`.
-        """
-        try:
-            with _turn(ranks, calls[0].label, timeout):
-                return [
-                    self._run(ranks, ranks.handles[target], call, timeout)
-                    for target, call in zip(targets, calls, strict=True)
-                ]
-        except CallTimeoutError as late:  # raised where the caller waits
-            return [LocalPending(error=late)] * len(targets)
-
-    def _run(
-        self, ranks: RankSet, handle: RankHandle, call: Call, timeout: float | None
-    ) -> LocalPending:
-        try:
-            if not self.is_alive(handle):
-                raise self.death(ranks, handle)
-            with use_store(self.store):
-                return LocalPending(rank_of(handle).invoke(call, timeout))
-        except Exception as error:  # raised where the caller waits, as on the Ray backend
-            return LocalPending(error=error)
-
-    def gather(self, pendings: Sequence[Pending]) -> list[object]:
-        """Return the results in order. The first rank's error is raised."""
-        return [pending.result() for pending in pendings]
-
-    def share(self, packed: object, value: object) -> object:
-        """Return `packed`: nothing is sent to another process."""
-        return packed
-
-    def is_alive(self, handle: RankHandle) -> bool:
-        """Return whether the rank has its workers: until it is killed."""
-        return bool(rank_of(handle).host.workers)
-
-    def dead(self, handles: Sequence[RankHandle]) -> list[RankHandle]:
-        """Return the ranks that were killed."""
-        return [handle for handle in handles if not self.is_alive(handle)]
-
-    def death(self, ranks: RankSet, handle: RankHandle) -> WorkerError:
-        """Return the error for a rank that was killed."""
-        role, rank = "+".join(ranks.roles), handle.facts.rank
-        return WorkerDiedError(f"{role} rank {rank} was ended.", role=role, rank=rank, method="")
-
-    def kill(self, handle: RankHandle) -> None:
-        """Drop the rank's workers."""
-        rank_of(handle).host.workers.clear()
 
 
 @dataclass
@@ -248,7 +176,7 @@ class LocalWorkerGroup(WorkerGroup):
         resource_pool: ResourcePool | None,
         cls_with_init: ClassWithInitArgs,
         *,
-        backend: LocalCallBackend | None = None,
+        backend: LocalBackend | None = None,
         name_prefix: str | None = None,
         role: str | None = None,
         worker_env: WorkerEnv | None = None,
@@ -280,7 +208,7 @@ class LocalWorkerGroup(WorkerGroup):
         _check_options(machine_options, detached)
         check_timeouts(timeout=timeout)
         local = _local_places(resource_pool, sharing_with)
-        backend = backend or LocalCallBackend()
+        backend = backend or LocalBackend()
         use_store(backend.store)
         prefix = name_prefix or "local"
         classes = cls_with_init.roles
@@ -361,10 +289,72 @@ def _build(
     return RankHandle(LocalRank(host, variables), name, facts)
 
 
-class LocalBackend(LocalCallBackend):
+class LocalBackend:
     """Implement `quadriga.single_controller.backend.Backend` in one process."""
 
     name = "local"
+
+    @cached_property
+    def store(self) -> LocalStore:
+        """Where remote fields are stored."""
+        return LocalStore()
+
+    def submit(
+        self,
+        ranks: RankSet,
+        targets: Sequence[int],
+        calls: Sequence[Call],
+        timeout: float | None,
+    ) -> Sequence[Pending]:
+        """Run each call to its end, rank after rank. A deadline applies to each rank by itself.
+
+        As on Ray, a rank runs one call at a time: the call of another thread waits. If it
+        waits for `timeout` seconds, its results are a `CallTimeoutError`.
+        """
+        try:
+            with _turn(ranks, calls[0].label, timeout):
+                return [
+                    self._run(ranks, ranks.handles[target], call, timeout)
+                    for target, call in zip(targets, calls, strict=True)
+                ]
+        except CallTimeoutError as late:  # raised where the caller waits
+            return [LocalPending(error=late)] * len(targets)
+
+    def _run(
+        self, ranks: RankSet, handle: RankHandle, call: Call, timeout: float | None
+    ) -> LocalPending:
+        try:
+            if not self.is_alive(handle):
+                raise self.death(ranks, handle)
+            with use_store(self.store):
+                return LocalPending(rank_of(handle).invoke(call, timeout))
+        except Exception as error:  # raised where the caller waits, as on the Ray backend
+            return LocalPending(error=error)
+
+    def gather(self, pendings: Sequence[Pending]) -> list[object]:
+        """Return the results in order. The first rank's error is raised."""
+        return [pending.result() for pending in pendings]
+
+    def share(self, packed: object, value: object) -> object:
+        """Return `packed`: nothing is sent to another process."""
+        return packed
+
+    def is_alive(self, handle: RankHandle) -> bool:
+        """Return whether the rank has its workers: until it is killed."""
+        return bool(rank_of(handle).host.workers)
+
+    def dead(self, handles: Sequence[RankHandle]) -> list[RankHandle]:
+        """Return the ranks that were killed."""
+        return [handle for handle in handles if not self.is_alive(handle)]
+
+    def death(self, ranks: RankSet, handle: RankHandle) -> WorkerError:
+        """Return the error for a rank that was killed."""
+        role, rank = "+".join(ranks.roles), handle.facts.rank
+        return WorkerDiedError(f"{role} rank {rank} was ended.", role=role, rank=rank, method="")
+
+    def kill(self, handle: RankHandle) -> None:
+        """Drop the rank's workers."""
+        rank_of(handle).host.workers.clear()
 
     def start(self, **options: object) -> None:
         """Do nothing: there is nothing to start."""

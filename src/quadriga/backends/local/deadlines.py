@@ -28,6 +28,8 @@ logger = logging.getLogger("quadriga.controller")
 
 LOG_S = 60.0
 """How often a long call is logged."""
+LOOK_S = 0.02
+"""How often running calls are looked at."""
 DEBUGGERS = ("bdb.py", "pdb.py", "pydevd.py", "pydevd_frame.py")
 
 
@@ -50,7 +52,11 @@ class RunningCall:
         self.debugged = False
 
     def __enter__(self) -> None:
-        _watcher.watch(self)
+        global _watcher
+        _running[id(self)] = self
+        if _watcher is None:
+            _watcher = threading.Thread(target=_watch, name="quadriga-deadlines", daemon=True)
+            _watcher.start()
 
     def __exit__(
         self,
@@ -58,7 +64,7 @@ class RunningCall:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        _watcher.forget(self)
+        del _running[id(self)]
         took = time.monotonic() - self.began
         if error is None and self.timeout is not None and took >= self.timeout:
             self._raise_if_late(self.timeout, took)
@@ -79,24 +85,16 @@ class RunningCall:
             stacks={rank: stack},
         )
 
-    # Called by the watcher
-
-    def due(self) -> float:
-        """Return when the watcher must look at this call next, as `time.monotonic()`."""
-        next_log = self.logged + LOG_S
-        if self.timeout is None or self.stack is not None:
-            return next_log
-        return min(next_log, self.began + self.timeout)
-
     def check(self, now: float) -> None:
         """Record a deadline that was exceeded, or log that the program waits for this rank."""
+        late = self.timeout is not None and now - self.began >= self.timeout
+        first_late = late and self.stack is None
+        if not first_late and now - self.logged < LOG_S:
+            return
         frame = sys._current_frames().get(self.thread)
         self.debugged = self.debugged or _in_debugger(frame)
-        late = self.timeout is not None and now - self.began >= self.timeout
-        if late and self.stack is None:
+        if first_late:
             self.stack = _stack(frame)
-        elif now - self.logged < LOG_S:
-            return
         self.logged = now
         if self.debugged:
             return
@@ -111,56 +109,29 @@ class RunningCall:
             logger.warning("waiting for %s on rank(s) %d for %.0f s", self.label, rank, waited)
 
 
-class _Watcher:
-    """The thread that looks at running calls.
+_running: dict[int, RunningCall] = {}
+_watcher: threading.Thread | None = None
 
-    Consumes: the calls that run. Waits for: the next time that one of them is due. Unblocked by: a
-    new call that is due sooner.
+
+def _watch() -> None:
+    """Look at running calls, for as long as the process exists.
+
+    Consumes: the calls that run. Waits for: `LOOK_S`.
     """
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Start with no call. A forked child calls it: the parent's thread does not exist there,
-        and its lock may be held for ever."""
-        self._calls: dict[int, RunningCall] = {}
-        self._changed = threading.Condition()
-        self._next = float("inf")
-        self._thread: threading.Thread | None = None
-
-    def watch(self, call: RunningCall) -> None:
-        """Look at a call until `forget`."""
-        due = call.due()
-        with self._changed:
-            self._calls[id(call)] = call
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(
-                    target=self._run, name="quadriga-deadlines", daemon=True
-                )
-                self._thread.start()
-            elif due < self._next:
-                self._changed.notify()
-
-    def forget(self, call: RunningCall) -> None:
-        """Stop looking at a call."""
-        with self._changed:
-            self._calls.pop(id(call), None)
-
-    def _run(self) -> None:
-        with self._changed:
-            while True:
-                now = time.monotonic()
-                for call in self._calls.values():
-                    if call.due() <= now:
-                        call.check(now)
-                self._next = min((call.due() for call in self._calls.values()), default=now + 60)
-                # Releases the lock while it waits.
-                self._changed.wait(max(0.0, self._next - time.monotonic()))
+    while True:
+        time.sleep(LOOK_S)
+        for call in list(_running.values()):
+            call.check(time.monotonic())
 
 
-_watcher = _Watcher()
-os.register_at_fork(after_in_child=_watcher.reset)
+def _forget() -> None:
+    """Start with no call in a forked child, in which the thread of the parent does not exist."""
+    global _watcher
+    _watcher = None
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _in_debugger(frame: FrameType | None) -> bool:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from quadriga.errors import ConfigError
 
@@ -84,24 +85,25 @@ class TorchProfiler:
 Profiler = Nsight | TorchProfiler
 
 
-def check_profiler(profiler: Profiler | None, coroutines: Collection[str], existing: bool) -> None:
+def check_profiler(profiler: object, coroutines: Collection[str], existing: bool) -> None:
     """Check that a profiler can do its work in a group.
 
     `coroutines`: the coroutine methods of its classes. `existing`: whether its ranks run already.
     Raises `ConfigError` otherwise.
     """
-    if profiler is not None and existing:
-        raise ConfigError(
-            "profiler: ranks that run already cannot get a profiler. Pass it to the group that "
-            "starts them.",
-            key="profiler",
+    if profiler is None:
+        return
+    if existing:
+        _refuse(
+            "ranks that run already cannot get a profiler. Pass it to the group that starts them"
         )
+    if not isinstance(profiler, Nsight | TorchProfiler):
+        _refuse(f"expected Nsight(...) or TorchProfiler(...), got {profiler!r}")
     if isinstance(profiler, TorchProfiler) and coroutines:
-        raise ConfigError(
-            f"profiler: the group has the coroutine methods {sorted(coroutines)}, whose calls "
-            "overlap in one process, so TorchProfiler cannot trace one call. Use Nsight, or a "
-            "class without coroutine methods.",
-            key="profiler",
+        _refuse(
+            f"the group has the coroutine methods {sorted(coroutines)}, whose calls overlap in one "
+            "process, so TorchProfiler cannot trace one call. Use Nsight, or a class without "
+            "coroutine methods"
         )
 
 
@@ -115,22 +117,13 @@ def profiler_of_rank(
     """
     if profiler is None:
         return None
-    if not isinstance(profiler, Nsight | TorchProfiler):
-        raise ConfigError(
-            f"profiler: expected Nsight(...) or TorchProfiler(...), got {profiler!r}.",
-            key="profiler",
-        )
-    wrong = sorted(r for r in profiler.ranks or () if not 0 <= r < world_size)
-    if wrong:
-        raise ConfigError(
-            f"profiler: rank(s) {wrong} do not exist in a group of {world_size} ranks.",
-            key="profiler",
-        )
-    if isinstance(profiler, TorchProfiler) and profiler.methods is not None:
-        unknown = sorted(set(profiler.methods) - set(methods))
-        if unknown:
-            raise ConfigError(
-                f"profiler: the group has no method {unknown}; it has {sorted(methods)}.",
-                key="profiler",
-            )
+    if wrong := sorted(r for r in profiler.ranks or () if not 0 <= r < world_size):
+        _refuse(f"rank(s) {wrong} do not exist in a group of {world_size} ranks")
+    traced = profiler.methods if isinstance(profiler, TorchProfiler) else None
+    if unknown := sorted(set(traced or ()) - set(methods)):
+        _refuse(f"the group has no method {unknown}; it has {sorted(methods)}")
     return profiler if profiler.ranks is None or rank in profiler.ranks else None
+
+
+def _refuse(text: str) -> NoReturn:
+    raise ConfigError(f"profiler: {text}.", key="profiler")
