@@ -279,7 +279,7 @@ def private(value: T) -> T:
     """Return a copy, or the value itself: not every object that can be pickled can be copied."""
     try:
         return copy.deepcopy(value)
-    except Exception:
+    except Exception:  # anything that the user's objects may raise
         return value
 
 

@@ -440,9 +440,6 @@ def is_split(value: object) -> bool:
     return is_batch(value) or type(value) in _REFERENCES
 
 
-# The modes of all ranks
-
-
 def dispatch_batches(view: GroupView, /, *args: object, **kwargs: object) -> Split:
     """Split every batch into one part per rank. Every rank receives any other argument whole."""
     return split_arguments(view, args, kwargs, len(view.ranks))
