@@ -10,8 +10,8 @@ from torch.nn.attention import flex_attention as flex_module
 from transformers import AutoModelForCausalLM
 
 from quadriga.config.schema import ModelConfig
-from quadriga.engines.attention import flex, kernels
-from quadriga.engines.attention.masks import Kernel
+from quadriga.engines.attention import kernels
+from quadriga.engines.attention.kernels import Kernel
 from quadriga.engines.loading import load_model
 from quadriga.engines.memory import Rows
 from quadriga.engines.token_model import TokenModel
@@ -22,7 +22,7 @@ def kernels_on_a_cpu(monkeypatch):
     kernel = cases.compiled_for_cpu()
     monkeypatch.setattr(kernels, "varlen_attn", cases.naive_flash)
     monkeypatch.setattr(flex_module, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(flex, "compiled", lambda signature: kernel)
+    monkeypatch.setattr(kernels, "compiled", lambda signature: kernel)
 
 
 def small_folder(model_type, folder):

@@ -13,7 +13,7 @@ from attention_cases import ROWS, Sizes
 from torch.nn.attention import flex_attention as flex_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quadriga.engines.attention import flex, kernels
+from quadriga.engines.attention import kernels
 from quadriga.engines.attention.kernels import gather_tokens
 
 PLAIN = {
@@ -46,7 +46,7 @@ def naive_flash(monkeypatch):
 def flex_backward(monkeypatch):
     """Let flex attention compute gradients on a CPU."""
     monkeypatch.setattr(flex_module, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(flex, "compiled", lambda signature: flex_module.flex_attention)
+    monkeypatch.setattr(kernels, "compiled", lambda signature: flex_module.flex_attention)
 
 
 @pytest.mark.parametrize("sizes", [*PLAIN.values(), *SPECIAL.values()], ids=[*PLAIN, *SPECIAL])

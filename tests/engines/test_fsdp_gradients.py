@@ -66,8 +66,9 @@ def test_gradients_reduced_after_each_micro_batch(model_folder, expected, unit):
     accumulate = engine._accumulate
 
     def look_between_micro_batches(*args):
-        accumulate(*args)
-        kept.append(unsharded_tensors(engine))
+        for metrics in accumulate(*args):
+            kept.append(unsharded_tensors(engine))
+            yield metrics
 
     engine._accumulate = look_between_micro_batches
     assert_close(cases.gradients(engine, cases.make_batch(), 3)[0], expected)

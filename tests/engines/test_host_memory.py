@@ -74,9 +74,10 @@ def test_gradients_are_on_the_host_between_micro_batches_and_gone_after_the_step
     accumulate = engine._accumulate
 
     def look_between_micro_batches(*args):
-        accumulate(*args)
-        gradients = [local_shard(p.grad) for p in engine.module.parameters()]
-        kept.append({g.device.type for g in gradients})
+        for metrics in accumulate(*args):
+            gradients = [local_shard(p.grad) for p in engine.module.parameters()]
+            kept.append({g.device.type for g in gradients})
+            yield metrics
 
     engine._accumulate = look_between_micro_batches
     cases.steps(engine, engine_cases.make_batch(), 1)
@@ -110,8 +111,9 @@ def test_moments_are_on_the_device_during_an_optimizer_step_only(folder):
     accumulate, step = engine._accumulate, engine.optimizer.step
 
     def backward(*args):
-        accumulate(*args)
-        found["backward"] = on_device()
+        for metrics in accumulate(*args):
+            found["backward"] = on_device()
+            yield metrics
 
     def update():
         found["step"] = on_device()

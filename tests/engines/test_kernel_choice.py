@@ -11,13 +11,13 @@ import torch
 from torch.nn.attention import flex_attention as flex_module
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
-from quadriga.engines.attention import flex, kernels
+from quadriga.engines.attention import kernels
 from quadriga.engines.attention.choice import (
     CAPABILITY,
     choose_kernels,
     kernel_problem,
 )
-from quadriga.engines.attention.masks import AttentionCall, LocalMask
+from quadriga.engines.attention.kernels import AttentionCall, LocalMask
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import ConfigError
 
@@ -117,7 +117,7 @@ def test_a_mask_of_another_form_is_told_apart():
 def test_every_kernel_passes_the_comparison(monkeypatch):
     monkeypatch.setattr(kernels, "varlen_attn", cases.naive_flash)
     monkeypatch.setattr(flex_module, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(flex, "compiled", lambda signature: flex_module.flex_attention)
+    monkeypatch.setattr(kernels, "compiled", lambda signature: flex_module.flex_attention)
     small = replace(FLOAT32, size=12, value_size=8)
     for changes in ({}, {"mask": "window"}, {"dtype": torch.bfloat16}, {"part": True}):
         assert kernel_problem("varlen", replace(small, **changes), cases.CPU) is None

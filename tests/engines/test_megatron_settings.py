@@ -21,7 +21,7 @@ from quadriga.engines.megatron.families import (
     megatron_model,
     register_family,
 )
-from quadriga.engines.megatron.settings import check_settings, degrees_of
+from quadriga.engines.megatron.settings import check_engine, degrees_of
 from quadriga.errors import ConfigError, ModelError
 from quadriga.parallel.layouts import Degrees, Weight, count, parallel_layout
 
@@ -104,7 +104,7 @@ def test_experts_divide_over_ranks_and_need_tokens_of_their_own():
 )
 def test_settings_that_the_engine_does_not_follow_are_refused(model, engine, optim, message):
     with pytest.raises(ConfigError, match=message):
-        check_settings(model, replace(MEGATRON, **engine), OptimConfig(**optim))
+        check_engine(model, replace(MEGATRON, **engine), OptimConfig(**optim), None)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_a_cpu_is_refused_outside_of_tests(monkeypatch):
     with pytest.raises(
         ConfigError, match="needs CUDA devices, and the device of the ranks is 'cpu'"
     ):
-        megatron_settings.check_device("cpu")
+        check_engine(MODEL, MEGATRON, None, "cpu")
 
 
 def test_an_architecture_without_a_map_is_named_until_a_file_adds_it(monkeypatch):

@@ -10,8 +10,8 @@ import engine_cases as cases
 import torch
 
 from quadriga.config.schema import EngineConfig, ModelConfig
+from quadriga.engines.base import OffloadedTensors
 from quadriga.engines.fsdp import FSDPEngine
-from quadriga.engines.offload import OffloadedTensors
 
 
 def offloading(folder: str):
@@ -60,9 +60,9 @@ def test_reload_leaves_on_the_host_what_the_settings_keep_there(model_folder):
         parameter.data = parameter.data.clone()
     engine._memory.enabled = True
     engine.offload()
-    assert set(engine._memory.offloaded) == {"parameters", "moments"}
+    assert set(engine._memory.offloaded) == {"parameters", "gradients", "moments"}
     engine.reload()
-    assert set(engine._memory.offloaded) == {"parameters"}
+    assert set(engine._memory.offloaded) == {"parameters", "gradients"}
 
 
 def test_an_offloaded_engine_saves_and_loads(model_folder, tmp_path):

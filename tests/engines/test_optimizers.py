@@ -18,7 +18,7 @@ from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.loading import simulated_model
 from quadriga.engines.optimizers import check_optimizer_packages
-from quadriga.engines.optimizers.choice import rule_of_each
+from quadriga.engines.optimizers.sharded import rule_of_each
 from quadriga.errors import CheckpointError, ConfigError, NonFiniteError
 
 NEEDS_TORCHAO = pytest.mark.skipif(not cases.has_torchao(), reason="torchao is not installed")

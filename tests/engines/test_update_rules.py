@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from quadriga.config.schema import OptimConfig
-from quadriga.engines.optimizers.choice import state_bytes
-from quadriga.engines.optimizers.muon import Muon, newton_schulz
 from quadriga.engines.optimizers.rules import (
     AdamW,
     AdamW8bit,
+    Muon,
     block_size,
+    newton_schulz,
 )
-from quadriga.engines.optimizers.sharded import ShardedOptimizer
+from quadriga.engines.optimizers.sharded import ShardedOptimizer, state_bytes
 
 CPU = torch.device("cpu")
 SHAPES = [(6, 4), (4, 6), (5, 5), (3, 4, 6)]

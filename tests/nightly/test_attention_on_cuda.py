@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig
 
 from quadriga.engines.attention.choice import kernel_problem, unsupported
-from quadriga.engines.attention.masks import AttentionCall
+from quadriga.engines.attention.kernels import AttentionCall
 from quadriga.engines.token_model import TokenModel
 
 pytestmark = [

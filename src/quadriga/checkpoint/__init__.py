@@ -3,8 +3,8 @@
     folders     the folders of a run's checkpoints: begin, commit, find, check, prune; the marker, a
                 list of files with digests that makes a checkpoint complete
     files       JSON and tensors with their digests
-    shards      parameter shards: each rank writes its blocks, any number of ranks reads them
-    rank_state  the whole state of one rank: tensors, scalars, random states
+    shards      the state of a rank: blocks of tensors, which any number of ranks reads, scalars and
+                random states
     hf_export   a model as a Hugging Face folder
 
 Nothing is pickled: tensors are safetensors files and everything else is JSON, so loading a

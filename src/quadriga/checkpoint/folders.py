@@ -36,7 +36,7 @@ The marker of a complete checkpoint: what belongs to it, and the proof that it i
     a byte of a file is changed             `verify_checkpoint`, from the digest of the file
     the marker is changed                   `read_marker`, from the digest of the marker
     a file or folder is a link              `read_marker`
-    files of another step or rank           `rank_state.load_rank_state`, from each shard
+    files of another step or rank           `shards.load_rank_state`, from each shard
 
 Digests show damage and mistakes. They are no protection against a person who can write to the
 folder, and who can compute them again.
@@ -52,6 +52,7 @@ import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -215,11 +216,9 @@ def set_aside_after(root: str | Path, step: int) -> list[Path]:
     moved = []
     for later, path in reversed(complete_checkpoints(root)):
         if later > step:
-            target = path.with_name(f"global_step_{later}.set_aside")
-            number = 2
-            while os.path.lexists(target):
-                target = path.with_name(f"global_step_{later}.set_aside_{number}")
-                number += 1
+            ends = chain([""], map("_{}".format, count(2)))
+            names = (f"global_step_{later}.set_aside{end}" for end in ends)
+            target = next(t for t in map(path.with_name, names) if not os.path.lexists(t))
             os.replace(path, target)
             moved.append(target)
     return moved
@@ -270,14 +269,9 @@ if TYPE_CHECKING:
 MARKER = "COMPLETE.json"
 FORMAT = 2
 _STEP_FOLDER = re.compile(r"global_step_(\d+)(\..*)?")
-_SETTLED_S = 2.0
-"""Seconds since the last change of a file after which its time stamps show every later change.
-Their resolution is milliseconds on local file systems, and up to two seconds on others."""
-
-_Stamps = tuple[tuple[str, int, int, int, int, int], ...]
-_VERIFIED: dict[Path, _Stamps] = {}
-"""Folder → time stamps of its files when they were last compared with their digests."""
-
+_VERIFIED: dict[Path, list[tuple[int, int, int]]] = {}
+"""Folder → identity and times of its files when they were last compared with their digests."""
+_SETTLED_S = 2.0  # the coarsest resolution of the times of a file system
 _READERS = 8  # files that are read at the same time; SHA-256 runs without Python's lock
 
 
@@ -305,7 +299,7 @@ def change_info(folder: Path, info: Mapping[str, object]) -> None:
         InputError: it cannot be written.
     """
     marker = _read(folder)
-    write_marker(folder, marker["step"], _files(folder, marker), info)
+    write_marker(folder, marker["step"], _files(marker), info)
 
 
 def read_marker(folder: str | Path) -> JsonObject:
@@ -316,14 +310,11 @@ def read_marker(folder: str | Path) -> JsonObject:
     """
     folder = Path(folder)
     marker = _read(folder)
-    for file in _files(folder, marker):
+    for file in _files(marker):
         path = folder / file.name
         if not is_plain_file(folder, file.name) or path.stat().st_size != file.size:
-            raise CheckpointError(
-                f"{folder}: {file.name!r} is missing, is no plain file or does not have "
-                f"{file.size} bytes: the checkpoint is damaged; resume from another one",
-                path=str(path),
-            )
+            what = f"is missing, is no plain file or does not have {file.size} bytes"
+            raise _damaged(folder, f"lists {file.name!r}, which {what}")
     info: JsonObject = marker["info"]
     return info
 
@@ -338,54 +329,34 @@ def verify_checkpoint(folder: str | Path) -> JsonObject:
     """
     folder = Path(folder).absolute()
     info = read_marker(folder)
-    files = _files(folder, _read(folder))
-    stamps = _stamps(folder, files)
-    if stamps is not None and _VERIFIED.get(folder) == stamps:
+    files = _files(_read(folder))
+    stats = [(folder / name).stat() for name in (MARKER, *(file.name for file in files))]
+    stamps = [(stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats]
+    settled = time.time_ns() - max(stat.st_ctime_ns for stat in stats) > _SETTLED_S * 10**9
+    if settled and _VERIFIED.get(folder) == stamps:
         return info
-    _compare(folder, files)
-    if stamps is not None:
+    with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
+        digests = pool.map(lambda file: digest_file(folder / file.name), files)
+        for file, digest in zip(files, digests, strict=True):
+            if digest != file.digest:
+                raise _damaged(
+                    folder / file.name,
+                    f"has {file.size} bytes as expected, but other content than was written "
+                    f"(SHA-256 {digest[:12]}…, expected {file.digest[:12]}…)",
+                )
+    if settled:
         _VERIFIED[folder] = stamps
     return info
 
 
-def _stamps(folder: Path, files: Iterable[SavedFile]) -> _Stamps | None:
-    """Return what the file system knows of the marker and the files; None if one of them was
-    changed so recently that a later change might have the same time."""
-    names = [MARKER, *(file.name for file in files)]
-    found = [(name, (folder / name).stat()) for name in names]
-    newest = max(stat.st_ctime_ns for _, stat in found)
-    if time.time_ns() - newest < _SETTLED_S * 10**9:
-        return None
-    return tuple(
-        (name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
-        for name, stat in found
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} {what}: the checkpoint is damaged; resume from another one", path=str(path)
     )
 
 
-def _compare(folder: Path, files: list[SavedFile]) -> None:
-    """Raise `CheckpointError` if the content of a file does not have its digest."""
-    with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
-        digests = pool.map(lambda file: _digest(folder / file.name), files)
-        for file, digest in zip(files, digests, strict=True):
-            if digest != file.digest:
-                path = folder / file.name
-                raise CheckpointError(
-                    f"{path} has {file.size} bytes as expected, but other content than was "
-                    f"written (SHA-256 {digest[:12]}…, expected {file.digest[:12]}…): the "
-                    "checkpoint is damaged; resume from another one",
-                    path=str(path),
-                )
-
-
-def _digest(path: Path) -> str:
-    try:
-        return digest_file(path)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}", path=str(path)) from error
-
-
 def _read(folder: Path) -> JsonObject:
-    """Return the marker if its format, its digest, its step and its `info` are as expected."""
+    """Return the marker if its format, its digest and its step are as expected."""
     if not is_plain_file(folder, MARKER):
         raise CheckpointError(
             f"{folder} is not a complete checkpoint: it has no {MARKER}; expected a folder "
@@ -403,18 +374,7 @@ def _read(folder: Path) -> JsonObject:
         )
     digest = marker.pop("digest", None)
     if digest != digest_json(marker):
-        raise CheckpointError(
-            f"{path} has been changed since it was written: its digest does not match; the "
-            "checkpoint is damaged; resume from another one",
-            path=str(path),
-        )
-    for key, kind, what in (("step", int, "number of a step"), ("info", dict, "state of a run")):
-        if not isinstance(marker.get(key), kind):
-            raise CheckpointError(
-                f"{path} has no {what} ({key!r}): the checkpoint is damaged; resume from another "
-                "one",
-                path=str(path),
-            )
+        raise _damaged(path, "has been changed since it was written: its digest does not match")
     named = _STEP_FOLDER.fullmatch(folder.name)
     if named and int(named[1]) != marker["step"]:
         raise CheckpointError(
@@ -425,23 +385,9 @@ def _read(folder: Path) -> JsonObject:
     return marker
 
 
-def _files(folder: Path, marker: JsonObject) -> list[SavedFile]:
-    """Return the files that a marker lists. There must be one at least."""
-    listed = marker.get("files")
-    try:
-        files = [SavedFile(n, f["size"], f["digest"]) for n, f in dict(listed or {}).items()]
-        if not all(type(f.size) is int and type(f.digest) is str for f in files):
-            raise TypeError("a size is no integer, or a digest is no text")
-    except (TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder / MARKER} does not list files with size and digest", path=str(folder)
-        ) from error
-    if not files:
-        raise CheckpointError(
-            f"{folder / MARKER} lists no file: the checkpoint is empty; resume from another one",
-            path=str(folder),
-        )
-    return files
+def _files(marker: JsonObject) -> list[SavedFile]:
+    """Return the files that a marker lists."""
+    return [SavedFile(name, f["size"], f["digest"]) for name, f in marker["files"].items()]
 
 
 @dataclass(frozen=True)

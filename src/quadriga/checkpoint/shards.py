@@ -1,4 +1,6 @@
-"""Parameter shards on disk: each rank writes its blocks, and any number of ranks can read them.
+"""The state of a rank on disk: its blocks of the tensors, scalars and random states.
+
+Each rank writes its blocks, and any number of ranks can read them.
 
 A rank writes two files: `shard_00000.safetensors` holds its blocks, and `shard_00000.json` holds
 the shape of the full tensor and the offset in it for each block. To read, a rank copies from every
@@ -18,13 +20,15 @@ A rank that has several blocks of one tensor names them `name#0`, `name#1` and s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import random
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, TypedDict
+from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -127,20 +131,13 @@ def write_shard(
     return [written, write_json(folder / f"{name}.json", index)]
 
 
-class StoredBlock(TypedDict):
-    """What an index says about one block: shape of the full tensor, offset of the block in it."""
-
-    shape: list[int]
-    offset: list[int]
-
-
 @dataclass(frozen=True)
 class ShardIndex:
-    """The index of what one rank wrote."""
+    """The index of what one rank wrote: of each block, the shape of its tensor and its offset."""
 
     path: Path
     origin: Origin
-    blocks: dict[str, StoredBlock]
+    blocks: dict[str, tuple[list[int], list[int]]]
     extra: JsonObject
 
     @cached_property
@@ -196,8 +193,8 @@ def _read_index(folder: Path, rank: int) -> ShardIndex:
         raise CheckpointError(f"{path} is missing, but its index exists", path=str(path))
     try:
         origin = Origin(int(raw["step"]), int(raw["rank"]), int(raw["world_size"]))
-        blocks = {name: _stored_block(block) for name, block in raw["blocks"].items()}
-        return ShardIndex(path, origin, blocks, {**raw["extra"]})
+        blocks = {name: (b["shape"], b["offset"]) for name, b in raw["blocks"].items()}
+        return ShardIndex(path, origin, blocks, raw["extra"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{path.with_suffix('.json')} lacks an entry or has one of another type: {error}",
@@ -205,15 +202,8 @@ def _read_index(folder: Path, rank: int) -> ShardIndex:
         ) from error
 
 
-def _stored_block(raw: JsonObject) -> StoredBlock:
-    shape, offset = ([int(number) for number in raw[key]] for key in ("shape", "offset"))
-    if len(shape) != len(offset):
-        raise ValueError(f"a block of shape {shape} with the offset {offset}")
-    return {"shape": shape, "offset": offset}
-
-
 @contextmanager
-def open_tensors(path: Path, origin: Origin) -> Iterator[_TensorFile]:
+def open_tensors(path: Path, origin: Origin) -> Iterator[Any]:
     """Open a safetensors file that must have this origin.
 
     Raises `CheckpointError` if it cannot be read or is of another step or rank.
@@ -263,57 +253,137 @@ def read_blocks(
                 )
 
 
-class _Slice(Protocol):
-    """A tensor in a file, of which parts can be read (safetensors has no types)."""
-
-    def get_shape(self) -> list[int]: ...
-    def __getitem__(self, index: tuple[slice, ...], /) -> Tensor: ...
-
-
-class _TensorFile(Protocol):
-    """An open safetensors file (safetensors has no types)."""
-
-    def get_slice(self, name: str, /) -> _Slice: ...
-    def get_tensor(self, name: str, /) -> Tensor: ...
-    def keys(self) -> list[str]: ...
-    def metadata(self) -> dict[str, str] | None: ...
-
-
-def _copy_overlap(file: _TensorFile, name: str, index: ShardIndex, block: Block) -> int:
+def _copy_overlap(file: Any, name: str, index: ShardIndex, block: Block) -> int:
     """Copy the overlap of a stored block and this rank's block; return its number of elements.
 
     Indices of the overlap are relative to the full tensor. In the example of the module, rank 1
     (block [3, 6), offset 3) reads from file 0 (block [0, 4), offset 0): the overlap is [3, 4),
     which is [3, 4) in the stored block and [0, 1) in the block of rank 1.
     """
-    stored = index.blocks[name]
-    if tuple(stored["shape"]) != block.shape:
+    shape, offset = index.blocks[name]
+    if tuple(shape) != block.shape:
         raise CheckpointError(
-            f"{index.path}: {name!r} has shape {stored['shape']}, the model has "
-            f"{list(block.shape)}; the checkpoint is of another model",
+            f"{index.path}: {name!r} has shape {shape}, the model has {list(block.shape)}; the "
+            "checkpoint is of another model",
             path=str(index.path),
         )
     source = file.get_slice(name)
-    overlap = list(_overlaps(stored["offset"], source.get_shape(), block))
+    spans = zip(offset, source.get_shape(), block.offset, block.data.shape, strict=True)
+    overlap = [(max(a, own), min(a + size, own + width)) for a, size, own, width in spans]
     if any(start >= stop for start, stop in overlap):
         return 0
-    in_file = _relative(overlap, stored["offset"])
-    in_block = _relative(overlap, block.offset)
-    part = source[in_file] if in_file else file.get_tensor(name)  # a scalar has no dimension
+    in_file = tuple(slice(a - o, b - o) for (a, b), o in zip(overlap, offset, strict=True))
+    in_block = tuple(slice(a - o, b - o) for (a, b), o in zip(overlap, block.offset, strict=True))
+    part: Tensor = source[in_file] if in_file else file.get_tensor(name)  # a scalar has no index
     block.data[in_block].copy_(part)
     return part.numel()
 
 
-def _overlaps(
-    offset: Sequence[int], size: Sequence[int], block: Block
-) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of the overlap per dimension; start ≥ stop if there is none."""
-    for start, length, own_start, own_length in zip(
-        offset, size, block.offset, block.data.shape, strict=True
-    ):
-        yield max(start, own_start), min(start + length, own_start + own_length)
+def save_rank_state(
+    folder: str | Path,
+    tensors: Mapping[str, Tensor] | Mapping[str, Block],
+    scalars: Mapping[str, object],
+    *,
+    rank: int,
+    world_size: int,
+    step: int = 0,
+) -> list[SavedFile]:
+    """Write this rank's blocks of `tensors`, `scalars` (JSON values) and its random states.
+
+    Every rank must call it with the same folder. `step` is written into each file.
+
+    Returns:
+        The files, for the marker of the checkpoint.
+    """
+    folder, origin = Path(folder), Origin(step, rank, world_size)
+    folder.mkdir(parents=True, exist_ok=True)
+    random_file = write_tensors(_random_file(folder, rank), random_tensors(), origin.as_texts())
+    extra = {"scalars": dict(scalars), "random": random_scalars()}
+    return [random_file, *write_shard(folder, tensors, extra, origin)]
 
 
-def _relative(ranges: Sequence[tuple[int, int]], offset: Sequence[int]) -> tuple[slice, ...]:
-    """Return slices of a block that begins at `offset`, for ranges of the full tensor."""
-    return tuple(slice(a - o, b - o) for (a, b), o in zip(ranges, offset, strict=True))
+def read_scalars(folder: str | Path, *, step: int | None = None) -> JsonObject:
+    """Return the scalars that rank 0 saved. Raises `CheckpointError` as `load_rank_state`."""
+    return {**read_indexes(Path(folder), step=step)[0].extra["scalars"]}
+
+
+def check_all_taken(folder: str | Path, names: Collection[str], prefix: str) -> None:
+    """Check that a checkpoint has no tensor that a model would leave out.
+
+    Args:
+        names: the tensors that the model takes from the checkpoint.
+        prefix: of the stored names that are compared.
+
+    Raises:
+        CheckpointError: names such a tensor; or as `read_indexes` raises.
+    """
+    stored = {name for index in read_indexes(Path(folder)) for name in index.of_tensor}
+    left = sorted(name for name in stored if name.startswith(prefix) and name not in names)
+    if left:
+        raise CheckpointError(
+            f"{folder} has trained values of {left[0].removeprefix(prefix)!r}"
+            f"{f' and {len(left) - 1} other weights' if len(left) > 1 else ''}, which this model "
+            "does not train, so it would mix them with weights of its folder; set model.freeze and "
+            "model.lora to what they were in that run, or start a new run from its exported model",
+            path=str(folder),
+        )
+
+
+def load_rank_state(
+    folder: str | Path,
+    tensors: Mapping[str, Tensor] | Mapping[str, Block],
+    *,
+    rank: int,
+    step: int | None = None,
+) -> None:
+    """Fill `tensors` in place, and restore the random states.
+
+    If fewer ranks wrote the checkpoint, the additional ranks keep their current random states.
+
+    Raises:
+        CheckpointError: the folder is missing, incomplete or of another model, or it holds a file
+            of another step than `step` (None: than its first file) or of another rank.
+    """
+    folder = Path(folder)
+    indexes = read_indexes(folder, step=step)
+    read_blocks(folder, tensors, rank=rank, step=step)
+    if rank < len(indexes):
+        with open_tensors(_random_file(folder, rank), indexes[rank].origin) as file:
+            states = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        restore_random(states, indexes[rank].extra["random"])
+
+
+def _random_file(folder: Path, rank: int) -> Path:
+    return folder / f"random_{rank:05d}.safetensors"
+
+
+def random_tensors() -> dict[str, Tensor]:
+    """Return the states of torch's generators (uint8): of the CPU and of the current GPU."""
+    states = {"random.torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["random.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def random_scalars() -> JsonObject:
+    """Return the states of the global generators of Python and numpy, as JSON values."""
+    version, words, gauss = random.getstate()
+    state = np.random.get_state(legacy=False)
+    numbers = {"key": state["state"]["key"].tolist(), "pos": int(state["state"]["pos"])}
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": {**state, "state": numbers},
+    }
+
+
+def restore_random(tensors: Mapping[str, Tensor], scalars: JsonObject) -> None:
+    """Set all generators to the states that `random_tensors` and `random_scalars` returned."""
+    torch.set_rng_state(tensors["random.torch"])
+    if "random.cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["random.cuda"])
+    # JSON has no tuples and no numpy arrays; the generators accept nothing else.
+    version, words, gauss = scalars["python"]
+    random.setstate((version, tuple(words), gauss))
+    state = scalars["numpy"]
+    key = np.array(state["state"]["key"], dtype=np.uint32)
+    np.random.set_state({**state, "state": {**state["state"], "key": key}})

@@ -1,15 +1,18 @@
 """Training engines: a model, its optimizer, and how both are sharded over the ranks of a group.
 
-- `base`: the `TrainEngine` protocol, the types of batches, outputs and losses.
-- `fsdp`: the engine over FSDP2. It uses `loading` (from a folder to a sharded model), `sharding`
-  (FSDP units), `trained_part` (adapters, frozen weights), `tensor_parallel` (divided weights),
-  `micro_batches` (which rows go together), `optimizers` and `offload` (device memory to host
-  memory and back).
+- this file: the table `ENGINES`, and the checks and the construction of the engine that the
+  settings name.
+- `base`: `TrainEngine`, which every engine extends, the types of outputs and losses, and what is
+  moved to host memory.
+- `fsdp`: the engine over FSDP2. It uses `loading` (from a folder to a sharded model and back),
+  `sharding` (FSDP units), `trained_part` (adapters, frozen weights), `tensor_parallel` (divided
+  weights) and `optimizers`.
+- `micro_batches`: which rows go together, and which of their tokens a rank computes.
 - `token_model`: one forward pass, from rows of tokens to one number for each response token. It
-  uses `attention` (packed rows) and `token_slice` (the tokens of one rank).
+  uses `attention` (packed rows).
 - `megatron`: the engine over Megatron-core (docs/concepts/megatron.md).
 - `sequence_cost`: what sequences of a model cost, from its config.
-- `memory`: the device memory of an engine, known before it is built; `fsdp_memory`: of `fsdp`.
+- `memory`: the device memory of an engine, known before it is built.
 
 May import every package below `engines` in docs/architecture.md, but not `rollout`. Importing this
 file imports no torch.
@@ -17,7 +20,9 @@ file imports no torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from quadriga.config.describe import as_written
 from quadriga.errors import ConfigError, UnknownNameError, nearest_name
@@ -31,90 +36,85 @@ if TYPE_CHECKING:
     from quadriga.models.memory import EngineMemory
 
 
-class EngineFactory(Protocol):
-    """Builds one kind of training engine. See `build_engine` for the arguments."""
+@dataclass(frozen=True)
+class EngineKind:
+    """A training engine. Each place is "module:name", which is imported when it is used.
 
-    def __call__(
-        self,
-        model: ModelConfig,
-        engine: EngineConfig,
-        optim: OptimConfig | None,
-        *,
-        head: HeadKind,
-        device: str | torch.device,
-        total_steps: int | None,
-    ) -> TrainEngine: ...
+    Attributes:
+        engine: the `TrainEngine`.
+        memory: see `engine_memory`.
+        check_model: see `check_engine_folder`.
+        check: see `check_engine`; "" if every setting is followed.
+        reads: the settings of `EngineConfig` that no other engine reads.
+        in_stages: the ranks that compute the same rows are those of all pipeline stages, not
+            neighbours; all engines of a process have the same degrees.
+        stores_checkpoint_weights: its tensors are those of the checkpoint, so that a rollout engine
+            can use them in place.
+        computes_full_kl: it can compute the KL over the vocabulary.
+    """
 
-
-def _fsdp(
-    model: ModelConfig,
-    engine: EngineConfig,
-    optim: OptimConfig | None,
-    *,
-    head: HeadKind,
-    device: str | torch.device,
-    total_steps: int | None,
-) -> TrainEngine:
-    from quadriga.engines.fsdp import FSDPEngine
-
-    return FSDPEngine(model, engine, optim, head=head, device=device, total_steps=total_steps)
+    engine: str
+    memory: str
+    check_model: str
+    check: str = ""
+    reads: tuple[str, ...] = ()
+    in_stages: bool = False
+    stores_checkpoint_weights: bool = True
+    computes_full_kl: bool = True
 
 
-def _megatron(
-    model: ModelConfig,
-    engine: EngineConfig,
-    optim: OptimConfig | None,
-    *,
-    head: HeadKind,
-    device: str | torch.device,
-    total_steps: int | None,
-) -> TrainEngine:
-    from quadriga.engines.megatron.settings import check_installed
-
-    check_installed()
-    from quadriga.engines.megatron.engine import MegatronEngine
-
-    return MegatronEngine(model, engine, optim, head=head, device=device, total_steps=total_steps)
-
-
-ENGINES: dict[str, EngineFactory] = {"fsdp": _fsdp, "megatron": _megatron}
-"""Name -> function that builds the engine."""
-
-READ_BY = {
-    "fsdp": (
-        "reduce_dtype",
-        "reshard_after_forward",
-        "reduce_each_micro_batch",
-        "offload_policy",
-        "fsdp_size",
-        "fused_head",
-        "sequence_parallel_size",
+ENGINES = {
+    "fsdp": EngineKind(
+        "quadriga.engines.fsdp:FSDPEngine",
+        "quadriga.engines.memory:fsdp_memory",
+        "quadriga.engines.tensor_parallel:check_model",
+        reads=(
+            "reduce_dtype",
+            "reshard_after_forward",
+            "reduce_each_micro_batch",
+            "offload_policy",
+            "fsdp_size",
+            "fused_head",
+            "sequence_parallel_size",
+        ),
     ),
-    "megatron": (
-        "pipeline_parallel_size",
-        "virtual_pipeline_parallel_size",
-        "expert_parallel_size",
-        "expert_tensor_parallel_size",
-        "sequence_parallel",
-        "distributed_optimizer",
+    "megatron": EngineKind(
+        "quadriga.engines.megatron.engine:MegatronEngine",
+        "quadriga.engines.megatron.memory:megatron_memory",
+        "quadriga.engines.megatron.settings:check_model",
+        "quadriga.engines.megatron.settings:check_engine",
+        reads=(
+            "pipeline_parallel_size",
+            "virtual_pipeline_parallel_size",
+            "expert_parallel_size",
+            "expert_tensor_parallel_size",
+            "sequence_parallel",
+            "distributed_optimizer",
+        ),
+        in_stages=True,
+        stores_checkpoint_weights=False,
+        computes_full_kl=False,
     ),
 }
-"""Name of an engine -> the settings of `EngineConfig` that no other engine reads."""
 
 
-def without_adapters(engine: TrainEngine) -> TrainEngine:
-    """Return the base model of an engine that trains adapters: a frozen engine on its weights.
+def _imported(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
-    Raises:
-        ConfigError: the engine has no adapters.
-    """
-    from quadriga.engines.fsdp import FSDPEngine
 
-    if not isinstance(engine, FSDPEngine):
-        raise ConfigError(
-            f"{type(engine).__name__} has no adapters; set engine.name=fsdp, or remove model.lora"
+def kind_of(engine: EngineConfig) -> EngineKind:
+    """Return the engine that the settings name; `UnknownNameError` if there is none."""
+    if engine.name not in ENGINES:
+        nearest = nearest_name(engine.name, ENGINES)
+        hint = f"; did you mean {nearest!r}?" if nearest else ""
+        raise UnknownNameError(
+            f"there is no training engine {engine.name!r}; known: {', '.join(ENGINES)}{hint}",
+            name=engine.name,
+            known=list(ENGINES),
+            nearest=nearest,
         )
-    return engine.without_adapters()
+    return ENGINES[engine.name]
 
 
 def check_engine(
@@ -137,26 +137,27 @@ def check_engine(
     Raises:
         ConfigError: names the setting.
     """
-    _check_read(key, engine)
-    if engine.name == "megatron":
-        from quadriga.engines.megatron.settings import check_device, check_installed, check_settings
-
-        check_installed(f"{key}.name")
-        if device_type is not None:
-            check_device(device_type, f"{key}.name")
-        check_settings(model, engine, optim, key, model_key)
-
-
-def _check_read(key: str, engine: EngineConfig) -> None:
-    """Raise `ConfigError` for a setting that only another engine reads."""
-    for other in READ_BY.keys() - {engine.name}:
-        for name in READ_BY[other]:
+    kind = kind_of(engine)
+    for other in ENGINES.keys() - {engine.name}:
+        for name in ENGINES[other].reads:
             if (value := getattr(engine, name)) != getattr(type(engine), name):
                 raise ConfigError(
                     f"{key}.{name}={as_written(value)} is read by {key}.name={other} only, but "
                     f"{key}.name={engine.name}; remove it",
                     key=f"{key}.{name}",
                 )
+    if kind.check:
+        _imported(kind.check)(model, engine, optim, device_type, key, model_key)
+
+
+def check_engine_folder(model: ModelConfig, engine: EngineConfig, key: str) -> None:
+    """Check, before any process starts, that the ranks can divide the model of a folder.
+
+    Raises:
+        ConfigError: they cannot. The message has the arithmetic.
+        ModelError: the engine does not compute the model.
+    """
+    _imported(kind_of(engine).check_model)(model, engine, key)
 
 
 def build_engine(
@@ -170,31 +171,18 @@ def build_engine(
 ) -> TrainEngine:
     """Build the training engine that `engine.name` names. Every rank of the group calls this.
 
-    Args:
-        optim: None for a frozen model, for example the reference policy.
-        head: "lm" for log-probabilities, "value" for one value a token, "score" for a reward
-            model.
-        device: the device of this rank, or its type ("cuda").
-        total_steps: optimizer steps of the run, which the schedule needs if `optim.total_steps` is
-            not set.
+    See `TrainEngine` for the arguments.
 
     Raises:
         UnknownNameError: there is no engine of that name.
-        ConfigError: the engine is not in this release, or settings are in conflict.
+        ConfigError: the engine is not installed, or settings are in conflict.
         ModelError: the folder does not hold a suitable model.
     """
-    if engine.name not in ENGINES:
-        nearest = nearest_name(engine.name, ENGINES)
-        hint = f"; did you mean {nearest!r}?" if nearest else ""
-        raise UnknownNameError(
-            f"there is no training engine {engine.name!r}; known: {', '.join(ENGINES)}{hint}",
-            name=engine.name,
-            known=list(ENGINES),
-            nearest=nearest,
-        )
-    _check_read("engine", engine)
-    factory = ENGINES[engine.name]
-    return factory(model, engine, optim, head=head, device=device, total_steps=total_steps)
+    check_engine("engine", engine, model, optim)
+    built: TrainEngine = _imported(kind_of(engine).engine)(
+        model, engine, optim, head=head, device=device, total_steps=total_steps
+    )
+    return built
 
 
 def engine_memory(model: ModelConfig, engine: EngineConfig, use: TrainingUse) -> EngineMemory:
@@ -204,10 +192,5 @@ def engine_memory(model: ModelConfig, engine: EngineConfig, use: TrainingUse) ->
         ConfigError: the model or the ranks do not divide by the degrees of the engine.
         ModelError: the folder has no config of a model that the engine computes.
     """
-    if engine.name == "megatron":
-        from quadriga.engines.megatron.memory import megatron_memory
-
-        return megatron_memory(model, engine, use)
-    from quadriga.engines.memory import fsdp_memory
-
-    return fsdp_memory(model, engine, use)
+    found: EngineMemory = _imported(kind_of(engine).memory)(model, engine, use)
+    return found

@@ -1,19 +1,38 @@
-"""The protocol that every training engine implements, and the types in it.
+"""What all training engines have in common, and the types of their batches, outputs and losses.
 
 Shapes: B rows, P prompt columns, R response columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
+import torch
 from torch import Tensor
 
 from quadriga.checkpoint.files import SavedFile
-from quadriga.checkpoint.shards import Block
+from quadriga.checkpoint.shards import Block, load_rank_state, read_scalars, save_rank_state
+from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.engines.micro_batches import Batch as Batch, check_fields, micro_batches_of_ranks
+from quadriga.engines.optimizers.sharded import ShardedOptimizer, check_schedule
+from quadriga.errors import ConfigError
+from quadriga.models.folder import local_folder
 from quadriga.models.images import MultiModalRows
+from quadriga.parallel.costs import CostModel
+from quadriga.parallel.distributed import (
+    init_distributed,
+    local_device,
+    rank,
+    sum_metrics_over_ranks,
+    sum_over_ranks,
+    world_size,
+)
+from quadriga.protocol import fields
 
 HeadKind = Literal["lm", "value", "score"]
 """What the model computes for a token: logits over the vocabulary, or one value. The head of a
@@ -22,11 +41,6 @@ value model has a bias; that of a reward model ("score") has none, as in a seque
 EntropyUse = Literal["unused", "value", "gradient"]
 """What an update needs of the entropies: nothing, their values alone, or their gradients too,
 because its loss depends on them."""
-
-Batch = Mapping[str, Tensor]
-"""Tensors with the same first dimension. Required: `input_ids`, `attention_mask` [B, P + R]
-(left-padded prompts, then right-padded responses) and `response_mask` [B, R]. A loss may read any
-other field."""
 
 Outputs = dict[str, Tensor]
 """`LOG_PROBS` [B, R] (and `ENTROPY`, `FULL_KL` [B, R] if requested), or `VALUES` [B, R]; 0 outside
@@ -65,14 +79,153 @@ Rows whose `response_mask` is all 0 have no outputs, so the function does not re
 # give the tokens of short micro-batches a larger weight, and the split would change the gradient.
 
 
-class TrainEngine(Protocol):
-    """A model and its optimizer. All ranks of the group must call the same method together."""
+State = Literal["parameters", "gradients", "moments"]
+"""What an engine can offload: parameters; gradients that it keeps between steps, which are freed;
+the optimizer's moments and float32 copies of parameters."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass over some micro-batches.
+
+    Attributes:
+        batch: the rows.
+        plan: the rows of each micro-batch; None: a dummy micro-batch.
+        temperature: the logits are divided by it.
+        entropy: whether entropies are computed.
+        images: of the rows.
+    """
+
+    batch: Batch
+    plan: list[Tensor | None]
+    temperature: float
+    entropy: bool
+    images: MultiModalRows | None
+
+
+class TrainEngine(ABC):
+    """A model and its optimizer. All ranks of the group must call the same method together.
+
+    Concurrency, for every method:
+
+    consumes      the rows of this data-parallel rank
+    waits for     all ranks of the group, which must call the same methods in the same order
+    produces      numbers for each response token, or one optimizer step
+    unblocked by  the call of the last rank; a rank without rows computes dummy micro-batches
+
+    Args:
+        optim: None for a frozen model, for example the reference policy.
+        head: "lm" for log-probabilities, "value" for one value a token, "score" for a reward model.
+        device: the device of this rank, or its type ("cuda").
+        total_steps: optimizer steps of the run, if `optim.total_steps` is not set.
+
+    Raises:
+        ModelError: the folder does not hold a suitable model.
+        ConfigError: settings are in conflict.
+    """
+
+    shares_prompts = True  # packed rows compute equal prompts once
+    stages = 1  # of a pipeline, each of which needs a micro-batch
+    round_size = 1  # of which the number of micro-batches is a multiple
+    cost: CostModel  # of sequences
+    reports = True  # whether this rank reports the numbers of its data-parallel rank
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        engine: EngineConfig,
+        optim: OptimConfig | None = None,
+        *,
+        head: HeadKind = "lm",
+        device: str | torch.device = "cpu",
+        total_steps: int | None = None,
+    ) -> None:
+        self.config, self.head = engine, head
+        self.model_config = in_local_folders(model)
+        self.device = local_device(device)
+        if optim is not None:
+            self.total_steps = total_steps if optim.total_steps is None else optim.total_steps
+            check_schedule(optim, self.total_steps)
+        init_distributed(self.device.type)
+        self.optimizer: ShardedOptimizer | None = None
+        self._memory = DeviceMemory(self.device, self._tensors)
+        self._build(optim)
+        if engine.param_offload:
+            self._memory.offload("parameters", "gradients")
+        if engine.optimizer_offload:
+            self._memory.offload("moments")
+
+    @abstractmethod
+    def _build(self, optim: OptimConfig | None) -> None:
+        """Load the model, and make the optimizer if there is one."""
+
+    @abstractmethod
+    def _check_images(self, batch: Batch, images: MultiModalRows | None) -> None:
+        """Raise an `InputError` if the images are not those of the rows, or cannot be computed."""
+
+    @abstractmethod
+    def _outputs(self, of: Pass) -> Iterator[tuple[Tensor | None, Outputs]]:
+        """Yield the rows and the outputs of each micro-batch."""
+
+    @abstractmethod
+    def _accumulate(
+        self, of: Pass, loss_fn: LossFn, reference: TrainEngine | None
+    ) -> Iterator[Mapping[str, Tensor | float]]:
+        """Add up gradients. Yield the loss and the metrics of each micro-batch with rows."""
+
+    @abstractmethod
+    def _tensors(self, state: State) -> Iterable[Tensor]:
+        """Return the tensors of a state on the device. There are no moments before a step."""
+
+    @abstractmethod
+    def _state(self, *, save: bool) -> Mapping[str, Tensor] | Mapping[str, Block]:
+        """Return what a checkpoint holds of the rank: to be written, or to be read into."""
+
+    @abstractmethod
+    def _take(self, state: Mapping[str, Tensor | Block]) -> dict[str, Tensor]:
+        """Use what was read, and return the moments, named as the optimizer names them."""
+
+    @abstractmethod
+    def state_stream(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (checkpoint name, full tensor) of every weight.
+
+        A tied name follows its weight, with the same tensor. All ranks must exhaust the iterator,
+        because gathering a tensor is a collective.
+        """
+
+    @abstractmethod
+    def shard_stream(self, part: WeightPart = "merged") -> OwnWeights:
+        """Yield `state_stream` with what this rank has of each weight, so that no rank gathers it:
+        a `DTensor`, a block, which may be empty, or the whole tensor.
+
+        All ranks must exhaust it, and close it if they cannot: the engine may have loaded its
+        weights for it. Adapters are yielded for a rollout engine that holds them beside its
+        weights. B is multiplied by the scaling:
+
+            part         what is yielded
+            merged       W + B A of every layer
+            unmerged     W of every layer, then A and B
+            adapters     A and B
+
+        Raises:
+            ConfigError: the model has no adapters to yield.
+        """
+
+    @abstractmethod
+    def save_hf(self, folder: str | Path) -> None:
+        """Write a Hugging Face folder. Rank 0 writes; all ranks must call this."""
+
+    def without_adapters(self) -> TrainEngine:
+        """Return the base model, frozen, on the same weights; `ConfigError` without adapters."""
+        raise ConfigError(
+            f"{type(self).__name__} has no adapters; set engine.name=fsdp, or remove model.lora"
+        )
 
     @property
     def optimizer_steps(self) -> int:
         """Optimizer steps since the start of the run, those before a resume included; 0 for a
         frozen model."""
-        ...
+        return 0 if self.optimizer is None else self.optimizer.step_count
 
     def forward(
         self,
@@ -94,7 +247,19 @@ class TrainEngine(Protocol):
         Raises:
             FieldError: the batch lacks a required field, or `images` do not fit it.
         """
-        ...
+        plan = self.micro_batches(batch, micro_batch_size=micro_batch_size, images=images)
+        shape = batch[fields.RESPONSE_MASK].shape
+        names = [VALUES] if self.head != "lm" else [LOG_PROBS, *[ENTROPY] * entropy]
+        outputs: Outputs = {name: torch.zeros(shape) for name in names}
+        with self._on_device("parameters"), torch.no_grad():
+            for rows, found in self._outputs(Pass(batch, plan, temperature, entropy, images)):
+                for name, values in found.items() if rows is not None else ():
+                    outputs[name][rows] = values.float().cpu()
+        return self._complete(outputs)
+
+    def _complete(self, outputs: Outputs) -> Outputs:
+        """Return outputs that other ranks have computed of the same rows."""
+        return outputs
 
     def train_step(
         self,
@@ -124,7 +289,25 @@ class TrainEngine(Protocol):
             ConfigError: the engine has no optimizer, or `reference` is of another kind.
             FieldError: the batch lacks a required field.
         """
-        ...
+        if self.optimizer is None:
+            raise ConfigError("this engine has no optimizer, because it was built with optim=None")
+        plan = self.micro_batches(mini_batch, micro_batch_size=micro_batch_size, images=images)
+        of = Pass(mini_batch, plan, temperature, entropy, images)
+        totals = {"loss": 0.0}  # also if no rank has rows
+        with self._on_device("parameters", "gradients"):
+            for metrics in self._accumulate(of, loss_fn, reference):
+                for name, value in metrics.items():
+                    totals[name] = totals.get(name, 0.0) + float(value)
+            # Activations and whole gradients are freed before the moments come to the device.
+            with self._on_device("moments"):
+                norm, rate = self.optimizer.step()
+        # Ranks that compute the same rows together have the same numbers.
+        return sum_metrics_over_ranks(totals if self.reports else {}) | {
+            "grad_norm": norm,
+            "lr": rate,
+            SKIPPED_STEPS: float(self.optimizer.skipped),
+            "micro_batches": float(len(plan)),
+        }
 
     def micro_batches(
         self,
@@ -139,37 +322,25 @@ class TrainEngine(Protocol):
         rank. All ranks have the same number of micro-batches. Waits for: the other ranks, which
         must call this together.
         """
-        ...
+        check_fields(batch)
+        self._check_images(batch, images)
+        return micro_batches_of_ranks(
+            batch,
+            micro_batch_size,
+            self.config,
+            self.device,
+            share_prompts=self.shares_prompts,
+            cost=self.cost,
+            stages=self.stages,
+            multiple_of=self.round_size,
+        )
 
     def global_counts(self, *counts: float | Tensor) -> list[float]:
         """Return the sum of each count over ranks. All of them are summed in one collective."""
-        ...
+        own = [float(count) if self.reports else 0.0 for count in counts]
+        return sum_over_ranks(own, self.device)
 
-    def state_stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (checkpoint name, full tensor) of every weight.
-
-        A tied name follows its weight, with the same tensor. All ranks must exhaust the iterator,
-        because gathering a tensor is a collective.
-        """
-        ...
-
-    def shard_stream(self, part: WeightPart = "merged") -> OwnWeights:
-        """Yield `state_stream` with what this rank has of each weight, so that no rank gathers it:
-        a `DTensor`, a block, which may be empty, or the whole tensor.
-
-        All ranks must exhaust it, and close it if they cannot: the engine may have loaded its
-        weights for it. Adapters are yielded for a rollout engine that holds them beside its
-        weights. B is multiplied by the scaling:
-
-            part         what is yielded
-            merged       W + B A of every layer
-            unmerged     W of every layer, then A and B
-            adapters     A and B
-
-        Raises:
-            ConfigError: the model has no adapters to yield.
-        """
-        ...
+    # Checkpoints
 
     def save(self, folder: str | Path, step: int = 0) -> list[SavedFile]:
         """Write this rank's parameter shards, optimizer state and random state.
@@ -180,7 +351,13 @@ class TrainEngine(Protocol):
         Returns:
             The files of this rank, named relative to `folder`.
         """
-        ...
+        scalars = {} if self.optimizer is None else self.optimizer.scalars()
+        with self._on_device("parameters", "moments"), torch.no_grad():
+            scalars |= self._own_scalars()
+            state = self._state(save=True)
+            return save_rank_state(
+                folder, state, scalars, rank=rank(), world_size=world_size(), step=step
+            )
 
     def load(self, folder: str | Path, step: int | None = None) -> None:
         """Read what `save` wrote, on any number of ranks.
@@ -189,22 +366,177 @@ class TrainEngine(Protocol):
             CheckpointError: files are missing, of another model, or of another step than `step`
                 (None: than each other).
         """
-        ...
+        saved = read_scalars(folder, step=step)
+        if self.optimizer is not None:
+            self.optimizer.check_scalars(saved, folder)
+        with self._on_device("parameters", "moments"), torch.no_grad():
+            state = self._state(save=False)
+            self._check_saved(folder, saved, state)
+            load_rank_state(folder, state, rank=rank(), step=step)
+            moments = self._take(state)
+            if self.optimizer is not None:
+                self.optimizer.load(moments, saved)
 
-    def save_hf(self, folder: str | Path) -> None:
-        """Write a Hugging Face folder. Rank 0 writes; all ranks must call this."""
-        ...
+    def _own_scalars(self) -> Mapping[str, object]:
+        """Return what a checkpoint holds beside the tensors and the counts of the optimizer."""
+        return {}
+
+    def _check_saved(  # noqa: B027  # nothing to check by default
+        self, folder: str | Path, saved: Mapping[str, object], state: Collection[str]
+    ) -> None:
+        """Raise `CheckpointError` if a checkpoint is of a model that is trained otherwise."""
+
+    # Memory
 
     def offload(self) -> None:
         """Move parameters and optimizer state to host memory, and free their device memory.
 
         Methods that need them reload them for the call. Does nothing on a CPU.
         """
-        ...
+        self._end_pass(failed=False)
+        self._memory.offload("parameters", "gradients", "moments")
+        self._memory.return_freed()
 
     def reload(self) -> None:
         """Move parameters and optimizer state back to the device.
 
         A state that the settings keep in host memory between calls stays there.
         """
-        ...
+        if not self.config.param_offload:
+            self._memory.reload("parameters", "gradients")
+        if not self.config.optimizer_offload:
+            self._memory.reload("moments")
+
+    @contextmanager
+    def _on_device(self, *states: State) -> Iterator[None]:
+        """Reload what a method needs, and offload it again at the end of the block."""
+        reloaded = self._memory.reload(*states)
+        failed = False
+        try:
+            yield
+        except (Exception, KeyboardInterrupt):  # not the end of a stream that is not exhausted
+            failed = True
+            raise
+        finally:
+            self._end_pass(failed=failed)
+            self._memory.offload(*reloaded)
+
+    def _end_pass(self, *, failed: bool) -> None:  # noqa: B027  # nothing is gathered by default
+        """Free what a pass has gathered; if it failed, its gradients too."""
+
+
+def in_local_folders(config: ModelConfig) -> ModelConfig:
+    """Return the settings with folders in place of names of the hub (`hf://owner/name`).
+
+    A name can stand for other files at the end of a run than at its start. The export takes the
+    tokenizer and the dtypes from the files that were loaded.
+    """
+    tokenizer = config.tokenizer_path
+    return replace(
+        config,
+        path=str(local_folder(config.path)),
+        tokenizer_path=None if tokenizer is None else str(local_folder(tokenizer)),
+    )
+
+
+@dataclass(frozen=True)
+class _HostCopy:
+    storage: torch.UntypedStorage
+    host: Tensor | None
+    size: int
+
+
+class OffloadedTensors:
+    """Tensors whose device memory is free until `reload`.
+
+    The storages are emptied in place. Several objects refer to the storage of one parameter (the
+    module, FSDP's flat shard, the optimizer's view), and moving only one of them would leave the
+    memory allocated for the others:
+
+        module      ─┐
+        FSDP shard  ─┼─► storage of 4 GB  ── offload ──►  storage of 0 bytes, and 4 GB on the host
+        optimizer   ─┘
+
+    After `reload` all of them refer to the same storage as before, with the same values.
+
+    Args:
+        freed: whether the values are not needed again. They are zeros after `reload`.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], *, freed: bool = False) -> None:
+        storages: dict[int, torch.UntypedStorage] = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            # Memory that numpy or a mapped file shares belongs to the CPU and cannot be emptied.
+            if storage.nbytes() and storage.resizable():
+                storages.setdefault(storage.data_ptr(), storage)
+        self._copies = [
+            _HostCopy(s, None if freed else _to_host(s), s.nbytes()) for s in storages.values()
+        ]
+        self.num_bytes = sum(copy.size for copy in self._copies)
+        for copy in self._copies:
+            copy.storage.resize_(0)
+
+    def reload(self) -> None:
+        """Allocate the storages again and copy the values back."""
+        for copy in self._copies:
+            copy.storage.resize_(copy.size)
+            if copy.host is None:
+                _bytes_of(copy.storage).zero_()
+            else:
+                _bytes_of(copy.storage).copy_(copy.host, non_blocking=True)
+        self._copies = []
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """Return a view of the whole storage as bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _to_host(storage: torch.UntypedStorage) -> Tensor:
+    # Pinned memory makes the copies fast. They are in the order of the device's stream, so a
+    # storage may be emptied, or its host copy dropped, before the copy has run.
+    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type != "cpu")
+    return host.copy_(_bytes_of(storage), non_blocking=True)
+
+
+class DeviceMemory:
+    """Which states of an engine are on the host.
+
+    Args:
+        device: the device of the engine. From a CPU nothing is offloaded.
+        tensors: returns the tensors of a state that exist.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        tensors: Callable[[State], Iterable[Tensor]],
+    ) -> None:
+        self.enabled = device.type != "cpu"
+        self.offloaded: dict[State, OffloadedTensors] = {}
+        self._device = device
+        self._tensors = tensors
+
+    def offload(self, *states: State) -> None:
+        """Move those of the states to the host that are on the device."""
+        for state in states:
+            if self.enabled and state not in self.offloaded:
+                self.offloaded[state] = OffloadedTensors(
+                    self._tensors(state), freed=state == "gradients"
+                )
+
+    def reload(self, *states: State) -> list[State]:
+        """Move those of the states to the device that are on the host, and return them."""
+        on_host = [state for state in states if state in self.offloaded]
+        for state in on_host:
+            self.offloaded.pop(state).reload()
+        return on_host
+
+    def return_freed(self) -> None:
+        """Return the freed memory to the driver.
+
+        The allocator of torch keeps it otherwise, and only this process's tensors can use it.
+        """
+        if self._device.type != "cpu":
+            getattr(torch, self._device.type).empty_cache()

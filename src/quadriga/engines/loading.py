@@ -1,8 +1,4 @@
-"""Load a model.
-
-Load a model for a training engine: dtype, activation checkpointing, weight names.
-
-Load a model so that each rank reads and holds only its parameter shards.
+"""Load, shard and export a model, so that each rank reads and holds only its parameter shards.
 
     meta device                     fully_shard              device of the rank
     shapes of all parameters  ──►   shapes of the shards ──► shards ◄── rows of the folder's tensors
@@ -26,8 +22,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,13 +32,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from quadriga.checkpoint.hf_export import export_hf
 from quadriga.checkpoint.shards import Block, block_of
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.activation_checkpointing import checkpoint_layers
 from quadriga.engines.base import HeadKind
-from quadriga.engines.optimizers.choice import check_fits_parameters
+from quadriga.engines.optimizers.sharded import check_fits_parameters
 from quadriga.engines.sharding import fsdp_units, shard_model
 from quadriga.engines.tensor_parallel import check_model_parallel, divide_layers
 from quadriga.engines.token_model import TokenModel
@@ -49,11 +48,13 @@ from quadriga.engines.trained_part import (
     TrainedPart,
     check_new_trained,
     fill_new,
+    merged_weights,
     select_trained,
 )
 from quadriga.errors import ConfigError, ModelError
-from quadriga.models.adapters import base_name
+from quadriga.models.adapters import base_name, export_adapter, is_adapter, scaled_part
 from quadriga.models.folder import has_tokenizer, local_folder
+from quadriga.models.images import copy_processor
 from quadriga.models.loading import (
     VALUE_HEAD_PREFIX,
     load_causal_lm,
@@ -63,15 +64,20 @@ from quadriga.models.loading import (
     model_without_weights,
     report_attention,
 )
-from quadriga.models.score_head import check_reward_model, classifier_name, without_bias
+from quadriga.models.score_head import (
+    check_reward_model,
+    classifier_name,
+    padding_token,
+    without_bias,
+)
 from quadriga.models.weights import (
     NotFinite,
-    Source,
     TensorReader,
     WeightNames,
     check_all_finite,
     count_not_finite,
     match_names,
+    stored_dtypes,
     stored_tensors,
 )
 from quadriga.parallel.device import compute_dtype
@@ -81,20 +87,6 @@ from quadriga.parallel.node_memory import folder_in_memory
 
 if TYPE_CHECKING:
     from quadriga.engines.sharding import ShardedModel
-
-
-def in_local_folders(config: ModelConfig) -> ModelConfig:
-    """Return the settings with folders in place of names of the hub (`hf://owner/name`).
-
-    A name can stand for other files at the end of a run than at its start. The export takes the
-    tokenizer and the dtypes from the files that were loaded.
-    """
-    tokenizer = config.tokenizer_path
-    return replace(
-        config,
-        path=str(local_folder(config.path)),
-        tokenizer_path=None if tokenizer is None else str(local_folder(tokenizer)),
-    )
 
 
 def exported_tokenizer(config: ModelConfig) -> str | None:
@@ -128,7 +120,7 @@ def load_model(
         trust_remote_code=config.trust_remote_code,
         use_shm=config.use_shm,
     )
-    return _for_engine(_with_head(model, head), config, trained=trained)
+    return _for_engine(model, config, head, trained=trained)
 
 
 def empty_model(
@@ -146,23 +138,21 @@ def empty_model(
         attn_implementation=config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
     )
-    return _for_engine(_with_head(model, head), config, trained=trained)
-
-
-def _with_head(model: PreTrainedModel, head: HeadKind) -> PreTrainedModel:
-    # `fully_shard` renames the class, and exports must contain the original name.
-    model.config.architectures = [type(model).__name__]
-    if head == "score":
-        model.config.architectures = [classifier_name(model.config)]
-        without_bias(model)
-    return model
+    return _for_engine(model, config, head, trained=trained)
 
 
 def _parameter_dtype(dtype: torch.dtype, *, trained: bool) -> torch.dtype:
     return torch.float32 if trained and dtype.itemsize < 4 else dtype
 
 
-def _for_engine(model: PreTrainedModel, config: ModelConfig, *, trained: bool) -> PreTrainedModel:
+def _for_engine(
+    model: PreTrainedModel, config: ModelConfig, head: HeadKind, *, trained: bool
+) -> PreTrainedModel:
+    # `fully_shard` renames the class, and exports must contain the original name.
+    model.config.architectures = [type(model).__name__]
+    if head == "score":
+        model.config.architectures = [classifier_name(model.config)]
+        without_bias(model)
     if trained:
         checkpoint_layers(model, config.gradient_checkpointing)
     return model
@@ -185,10 +175,9 @@ def simulated_model(
         attn_implementation=config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
     )
-    _with_head(model, head)
+    _for_engine(model, config, head, trained=trained)
     model.requires_grad_(trained)
     if trained:
-        checkpoint_layers(model, config.gradient_checkpointing)
         select_trained(model, config, dtype)
         for parameter in model.parameters():
             if parameter.is_floating_point():
@@ -239,9 +228,8 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
 
 _log = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
-_ROWS_READ_BYTES = 16 * 2**20
-_Counts = dict[tuple[str, tuple[int, ...]], NotFinite]
-"""(parameter, first index of a shard of it) -> its elements that are not finite."""
+Counts = dict[tuple[str, object], NotFinite]
+"""(weight, which part of it) -> its elements that are not finite."""
 
 
 @dataclass(frozen=True)
@@ -266,25 +254,12 @@ class FolderWeights:
                 weight is not finite.
         """
         place = torch.device("cpu") if on_host else device
-        own = _together(lambda: self._read(model, device, place))
-        found: _Counts = {}
-        for counts in gather_over_ranks(own):
-            found |= counts  # replicas hold the same rows, which are counted once
-        totals = {}
-        for name, parameter in model.named_parameters():
-            parts = [count for (other, _), count in found.items() if other == name]
-            nan, infinite = (sum(p.nan for p in parts), sum(p.infinite for p in parts))
-            totals[name] = NotFinite(nan, infinite, parameter.numel())
-        check_all_finite(self.folder, totals)
+        check_finite_over_ranks(self.folder, on_all_ranks(lambda: self._read(model, device, place)))
 
-    def _read(self, model: ShardedModel, device: torch.device, place: torch.device) -> _Counts:
-        """Read the saved buffers to `device` and the shards to `place`.
-
-        Returns:
-            What is not finite.
-        """
+    def _read(self, model: ShardedModel, device: torch.device, place: torch.device) -> Counts:
+        """Read the saved buffers to `device` and the shards to `place`."""
         source = folder_in_memory(self.folder) if self.use_shm else nullcontext(self.folder)
-        found: _Counts = {}
+        found: Counts = {}
         with torch.no_grad(), model_errors(self.folder, "model"), source as folder:
             # Tied parameters remain tied, because torch changes a sharded parameter in place.
             model._apply(partial(_allocated, device, place))  # type: ignore[no-untyped-call]  # none
@@ -295,58 +270,187 @@ class FolderWeights:
                 for name, parameter in model.named_parameters():
                     shard = block_of(parameter.detach(), rank())
                     self._read_shard(reader, name, shard)
-                    count = count_not_finite(shard.data)
-                    if count.nan or count.infinite:
-                        found[name, shard.offset] = count
+                    found[name, shard.offset] = count_not_finite(shard.data)
         return found
 
     def _read_shard(self, reader: TensorReader, name: str, shard: Block) -> None:
+        box = [(a, a + size) for a, size in zip(shard.offset, shard.data.shape, strict=True)]
         if name in self.names.new:
             shard.data.zero_()
         elif name in self.part.new:
-            index = tuple(
-                slice(first, first + size)
-                for first, size in zip(shard.offset, shard.data.shape, strict=True)
-            )
-            shard.data.copy_(self.part.new[name][index])
+            shard.data.copy_(self.part.new[name][tuple(slice(*span) for span in box)])
         elif shard.data.numel():
-            _read_rows(reader, self.names.stored[base_name(name)], shard)
+            stored = self.names.stored[base_name(name)]
+            # FSDP cuts dimension 0. Row 2 of a tensor of rows with 5 elements begins at element 10.
+            if shard.data.shape[1:] == shard.shape[1:]:
+                first = shard.offset[0] * math.prod(shard.shape[1:]) if shard.offset else 0
+                reader.read(stored, first, shard.data)
+            else:  # tensor parallelism cuts dimension 1
+                shard.data.copy_(reader.read_box(stored, box))
 
 
-def _read_rows(reader: TensorReader, stored: Source, shard: Block) -> None:
-    """Read the rows of a shard, or the columns that it has of them."""
-    # FSDP cuts dimension 0. Row 2 of a tensor of rows with 5 elements begins at element 10.
-    elements = math.prod(shard.shape[1:])
-    if shard.data.shape[1:] == shard.shape[1:]:
-        reader.read(stored, shard.offset[0] * elements, shard.data)
-        return
-    # Tensor parallelism cuts dimension 1. Some rows at a time are read as a whole.
-    columns = slice(shard.offset[1], shard.offset[1] + shard.data.shape[1])
-    step = max(_ROWS_READ_BYTES // (elements * shard.data.element_size()), 1)
-    for first in range(0, len(shard.data), step):
-        part = shard.data[first : first + step]
-        rows = torch.empty(len(part), *shard.shape[1:], dtype=part.dtype)
-        reader.read(stored, (shard.offset[0] + first) * elements, rows)
-        part.copy_(rows[:, columns])
+def check_finite_over_ranks(folder: Path, own: Counts) -> None:
+    """Raise `ModelError` if a rank has read a weight that is not finite. All ranks call it."""
+    found: Counts = {}
+    for counts in gather_over_ranks(own):
+        found |= counts  # replicas read the same parts, which are counted once
+    totals: dict[str, NotFinite] = {}
+    for (name, _), part in found.items():
+        so_far = totals.get(name, NotFinite(0, 0, 0))
+        totals[name] = NotFinite(
+            so_far.nan + part.nan, so_far.infinite + part.infinite, so_far.size + part.size
+        )
+    check_all_finite(folder, totals)
 
 
-@dataclass(frozen=True)
-class LoadedModel:
-    """A sharded model with its weights.
+ADAPTER_FOLDER = "adapter"
+"""Folder of the adapter alone, in the export of a merged model."""
+
+
+@dataclass
+class ModelWeights:
+    """A sharded model with its weights. Whole tensors are gathered one at a time, by all ranks.
 
     Attributes:
         module: the model.
         token_model: the model as a function of micro-batches.
+        part: which part of the model is trained.
         tied: see `tied_names`.
         saved_buffers: see `saved_buffer_names`.
-        part: which part of the model is trained.
+        config: of the model, with local folders.
+        device: where collectives run.
     """
 
     module: ShardedModel
     token_model: TokenModel
+    part: TrainedPart
     tied: dict[str, list[str]]
     saved_buffers: set[str]
-    part: TrainedPart
+    config: ModelConfig
+    head: HeadKind
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.tokenizer_path = exported_tokenizer(self.config)
+
+    def shards(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters, and the buffers that are saved, by their names in the model."""
+        for name, parameter in self.module.named_parameters():
+            yield name, parameter.detach()
+        for name, buffer in self.module.named_buffers():
+            if name in self.saved_buffers:
+                yield name, buffer
+
+    def trained_shards(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield `shards` without those that are frozen, which a checkpoint does not hold."""
+        frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+        return ((name, tensor) for name, tensor in self.shards() if name not in frozen)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Return the whole tensor of a shard, on the device."""
+        # A shard in host memory is copied to the device, where collectives run.
+        shard = self._on_device(tensor)
+        return shard.full_tensor() if isinstance(shard, DTensor) else shard
+
+    def full(self, *, adapted: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield (checkpoint name, whole tensor) once for each weight; adapters are merged.
+
+        `adapted`: False for the weights of the base model.
+        """
+        return merged_weights(self.shards(), self.part.adapter, self.whole, adapted=adapted)
+
+    def stream(self, *, adapted: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield `full` with every name of tied weights."""
+        return self._with_tied(self.full(adapted=adapted))
+
+    def shard_stream(self, *, adapted: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield `stream`, with the shards of this rank as `DTensor`s in place of whole tensors.
+
+        Adapters are merged into the shards. Only adapters are gathered.
+        """
+        adapter = self.part.adapter
+        merged = merged_weights(self.shards(), adapter, self._on_device, adapted=adapted)
+        return self._with_tied(merged)
+
+    def unmerged_stream(self, *, base: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield A and B of every adapter whole, as `scaled_part` names them.
+
+        Before them, if `base`, the weights of the base model as `shard_stream` yields them.
+
+        Raises `ConfigError` if the model has no adapters.
+        """
+        adapter = self.part.adapter
+        if adapter is None:
+            raise ConfigError(
+                "the rollout engine holds adapters, but the trained model has none; set model.lora "
+                "or rollout.load_adapters=false",
+                key="actor_rollout_ref.rollout.load_adapters",
+            )
+        if base:
+            yield from self.shard_stream(adapted=False)
+        for name, shard in self.shards():
+            if is_adapter(name):
+                yield scaled_part(name, self.whole(shard), adapter)
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device)
+
+    def _with_tied(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in stream:
+            yield name, tensor
+            for alias in self.tied.get(name, ()):
+                yield alias, tensor
+
+    def export(self, folder: str | Path, *, adapted: bool) -> None:
+        """Write a Hugging Face folder of the merged model, with the adapter alone inside it.
+
+        Raises `ModelError` if the tokenizer that the model was loaded with cannot be loaded.
+        """
+        adapter, base = self.part.adapter, self.config.path
+        # A head that is trained too is not in an adapter, which would then not be complete.
+        alone = adapter if adapted and self.head == "lm" else None
+        parts = {name: self.whole(p) for name, p in self.shards() if alone and is_adapter(name)}
+
+        def write_more(folder: Path) -> None:
+            copy_processor(base, folder)
+            if alone is not None:
+                export_adapter(folder / ADAPTER_FOLDER, parts, alone, base)
+
+        weights = self.full(adapted=adapted)
+        export_model(
+            folder, weights, self.module, self.config, self.head, self.tokenizer_path, write_more
+        )
+
+
+def export_model(
+    folder: str | Path,
+    weights: Iterable[tuple[str, Tensor]],
+    module: PreTrainedModel,
+    settings: ModelConfig,
+    head: HeadKind,
+    tokenizer_path: str | None,
+    write_more: Callable[[Path], None] | None = None,
+) -> None:
+    """Write a Hugging Face folder with the dtypes of the folder that the model was loaded from.
+
+    All ranks exhaust `weights`; rank 0 writes. Raises `ModelError` if the tokenizer that the model
+    was loaded with cannot be loaded.
+    """
+    dtypes, config = stored_dtypes(settings.path), deepcopy(module.config)
+    trusted = settings.trust_remote_code
+    if head == "score":  # a sequence classifier needs a padding token
+        tokenizer = settings.tokenizer_path or settings.path
+        config.pad_token_id = padding_token(settings.path, tokenizer, trust_remote_code=trusted)
+    export_hf(
+        folder,
+        dtypes.cast(weights),
+        dtypes.config(config),
+        generation=getattr(module, "generation_config", None),
+        tokenizer_path=tokenizer_path,
+        trust_remote_code=trusted,
+        write=rank() == 0,
+        extra=write_more,
+    )
 
 
 def load_sharded(
@@ -360,14 +464,22 @@ def load_sharded(
     min_unit_parameters: int,
     ranks: ModelRanks,
     meshes: ShardMeshes,
-) -> LoadedModel:
+) -> ModelWeights:
     """Load and shard the model of an engine. All ranks must call it.
 
     Raises:
         ModelError: on any rank, the folder does not hold a suitable model.
         ConfigError: the model does not support what the settings of the engine ask for.
     """
-    _check_use(model, head, trained=trained)
+    if model.lora.enabled and not trained:
+        raise ConfigError(
+            "model.lora is for a model that is trained, and this one is frozen; remove it, or set "
+            "model.path to a merged model",
+            key="model.lora",
+        )
+    if head == "score" and not trained:
+        trusted = model.trust_remote_code
+        on_all_ranks(lambda: check_reward_model(model.path, trust_remote_code=trusted))
     dtype = compute_dtype(engine.dtype, device)
     module, weights, part = _prepared(model, head, dtype, trained=trained)
     check_model_parallel(module.config, engine, "engine", packed=packed)
@@ -402,31 +514,13 @@ def load_sharded(
             )
 
     # FSDP moves a model that was loaded whole to the device unit by unit.
-    sharded = _together(shard)
+    sharded = on_all_ranks(shard)
     if weights is not None:
         weights.read_into(sharded, device, on_host=engine.offload_policy)
     token_model.probe()
     for unit in fsdp_units(sharded):
         unit.reshard()  # the probe may have gathered parameters
-    return LoadedModel(sharded, token_model, tied, saved_buffers, part)
-
-
-def _check_use(model: ModelConfig, head: HeadKind, *, trained: bool) -> None:
-    if not trained:
-        _check_frozen_model(model, head)
-
-
-def _check_frozen_model(model: ModelConfig, head: HeadKind) -> None:
-    """Check that a model which is not trained has no adapters, and has the head of its kind."""
-    if model.lora.enabled:
-        raise ConfigError(
-            "model.lora is for a model that is trained, and this one is frozen; remove it, or set "
-            "model.path to a merged model",
-            key="model.lora",
-        )
-    if head == "score":
-        trusted = model.trust_remote_code
-        _together(lambda: check_reward_model(model.path, trust_remote_code=trusted))
+    return ModelWeights(sharded, token_model, part, tied, saved_buffers, model, head, device)
 
 
 def _report_attention(
@@ -461,21 +555,13 @@ def _prepared(
         ModelError: on any rank, the folder does not hold a suitable model.
     """
     prepared = _with_folder_weights(config, head, dtype, trained=trained)
-    failed = isinstance(prepared, ModelError)
     own_reason = None if isinstance(prepared, tuple) else str(prepared)
-    of_ranks = gather_over_ranks((own_reason, failed))
-    reasons = [reason for reason, _ in of_ranks if reason is not None]
+    reasons = [reason for reason in gather_over_ranks(own_reason) if reason is not None]
     if isinstance(prepared, tuple) and not reasons:
         return *prepared, prepared[1].part
     if rank() == 0:
         _log.info("each rank loads the whole model in %s: %s", config.path, reasons[0])
-    load = partial(_loaded_whole, config, head, dtype, trained=trained)
-    if all(failed_there for _, failed_there in of_ranks):
-        return _together(load)
-    # Ranks that cannot read the folder try it first. If they fail, the others fail with them, and
-    # have not read a model for nothing.
-    first = _together(lambda: load() if failed else None)
-    return _together(lambda: load() if first is None else first)
+    return on_all_ranks(partial(_loaded_whole, config, head, dtype, trained=trained))
 
 
 def _loaded_whole(
@@ -511,11 +597,7 @@ def _with_folder_weights(
     try:
         with model_errors(Path(config.path), "model"):
             model = empty_model(config, head, dtype, trained=trained)
-            tensors = stored_tensors(Path(config.path))
-            # A reward model that is only computed has its head in the folder.
-            may_be_new = head == "value" or (head == "score" and trained)
-            new_prefix = VALUE_HEAD_PREFIX if may_be_new else None
-            names = match_names(model, tensors, new_prefix=new_prefix)
+            names = names_in_folder(config, model, head, trained=trained)
         if names.reason:
             return names.reason
         # After the names are matched, because adapters change names.
@@ -527,12 +609,25 @@ def _with_folder_weights(
     return model, FolderWeights(Path(config.path), names, config.use_shm, part)
 
 
+def names_in_folder(
+    config: ModelConfig, model: PreTrainedModel, head: HeadKind, *, trained: bool
+) -> WeightNames:
+    """Match the parameters of a model with the tensors of its folder."""
+    # A reward model that is only computed has its head in the folder.
+    may_be_new = head == "value" or (head == "score" and trained)
+    return match_names(
+        model,
+        stored_tensors(Path(config.path)),
+        new_prefix=VALUE_HEAD_PREFIX if may_be_new else None,
+    )
+
+
 def _allocated(device: torch.device, place: torch.device, tensor: Tensor) -> Tensor:
     """Return a buffer on `device`, and memory in `place` for a parameter that has none."""
     return torch.empty_like(tensor, device=place) if tensor.is_meta else tensor.to(device)
 
 
-def _together(work: Callable[[], ResultT]) -> ResultT:
+def on_all_ranks(work: Callable[[], ResultT]) -> ResultT:
     """Return the result of `work`, after all ranks have theirs.
 
     Raises:

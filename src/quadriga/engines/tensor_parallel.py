@@ -50,8 +50,6 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from quadriga.config.schema import EngineConfig, ModelConfig
-from quadriga.engines.megatron.families import check_sizes
-from quadriga.engines.megatron.settings import sizes_of
 from quadriga.errors import ConfigError
 from quadriga.models.adapters import base_name
 from quadriga.models.architectures import architecture_of
@@ -430,25 +428,16 @@ def _rope_types(config: PreTrainedConfig) -> Iterator[str]:
                 yield str(value)
 
 
-def check_model_parallel_folder(model: ModelConfig, engine: EngineConfig, key: str) -> None:
-    """Check the same for the model of a folder, before any process starts; see there.
-
-    Raises:
-        ConfigError: the ranks cannot divide the model.
-        ModelError: the Megatron engine does not compute it.
-    """
-    if engine.name == "megatron" or engine.model_parallel_size > 1:
-        folder = local_folder(model.path, weights=False)
-        trusted = model.trust_remote_code
-        config = read_config(Path(folder), trust_remote_code=trusted)
-        if engine.name == "megatron":
-            check_sizes(config.get_text_config(), sizes_of(engine), key)
-            return
-        check_model_parallel(config, engine, key)
-        if engine.tensor_parallel_size > 1:
-            implementation = model.attn_implementation
-            shapes = model_without_weights(
-                folder, value_head=False, dtype=torch.float32, trust_remote_code=trusted,
-                attn_implementation=implementation,
-            )  # fmt: skip
-            check_division(shapes, engine.tensor_parallel_size, key)
+def check_model(model: ModelConfig, engine: EngineConfig, key: str) -> None:
+    """Check the same for the model of a folder; see `check_model_parallel`."""
+    if engine.model_parallel_size == 1:
+        return
+    folder = local_folder(model.path, weights=False)
+    trusted = model.trust_remote_code
+    check_model_parallel(read_config(Path(folder), trust_remote_code=trusted), engine, key)
+    if engine.tensor_parallel_size > 1:
+        shapes = model_without_weights(
+            folder, value_head=False, dtype=torch.float32, trust_remote_code=trusted,
+            attn_implementation=model.attn_implementation,
+        )  # fmt: skip
+        check_division(shapes, engine.tensor_parallel_size, key)

@@ -35,17 +35,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from quadriga.algorithms.full_kl import kl_full
 from quadriga.config.schema import AttentionName
 from quadriga.engines.attention.choice import kernels_of
-from quadriga.engines.attention.masks import AttentionCall, Kernel, KernelOf, sdpa_only
+from quadriga.engines.attention.kernels import AttentionCall, Kernel, KernelOf, sdpa_only
 from quadriga.engines.attention.packed import (
     AttentionRows,
     supports_packing,
     use_packed_attention,
 )
 from quadriga.engines.base import ENTROPY, FULL_KL, LOG_PROBS, VALUES, Batch, HeadKind, Outputs
-from quadriga.engines.micro_batches import check_fields, dummy_batch
+from quadriga.engines.micro_batches import TokenSlice, check_fields, dummy_batch
 from quadriga.engines.sequence_cost import sequence_cost
 from quadriga.engines.sharding import class_name
-from quadriga.engines.token_slice import TokenSlice
 from quadriga.engines.trained_part import adapters_off
 from quadriga.errors import ConfigError
 from quadriga.models.architectures import takes_images

@@ -14,6 +14,7 @@ from quadriga.config.convert import leaves
 from quadriga.config.paths import expand_home
 from quadriga.config.role_ranks import has_reward_model, num_ranks
 from quadriga.config.schema import ActorConfig, ModelConfig, RewardConfig, TrainConfig
+from quadriga.engines import check_engine_folder
 from quadriga.engines.optimizers import check_optimizer_packages
 from quadriga.errors import ConfigError, DataError, ModelError
 from quadriga.observability.run_folder import RunFolder
@@ -215,12 +216,11 @@ def check_models_of_engines(engines: Iterable[RoleEngine]) -> None:
         InputError: names the setting, the layer, the pattern or the sizes, with the arithmetic.
     """
     from quadriga.engines.loading import check_trained_part
-    from quadriga.engines.tensor_parallel import check_model_parallel_folder
 
     for found in engines:
         if found.optim is not None:
             check_trained_part(found.model, found.head, found.optim, found.optim_key)
-        check_model_parallel_folder(found.model, found.engine, found.key)
+        check_engine_folder(found.model, found.engine, found.key)
 
 
 def _check_reward_model_folder(config: TrainConfig) -> None:

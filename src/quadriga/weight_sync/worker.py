@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from quadriga.engines import kind_of
 from quadriga.protocol import DataProto
 from quadriga.single_controller import Dispatch, Worker, register
 
@@ -157,9 +158,9 @@ class PolicyWeights(Worker):
 
     def _keeps_weights_in_place(self) -> bool:
         """Return whether the rollout may use the tensors of the actor, which then must not be moved
-        to host memory between calls. Megatron-core's tensors are not those of the checkpoint."""
+        to host memory between calls."""
         rollout, engine = self.config.rollout, self.config.actor.engine
-        if engine.name == "megatron":
+        if not kind_of(engine).stores_checkpoint_weights:
             return False
         return rollout.share_weights and not (rollout.take_turns or engine.param_offload)
 

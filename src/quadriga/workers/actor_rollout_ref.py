@@ -27,6 +27,7 @@ from quadriga.workers.method_fields import (
     COMPUTE_LOG_PROB,
     COMPUTE_REF_LOG_PROB,
     COMPUTE_SFT_LOG_PROB,
+    MODEL_INPUTS,
     UPDATE_ACTOR,
     UPDATE_SFT,
 )
@@ -40,7 +41,7 @@ from quadriga.workers.runtime import (
 
 if TYPE_CHECKING:
     from quadriga.checkpoint.files import SavedFile
-    from quadriga.engines.base import TrainEngine
+    from quadriga.engines.base import Outputs, TrainEngine
     from quadriga.rollout.base import RolloutEngine
 
 Use = Literal["actor", "rollout", "ref"]
@@ -98,7 +99,7 @@ class ActorRolloutRefWorker(PolicyWeights):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the engines that the role needs, and copy the actor's weights to the rollout."""
-        from quadriga.engines import build_engine, without_adapters
+        from quadriga.engines import build_engine
         from quadriga.rollout import build_rollout
         from quadriga.rollout.guard import GuardedRollout
 
@@ -113,7 +114,7 @@ class ActorRolloutRefWorker(PolicyWeights):
                 total_steps=self.runtime.total_steps,
             )
         if self.uses("ref") and self.actor is not None and model.lora.enabled:
-            self.ref = without_adapters(self.actor)
+            self.ref = self.actor.without_adapters()
         elif self.uses("ref"):
             self.ref = build_engine(
                 model.frozen(), self.config.ref.engine, None, head="lm", device=self.device
@@ -169,16 +170,7 @@ class ActorRolloutRefWorker(PolicyWeights):
 
         Reads the fields `COMPUTE_LOG_PROB.reads`.
         """
-        from quadriga.models.images import MultiModalRows
-
-        actor = self.config.actor
-        outputs = self._engine("actor").forward(
-            {key: data.batch[key] for key in COMPUTE_LOG_PROB.reads},
-            temperature=self._temperature(),
-            entropy=True,
-            micro_batch_size=actor.engine.forward_rows(actor.ppo_micro_batch_size_per_gpu),
-            images=MultiModalRows.of(data),
-        )
+        outputs = self._forward("actor", data, temperature=self._temperature(), entropy=True)
         return DataProto.from_dict(
             tensors={
                 fields.OLD_LOG_PROBS: outputs[LOG_PROBS],
@@ -195,16 +187,7 @@ class ActorRolloutRefWorker(PolicyWeights):
 
         Reads the fields `COMPUTE_REF_LOG_PROB.reads`.
         """
-        from quadriga.models.images import MultiModalRows
-
-        outputs = self._engine("ref").forward(
-            {key: data.batch[key] for key in COMPUTE_REF_LOG_PROB.reads},
-            temperature=self._temperature(),
-            micro_batch_size=self._ref_settings().forward_rows(
-                self.config.actor.ppo_micro_batch_size_per_gpu
-            ),
-            images=MultiModalRows.of(data),
-        )
+        outputs = self._forward("ref", data, temperature=self._temperature())
         return DataProto.from_dict(tensors={fields.REF_LOG_PROB: outputs[LOG_PROBS]})
 
     @register(
@@ -321,6 +304,26 @@ class ActorRolloutRefWorker(PolicyWeights):
         copy = rollout_of(rollout).ranks_of_copy
         return groups_of_copies(engine, self.world_size, copy)
 
+    def _forward(
+        self,
+        use: Literal["actor", "ref"],
+        data: DataProto,
+        temperature: float = 1.0,
+        *,
+        entropy: bool = False,
+    ) -> Outputs:
+        from quadriga.models.images import MultiModalRows
+
+        actor = self.config.actor
+        engine = actor.engine if use == "actor" else self._ref_settings()
+        return self._engine(use).forward(
+            {key: data.batch[key] for key in MODEL_INPUTS},
+            temperature=temperature,
+            entropy=entropy,
+            micro_batch_size=engine.forward_rows(actor.ppo_micro_batch_size_per_gpu),
+            images=MultiModalRows.of(data),
+        )
+
     def _temperature(self) -> float:
         """Return the temperature at which log-probabilities are computed.
 
@@ -385,11 +388,5 @@ class SFTWorker(ActorRolloutRefWorker):
         Reads the fields `COMPUTE_SFT_LOG_PROB.reads`. Unlike `compute_log_prob` it computes no
         entropies, which a loss does not need.
         """
-        from quadriga.engines.base import LOG_PROBS
-
-        actor = self.config.actor
-        outputs = self._engine("actor").forward(
-            {key: data.batch[key] for key in COMPUTE_SFT_LOG_PROB.reads},
-            micro_batch_size=actor.engine.forward_rows(actor.ppo_micro_batch_size_per_gpu),
-        )
+        outputs = self._forward("actor", data)
         return DataProto.from_dict(tensors={fields.OLD_LOG_PROBS: outputs[LOG_PROBS]})

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from quadriga.config.schema import CriticConfig
 from quadriga.engines.base import VALUES
 from quadriga.protocol import DataProto, fields
 from quadriga.single_controller import (
-    Dispatch,
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
 from quadriga.workers.method_fields import COMPUTE_VALUES, UPDATE_CRITIC
 from quadriga.workers.runtime import EngineWorker, RankRuntime
 
-if TYPE_CHECKING:
-    pass
 
-
-class CriticWorker(EngineWorker):
+class CriticWorker(EngineWorker[CriticConfig]):
     """The value model in one rank.
 
     Args:
@@ -35,23 +29,8 @@ class CriticWorker(EngineWorker):
         responses_per_prompt: int = 1,
         runtime: RankRuntime | None = None,
     ) -> None:
-        super().__init__("critic", config.engine, runtime)
-        self.config = config
+        super().__init__("critic", config, "value", runtime)
         self.responses_per_prompt = responses_per_prompt
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
-        """Load the model with its value head."""
-        from quadriga.engines import build_engine
-
-        self.engine = build_engine(
-            self.config.model,
-            self.config.engine,
-            self.config.optim,
-            head="value",
-            device=self.device,
-            total_steps=self.runtime.total_steps,
-        )
 
     @register(
         dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"), reads=COMPUTE_VALUES.inputs

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from quadriga.engines.base import Outputs, TrainEngine
 
 
-class RewardModelWorker(EngineWorker):
+class RewardModelWorker(EngineWorker[RewardModelConfig]):
     """The reward model in one rank.
 
     If its tokenizer and chat template write a conversation as the policy does, it reads the token
@@ -60,15 +60,13 @@ class RewardModelWorker(EngineWorker):
         policy_arguments: TemplateArguments | None = None,
         runtime: RankRuntime | None = None,
     ) -> None:
-        super().__init__("reward_model", config.engine, runtime)
-        self.config = config
+        super().__init__("reward_model", config, "score", runtime)
         self.policy = policy
         self.policy_arguments = policy_arguments
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the tokenizers, and the model with its head."""
-        from quadriga.engines import build_engine
         from quadriga.models.context_window import context_window
         from quadriga.models.folder import local_folder
         from quadriga.models.loading import read_config
@@ -85,9 +83,7 @@ class RewardModelWorker(EngineWorker):
         self.pad = padding_token(path, model.tokenizer_path or path, trust_remote_code=trusted)
         window = context_window(read_config(path, trust_remote_code=trusted))
         self.longest = None if window is None else window.tokens
-        self.engine = build_engine(
-            model, self.config.engine, None, head="score", device=self.device
-        )
+        super().init_model()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("reward_model"))
     def compute_rm_score(self, data: DataProto) -> DataProto:
@@ -215,7 +211,7 @@ def _dispatch_pairs(view: GroupView, /, data: object) -> Split:
     return mesh_scheme(_MESH).dispatch_batches(view, data)
 
 
-class PairTrainingWorker(EngineWorker):
+class PairTrainingWorker(EngineWorker[RMConfig]):
     """A reward model that is trained, in one rank.
 
     Args:
@@ -224,22 +220,7 @@ class PairTrainingWorker(EngineWorker):
     """
 
     def __init__(self, config: RMConfig, runtime: RankRuntime | None = None) -> None:
-        super().__init__(_MESH, config.engine, runtime)
-        self.config = config
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
-        """Load the model with its head. A head that the folder does not have is zero."""
-        from quadriga.engines import build_engine
-
-        self.engine = build_engine(
-            self.config.model,
-            self.config.engine,
-            self.config.optim,
-            head="score",
-            device=self.device,
-            total_steps=self.runtime.total_steps,
-        )
+        super().__init__(_MESH, config, "score", runtime)
 
     @register(
         dispatch_mode={

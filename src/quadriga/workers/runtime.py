@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from quadriga.config.schema import DeviceName, EngineConfig
+from quadriga.config.commands import RMConfig
+from quadriga.config.schema import CriticConfig, DeviceName, EngineConfig, RewardModelConfig
+from quadriga.engines import kind_of
 from quadriga.errors import ConfigError, WorkerError
 from quadriga.single_controller import Dispatch, RankLayout, Worker, register
 
+ConfigT = TypeVar("ConfigT", bound=CriticConfig | RewardModelConfig | RMConfig)
+
 if TYPE_CHECKING:
     from quadriga.checkpoint.files import SavedFile
-    from quadriga.engines.base import TrainEngine
+    from quadriga.engines.base import HeadKind, TrainEngine
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,8 @@ def groups_of_copies(engine: EngineConfig | None, ranks: int, copy: int) -> list
     #   (0, 2) and (1, 3)  half 0      half 0      half 1      half 1     each contains the quarter
     #   (0, 1) and (2, 3)  half 0      half 1      half 0      half 1     those of 1 and 2 do not
     tensor = 1 if engine is None else engine.tensor_parallel_size
-    if engine is not None and engine.name == "fsdp" and engine.model_parallel_size > tensor:
-        tensor = 1
+    if engine is not None and not kind_of(engine).in_stages:
+        tensor = tensor if engine.model_parallel_size == tensor else 1
     block, step = (tensor, tensor // copy) if tensor % copy == 0 else (copy, 1)
     return [
         tuple(range(first + start, first + block, step))
@@ -97,7 +101,7 @@ def register_engine_ranks(worker: Worker, mesh: str, engine: EngineConfig) -> No
     Raises:
         ConfigError: the ranks that receive the same rows do not divide the ranks.
     """
-    if engine.name != "megatron":
+    if not kind_of(engine).in_stages:
         register_data_ranks(worker, mesh, engine.model_parallel_size)
         return
     tensor, stages = engine.tensor_parallel_size, engine.pipeline_parallel_size
@@ -148,22 +152,42 @@ def prepare_rank(runtime: RankRuntime) -> str:
     return device
 
 
-class EngineWorker(Worker):
+class EngineWorker(Worker, Generic[ConfigT]):
     """A worker with one training engine, which `init_model` builds.
 
     Args:
         role: for messages, and as the name of the mesh of the engine's ranks.
-        settings: of the engine.
+        config: the section of the role.
+        head: of the model.
         runtime: what every rank of the role is told about the run.
     """
 
-    def __init__(self, role: str, settings: EngineConfig, runtime: RankRuntime | None) -> None:
+    def __init__(
+        self, role: str, config: ConfigT, head: HeadKind, runtime: RankRuntime | None
+    ) -> None:
         super().__init__()
+        self.config, self.head = config, head
         self.role = role
         self.runtime = runtime or RankRuntime()
         self.device = prepare_rank(self.runtime)
         self.engine: TrainEngine | None = None
-        register_engine_ranks(self, role, settings)
+        register_engine_ranks(self, role, config.engine)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the model with its head. A head that the folder of a trained model does not have is
+        zero."""
+        from quadriga.engines import build_engine
+
+        config: CriticConfig | RewardModelConfig | RMConfig = self.config
+        self.engine = build_engine(
+            config.model,
+            config.engine,
+            None if isinstance(config, RewardModelConfig) else config.optim,
+            head=self.head,
+            device=self.device,
+            total_steps=self.runtime.total_steps,
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, step: int) -> list[SavedFile]:

@@ -28,7 +28,7 @@ from transformers.masking_utils import (
 )
 
 from quadriga.config.schema import AttentionName
-from quadriga.engines.attention.masks import (
+from quadriga.engines.attention.kernels import (
     AttentionCall,
     Kernel,
     KernelOf,

@@ -38,13 +38,16 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from quadriga.engines.attention.flex import TokenRanges, attend_tokens
-from quadriga.engines.attention.kernels import RowLengths, attend_blocks, attend_lengths
-from quadriga.engines.attention.masks import (
+from quadriga.engines.attention.kernels import (
     AttentionCall,
     KernelOf,
     LocalMask,
+    RowLengths,
     Scoring,
+    TokenRanges,
+    attend_blocks,
+    attend_lengths,
+    attend_tokens,
     packed_mask,
 )
 from quadriga.errors import ModelError

@@ -2,126 +2,68 @@
 
 Ranks with one data-parallel number compute the same rows, each with its part of the model. They
 must be given the same batch, and return the same outputs and metrics.
-
-Concurrency, for every method:
-
-consumes      the rows of this data-parallel rank
-waits for     all ranks of the group, which must call the same methods in the same order
-produces      numbers for each response token, or one optimizer step
-unblocked by  the call of the last rank; a rank without rows computes dummy micro-batches
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from quadriga.checkpoint.files import SavedFile
-from quadriga.checkpoint.rank_state import load_rank_state, read_scalars, save_rank_state
 from quadriga.checkpoint.shards import Block
-from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.config.schema import OptimConfig
 from quadriga.engines.base import (
-    SKIPPED_STEPS,
     Batch,
-    HeadKind,
     LossFn,
     Outputs,
     OwnWeights,
+    Pass,
+    State,
     TrainEngine,
     WeightPart,
 )
-from quadriga.engines.loading import in_local_folders
 from quadriga.engines.megatron.families import check_sizes, megatron_model
 from quadriga.engines.megatron.model import MicroBatch, Pipeline, transformer_config
-from quadriga.engines.megatron.optimizer import MegatronOptimizer
-from quadriga.engines.megatron.ranks import join_ranks
-from quadriga.engines.megatron.settings import (
-    check_device,
-    check_installed,
-    check_settings,
-    sizes_of,
-)
-from quadriga.engines.megatron.weights import FolderModel, RankWeights
-from quadriga.engines.micro_batches import (
-    check_fields,
-    dummy_batch,
-    micro_batches_of_ranks,
-    select_rows,
-)
-from quadriga.engines.offload import DeviceMemory
-from quadriga.engines.optimizers.sharded import check_schedule
+from quadriga.engines.megatron.ranks import Ranks, join_ranks
+from quadriga.engines.megatron.settings import check_engine, sizes_of
+from quadriga.engines.megatron.weights import FolderModel, OwnTensor, RankWeights
+from quadriga.engines.micro_batches import dummy_batch, select_rows
+from quadriga.engines.optimizers.rules import MOMENTS, AdamW, UpdateRule
+from quadriga.engines.optimizers.sharded import ShardedOptimizer
 from quadriga.engines.sequence_cost import sequence_cost
 from quadriga.errors import ConfigError
 from quadriga.models.images import MultiModalRows
+from quadriga.parallel.balancing import owners_of
 from quadriga.parallel.device import compute_dtype
-from quadriga.parallel.distributed import (
-    init_distributed,
-    local_device,
-    rank,
-    sum_metrics_over_ranks,
-    world_size,
-)
-from quadriga.protocol import fields
 
 _CPU = torch.device("cpu")
-State = Literal["parameters", "gradients", "moments"]
-"""What an engine can offload: parameters; their gradients, which are freed; and the optimizer's
-moments with the float32 copies of parameters."""
-_FREED: tuple[State] = ("gradients",)
 
 
-class MegatronEngine:
-    """A causal language model or a value model on Megatron-core's ranks. See `TrainEngine`.
+class MegatronEngine(TrainEngine):
+    """A causal language model or a value model on Megatron-core's ranks. See `TrainEngine`."""
 
-    Args:
-        optim: None for a frozen model.
-        head: "lm" for log-probabilities, "value" for one value a token, "score" for a reward model.
-        device: the device of this rank, or its type ("cuda").
-        total_steps: optimizer steps of the run, if `optim.total_steps` is not set.
+    optimizer: MegatronOptimizer | None
 
-    Raises:
-        ConfigError: Megatron-core is missing, a setting is not for this engine, or the model does
-            not divide by the ranks.
-        ModelError: the folder does not hold a suitable model.
-    """
-
-    def __init__(
-        self,
-        model: ModelConfig,
-        engine: EngineConfig,
-        optim: OptimConfig | None = None,
-        *,
-        head: HeadKind = "lm",
-        device: str | torch.device = "cpu",
-        total_steps: int | None = None,
-    ) -> None:
-        check_installed()
-        check_settings(model, engine, optim)
-        self.config, self.head = engine, head
-        self.device = local_device(device)
-        check_device(self.device.type)
-        if optim is not None:
-            total_steps = total_steps if optim.total_steps is None else optim.total_steps
-            check_schedule(optim, total_steps)
-        init_distributed(self.device.type)
-        self.model_config = model = in_local_folders(model)
-        self.folder = folder = FolderModel.of(model, head, trained=optim is not None)
+    def _build(self, optim: OptimConfig | None) -> None:
+        model, engine, device = self.model_config, self.config, self.device
+        check_engine(model, engine, optim, device.type)
+        self.folder = folder = FolderModel.of(model, self.head, trained=optim is not None)
         sizes = sizes_of(engine)
         check_sizes(folder.config, sizes, "engine")
         self.ranks = ranks = join_ranks(sizes)
-        dtype = compute_dtype(engine.dtype, self.device)
+        self.reports, self.stages = ranks.reports, sizes.pipeline
+        self.round_size = sizes.pipeline if sizes.chunks > 1 else 1
+        dtype = compute_dtype(engine.dtype, device)
         recompute = bool(model.gradient_checkpointing) and optim is not None
         transformer = transformer_config(folder.config, ranks, dtype, recompute=recompute)
-        kernels = folder.kernels(engine.attention, sizes, dtype, self.device)
+        kernels = folder.kernels(engine.attention, sizes, dtype, device)
         self.pipeline = Pipeline(
-            folder.config, transformer, ranks, head, kernels, self.device, trained=optim is not None
+            folder.config, transformer, ranks, self.head, kernels, device, trained=optim is not None
         )
         self._parameters = self.pipeline.parameters
         stored = megatron_model(
@@ -134,146 +76,72 @@ class MegatronEngine:
         self._weights = RankWeights(stored, ranks, folder.tied)
         with torch.no_grad():
             folder.read_into(self._weights, self._parameters)
-        self._cost = sequence_cost(folder.config, head, self.device.type, engine.attention)
-        self.optimizer: MegatronOptimizer | None = None
-        self._memory: DeviceMemory[State] = DeviceMemory(self.device, self._tensors, freed=_FREED)
-        if optim is not None:
-            self.optimizer = self._build_optimizer(optim, total_steps, dtype)
-        if engine.param_offload:
-            self._memory.offload("parameters", "gradients")
-        if engine.optimizer_offload:
-            self._memory.offload("moments")
-
-    def _build_optimizer(
-        self, optim: OptimConfig, total_steps: int | None, dtype: torch.dtype
-    ) -> MegatronOptimizer:
-        engine = self.config
-        optimizer = MegatronOptimizer(
+        self.cost = sequence_cost(folder.config, self.head, device.type, engine.attention)
+        if optim is None:
+            return
+        self.optimizer = MegatronOptimizer(
             self._parameters,
             self._weights,
-            self.ranks,
+            ranks,
             optim,
-            total_steps,
-            device=self.device,
+            self.total_steps,
+            device=device,
             distributed=engine.distributed_optimizer,
         )
         if dtype.itemsize < 4:  # the copies would begin with the digits of the parameters
             with torch.no_grad():
-                self.folder.read_into(self._weights, optimizer.masters)
-        return optimizer
-
-    @property
-    def optimizer_steps(self) -> int:
-        return 0 if self.optimizer is None else self.optimizer.inner.step_count
+                folder.read_into(self._weights, self.optimizer.masters)
 
     # Computation
 
-    def forward(
-        self,
-        batch: Batch,
-        *,
-        temperature: float = 1.0,
-        entropy: bool = False,
-        micro_batch_size: int | None = None,
-        images: MultiModalRows | None = None,
-    ) -> Outputs:
-        micro_batches = self.micro_batches(batch, micro_batch_size=micro_batch_size, images=images)
-        shape = batch[fields.RESPONSE_MASK].shape
+    def _check_images(self, batch: Batch, images: MultiModalRows | None) -> None:
+        if images is not None:
+            raise ConfigError(
+                "rows with images are not built for engine.name=megatron; set engine.name=fsdp"
+            )
 
+    def _outputs(self, of: Pass) -> Iterator[tuple[Tensor | None, Outputs]]:
         def keep(columns: Tensor, micro: MicroBatch, rows: Tensor | None) -> tuple[Tensor, Any]:
             return columns, (rows, micro.outputs(columns, self.head))
 
-        select = partial(self._micro_batch, batch, temperature=temperature, entropy=entropy)
-        with self._on_device("parameters"), torch.no_grad():
-            computed = self.pipeline.run(micro_batches, select, keep, train=False)
-        names = MicroBatch.output_names(self.head, entropy=entropy)
-        outputs: Outputs = {name: torch.zeros(shape) for name in names}
-        for rows, found in computed:
-            if rows is not None:
-                for name, values in found.items():
-                    outputs[name][rows] = values.float().cpu()
-        return _from_last_stage(outputs, self.ranks.pipeline_group, self.device)
+        yield from self.pipeline.run(of.plan, partial(self._micro_batch, of), keep, train=False)
 
-    def train_step(
-        self,
-        mini_batch: Batch,
-        loss_fn: LossFn,
-        *,
-        temperature: float = 1.0,
-        entropy: bool = False,
-        reference: TrainEngine | None = None,
-        micro_batch_size: int | None = None,
-        images: MultiModalRows | None = None,
-    ) -> dict[str, float]:
-        if self.optimizer is None:
-            raise ConfigError("this engine has no optimizer, because it was built with optim=None")
+    def _complete(self, outputs: Outputs) -> Outputs:
+        """Return the outputs of the last stage, which has computed the same rows."""
+        group = self.ranks.pipeline_group
+        stages = dist.get_world_size(group)
+        if stages > 1:
+            last = dist.get_global_rank(group, stages - 1)
+            for name, values in outputs.items():
+                sent = values.to(self.device)
+                dist.broadcast(sent, last, group=group)
+                outputs[name] = sent.cpu()
+        return outputs
+
+    def _accumulate(
+        self, of: Pass, loss_fn: LossFn, reference: TrainEngine | None
+    ) -> Iterator[Mapping[str, Tensor | float]]:
         if reference is not None:
             raise ConfigError(
                 "KL over the vocabulary (kl_loss_type=full) is not built for engine.name=megatron; "
                 "set another kl_loss_type, or engine.name=fsdp"
             )
-        micro_batches = self.micro_batches(
-            mini_batch, micro_batch_size=micro_batch_size, images=images
-        )
-        select = partial(self._micro_batch, mini_batch, temperature=temperature, entropy=entropy)
 
         def loss_of(columns: Tensor, micro: MicroBatch, rows: Tensor | None) -> tuple[Tensor, Any]:
             if rows is None:
                 return columns.sum() * 0.0, {}
             outputs = micro.outputs(columns, self.head)
-            loss, metrics = loss_fn(outputs, select_rows(mini_batch, rows, self.device))
+            loss, metrics = loss_fn(outputs, select_rows(of.batch, rows, self.device))
             return loss, {"loss": loss.detach(), **metrics}
 
-        totals = {"loss": 0.0}
-        with self._on_device("parameters", "gradients"):
-            self.pipeline.zero_gradients()  # a step that failed has left gradients
-            for metrics in self.pipeline.run(micro_batches, select, loss_of, train=True):
-                for name, value in metrics.items():
-                    totals[name] = totals.get(name, 0.0) + float(value)
-            # Activations are freed before the moments come to the device.
-            with self._on_device("moments"):
-                norm, rate = self.optimizer.step()
-        # One rank reports what the ranks with the same rows have computed together.
-        found = sum_metrics_over_ranks(totals if self.ranks.reports else {"loss": 0.0})
-        return found | {
-            "grad_norm": norm,
-            "lr": rate,
-            SKIPPED_STEPS: float(self.optimizer.inner.skipped),
-            "micro_batches": float(len(micro_batches)),
-        }
+        self.pipeline.zero_gradients()  # a step that failed has left gradients
+        yield from self.pipeline.run(of.plan, partial(self._micro_batch, of), loss_of, train=True)
 
-    def micro_batches(
-        self,
-        batch: Batch,
-        *,
-        micro_batch_size: int | None = None,
-        images: MultiModalRows | None = None,
-    ) -> list[Tensor | None]:
-        _check_text_alone(images)
-        check_fields(batch)
-        return micro_batches_of_ranks(
-            batch,
-            micro_batch_size,
-            self.config,
-            self.device,
-            share_prompts=True,
-            cost=self._cost,
-            stages=self.ranks.sizes.pipeline,
-            multiple_of=self.ranks.sizes.pipeline if self.ranks.sizes.chunks > 1 else 1,
-        )
-
-    def _micro_batch(
-        self, batch: Batch, rows: Tensor | None, *, temperature: float, entropy: bool
-    ) -> MicroBatch:
-        chosen = dummy_batch() if rows is None else select_rows(batch, rows, _CPU)
+    def _micro_batch(self, of: Pass, rows: Tensor | None) -> MicroBatch:
+        chosen = dummy_batch() if rows is None else select_rows(of.batch, rows, _CPU)
         return MicroBatch.of(
-            chosen, self.ranks, self.device, temperature=temperature, entropy=entropy
+            chosen, self.ranks, self.device, temperature=of.temperature, entropy=of.entropy
         )
-
-    def global_counts(self, *counts: float | Tensor) -> list[float]:
-        total = torch.tensor([float(c) for c in counts], dtype=torch.float64, device=self.device)
-        dist.all_reduce(total, group=self.ranks.data_group)
-        return total.tolist()
 
     # Weights
 
@@ -286,11 +154,15 @@ class MegatronEngine:
         with self._on_device("parameters"), torch.no_grad():
             yield from self._weights.shard_stream(self._detached())
 
+    def save_hf(self, folder: str | Path) -> None:
+        tied = self._weights.tied
+        weights = ((name, t) for name, t in self.state_stream() if name not in tied)
+        self.folder.export(folder, weights)
+
     def _detached(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
-    def _blocks(self, *, save: bool) -> dict[str, Block]:
-        """Return the blocks of weights and moments: to be written, or to be read into."""
+    def _state(self, *, save: bool) -> dict[str, Block]:
         weights, optimizer = self._weights, self.optimizer
         values = self._detached()
         if optimizer is None:
@@ -299,87 +171,159 @@ class MegatronEngine:
         values |= {name: master.detach() for name, master in optimizer.masters.items()}
         written = optimizer.writes if save else None
         blocks = weights.blocks("model.", values, written=written)
-        for moment, tensors in optimizer.tensors().items():
+        for moment, tensors in optimizer.moments().items():
             blocks |= weights.blocks(f"optimizer.{moment}.", tensors, written=written)
         return blocks
 
-    def save(self, folder: str | Path, step: int = 0) -> list[SavedFile]:
-        scalars = {} if self.optimizer is None else self.optimizer.inner.scalars()
-        with self._on_device("parameters", "moments"), torch.no_grad():
-            blocks = self._blocks(save=True)
-        return save_rank_state(
-            folder, blocks, scalars, rank=rank(), world_size=world_size(), step=step
-        )
-
-    def load(self, folder: str | Path, step: int | None = None) -> None:
-        saved = read_scalars(folder, step=step)
-        if self.optimizer is not None:
-            self.optimizer.inner.check_scalars(saved, folder)
-        with self._on_device("parameters", "moments"), torch.no_grad():
-            blocks = self._blocks(save=False)
-            load_rank_state(folder, blocks, rank=rank(), step=step)
-            self._weights.take("model.", blocks, self._detached())
-            if self.optimizer is None:
-                return
-            masters = {name: m.detach() for name, m in self.optimizer.masters.items()}
-            self._weights.take("model.", blocks, masters)
-            moments = self.optimizer.tensors()
-            for moment, tensors in moments.items():
-                self._weights.take(f"optimizer.{moment}.", blocks, tensors)
-            named = {f"{m}.{n}": t for m, tensors in moments.items() for n, t in tensors.items()}
-            self.optimizer.inner.load(named, saved)
-
-    def save_hf(self, folder: str | Path) -> None:
-        tied = self._weights.tied
-        weights = ((name, t) for name, t in self.state_stream() if name not in tied)
-        self.folder.export(folder, weights)
+    def _take(self, state: Mapping[str, Tensor | Block]) -> dict[str, Tensor]:
+        blocks = {name: block for name, block in state.items() if isinstance(block, Block)}
+        self._weights.take("model.", blocks, self._detached())
+        if self.optimizer is None:
+            return {}
+        masters = {name: m.detach() for name, m in self.optimizer.masters.items()}
+        self._weights.take("model.", blocks, masters)
+        moments = self.optimizer.moments()
+        for moment, tensors in moments.items():
+            self._weights.take(f"optimizer.{moment}.", blocks, tensors)
+        return {f"{m}.{n}": t for m, tensors in moments.items() for n, t in tensors.items()}
 
     # Memory
 
-    def offload(self) -> None:
-        self._memory.offload("parameters", "gradients", "moments")
-        self._memory.return_freed()
-
-    def reload(self) -> None:
-        if not self.config.param_offload:
-            self._memory.reload("parameters", "gradients")
-        if not self.config.optimizer_offload:
-            self._memory.reload("moments")
-
-    @contextmanager
-    def _on_device(self, *states: State) -> Iterator[None]:
-        """Reload what a method needs, and offload it again at the end of the block."""
-        reloaded = self._memory.reload(*states)
-        try:
-            yield
-        finally:
-            self._memory.offload(*reloaded)
-
     def _tensors(self, state: State) -> Iterable[Tensor]:
-        """Return the tensors of a state. There are no moments before the first step."""
         if state == "parameters":
             return [p.data for p in self._parameters.values()]
         if self.optimizer is None:
             return []
-        if state == "gradients":
-            return self.pipeline.gradient_buffers()
-        return self.optimizer.held()
+        return self.pipeline.gradient_buffers() if state == "gradients" else self.optimizer.held()
 
 
-def _check_text_alone(images: MultiModalRows | None) -> None:
-    if images is not None:
-        raise ConfigError(
-            "rows with images are not built for engine.name=megatron; set engine.name=fsdp"
-        )
+class MegatronOptimizer(ShardedOptimizer):
+    """AdamW over the parameters of a stage, on tensor, pipeline, context, expert and data parallel
+    ranks.
 
+    Megatron-core's data parallelism has summed the gradients over the ranks with the same
+    parameters. Parameters in 16 bits have a copy in float32, which is updated.
 
-def _from_last_stage(outputs: Outputs, group: dist.ProcessGroup, device: torch.device) -> Outputs:
-    """Return the outputs of the last stage, which has computed the same rows."""
-    stages = dist.get_world_size(group)
-    if stages > 1:
-        last = dist.get_global_rank(group, stages - 1)
-        for name, values in outputs.items():
-            sent = values.to(device)
-            dist.broadcast(sent, last, group=group)
-            outputs[name] = sent.cpu()
-    return outputs
+    With `distributed`, each data-parallel rank has the moments and the copies of some of the
+    parameters, updates these, and sends them to the others (ZeRO-1, arXiv 1910.02054 §5.1, by whole
+    tensors):
+
+        parameter        embedding   layer 0   layer 1   norm
+        its owner        rank 0      rank 1    rank 1    rank 1       2 data-parallel ranks
+
+    Args:
+        parameters: of the stage, by name. Megatron-core's data parallelism adds up their gradients.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        weights: RankWeights,
+        ranks: Ranks,
+        config: OptimConfig,
+        total_steps: int | None,
+        *,
+        device: torch.device,
+        distributed: bool,
+    ) -> None:
+        self._parameters, self._weights = parameters, weights
+        self._ranks = ranks
+        self._tensors = {own.name: own for own in weights.tensors}
+        self._owners = self._choose_owners(distributed)
+        self.masters = {
+            name: nn.Parameter(p.detach().float()) if p.dtype.itemsize < 4 else p
+            for name, p in parameters.items()
+            if self.owns(self._tensors[name])
+        }
+        named = list(self.masters.items())
+        rules: list[UpdateRule] = [AdamW(named, config)] if named else []
+        super().__init__(rules, config, total_steps, shard_group=None, device=device)
+
+    def owns(self, tensor: OwnTensor) -> bool:
+        """Whether this rank updates a tensor."""
+        owner = self._owners[tensor.name]
+        return owner is None or owner == dist.get_rank(self._replicas(tensor))
+
+    def _choose_owners(self, distributed: bool) -> dict[str, int | None]:
+        """Return for each tensor the rank that updates it among those that have it; None: all."""
+        owners: dict[str, int | None] = {}
+        for of_expert in (False, True):
+            names = sorted(t.name for t in self._tensors.values() if t.of_expert == of_expert)
+            if not names:
+                continue
+            count = dist.get_world_size(self._replicas(self._tensors[names[0]]))
+            if not distributed or count == 1:
+                owners |= dict.fromkeys(names)
+                continue
+            sizes = [self._parameters[name].numel() for name in names]
+            owners |= zip(names, owners_of(sizes, count), strict=True)
+        return owners
+
+    def _replicas(self, tensor: OwnTensor) -> dist.ProcessGroup:
+        return self._ranks.expert_replicas if tensor.of_expert else self._ranks.replica_group
+
+    def step(self) -> tuple[float, float]:
+        """Clip the gradients and update. Returns (gradient norm, learning rate).
+
+        Waits for: all ranks. Raises `NonFiniteError` as `ShardedOptimizer.step`.
+        """
+        for name, master in self.masters.items():
+            master.grad = self._gradient(name)
+        made = self.step_count - self.skipped
+        norm, rate = super().step()
+        if self.step_count - self.skipped > made:
+            self.spread()
+        return norm, rate
+
+    def _gradient(self, name: str) -> Tensor:
+        gradient: Tensor = vars(self._parameters[name])["main_grad"]
+        return gradient
+
+    @torch.no_grad()
+    def spread(self) -> None:
+        """Copy what was updated to the model's parameters, on all ranks that have them."""
+        for name, parameter in self._parameters.items():
+            tensor, owner = self._tensors[name], self._owners[name]
+            if name in self.masters and self.masters[name] is not parameter:
+                parameter.copy_(self.masters[name])
+            if owner is not None:
+                group = self._replicas(tensor)
+                dist.broadcast(parameter.data, dist.get_global_rank(group, owner), group=group)
+
+    def _global_norm(self, gradients: list[Tensor]) -> Tensor:
+        """Return the norm of the whole gradient, the same on every rank.
+
+        Each element is counted on the first rank that has it: the weight of a norm is on all
+        tensor-parallel ranks, a tied embedding on two stages, everything on data-parallel ranks.
+        """
+        counted = [
+            self._gradient(name)
+            for name in self._parameters
+            if self._weights.first_copy(self._tensors[name])
+        ]
+        square = torch.zeros((), dtype=torch.float64, device=self._device)
+        if counted:
+            square += torch.stack(torch._foreach_norm(counted, 2)).double().square().sum()
+        dist.all_reduce(square)
+        return square.sqrt()
+
+    def held(self) -> Iterator[Tensor]:
+        """Yield the tensors of this rank that exist: moments, and float32 copies of parameters."""
+        yield from self.existing_moments()
+        yield from (m for name, m in self.masters.items() if m is not self._parameters[name])
+
+    # Checkpoints
+
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """Return moment -> parameter -> tensor, of what this rank has; zeros before a step."""
+        found: dict[str, dict[str, Tensor]] = {moment: {} for moment in MOMENTS}
+        for key, tensor in self.tensors().items():
+            moment, name = key.split(".", 1)
+            found[moment][name] = tensor
+        return found
+
+    def writes(self, tensor: OwnTensor) -> bool:
+        """Whether this rank writes the state of a tensor into a checkpoint."""
+        if self._owners[tensor.name] is None:
+            return self._weights.first_copy(tensor)
+        return tensor.counted and self.owns(tensor)

@@ -47,7 +47,7 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import sliding_window_causal_mask_function
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from quadriga.engines.attention.masks import KernelOf, LocalMask
+from quadriga.engines.attention.kernels import KernelOf, LocalMask
 from quadriga.engines.attention.packed import AttentionRows, packed_attention
 from quadriga.engines.base import ENTROPY, LOG_PROBS, VALUES, Batch, HeadKind, Outputs
 from quadriga.engines.megatron.families import (
@@ -60,7 +60,7 @@ from quadriga.engines.megatron.families import (
     windows,
 )
 from quadriga.engines.megatron.ranks import Ranks
-from quadriga.engines.token_slice import TokenSlice
+from quadriga.engines.micro_batches import TokenSlice
 from quadriga.models.log_probs import linear_log_probs
 from quadriga.parallel.packing import PackedBatch, in_equal_slices, pack_rows
 from quadriga.protocol import fields

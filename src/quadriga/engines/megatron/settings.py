@@ -1,19 +1,17 @@
-"""Settings of the Megatron engine.
+"""Whether Megatron-core can be used here, and which settings its engine follows and refuses.
 
-Whether Megatron-core can be used here. Imports neither torch nor Megatron-core.
-
-The settings of a Megatron engine: those that it follows, and those that it refuses.
-
-Needs neither torch nor Megatron-core, so that a run is checked before any process starts.
+Importing this file imports neither torch nor Megatron-core, so that a run is checked before any
+process starts.
 """
 
 from __future__ import annotations
 
 import math
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
-from quadriga.engines.megatron.families import Sizes
+from quadriga.engines.megatron.families import Sizes, check_sizes
 from quadriga.errors import ConfigError
 from quadriga.parallel.layouts import Degrees
 
@@ -25,23 +23,41 @@ on_cpu_for_tests = False
 """Whether `tests/megatron_on_cpu.py` has let Megatron-core compute on CPUs."""
 
 
-def check_installed(key: str = "engine.name") -> None:
-    """Check that Megatron-core is installed, in the version that the engine was written for.
+def check_engine(
+    model: ModelConfig,
+    engine: EngineConfig,
+    optim: OptimConfig | None,
+    device_type: str | None,
+    key: str = "engine",
+    model_key: str = "model",
+) -> None:
+    """Check that Megatron-core can be used, and that its engine follows all settings.
 
     Args:
-        key: the setting that asks for it.
+        device_type: of the ranks. None: it is not known yet.
+        key: of the engine's settings. Those of the optimizer are beside them.
+        model_key: of the model's settings.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: Megatron-core is missing or does not compute on the device, or a setting is for
+            the FSDP engine, or is not built for this one.
     """
     found = _version()
     if found != VERSION:
         state = "it is not installed" if found is None else f"this environment has {found}"
         raise ConfigError(
-            f"{key}=megatron needs {PACKAGE} {VERSION}, and {state}; install "
-            f"quadriga[megatron], or set {key} to fsdp",
-            key=key,
+            f"{key}.name=megatron needs {PACKAGE} {VERSION}, and {state}; install "
+            f"quadriga[megatron], or set {key}.name to fsdp",
+            key=f"{key}.name",
         )
+    if device_type not in (None, "cuda") and not (device_type == "cpu" and on_cpu_for_tests):
+        raise ConfigError(
+            f"{key}.name=megatron needs CUDA devices, and the device of the ranks is "
+            f"{device_type!r}; set {key}.name=fsdp",
+            key=f"{key}.name",
+        )
+    _check_followed(model, engine, optim, key, model_key)
+    _check_degrees(sizes_of(engine), key)
 
 
 def _version() -> str | None:
@@ -49,23 +65,6 @@ def _version() -> str | None:
         return version(PACKAGE)
     except PackageNotFoundError:
         return None
-
-
-def check_device(device_type: str, key: str = "engine.name") -> None:
-    """Check that Megatron-core computes on a device.
-
-    Args:
-        key: the setting that asks for it.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    if device_type != "cuda" and not (device_type == "cpu" and on_cpu_for_tests):
-        raise ConfigError(
-            f"{key}=megatron needs CUDA devices, and the device of the ranks is {device_type!r}; "
-            f"set {key}=fsdp",
-            key=key,
-        )
 
 
 def sizes_of(engine: EngineConfig) -> Sizes:
@@ -81,22 +80,19 @@ def sizes_of(engine: EngineConfig) -> Sizes:
     )
 
 
-def check_settings(
-    model: ModelConfig,
-    engine: EngineConfig,
-    optim: OptimConfig | None,
-    key: str = "engine",
-    model_key: str = "model",
+def check_model(model: ModelConfig, engine: EngineConfig, key: str) -> None:
+    """Check that the model of a folder is computed, and can be split by the degrees."""
+    from quadriga.models.folder import local_folder
+    from quadriga.models.loading import read_config  # imports torch
+
+    folder = Path(local_folder(model.path, weights=False))
+    config = read_config(folder, trust_remote_code=model.trust_remote_code)
+    check_sizes(config.get_text_config(), sizes_of(engine), key)
+
+
+def _check_followed(
+    model: ModelConfig, engine: EngineConfig, optim: OptimConfig | None, key: str, model_key: str
 ) -> None:
-    """Check that the engine follows all settings.
-
-    Args:
-        key: of the engine's settings. Those of the optimizer are beside them.
-        model_key: of the model's settings.
-
-    Raises:
-        ConfigError: a setting is for the FSDP engine, or is not built for this one.
-    """
     optim_key = key.removesuffix("engine") + "optim"
     attention = model.attn_implementation
     refused = {
@@ -122,7 +118,6 @@ def check_settings(
                 "out",
                 key=setting.split("=")[0],
             )
-    _check_degrees(sizes_of(engine), key)
 
 
 def _check_degrees(sizes: Sizes, key: str) -> None:

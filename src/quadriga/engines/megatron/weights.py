@@ -11,7 +11,6 @@ A model folder as the Megatron engine reads and writes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -21,13 +20,21 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from quadriga.checkpoint.hf_export import export_hf
 from quadriga.checkpoint.shards import Block
 from quadriga.config.schema import AttentionName, ModelConfig
 from quadriga.engines.attention.choice import kernels_of
-from quadriga.engines.attention.masks import AttentionCall, KernelOf
+from quadriga.engines.attention.kernels import AttentionCall, KernelOf
 from quadriga.engines.base import HeadKind
-from quadriga.engines.loading import empty_model, exported_tokenizer, tied_names
+from quadriga.engines.loading import (
+    Counts,
+    check_finite_over_ranks,
+    empty_model,
+    export_model,
+    exported_tokenizer,
+    names_in_folder,
+    on_all_ranks,
+    tied_names,
+)
 from quadriga.engines.megatron.families import (
     Sizes,
     family_of,
@@ -36,19 +43,10 @@ from quadriga.engines.megatron.families import (
 )
 from quadriga.engines.megatron.ranks import Ranks
 from quadriga.errors import ModelError
-from quadriga.models.loading import VALUE_HEAD_PREFIX, model_errors
-from quadriga.models.score_head import check_reward_model, padding_token
-from quadriga.models.weights import (
-    NotFinite,
-    Source,
-    TensorReader,
-    check_all_finite,
-    count_not_finite,
-    match_names,
-    stored_dtypes,
-    stored_tensors,
-)
-from quadriga.parallel.distributed import gather_over_ranks, rank, world_size
+from quadriga.models.loading import model_errors
+from quadriga.models.score_head import check_reward_model
+from quadriga.models.weights import Source, TensorReader, count_not_finite
+from quadriga.parallel.distributed import rank, world_size
 from quadriga.parallel.layouts import (
     Box,
     Degrees,
@@ -394,9 +392,7 @@ class FolderModel:
         }
         tied = {name: first for first, names in tied_names(module).items() for name in names}
         with model_errors(folder, "model"):
-            tensors = stored_tensors(folder)
-        new_prefix = VALUE_HEAD_PREFIX if head == "value" or (head == "score" and trained) else None
-        names = match_names(module, tensors, new_prefix=new_prefix)
+            names = names_in_folder(settings, module, head, trained=trained)
         if names.reason:
             raise ModelError(
                 f"the Megatron engine cannot read the weights in {folder}: {names.reason}; set "
@@ -423,9 +419,9 @@ class FolderModel:
             ModelError: on any rank, the files cannot be read; or a weight is not finite.
         """
         folder = Path(self.settings.path)
-        counts: dict[tuple[str, Box], NotFinite] = {}
-        error: ModelError | None = None
-        try:
+
+        def fill() -> Counts:
+            counts: Counts = {}
             with model_errors(folder, "model"), TensorReader(folder) as reader:
 
                 def read(name: str, box: Box) -> Tensor:
@@ -434,16 +430,9 @@ class FolderModel:
                     return values
 
                 weights.fill(read, parameters)
-        except ModelError as raised:
-            error = raised
-        gathered = gather_over_ranks((counts, error))
-        for number, (_, other) in enumerate(gathered):
-            if other is not None:
-                text = f"rank {number} cannot load the model: {other}"
-                raise error or ModelError(text, path=str(folder))
-        everywhere = {key: count for found, _ in gathered for key, count in found.items()}
-        check_all_finite(folder, {name: count for (name, _), count in everywhere.items()
-                                  if count.nan or count.infinite})  # fmt: skip
+            return counts
+
+        check_finite_over_ranks(folder, on_all_ranks(fill))
 
     def _read(self, reader: TensorReader, name: str, box: Box) -> Tensor:
         """Return a box of a weight."""
@@ -480,16 +469,4 @@ class FolderModel:
 
         Raises `ModelError` if the tokenizer that the model was loaded with cannot be loaded.
         """
-        settings, dtypes = self.settings, stored_dtypes(self.settings.path)
-        tokenizer = settings.tokenizer_path or settings.path
-        config = deepcopy(self.module.config)
-        if self.head == "score":
-            config.pad_token_id = padding_token(settings.path, tokenizer, trust_remote_code=False)
-        export_hf(
-            folder,
-            dtypes.cast(weights),
-            dtypes.config(config),
-            generation=getattr(self.module, "generation_config", None),
-            tokenizer_path=self.tokenizer_path,
-            write=rank() == 0,
-        )
+        export_model(folder, weights, self.module, self.settings, self.head, self.tokenizer_path)

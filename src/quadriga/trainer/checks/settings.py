@@ -45,7 +45,7 @@ from quadriga.config.schema import (
     SamplingConfig,
     TrainConfig,
 )
-from quadriga.engines import ENGINES, check_engine
+from quadriga.engines import ENGINES, check_engine, kind_of
 from quadriga.errors import ConfigError
 from quadriga.parallel.device import planned_device
 from quadriga.rollout import ROLLOUTS
@@ -203,7 +203,7 @@ def engine_problems(found: RoleEngine, ranks: int) -> Problems:
         of = f"the {ranks} ranks" if tensor == 1 else f"{ranks} ranks / {tensor} = {left}"
         rest = f" ({_division(left, size)})" if size > 0 else ""
         yield f"{key}.fsdp_size", f"must be -1 (all ranks) or divide {of}{rest}"
-    if optim is not None and optim.name in _BY_ROWS and engine.name == "fsdp" and tensor > 1:
+    if optim is not None and optim.name in _BY_ROWS and tensor > 1:
         yield (
             f"{key}.tensor_parallel_size",
             f"divides rows of weights that optim.name={optim.name} needs whole; set it to 1, or "
@@ -294,14 +294,14 @@ def _unequal_degrees(engines: Sequence[RoleEngine]) -> Problems:
         value: int | None = getattr(engine, name)
         return engine.tensor_parallel_size if value is None else value
 
-    megatron = [found for found in engines if found.engine.name == "megatron"]
-    for other in megatron[1:]:
+    in_stages = [found for found in engines if kind_of(found.engine).in_stages]
+    for other in in_stages[1:]:
         for name in _DEGREES:
-            first = size(megatron[0].engine, name)
+            first = size(in_stages[0].engine, name)
             if first != size(other.engine, name):
                 yield (
                     f"{other.key}.{name}",
-                    f"differs from {megatron[0].key}.{name}={first}, but Megatron engines of one "
+                    f"differs from {in_stages[0].key}.{name}={first}, but Megatron engines of one "
                     "process have the same ranks; set both equal, or give the "
                     f"{other.role} ranks of its own (placement.{other.role})",
                 )
@@ -568,8 +568,9 @@ def _full_kl(config: TrainConfig) -> Problems:
                 "computes policy and reference in one worker, which needs equal engines, but "
                 f"{ACTOR}.engine.{name}={one} and {ref_key}.{name}={other}; set both equal",
             )
-    if actor.engine.name == "megatron":
-        yield key, f"is not built for {ACTOR}.engine.name=megatron; set it to k3, or name=fsdp"
+    if not kind_of(actor.engine).computes_full_kl:
+        name = f"{ACTOR}.engine.name={actor.engine.name}"
+        yield key, f"is not built for {name}; set it to k3, or name=fsdp"
 
 
 def _fine_tuning(config: SFTConfig | RMConfig) -> Problems:
