@@ -76,7 +76,7 @@ def selection(name: str, case: Case) -> Tensor | None:
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(cases, st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]))
 @pytest.mark.parametrize("mode", list(AGGREGATIONS))
 @pytest.mark.parametrize("name", list(POLICY_LOSSES))
@@ -135,7 +135,7 @@ def test_value_gradient_does_not_depend_on_micro_batches(mode: str, case: Case, 
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-6, atol=1e-9)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(cases)
 @pytest.mark.parametrize("mode", list(AGGREGATIONS))
 @pytest.mark.parametrize("name", list(POLICY_LOSSES))
@@ -156,7 +156,7 @@ def test_losses_ignore_values_outside_the_mask(name: str, mode: str, case: Case)
         assert merge_partials([metrics]) == pytest.approx(merge_partials([outcomes[0][2]]))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(cases)
 @pytest.mark.parametrize("name", list(POLICY_LOSSES))
 def test_loss_functions_called_directly_ignore_values_outside_the_mask(
@@ -209,7 +209,7 @@ def widened(case: Case) -> Case:
     return replace(case, **changed)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(cases)
 @pytest.mark.parametrize("name", list(ADVANTAGES))
 def test_advantages_ignore_values_outside_the_mask(name: str, case: Case) -> None:
@@ -221,7 +221,7 @@ def test_advantages_ignore_values_outside_the_mask(name: str, case: Case) -> Non
             torch.testing.assert_close(after[:, -before.shape[1] :], before, rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(cases)
 @pytest.mark.parametrize("name", list(ADVANTAGES))
 def test_removing_observations_changes_no_advantage(name: str, case: Case) -> None:
@@ -238,7 +238,7 @@ def test_removing_observations_changes_no_advantage(name: str, case: Case) -> No
         torch.testing.assert_close(with_gaps[mask], without[front], rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(cases, st.randoms(use_true_random=False))
 @pytest.mark.parametrize("name", list(ADVANTAGES))
 def test_permuting_samples_permutes_advantages(name: str, case: Case, random: Any) -> None:
@@ -251,7 +251,7 @@ def test_permuting_samples_permutes_advantages(name: str, case: Case, random: An
         torch.testing.assert_close(after, before[rows], rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(cases, st.randoms(use_true_random=False))
 @pytest.mark.parametrize("name", list(POLICY_LOSSES))
 def test_permuting_samples_permutes_losses(name: str, case: Case, random: Any) -> None:
@@ -276,7 +276,7 @@ def test_permuting_samples_permutes_losses(name: str, case: Case, random: Any) -
     torch.testing.assert_close(permuted, loss_of(case, selected)[rows], rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(cases, st.sampled_from([0.1, 1.0, -3.7, 1e6]))
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 def test_groups_of_equal_rewards_have_advantage_exactly_zero(
@@ -292,7 +292,7 @@ def test_groups_of_equal_rewards_have_advantage_exactly_zero(
     assert not bool(advantages_of(name, narrow)[0].any())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(cases)
 def test_equal_returns_whiten_to_zero(case: Case) -> None:
     """With γ = 1 and the reward at the last token, the return of every token is the reward."""
@@ -304,7 +304,7 @@ def test_equal_returns_whiten_to_zero(case: Case) -> None:
     torch.testing.assert_close(got, torch.zeros_like(got), rtol=0, atol=1e-9)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(cases, st.floats(-5, 5))
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 def test_shifting_the_rewards_of_a_group_changes_no_advantage(

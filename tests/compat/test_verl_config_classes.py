@@ -49,22 +49,3 @@ def test_a_loss_reads_its_settings():
     assert loss(clip_ratio_high=0.5) == pytest.approx(-(1.5 + 1) / 2)
     counts = {"dp_size": 2, "batch_num_tokens": 4}
     assert loss(global_batch_info=counts) == pytest.approx(-2 * (1.2 + 1) / 4)
-
-
-def test_an_estimator_of_ones_own_is_annotated_with_its_settings():
-    names: dict = {}
-    exec(
-        "from verl.trainer.config import AlgoConfig\n"
-        "def mine(token_level_rewards, response_mask, config: AlgoConfig | None = None): pass",
-        names,
-    )
-    assert names["mine"].__annotations__["config"]
-
-
-def test_the_variables_of_rays_processes():
-    from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
-
-    first = get_ppo_ray_runtime_env(None)
-    first["env_vars"]["MINE"] = "1"
-    assert "MINE" not in get_ppo_ray_runtime_env()["env_vars"]
-    assert get_ppo_ray_runtime_env()["env_vars"]["TOKENIZERS_PARALLELISM"] == "true"

@@ -10,7 +10,7 @@ from quadriga.compat.verl.config import number
 from quadriga.compat.verl.controller.pools import ResourcePoolManager
 from quadriga.compat.verl.training import trainer
 from quadriga.compat.verl.training.run_settings import need_critic, need_reference_policy
-from quadriga.compat.verl.training.trainer import TaskRunner, call_hooks, run_ppo
+from quadriga.compat.verl.training.trainer import TaskRunner, run_ppo
 from quadriga.compat.verl_settings import plain_values
 from quadriga.config.role_ranks import num_ranks
 from quadriga.errors import ConfigError
@@ -104,28 +104,6 @@ def test_hooks_are_checked_before_one_is_called(hook, message):
     with pytest.raises(ConfigError, match=message):
         type("Own", (Base,), hook)().run({})
     assert called == []
-
-
-def test_hooks_of_other_kinds_are_called(no_ray):
-    called = []
-
-    class Own(TaskRunner):
-        @staticmethod
-        def add_a_worker(config):
-            called.append("static")
-
-        @classmethod
-        def add_b_worker(cls, config):
-            called.append("class")
-
-        def __init__(self):
-            super().__init__()
-            self.add_c_worker = lambda config: called.append("instance")
-
-    with pytest.raises(Started):
-        run_ppo({}, Own)
-    call_hooks(Own(), {"algorithm": {"adv_estimator": "grpo"}})
-    assert called == ["static", "class", "instance"]
 
 
 def test_a_policy_without_a_class_is_refused():

@@ -9,18 +9,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
 from quadriga.errors import ConfigError, DispatchError, ModelError, PlacementError
-
-
-def test_the_metadata_of_a_worker_has_the_keys_of_its_variables():
-    from verl.single_controller.base.worker import Worker, WorkerMeta
-
-    place = WorkerMeta({"_rank": 1, "other": 2}).to_dict()
-    assert list(place) == [f"_{key.lower()}" for key in Worker.env_keys()]
-    assert (place["_rank"], place["_world_size"]) == (1, None)
 
 
 def test_a_path_of_this_machine_needs_no_copy(tmp_path, monkeypatch):
@@ -102,35 +93,6 @@ def test_a_role_is_found_by_the_text_that_verl_gives_it():
             Role.from_string(unknown)
 
 
-def test_which_roles_a_configuration_needs():
-    from verl.trainer.ppo.utils import need_critic, need_reference_policy
-
-    def config(estimator, loss=False, reward=False):
-        algorithm = {"adv_estimator": estimator, "use_kl_in_reward": reward}
-        actor = {"use_kl_loss": loss}
-        return {"algorithm": algorithm, "actor_rollout_ref": {"actor": actor}}
-
-    assert [need_critic(config(name)) for name in ("gae", "grpo", "rloo")] == [True, False, False]
-    needed = [need_reference_policy(config("grpo", *kl)) for kl in ((0, 0), (1, 0), (0, 1))]
-    assert needed == [False, True, True]
-
-
-def test_the_size_of_a_model_is_printed(capsys):
-    from verl.utils.model import print_model_size
-
-    print_model_size(torch.nn.Linear(10, 200, bias=False), name="actor")
-    assert capsys.readouterr().out == "actor has 2.00K parameters\n"
-
-
-def test_names_and_ports():
-    from verl.single_controller.ray.base import get_master_addr_port, get_random_string
-
-    assert len(get_random_string(6)) == 6 and get_random_string(9).isalnum()
-    address, port = get_master_addr_port()
-    assert address
-    assert get_master_addr_port((int(port), int(port) + 1)) == (address, port)
-
-
 def pool_of(*bundles):
     groups = [SimpleNamespace(bundle_count=count) for count in bundles]
     return SimpleNamespace(get_placement_groups=lambda: groups)
@@ -191,34 +153,6 @@ def test_options_of_groups_that_quadriga_spells_in_another_way(options_of_group)
     assert options_of_group(master_addr="10.0.0.1", device_name="cpu") == {"device_name": "cpu"}
     with pytest.raises(DispatchError, match=r"use_gpu=True, but .* was made with use_gpu=False"):
         options_of_group(use_gpu=True)
-
-
-def test_settings_of_fine_tuning_are_translated(monkeypatch, capsys):
-    from verl.trainer.fsdp_sft_trainer import run_sft
-
-    import quadriga.trainer.fine_tuning.sft
-
-    monkeypatch.setattr(quadriga.trainer.fine_tuning.sft, "run_sft", lambda config: config)
-    config = run_sft(
-        {"model": {"partial_pretrain": "small"}, "data": {"train_files": "a.parquet"}, "other": 1}
-    )
-    assert (config.model.path, config.data.train_files) == ("small", ["a.parquet"])
-    assert capsys.readouterr().err.count("other") == 1  # listed once as ignored
-
-
-def test_the_timeline_is_written_after_the_run(monkeypatch):
-    from verl.trainer.main_ppo import run_ppo
-
-    from quadriga.compat.verl.training import trainer
-
-    steps = []
-    monkeypatch.setattr(
-        trainer, "ensure_ray", lambda **options: SimpleNamespace(close=lambda: steps.append("end"))
-    )
-    monkeypatch.setattr(trainer, "run_in_actor", lambda *args, **kw: steps.append("run"))
-    monkeypatch.setattr(trainer, "write_timeline", steps.append)
-    run_ppo({"ray_kwargs": {"timeline_json_file": "trace.json"}})
-    assert steps == ["run", "trace.json", "end"]
 
 
 HOOKED = """

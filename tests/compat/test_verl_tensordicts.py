@@ -68,13 +68,6 @@ def test_a_tensordict_of_dicts():
     assert tu.get(td, "name") == ["2", "3"]
 
 
-def test_rows_that_differ_in_their_last_dimension():
-    from verl.utils.tensordict_utils import nested_tensor_from_tensor_list
-
-    nested = nested_tensor_from_tensor_list([torch.ones(4, 2), torch.ones(4, 3)])
-    assert [tuple(row.shape) for row in nested.unbind()] == [(4, 2), (4, 3)]
-
-
 def test_a_tensordict_of_unequal_kinds_is_not_concatenated():
     from verl.utils import tensordict_utils as tu
 

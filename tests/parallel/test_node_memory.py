@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
 import threading
-import time
-from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -77,8 +73,8 @@ def folder(tmp_path):
                 assert not thread.is_alive()
 
 
-def address(folder, number=0):
-    return node_memory._address(node_memory._version(folder), number)
+def version(folder):
+    return node_memory._version(folder)
 
 
 def rank(folder, ranks=2, program=PROGRAM):
@@ -102,21 +98,9 @@ def seen_by(process):
     return json.loads(line)
 
 
-@contextmanager
-def pair():
-    """Two connected sockets."""
-    ours, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, other:
-        yield ours
-
-
-def linked_folders():
-    return set(Path(tempfile.gettempdir()).glob("quadriga-model-*"))
-
-
 @pytest.mark.nightly
 def test_the_ranks_of_a_node_map_the_same_memory(folder):
-    links, shm = linked_folders(), set(os.listdir("/dev/shm"))
+    shm = set(os.listdir("/dev/shm"))
     ranks = [rank(folder, 3) for _ in range(3)]
     seen = [seen_by(process) for process in ranks]
     for process in ranks:
@@ -127,25 +111,9 @@ def test_the_ranks_of_a_node_map_the_same_memory(folder):
     assert len(set(inodes)) == 1 and set(names) == {"/memfd:model.safetensors"}
     assert sums == (expected,) * 3  # what one rank writes, no other rank reads
     assert set(paths) == {str(folder)}
-    assert linked_folders() <= links and set(os.listdir("/dev/shm")) <= shm
-
-
-@pytest.mark.nightly
-def test_the_memory_is_offered_until_every_rank_has_it(folder):
-    with load(folder) as first:
-        assert first.name == "base"
-        taken = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with taken, pytest.raises(OSError):
-            taken.bind(address(folder))
-        other = rank(folder)
-        assert seen_by(other)[1] == "/memfd:model.safetensors"
-        ended(other)
-        again = rank(folder)  # its other rank is not here: it reads by itself
-        assert seen_by(again)[2]
-        ended(again)
-        names = sorted(path.name for path in folder.iterdir())
-        assert sorted(path.name for path in first.iterdir()) == names
-    assert not first.exists()
+    assert (
+        set(os.listdir("/dev/shm")) <= shm and not node_memory._record(version(folder), 0).exists()
+    )
 
 
 def test_the_memory_cannot_be_changed(folder):
@@ -199,11 +167,10 @@ def test_a_rank_that_loads_twice_before_another_one_shares_both_loads(folder):
 
 
 def test_groups_of_other_ranks_have_memory_of_their_own(folder, monkeypatch):
-    version = node_memory._version(folder)
     monkeypatch.setenv("MASTER_PORT", "1001")
-    one = node_memory._address(version, 0)
+    one = node_memory._record(version(folder), 0)
     monkeypatch.setenv("MASTER_PORT", "1002")
-    assert node_memory._address(version, 0) != one
+    assert node_memory._record(version(folder), 0) != one
 
 
 def test_ranks_of_one_process_read_by_themselves(folder, monkeypatch):
@@ -211,20 +178,6 @@ def test_ranks_of_one_process_read_by_themselves(folder, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", LOCAL_PORT)
     with node_memory.folder_in_memory(folder) as own:
         assert own == folder
-
-
-def test_folders_of_links_that_a_killed_process_left_are_removed(folder, monkeypatch, tmp_path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left, fresh = (tmp_path / f"quadriga-model-{name}" for name in ("left", "fresh"))
-    for made in (left, fresh):
-        (made / "base").mkdir(parents=True)
-    old = time.time() - 3600
-    os.utime(left, (old, old))
-    with load(folder) as held:
-        assert not left.exists() and fresh.exists()
-        os.utime(held.parent, (old, old))
-        node_memory._remove_left_folders()
-        assert held.exists()  # its process lives
 
 
 def test_files_that_loading_does_not_read_are_not_in_memory(folder):
@@ -271,70 +224,6 @@ def test_a_rank_that_may_not_open_all_files_is_named(folder):
     assert "of the 20 weight files" in text and "ulimit -n" in text
 
 
-@pytest.mark.nightly
-def test_a_reader_that_is_killed_is_replaced(folder):
-    program = textwrap.dedent(
-        """
-        import socket, sys, time
-        from pathlib import Path
-        from quadriga.parallel import node_memory
-
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(node_memory._address(node_memory._version(Path(sys.argv[1])), 0))
-        print("[]")
-        sys.stdout.flush()
-        time.sleep(600)  # it reads, and never ends
-        """
-    )
-    stuck = rank(folder, program=program)
-    assert seen_by(stuck) == []
-    waiting = rank(folder)
-    stuck.send_signal(signal.SIGKILL)
-    assert stuck.wait(timeout=30) == -signal.SIGKILL
-    for stream in (stuck.stdin, stuck.stdout, stuck.stderr):
-        stream.close()
-    assert seen_by(waiting)[1] == "/memfd:model.safetensors"
-    ended(waiting)
-
-
-def test_a_reader_that_never_ends_is_an_error_at_the_deadline(folder, monkeypatch):
-    monkeypatch.setattr(node_memory, "WAIT_S", 0.1)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(address(folder))
-        with fails(match="has not answered within 0 s; set use_shm=false"), load(folder):
-            pass
-
-
-def test_memory_of_another_user_is_not_loaded(folder, monkeypatch):
-    """Any user can bind the address, and would choose the weights."""
-    monkeypatch.setattr(node_memory, "WAIT_S", 0.1)
-    with load(folder):
-        monkeypatch.setattr(node_memory, "_same_user", lambda connection: None)
-        monkeypatch.setattr(node_memory, "_LOADS", Counter())  # as another rank
-        with fails(match="has not answered"), load(folder):
-            pass
-
-
-def test_another_user_gets_no_memory(folder, monkeypatch):
-    with load(folder), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        monkeypatch.setattr(node_memory, "_same_user", lambda connection: None)
-        connection.settimeout(30)
-        connection.connect(address(folder))
-        names, descriptors, _, _ = socket.recv_fds(connection, 1000, 10)
-        assert (names, descriptors) == (b"", [])
-
-
-def test_the_user_of_the_other_side_is_known():
-    with pair() as ours:
-        assert node_memory._same_user(ours) == os.getpid()
-
-
-def test_another_user_is_not_the_same_user(monkeypatch):
-    monkeypatch.setattr(node_memory.os, "getuid", lambda: -1)
-    with pair() as ours:
-        assert node_memory._same_user(ours) is None
-
-
 def test_one_rank_loads_the_folder_itself(folder, monkeypatch):
     with node_memory.folder_in_memory(folder, 1) as own:
         assert own == folder
@@ -347,6 +236,45 @@ def test_one_rank_loads_the_folder_itself(folder, monkeypatch):
         pass
 
 
+READS = textwrap.dedent(
+    """
+    import sys, time
+    from pathlib import Path
+    from quadriga.parallel import node_memory
+
+    folder = Path(sys.argv[1])
+    with node_memory._locked(node_memory._record(node_memory._version(folder), 0), folder):
+        print("[]")
+        sys.stdout.flush()
+        time.sleep(600)  # it reads, and never ends
+    """
+)
+
+
+def test_a_reader_that_is_killed_is_replaced(folder, monkeypatch):
+    stuck = rank(folder, program=READS)
+    assert seen_by(stuck) == []
+    with monkeypatch.context() as patch, fails(match="has not ended within 0 s; set use_shm=false"):
+        patch.setattr(node_memory, "WAIT_S", 0.1)
+        with load(folder):
+            pass
+    stuck.kill()
+    assert stuck.wait(timeout=30) == -signal.SIGKILL
+    for stream in (stuck.stdin, stuck.stdout, stuck.stderr):
+        stream.close()
+    with load(folder) as shared:
+        assert (shared / "model.safetensors").resolve() != folder / "model.safetensors"
+
+
+def test_records_in_a_folder_that_others_can_write_are_refused(folder, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    records = tmp_path / f"{node_memory.OFFERS}-{os.getuid()}"
+    records.mkdir()
+    records.chmod(0o777)
+    with fails(match="not a folder of this user alone"), load(folder):
+        pass
+
+
 def test_a_file_that_cannot_be_read_is_the_error_of_each_rank(folder, monkeypatch):
     def fail(source, copy, length):
         raise OSError("the disk is gone")
@@ -355,7 +283,7 @@ def test_a_file_that_cannot_be_read_is_the_error_of_each_rank(folder, monkeypatc
         patch.setattr(node_memory.shutil, "copyfileobj", fail)
         with pytest.raises(OSError, match="the disk is gone"), load(folder):
             pass
-    with load(folder) as shared:  # the address is free again
+    with load(folder) as shared:  # the lock is free again
         size = (folder / "model.safetensors").stat().st_size
         assert (shared / "model.safetensors").stat().st_size == size
 

@@ -62,18 +62,6 @@ def test_a_view_keeps_the_memory(pool, view_of, numbers):
     assert (before, pool.kept_bytes) == (4 * MIB, 8 * MIB)
 
 
-def test_the_least_recently_acquired_size_is_dropped_first(pool):
-    three, four = (
-        pooled_empty((2 * MIB + 1,), torch.uint8),
-        pooled_empty((3 * MIB + 1,), torch.uint8),
-    )
-    del three, four
-    assert pool.kept_bytes == 7 * MIB
-    two = pooled_empty((MIB + 1,), torch.uint8)
-    del two
-    assert pool.kept_bytes == 6 * MIB  # 3 MiB were dropped, 4 and 2 are kept
-
-
 def test_threads_never_share_memory(pool):
     wrong = []
 

@@ -23,8 +23,9 @@ from quadriga.engines import build_engine
 from quadriga.errors import ModelError, WorkerError
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import RolloutEngine
-from quadriga.testing import ROLLOUT_LAWS, RolloutUnderTest, write_reference_model
+from quadriga.testing import write_reference_model
 from quadriga.weight_sync.sync import WeightSync
+from rollout_laws import ROLLOUT_LAWS, RolloutUnderTest
 from training_step import train_once
 
 pytestmark = [

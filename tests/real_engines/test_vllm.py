@@ -24,8 +24,9 @@ from quadriga.errors import (
 )
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams, tensor_digest
-from quadriga.testing import ROLLOUT_LAWS, RolloutUnderTest, write_reference_model
+from quadriga.testing import write_reference_model
 from quadriga.weight_sync.sync import compare_digests
+from rollout_laws import ROLLOUT_LAWS, RolloutUnderTest
 
 pytestmark = [
     pytest.mark.skipif(

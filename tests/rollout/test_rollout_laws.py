@@ -10,7 +10,8 @@ import torch
 from fake_rollout import FakeRollout, full_abilities
 from quadriga.config.schema import ModelConfig
 from quadriga.rollout import build_rollout
-from quadriga.testing import ROLLOUT_LAWS, LawBroken, RolloutUnderTest, write_reference_model
+from quadriga.testing import LawBroken, write_reference_model
+from rollout_laws import ROLLOUT_LAWS, RolloutUnderTest
 
 
 @pytest.fixture(scope="module")

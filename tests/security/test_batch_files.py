@@ -233,19 +233,6 @@ def test_what_cannot_be_read_back_is_not_written(path):
     assert not path.exists()
 
 
-def test_a_file_that_ends_while_it_is_read_is_refused(path, monkeypatch):
-    """The digest was right; then another process cuts the file."""
-    content = saved(sample_batch(), path)
-    read = disk._Reader.contents
-
-    def cut(reader):
-        os.truncate(path, len(content) - 100)
-        return read(reader)
-
-    monkeypatch.setattr(disk._Reader, "contents", cut)
-    refused(path, content, "it ends early")
-
-
 HUGE = ["tree", [2**70], None, {}]
 OFFSETS = ["jagged", "0 x", "1 o", 1, "cpu"]
 FIELDS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from mode_laws import MODE_LAWS, ModeUnderTest, SimulatedGroup, check_mode
 
 from quadriga.backends import get_backend
 from quadriga.backends.local import LocalBackend
@@ -16,15 +17,11 @@ from quadriga.single_controller import (
 from quadriga.single_controller.dispatch import DispatchMode, inline_dispatch_mode
 from quadriga.testing import (
     BACKEND_LAWS,
-    MODE_LAWS,
     BackendUnderTest,
     LawBroken,
-    ModeUnderTest,
-    SimulatedGroup,
     backends,
     check_all,
     check_backend,
-    check_mode,
 )
 
 

@@ -18,10 +18,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,7 +53,6 @@ MAX_CODE = 0x10FFFF
 """The last character of Unicode."""
 _DIGEST_BYTES = 32
 _ALIGNED = 64
-_CHUNK = 1 << 20
 _DEVICES = ("cpu", "cuda", "npu", "xpu", "mps")
 _DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
@@ -213,8 +211,7 @@ def load(filepath: str | Path) -> Contents:
     try:
         if not path.is_file():  # False also for a pipe, and for a name with a zero byte
             raise OSError("no batch file")
-        with path.open("rb") as file:
-            contents = _Reader(file).contents()
+        contents = _Reader(bytearray(path.read_bytes())).contents()
         halves.check(contents)
         return contents
     except OSError as error:
@@ -233,38 +230,25 @@ that `save` did not write may have any value in any place."""
 
 
 class _Reader:
-    """An open file whose header and digest are valid."""
+    """The bytes of a file whose header and digest are valid."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        size = file.seek(0, os.SEEK_END)
-        length = int.from_bytes(self._bytes(0, min(8, size)), "little")
+    def __init__(self, data: bytearray) -> None:
+        self._data, size = data, len(data)
+        length = int.from_bytes(data[:8], "little")
         if not 0 < length <= min(MAX_HEADER, size - 8):
             raise ValueError(f"a header of {length} bytes: truncated, or no file of save_to_disk")
-        header = json.loads(self._bytes(8, length))
+        header = json.loads(data[8 : 8 + length])
         if header.pop("__metadata__", None) != METADATA:
             raise ValueError(f"not of DataProto.save_to_disk with the metadata {METADATA}")
         self._entries = _entries(header, 8 + length, size)
-        digest, end = hashlib.sha256(), size - _DIGEST_BYTES
-        for start in range(0, end, _CHUNK):
-            digest.update(self._bytes(start, min(_CHUNK, end - start)))
-        if self._bytes(end, _DIGEST_BYTES) != digest.digest():
+        end = size - _DIGEST_BYTES
+        if data[end:] != hashlib.sha256(memoryview(data)[:end]).digest():
             raise ValueError("its SHA-256 differs from the one that was written")
-
-    def _bytes(self, start: int, length: int) -> bytearray:
-        data = bytearray(length)
-        self._fill(memoryview(data), start)
-        return data
-
-    def _fill(self, target: memoryview, start: int) -> None:
-        self._file.seek(start)
-        if self._file.readinto(target) != len(target):  # type: ignore[attr-defined]  # BinaryIO
-            raise ValueError("it ends early")
 
     def contents(self) -> Contents:
         """Return the batch. Every entry must be used, and once."""
         start, _, (length,) = self._entries.pop(STRUCTURE)
-        structure = json.loads(self._bytes(start, length))
+        structure = json.loads(self._data[start : start + length])
         del self._entries[DIGEST]
         tensors, arrays, meta = (structure[key] for key in ("tensors", "arrays", "meta_info"))
         batch = None if tensors is None else self._field(tensors)
@@ -278,7 +262,7 @@ class _Reader:
         start, dtype, shape = self._entries.pop(name)
         kind: torch.dtype = getattr(torch, _NAMES[dtype])
         data = torch.empty(math.prod(shape) * kind.itemsize, dtype=torch.uint8, device="cpu")
-        self._fill(data.numpy().data, start)
+        data.numpy()[:] = np.frombuffer(self._data, np.uint8, len(data), start)
         if dtype == "BOOL" and data.numel() and int(data.max()) > 1:
             raise ValueError(f"entry {name[:80]!r} has booleans that are neither 0 nor 1")
         return data.view(kind).reshape(shape)

@@ -19,7 +19,7 @@ import copy
 import math
 import mmap
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
@@ -134,7 +134,7 @@ class Pool:
 
     def __init__(self, kept_bytes: int = POOL_BYTES) -> None:
         self._limit = kept_bytes
-        self._free: OrderedDict[int, list[mmap.mmap]] = OrderedDict()
+        self._free: dict[int, list[mmap.mmap]] = {}
         # Reentrant: garbage collection may run `release` in a thread that already holds the lock.
         self._lock = threading.RLock()
         self.kept_bytes = 0
@@ -145,9 +145,7 @@ class Pool:
         with self._lock:
             free = self._free.get(size)
             memory = free.pop() if free else None
-            if memory is not None:
-                self.kept_bytes -= size
-                self._free.move_to_end(size)
+            self.kept_bytes -= size if memory is not None else 0
         if memory is None:
             memory = _map(size)
         # The buffer is made over an mmap: over an array, numpy would let views reference that
@@ -157,17 +155,13 @@ class Pool:
         return buffer.view(np.ndarray)
 
     def release(self, memory: mmap.mmap) -> None:
-        """Keep memory for later use. Above the limit, drop the sizes least recently acquired."""
+        """Keep memory for later use. Above the limit, drop all that was kept before."""
         with self._lock:
-            self._free.setdefault(len(memory), []).append(memory)
-            self.kept_bytes += len(memory)
-            while self.kept_bytes > self._limit:
-                size, free = next(iter(self._free.items()))
-                if free:
-                    free.pop()
-                    self.kept_bytes -= size
-                if not free:
-                    del self._free[size]
+            if self.kept_bytes + len(memory) > self._limit:
+                self._free, self.kept_bytes = {}, 0
+            if len(memory) <= self._limit:
+                self._free.setdefault(len(memory), []).append(memory)
+                self.kept_bytes += len(memory)
 
 
 def _map(size: int) -> mmap.mmap:
@@ -189,16 +183,6 @@ def pooled_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     flat = torch.from_numpy(_pool.acquire(nbytes)[:nbytes])
     return flat.view(dtype).view(tuple(shape))
-
-
-def is_poolable(tensor: torch.Tensor) -> bool:
-    """Return whether results computed from a tensor may use the pool: dense, CPU, no gradient."""
-    return (
-        tensor.layout == torch.strided
-        and tensor.device.type == "cpu"
-        and not (tensor.requires_grad and torch.is_grad_enabled())
-        and type(tensor) is torch.Tensor
-    )
 
 
 # Row i is values[offsets[i] : offsets[i + 1]]. Three rows of 2, 0 and 3 numbers:
@@ -363,35 +347,13 @@ def take_value(value: LocalValue, selection: RowSelection) -> LocalValue:
         return part
     if isinstance(value, TensorDictBase | Tensor):
         index = torch.from_numpy(selection)
-        return _take_rows(value, index) if isinstance(value, Tensor) else value[index]
+        return (
+            select_rows(value, index.to(value.device))
+            if isinstance(value, Tensor)
+            else value[index]
+        )
     rows: Array = value[selection]  # type: ignore[call-overload]  # no TensorDict here
     return rows
-
-
-def _take_rows(value: Tensor, rows: Tensor) -> Tensor:
-    rows = rows.to(value.device)
-    shape = (len(rows), *value.shape[1:])
-    large = math.prod(shape) * value.element_size() >= POOLED_BYTES
-    if not large or not is_poolable(value):
-        return select_rows(value, rows)
-    # torch has no index_select for some dtypes that numpy lacks: their bytes are selected.
-    known = value.dtype in NUMPY_KNOWS
-    items = value if known else value.view(CARRIER_OF_SIZE[value.element_size()])
-    chosen = torch.index_select(items, 0, rows, out=pooled_empty(shape, items.dtype))
-    return chosen if known else chosen.view(value.dtype)
-
-
-def _concat_rows(parts: Sequence[Tensor]) -> Tensor:
-    first = parts[0]
-    alike = all(
-        is_poolable(p) and p.dtype == first.dtype and p.shape[1:] == first.shape[1:] for p in parts
-    )
-    large = sum(p.numel() for p in parts) * first.element_size() >= POOLED_BYTES
-    if not large or not alike:
-        return torch.cat(list(parts), dim=0)
-    rows = sum(len(p) for p in parts)
-    out = pooled_empty((rows, *first.shape[1:]), first.dtype)
-    return torch.cat(list(parts), dim=0, out=out)
 
 
 def value_row(value: LocalValue, index: int) -> object:
@@ -424,7 +386,7 @@ def concat_values(values: Sequence[LocalValue], key: str) -> LocalValue:
         if any(is_jagged(value) for value in tensors):
             return concat_jagged(_all_tensors(values, tensors))
         if tensors:
-            return _concat_rows(_all_tensors(values, tensors))
+            return torch.cat(_all_tensors(values, tensors))
         joined: LocalValue = torch.cat(list(values), dim=0)  # type: ignore[arg-type]  # TensorDicts
         return joined
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
@@ -473,7 +435,36 @@ def same(a: object, b: object) -> bool:
 
     NaN equals NaN.
     """
-    return _same(a, b, frozenset())
+    if a is b:
+        return True
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return _same_tensor(a, b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float) and isinstance(b, float):
+        return a == b or (math.isnan(a) and math.isnan(b))
+    if is_dataclass(a) and not isinstance(a, type):
+        return all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
+    if isinstance(a, np.ndarray | list | tuple | deque | Mapping | TensorDictBase):
+        return _same_items(a, b)
+    try:
+        return bool(a == b)
+    except (RuntimeError, ValueError, RecursionError):  # of tensors inside: `==` has no truth
+        return False
+
+
+def _same_items(a: Any, b: Any) -> bool:
+    """Return whether two containers of one type are deeply equal."""
+    if isinstance(a, np.ndarray):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        if a.dtype != object:
+            return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))
+        return all(map(same, a.flat, b.flat))
+    if isinstance(a, list | tuple | deque):
+        return len(a) == len(b) and all(map(same, a, b))
+    keys = set(a.keys())
+    return keys == set(b.keys()) and all(same(a[key], b[key]) for key in keys)
 
 
 def same_values(a: object, b: object) -> bool:
@@ -485,53 +476,6 @@ def same_values(a: object, b: object) -> bool:
         # Both ways, because one way rounds: 2²⁴ + 1 becomes 2²⁴ in float32.
         return _same_tensor(a.to(b.dtype), b) and _same_tensor(a, b.to(a.dtype))
     return same(a, b)
-
-
-_CONTAINERS = (np.ndarray, Mapping, list, tuple, deque, TensorDictBase)
-
-
-def _same(a: object, b: object, above: frozenset[tuple[int, int]]) -> bool:
-    if a is b:
-        return True
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return _same_tensor(a, b)
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, float) and isinstance(b, float):
-        return a == b or (math.isnan(a) and math.isnan(b))
-    has_fields = is_dataclass(a) and not isinstance(a, type)
-    if not has_fields and not isinstance(a, _CONTAINERS):
-        try:
-            return bool(a == b)
-        except (RuntimeError, ValueError):  # of tensors or arrays inside: their `==` has no truth
-            return False
-    # a = [1, a] and b = [1, b] are equal; comparing their second items compares a and b again.
-    pair = (id(a), id(b))
-    if pair in above:
-        return True
-    if has_fields:
-        a, b = _fields(a), _fields(b)
-    return _same_container(a, b, above | {pair})
-
-
-def _same_container(a: object, b: object, above: frozenset[tuple[int, int]]) -> bool:
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        if a.dtype != b.dtype or a.shape != b.shape:
-            return False
-        if a.dtype != object:
-            return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))
-        return all(_same(x, y, above) for x, y in zip(a.flat, b.flat, strict=True))
-    if isinstance(a, list | tuple | deque) and isinstance(b, list | tuple | deque):
-        return len(a) == len(b) and all(_same(x, y, above) for x, y in zip(a, b, strict=True))
-    if isinstance(a, Mapping | TensorDictBase) and isinstance(b, Mapping | TensorDictBase):
-        keys = set(a.keys())
-        return keys == set(b.keys()) and all(_same(a[key], b[key], above) for key in keys)
-    return False
-
-
-def _fields(value: Any) -> dict[str, object]:
-    """Return the fields of an instance of a dataclass."""
-    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 def _same_tensor(a: Tensor, b: Tensor) -> bool:

@@ -1,14 +1,13 @@
-"""A conformance kit: check your own modes, backends and rollout engines against their laws.
+"""A conformance kit: check your own backends and rollout engines against their laws.
 
-    from quadriga.testing import check_mode, check_backend, check_rollout
+    from quadriga.testing import check_backend, check_rollout
 
-    check_mode(Dispatch.MY_MODE, world_size=4)              # dispatch, then collect: the input
     check_backend(get_backend("mine"))                      # starts two ranks and calls them
     check_rollout(build_my_engine)                          # on a small model that it writes
 
 Each function raises `LawBroken`, which names every law that does not hold and the value that was
 seen. A law is a function whose docstring states it. With pytest, parametrize a test over
-`MODE_LAWS`, `BACKEND_LAWS` or `ROLLOUT_LAWS` to get one test per law.
+`BACKEND_LAWS` or `ROLLOUT_LAWS` to get one test per law.
 """
 
 from __future__ import annotations
@@ -62,12 +61,6 @@ if TYPE_CHECKING:
         BACKEND_LAWS as BACKEND_LAWS,
         BackendUnderTest as BackendUnderTest,
         check_backend as check_backend,
-    )
-    from quadriga.testing.modes import (
-        MODE_LAWS as MODE_LAWS,
-        ModeUnderTest as ModeUnderTest,
-        SimulatedGroup as SimulatedGroup,
-        check_mode as check_mode,
     )
     from quadriga.testing.rollouts import (
         ROLLOUT_LAWS as ROLLOUT_LAWS,

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import TypeVar
 
+import torch
+
 from quadriga.errors import (
     CallTimeoutError,
     ConfigError,
@@ -29,8 +31,7 @@ from quadriga.single_controller import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from quadriga.testing import check_all, expect, expect_raises
-from quadriga.testing.modes import as_batch, rows
+from quadriga.testing import LawBroken, check_all, expect, expect_raises
 
 ValueT = TypeVar("ValueT")
 RANKS = 2
@@ -129,6 +130,23 @@ class Probe(Worker):
         """Return the result of `add` of the role `probe` in the same process."""
         result: int = self.sibling("probe").add(x)
         return result
+
+
+def rows(count: int, padding: bool = False) -> DataProto:
+    """Return a batch of `count` rows, all different."""
+    return DataProto.from_dict(
+        tensors={"row": torch.arange(count), "wide": torch.arange(count * 3).reshape(count, 3)},
+        non_tensors={"name": [f"row {i}" for i in range(count)]},
+        meta_info={"temperature": 0.5},
+        auto_padding=padding,
+    )
+
+
+def as_batch(value: object) -> DataProto:
+    """Return `value`. Raises `LawBroken` if it is not a `DataProto`."""
+    if not isinstance(value, DataProto):
+        raise LawBroken(f"expected a DataProto, got {type(value).__name__}")
+    return value
 
 
 class BackendUnderTest:

@@ -225,6 +225,7 @@ class Runner(TaskRunner):
         return sorted(map(str, self.role_worker_mapping)), dict(self.mapping)
 
 
+@pytest.mark.nightly
 def test_run_ppo_with_hooks_of_ones_own(cluster, task, tmp_path):
     settings = verl_settings(task, tmp_path)
     roles, mapping = run_ppo(settings, task_runner_class=Runner)

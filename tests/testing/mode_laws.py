@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-import torch
-
 from quadriga.errors import DispatchError, LengthError, MeshError
 from quadriga.protocol import DataProto
 from quadriga.single_controller import DispatchMode, GroupLayout
 from quadriga.single_controller.call import GroupView
 from quadriga.single_controller.worker_group import Part, parts_of_ranks
-from quadriga.testing import LawBroken, check_all, expect, expect_raises
+from quadriga.testing import check_all, expect, expect_raises
+from quadriga.testing.backends import as_batch, rows
 
 Carries = Literal["batch", "metric", "list", "same"]
 Mesh: TypeAlias = tuple[Sequence[int], Sequence[bool]]
@@ -113,23 +112,6 @@ class ModeUnderTest:
         if self.carries != "metric" or not isinstance(result, list | tuple):
             return result
         return DataProto.concat([as_batch(part) for part in result])
-
-
-def rows(count: int, padding: bool = False) -> DataProto:
-    """Return a batch of `count` rows, all different."""
-    return DataProto.from_dict(
-        tensors={"row": torch.arange(count), "wide": torch.arange(count * 3).reshape(count, 3)},
-        non_tensors={"name": [f"row {i}" for i in range(count)]},
-        meta_info={"temperature": 0.5},
-        auto_padding=padding,
-    )
-
-
-def as_batch(value: object) -> DataProto:
-    """Return `value`. Raises `LawBroken` if it is not a `DataProto`."""
-    if not isinstance(value, DataProto):
-        raise LawBroken(f"expected a DataProto, got {type(value).__name__}")
-    return value
 
 
 def content(value: object) -> object:
