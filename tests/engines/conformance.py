@@ -228,7 +228,7 @@ def rank_main(number: int, ranks: int, root: str, subjects: list[Subject], port:
         if number == 0:
             torch.save(found, Path(root) / f"{subject.name}.pt")
         if subject.settings.get("name") == "megatron":
-            from quadriga.engines.megatron.ranks import leave_ranks
+            from megatron.core import parallel_state
 
-            leave_ranks()
+            parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import engine_cases
 import pytest
 import step_cases as cases
 import torch
 from step_cases import WAYS, Way
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
-from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.config.schema import ModelConfig
 from quadriga.engines.activation_checkpointing import is_expensive
-from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.loading import simulated_model
 from quadriga.errors import ModelError
 
@@ -95,34 +92,6 @@ def test_selective_computes_cheap_operators_again_and_expensive_ones_once(folder
 )
 def test_expensive_operators_are_products_with_weights_and_attention(name, kept):
     assert is_expensive(name) is kept
-
-
-@pytest.mark.parametrize("config", [GptOssConfig, Qwen3MoeConfig])
-def test_experts_with_and_without_biases(config, tmp_path):
-    """GPT-OSS adds the biases of its experts in place, to a product that must not be kept then."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        config(
-            vocab_size=200, hidden_size=32, intermediate_size=24, num_hidden_layers=2,
-            num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_experts_per_tok=2,
-            num_local_experts=4, max_position_embeddings=64, pad_token_id=0,
-        )
-    )  # fmt: skip
-    model.save_pretrained(tmp_path)
-    rows = cases.make_batch("packed")
-    plain, selective = (
-        engine_cases.gradients(
-            FSDPEngine(
-                ModelConfig(path=str(tmp_path), gradient_checkpointing=form), EngineConfig(),
-                OptimConfig(),
-            ),
-            rows,
-            None,
-        )[0]
-        for form in (False, "selective")
-    )  # fmt: skip
-    for name, gradient in plain.items():
-        assert torch.allclose(selective[name], gradient, atol=1e-6), name
 
 
 def test_a_model_without_layers_that_say_so_is_refused(folder):

@@ -65,7 +65,7 @@ def as_on_cuda(call) -> Kernel:
         ("qwen2", {"varlen"}, False),
         ("gemma2", {"flex"}, True),
         ("gemma2", {"flex"}, "selective"),
-        ("gpt_oss", {"flex"}, True),
+        ("gpt_oss", {"flex"}, "selective"),
         ("llama4_text", {"varlen", "flex"}, False),
         ("deepseek_v3", {"varlen"}, False),
     ],

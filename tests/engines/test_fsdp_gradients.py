@@ -105,11 +105,6 @@ def test_gradients_are_reduced_early_by_default_only_if_they_are_large(model_fol
     assert not cases.trainable(model_folder).reduces_each_micro_batch
 
 
-def test_gradients_with_each_layer_as_an_fsdp_unit(model_folder, expected):
-    engine = cases.make_engine(model_folder, min_unit_parameters=1)
-    assert_close(cases.gradients(engine, cases.make_batch(), 3)[0], expected)
-
-
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("packed", [True, False])
 def test_gradients_of_the_value_head(model_folder, packed):

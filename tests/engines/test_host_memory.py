@@ -10,10 +10,7 @@ import optimizer_cases as cases
 import pytest
 import step_cases
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy
 
-from quadriga.config.schema import EngineConfig, ModelConfig
-from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.optimizers.rules import local_shard
 
 NAMES = [
@@ -52,37 +49,6 @@ def test_steps_on_the_host_equal_steps_on_the_device(name, reduces, folder, tmp_
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(hosted).items())
     one, other = (engine.forward(rows)["log_probs"] for engine in (hosted, plain))
     assert torch.equal(one, other)
-
-
-def test_every_unit_keeps_shards_and_gradients_on_the_host(folder):
-    engine = cases.build(folder, "adamw", offload_policy=True)
-    plain = cases.build(folder, "adamw")
-    for one, on_host in ((engine, True), (plain, False)):
-        groups = [unit._get_fsdp_state()._fsdp_param_group for unit in one._units]
-        assert len(groups) == 3
-        policies = [group.offload_policy for group in groups if group is not None]
-        assert [isinstance(policy, CPUOffloadPolicy) for policy in policies] == [on_host] * 3
-    assert not any(policy.pin_memory for policy in policies if isinstance(policy, CPUOffloadPolicy))
-
-
-def test_gradients_are_on_the_host_between_micro_batches_and_gone_after_the_step(folder):
-    engine = cases.build(
-        folder, "adamw", offload_policy=True, max_tokens_per_micro_batch=24,
-        reduce_each_micro_batch=True,
-    )  # fmt: skip
-    kept = []
-    accumulate = engine._accumulate
-
-    def look_between_micro_batches(*args):
-        for metrics in accumulate(*args):
-            gradients = [local_shard(p.grad) for p in engine.module.parameters()]
-            kept.append({g.device.type for g in gradients})
-            yield metrics
-
-    engine._accumulate = look_between_micro_batches
-    cases.steps(engine, engine_cases.make_batch(), 1)
-    assert len(kept) > 2 and all(devices == {"cpu"} for devices in kept)
-    assert all(parameter.grad is None for parameter in engine.module.parameters())
 
 
 def test_what_is_on_the_host_is_not_offloaded_again(folder):
@@ -124,11 +90,3 @@ def test_moments_are_on_the_device_during_an_optimizer_step_only(folder):
     parameters = sum(local_shard(p.detach()).nbytes for p in engine.module.parameters())
     assert found == {"backward": 0, "step": 2 * parameters}
     assert on_device() == 0
-
-
-def test_a_frozen_model_is_on_the_host_too(folder):
-    frozen = FSDPEngine(ModelConfig(path=folder), EngineConfig(offload_policy=True))
-    plain = FSDPEngine(ModelConfig(path=folder), EngineConfig())
-    rows = engine_cases.make_batch()
-    one, other = (engine.forward(rows)["log_probs"] for engine in (frozen, plain))
-    assert torch.equal(one, other)

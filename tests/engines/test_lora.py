@@ -147,20 +147,6 @@ def test_merged_weights_have_the_names_of_the_base_and_its_function(
     assert torch.allclose(with_peft(ids).logits, whole(ids).logits, atol=1e-5)
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(model_folder, tmp_path):
-    engine = build(model_folder)
-    for _ in range(2):
-        cases.step(engine)
-    engine.save(tmp_path)
-    expected = [cases.step(engine) for _ in range(2)]
-    torch.manual_seed(99)
-    resumed = build(model_folder)
-    resumed.load(tmp_path)
-    assert [cases.step(resumed) for _ in range(2)] == expected
-    after = weights(engine)
-    assert all(torch.equal(tensor, after[name]) for name, tensor in weights(resumed).items())
-
-
 def test_a_checkpoint_of_another_base_is_refused(folders, trained, tmp_path):
     trained.save(tmp_path)
     with pytest.raises(CheckpointError, match="its frozen weights were others than those of"):
@@ -262,46 +248,6 @@ def test_dropout_is_on_in_updates_only(model_folder):
     assert torch.equal(log_probs(engine), log_probs(engine))
 
 
-def test_full_kl_to_the_base_in_the_same_weights(model_folder):
-    trained = build(model_folder)
-    cases.step(trained)
-    trained.optimizer.step = lambda: (0.0, 0.0)
-    batch, seen = cases.make_batch(), []
-
-    def loss(found, micro):
-        seen.append(found["full_kl"].detach())
-        return found["full_kl"].sum() * 0.0, {}
-
-    frozen = FSDPEngine(ModelConfig(path=model_folder), EngineConfig())
-    for reference in (trained.without_adapters(), frozen):
-        trained.train_step(batch, loss, reference=reference)
-    assert seen[0].max() > 1e-4
-    assert torch.allclose(seen[0], seen[1], atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "refused"),
-    [
-        ("init_lora_weights", "pissa", True),
-        ("init_lora_weights", "olora", True),
-        ("init_lora_weights", "gaussian", False),
-        ("alora_invocation_tokens", [7, 8], True),
-    ],
-)
-def test_adapters_that_are_more_than_a_product_are_refused(
-    model_folder, trained, tmp_path, key, value, refused
-):
-    trained.save_hf(tmp_path)
-    file = tmp_path / "adapter" / "adapter_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
-    lora = LoraConfig(path=str(file.parent))
-    if not refused:
-        build(model_folder, lora)
-        return
-    with pytest.raises(ModelError, match=rf"has {key}=.* which is not supported"):
-        build(model_folder, lora)
-
-
 def test_a_head_that_is_new_cannot_be_frozen(model_folder):
     frozen = ("score*",)
     with pytest.raises(ConfigError, match=r"matches score\..*, which the folder .* does not have"):
@@ -348,15 +294,3 @@ def test_a_checkpoint_with_weights_that_are_frozen_now_is_refused(model_folder, 
     )
     with pytest.raises(CheckpointError, match=message):
         fewer.load(tmp_path / "adapters")
-
-
-@pytest.mark.parametrize(
-    ("patterns", "message"),
-    [
-        (("model.layer.*",), r"no weight of LlamaForCausalLM has a name like 'model\.layer\.\*'"),
-        (("*",), "matches all 21 weights of LlamaForCausalLM, so nothing would be trained"),
-    ],
-)
-def test_patterns_that_fit_nothing_or_all_are_refused(model_folder, patterns, message):
-    with pytest.raises(ConfigError, match=message):
-        build(model_folder, LoraConfig(), freeze=patterns)

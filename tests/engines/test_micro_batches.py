@@ -35,13 +35,6 @@ def computed_tokens(batch, micro_batches, *, packed: bool) -> list[int]:
     return [compute(*part.values()).input_ids.numel() for part in parts]
 
 
-def test_prompt_counts_in_each_micro_batch_that_computes_it():
-    batch = rows_of([(0, 800, 100)] * 5)
-    micro_batches = plan_micro_batches(batch, size=None, max_tokens=1000, share_prompts=True)
-    assert sorted(torch.cat(micro_batches).tolist()) == list(range(5))
-    assert computed_tokens(batch, micro_batches, packed=True) == [1000, 1000, 900]
-
-
 def test_example_in_the_code():
     batch = rows_of([(0, 4, 3), (0, 4, 2), (1, 4, 1), (0, 4, 4)])
     micro_batches = plan_micro_batches(batch, size=None, max_tokens=12, share_prompts=True)
@@ -72,21 +65,6 @@ def test_no_micro_batch_exceeds_the_budget(packed, seed, size):
     assert sorted(torch.cat(micro_batches).tolist()) == list(range(len(numbers)))
     assert max(computed_tokens(batch, micro_batches, packed=packed)) <= 70
     assert max(map(len, micro_batches)) <= (size or len(numbers))
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_both_limits_hold(packed):
-    """Two rows of 20 tokens and four of 5 tokens: two rows within 20 tokens, or within 40."""
-    batch = rows_of([(0, 10, 10), (1, 2, 3), (2, 2, 3), (3, 10, 10), (4, 2, 3), (5, 2, 3)])
-
-    def rows(size: int | None, max_tokens: int | None) -> list[int]:
-        plan = plan_micro_batches(batch, size=size, max_tokens=max_tokens, share_prompts=packed)
-        assert sorted(torch.cat(plan).tolist()) == list(range(6))
-        return sorted(map(len, plan))
-
-    assert rows(2, 20) == [1, 1, 2, 2] and rows(None, 20) == [1, 1, 4]
-    assert rows(2, 40) == rows(2, None) == [2, 2, 2]
-    assert rows(None, None) == [6]
 
 
 @pytest.mark.parametrize(
@@ -120,29 +98,6 @@ def groups_of_plan(batch, plan) -> list[int]:
     """For each prompt of the batch, the number of micro-batches that compute it."""
     prompts = [{int(batch["input_ids"][row].max()) for row in rows} for rows in plan]
     return [sum(number in part for part in prompts) for number in sorted(set.union(*prompts))]
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_groups_that_fit_are_computed_in_one_micro_batch(seed):
-    random = torch.Generator().manual_seed(seed)
-    rows = [
-        (group, 10, int(torch.randint(1, 8, (1,), generator=random)))
-        for group in range(9)
-        for _ in range(4)
-    ]
-    order = torch.randperm(len(rows), generator=random).tolist()
-    batch = rows_of([rows[i] for i in order])
-    plan = plan_micro_batches(batch, size=None, max_tokens=80, share_prompts=True)
-    assert groups_of_plan(batch, plan) == [1] * 9
-    plan = plan_micro_batches(batch, size=8, max_tokens=None, share_prompts=True)
-    assert groups_of_plan(batch, plan) == [1] * 9 and [len(part) for part in plan] == [8] * 4 + [4]
-
-
-def test_a_group_beyond_the_budget_is_split_into_as_few_parts_as_possible():
-    batch = rows_of([(0, 50, 10)] * 6 + [(1, 5, 10)] * 2)
-    plan = plan_micro_batches(batch, size=None, max_tokens=85, share_prompts=True)
-    assert groups_of_plan(batch, plan) == [2, 1]
-    assert sorted(computed_tokens(batch, plan, packed=True)) == [25, 80, 80]
 
 
 @pytest.mark.parametrize(

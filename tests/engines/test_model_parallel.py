@@ -11,7 +11,6 @@ import pytest
 import torch
 from parallel_cases import Case
 from transformers import (
-    AutoModelForCausalLM,
     Gemma3nTextConfig,
     GPT2Config,
     LlamaConfig,
@@ -106,24 +105,6 @@ def test_a_checkpoint_of_one_rank_continues_on_four(on_four_ranks, one_rank):
     assert cases.largest_difference(found["loaded"], first) == 0
     # The moments were loaded too: the second update is that of the engine that made the first.
     assert cases.largest_difference(found["after"], cases.weights(engine)) < 1e-10
-
-
-def test_a_checkpoint_of_four_ranks_loads_on_one(on_four_ranks, one_rank, model_folders):
-    with cases.wide():
-        engine = cases.build(model_folders["qwen2"], Case("qwen2", lora=True))
-        engine.load(one_rank[0] / cases.STATES / "four_ranks")
-        assert (
-            cases.largest_difference(cases.weights(engine), on_four_ranks[cases.STATES]["after"])
-            == 0
-        )
-
-
-def test_streams_and_exports_have_whole_merged_weights(on_four_ranks, one_rank):
-    found = on_four_ranks[cases.STATES]
-    assert found["streams"]
-    exported = AutoModelForCausalLM.from_pretrained(one_rank[0] / cases.STATES / "export")
-    for name, tensor in exported.state_dict().items():
-        assert torch.allclose(tensor.double(), found["after"][name].double(), atol=1e-6), name
 
 
 def test_the_reference_is_the_base_of_divided_weights(on_four_ranks, model_folders):

@@ -65,17 +65,6 @@ def test_reload_leaves_on_the_host_what_the_settings_keep_there(model_folder):
     assert set(engine._memory.offloaded) == {"parameters", "gradients"}
 
 
-def test_an_offloaded_engine_saves_and_loads(model_folder, tmp_path):
-    engine, other = offloading(model_folder), offloading(model_folder)
-    cases.step(engine)
-    engine.offload()
-    engine.save(tmp_path)
-    assert engine._memory.offloaded, "the states are offloaded again after the call"
-    other.offload()
-    other.load(tmp_path)
-    assert cases.step(other) == cases.step(engine)
-
-
 def test_views_of_one_storage_are_copied_once_and_stay_views():
     whole = torch.arange(6.0)
     view = whole[2:4]

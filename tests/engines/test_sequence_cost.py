@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from transformers import CONFIG_MAPPING, GPT2Config, LlamaConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import CONFIG_MAPPING, LlamaConfig
 
 from quadriga.engines.sequence_cost import model_shape, sequence_cost
 from quadriga.models.architectures import ARCHITECTURES
@@ -36,22 +36,6 @@ def test_the_linear_cost_is_that_of_the_weights_of_the_layers(model_folder) -> N
     assert cost.token == 2 * entries
     assert cost.output == 2 * model.lm_head.weight.numel()
     assert sequence_cost(model.config, "value", "cpu").output == 2 * model.config.hidden_size
-
-
-def test_names_of_sizes_differ_between_architectures() -> None:
-    shape = model_shape(GPT2Config(n_embd=64, n_layer=3, n_head=4))
-    assert (shape.hidden_size, shape.mlp_size, len(shape.windows)) == (64, 256, 3)
-    assert shape.key_value_size == shape.attention_size == 64
-    experts = Qwen3MoeConfig(num_experts_per_tok=4, moe_intermediate_size=24)
-    assert model_shape(experts).mlp_size == 96
-
-
-def test_windows_are_those_of_the_layers() -> None:
-    windowed = Qwen2Config(
-        num_hidden_layers=3, use_sliding_window=True, sliding_window=16, max_window_layers=1
-    )
-    assert model_shape(windowed).windows == (None, 16, 16)
-    assert model_shape(Qwen2Config(num_hidden_layers=2)).windows == (None, None)
 
 
 KINDS = {

@@ -9,10 +9,9 @@ import loading_cases as cases
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, MambaConfig, Qwen3MoeConfig, ZambaConfig
 
-from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines import loading
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.sharding import decoder_layers
@@ -90,19 +89,6 @@ def test_a_parameter_of_all_experts_is_read_from_the_tensors_of_each(tmp_path, c
     assert load_experts(tmp_path, caplog) == ([], True)
 
 
-def test_a_failure_to_match_names_is_a_reason_to_load_the_whole_model(root, monkeypatch, caplog):
-    def failing(*args, **kwargs):
-        raise KeyError("a rule of transformers")
-
-    # An error before the ranks agree would leave the others waiting.
-    monkeypatch.setattr(loading, "match_names", failing)
-    with caplog.at_level(logging.INFO, logger="quadriga"):
-        FSDPEngine(ModelConfig(path=str(root / "untied")), EngineConfig())
-    (record,) = caplog.records
-    assert "loads the whole model" in record.getMessage()
-    assert "a rule of transformers" in record.getMessage()
-
-
 def test_a_device_without_memory_for_a_whole_unit_is_an_error_of_all_ranks(root, monkeypatch):
     agreed = []
 
@@ -114,14 +100,6 @@ def test_a_device_without_memory_for_a_whole_unit_is_an_error_of_all_ranks(root,
     with cases.whole_models(), pytest.raises(ModelError, match="cannot be loaded: out of memory"):
         FSDPEngine(ModelConfig(path=str(root / "untied")), EngineConfig())
     assert isinstance(agreed[-1], ModelError)
-
-
-def test_a_model_that_has_computed_an_example_is_sharded_again(root):
-    # The fused head is chosen by an example, for which the parameters are gathered.
-    model, settings = ModelConfig(path=str(root / "untied")), EngineConfig(fused_head=True)
-    engine = FSDPEngine(model, settings, OptimConfig(), min_unit_parameters=1)
-    assert engine._token_model.fused
-    assert all(isinstance(parameter, DTensor) for parameter in engine.module.parameters())
 
 
 def test_layers_that_are_nested_or_share_parameters_are_no_units():

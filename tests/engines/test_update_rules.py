@@ -81,14 +81,6 @@ def test_muon_equals_the_formula(shape, momentum):
     assert torch.allclose(parameter, expected, atol=1e-10)
 
 
-def test_parameters_without_gradient_do_not_change():
-    parameter = nn.Parameter(random(4, 6))
-    before = parameter.detach().clone()
-    rule = Muon([("w", parameter)], OptimConfig(name="muon"), shard_group=None, device=CPU)
-    rule.update([None], 0.1)
-    assert torch.equal(parameter, before) and not list(rule.existing())
-
-
 @pytest.mark.parametrize(
     ("shape", "block"),
     [

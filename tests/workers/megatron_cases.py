@@ -122,8 +122,9 @@ def _of_collected(worker, mesh: str, result: DataProto) -> DataProto:
 
 def rank_main(rank: int, ranks: int, policy: str, judge: str, file: str) -> None:
     """Make the steps with each of `SIZES`."""
+    from megatron.core import parallel_state
+
     import megatron_on_cpu
-    from quadriga.engines.megatron.ranks import leave_ranks
 
     megatron_on_cpu.install()
     found = {}
@@ -131,6 +132,6 @@ def rank_main(rank: int, ranks: int, policy: str, judge: str, file: str) -> None
         roles = Roles(settings(Path(policy), Path(judge), **{name: ranks}))
         at = roles.policy._query_rank_layout()
         found[name] = roles.step() | {"layouts": gather_over_ranks(at)}
-        leave_ranks()
+        parallel_state.destroy_model_parallel()
     if rank == 0:
         torch.save(found, file)

@@ -67,12 +67,6 @@ def test_the_declared_fields_are_sent_and_written() -> None:
     assert set(generated().batch.keys()) == set(GENERATE_SEQUENCES.writes)
 
 
-def test_every_field_has_its_declared_dtype() -> None:
-    batch = generated().batch
-    for name in GENERATE_SEQUENCES.writes:
-        assert str(batch[name].dtype) == f"torch.{fields.BY_NAME[name].dtype}", name
-
-
 def test_an_output_that_breaks_the_protocol_is_refused() -> None:
     class Stale(Engine):
         def generate(self, *request) -> RolloutOutput:

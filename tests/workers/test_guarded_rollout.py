@@ -11,9 +11,8 @@ import quadriga.rollout
 from fake_rollout import FakeRollout
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
-from quadriga.errors import RolloutOutputError, RolloutTimeoutError
+from quadriga.errors import RolloutTimeoutError
 from quadriga.protocol import DataProto, fields
-from quadriga.rollout.guard import GuardedRollout
 from quadriga.workers import actor_rollout_ref
 from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
 from quadriga.workers.generation import generation_inputs
@@ -87,46 +86,3 @@ def test_the_ranks_of_a_copy_receive_the_same_rows(
     assert [collected for _, collected in found] == [
         parts.index(p) == r for r, p in enumerate(parts)
     ]
-
-
-def test_the_engine_is_told_which_ranks_hold_a_copy(folder, monkeypatch) -> None:
-    built = {}
-
-    def build(name, model, **settings):
-        built.update(settings)
-        return FakeRollout(model.path)
-
-    monkeypatch.setattr(quadriga.rollout, "build_rollout", build)
-    monkeypatch.setattr(actor_rollout_ref, "prepare_rank", lambda runtime: "cpu")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    overrides = [f"{SECTION}.model.path={folder}", f"{SECTION}.rollout.name=vllm"]
-    for size, copies in ((2, [(0, 1), (2, 3)]), (1, None)):
-        built.clear()
-        more = f"{OPTIONS}.tensor_parallel_size={size}"
-        config = load_config(TrainConfig, [*overrides, more]).actor_rollout_ref
-        ActorRolloutRefWorker(config, "rollout").init_model()
-        assert built.get("copies") == copies
-
-
-def test_the_guard_passes_parts_of_weights_on(folder) -> None:
-    class Divided(FakeRollout):
-        version = -1
-
-        def weight_boxes(self):
-            return {"model.norm.weight": ((0, 3),)}
-
-        def update_weights(self, stream, version, form):
-            assert form == "parts"
-            self.received = [(name, tuple(part.shape)) for name, part in stream]
-            self.version = version
-
-    engine = Divided(str(folder))
-    guard = GuardedRollout(engine)
-    assert guard.weight_boxes() == {"model.norm.weight": ((0, 3),)}
-    guard.update_weights([("model.norm.weight", torch.ones(3))], 4, "parts")
-    assert engine.received == [("model.norm.weight", (3,))]
-    engine.update_weights = lambda stream, version, form: None
-    with pytest.raises(RolloutOutputError, match=r"update_weights: .* version 5.* holds version 4"):
-        guard.update_weights([], 5, "parts")
-    whole = GuardedRollout(FakeRollout(str(folder)))
-    assert whole.weight_boxes() == {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import NonFiniteError
 from quadriga.protocol import DataProto, fields
 from quadriga.workers.updates import update_policy, update_values
-from rank_groups import spawn_ranks
 
 torch.set_num_threads(1)
 ROWS, P, R = 4, 3, 4
@@ -89,6 +87,23 @@ def test_a_nan_of_one_micro_batch_skips_the_step_of_the_policy(folder, caplog, w
     assert not torch.equal(engine.weights(), before)
 
 
+def test_the_metric_counts_the_steps_that_were_skipped_so_far(folder):
+    """Not their mean over the optimizer steps of the update, which would be 0.75 here."""
+    engine = Engine(folder, 1, 3)
+    metrics = policy(engine, batch(), FOUR_STEPS)
+    assert metrics["actor/optimizer_steps"] == 4
+    assert metrics["actor/skipped_steps"] == engine.optimizer.skipped == 2
+
+
+@pytest.mark.parametrize("name", [fields.ADVANTAGES, fields.OLD_LOG_PROBS])
+def test_inputs_that_are_not_finite_are_refused(folder, name):
+    """They do not come from this pass, and no later step would be better."""
+    data = batch()
+    data.batch[name][1, 2] = float("nan")
+    with pytest.raises(NonFiniteError, match="is nan at row 1, token 2"):
+        policy(Engine(folder), data, ActorConfig())
+
+
 def test_a_nan_skips_the_step_of_the_critic(folder):
     engine = Engine(folder, 0, head="value")
     before = engine.weights()
@@ -104,42 +119,3 @@ def test_a_nan_skips_the_step_of_the_critic(folder):
     assert torch.equal(engine.weights(), before)
     assert update()["critic/skipped_steps"] == 1
     assert not torch.equal(engine.weights(), before)
-
-
-def test_the_metric_counts_the_steps_that_were_skipped_so_far(folder):
-    """Not their mean over the optimizer steps of the update, which would be 0.75 here."""
-    engine = Engine(folder, 1, 3)
-    metrics = policy(engine, batch(), FOUR_STEPS)
-    assert metrics["actor/optimizer_steps"] == 4
-    assert metrics["actor/skipped_steps"] == engine.optimizer.skipped == 2
-
-
-def test_too_many_skipped_steps_end_the_run(folder):
-    engine = Engine(folder, *range(9), limit=2)
-    with pytest.raises(NonFiniteError, match=r"3 optimizer steps in a row .*max_skipped_steps=2"):
-        policy(engine, batch(), FOUR_STEPS)
-
-
-@pytest.mark.parametrize("name", [fields.ADVANTAGES, fields.OLD_LOG_PROBS])
-def test_inputs_that_are_not_finite_are_refused(folder, name):
-    """They do not come from this pass, and no later step would be better."""
-    data = batch()
-    data.batch[name][1, 2] = float("nan")
-    with pytest.raises(NonFiniteError, match="is nan at row 1, token 2"):
-        policy(Engine(folder), data, ActorConfig())
-
-
-def test_a_nan_on_one_rank_skips_the_step_on_all(folder, tmp_path):
-    spawn_ranks(damaged_on_one_rank, 2, folder, str(tmp_path), limit=120)
-    for rank in range(2):
-        assert (tmp_path / f"{rank}.txt").read_text() == "1.0 skipped, unchanged"
-
-
-def damaged_on_one_rank(rank: int, _ranks: int, folder: str, out: str) -> None:
-    """Update on two ranks, of which rank 1 has a NaN, and write what this one sees."""
-    engine = Engine(folder, *([0] if rank == 1 else []))
-    before = engine.weights()
-    skipped = policy(engine, batch(), ONE_STEP)["actor/skipped_steps"]
-    changed = not torch.equal(engine.weights(), before)
-    text = f"{skipped} skipped, {'changed' if changed else 'unchanged'}"
-    (Path(out) / f"{rank}.txt").write_text(text)

@@ -10,16 +10,13 @@ from padded_cases import SIZES, UPDATES
 from quadriga.algorithms.partial import merge_partials
 from quadriga.backends import get_backend
 from quadriga.errors import LengthError
-from quadriga.protocol import DataProto, fields
+from quadriga.protocol import DataProto
 from quadriga.single_controller import (
     Dispatch,
     Worker,
-    make_nd_compute_dataproto_dispatch_fn,
     register,
 )
 from quadriga.workers import PairTrainingWorker
-from quadriga.workers.method_fields import UPDATE_ACTOR
-from quadriga.workers.updates import rows_of_update, rows_per_mini_batch
 from rank_groups import spawn_ranks
 
 
@@ -47,50 +44,11 @@ def test_a_padded_update_equals_that_of_one_rank(folder, tmp_path):
         assert metrics_of(padded, case) == pytest.approx(wanted, rel=1e-6, abs=1e-10), case
 
 
-class Actor(Worker):
-    """Returns the report of an update, as the workers do, and notes the response masks."""
-
-    seen: list[int]
-
-    def __init__(self):
-        super().__init__()
-        self._register_dispatch_collect_info("actor", self.rank, True)
-
-    @register(
-        dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), reads=UPDATE_ACTOR.inputs
-    )
-    def update_actor(self, data):
-        from quadriga.workers.updates import _report
-
-        rows = rows_of_update(data, UPDATE_ACTOR.reads)
-        tokens = float(rows[fields.RESPONSE_MASK].sum())
-        return _report(data, [{"tokens": tokens}], [{"rank": self.rank, "tokens": tokens}], "")
-
-
 def group(kind, ranks: int, *args):
     backend = get_backend("local")
     return backend.worker_group(
         backend.resource_pool([ranks]), backend.class_with_args(kind, *args)
     )
-
-
-def tokens_of(report: DataProto) -> list[float]:
-    return [entry[0]["tokens"] for entry in report.non_tensor_batch[fields.PARTIALS]]
-
-
-@pytest.mark.parametrize(("rows", "ranks"), [(7, 2), (2, 3), (5, 4)])
-def test_every_rank_reports_once_and_padding_has_no_tokens(rows, ranks):
-    data = padded_cases.batch(rows)
-    report = group(Actor, ranks).update_actor(data)
-    assert list(report.non_tensor_batch) == [fields.PARTIALS]
-    assert len(report) == ranks
-    assert sum(tokens_of(report)) == float(data.batch[fields.RESPONSE_MASK].sum())
-
-
-def test_rows_of_a_mini_batch_are_rounded_up():
-    """7 rows on 2 ranks are one mini-batch, as on one rank; the parts have 4 rows."""
-    assert rows_per_mini_batch(7, 4, 1, 2) == 4
-    assert rows_per_mini_batch(8, 4, 1, 2) == 4
 
 
 class Pairs(PairTrainingWorker):

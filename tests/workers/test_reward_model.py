@@ -15,7 +15,7 @@ from transformers import (
 
 from quadriga.config.schema import EngineConfig, ModelConfig, RewardModelConfig
 from quadriga.data.chat import encode_conversations
-from quadriga.data.collate import at_last_token, scored_rows
+from quadriga.data.collate import scored_rows
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import LengthError, ModelError
 from quadriga.models.score_head import check_reward_model
@@ -79,21 +79,6 @@ def test_rows_are_read_at_the_last_token_that_is_no_padding():
     assert scored_rows([([0], [0])], 0)["response_mask"].tolist() == [[1]]
     with pytest.raises(LengthError, match=r"conversation 0 has 2 \+ 2 = 4 tokens .* compute 3; "):
         scored_rows([([5, 6], [7, 8])], 0, longest=4)
-
-
-def test_a_score_is_placed_at_the_last_response_token():
-    placed = at_last_token(torch.tensor([2.0, 3.0]), torch.tensor([[1, 1, 0], [1, 0, 0]]))
-    assert placed.tolist() == [[0, 2, 0], [3, 0, 0]]
-
-
-def test_padding_at_the_end_is_not_scored_as_in_transformers(folders):
-    plain = AutoModelForSequenceClassification.from_pretrained(folders / "llama")
-    ids = torch.tensor([[5, 6, 7, 0, 0], [5, 6, 0, 0, 0]])
-    with torch.no_grad():
-        expected = plain(ids).logits[:, 0]
-    rows = scored_rows([([5, 6], [7, 0, 0]), ([5, 6, 0], [0, 0])], pad_token_id=0)
-    scores = engine(folders / "llama", "float32").forward(rows)["values"].sum(-1)
-    assert torch.allclose(scores, expected, atol=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,6 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -42,16 +41,15 @@ from quadriga.engines.attention.packed import (
     use_packed_attention,
 )
 from quadriga.engines.base import ENTROPY, FULL_KL, LOG_PROBS, VALUES, Batch, HeadKind, Outputs
-from quadriga.engines.micro_batches import TokenSlice, check_fields, dummy_batch
+from quadriga.engines.micro_batches import TokenSlice, dummy_batch
 from quadriga.engines.sequence_cost import sequence_cost
 from quadriga.engines.sharding import class_name
 from quadriga.engines.trained_part import adapters_off
 from quadriga.errors import ConfigError
 from quadriga.models.architectures import takes_images
 from quadriga.models.cpu_linear import CpuLinear
-from quadriga.models.images import GRIDS, PIXELS, MultiModalRows, check_images, image_tokens_of
+from quadriga.models.images import GRIDS, PIXELS, MultiModalRows, image_tokens_of
 from quadriga.models.log_probs import linear_full_kl, linear_log_probs, log_probs_and_entropy
-from quadriga.parallel.attention_blocks import PackedRows
 from quadriga.parallel.model_ranks import ModelRanks
 from quadriga.parallel.packing import PackedBatch, in_equal_slices, left_align, pack_rows
 from quadriga.protocol import fields
@@ -119,21 +117,6 @@ def fusable_layer(model: PreTrainedModel, run: Callable[[], Tensor]) -> nn.Linea
 #                  i  0  0                       0 0 0
 #
 # No target is in the last row, so it changes neither an output nor a gradient.
-
-
-Images = MultiModalRows | None
-
-
-def check_batch(batch: Batch, images: Images, config: PreTrainedConfig) -> None:
-    """Raise `FieldError` if a batch lacks a field, or its rows and images do not fit."""
-    check_fields(batch)
-    ids, mask = batch[fields.INPUT_IDS], batch[fields.ATTENTION_MASK]
-    check_images(ids, mask, images, image_tokens_of(config))
-
-
-def images_of(images: Images, rows: Tensor | None) -> Images:
-    """Return the images of a micro-batch; None for one without rows."""
-    return None if images is None or rows is None else images.select(rows)
 
 
 def image_arguments(
@@ -275,9 +258,17 @@ class TokenModel:
 
         All ranks of a sharded model must call it. Raises what the class raises.
         """
-        self.kernel_of = self._choose_attention(self._attention, self._dtype)
-        if self.head == "lm" and self._wants_fused_head(self._fused, self._micro_batch_tokens):
-            self._fused_head = self._make_fused_head(required=bool(self._fused))
+        self.kernel_of = self._choose_attention()
+        if self.head != "lm" or self._fused is False:
+            return
+        vocabulary: int = self.model.config.get_text_config().vocab_size
+        if self._fused is None and self._micro_batch_tokens * vocabulary < MIN_FUSED_LOGITS:
+            return
+        layer = fusable_layer(self.model, lambda: self._run(self._model_inputs(dummy_batch())))
+        if not isinstance(layer, str):
+            self._fused_head = FusedHead(layer)
+        elif self._fused:
+            raise ConfigError(f"engine.fused_head=true: {layer}; set it to null or false")
 
     @property
     def fused(self) -> bool:
@@ -355,24 +346,23 @@ class TokenModel:
             logits: Tensor = self.model(**inputs.arguments, use_cache=False).logits
             return logits
 
-    def _choose_attention(self, setting: AttentionName, dtype: torch.dtype) -> KernelOf:
-        """Return the kernel of each call of attention that the model makes in `dtype`."""
-        if not self.packed and setting not in ("auto", "sdpa"):
+    def _choose_attention(self) -> KernelOf:
+        """Return the kernel of each call of attention that the model makes."""
+        if not self.packed and self._attention not in ("auto", "sdpa"):
             raise ConfigError(
-                f"engine.attention={setting} needs packed rows, and {class_name(self.model)} is "
-                "computed with padded rows; set it to auto"
+                f"engine.attention={self._attention} needs packed rows, and "
+                f"{class_name(self.model)} is computed with padded rows; set it to auto"
             )
         if not self.packed:
             return sdpa_only
-        calls = partial(self._attention_calls, dtype)
-        return kernels_of(calls, setting, self.device, self.device_type)
+        return kernels_of(self._attention_calls, self._attention, self.device, self.device_type)
 
-    def _attention_calls(self, dtype: torch.dtype) -> set[AttentionCall]:
+    def _attention_calls(self) -> set[AttentionCall]:
         """Return the calls of attention in one forward pass, as they will be in `dtype`."""
         calls: set[AttentionCall] = set()
 
         def note(call: AttentionCall) -> Kernel:
-            calls.add(replace(call, dtype=dtype))
+            calls.add(replace(call, dtype=self._dtype))
             return "sdpa"
 
         before, self.kernel_of = self.kernel_of, note
@@ -383,18 +373,6 @@ class TokenModel:
             self.kernel_of = before
         return calls
 
-    def _wants_fused_head(self, fused: bool | None, micro_batch_tokens: int) -> bool:
-        vocabulary: int = self.model.config.get_text_config().vocab_size
-        return micro_batch_tokens * vocabulary >= MIN_FUSED_LOGITS if fused is None else fused
-
-    def _make_fused_head(self, *, required: bool) -> FusedHead | None:
-        layer = fusable_layer(self.model, lambda: self._run(self._model_inputs(dummy_batch())))
-        if not isinstance(layer, str):
-            return FusedHead(layer)
-        if required:
-            raise ConfigError(f"engine.fused_head=true: {layer}; set it to null or false")
-        return None
-
     def _model_inputs(self, rows: Batch, images: MultiModalRows | None = None) -> ModelInputs:
         return self._packed_inputs(rows) if self.packed else self._padded_inputs(rows, images)
 
@@ -404,43 +382,38 @@ class TokenModel:
             rows[fields.ATTENTION_MASK],
             rows[fields.RESPONSE_MASK],
         )
+        own: PackedBatch | TokenSlice
         if self.ranks.all.size > 1:
-            return self._sliced_inputs(in_equal_slices(packed, self.ranks.all.size))
-        packed = packed.to(self.device)
-        arguments = self._arguments(packed.input_ids, packed.position_ids, packed.rows)
-        if self.head != "lm":
-            return ModelInputs(
-                arguments, packed.labels, lambda x: x[0, packed.predictors], packed.unpack
-            )
-        # A causal model can apply its output layer to selected tokens only.
-        arguments["logits_to_keep"] = packed.predictors
-        return ModelInputs(arguments, packed.labels, lambda x: x[0], packed.unpack)
-
-    def _sliced_inputs(self, packed: PackedBatch) -> ModelInputs:
-        own = TokenSlice.of(packed, self.ranks).to(self.device)
-        packed = packed.to(self.device)
-        arguments = self._arguments(own.input_ids, own.position_ids, packed.rows)
-        if self.head != "lm":
-            return ModelInputs(
-                arguments, own.labels, lambda x: x[0, own.predictors], packed.unpack, own.join
-            )
-        arguments["logits_to_keep"] = own.predictors
-        return ModelInputs(arguments, own.labels, lambda x: x[0], packed.unpack, own.join)
-
-    def _arguments(
-        self, input_ids: Tensor, position_ids: Tensor, rows: PackedRows
-    ) -> dict[str, Tensor | AttentionRows]:
-        split = self.device_type == "cpu"
-        return {
-            "input_ids": input_ids,
-            "position_ids": position_ids,
+            packed = in_equal_slices(packed, self.ranks.all.size)
+            part = TokenSlice.of(packed, self.ranks).to(self.device)
+            packed, own, join = packed.to(self.device), part, part.join
+        else:
+            packed = own = packed.to(self.device)
+            join = identity
+        arguments: dict[str, Tensor | AttentionRows] = {
+            "input_ids": own.input_ids,
+            "position_ids": own.position_ids,
             # With a mask [1, N], the model builds masks from token indices alone. Without one, it
             # would look for packed rows in the position ids by rules of its own.
-            "attention_mask": torch.ones_like(input_ids),
+            "attention_mask": torch.ones_like(own.input_ids),
             "attention_rows": AttentionRows(
-                rows, self.device, self.kernel_of, split=split, ranks=self.ranks
+                packed.rows,
+                self.device,
+                self.kernel_of,
+                split=self.device_type == "cpu",
+                ranks=self.ranks,
             ),
         }
+        if self.head == "lm":
+            # A causal model can apply its output layer to selected tokens only.
+            arguments["logits_to_keep"] = own.predictors
+        return ModelInputs(
+            arguments,
+            own.labels,
+            lambda x: x[0] if self.head == "lm" else x[0, own.predictors],
+            packed.unpack,
+            join,
+        )
 
     def _padded_inputs(self, rows: Batch, images: MultiModalRows | None) -> ModelInputs:
         cpu = left_align(
@@ -452,12 +425,7 @@ class TokenModel:
             mask = rows[fields.ATTENTION_MASK]
             arguments.update(image_arguments(config, cpu.input_ids, mask, images, self.device))
         row, column = aligned.predictors
-        return ModelInputs(
-            arguments,
-            aligned.labels,
-            lambda x: x[row, column],
-            aligned.unpack,
-        )
+        return ModelInputs(arguments, aligned.labels, lambda x: x[row, column], aligned.unpack)
 
 
 @dataclass(frozen=True)

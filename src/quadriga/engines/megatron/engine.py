@@ -108,7 +108,7 @@ class MegatronEngine(TrainEngine):
 
     def _complete(self, outputs: Outputs) -> Outputs:
         """Return the outputs of the last stage, which has computed the same rows."""
-        group = self.ranks.pipeline_group
+        group = self.ranks.group("pipeline")
         stages = dist.get_world_size(group)
         if stages > 1:
             last = dist.get_global_rank(group, stages - 1)
@@ -260,7 +260,7 @@ class MegatronOptimizer(ShardedOptimizer):
         return owners
 
     def _replicas(self, tensor: OwnTensor) -> dist.ProcessGroup:
-        return self._ranks.expert_replicas if tensor.of_expert else self._ranks.replica_group
+        return self._ranks.group("expert replicas" if tensor.of_expert else "replicas")
 
     def step(self) -> tuple[float, float]:
         """Clip the gradients and update. Returns (gradient norm, learning rate).

@@ -320,7 +320,7 @@ class Stage(GPTModel):  # type: ignore[misc]  # Megatron-core has no types
             micro.own.labels - first,
             micro.temperature,
             entropy=micro.entropy,
-            group=self.ranks.tensor_group,
+            group=self.ranks.group("tensor"),
         )
         return torch.stack([log_prob, ent] if micro.entropy else [log_prob], -1)
 

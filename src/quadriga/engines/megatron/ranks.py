@@ -7,6 +7,7 @@ degrees.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from quadriga.parallel.distributed import rank, world_size
 from quadriga.parallel.layouts import Degrees, Place
 from quadriga.parallel.model_ranks import ALONE, ModelRanks, Subgroup
 from quadriga.single_controller import RankLayout
+
+GroupKind = Literal["tensor", "pipeline", "replicas", "expert replicas"]
 
 TIMEOUT_MINUTES = 10
 """Of a collective, as of the process group of the worker group."""
@@ -86,37 +89,21 @@ class Ranks:
         """Whether this rank reports what its data-parallel rank computed: outputs and metrics."""
         return self.last_stage and self.place.tensor == 0 and self.context.index == 0
 
-    @property
-    def tensor_group(self) -> dist.ProcessGroup:
-        """The tensor-parallel ranks of this stage and these rows."""
-        group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
-        return group
-
-    @property
-    def pipeline_group(self) -> dist.ProcessGroup:
-        """The stages of this tensor-parallel rank and these rows."""
-        group: dist.ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
-        return group
-
-    @property
-    def data_group(self) -> dist.ProcessGroup:
-        """The ranks with the same part of the model and different rows."""
-        group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
-        return group
-
-    @property
-    def replica_group(self) -> dist.ProcessGroup:
-        """The ranks with the same part of the model, over which its gradients are summed."""
-        group: dist.ProcessGroup = parallel_state.get_data_parallel_group(
-            with_context_parallel=True
-        )
-        return group
-
-    @property
-    def expert_replicas(self) -> dist.ProcessGroup:
-        """The ranks with the same experts and different rows or tokens."""
-        group: dist.ProcessGroup = parallel_state.get_expert_data_parallel_group()
-        return group
+    def group(self, kind: GroupKind) -> dist.ProcessGroup:
+        """Return ranks of this rank's place: "tensor", of this stage and these rows; "pipeline",
+        the stages of these rows; "replicas", with the same part of the model; "expert replicas",
+        with the same experts and different rows or tokens."""
+        state = parallel_state
+        found: dist.ProcessGroup
+        if kind == "tensor":
+            found = state.get_tensor_model_parallel_group()
+        elif kind == "pipeline":
+            found = state.get_pipeline_model_parallel_group()
+        elif kind == "replicas":
+            found = state.get_data_parallel_group(with_context_parallel=True)
+        else:
+            found = state.get_expert_data_parallel_group()
+        return found
 
 
 def join_ranks(sizes: Sizes, seed: int = 0) -> Ranks:
@@ -162,24 +149,20 @@ def layout_of_process() -> RankLayout | None:
     )
 
 
-def leave_ranks() -> None:
-    """Remove the process groups. The process can join others afterwards."""
-    parallel_state.destroy_model_parallel()
-
-
 def _check_same(sizes: Sizes) -> None:
-    of_expert = 1 if sizes.spread_experts else sizes.tensor
-    found_and_wanted = {
-        "tensor": (parallel_state.get_tensor_model_parallel_world_size(), sizes.tensor),
-        "pipeline": (parallel_state.get_pipeline_model_parallel_world_size(), sizes.pipeline),
-        "context": (parallel_state.get_context_parallel_world_size(), sizes.context),
-        "expert": (parallel_state.get_expert_model_parallel_world_size(), sizes.expert),
-        "expert_tensor": (parallel_state.get_expert_tensor_parallel_world_size(), of_expert),
+    state, expert_tensor = parallel_state, 1 if sizes.spread_experts else sizes.tensor
+    found = {
+        "tensor": state.get_tensor_model_parallel_world_size(),
+        "pipeline": state.get_pipeline_model_parallel_world_size(),
+        "context": state.get_context_parallel_world_size(),
+        "expert": state.get_expert_model_parallel_world_size(),
+        "expert_tensor": state.get_expert_tensor_parallel_world_size(),
     }
-    for name, (found, wanted) in found_and_wanted.items():
-        if found != wanted:
+    wanted = (sizes.tensor, sizes.pipeline, sizes.context, sizes.expert, expert_tensor)
+    for (name, size), own in zip(found.items(), wanted, strict=True):
+        if size != own:
             raise ConfigError(
-                f"engine.{name}_parallel_size={wanted}, but another Megatron engine of this "
-                f"process has {found}, and all of them have the same ranks; set both equal, or "
-                "give the roles ranks of their own"
+                f"engine.{name}_parallel_size={own}, but another Megatron engine of this process "
+                f"has {size}, and all of them have the same ranks; set both equal, or give the "
+                "roles ranks of their own"
             )
