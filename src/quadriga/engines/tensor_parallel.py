@@ -40,7 +40,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -76,17 +76,8 @@ _ADAPTERS = {("colwise", "lora_B"): 0, ("rowwise", "lora_A"): 1}
 """(style of the layer, part of its adapter) → the dimension that is divided."""
 
 
-@dataclass(frozen=True)
-class Division:
-    """How a weight is divided.
-
-    Attributes:
-        dim: the dimension; None: each rank has the whole weight.
-        partial_bias: whether it is a bias of a rowwise layer, which only one rank adds.
-    """
-
-    dim: int | None
-    partial_bias: bool = False
+PARTIAL_BIAS: Final = "partial bias"
+"""The bias of a rowwise layer, which is whole on each rank, and which only one rank adds."""
 
 
 @dataclass(frozen=True)
@@ -128,22 +119,20 @@ class TensorPlan:
         found = (style for p, style in self.styles.items() if fnmatchcase(name, p))
         return next(found, "whole")
 
-    def division(self, name: str) -> Division:
-        """Return how a weight of a decoder layer is divided, by its name in the base model."""
+    def division(self, name: str) -> int | Literal["partial bias"] | None:
+        """Return the dimension in which a weight of a decoder layer is divided, by its name in the
+        base model; None: each rank has the whole weight."""
         # layers.0.self_attn.o_proj.base_layer.weight -> style of layers.0.self_attn.o_proj
-        own = self.style(name)
-        if own == "experts":
-            return Division(0)
+        if self.style(name) == "experts":
+            return 0
         module, _, leaf = base_name(name).rpartition(".")
         layer, dot, adapter = module.partition(".lora_")
         style = self.style(layer)
         if dot:
-            return Division(_ADAPTERS.get((style, f"lora_{adapter[:1]}")))
-        if style == "colwise":
-            return Division(0)
+            return _ADAPTERS.get((style, f"lora_{adapter[:1]}"))
         if style == "rowwise":
-            return Division(1) if leaf == "weight" else Division(None, partial_bias=True)
-        return Division(None)
+            return 1 if leaf == "weight" else PARTIAL_BIAS
+        return 0 if style == "colwise" else None
 
 
 def base_model(model: PreTrainedModel) -> nn.Module:
@@ -163,7 +152,7 @@ def blocks_of(plan: TensorPlan, name: str, layer: nn.Module) -> Iterator[tuple[s
     """Yield (name, module) of each block of a decoder layer: its children with divided weights."""
     for child, module in layer.named_children():
         weights = (f"{name}.{child}.{weight}" for weight, _ in module.named_parameters())
-        if any(plan.division(weight).dim is not None for weight in weights):
+        if any(isinstance(plan.division(weight), int) for weight in weights):
             yield f"{name}.{child}", module
 
 
@@ -180,15 +169,24 @@ def check_division(model: PreTrainedModel, size: int, key: str) -> None:
     check_heads(model.config.get_text_config(), size, key)
     for name, layer in decoder_parts(model):
         for leaf, parameter in layer.named_parameters():
-            dim = plan.division(f"{name}.{leaf}").dim
-            if dim is not None and parameter.shape[dim] % size:
+            dim = plan.division(f"{name}.{leaf}")
+            if isinstance(dim, int) and parameter.shape[dim] % size:
                 length = parameter.shape[dim]
-                raise ConfigError(
+                raise _cannot(
+                    key,
                     f"{key}.tensor_parallel_size={size} does not divide dimension {dim} of "
-                    f"{name}.{leaf} {tuple(parameter.shape)} ({length} = {length // size} × "
-                    f"{size} + {length % size}); choose another size",
-                    key=key,
+                    f"{name}.{leaf} {tuple(parameter.shape)} ({_division(length, size)}); choose "
+                    "another size",
                 )
+
+
+def _cannot(key: str, message: str) -> ConfigError:
+    return ConfigError(message, key=key)
+
+
+def _division(count: int, size: int) -> str:
+    """Return the arithmetic: "5 = 2 × 2 + 1"."""
+    return f"{count} = {count // size} × {size} + {count % size}"
 
 
 def check_heads(text: PreTrainedConfig, size: int, key: str) -> None:
@@ -200,12 +198,11 @@ def check_heads(text: PreTrainedConfig, size: int, key: str) -> None:
     heads = {"attention heads": text.num_attention_heads, "key heads": text.num_key_value_heads}
     for what, count in heads.items():
         if count % size:
-            raise ConfigError(
+            raise _cannot(
+                key,
                 f"{key}.tensor_parallel_size={size} does not divide the {count} {what} of "
-                f"model_type {text.model_type!r} ({count} = {count // size} × {size} + "
-                f"{count % size}); choose a divisor of {count}, and "
-                f"{key}.sequence_parallel_size for other ranks",
-                key=key,
+                f"model_type {text.model_type!r} ({_division(count, size)}); choose a divisor of "
+                f"{count}, and {key}.sequence_parallel_size for other ranks",
             )
 
 
@@ -237,24 +234,18 @@ def _divide_weights(
     module: nn.Module, prefix: str, plan: TensorPlan, ranks: Subgroup, mesh: DeviceMesh | None
 ) -> None:
     own = list(module.named_parameters(recurse=False))
-    partial_bias = False
-    for leaf, parameter in own:
-        division = plan.division(f"{prefix}.{leaf}")
-        partial_bias |= division.partial_bias
-        data, dim = parameter.detach(), division.dim
-        if dim is not None:
-            data = data.chunk(ranks.size, dim)[ranks.index].clone(
-                memory_format=torch.contiguous_format
-            )
-        placement: Placement = Replicate() if dim is None else Shard(dim)
-        value = (
-            data if mesh is None else DTensor.from_local(data, mesh, [placement], run_check=False)
-        )
-        divided = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    divisions = [plan.division(f"{prefix}.{leaf}") for leaf, _ in own]
+    for (leaf, parameter), dim in zip(own, divisions, strict=True):
+        data, placement = parameter.detach(), cast("Placement", Replicate())
+        if isinstance(dim, int):
+            part, placement = data.chunk(ranks.size, dim)[ranks.index], Shard(dim)
+            data = part.clone(memory_format=torch.contiguous_format)
+        if mesh is not None:
+            data = DTensor.from_local(data, mesh, [placement], run_check=False)
+        divided = nn.Parameter(data, requires_grad=parameter.requires_grad)
         module.register_parameter(leaf, divided)
     if own:
-        bias_here = not partial_bias or ranks.index == 0
-        _use_own_part(module, bias_here)
+        _use_own_part(module, PARTIAL_BIAS not in divisions or ranks.index == 0)
 
 
 class _OwnPart(nn.Module):
@@ -359,53 +350,46 @@ def check_model_parallel(
         return
     kind = config.model_type
     setting = f"{key}.{engine.model_parallel_text()}"
-    if packed is False or architecture_of(config).rows != "packed":
-        raise ConfigError(
-            f"{setting} splits packed rows, and model_type {kind!r} is computed with padded rows "
-            "(docs/concepts/architectures.md); set it to 1",
-            key=key,
-        )
-    if kind in NOT_COMPARED:
-        raise ConfigError(
-            f"{setting}: gradients of model_type {kind!r} were not found equal to those of one "
-            "rank; set it to 1",
-            key=key,
-        )
+    text = config.get_text_config()
     lengths = [name for name in _rope_types(config) if name in _BY_LENGTH]
-    if engine.sequence_parallel_size * engine.context_parallel_size > 1 and lengths:
-        raise ConfigError(
-            f"{setting} gives each rank a part of the positions, and rope_type {lengths[0]!r} of "
-            f"model_type {kind!r} depends on the longest of all; set it to 1",
-            key=key,
+    if packed is False or architecture_of(config).rows != "packed":
+        problem = (
+            f" splits packed rows, and model_type {kind!r} is computed with padded rows "
+            "(docs/concepts/architectures.md)"
         )
-    if engine.tensor_parallel_size > 1:
-        TensorPlan.of(config)
-        check_heads(config.get_text_config(), engine.tensor_parallel_size, key)
-    _check_heads(config.get_text_config(), engine, key)
+    elif kind in NOT_COMPARED:
+        problem = f": gradients of model_type {kind!r} were not found equal to those of one rank"
+    elif engine.sequence_parallel_size * engine.context_parallel_size > 1 and lengths:
+        problem = (
+            f" gives each rank a part of the positions, and rope_type {lengths[0]!r} of "
+            f"model_type {kind!r} depends on the longest of all"
+        )
+    else:
+        if engine.tensor_parallel_size > 1:
+            TensorPlan.of(config)
+            check_heads(text, engine.tensor_parallel_size, key)
+        return _check_sequence(text, engine, key)
+    raise _cannot(key, f"{setting}{problem}; set it to 1")
 
 
-def _check_heads(config: PreTrainedConfig, engine: EngineConfig, key: str) -> None:
-    size = engine.sequence_parallel_size
-    if size == 1:
-        return
-    tensor = engine.tensor_parallel_size
+def _check_sequence(config: PreTrainedConfig, engine: EngineConfig, key: str) -> None:
+    size, tensor = engine.sequence_parallel_size, engine.tensor_parallel_size
     heads, key_heads = heads_of(config, tensor)
     whose = "attention heads" + (" of each tensor rank" if tensor > 1 else "")
-    setting = f"{key}.sequence_parallel_size={size}"
+    whose += f" of model_type {config.model_type!r}"
+    setting, instead = f"{key}.sequence_parallel_size={size}", f"{key}.context_parallel_size={size}"
     if heads % size:
-        raise ConfigError(
-            f"{setting} does not divide the {heads} {whose} of model_type "
-            f"{config.model_type!r} ({heads} = {heads // size} × {size} + {heads % size}); "
-            f"choose a divisor, or set {key}.context_parallel_size={size} instead",
-            key=key,
+        raise _cannot(
+            key,
+            f"{setting} does not divide the {heads} {whose} ({_division(heads, size)}); choose a "
+            f"divisor, or set {instead} instead",
         )
     repeated = key_heads * (size // math.gcd(key_heads, size))
     if heads % repeated:
-        raise ConfigError(
+        raise _cannot(
+            key,
             f"{setting}: {key_heads} key heads repeated to {repeated}, so that they divide over "
-            f"{size} ranks, do not divide the {heads} {whose} of model_type "
-            f"{config.model_type!r}; set {key}.context_parallel_size={size} instead",
-            key=key,
+            f"{size} ranks, do not divide the {heads} {whose}; set {instead} instead",
         )
 
 
