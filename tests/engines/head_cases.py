@@ -44,13 +44,16 @@ ONE_RANK = [
     for packed in (True, False)
     for fused in (True, False)
     for tied in (True, False)
-    for micro in (1, 3, None)
+    for micro in (3, None)
 ] + [HeadCase(True, True, False), HeadCase(False, False, True)]
 TWO_RANKS = [
     HeadCase(packed, fused, fused, tied, 2, cut, unit)
-    for packed in (True, False)
-    for fused in (True, False)
-    for tied, cut, unit in ((False, 2, 1), (True, 7, 10**9))
+    for packed, fused, tied, cut, unit in (
+        (True, True, False, 2, 1),
+        (True, False, True, 7, 10**9),
+        (False, True, True, 7, 10**9),
+        (False, False, False, 2, 1),
+    )
 ]
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import engine_cases as cases
 import torch
-from memory_cases import peak_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -49,18 +48,15 @@ class Found:
     Attributes:
         equal: the shards, the buffers, and a step equal those of the whole model.
         sharded: whether the model was loaded by shards.
-        read, allocated: bytes, for the sharded and for the whole model.
+        read: bytes of the sharded model.
         errors: name of the damage -> the error of this rank.
-        whole_models: those that this rank began to load where another rank lacks the folder.
     """
 
     equal: dict[Case, bool] = field(default_factory=dict)
     sharded: dict[Case, bool] = field(default_factory=dict)
-    read: dict[str, int] = field(default_factory=dict)
-    allocated: dict[str, int] = field(default_factory=dict)
+    read: int = 0
     own_elements: int = 0
     errors: dict[str, str] = field(default_factory=dict)
-    whole_models: list[str] = field(default_factory=list)
 
 
 CASES = [
@@ -171,12 +167,7 @@ def bytes_read(call) -> int:
 def measure(root: str, found: Found) -> None:
     case = Case("files")
     found.own_elements = sum(local_shard(p).numel() for p in build(root, case).module.parameters())
-    found.read["sharded"] = bytes_read(lambda: build(root, case))
-    found.allocated["sharded"] = peak_of(lambda: build(root, case))
-    # The profiler records one thread, so that transformers must not load in others.
-    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
-    with whole_models():
-        found.allocated["whole"] = peak_of(lambda: build(root, case))
+    found.read = bytes_read(lambda: build(root, case))
 
 
 def error_of(call) -> str:
@@ -201,21 +192,9 @@ def failing_reads(root: str, rank: int) -> str:
         reader.TensorReader.read = real
 
 
-def absent_folder(root: str, rank: int, loaded: list[str]) -> str:
-    """The error of each rank if rank 1 does not find the folder; note the whole models that this
-    rank begins to load."""
-    case = Case("untied" if rank != 1 else "absent")
-    real = loading.load_model
-
-    def noting(config, *args, **settings):
-        loaded.append(Path(config.path).name)
-        return real(config, *args, **settings)
-
-    loading.load_model = noting
-    try:
-        return error_of(lambda: build(root, case))
-    finally:
-        loading.load_model = real
+def absent_folder(root: str, rank: int) -> str:
+    """The error of each rank if rank 1 does not find the folder."""
+    return error_of(lambda: build(root, Case("untied" if rank != 1 else "absent")))
 
 
 def rank_main(rank: int, ranks: int, root: str, port: int) -> None:
@@ -233,7 +212,7 @@ def rank_main(rank: int, ranks: int, root: str, port: int) -> None:
     with whole_models():
         found.errors["not finite, whole"] = error_of(lambda: build(root, Case("nan")))
     found.errors["disk"] = failing_reads(root, rank)
-    found.errors["absent"] = absent_folder(root, rank, found.whole_models)
+    found.errors["absent"] = absent_folder(root, rank)
     torch.save(found, f"{root}/found_{ranks}_{rank}.pt")
     torch.distributed.destroy_process_group()
 

@@ -148,8 +148,10 @@ class Updates:
         return {"metrics": report.meta_info["metrics"], "weights": conformance.weights(engine)}
 
 
-def rank_main(number: int, ranks: int, root: str, subject: Subject, port: int) -> None:
-    """Make all updates with a subject; rank 0 writes what it has found."""
+def rank_main(
+    number: int, ranks: int, root: str, subject: Subject, cases: list[Case], port: int
+) -> None:
+    """Make updates with a subject; rank 0 writes what it has found."""
     import megatron_on_cpu
 
     torch.set_num_threads(1)
@@ -159,7 +161,7 @@ def rank_main(number: int, ranks: int, root: str, subject: Subject, port: int) -
     }  # fmt: skip
     megatron_on_cpu.install()
     update = Updates(subject, Path(root))
-    found = {str(case): update(case) for case in CASES}
+    found = {str(case): update(case) for case in cases}
     if number == 0:
         torch.save(found, Path(root) / f"{subject.name}.pt")
     torch.distributed.destroy_process_group()

@@ -111,8 +111,9 @@ def counted_peak_of(call) -> int:
 
 def measure_on_ranks(rank: int, ranks: int, folder: str, cases: list[Case], port: int) -> None:
     """Measure every case, and write what all ranks measured."""
+    from megatron.core import parallel_state
+
     import megatron_on_cpu
-    from quadriga.engines.megatron.ranks import leave_ranks
 
     torch.set_num_threads(1)
     os.environ |= {
@@ -123,7 +124,7 @@ def measure_on_ranks(rank: int, ranks: int, folder: str, cases: list[Case], port
     found = {}
     for case in cases:
         found[case.name] = gather_over_ranks(measured(case, Path(folder)))
-        leave_ranks()
+        parallel_state.destroy_model_parallel()
     if rank == 0:
         torch.save(found, Path(folder) / f"{ranks}.pt")
     torch.distributed.destroy_process_group()

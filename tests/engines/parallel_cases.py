@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 
 from quadriga.config.schema import (
     ActorConfig,
-    CriticConfig,
     EngineConfig,
     LoraConfig,
     ModelConfig,
@@ -31,7 +30,7 @@ from quadriga.config.schema import (
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.protocol import DataProto
 from quadriga.workers.reward_model import update_pairs
-from quadriga.workers.updates import update_policy, update_values
+from quadriga.workers.updates import update_policy
 
 Degrees = tuple[int, int, int]
 """(tensor, sequence, context)."""
@@ -51,10 +50,6 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3": ("Qwen3", {"tie_word_embeddings": False}),
     "gemma3": ("Gemma3Text", {"sliding_window": 4, "layer_types": ["sliding_attention",
                "full_attention"], "tie_word_embeddings": True}),
-    "mistral": ("Mistral", {"sliding_window": 4, "tie_word_embeddings": False}),
-    "gemma": ("Gemma", {"tie_word_embeddings": True}),
-    "gemma2": ("Gemma2", {"sliding_window": 4, "query_pre_attn_scalar": 8,
-               "attn_logit_softcapping": 5.0, "tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, **EXPERTS, "tie_word_embeddings": False}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2,
                 "tie_word_embeddings": False}),
@@ -202,21 +197,6 @@ def update(engine: FSDPEngine, case: Case, part: int = 0, parts: int = 1) -> dic
     return report.meta_info["metrics"]
 
 
-def update_critic(engine: FSDPEngine, case: Case, part: int = 0, parts: int = 1) -> None:
-    rows = own_rows(make_batch(case.rows), part, parts)
-    mask, dtype = rows["response_mask"], getattr(torch, case.dtype)
-    tensors = {
-        **{name: rows[name] for name in ("input_ids", "attention_mask", "response_mask")},
-        "values": 0.1 * mask.to(dtype),
-        "returns": rows["weight"].to(dtype) * mask,
-    }
-    config = CriticConfig(ppo_micro_batch_size_per_gpu=case.micro, cliprange_value=None)
-    update_values(
-        engine, DataProto.from_dict(tensors=tensors), config, mini_batch_rows=8 // parts,
-        epochs=1, length_scale=6,
-    )  # fmt: skip
-
-
 def update_scores(engine: FSDPEngine, case: Case, part: int = 0, parts: int = 1):
     """Make one step on four pairs of neighbouring rows, and return its metrics."""
     rows = own_rows(pair_rows(), part, parts)
@@ -294,11 +274,7 @@ def states(rank: int, ranks: int, folders, work: Path) -> dict[str, object]:
     degrees, part, parts = (2, 2, 1), rank // 4, ranks // 4
     with wide():
         case = Case("llama")
-        critic = build(folders["llama"], case, degrees, head="value")
-        update_critic(critic, case, part, parts)
         rows = own_rows(make_batch(case.rows), part, parts)
-        found["critic"] = weights(critic)
-        found["values"] = critic.forward(rows)["values"]
         scorer = build(folders["llama"], case, degrees, head="score")
         found["pairs"] = [update_scores(scorer, case, part, parts) for _ in range(2)]
         found["scorer"] = weights(scorer)
@@ -308,8 +284,6 @@ def states(rank: int, ranks: int, folders, work: Path) -> dict[str, object]:
         engine.load(work / "one_rank")
         found["loaded"] = weights(engine)
         update(engine, case, part, parts)
-        engine.save(work / "four_ranks")
-        engine.save_hf(work / "export")
         found["after"] = weights(engine)
         found["base"] = engine.without_adapters().forward(rows)["log_probs"]
         streams = zip(engine.state_stream(), engine.shard_stream(), strict=True)
@@ -319,9 +293,3 @@ def states(rank: int, ranks: int, folders, work: Path) -> dict[str, object]:
             equal.append(name == other and torch.allclose(whole, gathered.to(whole.dtype), 1e-12))
         found["streams"] = all(equal)
     return found
-
-
-def fork_ranks(rank: int, ranks: int, folders, wanted, results: str, port: int) -> None:
-    """Run `rank_main` in processes that need not import anything again."""
-    args = (ranks, folders, wanted, results, port)
-    torch.multiprocessing.start_processes(rank_main, args, nprocs=ranks, start_method="fork")

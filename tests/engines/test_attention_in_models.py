@@ -13,7 +13,6 @@ from quadriga.config.schema import ModelConfig
 from quadriga.engines.attention import kernels
 from quadriga.engines.attention.kernels import Kernel
 from quadriga.engines.loading import load_model
-from quadriga.engines.memory import Rows
 from quadriga.engines.token_model import TokenModel
 
 
@@ -82,6 +81,3 @@ def test_models_give_the_same_numbers_as_with_sdpa(
     # Log-sums are float32 in rotary embeddings and norms of some models, hence not 1e-12.
     tolerance = 1e-4 if dtype == torch.float32 else 1e-6
     torch.testing.assert_close(found[:2], expected[:2], rtol=tolerance, atol=tolerance)
-
-
-ROWS = Rows(count=8, prompt=64, response=32, samples=4)

@@ -125,14 +125,6 @@ def test_every_kernel_passes_the_comparison(monkeypatch):
         assert kernel_problem("flex", replace(small, **changes), cases.CPU) is None
 
 
-def first_aligned(q, k, v, cu_q, cu_k, *lengths, **settings):
-    """A kernel that aligns the first query of a row with its first key."""
-    starts = [torch.arange(int(cu_k[i]), int(cu_k[i] + cu_q[i + 1] - cu_q[i]))
-              for i in range(len(cu_q) - 1)]  # fmt: skip
-    index = torch.cat(starts)
-    return cases.naive_flash(q, k[index], v[index], cu_q, cu_q, *lengths, **settings)
-
-
 def one_more(*arguments, window_size, **settings):
     """A kernel whose window has one more token."""
     before, after = window_size
@@ -155,7 +147,6 @@ def no_kernel(*arguments, **settings):
 @pytest.mark.parametrize(
     ("kernel", "message"),
     [
-        (first_aligned, "its outputs differ by"),
         (one_more, "its outputs differ by"),
         (not_a_number, "its outputs differ by nan"),
         (without_gradient_of_keys, "its gradients of keys differ by"),

@@ -18,6 +18,8 @@ LAYOUTS = {
     "tp2 pp2": {TENSOR: 2, STAGES: 2},
     "tp2 sp dp2": {TENSOR: 2, "sequence_parallel": True},
 }
+SAMPLE = [*CASES[::6], CASES[-1]]
+"""Updates of `make test`: several losses and aggregations, and the critic. All run nightly."""
 
 
 @pytest.fixture(scope="module")
@@ -30,30 +32,50 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(root):
-    """Return the updates of FSDP on one rank."""
+    """Return the updates of FSDP on one rank, made when they are asked for."""
     update = loss_cases.Updates(Subject("one rank", "qwen2 tied"), root)
-    return {str(case): update(case) for case in CASES}
+    made = {}
+
+    def one_rank(case):
+        if str(case) not in made:
+            made[str(case)] = update(case)
+        return made[str(case)]
+
+    return one_rank
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(layout, marks=[pytest.mark.nightly] * (layout != "cp2 pp2"))
-        for layout in LAYOUTS
-    ],
-)
-def found(root, request):
+def found_by(root, layout: str, cases: list[loss_cases.Case]) -> dict[str, dict]:
     """Return the updates of Megatron-core on four ranks."""
-    settings = {"name": "megatron", **LAYOUTS[request.param]}
-    subject = Subject(request.param, "qwen2 tied", settings=settings)
-    engine_cases.run_ranks(4, loss_cases.rank_main, 4, str(root), subject, wait_s=500)
+    settings = {"name": "megatron", **LAYOUTS[layout]}
+    subject = Subject(f"{layout} {len(cases)}", "qwen2 tied", settings=settings)
+    engine_cases.run_ranks(4, loss_cases.rank_main, 4, str(root), subject, cases, wait_s=500)
     return torch.load(root / f"{subject.name}.pt")
 
 
+@pytest.fixture(scope="module")
+def some(root):
+    return found_by(root, "cp2 pp2", SAMPLE)
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def every(root, request):
+    return found_by(root, request.param, CASES)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
+def test_an_update_is_that_of_fsdp_on_one_rank(expected, some, case):
+    check(case, expected(case), some[str(case)])
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_an_update_is_that_of_fsdp_on_one_rank(expected, found, case):
-    expected, found = expected[str(case)], found[str(case)]
+def test_an_update_is_that_of_fsdp_in_every_layout(expected, every, case):
+    check(case, expected(case), every[str(case)])
+
+
+def check(case, expected, found) -> None:
     prefix = "critic" if case.loss == loss_cases.CRITIC else "actor"
     assert expected["metrics"][f"{prefix}/grad_norm"] > 1e-3
     for name in ("loss", "grad_norm", "lr"):

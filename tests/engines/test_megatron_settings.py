@@ -101,39 +101,6 @@ def test_settings_that_the_engine_does_not_follow_are_refused(model, engine, opt
         check_engine(model, replace(MEGATRON, **engine), OptimConfig(**optim), None)
 
 
-@pytest.mark.parametrize(
-    "sizes, message",
-    [
-        (Sizes(tensor=2, context=2), "tensor_parallel_size × context_parallel_size = 2 × 2 = 4"),
-        (Sizes(context=4, expert=2), "context_parallel_size = 4 does not divide the 6 ranks"),
-        (Sizes(pipeline=2, expert=2), "pipeline_parallel_size × expert_parallel_size = 2 × 2 = 4"),
-    ],
-)
-def test_ranks_that_do_not_divide_are_refused_with_the_arithmetic(sizes, message):
-    with pytest.raises(ConfigError, match=message):
-        degrees_of(sizes, 6)
-
-
-@pytest.mark.parametrize("kept", [1, 3])
-def test_rows_of_earlier_micro_batches_are_dropped(kept):
-    pytest.importorskip("megatron.core")
-    from quadriga.engines.megatron.model import RowsInFlight
-
-    rows = RowsInFlight(kept)
-    numbers = [rows.add(f"rows of {index}") for index in range(5)]
-    assert [rows.of(number) for number in numbers[-kept:]] == [
-        f"rows of {index}" for index in range(5 - kept, 5)
-    ]
-    for number in numbers[:-kept]:
-        with pytest.raises(KeyError):
-            rows.of(number)
-    with torch.no_grad():
-        last = rows.add("the last rows")
-    assert rows.of(last) == "the last rows"
-    with pytest.raises(KeyError):
-        rows.of(numbers[-1])
-
-
 def test_a_second_engine_of_a_process_has_the_same_ranks(monkeypatch):
     pytest.importorskip("megatron.core")
     from megatron.core import parallel_state

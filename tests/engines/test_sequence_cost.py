@@ -57,17 +57,7 @@ KINDS = {
         },
         (0, None, 5),
     ),
-    "minimax_m3_vl_text": (
-        {"layer_types": ["minimax_m3_sparse", "full_attention"], "num_hidden_layers": 2},
-        (None, None),
-    ),
-    "mamba": ({"num_hidden_layers": 2}, (0, 0)),
-    "mamba2": ({"num_hidden_layers": 2}, (0, 0)),
     "bamba": ({"num_hidden_layers": 3, "attn_layer_indices": [1]}, (0, None, 0)),
-    "jamba": (
-        {"num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 1}, (0, None, 0),
-    ),
-    "falcon_h1": ({"num_hidden_layers": 2}, (None, None)),
     "nemotron_h": (
         {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
         (0, 0, None, 0),

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 from unittest.mock import patch
 
 import numpy as np
 import torch
+from parity_cases import norm_in_float64
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-import rank_groups
 from quadriga.config.schema import (
     ActorConfig,
     AggregationName,
@@ -24,6 +23,7 @@ from quadriga.engines.fsdp import FSDPEngine
 from quadriga.protocol import DataProto, fields
 from quadriga.trainer.balancing import Arrangement, Balance
 from quadriga.workers.updates import update_policy
+from rank_groups import spawn_ranks
 
 Order = Literal["as drawn", "sequences", "groups"]
 AGGREGATIONS: tuple[AggregationName, ...] = get_args(AggregationName)
@@ -118,12 +118,6 @@ def rows_of_rank(case: Case, rank: int, ranks: int) -> list[int]:
     return [row for block in arrangement(case, ranks).rows[rank] for row in block]
 
 
-def norm_in_float64(norm: LlamaRMSNorm, hidden: torch.Tensor) -> torch.Tensor:
-    """The formula of `LlamaRMSNorm`, which rounds to float32 whatever the dtype."""
-    variance = hidden.pow(2).mean(-1, keepdim=True)
-    return norm.weight * hidden * torch.rsqrt(variance + norm.variance_epsilon)
-
-
 @patch.object(LlamaRMSNorm, "forward", norm_in_float64)
 def parameters_after(
     folder: str, case: Case, rank: int, ranks: int, *, packed: bool = True
@@ -165,29 +159,6 @@ def run_ranks(ranks: int, folder: str, file: str) -> dict[Case, dict[str, torch.
     # The keys are dataclasses, which need pickle. This test wrote the file.
     results: dict[Case, dict[str, torch.Tensor]] = torch.load(file, weights_only=False)
     return results
-
-
-def spawn_ranks(main: Callable[..., None], ranks: int, *args: object, limit: float) -> None:
-    """Run `main(rank, ranks, *args)` in one process per rank, each a rank of a process group.
-
-    Raises `TimeoutError` after `limit` seconds; then no process is left.
-    """
-    rank_groups.run_ranks(ranks, _run_as_rank, main, ranks, args, wait_s=limit)
-
-
-def _run_as_rank(
-    rank: int, main: Callable[..., None], ranks: int, args: tuple[object, ...], port: int
-) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    main(rank, ranks, *args)
-    torch.distributed.destroy_process_group()
 
 
 def cases_on(ranks: int) -> list[Case]:

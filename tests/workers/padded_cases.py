@@ -25,7 +25,8 @@ from quadriga.workers import CriticWorker, PairTrainingWorker, RankRuntime, SFTW
 
 P, R = 4, 5
 UPDATES = ("update_actor", "update_critic", "update_sft", "update_rm")
-SIZES = (2, 10)  # rows; on three ranks, rows are left over in the second and in the first part
+# Method and rows; on three ranks, 10 rows are left over in the first part, 2 in the second.
+CASES = [*((method, 10) for method in UPDATES), ("update_actor", 2)]
 _ENGINE = EngineConfig(dtype="float64", reduce_dtype="float64")
 _RUNTIME = RankRuntime(device="cpu", max_response_length=R, threads=1)
 
@@ -90,9 +91,5 @@ def result_of(method: str, folder: str, rows: int, rank: int, ranks: int):
 
 def rank_main(rank: int, ranks: int, folder: str, files: str) -> None:
     """Make every update as one rank of a process group, and write the results to a file."""
-    found = {
-        (method, rows): result_of(method, folder, rows, rank, ranks)
-        for method in UPDATES
-        for rows in SIZES
-    }
+    found = {case: result_of(case[0], folder, case[1], rank, ranks) for case in CASES}
     torch.save(found, files.format(rank=rank))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import padded_cases
 import pytest
 import torch
-from padded_cases import SIZES, UPDATES
+from padded_cases import CASES
 
 from quadriga.algorithms.partial import merge_partials
 from quadriga.backends import get_backend
@@ -36,7 +36,7 @@ def metrics_of(results: list, case) -> dict[str, float]:
 @pytest.mark.timeout(240)
 def test_a_padded_update_equals_that_of_one_rank(folder, tmp_path):
     single, padded = (results_on(ranks, folder, tmp_path) for ranks in (1, 3))
-    for case in ((method, rows) for method in UPDATES for rows in SIZES):
+    for case in CASES:
         weights, expected = padded[0][case][2], single[0][case][2]
         by = max(float((weights[name] - expected[name]).abs().max()) for name in expected)
         assert by <= 1e-10, case
