@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -17,7 +15,6 @@ from quadriga.models import check_model_folder, load_tokenizer, write_tiny_model
 from quadriga.models.folder import TOKENIZER_FILES
 
 TEXTS = ["How many apples are 3 and 4? There are 7 apples.", "Ünder <|endoftext|> the tree"]
-WORDS = ("how", "many", "apple", "##s", "are", "3", "and", "4", "there", "7", "under", "tree")
 
 
 def byte_pairs() -> Tokenizer:
@@ -45,15 +42,6 @@ def write_gpt2(folder):
     return folder
 
 
-def write_words(folder):
-    """A tokenizer in vocab.txt alone."""
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    names = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS)
-    (folder / "vocab.txt").write_text("\n".join(names) + "\n")
-    return folder
-
-
 def write_llama(folder):
     write_tiny_model(folder, TEXTS)
     return folder
@@ -64,7 +52,7 @@ def ids(folder):
     return [tokenizer(text)["input_ids"] for text in TEXTS]
 
 
-@pytest.mark.parametrize("write", [write_gpt2, write_words, write_llama])
+@pytest.mark.parametrize("write", [write_gpt2, write_llama])
 def test_the_exported_tokenizer_gives_the_same_ids(tmp_path, write):
     source = write(tmp_path / "source")
     weights = [("w", torch.zeros(2))]

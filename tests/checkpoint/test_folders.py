@@ -40,13 +40,6 @@ def test_a_checkpoint_is_visible_after_the_commit(tmp_path):
     assert not partial.exists()
 
 
-def test_the_highest_step_is_the_latest(tmp_path):
-    for step in (9, 10, 2):
-        save(tmp_path, step, 1.0)
-    assert latest_checkpoint(tmp_path) == step_folder(tmp_path, 10)
-    assert [step for step, _ in complete_checkpoints(tmp_path)] == [2, 9, 10]
-
-
 @pytest.mark.parametrize("step", [6, 5], ids=["a new step", "the same step again"])
 def test_killed_at_every_operation_on_the_disk(tmp_path, monkeypatch, step):
     moments = 0

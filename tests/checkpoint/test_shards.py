@@ -107,11 +107,6 @@ def test_scalars_and_random_states_are_restored(tmp_path):
     assert [random.random(), np.random.rand(), torch.rand(1).item()] == expected
 
 
-def test_a_checkpoint_holds_no_pickle_file(tmp_path):
-    save_rank_state(tmp_path, {"w": FULL}, {}, rank=0, world_size=1)
-    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
-
-
 WHOLE = torch.arange(12.0).view(4, 3)
 
 

@@ -12,7 +12,6 @@ from quadriga.workers.method_fields import UPDATE_ACTOR
 from quadriga.workers.updates import (
     check_mini_batches_of_ranks,
     mini_batches,
-    rows_kept_together,
     update_policy,
 )
 
@@ -123,12 +122,6 @@ def test_mini_batches_cover_every_row_once_per_epoch() -> None:
     assert shuffled[0] != shuffled[1]
 
 
-def test_a_rank_without_rows_gets_one_empty_mini_batch() -> None:
-    """All ranks count the tokens of a mini-batch together, so none may leave one out."""
-    given = {fields.RESPONSE_MASK: torch.ones(0, 3)}
-    assert [len(m[fields.RESPONSE_MASK]) for m in mini_batches(given, size=2, epochs=1)] == [0]
-
-
 def test_a_shuffle_keeps_whole_prompt_groups_together() -> None:
     given = {fields.RESPONSE_MASK: torch.ones(12, 1), "row": torch.arange(12)}
     seen = [
@@ -149,14 +142,6 @@ def grouped(prompts: list[int], padded: list[int]) -> dict[str, torch.Tensor]:
         fields.ATTENTION_MASK: attention,
         fields.RESPONSE_MASK: torch.ones(len(prompts), 1, dtype=torch.int64),
     }
-
-
-def test_rows_are_kept_together_if_they_are_whole_groups() -> None:
-    assert rows_kept_together(grouped([1, 1, 2, 2], []), 2) == 2
-    assert rows_kept_together(grouped([1, 2, 2, 1], []), 2) == 1
-    assert rows_kept_together(grouped([1, 1, 2], []), 2) == 1
-    assert rows_kept_together(grouped([1, 1, 2, 2], [3]), 2) == 1
-    assert rows_kept_together(grouped([], []), 2) == 2
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -6,6 +6,7 @@ neither reduced nor updated, and a checkpoint does not hold them: they are those
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -219,26 +220,20 @@ def frozen_scalars(part: TrainedPart, model: nn.Module) -> dict[str, object]:
     """
     if not part.frozen:
         return {}
-    own: dict[str, int] = {}
+    own = Counter[str]()
     for parameter in model.parameters():
         if parameter.requires_grad:
             continue
         block = block_of(parameter.detach(), rank())
         if not block.is_first_copy or not block.data.numel():
             continue
-        name = str(parameter.dtype).removeprefix("torch.")
-        own[name] = own.get(name, 0) + _bits(block.data)
-    totals: dict[str, int] = {}
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        bits = block.data.contiguous().view(integers[block.data.element_size()])
+        own[str(parameter.dtype).removeprefix("torch.")] += int(bits.sum(dtype=torch.int64))
+    totals = Counter[str]()
     for sums in gather_over_ranks(own):
-        for name, value in sums.items():
-            totals[name] = (totals.get(name, 0) + value) % 2**64
-    return {FROZEN: totals}
-
-
-def _bits(values: Tensor) -> int:
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = values.contiguous().view(integers[values.element_size()])
-    return int(bits.sum(dtype=torch.int64))
+        totals.update(sums)
+    return {FROZEN: {name: value % 2**64 for name, value in totals.items()}}
 
 
 def check_frozen(saved: Mapping[str, object], own: Mapping[str, object], folder: object) -> None:
