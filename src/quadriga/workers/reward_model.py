@@ -243,11 +243,9 @@ class PairTrainingWorker(EngineWorker[RMConfig]):
     def compute_pair_scores(self, data: DataProto) -> DataProto:
         """Compute `rm_scores` [B, R] float32: the score where `response_mask` is 1, 0 elsewhere."""
         rows = {key: data.batch[key] for key in MODEL_INPUTS}
-        return DataProto.from_dict(tensors={fields.RM_SCORES: self._scores(rows)})
-
-    def _scores(self, rows: Mapping[str, Tensor]) -> Tensor:
         size = self.config.engine.forward_rows(self.config.data.micro_batch_size_per_gpu)
-        return self._engine().forward(rows, micro_batch_size=size)[VALUES]
+        scores = self._engine().forward(rows, micro_batch_size=size)[VALUES]
+        return DataProto.from_dict(tensors={fields.RM_SCORES: scores})
 
 
 def update_pairs(

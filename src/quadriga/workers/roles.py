@@ -324,28 +324,25 @@ if TYPE_CHECKING:
         rollout_mode = per_rank(ActorRolloutRefWorker.rollout_mode)
         trainer_mode = per_rank(ActorRolloutRefWorker.trainer_mode)
 
-    class _OfCritic:
+    class _OfEngine:
         world_size = 1
         init_model = per_rank(CriticWorker.init_model)
-        compute_values = joined(CriticWorker.compute_values)
-        update_critic = joined(CriticWorker.update_critic)
         save_checkpoint = per_rank(CriticWorker.save_checkpoint)
         load_checkpoint = per_rank(CriticWorker.load_checkpoint)
         export_hf = per_rank(CriticWorker.export_hf)
+
+    class _OfCritic(_OfEngine):
+        compute_values = joined(CriticWorker.compute_values)
+        update_critic = joined(CriticWorker.update_critic)
 
     class _OfRewardModel:
         world_size = 1
         init_model = per_rank(RewardModelWorker.init_model)
         compute_rm_score = joined(RewardModelWorker.compute_rm_score)
 
-    class _OfPairTraining:
-        world_size = 1
-        init_model = per_rank(PairTrainingWorker.init_model)
+    class _OfPairTraining(_OfEngine):
         update_rm = joined(PairTrainingWorker.update_rm)
         compute_pair_scores = joined(PairTrainingWorker.compute_pair_scores)
-        save_checkpoint = per_rank(PairTrainingWorker.save_checkpoint)
-        load_checkpoint = per_rank(PairTrainingWorker.load_checkpoint)
-        export_hf = per_rank(PairTrainingWorker.export_hf)
 
     class _OfSFT(_OfPolicy):
         update_sft = joined(SFTWorker.update_sft)
