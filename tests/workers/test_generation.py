@@ -25,6 +25,7 @@ class Engine:
 
     name = "fixed"
     abilities = full_abilities(vocabulary=10)
+    shares_weights = False
     version = 5
 
     def generate(self, prompt_ids, attention_mask, sampling, sample_seeds) -> RolloutOutput:

@@ -37,7 +37,7 @@ def test_the_reference_is_cut_as_the_engine_that_computes_it(
     seen = []
 
     class Engine:
-        def forward(self, rows, *, temperature, micro_batch_size, images):
+        def forward(self, rows, *, micro_batch_size, **settings):
             seen.append(micro_batch_size)
             return {"log_probs": torch.zeros(4, 3)}
 
