@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from quadriga.config.schema import TrainConfig
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, InputError
 from quadriga.observability import run_folder as run_lock
 from quadriga.observability.run_folder import (
     LOCK,
@@ -88,6 +88,29 @@ def test_a_damaged_lock_is_stale(tmp_path, text):
     (tmp_path / LOCK).write_text(text)
     check_lock(tmp_path)
     RunLock.acquire(tmp_path).release()
+
+
+def test_a_link_in_place_of_the_lock_is_not_written_through(tmp_path):
+    (tmp_path / "precious").write_text("x")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOCK).symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="symbolic links"):
+        RunLock.acquire(tmp_path / "run")
+    assert (tmp_path / "precious").read_text() == "x"
+
+
+@pytest.mark.timeout(60)  # a read that does not end
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+@pytest.mark.parametrize("name", [LOCK, "config.yaml", "metrics.jsonl", "samples.jsonl"])
+def test_what_is_no_file_in_place_of_a_file_of_the_run_is_not_read(tmp_path, name, kind):
+    path = tmp_path / "run" / name
+    path.parent.mkdir()
+    make = {"pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero")}
+    make.get(kind, os.mkdir)(path)
+    refused = "is no file|is a symbolic link|already holds a run|cannot write"
+    for how in ({}, {"resume": True}):
+        with pytest.raises(InputError, match=refused):
+            RunFolder.open(tmp_path / "run", TrainConfig(), **how)
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "samples.jsonl"])

@@ -19,6 +19,7 @@ from processes import children, gone
 from quadriga.errors import (
     RolloutDiedError,
     RolloutError,
+    RolloutTimeoutError,
 )
 from quadriga.rollout.base import tensor_digest
 from quadriga.rollout.sglang.client import Client
@@ -118,6 +119,14 @@ def test_shared_memory_of_killed_processes_is_removed(start, tmp_path):
     assert name.exists() and semaphore.exists()
     engine.close()
     assert not name.exists() and not semaphore.exists()
+
+
+def test_a_late_answer_is_a_typed_error(start):
+    before = children()
+    engine = start(faults={"stop at request": 1}, generate_timeout_s=1)
+    with pytest.raises(RolloutTimeoutError, match="generate_timeout_s"):
+        generate(engine)
+    assert gone(children() - before)  # also a process that was stopped
 
 
 def test_a_start_that_fails_names_the_log(start):

@@ -9,7 +9,9 @@ from processes import command_line
 from quadriga.config.commands import SFTConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
+from quadriga.errors import RewardError
 from quadriga.trainer.fine_tuning.sft import SFTTrainer
+from quadriga.trainer.main import run_training
 from quadriga.trainer.ppo import RayPPOTrainer
 
 RULE = """
@@ -42,6 +44,14 @@ def test_training_ends_them(train_overrides, rule) -> None:
     assert len(pool_processes()) == 4  # two processes, each with its supervisor
     trainer.close()
     assert pool_processes() == []
+
+
+def test_a_failed_run_ends_them(train_overrides, rule) -> None:
+    more = [rule, "reward.name=fail", "reward.on_failure=fail"]
+    with pytest.raises(RewardError) as caught:  # its traceback keeps the trainer alive
+        run_training(load_config(TrainConfig, [*train_overrides, *more]))
+    assert pool_processes() == []
+    assert caught.value.status == "raised"
 
 
 def test_fine_tuning_ends_them(tiny_task, rule, tmp_path) -> None:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import pkgutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
+from fine_tuning_cases import six_steps
 
-from quadriga.checkpoint.folders import complete_checkpoints, latest_checkpoint, verify_checkpoint
+from quadriga.checkpoint.folders import (
+    complete_checkpoints,
+    latest_checkpoint,
+    read_marker,
+    verify_checkpoint,
+)
 from quadriga.cli.main import main
+from quadriga.errors import RewardError
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.trainer import ppo, stages
 from quadriga.trainer.checkpoints import StopRequest, unchanged_handlers
@@ -81,6 +90,69 @@ def test_a_run_that_is_stopped_can_be_resumed(
     monkeypatch.undo()
     assert main(["train", *settings, "trainer.resume_mode=auto"]) == 0
     assert [row["step"] for row in read_jsonl(folder / "metrics.jsonl")] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("place", "steps"),
+    [
+        ("quadriga.trainer.fine_tuning.one_group.OneGroupTrainer.init_workers", []),
+        ("quadriga.trainer.record.RunRecord.log_validation", [1]),
+        ("quadriga.workers.actor_rollout_ref.SFTWorker.export_hf", [1, 2]),
+    ],
+    ids=["before the first step", "in a validation", "during the export"],
+)
+def test_a_signal_at_any_place_leaves_a_run_that_can_be_resumed(
+    tiny_task, tmp_path, monkeypatch, place, steps
+) -> None:
+    runs = six_steps("sft", tiny_task, tmp_path)
+    settings = ("trainer.total_training_steps=2", "trainer.test_freq=1", "trainer.save_freq=1")
+    cls, _, name = place.rpartition(".")
+    owner = pkgutil.resolve_name(cls)
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def interrupted(*args):
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGTERM)
+        return original(*args)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    assert main(["sft", *runs.given("run", *settings)]) == 143
+    assert not (tmp_path / "run/run.lock").exists()
+    found = complete_checkpoints(tmp_path / "run" / "checkpoints")
+    assert [step for step, _ in found] == steps
+    for step in steps:  # its validation was finished
+        state = read_marker(runs.checkpoint("run", step))
+        assert state["validation"] and not state["validation_pending"]
+    assert not (tmp_path / "run/model").exists()
+    runs.run("run", *settings, "trainer.resume_mode=auto")
+    assert [row["step"] for row in runs.metrics("run")] == [1, 2]
+    assert (tmp_path / "run/model").exists()
+
+
+FAILING = """
+from pathlib import Path
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if not Path({path!r}).exists() and extra_info["split"] == "test":
+        raise RuntimeError("the server of the judge is down")
+    return 1.0
+"""
+
+
+def test_a_reward_that_fails_in_the_last_validation_loses_no_step(run, tmp_path) -> None:
+    (tmp_path / "rule.py").write_text(FAILING.format(path=str(tmp_path / "switch")))
+    settings = [f"reward.path={tmp_path / 'rule.py'}", "reward.on_failure=fail",
+                "trainer.val_before_train=false", "trainer.total_training_steps=1"]  # fmt: skip
+    with pytest.raises(RewardError, match="the server of the judge is down"):
+        run(*settings)
+    checkpoint = tmp_path / "run" / "checkpoints" / "global_step_1"
+    assert read_marker(checkpoint)["validation_pending"]
+    (tmp_path / "switch").touch()
+    _, validated = run(*settings, "trainer.resume_mode=auto")
+    assert validated["val/score"] == 1.0 and "actor/loss" not in validated
+    state = read_marker(checkpoint)
+    assert state["validation"]["val/score"] == 1.0 and not state["validation_pending"]
 
 
 def test_a_run_with_default_settings_saves_by_time_and_at_the_end(run, tmp_path) -> None:

@@ -179,6 +179,13 @@ GUARDS = (
         f"{REWARDS}::test_a_copy_of_the_process_does_not_hold_the_connection",
     ),
     Guard(
+        "reward processes after a failed run",
+        "trainer/ppo.py",
+        "with closing(self.ingredients):",
+        "if True:",
+        "tests/trainer/test_reward_processes.py::test_a_failed_run_ends_them",
+    ),
+    Guard(
         "secrets in messages of the command line",
         "cli/main.py",
         "print(mask_secrets(text), file=sys.stderr)",
@@ -214,6 +221,14 @@ GUARDS = (
         "if owner is not None and owner.is_alive(age_s):",
         "if False:",
         "tests/observability/test_run_lock.py::test_a_second_run_in_a_folder_is_refused",
+    ),
+    Guard(
+        "a pipe in place of the lock",
+        "observability/run_folder.py",
+        "os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC",
+        "os.O_NOFOLLOW | os.O_CLOEXEC",
+        "tests/observability/test_run_lock.py"
+        "::test_what_is_no_file_in_place_of_a_file_of_the_run_is_not_read[run.lock-pipe]",
     ),
     Guard(
         "a token of Ray that all users can read",
