@@ -50,7 +50,9 @@ bench: $(INSTALLED_DEV)
 	  echo "benchmarks/$$script.py"; $(BIN)/python benchmarks/$$script.py $(BENCH_ARGS) || exit 1; done
 
 nightly: $(INSTALLED_DEV)
-	@$(BIN)/python -m pytest -m nightly --timeout 3600 $(TEST_ARGS)
+	@$(BIN)/python -m pytest -m nightly --timeout 3600 -n $(TEST_WORKERS) --dist loadfile \
+	  --ignore tests/nightly $(TEST_ARGS)
+	@$(BIN)/python -m pytest -m nightly --timeout 3600 tests/nightly $(TEST_ARGS)
 
 engines:
 	@PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" scripts/engines.sh $(ENGINES)

@@ -64,13 +64,6 @@ def test_batches_are_split_and_joined_and_the_argument_is_unchanged(cases):
         cases.twice(batch(3))
 
 
-def test_padding_is_added_and_removed(cases):
-    data = DataProto.from_dict(tensors={"a": torch.arange(9)}, auto_padding=True)
-    assert cases.length(data) == [5, 5]
-    assert cases.twice(data).batch["a"].tolist() == [2 * i for i in range(9)]
-    assert len(data) == 9
-
-
 def test_futures(cases):
     future = cases.twice.submit(batch(4))
     assert cases.twice(future).batch["a"].tolist() == [0, 4, 8, 12]
@@ -93,13 +86,6 @@ def test_function_with_batches(cases):
 
     joined = cases.execute_with_func_generator(negate, batch(4))
     assert joined.batch["a"].tolist() == [0, -1, -102, -103]
-
-
-def test_unregistered_method_names_the_nearest(cases):
-    group = cases
-    with pytest.raises(UnregisteredMethodError, match="Did you mean first"):
-        group.frist(1)
-    assert not hasattr(group, "unregistered")
 
 
 def test_environment(start):

@@ -44,17 +44,6 @@ def test_a_subclass_calls_both_roles_in_one_method(start, backend):
     assert group.both(1) == [4, 6]
 
 
-@ray_nightly
-def test_shared_and_separate_groups_give_equal_results(start, backend):
-    roles = {"a": backend.class_with_args(Adder, 3), "b": backend.class_with_args(Adder, 4)}
-    shared = start(None, 2, roles=roles).spawn(roles)
-    fused = start(create_colocated_worker_raw_cls(roles), 2).spawn_fused(roles)
-    apart = {"a": start(Adder, 2, 3), "b": start(Adder, 2, 4)}
-    for role, added in (("a", [13, 14]), ("b", [14, 15])):
-        assert apart[role].add(10) == added
-        assert shared[role].add(10) == fused[role].add(10) == added
-
-
 def test_coroutines_of_colocated_roles(start, backend):
     roles = {
         "actor": backend.class_with_args(Coroutines, 1),

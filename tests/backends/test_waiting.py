@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import threading
 import time
 
 import pytest
@@ -16,7 +15,6 @@ from quadriga.backends.ray import cluster, health, submission, waiting
 from quadriga.backends.ray.waiting import RayBatch, RayPending
 from quadriga.errors import (
     CallTimeoutError,
-    DispatchError,
     WorkerDiedError,
     WorkerMethodError,
 )
@@ -41,7 +39,7 @@ def late(late_groups, sign):
     yield late_groups[0]
     open(sign, "w").close()
     for group in late_groups:
-        group.count()
+        group.take(0)
 
 
 @pytest.fixture
@@ -106,13 +104,6 @@ def test_the_deadline_of_a_call_also_ends_the_wait_of_the_rank_that_receives_it(
         r"result of late\.make_late, rank \d on .*exceeded its deadline",
     )
     assert isinstance(error.__cause__, CallTimeoutError)
-
-
-def test_no_rank_runs_if_one_argument_cannot_be_pickled(ray_cases):
-    before = ray_cases.count()
-    with pytest.raises(DispatchError, match="an argument cannot be sent"):
-        ray_cases.counted([1, threading.Lock()])
-    assert ray_cases.count() == before
 
 
 def test_a_message_lists_the_first_ranks_of_many():

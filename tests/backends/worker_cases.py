@@ -83,7 +83,6 @@ class Cases(Adder):
 
     def __init__(self, base: int = 0, fail_on: int = -1) -> None:
         super().__init__(base)
-        self.calls = 0
         if self.rank == fail_on:
             raise ValueError("no such weights")
 
@@ -100,14 +99,6 @@ class Cases(Adder):
     @register(dispatch_mode=ALL)
     def take(self, value, other=None):
         return self.rank
-
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    def counted(self, value):
-        self.calls += 1
-
-    @register(dispatch_mode=ALL)
-    def count(self):
-        return self.calls
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
     def lists(self, x):

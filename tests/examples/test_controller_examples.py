@@ -12,10 +12,13 @@ import pytest
 from quadriga.backends import get_backend
 from quadriga.single_controller import Dispatch, Execute
 
+on_ray_nightly = pytest.mark.parametrize(
+    "backend_name", ["local", pytest.param("ray", marks=pytest.mark.nightly)], indirect=True
+)
 FOLDER = Path(__file__).parents[2] / "examples" / "controller"
 
 
-@pytest.fixture(scope="module", params=["local", "ray"])
+@pytest.fixture(scope="module")
 def backend_name(request):
     """Both backends. All examples run on one Ray cluster, which receives their files."""
     backend = get_backend(request.param)
@@ -39,22 +42,26 @@ def example(monkeypatch):
             registry.remove(mode.name)
 
 
+@on_ray_nightly
 def test_accumulator(example, backend_name):
     assert example("accumulator").main(backend_name) == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("backend_name", ["ray"], indirect=True)
 def test_data_parallel(example, backend_name):
     by_hand, as_method = example("data_parallel").main(backend_name)
     assert by_hand.shape == (4,)
     assert by_hand.tolist() == as_method.tolist()
 
 
+@on_ray_nightly
 def test_padding(example, backend_name):
     result = example("padding").main(backend_name)
     assert result.batch["y"].tolist() == [i * i for i in range(10)]
     assert result.batch["rows_of_rank"].tolist() == [3] * 10
 
 
+@on_ray_nightly
 def test_own_modes(example, backend_name):
     doubled, half, counted = example("own_modes").main(backend_name)
     assert doubled == [20, 40]
@@ -63,21 +70,25 @@ def test_own_modes(example, backend_name):
     assert counted.batch["of_rank"].tolist() == [9] * 8  # 8+1, 7+2, 6+3, 5+4
 
 
+@on_ray_nightly
 def test_kl_divergence(example, backend_name):
     kl = example("kl_divergence").main(backend_name)
     assert kl.shape == (4, 2)
     assert kl.abs().max() < 1e-6
 
 
+@on_ray_nightly
 def test_new_role(example, backend_name):
     assert example("new_role").main(backend_name) == [-2.0, -1.0, -3.0, 0.0]
 
 
+@on_ray_nightly
 def test_fused_roles(example, backend_name):
     seen = example("fused_roles").main(backend_name)
     assert list(seen.values()) == [[1, 2], [10, 20], [10, 20], [1, 2], [10, 20]]
 
 
+@on_ray_nightly
 def test_hooks(example, backend_name):
     assert example("hooks").main(backend_name) == [
         "Adder.add receives [5]",

@@ -94,6 +94,7 @@ def test_a_file_that_exits_while_it_is_imported_is_named(name, tmp_path):
     assert loaded_user_files() == before
 
 
+@pytest.mark.nightly
 def test_a_copy_that_an_import_forks_ends_with_the_import(tmp_path):
     file = tmp_path / "losses.py"
     file.write_text("import os\nos.fork()\n")

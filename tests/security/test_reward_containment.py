@@ -200,7 +200,11 @@ def test_what_a_function_returns_is_bounded():
     assert len(outcomes[2].detail) < 2100  # an exception with a message of 10 million characters
 
 
-@pytest.mark.parametrize("name", ["close_everything", "stop_itself", "kill_itself", "overflow"])
+@pytest.mark.parametrize(
+    "name",
+    ["kill_itself", "overflow"]
+    + [pytest.param(n, marks=pytest.mark.nightly) for n in ("close_everything", "stop_itself")],
+)
 def test_a_process_that_breaks_is_replaced(name):
     outcomes = run(name, 2, timeout_s=4)
     assert outcomes[0].status in ("crashed", "timed_out")
@@ -281,6 +285,7 @@ def test_a_copy_of_the_controller_ends_with_the_function():
     assert output_of(program) == "([1.0, 2.0], 0.0)\n"
 
 
+@pytest.mark.nightly
 def test_a_file_cannot_end_the_controller_when_it_is_imported(tmp_path):
     (tmp_path / "rules.py").write_text("import os\nos._exit(0)\n")
     program = f"""

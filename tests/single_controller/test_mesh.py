@@ -119,14 +119,6 @@ def test_each_mesh_pads_to_its_own_size():
     assert group.score(padded).batch["a"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_mesh_padding():
-    group = start(Meshed, 8)
-    result = group.train(batch(6, auto_padding=True))
-    assert result.batch["a"].tolist() == list(range(6))
-    with pytest.raises(LengthError, match=r"Meshed\.train: argument 0 has 6 rows"):
-        group.train(batch(6))
-
-
 def test_a_pickled_future_of_a_mesh_call_is_joined_without_the_group():
     import pickle
 
@@ -180,11 +172,6 @@ class Odd(Worker):
 def test_inconsistent_meshes_are_refused(dp_ranks, collects, words):
     with pytest.raises(MeshError, match=words):
         start(Odd, 2, dp_ranks, collects).same(batch(2))
-
-
-def test_results_are_joined_in_data_parallel_order():
-    group = start(Odd, 2, [1, 0], [True, True])
-    assert group.same(batch(4)).batch["a"].tolist() == [0, 1, 2, 3]
 
 
 def test_registered_meshes_as_dicts():

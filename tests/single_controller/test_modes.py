@@ -211,15 +211,6 @@ def test_direct_rollout_methods_cannot_be_called_through_a_group():
         start(W).generate()
 
 
-def test_a_method_with_the_name_of_a_group_method_is_refused():
-    class W(Worker):
-        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-        def shutdown(self): ...
-
-    with pytest.raises(DispatchError, match="a worker group has 'shutdown' itself"):
-        start(W)
-
-
 def test_hooks_before_and_after_each_call():
     seen = []
     factory = with_hooks(
@@ -273,27 +264,6 @@ def test_an_adopted_mode_may_be_added_once_more_by_its_file():
     assert register_dispatch_mode("MINE", to_even_ranks, from_even_ranks) == mode
     with pytest.raises(DispatchError, match="exists already"):
         register_dispatch_mode("MINE", to_even_ranks, from_even_ranks)
-
-
-def test_futures_among_the_arguments_are_resolved_or_passed_on():
-    from quadriga.protocol import DataProto, DataProtoFuture
-
-    class W(Worker):
-        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-        def make(self):
-            return DataProto.from_dict(tensors={"a": torch.arange(2)})
-
-        @register(dispatch_mode=Dispatch.ONE_TO_ALL, materialize_futures=False)
-        def raw(self, data):
-            return type(data).__name__
-
-        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-        def resolved(self, data):
-            return type(data).__name__
-
-    group = start(W, 1)
-    future = DataProtoFuture(group.make.submit().pending)
-    assert (group.raw(future), group.resolved(future)) == (["DataProtoFuture"], ["DataProto"])
 
 
 def test_a_tensordict_is_a_batch():

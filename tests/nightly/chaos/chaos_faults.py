@@ -9,7 +9,6 @@ import gc
 import itertools
 import random
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,6 @@ from chaos_world import CALL_S, Generation, Slot, StepEnded, Tracked, World
 
 from quadriga.errors import (
     CallTimeoutError,
-    DispatchError,
     QuadrigaError,
     WorkerDiedError,
     WorkerMethodError,
@@ -178,28 +176,6 @@ def stop_beyond_deadline(
         faults.expect(label, late, SHORT_S, lambda: method(f"late{faults.count}"), generation, rank)
 
 
-def deadline(faults: Faults, slot: Slot, generation: Generation, rng: random.Random) -> None:
-    """One rank does not return before the deadline."""
-    rank = rng.randrange(slot.size)
-    with faults.gate() as gate:
-        method = generation.group.wait_on.options(timeout=SHORT_S)
-        late = (CallTimeoutError,)
-        label = f"deadline on {slot.name} {rank}"
-        faults.expect(label, late, SHORT_S, lambda: method(rank, gate), generation)
-
-
-def raise_beside_wait(
-    faults: Faults, slot: Slot, generation: Generation, rng: random.Random
-) -> None:
-    """One rank raises while the others do not return."""
-    rank = rng.randrange(slot.size)
-    with faults.gate() as gate:
-        method = generation.group.raise_while_others_wait.options(timeout=MEDIUM_S)
-        raised = (WorkerMethodError,)
-        label = f"error of {slot.name} {rank} beside ranks that wait"
-        faults.expect(label, raised, MEDIUM_S, lambda: method(rank, gate), generation, rank)
-
-
 def raise_through_future(
     faults: Faults, slot: Slot, generation: Generation, rng: random.Random
 ) -> None:
@@ -212,10 +188,10 @@ def raise_through_future(
     batch = as_batch(random_rows(rng, 6, 40))
     with faults.gate() as gate:
         made = generation.group.rows_or_raise.options(timeout=MEDIUM_S).submit(batch, rank, gate)
-        method = consumer.group.measure.options(timeout=MEDIUM_S)
+        method = consumer.group.affine.options(timeout=MEDIUM_S)
         label = f"error of {slot.name} {rank} in an argument of {other.name}"
         raised = (WorkerMethodError,)
-        faults.expect(label, raised, MEDIUM_S, lambda: method(made), consumer)
+        faults.expect(label, raised, MEDIUM_S, lambda: method(made, 2), consumer)
 
 
 def cancel(faults: Faults, slot: Slot, generation: Generation, rng: random.Random) -> None:
@@ -285,25 +261,6 @@ def abandon(faults: Faults, slot: Slot, generation: Generation, rng: random.Rand
     pool.release()
 
 
-def cannot_be_pickled(
-    faults: Faults, slot: Slot, generation: Generation, rng: random.Random
-) -> None:
-    """The argument of the last rank cannot be sent. No rank runs the call."""
-    token = f"partial{faults.count}"
-    values: list[object] = [0] * (slot.size - 1)
-    arguments = [token] * slot.size, [*values, threading.Lock()]
-    method = generation.group.note_each.options(timeout=MEDIUM_S)
-    refused = (DispatchError,)
-    label = f"argument of {slot.name} that cannot be pickled"
-    faults.expect(label, refused, MEDIUM_S, lambda: method(*arguments), generation)
-    with faults.world.operation(f"notes of {slot.name}", frozenset({generation})):
-        notes = generation.group.notes.options(timeout=CALL_S)()
-    ran = [rank for rank, tokens in enumerate(notes) if token in tokens]
-    if ran:
-        message = f"ranks {ran} ran a call whose last argument could not be sent"
-        faults.world.report.violation("partial call", message, label)
-
-
 def check_order(faults: Faults, slot: Slot, generation: Generation, rng: random.Random) -> None:
     """Every rank has received the calls of all threads in the same order."""
     with faults.world.operation(f"notes of {slot.name}", frozenset({generation})):
@@ -325,15 +282,12 @@ FAULTS: dict[Callable[[Faults, Slot, Generation, random.Random], None], int] = {
     kill_in_call: 2,
     stop: 4,
     stop_beyond_deadline: 2,
-    deadline: 2,
-    raise_beside_wait: 3,
     raise_through_future: 3,
     cancel: 3,
     slow_node: 3,
     full_store: 3,
     large_result: 3,
     abandon: 1,
-    cannot_be_pickled: 2,
     check_order: 5,
 }
 """Every fault with its weight."""

@@ -48,17 +48,6 @@ def _take(column: Column, index: Sequence[int]) -> Column:
     return [column[i] for i in index]
 
 
-def concat(parts: Sequence[Rows]) -> Rows:
-    """Return the rows of all parts in order. All parts have the same columns."""
-    columns: dict[str, Column] = {}
-    for key, first in parts[0].columns.items():
-        if isinstance(first, torch.Tensor):
-            columns[key] = torch.cat([part.columns[key] for part in parts])
-        else:
-            columns[key] = [entry for part in parts for entry in part.columns[key]]
-    return Rows(columns)
-
-
 def random_rows(rng: random.Random, count: int, width: int) -> Rows:
     """Return `count` rows with a random set of optional columns."""
     ids = [rng.randrange(LIMIT) for _ in range(count)]
@@ -75,7 +64,7 @@ def random_rows(rng: random.Random, count: int, width: int) -> Rows:
     return rows
 
 
-def as_batch(rows: Rows, auto_padding: bool = False) -> DataProto:
+def as_batch(rows: Rows) -> DataProto:
     """Return a local batch with these rows."""
     tensors: dict[str, torch.Tensor] = {}
     arrays: dict[str, object] = {}
@@ -86,7 +75,7 @@ def as_batch(rows: Rows, auto_padding: bool = False) -> DataProto:
             tensors[key] = torch.nested.nested_tensor(list(column), layout=torch.jagged)
         else:
             arrays[key] = list(column)
-    return DataProto.from_dict(tensors, arrays, auto_padding=auto_padding)
+    return DataProto.from_dict(tensors, arrays)
 
 
 def affine(rows: Rows, factor: int) -> Rows:

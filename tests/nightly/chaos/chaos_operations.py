@@ -60,18 +60,6 @@ def chunk_concat(program: Program, rng: random.Random) -> None:
     finish(program, rng, data, tracked.rows.take(rows), tracked)
 
 
-def repeat(program: Program, rng: random.Random) -> None:
-    """Repeat the rows, each by itself or all together."""
-    tracked = program.pick_ready(rng)
-    count, times, each = len(tracked.rows), rng.randint(1, 3), rng.random() < 0.5
-    if count * times > LARGEST_ROWS:
-        return
-    with program.world.operation("repeat", tracked.sources):
-        data = tracked.data.repeat(times, interleave=each)
-    rows = [i for i in range(count) for _ in range(times)] if each else list(range(count)) * times
-    finish(program, rng, data, tracked.rows.take(rows), tracked)
-
-
 def select_union(program: Program, rng: random.Random) -> None:
     """Take a batch apart by fields and join the parts again."""
     tracked = program.pick_ready(rng)
@@ -82,17 +70,6 @@ def select_union(program: Program, rng: random.Random) -> None:
     with program.world.operation("select and union", tracked.sources):
         data = tracked.data.select(left, []).union(tracked.data.select(right, arrays))
     finish(program, rng, data, tracked.rows, tracked)
-
-
-def pad(program: Program, rng: random.Random) -> None:
-    """Add copies of the first or the last row to a copy, in place."""
-    tracked = program.pick_ready(rng)
-    count, size, where = len(tracked.rows), rng.randint(1, 4), rng.choice(["first", "last"])
-    with program.world.operation("padding", tracked.sources):
-        data = tracked.data.select()
-        data.padding(size, where)
-    rows = [*range(count), *[0 if where == "first" else count - 1] * size]
-    finish(program, rng, data, tracked.rows.take(rows), tracked)
 
 
 def read(program: Program, rng: random.Random) -> None:

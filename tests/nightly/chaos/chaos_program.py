@@ -9,24 +9,18 @@ import random
 from collections.abc import Callable
 
 import chaos_model
-import numpy as np
-import torch
 from chaos_model import as_batch, random_rows
 from chaos_operations import (
     LARGEST_ROWS,
     chunk_concat,
     index,
-    pad,
     permute,
     read,
-    repeat,
     select_union,
     write,
 )  # fmt: skip
 from chaos_world import CALL_S, Generation, Slot, StepEnded, Tracked, World
 
-from quadriga import DataProto
-from quadriga.errors import LengthError
 from quadriga.protocol import DataProtoFuture, pad_dataproto_to_divisor, unpad_dataproto
 
 WIDTHS = (3, 40, 3000, 60_000)
@@ -108,17 +102,6 @@ def new_batch(rng: random.Random) -> Tracked:
     return Tracked(as_batch(rows), rows)
 
 
-def any_length(rng: random.Random) -> Tracked:
-    """Return a local batch of any length with padding enabled."""
-    rows = random_rows(rng, rng.randint(1, 13), rng.choice(WIDTHS[:3]))
-    return Tracked(as_batch(rows, auto_padding=True), rows)
-
-
-def divisible(tracked: Tracked, parts: int) -> tuple[DataProto, int]:
-    """Return the batch with as many rows added as a split into `parts` needs, and that number."""
-    return pad_dataproto_to_divisor(tracked.data, parts)
-
-
 # Calls
 
 
@@ -134,7 +117,7 @@ def call(program: Program, rng: random.Random) -> None:
     tracked = program.pick_ready(rng)
     method = rng.choice(list(chaos_model.METHODS))
     number = argument_of(method, rng)
-    data, pad = divisible(tracked, slot.size)
+    data, pad = pad_dataproto_to_divisor(tracked.data, slot.size)
     before = tracked.rows
     uses = tracked.sources | {generation}
     bound = getattr(generation.group, method).options(timeout=CALL_S)
@@ -155,20 +138,6 @@ def call(program: Program, rng: random.Random) -> None:
     program.world.check(tracked, "the argument after the call")
     if 0 < len(result.rows) <= LARGEST_ROWS:
         program.batches.append(result)
-
-
-def call_padded(program: Program, rng: random.Random) -> None:
-    """Call a method with a batch that the group pads. The result has no row of the padding."""
-    slot, generation = program.slot(rng)
-    tracked = any_length(rng)
-    method = rng.choice(["affine", "fresh", "expand", "keep"])
-    number = argument_of(method, rng)
-    uses = frozenset({generation})
-    label = f"padded {slot.name}.{method}({number}) of {len(tracked.rows)} rows"
-    with program.world.operation(label, uses):
-        result = getattr(generation.group, method).options(timeout=CALL_S)(tracked.data, number)
-    rows = chaos_model.METHODS[method](tracked.rows, number)
-    program.world.check(Tracked(result, rows, uses), label)
 
 
 def call_chain(program: Program, rng: random.Random) -> None:
@@ -221,39 +190,6 @@ def call_coroutines(program: Program, rng: random.Random) -> None:
         program.world.check(tracked, f"{slot.name}.affine_later")
 
 
-def call_measure(program: Program, rng: random.Random) -> None:
-    """Call a method that returns a list with one entry for each rank."""
-    slot, generation = program.slot(rng)
-    tracked = program.pick(rng)
-    if len(tracked.rows) % slot.size:
-        return
-    uses = tracked.sources | {generation}
-    with program.world.operation(f"measure on {slot.name}", uses):
-        seen = generation.group.measure.options(timeout=CALL_S)(tracked.data)
-    size = len(tracked.rows) // slot.size
-    parts = [tracked.rows.take(range(i * size, (i + 1) * size)) for i in range(slot.size)]
-    expected = [(p.columns["id"].tolist(), float(p.columns["x"].double().sum())) for p in parts]
-    program.world.expect_equal(seen, expected, f"{slot.name}.measure")
-
-
-def call_echo(program: Program, rng: random.Random) -> None:
-    """Send plain containers to every rank, which changes them in place."""
-    slot, generation = program.slot(rng)
-    size = rng.choice([3, 50_000])
-    sent = {"array": np.arange(size), "tensor": torch.arange(size), "list": [1, "a", None]}
-    with program.world.operation(f"echo on {slot.name}", frozenset({generation})):
-        seen = generation.group.echo.options(timeout=CALL_S)(sent)
-    for rank, value in enumerate(seen):
-        same = (value["array"] == np.arange(size) + 1).all() and torch.equal(
-            value["tensor"], torch.arange(size) + 1
-        )
-        program.world.expect_equal(
-            (same, value["list"]), (True, [1, "a", None, rank]), f"{slot.name}.echo, rank {rank}"
-        )
-    same = (sent["array"] == np.arange(size)).all() and sent["list"] == [1, "a", None]
-    program.world.expect_equal(same, True, f"the argument of {slot.name}.echo")
-
-
 def call_note(program: Program, rng: random.Random) -> None:
     """Leave a token on every rank. At the end all ranks have the same order of tokens."""
     slot, generation = program.slot(rng)
@@ -282,34 +218,16 @@ def call_relay(program: Program, rng: random.Random) -> None:
     program.world.check(Tracked(result, chaos_model.affine(rows, 3), uses), label)
 
 
-def call_of_wrong_length(program: Program, rng: random.Random) -> None:
-    """A batch that does not divide is refused."""
-    slot, generation = program.slot(rng)
-    rows = random_rows(rng, slot.size * 2 + 1, 3)
-    with program.world.operation(f"refused on {slot.name}", frozenset({generation})):
-        try:
-            generation.group.affine(as_batch(rows), 2)
-        except LengthError:
-            return
-    program.world.expect_equal("accepted", "LengthError", f"{len(rows)} rows on {slot.name}")
-
-
 ACTIONS: dict[Callable[[Program, random.Random], None], int] = {
     call: 20,
     call_chain: 10,
-    call_padded: 6,
     call_coroutines: 6,
-    call_measure: 6,
-    call_echo: 4,
     call_note: 8,
     call_relay: 2,
-    call_of_wrong_length: 1,
     permute: 5,
     index: 5,
     chunk_concat: 5,
-    repeat: 4,
     select_union: 4,
-    pad: 3,
     read: 6,
     write: 2,
 }

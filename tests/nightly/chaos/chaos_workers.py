@@ -57,27 +57,9 @@ class ChaosWorker(Worker):
         return data.repeat(times, interleave=True)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def expand_apart(self, data: DataProto, times: int) -> DataProto:
-        """Return the rows of this part `times` times in sequence: 0 1 0 1."""
-        return data.repeat(times, interleave=False)
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def keep(self, data: DataProto, modulus: int) -> DataProto:
         """Return the rows whose id is no multiple of `modulus`."""
         return data[data.batch["id"] % modulus != 0]
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
-    def measure(self, data: DataProto) -> tuple[list[int], float]:
-        """Return the ids of this part and the sum of its x."""
-        return data.batch["id"].tolist(), float(data.batch["x"].double().sum())
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def echo(self, value: dict[str, object]) -> dict[str, object]:
-        """Return the value after a change in place of its array, tensor and list."""
-        value["array"] += 1  # type: ignore[operator]  # a numpy array
-        value["tensor"] += 1  # type: ignore[operator]  # a tensor
-        value["list"].append(self.rank)  # type: ignore[attr-defined]  # a list
-        return value
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def relay(self, group: WorkerGroup, data: DataProto, factor: int, timeout: float) -> DataProto:
@@ -87,11 +69,6 @@ class ChaosWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def note(self, token: str) -> None:
         """Record that a call started on this rank."""
-        self.seen.append(token)
-
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    def note_each(self, token: str, value: object) -> None:
-        """Record a call whose second argument differs between ranks."""
         self.seen.append(token)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
