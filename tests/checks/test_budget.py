@@ -24,10 +24,9 @@ LIMITS = {
     "code lines of the tests": 36_000,
 }
 STILL = {
-    LINES: 50_674,
-    FILES: 332,
-    "code lines without compat/verl": 47_172,
-    "code lines of the tests": 45_107,
+    LINES: 47_025,
+    "code lines without compat/verl": 43_450,
+    "code lines of the tests": 43_812,
 }
 """What is over its limit today. Numbers are lowered, never raised; a row within its limit goes."""
 
