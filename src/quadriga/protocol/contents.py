@@ -181,7 +181,7 @@ class RemoteBatch(_RemoteFields[Entry]):
                 field=key,
             )
         if tuple(value.shape[: self.batch_dims]) != tuple(self.batch_size):
-            raise _unequal("the batch", list(self.batch_size), key, list(value.shape))
+            raise unequal("the batch", list(self.batch_size), key, list(value.shape))
         self.columns[key] = value
 
     def set(self, key: str, value: Tensors, **_: object) -> RemoteBatch:
@@ -394,10 +394,11 @@ def check(contents: Contents) -> None:
     for key, count in _lengths(arrays):
         if count != expected:
             first = "the batch" if batch is not None else f"'{next(iter(arrays))}'"
-            raise _unequal(first, f"{expected} rows", key, count)
+            raise unequal(first, f"{expected} rows", key, count)
 
 
-def _unequal(first: str, expected: object, key: str, got: object) -> LengthError:
+def unequal(first: str, expected: object, key: str, got: object) -> LengthError:
+    """Return the error for two fields of different lengths."""
     return LengthError(
         f"all fields of a batch have the same length: {first} has {expected}, '{key}' has {got}",
         field=key,

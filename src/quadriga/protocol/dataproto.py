@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self, TypeAlias, cast
@@ -127,7 +127,10 @@ class DataProto:
         auto_padding: bool = False,
     ) -> Self:
         """Return a batch of one dict; tensors, and arrays or lists, are separated by type."""
-        tensors, arrays = sort_by_type(data)
+        _check_mapping("data", data)
+        kinds = torch.Tensor | TensorDictBase
+        tensors = {key: value for key, value in data.items() if isinstance(value, kinds)}
+        arrays = {key: value for key, value in data.items() if key not in tensors}
         return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
 
     @classmethod
@@ -479,14 +482,7 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     length = len(data)
     if new_batch_size < 1 or length % new_batch_size:
         raise LengthError(f"{length} rows do not fold into {new_batch_size} equal rows")
-    inner = length // new_batch_size
-    fields = {
-        key: _dense(key, value).reshape(new_batch_size, inner, *value.shape[1:])
-        for key, value in _tensors(data)
-    }
-    return _with(
-        data, fields, new_batch_size, lambda a: a.reshape(new_batch_size, inner, *a.shape[1:])
-    )
+    return _reshaped(data, 1, (new_batch_size, length // new_batch_size), new_batch_size)
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
@@ -494,42 +490,31 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
 
     Raises `FieldError` for a field with fewer dimensions.
     """
-    values: list[tuple[str, Tensor | Array]] = [*_tensors(data), *data.non_tensor_batch.items()]
-    for key, value in values:
-        if len(value.shape) < batch_dims:
+    first = next(iter(_fields(data).values()), np.empty((0,) * batch_dims))
+    length = int(np.prod(first.shape[:batch_dims]))
+    return _reshaped(data, batch_dims, (length,), length)
+
+
+def _fields(data: DataProto) -> dict[str, Any]:
+    tensors = {} if data.batch is None else dict(data.batch.items())
+    return {**tensors, **data.non_tensor_batch}
+
+
+def _reshaped(data: DataProto, dims: int, to: tuple[int, ...], length: int) -> DataProto:
+    """Return the batch with the first `dims` dimensions of every field reshaped."""
+    for key, value in _fields(data).items():
+        if isinstance(value, Tensor) and value.is_nested:
+            raise FieldError(f"field '{key}' is jagged and cannot be folded", field=key)
+        if len(value.shape) < dims:
             raise FieldError(
-                f"field '{key}' has shape {list(value.shape)}, fewer than {batch_dims} dimensions",
+                f"field '{key}' has shape {list(value.shape)}, fewer than {dims} dimensions",
                 field=key,
             )
-    fields = {
-        key: _dense(key, value).reshape(-1, *value.shape[batch_dims:])
-        for key, value in _tensors(data)
-    }
-    length = next((len(v) for v in fields.values()), 0)
-    return _with(data, fields, length, lambda a: a.reshape(-1, *a.shape[batch_dims:]))
-
-
-def _tensors(data: DataProto) -> list[tuple[str, Tensor]]:
-    keys = [] if data.batch is None else map(str, data.batch.keys())
-    return [(key, data.batch[key]) for key in keys]
-
-
-def _dense(key: str, value: Tensor) -> Tensor:
-    if isinstance(value, Tensor) and value.is_nested:
-        raise FieldError(f"field '{key}' is jagged and cannot be folded", field=key)
-    return value
-
-
-def _with(
-    data: DataProto,
-    fields: dict[str, Tensor],
-    length: int,
-    fold: Callable[[Array], Array],
-) -> DataProto:
     batch = None
     if data.batch is not None:
-        batch = TensorDict(dict(fields), batch_size=[length], device=data.batch.device)
-    arrays = {key: fold(value) for key, value in data.non_tensor_batch.items()}
+        tensors = {k: v.reshape(*to, *v.shape[dims:]) for k, v in data.batch.items()}
+        batch = TensorDict(tensors, batch_size=[length], device=data.batch.device)
+    arrays = {k: a.reshape(*to, *a.shape[dims:]) for k, a in data.non_tensor_batch.items()}
     return data.with_contents(batch, arrays)
 
 
@@ -546,9 +531,25 @@ def check_dicts(
         )
     _check_mapping("tensors", tensors)
     _check_mapping("non_tensors", non_tensors)
+    batch_size: tuple[int, ...] | None = None
     for key, value in tensors.items():
-        _check_tensor(key, value, num_batch_dims)
-    batch_size = _common_size(tensors, num_batch_dims)
+        if not isinstance(value, torch.Tensor | TensorDictBase):
+            raise FieldError(
+                f"field '{key}' in tensors is a {type(value).__name__}, not a tensor; "
+                "lists and arrays go into non_tensors",
+                field=key,
+            )
+        size = tuple(value.shape[:num_batch_dims])
+        if len(size) < num_batch_dims:
+            raise FieldError(
+                f"field '{key}' has shape {list(value.shape)}; "
+                f"it needs at least {num_batch_dims} batch dimension(s)",
+                field=key,
+            )
+        if batch_size not in (None, size):
+            first = next(iter(tensors))
+            raise halves.unequal(f"'{first}'", list(batch_size or ()), key, list(size))
+        batch_size = size
     batch = None if batch_size is None else as_tensordict(tensors, batch_size, None)
     return batch, {key: as_array(key, value) for key, value in non_tensors.items()}
 
@@ -559,36 +560,6 @@ def _check_mapping(name: str, value: object) -> None:
     for key in value:
         if not isinstance(key, str):
             raise FieldError(f"{name}: expected field names, got {key!r} ({type(key).__name__})")
-
-
-def _check_tensor(key: str, value: object, num_batch_dims: int) -> None:
-    if not isinstance(value, torch.Tensor | TensorDictBase):
-        raise FieldError(
-            f"field '{key}' in tensors is a {type(value).__name__}, not a tensor; "
-            "lists and arrays go into non_tensors",
-            field=key,
-        )
-    if len(value.shape) < num_batch_dims:
-        raise FieldError(
-            f"field '{key}' has shape {list(value.shape)}; "
-            f"it needs at least {num_batch_dims} batch dimension(s)",
-            field=key,
-        )
-
-
-def _common_size(tensors: Mapping[str, Tensors], num_batch_dims: int) -> tuple[int, ...] | None:
-    first: tuple[str, tuple[int, ...]] | None = None
-    for key, value in tensors.items():
-        size = tuple(value.shape[:num_batch_dims])
-        if first is None:
-            first = (key, size)
-        elif size != first[1]:
-            raise LengthError(
-                f"all fields of a batch have the same length: '{first[0]}' has {list(first[1])}, "
-                f"'{key}' has {list(size)}",
-                field=key,
-            )
-    return None if first is None else first[1]
 
 
 def as_array(key: str, value: object) -> Array:
@@ -603,27 +574,6 @@ def as_array(key: str, value: object) -> Array:
         f"not a numpy array or a list; {hint}",
         field=key,
     )
-
-
-def sort_by_type(
-    data: Mapping[str, object],
-) -> tuple[dict[str, Tensors], dict[str, object]]:
-    """Separate tensors from everything else that can be a field."""
-    _check_mapping("data", data)
-    tensors: dict[str, Tensors] = {}
-    arrays: dict[str, object] = {}
-    for key, value in data.items():
-        if isinstance(value, torch.Tensor | TensorDictBase):
-            tensors[key] = value
-        elif isinstance(value, np.ndarray | list | tuple):
-            arrays[key] = value
-        else:
-            raise FieldError(
-                f"field '{key}': expected a tensor, a numpy array or a list, got "
-                f"{type(value).__name__}. Settings belong in meta_info",
-                field=key,
-            )
-    return tensors, arrays
 
 
 def split_tensordict(

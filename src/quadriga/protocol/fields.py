@@ -109,128 +109,72 @@ _PROMPT_LOADER, _SFT_LOADER = "PromptLoader", "SFTLoader"
 _GENERATE, _SCORE = "generate_sequences", "score_responses"
 
 FIELDS: tuple[Field, ...] = (
-    Field(
-        INPUT_IDS, "[B, P], then [B, P+R]", "int64", "token ids",
-        (_PROMPT_LOADER, _SFT_LOADER, _GENERATE),
-    ),
-    Field(
-        ATTENTION_MASK, "[B, P], then [B, P+R]", "int64", "1 at tokens, 0 at padding",
-        (_PROMPT_LOADER, _SFT_LOADER, _GENERATE),
-    ),
-    Field(
-        POSITION_IDS, "[B, P], then [B, P+R]", "int64",
-        "position of each token, from 0; for a model that takes images [B, 3, …]: in time, "
-        "height and width", (_PROMPT_LOADER, _SFT_LOADER, _GENERATE),
-    ),
-    Field(
-        SAMPLE_SEED, "[B]", "int64", "seed of the tokens that a row samples",
-        ("expand_prompts",),
-    ),
-    Field(
-        PROMPT_LENGTH, "[B]", "int64", "tokens of the prompt, without padding",
-        ("expand_prompts",),
-    ),
+    Field(INPUT_IDS, "[B, P], then [B, P+R]", "int64", "token ids",
+          (_PROMPT_LOADER, _SFT_LOADER, _GENERATE)),
+    Field(ATTENTION_MASK, "[B, P], then [B, P+R]", "int64", "1 at tokens, 0 at padding",
+          (_PROMPT_LOADER, _SFT_LOADER, _GENERATE)),
+    Field(POSITION_IDS, "[B, P], then [B, P+R]", "int64",
+          "position of each token, from 0; for a model that takes images [B, 3, …]: in time, "
+          "height and width",
+          (_PROMPT_LOADER, _SFT_LOADER, _GENERATE)),
+    Field(SAMPLE_SEED, "[B]", "int64", "seed of the tokens that a row samples",
+          ("expand_prompts",)),
+    Field(PROMPT_LENGTH, "[B]", "int64", "tokens of the prompt, without padding",
+          ("expand_prompts",)),
     Field(PROMPTS, "[B, P]", "int64", "token ids, padded on the left", (_SFT_LOADER, _GENERATE,)),
-    Field(
-        RESPONSES, "[B, R]", "int64", "token ids, padded on the right",
-        (_SFT_LOADER, _GENERATE),
-    ),
-    Field(
-        RESPONSE_MASK, "[B, R]", "int64",
-        "1 at tokens of the policy, end token included; 0 at padding and at tokens without "
-        "loss", (_SFT_LOADER, _GENERATE, _SCORE, "mask_truncated", "mask_zero_variance_groups"),
-    ),
-    Field(
-        ROLLOUT_LOG_PROBS, "[B, R]", "float32",
-        "nats, of the rollout engine's distribution; 0 outside the mask", (_GENERATE,),
-    ),
-    Field(
-        SEQUENCE_LENGTH, "[B]", "int64", "tokens of prompt and response, without padding",
-        (_GENERATE,),
-    ),
-    Field(
-        FINISHED, "[B]", "int64", "1: the response has an end token; 0: the length limit cut it",
-        (_GENERATE,),
-    ),
+    Field(RESPONSES, "[B, R]", "int64", "token ids, padded on the right", (_SFT_LOADER, _GENERATE)),
+    Field(RESPONSE_MASK, "[B, R]", "int64",
+          "1 at tokens of the policy, end token included; 0 at padding and at tokens without loss",
+          (_SFT_LOADER, _GENERATE, _SCORE, "mask_truncated", "mask_zero_variance_groups")),
+    Field(ROLLOUT_LOG_PROBS, "[B, R]", "float32",
+          "nats, of the rollout engine's distribution; 0 outside the mask", (_GENERATE,)),
+    Field(SEQUENCE_LENGTH, "[B]", "int64", "tokens of prompt and response, without padding",
+          (_GENERATE,)),
+    Field(FINISHED, "[B]", "int64", "1: the response has an end token; 0: the length limit cut it",
+          (_GENERATE,)),
     Field(WEIGHT_VERSION, "[B]", "int64", "version of the weights that generated", (_GENERATE,)),
-    Field(
-        REWARD_BASELINES, "[B]", "float32", "reward, of the greedy response to the same prompt",
-        ("add_baselines",),
-    ),
-    Field(
-        OLD_LOG_PROBS, "[B, R]", "float32", "nats, of the actor before the update",
-        ("compute_log_prob",),
-    ),
-    Field(
-        ENTROPYS, "[B, R]", "float32", "nats, of the actor before the update",
-        ("compute_log_prob",),
-    ),
-    Field(
-        REF_LOG_PROB, "[B, R]", "float32", "nats, of the reference policy",
-        ("compute_ref_log_prob",),
-    ),
-    Field(
-        VALUES, "[B, R]", "float32",
-        "reward, the critic's expected return before each token is chosen", ("compute_values",),
-    ),
-    Field(
-        RM_SCORES, "[B, R]", "float32", "score of a reward model at the last token, 0 elsewhere",
-        ("compute_rm_score", _SCORE),
-    ),
-    Field(
-        TOKEN_LEVEL_SCORES, "[B, R]", "float32",
-        "score of the reward function at the last token, 0 elsewhere", (_SCORE,),
-    ),
-    Field(
-        REWARD_COMPONENTS, "[B, K]", "float32",
-        "numbers that the reward function returns beside its score", (_SCORE,),
-    ),
-    Field(
-        TOKEN_LEVEL_REWARDS, "[B, R]", "float32",
-        "reward: the score after length penalty, clipping, whitening and KL penalty",
-        ("shape_scores", "penalise_kl"),
-    ),
-    Field(
-        ROLLOUT_IS_WEIGHTS, "[B, R]", "float32",
-        "importance weight of training against rollout, without unit", ("correct_mismatch",),
-    ),
-    Field(
-        ADVANTAGES, "[B, R]", "float32", "reward, or without unit where it is normalised",
-        ("estimate_advantages",),
-    ),
-    Field(
-        RETURNS, "[B, R]", "float32", "reward, the target of the critic",
-        ("estimate_advantages",),
-    ),
-    Field(
-        SELECTED_TOKENS, "[B, R]", "bool", "tokens that the covariance losses treat apart",
-        ("select_update_tokens",),
-    ),
-    Field(
-        DATA_SOURCE, "[B]", "object", "str or None, selects the built-in reward function",
-        (_PROMPT_LOADER,),
-    ),
+    Field(REWARD_BASELINES, "[B]", "float32", "reward, of the greedy response to the same prompt",
+          ("add_baselines",)),
+    Field(OLD_LOG_PROBS, "[B, R]", "float32", "nats, of the actor before the update",
+          ("compute_log_prob",)),
+    Field(ENTROPYS, "[B, R]", "float32", "nats, of the actor before the update",
+          ("compute_log_prob",)),
+    Field(REF_LOG_PROB, "[B, R]", "float32", "nats, of the reference policy",
+          ("compute_ref_log_prob",)),
+    Field(VALUES, "[B, R]", "float32",
+          "reward, the critic's expected return before each token is chosen", ("compute_values",)),
+    Field(RM_SCORES, "[B, R]", "float32", "score of a reward model at the last token, 0 elsewhere",
+          ("compute_rm_score", _SCORE)),
+    Field(TOKEN_LEVEL_SCORES, "[B, R]", "float32",
+          "score of the reward function at the last token, 0 elsewhere", (_SCORE,)),
+    Field(REWARD_COMPONENTS, "[B, K]", "float32",
+          "numbers that the reward function returns beside its score", (_SCORE,)),
+    Field(TOKEN_LEVEL_REWARDS, "[B, R]", "float32",
+          "reward: the score after length penalty, clipping, whitening and KL penalty",
+          ("shape_scores", "penalise_kl")),
+    Field(ROLLOUT_IS_WEIGHTS, "[B, R]", "float32",
+          "importance weight of training against rollout, without unit", ("correct_mismatch",)),
+    Field(ADVANTAGES, "[B, R]", "float32", "reward, or without unit where it is normalised",
+          ("estimate_advantages",)),
+    Field(RETURNS, "[B, R]", "float32", "reward, the target of the critic",
+          ("estimate_advantages",)),
+    Field(SELECTED_TOKENS, "[B, R]", "bool", "tokens that the covariance losses treat apart",
+          ("select_update_tokens",)),
+    Field(DATA_SOURCE, "[B]", "object", "str or None, selects the built-in reward function",
+          (_PROMPT_LOADER,)),
     Field(REWARD_MODEL, "[B]", "object", "dict with ground_truth", (_PROMPT_LOADER,)),
-    Field(
-        EXTRA_INFO, "[B]", "object", "dict or None, other values of the data row",
-        (_PROMPT_LOADER,),
-    ),
+    Field(EXTRA_INFO, "[B]", "object", "dict or None, other values of the data row",
+          (_PROMPT_LOADER,)),
     Field(RAW_PROMPT, "[B]", "object", "list of chat messages", (_PROMPT_LOADER,)),
     Field(INDEX, "[B]", "object", "int, number of the row in its data files", (_PROMPT_LOADER,)),
-    Field(
-        MULTI_MODAL_INPUTS, "[B]", "object",
-        "for a model that takes images: dict of `pixel_values` and `image_grid_thw`, {} "
-        "without", (_PROMPT_LOADER,),
-    ),
-    Field(
-        UID, "[B]", "object", "str, the same for all rows of one prompt group",
-        ("expand_prompts",),
-    ),
-    Field(
-        PARTIALS, "[B]", "object",
-        "in the result of an update, one row per rank: list of dicts from metric to `Partial`",
-        ("update_critic", "update_actor"),
-    ),
+    Field(MULTI_MODAL_INPUTS, "[B]", "object",
+          "for a model that takes images: dict of `pixel_values` and `image_grid_thw`, {} without",
+          (_PROMPT_LOADER,)),
+    Field(UID, "[B]", "object", "str, the same for all rows of one prompt group",
+          ("expand_prompts",)),
+    Field(PARTIALS, "[B]", "object",
+          "in the result of an update, one row per rank: list of dicts from metric to `Partial`",
+          ("update_critic", "update_actor")),
 )  # fmt: skip
 """In the order in which a step writes them: tensors, then object arrays."""
 
