@@ -55,20 +55,6 @@ def test_epsilon_is_added_to_the_standard_deviation():
     assert plain[:, 0].tolist() == [0.5, -0.5, -0.75, 0.75]
 
 
-def test_gdpo_refuses_another_epsilon():
-    from verl.trainer.ppo.core_algos import compute_gdpo_outcome_advantage
-
-    given = {
-        "config": {"gdpo_reward_keys": ["a"]},
-        "non_tensor_batch": {"a": np.array([0.0, 1.0, 2.0, 4.0])},
-    }
-    with pytest.raises(InputError, match=r"epsilon=0\.5.*1e-06"):
-        compute_gdpo_outcome_advantage(REWARDS, MASK, INDEX, epsilon=0.5, **given)
-    compute_gdpo_outcome_advantage(
-        REWARDS, MASK, INDEX, epsilon=0.5, norm_adv_by_std_in_grpo=False, **given
-    )
-
-
 ESTIMATORS = (
     *("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg"),
     *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"),
@@ -187,19 +173,6 @@ def test_the_clipped_policy_loss_by_hand():
     ]  # fmt: skip
 
 
-def test_a_policy_loss_is_its_share_of_the_global_loss_times_the_ranks():
-    from verl.trainer.ppo import core_algos
-
-    whole = actor_config(global_batch_info={"dp_size": 2, "batch_num_tokens": 10})
-    gpg = core_algos.compute_policy_loss_gpg
-    assert gpg(OLD, NEW, ADV, SEEN, "token-mean", whole)[0].item() == pytest.approx(
-        2 * (0.8 + 2.5 + 0.5 - 2 * 0.9 - 2 * 0.6) / 10
-    )
-    weights = torch.full_like(NEW, 0.5)
-    halved = gpg(OLD, NEW, ADV, SEEN, "token-mean", whole, weights)[0]
-    assert halved.item() == pytest.approx((0.8 + 2.5 + 0.5 - 2 * 0.9 - 2 * 0.6) / 10)
-
-
 def test_every_policy_loss_has_a_verl_name():
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
 
@@ -217,12 +190,3 @@ def test_every_policy_loss_has_a_verl_name():
         assert all(key.startswith("actor/") for key in metrics)
     with pytest.raises(UnknownNameError, match=r"No policy loss 'theirs'\. Known: vanilla"):
         get_policy_loss_fn("theirs")
-
-
-def test_entropy_of_logits():
-    from verl.trainer.ppo.core_algos import compute_entropy_loss
-
-    logits = torch.tensor([[[0.0, 0.0], [0.0, math.log(3.0)], [5.0, 0.0]]])
-    quarter = 0.25 * math.log(4) + 0.75 * math.log(4 / 3)
-    seen = compute_entropy_loss(logits, torch.tensor([[1, 1, 0]]))
-    assert seen.item() == pytest.approx((math.log(2) + quarter) / 2)

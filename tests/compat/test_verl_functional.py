@@ -14,21 +14,12 @@ import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
 from quadriga.errors import (
     AlgorithmError,
     ConflictError,
-    FieldError,
     ModelError,
     UnknownNameError,
 )
 from quadriga.protocol import DataProto
 
 ONES = torch.ones(2, 2)
-
-
-def test_a_key_that_the_first_dict_lacks_is_named():
-    from verl.utils.py_functional import list_of_dict_to_dict_of_list
-
-    with pytest.raises(AssertionError, match="entry 1 has the key 'c'") as caught:
-        list_of_dict_to_dict_of_list([{"a": 1}, {"a": 2, "c": 3}])
-    assert isinstance(caught.value, FieldError)
 
 
 @pytest.mark.parametrize("kind", ["batch_keys", "non_tensor_batch_keys", "meta_info_keys"])
@@ -63,19 +54,6 @@ def test_a_wrong_kl_is_not_implemented_as_in_verl():
     settings = SimpleNamespace(type="mine", kl_coef=0.1, target_kl=1.0, horizon=10)
     with pytest.raises(NotImplementedError, match="KL controller `mine`"):
         core_algos.get_kl_controller(settings)
-
-
-def test_counts_of_the_global_batch_are_needed_on_several_ranks():
-    from verl.trainer.ppo.core_algos import agg_loss
-
-    with pytest.raises(
-        ValueError, match=r"'token-mean' on 2 data-parallel ranks.*batch_num_tokens"
-    ):
-        agg_loss(ONES, ONES, "token-mean", dp_size=2, global_batch_size=4)
-    with pytest.raises(ValueError, match=r"'seq-mean-token-sum' .*global_batch_size"):
-        agg_loss(ONES, ONES, "seq-mean-token-sum", dp_size=2, batch_num_tokens=8)
-    assert agg_loss(ONES, ONES, "token-sum", dp_size=2) == 8
-    assert agg_loss(ONES, ONES, "seq-mean-token-sum", dp_size=2, global_batch_size=4) == 2
 
 
 def test_errors_of_two_classes_can_be_pickled():

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import _thread
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
-from quadriga.errors import ConfigError, DispatchError, ModelError, PlacementError
+from quadriga.errors import ConfigError, DispatchError, ModelError
 
 
 def test_a_path_of_this_machine_needs_no_copy(tmp_path, monkeypatch):
@@ -91,36 +89,6 @@ def test_a_role_is_found_by_the_text_that_verl_gives_it():
     for unknown in ("teacher", 2):
         with pytest.raises(ConfigError, match=r"no role .*; roles: actor, rollout, .*Role\.add"):
             Role.from_string(unknown)
-
-
-def pool_of(*bundles):
-    groups = [SimpleNamespace(bundle_count=count) for count in bundles]
-    return SimpleNamespace(get_placement_groups=lambda: groups)
-
-
-def test_placement_groups_of_existing_pools_are_chosen_by_their_size():
-    from verl.single_controller.ray.base import RayResourcePool, extract_pg_from_exist
-
-    pools = {"actor": pool_of(4, 2), "critic": pool_of(8)}
-    wanted = RayResourcePool([1, 3], use_gpu=False)
-    chosen = extract_pg_from_exist(pools, ["actor"], wanted)
-    assert [group.bundle_count for group in chosen] == [2, 4]
-    with pytest.raises(PlacementError, match=r"needs placement groups with \[1, 3\] bundles"):
-        extract_pg_from_exist(pools, ["critic"], wanted)
-
-
-def test_a_worker_that_is_not_alive_interrupts_the_program(monkeypatch):
-    from verl.single_controller.base.worker_group import check_workers_alive
-
-    interrupts, questions = [], []
-    monkeypatch.setattr(_thread, "interrupt_main", lambda: interrupts.append("main"))
-
-    def is_alive(worker):
-        questions.append(worker)
-        return len(questions) < 4
-
-    check_workers_alive(["a", "b"], is_alive, gap_time=0)
-    assert (questions, interrupts) == (["a", "b", "a", "b"], ["main"])
 
 
 @pytest.fixture

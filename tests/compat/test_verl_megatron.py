@@ -48,12 +48,3 @@ def test_megatron_is_translated(tmp_path):
     assert reference == EngineConfig(name="megatron", pipeline_parallel_size=2)
     assert told.config.critic.engine == EngineConfig()
     assert "actor_rollout_ref.actor.megatron.grad_offload" in told.ignored
-
-
-def test_settings_of_megatron_that_another_strategy_does_not_read_are_listed(tmp_path):
-    (tmp_path / "main.yaml").write_text(MEGATRON)
-    chosen = ["critic.megatron.tensor_model_parallel_size=4", "actor_rollout_ref.ref.strategy=fsdp"]
-    told = read_verl(TrainConfig, TRAIN, tmp_path / "main.yaml", chosen)
-    assert told.config.actor_rollout_ref.ref.engine == EngineConfig()
-    line = "  critic.megatron.tensor_model_parallel_size=4 (the strategy is fsdp2)"
-    assert line in told.report().splitlines()

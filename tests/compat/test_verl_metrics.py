@@ -12,8 +12,6 @@ Four rows, three prompt positions and three response positions. Lengths count `a
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -96,22 +94,6 @@ def test_data_metrics_without_a_critic_and_with_turns():
     }
     with pytest.raises(KeyError, match="values"):
         compute_data_metrics(batch(leave_out=["values"]))
-
-
-def test_metrics_over_no_values_are_nan():
-    """All responses are aborted: nothing is measured, and the lengths are 0."""
-    from verl.trainer.ppo.metric_utils import compute_data_metrics
-
-    data = batch()
-    data.batch["attention_mask"][:, 3:] = 0
-    data.batch["response_mask"][:] = 0
-    metrics = compute_data_metrics(data)
-    for name in ("critic/score/max", "critic/advantages/min", "critic/values/mean"):
-        assert math.isnan(metrics[name]), name
-    assert math.isnan(metrics["critic/vf_explained_var"])
-    assert math.isnan(metrics["response_length_non_aborted/clip_ratio"])
-    assert metrics["response_length/max"] == 0.0
-    assert metrics["response/aborted_ratio"] == 1.0
 
 
 def test_timing_metrics():

@@ -7,13 +7,9 @@ import importlib.util
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
-import torch
 
-import quadriga.compat.verl
 from quadriga.compat.verl.names import MODULES, NAMES, NOT_OFFERED
 
 # The names of verl 0.9.1 that programs, its examples and the specification import.
@@ -136,16 +132,6 @@ def test_what_is_advised_exists(module):
             getattr(importlib.import_module(".".join(parts[:-1])), parts[-1])
 
 
-def test_a_name_that_is_replaced_is_replaced_for_the_functions_of_its_module():
-    from verl.trainer.ppo import core_algos
-
-    values = (torch.zeros(1, 1), torch.zeros(1, 1))
-    with mock.patch("verl.trainer.ppo.core_algos.kl_penalty_forward", lambda *given: "mine"):
-        assert core_algos.kl_penalty_forward(*values, "kl") == "mine"
-        assert quadriga.compat.verl.core_algos.kl_penalty_forward(*values, "kl") == "mine"
-    assert core_algos.kl_penalty_forward(*values, "kl").item() == 0
-
-
 def test_importing_the_modules_imports_no_library():
     code = (
         "import sys, quadriga.compat.verl, verl.utils.device, verl.single_controller.ray.base\n"
@@ -169,29 +155,6 @@ def test_an_imported_verl_is_not_replaced(tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env
     )
     assert run.stdout.startswith("1 verl is imported already"), run.stderr
-
-
-def test_dispatch_functions_of_verl():
-    from verl.protocol import DataProto
-    from verl.single_controller.base.decorator import (
-        DISPATCH_MODE_FN_REGISTRY,
-        Dispatch,
-        Execute,
-        collect_nd_compute_dataproto,
-        dispatch_nd_compute_dataproto,
-        get_predefined_dispatch_fn,
-        get_predefined_execute_fn,
-    )
-
-    group = SimpleNamespace(world_size=4)
-    data = DataProto.from_dict(tensors={"a": torch.arange(4)})
-    (parts,), _ = dispatch_nd_compute_dataproto([0, 0, 1, 1], 2, group, data)
-    assert [p.batch["a"].tolist() for p in parts] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    joined = collect_nd_compute_dataproto([True, False, True, False], group, parts)
-    assert joined.batch["a"].tolist() == [0, 1, 2, 3]
-    functions = get_predefined_dispatch_fn(Dispatch.DP_COMPUTE_PROTO)
-    assert DISPATCH_MODE_FN_REGISTRY[Dispatch.DP_COMPUTE_PROTO] == functions
-    assert get_predefined_execute_fn(Execute.RANK_ZERO)["execute_fn_name"] == "execute_rank_zero"
 
 
 def test_names_of_verls_worker(monkeypatch):

@@ -38,15 +38,6 @@ def test_what_a_reward_function_returns_besides_its_scores_is_measured():
     assert scored.batch.batch[fields.TOKEN_LEVEL_SCORES].tolist() == SCORES.tolist()
 
 
-def test_extras_of_one_call_are_not_those_of_the_next():
-    values = [{"reward_tensor": SCORES, "reward_extra_info": {"acc": [1, 0]}}, SCORES]
-    reward = RewardOfTensors(lambda data: values.pop(0))
-    reward(BATCH)
-    assert reward.metrics == {"reward/extra/acc": 0.5}
-    reward(BATCH)
-    assert reward.metrics == {}
-
-
 def test_extras_are_the_components_that_the_settings_name():
     extra = {"format": [0.5, 1.5], "acc": [1, 0], "text": ["a", "b"]}
     value = {"reward_tensor": SCORES, "reward_extra_info": extra}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.cli.main import main
-from quadriga.compat.verl_settings import read_verl, translate
+from quadriga.compat.verl_settings import read_verl
 from quadriga.compat.verl_table import EVAL, GENERATE, SFT, TRAIN
 from quadriga.config.commands import EvalConfig, GenerateConfig, SFTConfig
 from quadriga.config.convert import type_of_key
@@ -100,24 +100,6 @@ def test_a_file_is_translated(file, monkeypatch):
     assert config.critic == TrainConfig().critic  # grpo needs no critic
 
 
-def test_optimizers_offload_and_checkpointing_are_translated():
-    verl = {
-        "actor_rollout_ref": {
-            "model": {"enable_gradient_checkpointing": True},
-            "actor": {"optim": {"optimizer": "AdamW8bit"}, "fsdp_config": {"offload_policy": True}},
-            "ref": {"fsdp_config": {"offload_policy": True}},
-        },
-        "algorithm": {"adv_estimator": "grpo"},
-    }
-    policy = translate(TrainConfig, TRAIN, verl).config.actor_rollout_ref
-    assert policy.model.gradient_checkpointing is True
-    assert policy.actor.optim.name == "adamw_8bit"
-    assert policy.actor.engine.offload_policy and policy.ref.engine.offload_policy
-    verl["actor_rollout_ref"]["actor"]["optim"]["optimizer"] = "Adam"
-    with pytest.raises(ConfigError, match=r"optim\.name must be one of adamw, .*, got 'Adam'"):
-        translate(TrainConfig, TRAIN, verl)
-
-
 def test_overrides_of_the_command_line_win_and_may_add_keys(file):
     translation = read_verl(
         TrainConfig,
@@ -163,24 +145,6 @@ def test_what_is_ignored_is_listed(file):
     assert "  trainer.logger=swanlab\n" in command_line
     assert chosen in command_line and chosen not in from_file
     assert "actor_rollout_ref.actor.fsdp_config: forward_prefetch" in from_file
-
-
-def test_settings_of_roles_without_a_counterpart_are_listed_once():
-    values = {
-        "algorithm": {"adv_estimator": "grpo"},
-        "critic": {"enable": True},
-        "reward": {"reward_model": {"enable_resource_pool": True, "n_gpus_per_node": 4}},
-        "distillation": {"enabled": False, "n_gpus_per_node": 2},
-        "judge": {"path": "x"},
-    }
-    lines = translate(TrainConfig, TRAIN, values).report().splitlines()
-    for line in (
-        "critic: enable",
-        "reward.reward_model: enable_resource_pool, n_gpus_per_node",
-        "distillation: enabled, n_gpus_per_node",
-        "judge: path",
-    ):
-        assert lines.count(f"  {line}") == 1, line
 
 
 @pytest.mark.parametrize(
@@ -247,13 +211,6 @@ def test_a_section_that_is_replaced_by_a_value_is_refused(tmp_path, override, me
     with pytest.raises(ConfigError, match=message) as told:
         read_verl(TrainConfig, TRAIN, tmp_path / "main.yaml", [override])
     assert told.value.key == override.partition("=")[0].lstrip("+")
-
-
-def test_a_section_of_null_stands_for_our_defaults(tmp_path):
-    (tmp_path / "main.yaml").write_text("critic: null\ntrainer: {nnodes: 2}\n")
-    config = read_verl(TrainConfig, TRAIN, tmp_path / "main.yaml", ["data=null"]).config
-    assert (config.critic, config.data) == (TrainConfig().critic, TrainConfig().data)
-    assert config.trainer.nnodes == 2
 
 
 @pytest.mark.timeout(60)  # texts that double 40 times

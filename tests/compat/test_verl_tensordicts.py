@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
-from quadriga.errors import ConflictError, FieldError, LengthError
+from quadriga.errors import ConflictError, LengthError
 
 
 def jagged_rows(*lengths):
@@ -66,14 +66,3 @@ def test_a_tensordict_of_dicts():
     assert lengths_of(td["ids"]) == [2, 3]
     assert td["s"].tolist() == [2, 3]
     assert tu.get(td, "name") == ["2", "3"]
-
-
-def test_a_tensordict_of_unequal_kinds_is_not_concatenated():
-    from verl.utils import tensordict_utils as tu
-
-    tensors = tu.get_tensordict({"a": torch.arange(2)})
-    objects = tu.get_tensordict({"a": ["x", "y"]})
-    with pytest.raises(FieldError, match="one kind in all TensorDicts"):
-        tu.concat_tensordict([tensors, objects])
-    with pytest.raises(ConflictError, match="'a' differs"):
-        tu.assert_tensordict_eq(tensors, objects)

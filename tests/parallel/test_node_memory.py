@@ -23,7 +23,6 @@ from quadriga.engines import build_engine, loading as engine_loading
 from quadriga.errors import ModelError
 from quadriga.models import (
     load_causal_lm,
-    load_value_model,
     loading,
     write_tiny_model,
 )
@@ -166,13 +165,6 @@ def test_a_rank_that_loads_twice_before_another_one_shares_both_loads(folder):
             stream.close()
 
 
-def test_groups_of_other_ranks_have_memory_of_their_own(folder, monkeypatch):
-    monkeypatch.setenv("MASTER_PORT", "1001")
-    one = node_memory._record(version(folder), 0)
-    monkeypatch.setenv("MASTER_PORT", "1002")
-    assert node_memory._record(version(folder), 0) != one
-
-
 def test_ranks_of_one_process_read_by_themselves(folder, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_PORT", LOCAL_PORT)
@@ -192,48 +184,6 @@ def test_files_that_loading_does_not_read_are_not_in_memory(folder):
         assert (shared / "consolidated.safetensors").resolve().parent == folder.resolve()
     (folder / "model.safetensors.index.json").write_text("{")
     assert len(node_memory._weight_files(folder)) == 2
-
-
-FEW_FILES = textwrap.dedent(
-    """
-    import resource, sys
-    from pathlib import Path
-    from quadriga.errors import ModelError
-    from quadriga.parallel import node_memory
-
-    resource.setrlimit(resource.RLIMIT_NOFILE, (12, 12))
-    try:
-        with node_memory.folder_in_memory(Path(sys.argv[1])):
-            print('"loaded"')
-    except ModelError as error:
-        print('"%s"' % error)
-    sys.stdout.flush()
-    sys.stdin.read()
-    """
-)
-
-
-def test_a_rank_that_may_not_open_all_files_is_named(folder):
-    (folder / "model.safetensors").unlink()
-    for number in range(20):
-        (folder / f"part-{number}.safetensors").write_bytes(b"x")
-    with load(folder):
-        other = rank(folder, program=FEW_FILES)
-        text = seen_by(other)
-        ended(other)
-    assert "of the 20 weight files" in text and "ulimit -n" in text
-
-
-def test_one_rank_loads_the_folder_itself(folder, monkeypatch):
-    with node_memory.folder_in_memory(folder, 1) as own:
-        assert own == folder
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    model = load_value_model(folder, use_shm=True)
-    assert torch.equal(model.get_input_embeddings().weight,
-                       load_causal_lm(folder).get_input_embeddings().weight)  # fmt: skip
-    monkeypatch.delattr(os, "memfd_create")
-    with fails(match="no memfd_create; set use_shm=false"), load(folder):
-        pass
 
 
 READS = textwrap.dedent(

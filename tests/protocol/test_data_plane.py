@@ -14,7 +14,7 @@ from plane_workers import WIDTH, Plane
 from protocol_cases import ARRAYS, TENSORS, same_value
 
 from quadriga.errors import LostObjectError, WorkerMethodError
-from quadriga.protocol import DataProto, message, use_store
+from quadriga.protocol import DataProto, message
 from quadriga.protocol.contents import RemoteBatch
 from quadriga.protocol.storage import traffic
 
@@ -174,17 +174,6 @@ def test_ranks_that_share_a_part_share_one_object(groups):
     assert fetched == (4 * BIG_ROW,) * 4 and all(len(k) == 1 for k in keys)
     assert keys[0] == keys[1] and keys[2] == keys[3] and keys[0] != keys[2]
     assert joined.batch["big"][:, 0].tolist() == list(range(8))
-
-
-def test_fields_are_put_into_the_store_of_the_backend_of_the_call(groups, plane_backends, backend):
-    """The current store of the controller does not matter."""
-    other = {"ray": "local", "local": "ray"}[backend]
-    with use_store(plane_backends[other].store):
-        made = groups(backend, 4).generate(prompts(8))
-        groups(backend, 4).receive_in_pairs(prompts_of_pairs())
-    received = [key for keys, _ in groups(backend, 4).what_was_received() for key in keys]
-    for key in [handle.key for handle in made.batch.columns["big"].handles] + received:
-        assert key.startswith("local-") == (backend == "local")
 
 
 @pytest.mark.nightly

@@ -155,15 +155,6 @@ def test_an_unknown_key_is_named(form, call, kind):
     assert rows_of_six(data) == [0, 1, 2, 3, 4, 5]
 
 
-def test_select_with_deepcopy_shares_nothing(form):
-    data = form(six())
-    copied = data.select(["x"], deepcopy=True)
-    copied.batch["x"] += 1
-    copied.meta_info["temperature"] = 9
-    assert data.batch["x"].tolist() == [0, 1, 2, 3, 4, 5]
-    assert data.meta_info == {"temperature": 0.7}
-
-
 def test_union(form):
     data, other = form(six()), form(six())
     other.rename("x", "w")
@@ -205,30 +196,11 @@ def test_union_of_different_lengths(form):
         form(six()).union(form(six())[:4])
 
 
-def test_nan_equals_nan_in_a_union():
-    nan = {"x": torch.tensor([float("nan"), 1.0])}
-    objects = {"o": [{"v": float("nan")}, np.array([np.nan])]}
-    data = DataProto.from_dict(nan, objects)
-    other = DataProto.from_dict(
-        {"x": nan["x"].clone()}, {"o": [{"v": float("nan")}, np.array([np.nan])]}
-    )
-    assert len(data.union(other)) == 2
-
-
 def test_union_of_batches_with_one_half(form):
     tensors, objects = form(six()).select(non_tensor_batch_keys=[]), form(six()).select([])
     objects.batch = None
     assert rows_of_six(tensors.union(objects)) == [0, 1, 2, 3, 4, 5]
     assert rows_of_six(DataProto().union(form(six()))) == [0, 1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.uint16])
-def test_rows_of_large_local_tensors(dtype):
-    """The results are large enough to use memory of the buffer pool."""
-    value = (torch.arange(3 * 2**21) % 5).view(3, 2**21).to(dtype)
-    data = DataProto.from_dict({"v": value})
-    assert torch.equal(data[[2, 0, 0]].batch["v"], torch.stack([value[2], value[0], value[0]]))
-    assert torch.equal(DataProto.concat([data[2:], data[:2]]).batch["v"], value[[2, 0, 1]])
 
 
 def test_gradients_flow_through_rows():

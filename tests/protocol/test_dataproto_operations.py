@@ -93,20 +93,6 @@ def test_batches_without_tensors(form):
     assert len(data.to_tensordict()) == 4
 
 
-def test_empty_batches(form):
-    empty = DataProto()
-    assert len(empty) == 0 and len(empty.repeat(3)) == 0 and len(empty[[]]) == 0
-    assert [len(part) for part in empty.chunk(2)] == [0, 0]
-    assert len(DataProto.concat([empty, empty])) == 0
-    none = form(six())[:0]
-    assert rows_of_six(none) == [] and none.batch["xy"].shape == (0, 2)
-    assert rows_of_six(DataProto.concat([none, form(six())[4:], none])) == [4, 5]
-    assert rows_of_six(none.repeat(2)) == []
-    keyless = form(six()).select([], [])
-    assert len(keyless) == 6 and len(keyless[1:4]) == 3
-    assert list(none.make_iterator(2, 1)) == []
-
-
 def test_make_iterator(form):
     data = form(six())
     assert [rows_of_six(b) for b in data.make_iterator(2, 2)] == [[0, 1], [2, 3], [4, 5]] * 2
@@ -147,16 +133,6 @@ def test_fold_and_unfold(form):
         fold_batch_dim(form(six()), 2)
     with pytest.raises(FieldError, match="'x' has shape"):
         unfold_batch_dim(data)
-
-
-def test_folded_batches_cross_too(store):
-    from quadriga.protocol import Origin
-    from quadriga.protocol.boundary import pack_result, unpack_result
-
-    folded = fold_batch_dim(six().select(["x"], ["s"]), 2)
-    back = unpack_result(pack_result(folded, Origin("a", 0, "m")))
-    assert back[1:].batch["x"].tolist() == [[3, 4, 5]]
-    assert back.non_tensor_batch["s"].tolist() == [["a", "b", "c"], ["d", "e", "f"]]
 
 
 def test_unfold_column_chunks(form):
@@ -271,17 +247,3 @@ def test_meta_values_that_hold_tensors_are_compared_by_their_parts(make):
     assert len(DataProto.concat([batch(1.0), batch(1.0)])) == 2
     with pytest.raises(ConflictError, match="s"):
         DataProto.concat([batch(1.0), batch(3.0)])
-
-
-def test_a_meta_value_whose_comparison_raises_is_a_conflict_that_names_the_key():
-    class Odd:
-        def __eq__(self, other):
-            raise ValueError("the truth value is ambiguous")
-
-        __hash__ = None
-
-    batches = [
-        DataProto.from_dict({"x": torch.ones(1)}, meta_info={"odd": Odd()}) for _ in range(2)
-    ]
-    with pytest.raises(ConflictError, match="odd"):
-        DataProto.concat(batches)

@@ -96,14 +96,6 @@ def test_futures_are_yielded_in_the_order_in_which_they_end():
         list(as_completed([futures[2], DataProtoFuture([Later()])], timeout=0.05))
 
 
-def test_a_future_of_futures_is_done_and_cancelled_with_its_parts():
-    parts = [Later(), Later().end()]
-    joined = DataProtoFuture.concat([DataProtoFuture([part]).chunk(2)[0] for part in parts])
-    assert not joined.done() and joined.cancel()
-    assert [part.cancelled for part in parts] == [True, False]
-    assert DataProtoFuture([parts[1]]).done() and not DataProtoFuture([parts[1]]).cancel()
-
-
 class Sleeper(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def sleep(self, data, seconds):

@@ -12,7 +12,6 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from quadriga.errors import FieldError
 from quadriga.protocol import DataProto, Origin
 from quadriga.protocol.boundary import pack_argument, pack_result, unpack_argument, unpack_result
-from quadriga.protocol.containers import walk
 from quadriga.protocol.values import same
 
 
@@ -67,12 +66,6 @@ def test_arrays_that_cannot_be_sent_are_refused(store, array, kind):
         pack_argument(data)
 
 
-def test_memory_mapped_arrays_are_sent_as_arrays(store, tmp_path):
-    np.save(tmp_path / "x.npy", np.arange(4.0))
-    data = DataProto.from_dict(non_tensors={"v": np.load(tmp_path / "x.npy", mmap_mode="r")})
-    assert sent(data, store).non_tensor_batch["v"].tolist() == [0, 1, 2, 3]
-
-
 def test_concatenated_masked_arrays_keep_their_mask():
     masked = DataProto.from_dict(non_tensors={"v": np.ma.masked_array([1, 2], [True, False])})
     joined = DataProto.concat([masked, masked[1:]])
@@ -86,12 +79,6 @@ def test_long_sequences_are_walked_to_their_end(kind):
     received = unpack_argument(pack_argument(kind([*range(100), inner, "x"])))
     received[100].add_(1)
     assert inner.tolist() == [0, 0] and received[:3] == kind([0, 1, 2]) and received[101] == "x"
-
-
-def test_a_long_list_of_plain_values_is_copied_without_calls_of_the_leaf():
-    numbers = list(range(1000))
-    copied = walk(numbers, lambda value: pytest.fail(f"called with {value!r}"))
-    assert copied == numbers and copied is not numbers
 
 
 def test_concat_of_one_batch_shares_no_memory(form):

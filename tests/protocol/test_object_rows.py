@@ -13,11 +13,9 @@ import pytest
 import ray
 import torch
 from plane_workers import Plane
-from protocol_cases import shard
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from quadriga.backends.ray.store import RayStore
-from quadriga.errors import FieldError
 from quadriga.protocol import DataProto
 from quadriga.protocol.boundary import pack_argument
 from quadriga.protocol.contents import RemoteBatch
@@ -93,17 +91,6 @@ def test_classes_of_files_loaded_by_path_are_left_to_the_transport(
     assert encode(object_array([np.float32(1), {"k": {1}}]), "o")[0].kind == "objects"
 
 
-class RaisesWhenPickled:
-    def __reduce__(self):
-        raise ValueError("planted")
-
-
-def test_an_object_that_raises_when_it_is_pickled_is_refused_by_field(group):
-    rows = object_array([1, RaisesWhenPickled(), 2, 3])
-    with pytest.raises(FieldError, match=r"field 'o': a row cannot be pickled: ValueError: plant"):
-        group.show(DataProto.from_dict(non_tensors={"o": rows}))
-
-
 def nested_batch(rows):
     objects = NonTensorStack(*map(NonTensorData, rows))
     nested = TensorDict({"o": objects, "n": torch.arange(len(rows))}, batch_size=[len(rows)])
@@ -150,11 +137,3 @@ def test_a_call_sends_a_batch_inside_an_object_as_references(group):
     traffic.reset()
     assert group.first_row(Holder(data)) == [0, 0]
     assert traffic.reset().fetched_bytes == 0
-
-
-def test_batches_of_the_local_backend_are_pickled_with_their_bytes(store):
-    data = shard(DataProto.from_dict({"x": torch.arange(4)}), 2)
-    dumped = pickle.dumps(data)
-    del data
-    assert store.objects_held == 0
-    assert pickle.loads(dumped).batch["x"].tolist() == [0, 1, 2, 3]

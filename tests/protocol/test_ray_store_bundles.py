@@ -46,16 +46,6 @@ def test_a_cluster_started_by_quadriga_frees_objects_soon(monkeypatch, mine, fou
     assert seen == [found]
 
 
-@pytest.mark.parametrize("asked", [None, True, False])
-def test_the_dashboard_is_started_if_the_caller_asks(monkeypatch, asked):
-    seen = []
-    monkeypatch.setattr(cluster.os, "environ", {"RAY_AUTH_MODE": "disabled"})
-    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(cluster.ray, "init", lambda **given: seen.append(given))
-    cluster.ensure_ray(**({} if asked is None else {"include_dashboard": asked}))
-    assert [given["include_dashboard"] for given in seen] == [bool(asked)]
-
-
 def test_handles_of_one_object_return_their_own_values(monkeypatch):
     kept: list[object] = []
     monkeypatch.setattr(ray_store.ray, "put", lambda value: kept.append(value) or len(kept) - 1)

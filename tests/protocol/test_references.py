@@ -14,7 +14,6 @@ from tensordict import TensorDict
 from quadriga.errors import FieldError, LostObjectError
 from quadriga.protocol import (
     DataProto,
-    DataProtoConfig,
     DataProtoFuture,
     Origin,
     current_store,
@@ -172,17 +171,6 @@ def test_objects_inside_arrays_and_meta_info_are_private(store, monkeypatch):
             assert other.meta_info["array"].tolist() == other.meta_info["t"].tolist() == [0, 0]
 
 
-def test_a_result_is_a_snapshot(store):
-    """A worker may write into a tensor after it has returned it."""
-    for limit in (-1, 10**6):
-        message.INLINE_BYTES, before = limit, message.INLINE_BYTES
-        kept = torch.zeros(4)
-        reply = pack_result(DataProto.from_dict({"x": kept}), Origin("actor", 0, "m"))
-        kept += 1
-        message.INLINE_BYTES = before
-        assert unpack_result(reply).batch["x"].tolist() == [0, 0, 0, 0]
-
-
 def test_fields_that_a_worker_does_not_read_are_returned_as_references(store):
     data = shard(batch(), 2)
     traffic.reset()
@@ -222,29 +210,11 @@ def test_500_steps_leave_no_bytes_in_the_store(store):
     assert store.objects_held == 0 and store.bytes_held == 0
 
 
-def test_small_fields_are_sent_in_the_message_and_are_local(store, monkeypatch):
-    monkeypatch.setattr(message, "INLINE_BYTES", 64)
-    data = shard(batch(16), 2)
-    assert isinstance(data.batch, RemoteBatch) and store.objects_held == 2 * 3  # wide, rag, s
-    small = data.select(["x"], ["score"])
-    assert isinstance(small.batch, TensorDict) and type(small.non_tensor_batch) is dict
-    assert isinstance(shard(batch(2), 2).batch, TensorDict)
-
-
 def replies(data: DataProto, ranks: int) -> list[Done]:
     return [
         Done(pack_result(part, Origin("rollout", r, "generate")))
         for r, part in enumerate(data.chunk(ranks))
     ]
-
-
-def test_local_and_remote_parts_are_concatenated_as_references(store):
-    first, second = shard(batch(4), 1), batch(4)
-    joined = DataProto.concat([first, second])
-    second.batch["x"] += 100
-    assert isinstance(joined.batch, RemoteBatch)
-    for part in as_argument(joined, 2):
-        assert part.batch["x"].tolist() == [0, 1, 2, 3]
 
 
 def test_a_remote_batch_reads_like_a_tensordict(store):
@@ -353,13 +323,6 @@ def test_futures_join(store):
         replies(batch(4), 2), collect_fn=lambda outs: DataProto.concat(outs[::-1])
     )
     assert own.get().batch["x"].tolist() == [2, 3, 0, 1]
-
-
-def test_a_future_is_split_unevenly_if_padding_was_enabled(store):
-    DataProtoConfig.auto_padding = True
-    parts = DataProtoFuture(replies(batch(8), 2)).chunk(3)
-    DataProtoConfig.auto_padding = False  # as in the worker that reads the part
-    assert [part.get().batch["x"].tolist() for part in parts] == [[0, 1, 2], [3, 4, 5], [6, 7]]
 
 
 def test_futures_of_tensordicts_and_of_other_types(store):

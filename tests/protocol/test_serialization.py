@@ -107,22 +107,6 @@ def test_pickling_copies_no_tensor_and_does_not_use_the_pickle_format_of_torch()
     assert np.frombuffer(buffers[0], dtype=np.float32)[0] == 7
 
 
-def test_large_pickled_fields_are_decoded_when_they_are_read():
-    data = pickle.loads(pickle.dumps(DataProto.from_dict({"v": torch.zeros(70_000)})))
-    assert "remote" in repr(data.batch)
-    assert data[5:7].batch["v"].tolist() == [0, 0]
-    half = pickle.dumps(data[:10])
-    assert len(half) < 2000
-
-
-def test_the_halves_of_a_batch_can_be_pickled(store):
-    from protocol_cases import shard
-
-    data = shard(DataProto.from_dict({"v": torch.arange(4)}, {"s": list("abcd")}), 2)
-    batch, arrays = pickle.loads(pickle.dumps((data.batch, data.non_tensor_batch)))
-    assert batch["v"].tolist() == [0, 1, 2, 3] and list(arrays["s"]) == list("abcd")
-
-
 def test_plain_tensordicts_are_sent(store):
     td = TensorDict({"v": torch.arange(4), "j": TENSORS["jagged"]}, [4])
     for back in (

@@ -91,15 +91,11 @@ class AttentionBlock:
 
     def to(self, device: torch.device) -> AttentionBlock:
         """Return the same block with its tensors on `device`."""
-        queries = self.queries.to(device, non_blocking=True)
-        if self.first_query is None or self.mask is None:
-            return AttentionBlock(queries, queries)
-        return AttentionBlock(
-            queries,
-            self.keys.to(device, non_blocking=True),
-            self.first_query.to(device, non_blocking=True),
-            self.mask.to(device, non_blocking=True),
-        )
+        tensors = (self.queries, self.keys, self.first_query, self.mask)
+        moved = [t if t is None else t.to(device, non_blocking=True) for t in tensors]
+        queries, keys, first_query, mask = moved
+        assert queries is not None and keys is not None
+        return AttentionBlock(queries, keys, first_query, mask)
 
     def query_columns(self) -> Tensor:
         """Return the columns [b or 1, Lq] of the query slots in their own rows."""

@@ -280,25 +280,6 @@ def _columns(width: int, round_number: int) -> NDArray[np.int64]:
 LengthsLike = Sequence[int] | Sequence[float] | NDArray[np.generic]
 
 
-@dataclass(frozen=True)
-class BalanceStats:
-    """Token counts of the partitions, before and after balancing.
-
-    Attributes:
-        spread: largest minus smallest sum of a partition, in the unit of the lengths.
-        before_spread: the same for contiguous partitions with equal numbers of items.
-        largest, smallest, mean: sums of the partitions.
-        imbalance: largest / mean. 1 is perfect; the excess is idle time of the other ranks.
-    """
-
-    spread: float
-    before_spread: float
-    largest: float
-    smallest: float
-    mean: float
-    imbalance: float
-
-
 def get_seqlen_balanced_partitions(
     seqlen_list: LengthsLike, k_partitions: int, equal_size: bool
 ) -> list[list[int]]:
@@ -438,28 +419,6 @@ def _first_fit_decreasing(lengths: NDArray[np.float64], budget: float) -> list[l
         micro_batches[number].append(index)
         left[number] -= lengths[index]
     return micro_batches
-
-
-def balance_stats(seqlen_list: LengthsLike, partitions: Sequence[Sequence[int]]) -> BalanceStats:
-    """Measure the balance of `partitions`, and that of contiguous partitions for comparison.
-
-    Raises:
-        LengthError: `partitions` is empty.
-    """
-    lengths = np.asarray(seqlen_list, dtype=np.float64).ravel()
-    if not partitions:
-        raise LengthError("There are no partitions to measure.", parts=0)
-    sums = np.array([lengths[list(partition)].sum() for partition in partitions])
-    before = np.array([chunk.sum() for chunk in np.array_split(lengths, len(partitions))])
-    mean = float(sums.mean())
-    return BalanceStats(
-        spread=float(sums.max() - sums.min()),
-        before_spread=float(before.max() - before.min()),
-        largest=float(sums.max()),
-        smallest=float(sums.min()),
-        mean=mean,
-        imbalance=float(sums.max()) / mean if mean else 1.0,
-    )
 
 
 Rows = list[int]

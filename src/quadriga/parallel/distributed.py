@@ -77,14 +77,14 @@ def init_distributed(device_name: str = "cpu", *, timeout_s: float = 600.0) -> N
         dist.init_process_group(backend, timeout=timeout)
         return
     own_rank = _number_of("RANK", 0)
-    store = _tcp_store(
-        _LOOPBACK if one_node else os.environ["MASTER_ADDR"],
-        _number_of("MASTER_PORT", 0),
-        own_rank,
-        world_size,
-        timeout,
-        several_nodes=bool(local_size) and not one_node,
-    )
+    address = _LOOPBACK if one_node else os.environ["MASTER_ADDR"]
+    port, several_nodes = _number_of("MASTER_PORT", 0), bool(local_size) and not one_node
+    if own_rank > 0:
+        store = TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+    else:
+        store, _ = serve_store(
+            address, world_size, timeout, several_nodes=several_nodes, port=port, waits=True
+        )
     dist.init_process_group(
         backend, store=store, rank=own_rank, world_size=world_size, timeout=timeout
     )
@@ -102,22 +102,32 @@ class Collectives(Protocol):
 
 
 def serve_store(
-    address: str, world_size: int, timeout: timedelta, *, several_nodes: bool
+    address: str,
+    world_size: int,
+    timeout: timedelta,
+    *,
+    several_nodes: bool,
+    port: int = 0,
+    waits: bool = False,
 ) -> tuple[TCPStore, int]:
-    """Serve a store on a free port of `address` only; return it and the port. Does not wait.
+    """Serve a store on a port of `address` only, 0 for any free one; return it and the port.
+
+    By default torch listens on every address of the machine, and the store has no authentication:
+    every process that can connect can read and change the keys. `waits`: for all other ranks.
 
     Raises:
         CollectiveError: the address is not one of this machine, or not one that other nodes reach.
     """
-    listener = _listen(address, 0, several_nodes=several_nodes)
+    listener = _listen(address, port, several_nodes=several_nodes)
     port = int(listener.getsockname()[1])
+    # The store takes the socket over and closes it.
     store = TCPStore(
         address,
         port,
         world_size,
         is_master=True,
         timeout=timeout,
-        wait_for_workers=False,
+        wait_for_workers=waits,
         master_listen_fd=listener.detach(),
     )
     return store, port
@@ -174,34 +184,6 @@ def _number_of(variable: str, default: int) -> int:
         raise CollectiveError(
             f"the environment variable {variable} must be a whole number, got {given!r}"
         ) from None
-
-
-def _tcp_store(
-    address: str,
-    port: int,
-    own_rank: int,
-    world_size: int,
-    timeout: timedelta,
-    *,
-    several_nodes: bool,
-) -> TCPStore:
-    """Return the store in which the ranks find each other. Rank 0 serves it on `address` only.
-
-    By default torch listens on every address of the machine, and the store has no authentication:
-    every process that can connect can read and change the keys.
-    """
-    if own_rank > 0:
-        return TCPStore(address, port, world_size, is_master=False, timeout=timeout)
-    listener = _listen(address, port, several_nodes=several_nodes)
-    # The store takes the socket over and closes it.
-    return TCPStore(
-        address,
-        port,
-        world_size,
-        is_master=True,
-        timeout=timeout,
-        master_listen_fd=listener.detach(),
-    )
 
 
 def _listen(address: str, port: int, *, several_nodes: bool) -> socket.socket:

@@ -130,15 +130,9 @@ class PackedBatch:
         """Return the same batch with every tensor but those of `rows` on `device`."""
         if self.input_ids.device == device:
             return self
-        return PackedBatch(
-            input_ids=self.input_ids.to(device, non_blocking=True),
-            position_ids=self.position_ids.to(device, non_blocking=True),
-            rows=self.rows,
-            predictors=self.predictors.to(device, non_blocking=True),
-            labels=self.labels.to(device, non_blocking=True),
-            target_index=self.target_index.to(device, non_blocking=True),
-            shape=self.shape,
-        )
+        names = ("input_ids", "position_ids", "predictors", "labels", "target_index")
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        return replace(self, **moved)
 
 
 def in_equal_slices(packed: PackedBatch, count: int) -> PackedBatch:
@@ -320,13 +314,9 @@ class AlignedBatch:
     def to(self, device: torch.device) -> AlignedBatch:
         """Return the same batch with every tensor on `device`."""
         row, column = self.predictors
-        return AlignedBatch(
-            self.input_ids.to(device, non_blocking=True),
-            (row.to(device, non_blocking=True), column.to(device, non_blocking=True)),
-            self.labels.to(device, non_blocking=True),
-            self.target_index.to(device, non_blocking=True),
-            self.shape,
-        )
+        tensors = (self.input_ids, row, column, self.labels, self.target_index)
+        input_ids, row, column, labels, index = (t.to(device, non_blocking=True) for t in tensors)
+        return AlignedBatch(input_ids, (row, column), labels, index, self.shape)
 
 
 def left_align(input_ids: Tensor, attention_mask: Tensor, response_mask: Tensor) -> AlignedBatch:

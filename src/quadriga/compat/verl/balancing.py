@@ -13,7 +13,6 @@ from tensordict import TensorDict
 from quadriga.compat.verl.tensordicts import select_rows
 from quadriga.errors import LengthError
 from quadriga.parallel.balancing import (
-    balance_stats,
     get_seqlen_balanced_partitions,
     token_budget_micro_batches,
 )
@@ -77,14 +76,14 @@ def log_seqlen_unbalance(
     """
     size = len(seqlen_list) // len(partitions)
     before = [sum(seqlen_list[i * size : (i + 1) * size]) for i in range(len(partitions))]
-    stats = balance_stats(seqlen_list, partitions)
+    after = [sum(seqlen_list[i] for i in partition) for partition in partitions]
     return {
         f"{prefix}/min": min(before),
         f"{prefix}/max": max(before),
         f"{prefix}/minmax_diff": max(before) - min(before),
-        f"{prefix}/balanced_min": stats.smallest,
-        f"{prefix}/balanced_max": stats.largest,
-        f"{prefix}/mean": stats.mean,
+        f"{prefix}/balanced_min": min(after),
+        f"{prefix}/balanced_max": max(after),
+        f"{prefix}/mean": sum(after) / len(after),
     }
 
 
