@@ -19,7 +19,7 @@ from quadriga.protocol import columns
 from quadriga.protocol.columns import Column, Columns, RemoteColumn, is_remote, local_value
 from quadriga.protocol.encoding import current_device
 from quadriga.protocol.rows import RowSelection
-from quadriga.protocol.storage import Array, LocalHandle
+from quadriga.protocol.storage import Array
 from quadriga.protocol.values import (
     LocalValue,
     as_tensordict,
@@ -702,7 +702,7 @@ def _nbytes(column: Column) -> int:
 
 
 def _stored(column: Column) -> str:
-    if not is_remote(column) or all(type(handle) is LocalHandle for handle in column.handles):
+    if not is_remote(column):
         return _LOCAL
     origins = [shard.origin for shard in column.row_map.shards]
     nodes = sorted({origin.node for origin in origins if origin.node})
