@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from quadriga.algorithms.advantages import ADVANTAGES, compute_advantages
-from quadriga.algorithms.checks import require_finite
 from quadriga.algorithms.policy_losses import (
     POLICY_LOSSES,
     compute_policy_loss,
     get_policy_loss,
     select_tokens,
 )
+from quadriga.algorithms.tensors import require_finite
 from quadriga.errors import (
     AlgorithmError,
     GroupError,

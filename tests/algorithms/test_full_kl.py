@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from quadriga.algorithms import full_kl
+from quadriga.algorithms.aggregation import merge_partials
 from quadriga.algorithms.full_kl import kl_full
 from quadriga.algorithms.kl import kl_estimate, kl_loss, penalise_rewards
-from quadriga.algorithms.partial import merge_partials
 from quadriga.errors import AlgorithmError, NonFiniteError, ShapeError
 
 

@@ -10,6 +10,7 @@ import torch
 from algorithm_cases import NAN, Case, cases
 from hypothesis import given, settings
 
+from quadriga.algorithms.aggregation import merge_partials
 from quadriga.algorithms.importance import (
     LEVELS,
     MODES,
@@ -20,7 +21,6 @@ from quadriga.algorithms.importance import (
     mismatch_of_statistics,
     mismatch_statistics,
 )
-from quadriga.algorithms.partial import merge_partials
 from quadriga.errors import AlgorithmError, NonFiniteError, UnknownNameError
 
 # Weights w of the tokens: 2 and 1/2 in row 0, 4 in row 1; row 2 has no token.

@@ -9,6 +9,7 @@ import torch
 from algorithm_cases import Case, cases
 from hypothesis import given, settings
 
+from quadriga.algorithms.aggregation import merge_partials
 from quadriga.algorithms.kl import (
     ALIASES,
     SAMPLED_ESTIMATORS,
@@ -18,7 +19,6 @@ from quadriga.algorithms.kl import (
     make_kl_controller,
     penalise_rewards,
 )
-from quadriga.algorithms.partial import merge_partials
 from quadriga.errors import AlgorithmError, ShapeError, UnknownNameError
 
 # Value and derivative at d = log π − log π_ref, from the definitions.

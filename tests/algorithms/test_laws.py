@@ -13,10 +13,9 @@ from hypothesis import assume, given, settings, strategies as st
 from torch import Tensor
 
 from quadriga.algorithms.advantages import ADVANTAGES, compute_advantages
-from quadriga.algorithms.aggregation import AGGREGATIONS, aggregate, count_mask
+from quadriga.algorithms.aggregation import AGGREGATIONS, aggregate, count_mask, merge_partials
 from quadriga.algorithms.entropy import entropy_bonus
 from quadriga.algorithms.kl import kl_loss
-from quadriga.algorithms.partial import merge_partials
 from quadriga.algorithms.policy_losses import POLICY_LOSSES, compute_policy_loss, select_tokens
 from quadriga.algorithms.value_loss import value_loss
 

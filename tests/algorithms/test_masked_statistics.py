@@ -10,10 +10,13 @@ import torch
 from algorithm_cases import NAN, Case, cases
 from hypothesis import given, settings, strategies as st
 
-from quadriga.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
-from quadriga.algorithms.partial import Partial, merge_partials
-from quadriga.algorithms.scan import (
+from quadriga.algorithms.aggregation import Partial, merge_partials
+from quadriga.algorithms.tensors import (
     is_left_aligned,
+    masked_mean,
+    masked_sum,
+    masked_var,
+    masked_whiten,
     pack_left,
     reverse_discounted_sum,
     unpack_left,

@@ -11,8 +11,8 @@ from algorithm_cases import Case, cases
 from hypothesis import given, settings
 from torch import Tensor
 
+from quadriga.algorithms.aggregation import merge_partials
 from quadriga.algorithms.clipped_losses import PolicyLoss
-from quadriga.algorithms.partial import merge_partials
 from quadriga.algorithms.policy_losses import (
     ALIASES,
     POLICY_LOSSES,

@@ -7,15 +7,12 @@ import ray
 from omegaconf import OmegaConf
 
 from quadriga.compat.verl.config import number
-from quadriga.compat.verl.controller.pools import ResourcePoolManager
 from quadriga.compat.verl.training import trainer
 from quadriga.compat.verl.training.run_settings import need_critic, need_reference_policy
 from quadriga.compat.verl.training.trainer import TaskRunner, run_ppo
 from quadriga.compat.verl_settings import plain_values
-from quadriga.config.role_ranks import num_ranks
 from quadriga.errors import ConfigError
 from quadriga.single_controller import Worker
-from quadriga.trainer.roles.placement import Role
 
 
 class Started(Exception):
@@ -126,22 +123,3 @@ def test_what_is_no_runner_is_refused(no_ray):
             run_ppo({}, runner)
     with pytest.raises(Started):
         run_ppo({}, None)  # verl's default
-
-
-def test_the_batches_of_a_program_fit_its_pools(tmp_path, monkeypatch):
-    """Three ranks of the settings would not divide the batch; the two of the pool do."""
-    from quadriga.trainer.ppo import RayPPOTrainer as QuadrigaTrainer
-
-    monkeypatch.setattr(QuadrigaTrainer, "__init__", lambda self, config, **options: None)
-    checked = []
-    monkeypatch.setattr(trainer, "check_settings", checked.append)
-    settings = {
-        "data": {"train_batch_size": 4},
-        "actor_rollout_ref": {"rollout": {"n": 2}},
-        "algorithm": {"adv_estimator": "grpo"},
-        "trainer": {"n_gpus_per_node": 3},
-    }
-    pools = ResourcePoolManager({"a": [2]}, {Role.ActorRollout: "a"})
-    trainer.RayPPOTrainer(settings, resource_pool_manager=pools)
-    trainer.RayPPOTrainer(settings)
-    assert [num_ranks(config, "actor") for config in checked] == [2, 3]

@@ -17,7 +17,7 @@ from quadriga.engines.fsdp import FSDPEngine
 from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.protocol import fields
 from quadriga.workers.method_fields import UPDATE_SFT
-from quadriga.workers.objectives import BatchCounts, SupervisedObjective
+from quadriga.workers.updates import BatchCounts, SupervisedObjective
 
 
 def by_hand(user: str, assistant: str, end: str, rest: str, first: str = ""):

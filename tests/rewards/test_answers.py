@@ -2,7 +2,7 @@
 
 import pytest
 
-from quadriga.rewards.answers import marked_answer
+from quadriga.rewards.functions import marked_answer
 
 
 @pytest.mark.parametrize(

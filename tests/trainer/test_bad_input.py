@@ -214,34 +214,3 @@ def test_more_ranks_than_the_node_can_hold_are_reported(train_overrides) -> None
 def test_a_refused_run_leaves_no_run_folder(refused, tmp_path) -> None:
     refused("algorithm.adv_estimator=nothing")
     assert not (tmp_path / "run").exists()
-
-
-ENDS_THE_RUN = """
-import ctypes, os
-from quadriga.algorithms.advantages import register_advantage
-
-@register_advantage("ends", formula="none")
-def ends(token_level_rewards_BT, response_mask_BT):
-    {call}
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("call", "code"), [("os._exit(0)", 1), ("ctypes.CDLL(None)._exit(0)", 0)])
-def test_a_run_that_an_estimator_ends_leaves_its_lock_and_no_model(
-    train_overrides, tmp_path, call, code
-) -> None:
-    file = tmp_path / "ends.py"
-    file.write_text(ENDS_THE_RUN.format(call=call))
-    more = [f"algorithm.user_files=[{file}]", "algorithm.adv_estimator=ends"]
-    done = subprocess.run(
-        [sys.executable, "-m", "quadriga.cli.main", "train", *train_overrides, *more],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == code, done.stderr
-    assert ("the exit code is 1" in done.stderr) == bool(code)
-    assert (tmp_path / "run" / "run.lock").exists()
-    assert not (tmp_path / "run" / "model").exists()

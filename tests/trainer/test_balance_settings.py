@@ -12,7 +12,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ModelError
 from quadriga.parallel.costs import TOKENS
-from quadriga.trainer.balancing import Balance, balance_of
+from quadriga.trainer.stages import Balance, balance_of
 
 ACTOR = "actor_rollout_ref.actor"
 

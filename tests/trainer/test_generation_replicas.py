@@ -12,7 +12,6 @@ import quadriga.rollout
 from fake_rollout import FakeRollout, Fault
 from quadriga.config.commands import EvalConfig, GenerateConfig
 from quadriga.config.loading import load_config
-from quadriga.errors import InputError
 from quadriga.rollout.guard import GuardedRollout
 from quadriga.trainer import replicas as rollout
 from quadriga.trainer.evaluation import generate as ranks
@@ -172,18 +171,3 @@ def test_every_fault_of_an_engine_in_the_middle_loses_no_response(
     assert "replica 1 of the rollout is lost, 1 of 2 are left" in caplog.text
     for engine in built:
         engine.close()  # the thread of a call that is late ends
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ([*TWO, "rollout.replicas.request_rows=0"], "request_rows must be at least 1, got 0"),
-        ([*TWO, "rollout.replicas.prefix_shares=1"], "prefix_share"),
-    ],
-)
-def test_settings_of_replicas_that_do_not_fit_are_refused_before_the_start(
-    generate, started, more, message
-):
-    with pytest.raises(InputError, match=message):
-        generate(*more)
-    assert not started

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
@@ -142,43 +141,6 @@ def test_fine_tuning_names_the_setting(capsys, tiny_task, tmp_path, available, c
         assert main([command, *shared, *more]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and said in error, error
-
-
-@pytest.mark.parametrize("command", ["sft", "rm"])
-@pytest.mark.parametrize(
-    "tensor, help_named",
-    [
-        (1, "set engine.tensor_parallel_size=2 ("),
-        (2, "use fewer ranks of a node, or a smaller model"),  # both ranks divide it already
-    ],
-)
-def test_the_memory_of_fine_tuning_is_planned_and_refused(
-    capsys, tiny_task, tmp_path, available, command, tensor, help_named
-):
-    files = tmp_path / "pairs.jsonl"
-    pair = {name: [{"role": "user", "content": "3 + 4"}, {"role": "assistant", "content": answer}]
-            for name, answer in (("chosen", "#### 7"), ("rejected", "#### 8"))}  # fmt: skip
-    files.write_text(8 * (json.dumps(pair) + "\n"))
-    if command == "sft":
-        files = tiny_task.data("sft")
-    given = [
-        f"model.path={tiny_task.model}", f"data.train_files={files}", "data.train_batch_size=4",
-        "trainer.n_gpus_per_node=2", "trainer.device_memory_gb=1.00001", "engine.name=megatron",
-        "model.gradient_checkpointing=true", "data.micro_batch_size_per_gpu=1",
-        f"engine.tensor_parallel_size={tensor}", f"trainer.default_local_dir={tmp_path / 'run'}",
-    ]  # fmt: skip
-    # The two processes need 1 GiB, and the parameters more than the 10 KiB that are left.
-    assert main(["plan", command, *given]) == 0
-    printed = capsys.readouterr().out
-    role = "actor" if command == "sft" else "reward_model"
-    rows = {line.strip().split("  ")[0]: line.split()[2:] for line in printed.splitlines()}
-    assert rows[f"{role} parameters"] == rows[f"{role} gradients"], printed
-    assert f"{role} optimizer states" in rows
-    shared = "4, 2 on each of 2 " if tensor == 1 else "4, 4 on each of 1 data ranks"
-    assert "not counted" not in printed and shared in printed, printed
-    assert main([command, *given]) == 2
-    error = capsys.readouterr().err
-    assert help_named in error, error
 
 
 def test_the_memory_of_a_run_is_planned(train_overrides, available):

@@ -12,7 +12,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import MismatchError, WorkerError
 from quadriga.rollout.hf.engine import HFRollout
-from quadriga.trainer.stages import MismatchWatch
+from quadriga.trainer.ppo import MismatchWatch
 
 ROLLOUT = "actor_rollout_ref.rollout"
 MISMATCH = f"{ROLLOUT}.mismatch"

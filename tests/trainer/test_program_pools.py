@@ -24,13 +24,13 @@ def trainer_of(overrides, spec, mapping, *more):
 @pytest.mark.parametrize(
     ("spec", "mapping", "more", "message"),
     [
-        ({"a": [3]}, ONE, (), r"16 sequences do not divide over 3 ranks .*pool 'a' has 3 ranks"),
+        ({"a": [3]}, ONE, (), r"16 sequences do not divide over 3 ranks .* the pools {'a': \[3\]"),
         ({"a": [2, 1]}, ONE, (), "do not divide over 3 ranks"),
         (
             {"a": [1], "b": [3]},
             {**ONE, Role.Critic: "b"},
             (),
-            r"16 sequences do not divide over 3 ranks .*pool 'b' has 3 ranks for critic",
+            r"16 sequences do not divide over 3 ranks .* pools {'a': \[1\], 'b': \[3\]",
         ),
         (
             {"a": [2]},

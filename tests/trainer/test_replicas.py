@@ -16,7 +16,6 @@ from quadriga.errors import (
     RolloutDiedError,
     RolloutInputError,
     RolloutTimeoutError,
-    UnknownSettingError,
     WorkerError,
     WorkerMethodError,
 )
@@ -281,13 +280,6 @@ class TestSettings:
         [
             ([f"{KEY}.enable=true"], ConfigError, "only the rollout runs, .* of actor"),
             ([*APART, f"{KEY}.request_rows=0"], ConfigError, "request_rows must be at least 1"),
-            ([*APART, f"{KEY}.requests_in_flight=0"], ConfigError, "must be at least 1, got 0"),
-            ([*APART, f"{KEY}.prefix_share=1.5"], ConfigError, "at least 0 and at most 1"),
-            ([*APART, f"{KEY}.restarts=-1"], ConfigError, "restarts must be at least 0"),
-            ([*APART, f"{KEY}.restart=1"], UnknownSettingError, r"replicas\.restarts"),
-            ([*APART, f"{KEY}.prefix_shares=1"], UnknownSettingError, r"replicas\.prefix_share"),
-            ([*APART, f"{KEY}.requests_rows=1"], UnknownSettingError, "replicas.request_rows"),
-            ([*APART, f"{KEY}.request_in_flight=1"], UnknownSettingError, "requests_in_flight"),
             (
                 [*APART, "actor_rollout_ref.rollout.weight_transport=collective",
                  "trainer.backend=ray"],

@@ -8,7 +8,7 @@ from run_cases import metrics_of_run, timeless, two_steps
 from quadriga.backends import get_backend
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
-from quadriga.errors import ConfigError, WorkerDiedError, WorkerError
+from quadriga.errors import WorkerDiedError, WorkerError
 from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.trainer.roles.placement import ResourcePoolManager, Role
 from quadriga.trainer.worker_groups import WeightLink
@@ -122,12 +122,6 @@ def test_a_reference_on_a_pool_of_its_own_runs_there(train_overrides) -> None:
         assert groups.ref is not groups.actor and groups.rollout is groups.actor
     finally:
         trainer.close()
-
-
-def test_engines_take_turns_only_in_one_process(train_overrides) -> None:
-    taking_turns = "actor_rollout_ref.rollout.take_turns=true"
-    with pytest.raises(ConfigError, match="take_turns=true is for actor and rollout in one"):
-        trainer_of(train_overrides, taking_turns, Actor="a", Rollout="b")
 
 
 class OtherWeights:

@@ -274,14 +274,6 @@ def test_a_stop_token_outside_the_vocabulary_is_refused_by_every_command(
         assert f"{rows} tokens with the ids 0 to {rows - 1}" in line, line
 
 
-def test_stop_tokens_of_a_validation_that_does_not_run_are_not_checked(tiny_task) -> None:
-    unread = "actor_rollout_ref.rollout.val_sampling.stop_token_ids=[99999]"
-    _ingredients(tiny_task, unread)
-    with pytest.raises(ConfigError, match=r"val_sampling\.stop_token_ids") as caught:
-        _ingredients(tiny_task, unread, f"data.val_files={tiny_task.data('test')}")
-    assert caught.value.key == "actor_rollout_ref.rollout.val_sampling.stop_token_ids"
-
-
 def test_the_embedding_of_the_critic_is_checked(refused, train_overrides, tiny_task, model) -> None:
     """The tokenizer belongs to the actor's model; here the critic's embedding is too small."""
     config = json.loads((model / "config.json").read_text())
@@ -335,24 +327,6 @@ def test_a_special_token_that_never_occurs_may_be_beyond_the_embedding(model) ->
         check_vocabulary(model, tokenizer, largest_id=beyond - 1)
 
 
-@pytest.mark.nightly
-def test_without_a_padding_token_the_end_token_pads_and_no_number_changes(
-    run, model, tmp_path
-) -> None:
-    """Padding is masked, so its token id has no effect."""
-    path = model / "tokenizer_config.json"
-    settings = json.loads(path.read_text())
-    del settings["pad_token"]
-    path.write_text(json.dumps(settings))
-    names = ("reward/mean", "actor/loss", "actor/grad_norm", "response_length/mean")
-    with_pad = run()
-    without = run(
-        f"actor_rollout_ref.model.path={model}", f"trainer.default_local_dir={tmp_path}/b"
-    )
-    for ours, theirs in zip(with_pad, without, strict=True):
-        assert [ours.get(name) for name in names] == [theirs.get(name) for name in names]
-
-
 def test_without_a_padding_token_and_an_end_token_a_model_is_refused(
     refused, train_overrides, model
 ) -> None:
@@ -362,9 +336,3 @@ def test_without_a_padding_token_and_an_end_token_a_model_is_refused(
     path.write_text(json.dumps(settings))
     line = refused("train", *train_overrides, f"actor_rollout_ref.model.path={model}")
     assert "has no end token" in line and str(model) in line
-
-
-def test_the_errors_are_of_the_declared_types(tiny_task, model) -> None:
-    with pytest.raises(ConfigError) as caught:
-        _ingredients(tiny_task, f"{ACTOR}.engine.{BUDGET}=1")
-    assert caught.value.key == f"{ACTOR}.engine.{BUDGET}"

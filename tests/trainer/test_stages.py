@@ -12,7 +12,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import AlgorithmConfig
 from quadriga.protocol import DataProto, DataProtoFuture, fields
 from quadriga.trainer import stages
-from quadriga.trainer.balancing import Balance
+from quadriga.trainer.stages import Balance
 
 # Three prompt groups of two responses: a (both wrong, one of them long), b (one right), c (both
 # right).
@@ -256,6 +256,9 @@ class Pending:
 
     def result(self) -> DataProto:
         return self.value
+
+    @staticmethod
+    def wait_all(pendings: list[Pending], timeout: float | None = None) -> None: ...
 
 
 @pytest.mark.parametrize("returns", ["batch", "future"])

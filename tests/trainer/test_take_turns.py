@@ -52,18 +52,6 @@ def test_the_loop_switches_around_every_generation(run, calls) -> None:
         assert all(0.05 < row[name] < 100 for name in MEMORY)
 
 
-def test_a_worker_of_a_user_may_measure_nothing(run, monkeypatch) -> None:
-    for name in ("rollout_mode", "trainer_mode"):
-        original = getattr(ActorRolloutRefWorker, name)
-
-        def silent(self, _original=original):
-            _original(self)
-
-        vars(silent).update(vars(original))
-        monkeypatch.setattr(ActorRolloutRefWorker, name, silent)
-    assert not any(set(MEMORY) & set(row) for row in run(f"{TURNS}=true"))
-
-
 def test_taking_turns_changes_no_number(run, tmp_path) -> None:
     names = ("reward/mean", "actor/loss", "actor/grad_norm", "val/score")
     plain = run()

@@ -29,7 +29,7 @@ from quadriga.trainer import dataflow
 from quadriga.trainer.dataflow import added_until_scores
 from quadriga.trainer.preflight import check_settings
 from quadriga.trainer.roles.registry import PlacedStage, RoleStage
-from quadriga.workers.objectives import mask_with_advantage, skips_zero_advantages
+from quadriga.workers.updates import mask_with_advantage, skips_zero_advantages
 
 ACTOR = "actor_rollout_ref.actor"
 SETTING = f"{ACTOR}.skip_zero_advantages"

@@ -10,12 +10,11 @@ from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.rewards import RewardManager
 from quadriga.single_controller import WorkerGroup
 from quadriga.trainer import stages
-from quadriga.trainer.balancing import Balance
 from quadriga.trainer.fine_tuning.sft import SFTTrainer
 from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.trainer.record import RunRecord, StageResult
 from quadriga.trainer.sampling import Sampler
-from quadriga.trainer.stages import BatchReward
+from quadriga.trainer.stages import Balance, BatchReward
 from quadriga.workers.roles import ActorGroup, GroupMethod, SFTGroup
 
 

@@ -14,7 +14,7 @@ from quadriga.models.images import MultiModalRows
 from quadriga.protocol import DataProto, fields, pad_dataproto_to_divisor, unpad_dataproto
 from quadriga.single_controller import Dispatch, Worker, register
 from quadriga.trainer import stages
-from quadriga.trainer.balancing import Balance
+from quadriga.trainer.stages import Balance
 
 
 class Reader(Worker):

@@ -129,8 +129,14 @@ SCORER = "reward_model.enable=true"
 REFUSED = {
     "vllm": (["actor_rollout_ref.rollout.name=vllm"], "vllm"),
     "sglang": (["actor_rollout_ref.rollout.name=sglang"], "sglang"),
-    "a critic": (["algorithm.adv_estimator=gae"], "the critic of algorithm.adv_estimator=gae can"),
-    "a reward model": ([SCORER, "reward_model.model.path=x"], "the reward model cannot compute im"),
+    "a critic": (
+        ["algorithm.adv_estimator=gae"],
+        "adv_estimator=gae has a critic, which computes text only",
+    ),
+    "a reward model": (
+        [SCORER, "reward_model.model.path=x"],
+        "reward_model.enable=true computes text only",
+    ),
 }
 
 

@@ -21,7 +21,7 @@ from quadriga.config.schema import (
 )
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.protocol import DataProto, fields
-from quadriga.trainer.balancing import Arrangement, Balance
+from quadriga.trainer.stages import Arrangement, Balance
 from quadriga.workers.updates import update_policy
 from rank_groups import spawn_ranks
 

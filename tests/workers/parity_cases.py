@@ -27,7 +27,7 @@ from quadriga.config.schema import (
 )
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.protocol import DataProto, fields
-from quadriga.trainer.balancing import Balance
+from quadriga.trainer.stages import Balance
 from quadriga.workers.updates import update_policy
 
 P, R = 9, 6

@@ -7,7 +7,7 @@ import pytest
 import torch
 from padded_cases import CASES
 
-from quadriga.algorithms.partial import merge_partials
+from quadriga.algorithms.aggregation import merge_partials
 from quadriga.backends import get_backend
 from quadriga.errors import LengthError
 from quadriga.protocol import DataProto

@@ -4,8 +4,8 @@ Advantages and rewards, in the order in which a training step uses them:
 
 - `shaping`: over-long penalty, clipping and whitening of rewards; zero-variance prompt groups.
 - `dynamic_sampling`: mask or refill zero-variance prompt groups.
-- `advantages`: the table of estimators and `compute_advantages`. The estimators are in
-  `return_advantages` (GAE, REINFORCE++, ReMax) and `group_advantages` (GRPO, RLOO and others).
+- `advantages`: the estimators from returns (GAE, REINFORCE++, ReMax) and from prompt groups (GRPO,
+  RLOO and others), their table, and `compute_advantages`.
 - `importance`: weights and metrics for the mismatch between rollout and training engine.
 
 Losses:
@@ -13,12 +13,12 @@ Losses:
 - `policy_losses`: the table of policy losses and `compute_policy_loss`. The losses are in
   `clipped_losses`, `sequence_losses` and `covariance_losses`.
 - `kl`, `full_kl`, `entropy`, `value_loss`: the other terms of the actor's and the critic's loss.
-- `aggregation`: from the loss of each token to one number.
-- `partial`: metrics that can be merged over micro-batches and ranks.
+- `aggregation`: from the loss of each token to one number; metrics that can be merged over
+  micro-batches and ranks.
 
-Building blocks: `checks` (validation of tensors), `masked` (masked statistics), `groups` (prompt
-groups), `scan` (discounted sums), `registry` (lookups in tables), `user_files` (a user's own
-estimators and losses), `catalog` (all tables as rows).
+Building blocks: `tensors` (validation, masked statistics, prompt groups, discounted sums),
+`registry` (lookups in tables), `user_files` (a user's own estimators and losses), `catalog` (all
+tables as rows).
 
 A function here takes tensors and keyword settings. It sees no `DataProto`, no configuration
 object, no process group and no backend. Modules import the standard library, numpy, torch and

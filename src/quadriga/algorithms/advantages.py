@@ -1,30 +1,417 @@
-"""The table of advantage estimators, and the function that calls them.
+"""Advantage estimators, the table of them, and the function that calls them.
 
 Shapes: B samples (responses), T response tokens, K reward components.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from quadriga.algorithms import (
-    group_advantages as by_group,
-    registry,
-    return_advantages as by_return,
-)
-from quadriga.algorithms.checks import (
+from quadriga.algorithms import registry
+from quadriga.algorithms.tensors import (
+    GroupIds,
+    Groups,
     as_float,
+    has_tokens,
+    is_left_aligned,
+    make_groups,
+    masked_copy,
+    pack_left,
     require_finite,
+    require_group_size,
     require_matrix,
     require_same_shape,
+    reverse_discounted_sum,
+    row_blocks,
     to_bool_mask,
+    unpack_left,
+    whiten_selected,
 )
-from quadriga.algorithms.groups import GroupIds, Groups, has_tokens, make_groups
-from quadriga.algorithms.masked import masked_copy
-from quadriga.errors import AlgorithmError, GroupError
+from quadriga.errors import AlgorithmError, GroupError, ShapeError
+
+# Advantages from comparing the samples of one prompt. Shapes: B samples, T tokens, K rewards.
+#
+# The reward of a sample is the sum of its token-level rewards under the mask. Its advantage is one
+# number, which all its generated tokens receive. A prompt group whose rewards are all equal gets
+# exactly 0, because there is nothing to compare; a prompt group of one sample is such a group. Each
+# function returns the same tensor twice, as (advantages_BT, returns_BT), 0 outside the mask.
+
+STD_EPSILON = 1e-6
+
+# One prompt with three responses, rewards 0, 3, 6 and lengths 1, 1, 2:
+#
+#     mean r = 3, std r (n − 1) = √((9 + 0 + 9) / 2) = 3
+#
+#     dr_grpo      r − mean r                            −3     0      3
+#     grpo         (r − mean r) / (std r + 1e-6)         −1     0      1
+#     rloo         r − mean of the other two             −4.5   0      4.5
+#     grpo_passk   best − second, over std               0      0      1
+#     opo          r − (1·0 + 1·3 + 2·6) / (1 + 1 + 2)   −3.75  −0.75  2.25
+
+
+def sequence_scores(token_level_rewards_BT: Tensor, response_mask_BT: Tensor) -> Tensor:
+    """Return Σ_t r_t over each sample's generated tokens, float64 [B].
+
+    Raises:
+        ShapeError, MaskError, NonFiniteError.
+    """
+    mask = to_bool_mask(response_mask_BT)
+    require_same_shape("response_mask", mask, token_level_rewards=token_level_rewards_BT)
+    rewards = as_float(token_level_rewards_BT.detach())
+    # Blocks of rows: the masked copy of a block stays in cache until it is summed.
+    pairs = zip(row_blocks(rewards), row_blocks(mask), strict=True)
+    sums = [torch.where(kept, values, 0).sum(-1) for values, kept in pairs]
+    scores_B = torch.cat(sums).double()
+    # NaN and infinity survive the sum, so B sums are checked instead of B·T rewards.
+    if not bool(torch.isfinite(scores_B).all()):
+        require_finite(token_level_rewards=masked_copy(rewards, mask))
+    return scores_B
+
+
+def _to_tokens(scores_B: Tensor, like_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy each sample's number to its generated tokens.
+
+    The result is float64 if `like_BT` is, else float32, and is returned twice.
+    """
+    dtype = torch.float64 if like_BT.dtype == torch.float64 else torch.float32
+    advantages = masked_copy(scores_B.to(dtype)[:, None], to_bool_mask(mask_BT))
+    return advantages, advantages
+
+
+def grpo(
+    token_level_rewards_BT: Tensor,
+    response_mask_BT: Tensor,
+    groups: Groups,
+    *,
+    norm_adv_by_std: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Compute GRPO advantages (arXiv 2402.03300, section 4.1.2).
+
+    A_i = (r_i − mean r) / (std r + 1e-6), with the sample standard deviation (n − 1).
+
+    Args:
+        norm_adv_by_std: False omits the division, which gives Dr.GRPO.
+    """
+    scores = sequence_scores(token_level_rewards_BT, response_mask_BT)
+    normalised = _normalised_B(scores, groups, norm_adv_by_std)
+    return _to_tokens(normalised, token_level_rewards_BT, response_mask_BT)
+
+
+def _normalised_B(scores_B: Tensor, groups: Groups, by_std: bool) -> Tensor:
+    """Return scores minus the mean of their prompt group, divided by its std + 1e-6 if `by_std`."""
+    centred = groups.centre_B(scores_B)
+    return centred / (groups.std_G(scores_B)[groups.index_B] + STD_EPSILON) if by_std else centred
+
+
+def dr_grpo(
+    token_level_rewards_BT: Tensor, response_mask_BT: Tensor, groups: Groups
+) -> tuple[Tensor, Tensor]:
+    """Compute Dr.GRPO advantages (arXiv 2503.20783): A_i = r_i − mean r.
+
+    The paper combines them with the aggregation `seq-mean-token-sum-norm`, which does not divide
+    by the length of the response.
+    """
+    return grpo(token_level_rewards_BT, response_mask_BT, groups, norm_adv_by_std=False)
+
+
+def grpo_passk(
+    token_level_rewards_BT: Tensor,
+    response_mask_BT: Tensor,
+    groups: Groups,
+    *,
+    norm_adv_by_std: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Compute pass@k advantages (arXiv 2503.19595): only the best sample of a prompt group has one.
+
+    A_best = (r_best − r_second) / (std r + 1e-6), and 0 for all others. If two samples share the
+    best reward, all advantages of the prompt group are 0.
+
+    Args:
+        norm_adv_by_std: False omits the division.
+
+    Raises:
+        GroupError: a prompt group has a single member.
+    """
+    require_group_size(groups, 2, "grpo_passk")
+    scores = sequence_scores(token_level_rewards_BT, response_mask_BT)
+    best = groups.extreme_G(scores, largest=True)
+    is_best = (scores == best[groups.index_B]) & groups.member_B
+    # The second-best reward is the largest one among the members that are not the best.
+    others = Groups(groups.index_B, groups.member_B & ~is_best, groups.num_groups)
+    second = others.extreme_G(scores, largest=True)
+    unique = (groups.sum_G(is_best) == 1)[groups.index_B] & is_best
+    lead = (best - second)[groups.index_B].masked_fill(~unique, 0.0)
+    if norm_adv_by_std:
+        lead = lead / (groups.std_G(scores)[groups.index_B] + STD_EPSILON)
+    return _to_tokens(lead, token_level_rewards_BT, response_mask_BT)
+
+
+def rloo(
+    token_level_rewards_BT: Tensor, response_mask_BT: Tensor, groups: Groups
+) -> tuple[Tensor, Tensor]:
+    """Compute leave-one-out advantages (RLOO, arXiv 2402.14740).
+
+    A_i = r_i − mean of the other r = n/(n−1)·(r_i − mean r).
+    """
+    scores = sequence_scores(token_level_rewards_BT, response_mask_BT)
+    count = groups.count_G()
+    # Groups of one have centred reward 0, so the clamp only avoids a division by 0.
+    factor = count / (count - 1).clamp(min=1)
+    return _to_tokens(
+        groups.centre_B(scores) * factor[groups.index_B], token_level_rewards_BT, response_mask_BT
+    )
+
+
+def opo(
+    token_level_rewards_BT: Tensor, response_mask_BT: Tensor, groups: Groups
+) -> tuple[Tensor, Tensor]:
+    """Compute OPO advantages (arXiv 2505.23585), whose baseline weights samples by length.
+
+    A_i = r_i − Σ_j l_j·r_j / Σ_j l_j, with l the number of generated tokens.
+    """
+    scores = sequence_scores(token_level_rewards_BT, response_mask_BT)
+    lengths = to_bool_mask(response_mask_BT).sum(-1).double()
+    # Subtracting the mean first does not change A. It makes A exactly 0 for equal rewards, where
+    # Σ l·r / Σ l differs from r by rounding.
+    centred = groups.centre_B(scores)
+    shift = groups.sum_G(lengths * centred) / groups.sum_G(lengths).clamp(min=1)
+    return _to_tokens(centred - shift[groups.index_B], token_level_rewards_BT, response_mask_BT)
+
+
+def gpg(
+    token_level_rewards_BT: Tensor,
+    response_mask_BT: Tensor,
+    groups: Groups,
+    *,
+    f_norm: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Compute GPG advantages (arXiv 2504.02546): A_i = α·(r_i − mean r) / F_norm, α = B / (B − M).
+
+    M counts the samples of zero-variance groups, which have gradient 0. α keeps the size of the
+    step independent of their number: with 4 samples of which 2 are in such a group, α = 2.
+
+    Raises:
+        AlgorithmError: an F_norm that is not above 0, or not finite.
+    """
+    if not 0 < f_norm < math.inf:
+        raise AlgorithmError(f"`f_norm` must be above 0 and finite, but received {f_norm}.")
+    scores = sequence_scores(token_level_rewards_BT, response_mask_BT)
+    nonzero = (groups.nonzero_variance_G(scores)[groups.index_B] & groups.member_B).sum()
+    alpha = groups.member_B.sum() / nonzero.clamp(min=1)
+    return _to_tokens(
+        groups.centre_B(scores) * (alpha / f_norm), token_level_rewards_BT, response_mask_BT
+    )
+
+
+def reinforce_plus_plus_baseline(
+    token_level_rewards_BT: Tensor,
+    response_mask_BT: Tensor,
+    groups: Groups,
+    *,
+    whiten_advantages: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute REINFORCE++-baseline advantages (arXiv 2501.03262).
+
+    A = whiten(r_i − mean r), whitened over the generated tokens of the batch.
+
+    Args:
+        whiten_advantages: False omits the whitening; None whitens.
+    """
+    scores = sequence_scores(token_level_rewards_BT, response_mask_BT)
+    advantages, _ = _to_tokens(groups.centre_B(scores), token_level_rewards_BT, response_mask_BT)
+    if whiten_advantages is not False:
+        advantages = whiten_selected(advantages, to_bool_mask(response_mask_BT))
+    return advantages, advantages
+
+
+def gdpo(
+    reward_components_BK: Tensor,
+    response_mask_BT: Tensor,
+    groups: Groups,
+    *,
+    norm_adv_by_std: bool = True,
+    whiten_advantages: bool | None = None,
+    reward_weights: list[float] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute GDPO advantages (arXiv 2601.05242): normalise each reward component separately.
+
+    A_i = Σ_k w_k·(r_ik − mean r_k) / (std r_k + 1e-6), then whitened over the samples of the batch.
+    Whitening over samples instead of tokens keeps long responses from weighing more.
+
+    Args:
+        reward_components_BK: one column per component.
+        norm_adv_by_std: False omits the division.
+        whiten_advantages: False omits the whitening; None whitens.
+        reward_weights: w, K numbers; None: all 1.
+
+    Raises:
+        ShapeError: the components do not have B rows, or `reward_weights` not K numbers.
+        NonFiniteError.
+    """
+    mask = to_bool_mask(response_mask_BT)
+    weights = _component_weights(reward_components_BK, mask, reward_weights)
+    components = reward_components_BK.detach().double()
+    components = components.masked_fill(~groups.member_B[:, None], 0.0)
+    require_finite(reward_components=components)
+    total = torch.zeros_like(components[:, 0])
+    for column, weight in enumerate(weights):
+        total += weight * _normalised_B(components[:, column], groups, norm_adv_by_std)
+    if whiten_advantages is not False:
+        total = whiten_selected(total, groups.member_B)
+    return _to_tokens(total, reward_components_BK, mask)
+
+
+def _component_weights(
+    reward_components_BK: Tensor, mask_BT: Tensor, reward_weights: list[float] | None
+) -> list[float]:
+    """Return one weight per component. Raises `ShapeError` if the shapes do not agree."""
+    if reward_components_BK.dim() != 2 or reward_components_BK.shape[0] != mask_BT.shape[0]:
+        raise ShapeError(
+            f"`reward_components` must have shape [{mask_BT.shape[0]}, K], but has shape "
+            f"{list(reward_components_BK.shape)}.",
+            tensor="reward_components",
+            got=tuple(reward_components_BK.shape),
+        )
+    number = reward_components_BK.shape[1]
+    weights = [1.0] * number if reward_weights is None else reward_weights
+    if len(weights) != number:
+        raise ShapeError(
+            f"`reward_weights` has {len(weights)} numbers, but there are {number} reward "
+            f"components; give one weight per component.",
+            tensor="reward_weights",
+            expected=number,
+            got=len(weights),
+        )
+    return weights
+
+
+# Advantages from returns over time: GAE, REINFORCE++, ReMax. Shapes: B samples, T tokens.
+#
+# `response_mask_BT` is 1 on the tokens that the policy generated and 0 on padding and observations
+# (tool output between turns). Only generated tokens are time steps, and values outside the mask are
+# ignored. Every function returns (advantages_BT, returns_BT), 0 outside the mask.
+
+
+def _generated_tokens(mask_BT: Tensor, name: str, tensor_BT: Tensor) -> Tensor:
+    """Return a float copy with 0 outside the mask, after checking shape and finiteness.
+
+    The callers compute in place in this copy, because allocating memory takes longer here than
+    the arithmetic.
+    """
+    require_same_shape("response_mask", mask_BT, **{name: tensor_BT})
+    kept = masked_copy(as_float(tensor_BT.detach()), mask_BT)
+    require_finite(**{name: kept})
+    return kept
+
+
+# γ = 0.5, λ = 0.5, one response with an observation (o) between its two turns:
+#
+#     token             a      b      o      c
+#     mask              1      1      0      1
+#     reward r          0      0      8      4
+#     value V           1      2      5      2
+#
+# 1. Pack the generated tokens to the left, because b and c are adjacent in time:
+#                       a      b      c
+#     r                 0      0      4
+#     V                 1      2      2
+# 2. δ = r + γ·V_next − V; the value after the last token is 0:
+#     δ                 0+1−1  0+1−2  4+0−2   =   0      −1     2
+# 3. A = δ + γλ·A_next, from the right, γλ = 0.25:
+#     A                 −0.125 −0.5   2
+# 4. return = A + V:    0.875  1.5    4
+# 5. Unpack:       A    −0.125 −0.5   0      2
+#
+# The reward 8 and the value 5 of the observation have no effect.
+def gae(
+    token_level_rewards_BT: Tensor,
+    values_BT: Tensor,
+    response_mask_BT: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    whiten_advantages: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute generalized advantage estimation (arXiv 1506.02438, eq. 16).
+
+    δ_t = r_t + γ·V_{t+1} − V_t,  A_t = δ_t + γλ·A_{t+1},  return_t = A_t + V_t,
+    where t+1 is the next generated token (V and A are 0 after the last one).
+
+    Deviation from the paper: A is then whitened over the batch, as PPO implementations for
+    language models do. The returns are not whitened.
+
+    Args:
+        whiten_advantages: False omits the whitening; None whitens.
+    """
+    mask = to_bool_mask(response_mask_BT)
+    rewards = _generated_tokens(mask, "token_level_rewards", token_level_rewards_BT)
+    values = _generated_tokens(mask, "values", values_BT)
+    front = mask
+    if has_gaps := not is_left_aligned(mask):
+        front, rewards, values = pack_left(mask, rewards, values)
+    # In place: `rewards` becomes δ, later `values` becomes the returns.
+    deltas = rewards.sub_(values)
+    deltas[:, :-1].add_(values[:, 1:], alpha=gamma)
+    advantages = reverse_discounted_sum(deltas, gamma * lam)
+    returns = values.add_(advantages)
+    if has_gaps:
+        advantages = unpack_left(advantages, front, mask)
+        returns = unpack_left(returns, front, mask)
+    if whiten_advantages is not False:
+        whiten_selected(advantages, mask, out=advantages)
+    return advantages, returns
+
+
+def reinforce_plus_plus(
+    token_level_rewards_BT: Tensor,
+    response_mask_BT: Tensor,
+    *,
+    gamma: float = 1.0,
+    whiten_advantages: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute REINFORCE++ advantages (arXiv 2501.03262): returns, whitened over the batch.
+
+    return_t = r_t + γ·return_{t+1} over the generated tokens;  A = (return − mean) / std.
+
+    Args:
+        whiten_advantages: False omits the whitening; None whitens.
+    """
+    mask = to_bool_mask(response_mask_BT)
+    rewards = _generated_tokens(mask, "token_level_rewards", token_level_rewards_BT)
+    if is_left_aligned(mask):
+        returns = reverse_discounted_sum(rewards, gamma)
+    else:
+        front, rewards = pack_left(mask, rewards)
+        returns = unpack_left(reverse_discounted_sum(rewards, gamma), front, mask)
+    if whiten_advantages is False:
+        return returns.clone(), returns
+    # The rewards are not needed any more, so their memory receives the advantages.
+    out = rewards if rewards.shape == returns.shape else None
+    return whiten_selected(returns, mask, out=out), returns
+
+
+def remax(
+    token_level_rewards_BT: Tensor, response_mask_BT: Tensor, reward_baselines_B: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute ReMax advantages (arXiv 2310.10505), whose baseline is the greedy response's reward.
+
+    A_t = Σ_{s≥t} r_s − b, where b [B] is the reward of the greedy response to the same prompt.
+    """
+    mask = to_bool_mask(response_mask_BT)
+    rewards = _generated_tokens(mask, "token_level_rewards", token_level_rewards_BT)
+    require_same_shape("samples", mask.new_empty(len(mask)), reward_baselines=reward_baselines_B)
+    require_finite(reward_baselines=reward_baselines_B)
+    # γ = 1 and rewards of 0 at gaps: the sum over all positions equals the sum over generated
+    # tokens, so the rows need not be packed.
+    returns = masked_copy(reverse_discounted_sum(rewards, 1.0), mask)
+    baselines = reward_baselines_B.detach().to(returns.dtype)
+    return masked_copy(returns - baselines[:, None], mask), returns
+
 
 AdvantagesAndReturns = tuple[Tensor, Tensor]
 AdvantageFn = Callable[..., AdvantagesAndReturns]
@@ -94,25 +481,25 @@ def _entry(fn: AdvantageFn, formula: str, paper: str) -> AdvantageEntry:
 
 ADVANTAGES: dict[str, AdvantageEntry] = {
     "gae": _entry(
-        by_return.gae, "δ_t = r_t + γV_{t+1} − V_t;  A_t = δ_t + γλA_{t+1};  whitened", "1506.02438"
+        gae, "δ_t = r_t + γV_{t+1} − V_t;  A_t = δ_t + γλA_{t+1};  whitened", "1506.02438"
     ),
-    "grpo": _entry(by_group.grpo, "A_i = (r_i − mean r) / (std r + 1e-6)", "2402.03300"),
-    "dr_grpo": _entry(by_group.dr_grpo, "A_i = r_i − mean r", "2503.20783"),
+    "grpo": _entry(grpo, "A_i = (r_i − mean r) / (std r + 1e-6)", "2402.03300"),
+    "dr_grpo": _entry(dr_grpo, "A_i = r_i − mean r", "2503.20783"),
     "grpo_passk": _entry(
-        by_group.grpo_passk, "A_best = (r_best − r_second) / (std r + 1e-6), others 0", "2503.19595"
+        grpo_passk, "A_best = (r_best − r_second) / (std r + 1e-6), others 0", "2503.19595"
     ),
-    "rloo": _entry(by_group.rloo, "A_i = r_i − mean of the other r", "2402.14740"),
-    "remax": _entry(by_return.remax, "A_t = Σ_{s≥t} r_s − r(greedy)", "2310.10505"),
-    "opo": _entry(by_group.opo, "A_i = r_i − Σ l_j r_j / Σ l_j", "2505.23585"),
-    "gpg": _entry(by_group.gpg, "A_i = α (r_i − mean r) / F_norm;  α = B / (B − M)", "2504.02546"),
+    "rloo": _entry(rloo, "A_i = r_i − mean of the other r", "2402.14740"),
+    "remax": _entry(remax, "A_t = Σ_{s≥t} r_s − r(greedy)", "2310.10505"),
+    "opo": _entry(opo, "A_i = r_i − Σ l_j r_j / Σ l_j", "2505.23585"),
+    "gpg": _entry(gpg, "A_i = α (r_i − mean r) / F_norm;  α = B / (B − M)", "2504.02546"),
     "reinforce_plus_plus": _entry(
-        by_return.reinforce_plus_plus, "R_t = r_t + γR_{t+1};  A = whiten(R)", "2501.03262"
+        reinforce_plus_plus, "R_t = r_t + γR_{t+1};  A = whiten(R)", "2501.03262"
     ),
     "reinforce_plus_plus_baseline": _entry(
-        by_group.reinforce_plus_plus_baseline, "A = whiten(r_i − mean r)", "2501.03262"
+        reinforce_plus_plus_baseline, "A = whiten(r_i − mean r)", "2501.03262"
     ),
     "gdpo": _entry(
-        by_group.gdpo, "A_i = whiten(Σ_k w_k (r_ik − mean r_k) / (std r_k + 1e-6))", "2601.05242"
+        gdpo, "A_i = whiten(Σ_k w_k (r_ik − mean r_k) / (std r_k + 1e-6))", "2601.05242"
     ),
 }
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quadriga.algorithms.partial import Partial
+from quadriga.algorithms.aggregation import Partial
 from quadriga.errors import AlgorithmError
 
 # exp(20) = 4.9e8 is far outside any trust region and far inside the range of float32 (3.4e38).

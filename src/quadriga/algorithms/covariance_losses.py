@@ -18,6 +18,7 @@ import math
 import torch
 from torch import Tensor
 
+from quadriga.algorithms.aggregation import Partial
 from quadriga.algorithms.clipped_losses import (
     PolicyLoss,
     bounded_ratio,
@@ -25,8 +26,7 @@ from quadriga.algorithms.clipped_losses import (
     ppo_clip,
     ratio_metrics,
 )
-from quadriga.algorithms.masked import masked_mean
-from quadriga.algorithms.partial import Partial
+from quadriga.algorithms.tensors import masked_mean
 from quadriga.errors import AlgorithmError
 
 # Above exp(20), the largest ratio that `bounded_ratio` returns: the dual clip never applies.

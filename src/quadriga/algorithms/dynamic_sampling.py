@@ -15,9 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quadriga.algorithms.groups import GroupIds, Groups
 from quadriga.algorithms.registry import look_up
 from quadriga.algorithms.shaping import groups_of_scores, zero_variance_metrics
+from quadriga.algorithms.tensors import GroupIds, Groups
 from quadriga.errors import AlgorithmError, GroupError
 
 SamplingMode = Literal["mask", "refill"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from quadriga.algorithms.checks import require_finite, require_same_shape, to_bool_mask
+from quadriga.algorithms.aggregation import Partial
 from quadriga.algorithms.clipped_losses import PolicyLoss
-from quadriga.algorithms.partial import Partial
+from quadriga.algorithms.tensors import require_finite, require_same_shape, to_bool_mask
 
 
 def entropy_bonus(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from quadriga.algorithms.checks import as_float, require_same_shape
+from quadriga.algorithms.tensors import as_float, require_same_shape
 from quadriga.errors import AlgorithmError
 
 # Logits per block. On a CPU: 1 MB of float32, which its caches hold.

@@ -18,16 +18,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quadriga.algorithms.checks import (
+from quadriga.algorithms.aggregation import Partial, merge_partials
+from quadriga.algorithms.clipped_losses import LOG_RATIO_LIMIT
+from quadriga.algorithms.registry import look_up
+from quadriga.algorithms.tensors import (
     as_float,
     require_finite,
     require_matrix,
     require_same_shape,
     to_bool_mask,
 )
-from quadriga.algorithms.clipped_losses import LOG_RATIO_LIMIT
-from quadriga.algorithms.partial import Partial, merge_partials
-from quadriga.algorithms.registry import look_up
 from quadriga.errors import AlgorithmError
 
 ImportanceLevel = Literal["token", "sequence", "geometric"]

@@ -20,16 +20,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quadriga.algorithms.checks import (
+from quadriga.algorithms.aggregation import Partial
+from quadriga.algorithms.clipped_losses import LOG_RATIO_LIMIT, PolicyLoss
+from quadriga.algorithms.registry import look_up
+from quadriga.algorithms.tensors import (
     as_float,
     require_finite,
     require_matrix,
     require_same_shape,
     to_bool_mask,
 )
-from quadriga.algorithms.clipped_losses import LOG_RATIO_LIMIT, PolicyLoss
-from quadriga.algorithms.partial import Partial
-from quadriga.algorithms.registry import look_up
 from quadriga.errors import AlgorithmError
 
 LOW_VARIANCE_LIMIT = 10.0

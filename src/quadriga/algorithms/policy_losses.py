@@ -13,16 +13,16 @@ from quadriga.algorithms import (
     registry,
     sequence_losses as sequence,
 )
-from quadriga.algorithms.checks import (
+from quadriga.algorithms.aggregation import Partial
+from quadriga.algorithms.clipped_losses import PolicyLoss
+from quadriga.algorithms.tensors import (
     as_float,
+    masked_mean,
     require_finite,
     require_matrix,
     require_same_shape,
     to_bool_mask,
 )
-from quadriga.algorithms.clipped_losses import PolicyLoss
-from quadriga.algorithms.masked import masked_mean
-from quadriga.algorithms.partial import Partial
 from quadriga.errors import AlgorithmError
 
 PolicyLossFn = Callable[..., PolicyLoss]

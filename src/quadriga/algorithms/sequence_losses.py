@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quadriga.algorithms.aggregation import Partial
 from quadriga.algorithms.clipped_losses import (
     LOG_RATIO_LIMIT,
     PolicyLoss,
@@ -16,7 +17,6 @@ from quadriga.algorithms.clipped_losses import (
     ratio_metrics,
     require_clip,
 )
-from quadriga.algorithms.partial import Partial
 
 
 def _mean_B1(values_BT: Tensor, mask_BT: Tensor) -> Tensor:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quadriga.algorithms.checks import (
+from quadriga.algorithms.tensors import (
+    GroupIds,
+    Groups,
     as_float,
+    make_groups,
+    masked_whiten,
     require_finite,
     require_matrix,
     require_same_shape,
     to_bool_mask,
 )
-from quadriga.algorithms.groups import GroupIds, Groups, make_groups
-from quadriga.algorithms.masked import masked_whiten
 from quadriga.errors import AlgorithmError, GroupError
 
 

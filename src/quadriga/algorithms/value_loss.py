@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quadriga.algorithms.checks import (
+from quadriga.algorithms.aggregation import Partial
+from quadriga.algorithms.clipped_losses import PolicyLoss
+from quadriga.algorithms.tensors import (
     as_float,
     require_finite,
     require_matrix,
     require_same_shape,
     to_bool_mask,
 )
-from quadriga.algorithms.clipped_losses import PolicyLoss
-from quadriga.algorithms.partial import Partial
 from quadriga.errors import AlgorithmError
 
 

@@ -5,7 +5,7 @@
     outcome           one sample, its score or the reason why it has none; several weighted parts
     pool              `RewardPool`: processes in which each sample has a deadline
     pool_worker       the program of these processes, and what supervises it
-    answers, mathematics, multiple_choice      the built-in rules
+    functions, mathematics, multiple_choice    the built-in rules
 
 The package imports `errors`, `lazy`, `containment`, `config` and `protocol`. The names below are
 public; each is imported when it is first used.

@@ -16,13 +16,13 @@ from quadriga.config.secrets import mask_secrets
 from quadriga.containment import contained
 from quadriga.errors import ConfigError, DataError, FieldError, RewardError
 from quadriga.protocol import DataProto, fields
-from quadriga.rewards.answers import marked_answer
 from quadriga.rewards.functions import (
     BUILT_IN,
     FAST,
     MARKED_ANSWER,
     FunctionRef,
     RewardFunction,
+    marked_answer,
     reward_function_for,
 )
 from quadriga.rewards.outcome import (

@@ -1,10 +1,10 @@
 """The trainers and the commands built on them. The algorithm is `ppo.RayPPOTrainer.fit`.
 
     ppo.py            `RayPPOTrainer`: PPO and related algorithms; `fit` reads like the algorithm
-    stages.py         what each step of the loop does on the controller, and the runner of stages
+    stages.py         what each step of the loop does on the controller, the order of the rows, and
+                      the runner of stages
     dataflow.py       which fields each stage reads and writes, and the check of their order
     sampling.py       from prompts to the batch of a step
-    balancing.py      the order of the rows, from which ranks and mini-batches are cut
     validation.py     scores on validation data
     ingredients.py    tokenizer, prompts and reward function
     preflight.py      calls all checks before a process starts

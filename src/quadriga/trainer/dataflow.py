@@ -51,7 +51,7 @@ from quadriga.workers.method_fields import (
     UPDATE_CRITIC,
     scored_with_model,
 )
-from quadriga.workers.objectives import skips_zero_advantages
+from quadriga.workers.updates import skips_zero_advantages
 
 _MASK, _SCORES = fields.RESPONSE_MASK, fields.TOKEN_LEVEL_SCORES
 _OLD, _REWARDS = fields.OLD_LOG_PROBS, fields.TOKEN_LEVEL_REWARDS

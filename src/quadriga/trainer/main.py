@@ -1,4 +1,4 @@
-"""`quadriga train`: check the settings, run the trainer, close what it started.
+"""`quadriga train`: run the trainer, and close what it started.
 
 A file of its own, because it is the entry point that programs import: `run_training(config)`.
 """
@@ -6,7 +6,6 @@ A file of its own, because it is the entry point that programs import: `run_trai
 from __future__ import annotations
 
 from quadriga.config.schema import TrainConfig
-from quadriga.trainer.preflight import check_train_config
 
 
 def run_training(config: TrainConfig) -> None:
@@ -16,8 +15,7 @@ def run_training(config: TrainConfig) -> None:
         InputError: settings, files, model folders or nodes do not fit. Nothing was started.
         KeyboardInterrupt: a signal has stopped the run; its argument is the number of the signal.
     """
-    check_train_config(config)
-    from quadriga.trainer.ppo import RayPPOTrainer
+    from quadriga.trainer.ppo import RayPPOTrainer  # imports torch
 
     trainer = RayPPOTrainer(config)
     try:

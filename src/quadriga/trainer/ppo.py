@@ -18,6 +18,7 @@ those fields that it reads.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from functools import partial
@@ -25,40 +26,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.algorithms.kl import make_kl_controller
-from quadriga.algorithms.user_files import load_user_files
 from quadriga.checkpoint.folders import ControllerState, Resumed
 from quadriga.config.paths import absolute_paths
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import MismatchError
 from quadriga.protocol import DataProto, DataProtoFuture
+from quadriga.rollout import REFERENCE
 from quadriga.trainer import stages
-from quadriga.trainer.balancing import Balance, balance_of
 from quadriga.trainer.checkpoints import Checkpointing
 from quadriga.trainer.checks.settings import check_run_length
-from quadriga.trainer.dataflow import StepPlan, check_dataflow, validation_dataflow
+from quadriga.trainer.dataflow import StepPlan
 from quadriga.trainer.ingredients import Ingredients, check_ingredients, load_ingredients
-from quadriga.trainer.preflight import check_program, check_settings
+from quadriga.trainer.preflight import check_train_config
 from quadriga.trainer.record import RunRecord
 from quadriga.trainer.roles.placement import ResourcePoolManager, Role
-from quadriga.trainer.roles.registry import added_stages, check_roles_in_settings
+from quadriga.trainer.roles.registry import added_stages
 from quadriga.trainer.roles.workers import (
     POLICY_ROLES,
-    check_roles,
-    check_settings_of_pools,
-    settings_for_classes,
 )
 from quadriga.trainer.sampling import ModelReward, Sampler
 from quadriga.trainer.stages import (
+    Balance,
     BatchReward,
-    MismatchWatch,
     StageRunner,
+    balance_of,
     rows_with_advantage,
 )
 from quadriga.trainer.validation import Validator
 from quadriga.trainer.worker_groups import PPOGroups, gather, start_groups
+from quadriga.workers.updates import MISMATCH
 
 if TYPE_CHECKING:
     from quadriga.single_controller import Worker
+
+_log = logging.getLogger("quadriga")
 
 
 class RayPPOTrainer:
@@ -89,32 +90,14 @@ class RayPPOTrainer:
         resource_pool_manager: ResourcePoolManager | None = None,
         reward_fn: BatchReward | None = None,
     ) -> None:
-        load_user_files(config.algorithm.user_files)
-        check_roles_in_settings(config)
         mapping = role_worker_mapping or {}
-        config = settings_for_classes(config, mapping)
-        custom_reward = reward_fn is not None or ingredients is not None
-        self.plan = StepPlan.of(config, custom_reward=custom_reward)
-        check_dataflow(self.plan.stages)
-        check_dataflow(validation_dataflow(config, custom_reward=custom_reward))
-        check_roles(config, mapping, resource_pool_manager)
-        # Ranks are counted in the pools of a program, whatever `config.placement` says.
-        self.placed = config
-        if resource_pool_manager is not None:
-            self.placed = check_settings_of_pools(config, resource_pool_manager, check_settings)
-        else:
-            check_settings(config)
-        own_policy = any(role in POLICY_ROLES for role in mapping)
-        check_program(
-            self.placed,
-            own_data=ingredients is not None,
-            own_reward=custom_reward,
-            own_policy=own_policy,
+        own_data, own_reward = ingredients is not None, reward_fn is not None
+        self.given, placed, self.plan = check_train_config(
+            config, mapping, resource_pool_manager, own_data=own_data, own_reward=own_reward
         )
-        self.given = config
-        self.placed, config = absolute_paths(self.placed), absolute_paths(config)
-        self.config = config
-        if ingredients is not None and not own_policy:
+        self.config = config = absolute_paths(self.given)
+        self.placed = absolute_paths(placed)
+        if ingredients is not None and not any(role in POLICY_ROLES for role in mapping):
             check_ingredients(config, ingredients)
         self.ingredients = ingredients or load_ingredients(config, reward_fn)
         self.role_worker_mapping = mapping
@@ -353,6 +336,56 @@ class RayPPOTrainer:
             if self._groups is not None:
                 self._groups.close()
                 self._groups = None
+
+
+class MismatchWatch:
+    """Compares the share of tokens beyond `mismatch.bound` with `mismatch.max_share` in each step.
+
+    A run logs a warning at its first alarm, and then at the 10th, 100th, … alarm.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.alarms = 0
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Raise or log an alarm if the metrics of a step ask for one.
+
+        Args:
+            metrics: of the step. A step in which nothing was compared has no `mismatch/beyond`.
+
+        Raises:
+            MismatchError: more tokens than allowed, and `mismatch.on_alarm` is "fail".
+        """
+        rollout, engine = self.config.actor_rollout_ref.rollout, "actor_rollout_ref.actor.engine"
+        settings, key = rollout.mismatch, "actor_rollout_ref.rollout"
+        share = metrics.get(f"{MISMATCH}beyond", 0.0)
+        if share <= settings.max_share:
+            return
+        self.alarms += 1
+        labels = (("abs", "mean"), ("max", "largest"), ("correlation", "correlation"))
+        found = [
+            f"{label} {metrics[MISMATCH + name]:.3g}"
+            for name, label in labels
+            if MISMATCH + name in metrics
+        ]
+        text = (
+            f"step {step}: for {share:.1%} of the response tokens, the log-probabilities of "
+            f"rollout and training differ by more than {settings.bound:g} nats "
+            f"({key}.mismatch.bound); at most {settings.max_share:.1%} may "
+            f"({key}.mismatch.max_share). Of the difference: {', '.join(found)}. Try equal dtypes "
+            f"({key}.dtype={rollout.dtype}, {engine}.dtype="
+            f"{self.config.actor_rollout_ref.actor.engine.dtype}), no top_p, top_k and min_p, "
+            f"{key}.name={REFERENCE}, or algorithm.rollout_correction.level=token"
+        )
+        if settings.on_alarm == "fail":
+            raise MismatchError(text, step=step, share=share)
+        if str(self.alarms).strip("0") == "1":
+            _log.warning(
+                "%s. Alarm %d of this run; the next warning is at alarm %d. "
+                "%s.mismatch.on_alarm=fail ends the run instead",
+                text, self.alarms, 10 * self.alarms, key,
+            )  # fmt: skip
 
 
 def endless(loader: Iterable[DataProto]) -> Iterator[DataProto]:

@@ -5,8 +5,9 @@ This is the one place that calls the checks of settings, engines, rollouts, role
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quadriga.algorithms.user_files import load_user_files
 from quadriga.config.commands import RMConfig, SFTConfig
@@ -32,19 +33,80 @@ from quadriga.trainer.checks.settings import (
     fine_tuning_engine,
     role_engines,
 )
+from quadriga.trainer.dataflow import StepPlan, check_dataflow, validation_dataflow
+from quadriga.trainer.roles.placement import ResourcePoolManager, Role
 from quadriga.trainer.roles.registry import check_roles_in_settings
+from quadriga.trainer.roles.workers import (
+    POLICY_ROLES,
+    check_roles,
+    check_settings_of_pools,
+    settings_for_classes,
+)
+
+if TYPE_CHECKING:
+    from quadriga.single_controller import Worker
 
 
-def check_train_config(config: TrainConfig) -> None:
-    """Check the settings of `quadriga train` against each other, then files and folders.
+def check_train_config(
+    config: TrainConfig,
+    mapping: Mapping[Role, type[Worker]] | None = None,
+    manager: ResourcePoolManager | None = None,
+    *,
+    own_data: bool = False,
+    own_reward: bool = False,
+) -> tuple[TrainConfig, TrainConfig, StepPlan]:
+    """Check a run of `quadriga train`: settings, roles and their order in a step, files, folders,
+    memory. What a program gives itself is not read from the settings, and not checked.
+
+    Args:
+        mapping: role → worker class of the program. One of the policy may load any model.
+        manager: the pools of the program. Ranks are counted in them, whatever `config.placement`
+            says.
+        own_data: the program gives prompts, and with them a reward function.
+        own_reward: the program gives a reward function.
+
+    Returns:
+        The settings for these worker classes, the same with the placement of the pools, and the
+        plan of a step.
 
     Raises:
-        InputError: names the first setting, file or folder that does not fit.
+        InputError: names the first setting, role, file or folder that does not fit.
     """
+    mapping = mapping or {}
     load_user_files(config.algorithm.user_files)
     check_roles_in_settings(config)
-    check_settings(config)
-    check_program(config, own_data=False, own_reward=False, own_policy=False)
+    config = placed = settings_for_classes(config, mapping)
+    if manager is not None:
+        placed = check_settings_of_pools(config, manager, check_settings)
+    else:
+        check_settings(config)
+    plan = StepPlan.of(config, custom_reward=own_reward or own_data)
+    check_dataflow(plan.stages)
+    check_dataflow(validation_dataflow(config, custom_reward=own_reward or own_data))
+    check_roles(config, mapping, manager)
+    if not own_data:
+        check_files(config.data.train_files, "data.train_files", needed=True)
+        check_files(config.data.val_files, "data.val_files", needed=False)
+    if not (own_reward or own_data):
+        check_reward(config.reward)
+    own_policy = any(role in POLICY_ROLES for role in mapping)
+    if not own_policy:
+        _check_models(placed)
+    check_run_folder(config)
+    if not own_policy:
+        from quadriga.trainer.memory.check import train_memory
+
+        train_memory(placed).check()
+    return config, placed, plan
+
+
+def _check_models(config: TrainConfig) -> None:
+    check_folder("actor_rollout_ref.model", config.actor_rollout_ref.model)
+    if config.critic.model.path:  # its tokenizer is not read
+        check_folder("critic.model", config.critic.model, tokenizer=False)
+    check_images_supported(config)
+    _check_reward_model_folder(config)
+    check_models_of_engines(role_engines(config))
 
 
 def check_settings(config: TrainConfig) -> None:
@@ -85,7 +147,7 @@ def check_engines(config: TrainConfig) -> None:
 
 def _check_skipped_rows(actor: ActorConfig) -> None:
     """Check that rows without an advantage can be left out if the settings insist on it."""
-    from quadriga.workers.objectives import reads_zero_advantages  # imports torch
+    from quadriga.workers.updates import reads_zero_advantages  # imports torch
 
     reason = reads_zero_advantages(actor) if actor.skip_zero_advantages else ""
     if reason:
@@ -95,41 +157,6 @@ def _check_skipped_rows(actor: ActorConfig) -> None:
             f"all 0 have a gradient with {key}.{reason}; set skip_zero_advantages to null or false",
             key=f"{key}.skip_zero_advantages",
         )
-
-
-def check_program(
-    config: TrainConfig, *, own_data: bool, own_reward: bool, own_policy: bool
-) -> None:
-    """Check the files, folders and memory of a trainer that a program makes.
-
-    What the program gives itself is not read from the settings, and not checked.
-
-    Args:
-        config: with the ranks of the pools that the program gives, if it gives some.
-        own_data: the program gives prompts, and with them a reward function.
-        own_reward: the program gives a reward function.
-        own_policy: the program gives the worker class of the policy, which may load any model.
-
-    Raises:
-        InputError: names the first file or folder that does not fit.
-    """
-    if not own_data:
-        check_files(config.data.train_files, "data.train_files", needed=True)
-        check_files(config.data.val_files, "data.val_files", needed=False)
-    if not own_reward:
-        check_reward(config.reward)
-    if not own_policy:
-        check_folder("actor_rollout_ref.model", config.actor_rollout_ref.model)
-        if config.critic.model.path:  # its tokenizer is not read
-            check_folder("critic.model", config.critic.model, tokenizer=False)
-        check_images_supported(config)
-        _check_reward_model_folder(config)
-        check_models_of_engines(role_engines(config))
-    check_run_folder(config)
-    if not own_policy:
-        from quadriga.trainer.memory.check import train_memory
-
-        train_memory(config).check()
 
 
 def check_fine_tuning_config(config: SFTConfig | RMConfig) -> None:

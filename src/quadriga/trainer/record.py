@@ -9,8 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from quadriga.algorithms.aggregation import merge_partials
 from quadriga.algorithms.importance import mismatch_of_statistics
-from quadriga.algorithms.partial import merge_partials
 from quadriga.checkpoint.folders import Resumed, restore_folder, set_aside_after
 from quadriga.config.commands import RMConfig, RMTrainerConfig, SFTConfig
 from quadriga.config.schema import TrainConfig
@@ -20,7 +20,7 @@ from quadriga.observability.metrics import MetricSet, Timer
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import RunInfo, Trackers, plot_learning_curve
 from quadriga.protocol import DataProto, fields
-from quadriga.workers.objectives import MISMATCH
+from quadriga.workers.updates import MISMATCH
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

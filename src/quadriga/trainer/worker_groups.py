@@ -39,9 +39,9 @@ from quadriga.trainer.roles.workers import (
     SAVE,
     has_method,
     pool_manager,
-    pool_options,
     reads_ref_log_prob,
     start_order,
+    use_gpu,
     uses_by_pool,
     worker_classes,
     worker_keys,
@@ -62,7 +62,13 @@ from quadriga.workers.roles import (
 _log = logging.getLogger("quadriga")
 
 if TYPE_CHECKING:
-    from quadriga.single_controller import Backend, Worker, WorkerGroup
+    from quadriga.single_controller import (
+        Backend,
+        ClassWithInitArgs,
+        ResourcePool,
+        Worker,
+        WorkerGroup,
+    )
     from quadriga.weight_sync.sync import WeightNeeds
 
 ACTOR_VERSION = "actor_weight_version"
@@ -349,16 +355,12 @@ def start_groups(
         for pool, uses in pools.items():
             members = {key: classes[key] for key in worker_keys(uses)}
             place = manager.resource_pool_dict[pool]
-            timeout = config.trainer.call_timeout_s
             if are_replicas(config, uses):
-                rollout = config.actor_rollout_ref.rollout
+                rollout, timeout = config.actor_rollout_ref.rollout, config.trainer.call_timeout_s
                 replicas = start_replicas(rollout, backend, place, members, groups, timeout=timeout)
                 continue
             cls = backend.colocate(members)
-            group: WorkerGroup = backend.worker_group(place, cls, timeout=timeout)
-            groups.append(group)
-            group.start_worker_aliveness_check(ALIVENESS_CHECK_S)
-            views.update(group.spawn(members))
+            views.update(start_group(backend, place, cls, groups, config.trainer).spawn(members))
         for key in start_order(workers, added_roles(config)):
             if key in views and has_method(views[key], key, INIT):
                 views[key].init_model()
@@ -417,14 +419,30 @@ def open_backend(trainer: RunConfig) -> Backend:
     return backend
 
 
-def one_pool(trainer: RunConfig, roles: Iterable[Role], backend: Backend) -> ResourcePoolManager:
-    """Return a manager that maps every role to one pool of `nnodes × n_gpus_per_node` ranks."""
-    return ResourcePoolManager(
-        resource_pool_spec={"global": [trainer.n_gpus_per_node] * trainer.nnodes},
-        mapping=dict.fromkeys(roles, "global"),
-        backend=backend,
-        pool_options=pool_options(trainer),
-    )
+def one_pool(trainer: RunConfig, backend: Backend) -> ResourcePool:
+    """Return a pool of `nnodes × n_gpus_per_node` ranks.
+
+    Raises:
+        PlacementError: the nodes cannot hold them.
+    """
+    ranks, gpu = [trainer.n_gpus_per_node] * trainer.nnodes, use_gpu(trainer.device)
+    pool = backend.resource_pool(ranks, name_prefix="global", use_gpu=gpu, max_colocate_count=1)
+    backend.check_placement([pool])
+    return pool
+
+
+def start_group(
+    backend: Backend,
+    pool: ResourcePool,
+    worker: ClassWithInitArgs,
+    groups: list[WorkerGroup],
+    trainer: RunConfig,
+) -> WorkerGroup:
+    """Start a worker group that is watched, and add it to `groups`."""
+    group: WorkerGroup = backend.worker_group(pool, worker, timeout=trainer.call_timeout_s)
+    groups.append(group)
+    group.start_worker_aliveness_check(ALIVENESS_CHECK_S)
+    return group
 
 
 class VersionedRollout:

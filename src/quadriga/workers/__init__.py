@@ -5,8 +5,7 @@
     reward_model.py        the reward model: scores, and training on pairs of responses
     roles.py               typed protocols: what the worker group of each role offers
     method_fields.py       the fields that each method reads and writes
-    updates.py             one update: epochs, mini-batches, optimizer steps
-    objectives.py          the losses of an update, combined from `algorithms`
+    updates.py             one update: epochs, mini-batches, optimizer steps, and its losses
     generation.py          from prompts to a batch with responses
     runtime.py             settings of a run that every rank needs, the setup of a rank, and the
                            worker with one engine

@@ -367,8 +367,7 @@ class SFTWorker(ActorRolloutRefWorker):
         Returns:
             `meta_info["metrics"]`: `sft/loss`, nats per token, and the metrics of the engine.
         """
-        from quadriga.workers.objectives import BatchCounts, SupervisedObjective
-        from quadriga.workers.updates import rows_of_update
+        from quadriga.workers.updates import BatchCounts, SupervisedObjective, rows_of_update
 
         engine = self._engine("actor")
         rows = rows_of_update(data, UPDATE_SFT.reads)

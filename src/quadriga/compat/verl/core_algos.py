@@ -25,11 +25,15 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from quadriga.algorithms import kl
-from quadriga.algorithms.advantages import ADVANTAGES, compute_advantages, register_advantage
+from quadriga.algorithms.advantages import (
+    ADVANTAGES,
+    STD_EPSILON,
+    compute_advantages,
+    register_advantage,
+    sequence_scores,
+)
 from quadriga.algorithms.aggregation import aggregate, count_mask
-from quadriga.algorithms.checks import to_bool_mask
-from quadriga.algorithms.group_advantages import STD_EPSILON, sequence_scores
-from quadriga.algorithms.groups import Groups, has_tokens, make_groups
+from quadriga.algorithms.tensors import Groups, has_tokens, make_groups, to_bool_mask
 from quadriga.algorithms.value_loss import value_loss
 from quadriga.compat.verl.config import AlgoConfig, VerlConfig, number, setting
 from quadriga.errors import AlgorithmError, ConfigError, FieldError, InputError, UnknownNameError

@@ -18,8 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quadriga.algorithms.checks import as_float
-from quadriga.algorithms.masked import masked_var
+from quadriga.algorithms.tensors import as_float, masked_var
 from quadriga.errors import FieldError, LengthError
 from quadriga.protocol import DataProto, fields
 

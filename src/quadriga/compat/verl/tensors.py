@@ -12,8 +12,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from quadriga import protocol
-from quadriga.algorithms import masked
-from quadriga.algorithms.masked import masked_var, masked_whiten
+from quadriga.algorithms import tensors
+from quadriga.algorithms.tensors import masked_var, masked_whiten
 from quadriga.compat.verl.controller.decorator import DataProtoFuture
 from quadriga.compat.verl.controller.references import is_reference
 from quadriga.compat.verl.tensordicts import chunk_tensordict, concat_tensordict
@@ -31,12 +31,12 @@ __all__ = ["entropy_from_logits", "masked_var", "masked_whiten"]
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
     """Return the sum of the selected values over `axis`; None: over all positions."""
-    return masked.masked_sum(values, mask, axis)
+    return tensors.masked_sum(values, mask, axis)
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
     """Return the mean of the selected values over `axis`; 0 where the mask selects nothing."""
-    return masked.masked_mean(values, mask, axis)
+    return tensors.masked_mean(values, mask, axis)
 
 
 def clip_by_value(x: Tensor, tensor_min: Tensor, tensor_max: Tensor) -> Tensor:

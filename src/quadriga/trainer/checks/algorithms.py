@@ -12,12 +12,12 @@ from collections.abc import Callable
 import torch
 
 from quadriga.algorithms.advantages import compute_advantages, get_advantage
-from quadriga.algorithms.checks import require_finite
 from quadriga.algorithms.policy_losses import compute_policy_loss, select_tokens
+from quadriga.algorithms.tensors import require_finite
 from quadriga.config.describe import as_written
 from quadriga.config.schema import AlgorithmConfig, PolicyLossConfig, TrainConfig
 from quadriga.errors import ConfigError
-from quadriga.workers.objectives import loss_settings
+from quadriga.workers.updates import loss_settings
 
 _SHAPE = (2, 2)  # two responses of two tokens
 

@@ -35,18 +35,17 @@ from quadriga.trainer.replicas import (
 from quadriga.trainer.roles.placement import Role
 from quadriga.trainer.roles.workers import threads_per_rank
 from quadriga.trainer.worker_groups import (
-    ALIVENESS_CHECK_S,
     StartedGroups,
     close_on_error,
     one_pool,
     open_backend,
+    start_group,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from quadriga.data import PromptDataset
-    from quadriga.single_controller import WorkerGroup
     from quadriga.workers.generation import GeneratingGroup
 
 Messages = Sequence[Mapping[str, object]]
@@ -375,9 +374,7 @@ def rollout_group(config: GenerationConfig) -> Iterator[GeneratingGroup]:
     )
     backend = open_backend(trainer)
     with close_on_error(backend) as groups:
-        manager = one_pool(trainer, [Role.Rollout], backend)
-        manager.create_resource_pool()
-        pool, timeout = manager.get_resource_pool(Role.Rollout), trainer.call_timeout_s
+        pool, timeout = one_pool(trainer, backend), trainer.call_timeout_s
         rollout: GeneratingGroup
         if config.rollout.replicas.enable:
             members = {Role.Rollout.key: worker}
@@ -387,9 +384,7 @@ def rollout_group(config: GenerationConfig) -> Iterator[GeneratingGroup]:
             replicas.init_model()
             rollout = FolderReplicas(replicas, config.rollout)
         else:
-            group: WorkerGroup = backend.worker_group(pool, worker, timeout=timeout)
-            groups.append(group)
-            group.start_worker_aliveness_check(ALIVENESS_CHECK_S)
+            group = start_group(backend, pool, worker, groups, trainer)
             group.init_model()
             rollout = group
     try:

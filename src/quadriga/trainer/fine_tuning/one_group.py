@@ -21,12 +21,12 @@ from quadriga.trainer.record import RunRecord
 from quadriga.trainer.roles.placement import Role
 from quadriga.trainer.roles.workers import threads_per_rank
 from quadriga.trainer.worker_groups import (
-    ALIVENESS_CHECK_S,
     StartedGroups,
     close_on_error,
     one_pool,
     open_backend,
     save_roles,
+    start_group,
 )
 
 if TYPE_CHECKING:
@@ -121,15 +121,11 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
             seed=trainer.seed,
             total_steps=self.total_steps,
         )
-        role, worker = self.worker(runtime)
+        _, worker = self.worker(runtime)
         backend = open_backend(trainer)
         with close_on_error(backend) as groups:
-            manager = one_pool(trainer, [role], backend)
-            manager.create_resource_pool()
-            pool = manager.get_resource_pool(role)
-            group: Any = backend.worker_group(pool, worker, timeout=trainer.call_timeout_s)
-            groups.append(group)
-            group.start_worker_aliveness_check(ALIVENESS_CHECK_S)
+            pool = one_pool(trainer, backend)
+            group: Any = start_group(backend, pool, worker, groups, trainer)
             group.init_model()
         self._groups = OneGroup(backend=backend, groups=groups, policy=group)
         return self._groups

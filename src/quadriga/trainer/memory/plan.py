@@ -58,7 +58,7 @@ from quadriga.trainer.roles.workers import (
     takes_old_log_probs_from_update,
     uses_of_run,
 )
-from quadriga.workers.objectives import entropy_use
+from quadriga.workers.updates import entropy_use
 
 if TYPE_CHECKING:
     from quadriga.data import PromptDataset

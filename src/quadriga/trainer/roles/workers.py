@@ -241,11 +241,7 @@ def check_settings_of_pools(
     except ConfigError as error:
         if "(placement." not in str(error):
             raise
-        pools = [
-            f"pool {pool!r} has {sum(manager.resource_pool_spec[pool])} ranks for {', '.join(uses)}"
-            for pool, uses in uses_by_pool(config, manager).items()
-        ]
-        text = f"{error}; placement is that of resource_pool_manager: {'; '.join(pools)}"
+        text = f"{error}; placement is that of the pools {dict(manager.resource_pool_spec)}"
         raise type(error)(text, **vars(error)) from None
     return placed
 

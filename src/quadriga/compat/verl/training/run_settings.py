@@ -116,12 +116,8 @@ def need_critic(config: VerlConfig) -> bool:
     return get_advantage(str(ESTIMATOR(name))).needs_values
 
 
-def check_settings(config: TrainConfig) -> None:
-    """Check the settings of a training before anything starts.
-
-    Raises:
-        InputError: names the first setting, file or folder that does not fit.
-    """
+def check_policy_loss(config: TrainConfig) -> None:
+    """Raise `ConfigError` for a policy loss that only a loop of verl's own can use."""
     name = config.actor_rollout_ref.actor.policy_loss.name
     if name in POLICY_LOSS_REGISTRY and name not in {**POLICY_LOSSES, **ALIASES}:
         raise ConfigError(
@@ -131,7 +127,6 @@ def check_settings(config: TrainConfig) -> None:
             "(docs/concepts/policy_losses.md)",
             key="actor_rollout_ref.actor.policy_loss.name",
         )
-    check_train_config(config)
 
 
 def validate_config(
@@ -155,7 +150,9 @@ def validate_config(
                 f"{needed(config)}; pass what it returns",
                 key=name,
             )
-    check_settings(train_settings(config, tell=False))
+    ours = train_settings(config, tell=False)
+    check_policy_loss(ours)
+    check_train_config(ours)
 
 
 _POLICY = (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor)

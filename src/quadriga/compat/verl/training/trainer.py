@@ -25,7 +25,7 @@ from quadriga.compat.verl.controller.pools import ResourcePoolManager
 from quadriga.compat.verl.controller.references import init_parameters, run_in_actor, write_timeline
 from quadriga.compat.verl.training.run_settings import (
     check_called,
-    check_settings,
+    check_policy_loss,
     check_stages,
     need_critic,
     need_reference_policy,
@@ -46,7 +46,6 @@ from quadriga.single_controller.worker import plain_class
 from quadriga.trainer.ppo import RayPPOTrainer as QuadrigaTrainer
 from quadriga.trainer.roles.placement import ResourcePoolManager as QuadrigaPools, Role
 from quadriga.trainer.roles.registry import register_again, registered_for
-from quadriga.trainer.roles.workers import check_settings_of_pools
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker
 
 if TYPE_CHECKING:
@@ -404,11 +403,8 @@ class RayPPOTrainer(VerlTrainerNames):
         if resource_pool_manager is not None:
             check_called(resource_pool_manager.mapping, ours, "the mapping of roles to pools")
         load_user_files(ours.algorithm.user_files)  # the settings may have names that they add
+        check_policy_loss(ours)
         pools = pools_of(resource_pool_manager, ours, device)
-        if pools is None:
-            check_settings(ours)
-        else:
-            check_settings_of_pools(ours, pools, check_settings)
         super().__init__(
             ours,
             role_worker_mapping=worker_classes(classes),
