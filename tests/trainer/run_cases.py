@@ -62,6 +62,22 @@ def timeless(rows: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]
 
 
+def trained(overrides, **arguments) -> list[dict[str, float]]:
+    """Train with these settings; return the metrics without those of the role."""
+    from quadriga.observability.jsonl import read_jsonl
+    from quadriga.trainer.ppo import RayPPOTrainer
+    from quadriga.trainer.roles.registry import load_train_config
+
+    config = load_train_config(overrides)
+    trainer = RayPPOTrainer(config, **arguments)
+    try:
+        trainer.init_workers()
+        trainer.fit()
+    finally:
+        trainer.close()
+    return timeless(list(read_jsonl(f"{config.trainer.default_local_dir}/metrics.jsonl")))
+
+
 def fail_in_step_two(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each run fail before it logs step 2."""
     from quadriga.trainer.record import RunRecord

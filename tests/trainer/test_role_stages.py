@@ -6,11 +6,10 @@ import functools
 
 import pytest
 import torch
-from run_cases import timeless
+from run_cases import trained
 
 from quadriga.algorithms.shaping import add_to_last_token
 from quadriga.errors import ConfigError
-from quadriga.observability.jsonl import read_jsonl
 from quadriga.protocol import DataProto, fields
 from quadriga.protocol.fields import StageFields
 from quadriga.single_controller import Dispatch, Worker, register
@@ -166,18 +165,6 @@ SCORING = RoleStage(
     before="score_responses",
     in_validation=True,
 )
-
-
-def trained(overrides, **arguments) -> list[dict[str, float]]:
-    """Train with these settings; return the metrics without those of the role."""
-    config = load_train_config(overrides)
-    trainer = RayPPOTrainer(config, **arguments)
-    try:
-        trainer.init_workers()
-        trainer.fit()
-    finally:
-        trainer.close()
-    return timeless(list(read_jsonl(f"{config.trainer.default_local_dir}/metrics.jsonl")))
 
 
 SCORED = {
