@@ -139,7 +139,7 @@ def test_a_field_that_generation_drops_cannot_be_read_later() -> None:
 
 
 def test_the_trainer_checks_before_it_loads_or_starts_anything() -> None:
-    config = config_of("algorithm.adv_estimator=gdpo")  # reads components that nothing writes
+    config = config_of("algorithm.adv_estimator=gdpo", "actor_rollout_ref.rollout.n=2")
     with pytest.raises(ConfigError, match=r"reward_components=\[\] is read by"):
         RayPPOTrainer(config)
 

@@ -59,7 +59,12 @@ def test_it_is_chosen_where_a_step_is_one_optimizer_step_and_nothing_reads_them_
 def test_a_stage_that_reads_them_before_the_update_is_named() -> None:
     config = load_config(
         TrainConfig,
-        ["algorithm.adv_estimator=grpo", f"{SETTING}=true", "algorithm.use_kl_in_reward=true"],
+        [
+            "algorithm.adv_estimator=grpo",
+            f"{SETTING}=true",
+            "algorithm.use_kl_in_reward=true",
+            "actor_rollout_ref.rollout.n=2",
+        ],
     )
     with pytest.raises(ConfigError, match="stage penalise_kl reads field 'old_log_probs'"):
         RayPPOTrainer(config)
