@@ -128,9 +128,8 @@ def together(rank: int, ranks: int, count: int, repeats: int, port: int, out: st
     start(rank, ranks, port)
     source = sharded(rank, ranks, count)
     found: dict[str, object] = {}
-    for transport in ("shared_memory", "collective"):
-        sync = WeightSync(source, Target(source.weights), bucket_bytes=BUCKET, transport=transport)
-        found[transport] = measured(lambda v, s=sync: s.run(v).traffic.received, repeats)
+    sync = WeightSync(source, Target(source.weights), bucket_bytes=BUCKET)
+    found["collective"] = measured(lambda v: sync.run(v).traffic.received, repeats)
     target = Target(source.weights)
 
     def gather(version: int) -> int:
@@ -234,10 +233,7 @@ def measure(ranks: int, count: int, repeats: int, folder: Path) -> dict[str, obj
         "one process": single["one process"] | {"formula_mb": 0.0},
         "buckets": single["buckets"] | {"formula_mb": whole},
         "digests": single["digests"],
-        **{
-            name: slowest(found, name) | {"formula_mb": shared}
-            for name in ("shared_memory", "collective")
-        },
+        "collective": slowest(found, "collective") | {"formula_mb": shared},
         "gather": slowest(found, "gather"),
     }
     tickets = mp.get_context("spawn").Queue()
@@ -250,7 +246,7 @@ def measure(ranks: int, count: int, repeats: int, folder: Path) -> dict[str, obj
 
 def goals(result: dict) -> dict[str, object]:
     """Counted bytes must be those of the formulas. Times are figures without a goal."""
-    names = ("one process", "buckets", "shared_memory", "collective", "joined")
+    names = ("one process", "buckets", "collective", "joined")
     return {
         f"bytes of {name}": {
             "value": result[name]["received_mb"],

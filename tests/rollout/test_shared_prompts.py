@@ -96,17 +96,17 @@ def test_both_caches_give_the_same_tokens(family, folders, monkeypatch):
     engine = HFRollout(ModelConfig(path=folders(family)))
     assert engine._cached.shares_prompts is (family in SHARING)
     counts = []
-    remove = SharedPrompts.remove_rows
+    keep = SharedPrompts.keep_rows
 
-    def recorded(cache, removal):
-        remove(cache, removal)
-        counts.append((len(removal.order), cache.rows.prompts))
+    def recorded(cache, order):
+        keep(cache, order)
+        counts.append((len(order), cache.rows.prompts))
         layer = cache.growing[0]
         assert layer.prompt_keys.shape[0] == cache.rows.prompts
         if layer.is_initialized:  # it is empty if rows end with their first token
-            assert layer.keys.shape[0] == len(removal.order)
+            assert layer.keys.shape[0] == len(order)
 
-    monkeypatch.setattr(SharedPrompts, "remove_rows", recorded)
+    monkeypatch.setattr(SharedPrompts, "keep_rows", recorded)
     for seed in range(4):
         seeds = torch.arange(7) + 100 * seed
         engine._cached.shares_prompts = family in SHARING

@@ -24,7 +24,7 @@ from quadriga.parallel.layouts import slices
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import tensor_digest
 from quadriga.weight_sync.sync import WeightSync, needs_of
-from quadriga.weight_sync.transport import CollectiveChannel, SharedMemoryChannel, Transport
+from quadriga.weight_sync.transport import CollectiveChannel, Transport
 from training_step import train_once
 
 
@@ -147,19 +147,18 @@ def syncs(ranks: int):
     }
     found = {}
     for name, (mesh, placements) in sources.items():
-        for transport in ("shared_memory", "collective"):
-            for bucket in (256, 1 << 20) if name == "hybrid" else (256,):
-                source = Source(sharded(weights, mesh, placements), {"embed": "head"})
-                target = Target({**weights, "head": weights["embed"]})
-                sync = WeightSync(source, target, bucket_bytes=bucket, transport=transport)
-                sync.run(1)
-                for weight in source.weights.values():
-                    weight.add_(1)
-                report = sync.run(2)
-                whole = {n: w + 1 for n, w in weights.items()}
-                equal = all(torch.equal(target.weights[n], w) for n, w in whole.items())
-                tied = torch.equal(target.weights["head"], whole["embed"])
-                found[name, transport, bucket] = (equal, tied, report, sync._plan)
+        for bucket in (256, 1 << 20) if name == "hybrid" else (256,):
+            source = Source(sharded(weights, mesh, placements), {"embed": "head"})
+            target = Target({**weights, "head": weights["embed"]})
+            sync = WeightSync(source, target, bucket_bytes=bucket)
+            sync.run(1)
+            for weight in source.weights.values():
+                weight.add_(1)
+            report = sync.run(2)
+            whole = {n: w + 1 for n, w in weights.items()}
+            equal = all(torch.equal(target.weights[n], w) for n, w in whole.items())
+            tied = torch.equal(target.weights["head"], whole["embed"])
+            found[name, bucket] = (equal, tied, report, sync._plan)
     return found
 
 
@@ -246,35 +245,30 @@ class Allocations(TorchDispatchMode):
 
 
 def memory(ranks: int):
-    """The peak of allocated bytes for each channel and bucket size."""
+    """The peak of allocated bytes for each bucket size."""
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
     weights = {f"w{i}": torch.randn(256, 64) for i in range(12)}  # 64 KiB each
     source = Source(sharded(weights, mesh, [Shard(0)]))
     found = {}
     for bucket in (16 << 10, 128 << 10):
-        for kind in ("collective", "shared_memory"):
-            found[kind, bucket] = peak(source, weights, kind, bucket)
+        found[bucket] = peak(source, weights, bucket)
     return found
 
 
-def peak(source, weights, kind, bucket):
+def peak(source, weights, bucket):
     target = Target(weights)
-    sync = WeightSync(source, target, bucket_bytes=bucket, transport=kind)
+    sync = WeightSync(source, target, bucket_bytes=bucket)
     sync.run(1)
     described, current = sync._source.weights(needs_of(target)), sync._plan
-    group, shared = dist.group.WORLD, 0
+    group = dist.group.WORLD
     own = InMemory({name: weight.to_local() for name, weight in source.weights.items()})
     rounds, cpu = current.rounds(bucket), torch.device("cpu")
     with Allocations() as counted:
-        if kind == "collective":
-            channel = CollectiveChannel(group, cpu, rounds, described.dtypes)
-        else:
-            channel = SharedMemoryChannel(group, rounds, described.dtypes)
-            shared = 2 * channel.size
+        channel = CollectiveChannel(group, cpu, rounds, described.dtypes)
         transport = Transport(current, group.rank(), own, channel, described.dtypes, cpu)
         for _ in transport.run(bucket):
             pass
-    return counted.peak + shared
+    return counted.peak
 
 
 def engine_main(rank: int, ranks: int, folder: str, work: str, port: int) -> None:

@@ -345,9 +345,8 @@ class RolloutConfig(RolloutEngineConfig):
     val_sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
     # MiB of memory on each rank for weights in flight from the actor to the rollout
     weight_bucket_mb: Count = 256
-    # how weights go between processes. shared_memory: of a node with weights in host memory; the
-    # store of the backend if the rollout is in other processes (`placement`). collective: of a
-    # process group. auto: shared_memory where it is possible
+    # how weights go to a rollout in other processes (`placement`). shared_memory: through the store
+    # of the backend. collective: of a process group that joins both. auto: shared_memory
     weight_transport: WeightTransport = "auto"
     # rollout and training engines of the policy take turns in device memory: while one side works,
     # the weights and the optimizer state of the other are in host memory

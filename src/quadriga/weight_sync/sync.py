@@ -22,14 +22,13 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quadriga.config.schema import WeightTransport
 from quadriga.engines.base import LOG_PROBS, TrainEngine, WeightPart
 from quadriga.errors import WorkerError
 from quadriga.models.adapters import is_stored_part
@@ -48,13 +47,11 @@ from quadriga.rollout.guard import GuardedRollout
 from quadriga.weight_sync.plan import NAMED_TENSORS, Plan, plan
 from quadriga.weight_sync.transport import (
     CollectiveChannel,
-    SharedMemoryChannel,
     SourceReader,
     SourceWeights,
     Traffic,
     Transport,
     describe,
-    shares_memory,
     signed,
 )
 
@@ -298,8 +295,6 @@ class WeightSync:
 
     Args:
         bucket_bytes: the memory for weights in flight, on each rank.
-        transport: "shared_memory" needs ranks on one node with weights in host memory. "auto" takes
-            it where possible, else a collective of the worker group's process group.
         device: of the weights that are put together for the rollout engine.
         in_place: the training engine keeps its tensors where they are, so a rollout engine that can
             uses them themselves if each rank has whole ones.
@@ -311,14 +306,13 @@ class WeightSync:
         target: RolloutEngine,
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        transport: WeightTransport = "auto",
         device: str | torch.device = "cpu",
         in_place: bool = False,
     ) -> None:
         self._source = Source(source)
         self._verified = VerifiedTarget(target)
         self._target = self._verified.engine
-        self._bucket_bytes, self._transport = bucket_bytes, transport
+        self._bucket_bytes = bucket_bytes
         self._device = local_device(device)
         self._in_place = in_place
         self._plan: Plan | None = None
@@ -339,10 +333,13 @@ class WeightSync:
         weights = self._source.weights(needs)
         current = self._planned(weights)
         self._verified.begin(version)
-        with (
-            self._source.reader(needs, weights) as reader,
-            self._channel(current, weights) as channel,
-        ):
+        channel = None
+        if current.link_bytes:
+            group = dist.group.WORLD
+            assert group is not None
+            rounds = current.rounds(self._bucket_bytes)
+            channel = CollectiveChannel(group, self._device, rounds, weights.dtypes)
+        with self._source.reader(needs, weights) as reader:
             transport = Transport(current, rank(), reader, channel, weights.dtypes, self._device)
             received = weights.with_tied(transport.run(self._bucket_bytes))
             form: UpdateForm = "parts" if self._boxes else "whole"
@@ -370,26 +367,6 @@ class WeightSync:
             held = held_by_ranks(weights, gather_over_ranks(self._boxes))
             self._plan = plan(weights.layout, held, weights.nodes)
         return self._plan
-
-    def _channel(
-        self, current: Plan, weights: SourceWeights
-    ) -> AbstractContextManager[CollectiveChannel | SharedMemoryChannel | None]:
-        if not current.link_bytes:
-            return nullcontext()
-        group = dist.group.WORLD
-        assert group is not None
-        nodes = list(weights.nodes.values())
-        possible = shares_memory(nodes, self._device)
-        if self._transport == "shared_memory" and not possible:
-            raise WorkerError(
-                "rollout.weight_transport=shared_memory needs Linux, ranks on one node and weights "
-                f"in host memory; got the nodes {sorted(set(nodes))} and device {self._device}. "
-                "Set rollout.weight_transport=auto"
-            )
-        rounds = current.rounds(self._bucket_bytes)
-        if possible and self._transport != "collective":
-            return closing(SharedMemoryChannel(group, rounds, weights.dtypes))
-        return closing(CollectiveChannel(group, self._device, rounds, weights.dtypes))
 
 
 def held_by_ranks(weights: SourceWeights, boxes: Iterable[Mapping[str, Box]]) -> Layout:

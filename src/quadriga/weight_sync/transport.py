@@ -8,22 +8,15 @@ waits for     the other ranks of the channel, which must execute the same plan
 memory        two rounds of the plan, at most `bucket_bytes`, and the tensors that are not complete,
               which are of two rounds at most
 
-A channel moves the bytes of a round from one process to another. A round is packed, sent and
-received. The next round is packed and sent before the last one is received, so that packing and
-sending overlap. Every rank of a channel opens and sends every round of the plan, in order.
-
-- `CollectiveChannel`: an all-to-all of a process group, gloo or NCCL. It connects the ranks of one
-  worker group, or those of two that have joined a common group.
-- `SharedMemoryChannel`: ranks on one node, with weights in host memory. A box that several ranks
-  read is written once.
+A round is packed, sent and received by an all-to-all of a process group, gloo or NCCL: of one
+worker group, or of two that have joined a common group. The next round is packed and sent before
+the last one is received, so that packing and sending overlap. Every rank sends every round of the
+plan, in order.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import socket
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -32,12 +25,11 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from quadriga.checkpoint.shards import block_of
 from quadriga.engines.base import OwnWeights, TrainEngine, WeightPart
-from quadriga.errors import CollectiveError, WorkerError
+from quadriga.errors import WorkerError
 from quadriga.parallel.distributed import Collectives, gather_over_ranks, rank
 from quadriga.parallel.layouts import (
     Box,
@@ -304,9 +296,6 @@ class CollectiveChannel:
         self._opened += 1
         return _Exchange(self, current, self._buffers[self._opened % 2])
 
-    def close(self) -> None:
-        """Do nothing: the buffers are freed with the channel."""
-
 
 class _Exchange:
     """One all-to-all. In the buffer, first what is sent, then what is received; in both, all boxes
@@ -373,125 +362,6 @@ def typed(flat: Tensor, dtype: torch.dtype) -> Tensor:
     if flat.storage_offset() % dtype.itemsize:
         flat = flat.clone()  # a weight of 1-byte elements was packed before it
     return flat.view(dtype)
-
-
-class SharedMemoryChannel:
-    """Two segments of memory per rank, which all ranks of a node map.
-
-    A segment has no name in a file system, so nothing is left if a process is killed.
-
-        rank 0   write round 0   write 1   read 0   write 2   read 1
-        segment        A            B         A        A         B
-
-    A rank waits for the others before it writes (all have read what the segment held) and before
-    it reads (all have written).
-
-    Args:
-        group: the process group, whose ranks are on one node.
-        rounds: all rounds that will be sent, for the sizes of the segments.
-
-    Raises:
-        CollectiveError: the memory of another rank cannot be mapped.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, rounds: Iterable[Round], dtypes: Dtypes) -> None:
-        self.group, self.dtypes, self._opened = group, dtypes, 0
-        self.size = max((_starts(r)[1].get(group.rank(), 0) for r in rounds), default=0)
-        own = os.memfd_create("quadriga_weights", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(own, max(2 * self.size, mmap.PAGESIZE))
-            # The path is read by ranks of the same user on the same node.
-            paths: list[tuple[str, int]] = [("", 0)] * group.size()
-            dist.all_gather_object(paths, (f"/proc/{os.getpid()}/fd/{own}", self.size), group=group)
-            self._maps = [_mapped(path) for path, _ in paths]
-            self._sizes = [size for _, size in paths]
-            self.barrier()  # until all have opened it
-        finally:
-            os.close(own)
-
-    def open(self, current: Round) -> _Written:
-        """Start to pack a round."""
-        index, self._opened = self._opened % 2, self._opened + 1
-        if self._opened > 2:
-            self.barrier()
-        return _Written(self, current, index)
-
-    def close(self) -> None:
-        """Drop the mapped memory. It is unmapped when the last view is dropped."""
-        self._maps.clear()
-
-    def view(self, rank: int, index: int, start: int, num_bytes: int) -> Tensor:
-        """Return bytes in a segment of a rank."""
-        return self._maps[rank][index * self._sizes[rank] + start :][:num_bytes]
-
-    def barrier(self) -> None:
-        """Wait for the other ranks."""
-        self.group.barrier().wait()
-
-
-class _Written:
-    """One round in shared memory. See `_Exchange` for the methods."""
-
-    def __init__(self, channel: SharedMemoryChannel, current: Round, index: int) -> None:
-        self.channel, self.current, self.index = channel, current, index
-        self.starts = _starts(current)[0]
-        self.written: set[Slot] = set()
-
-    def put(self, transfer: Transfer, values: Tensor) -> None:
-        if transfer.read not in self.written:
-            self.written.add(transfer.read)
-            copy_bytes(self._bytes(transfer), values)
-
-    def send(self) -> None:
-        """Do nothing: `receive` waits until all ranks have written."""
-
-    def receive(self) -> Iterator[tuple[Transfer, Tensor]]:
-        self.channel.barrier()
-        own = self.channel.group.rank()
-        for transfer in self.current.transfers:
-            if transfer.target == own and not transfer.is_local:
-                yield transfer, typed(self._bytes(transfer), self.channel.dtypes[transfer.weight])
-
-    def _bytes(self, transfer: Transfer) -> Tensor:
-        start = self.starts[transfer.source, transfer.read]
-        return self.channel.view(transfer.source, self.index, start, transfer.num_bytes)
-
-
-def _starts(current: Round) -> tuple[dict[tuple[int, Slot], int], dict[int, int]]:
-    """Return where each box of a round is in the segment of its source, and the sizes of segments.
-
-    All ranks compute the same.
-    """
-    starts: dict[tuple[int, Slot], int] = {}
-    sizes: dict[int, int] = {}
-    for transfer in current.transfers:
-        key = (transfer.source, transfer.read)
-        if not transfer.is_local and key not in starts:
-            starts[key] = sizes.get(transfer.source, 0)
-            end = starts[key] + transfer.num_bytes
-            sizes[transfer.source] = -(-end // _ALIGNMENT) * _ALIGNMENT
-    return starts, sizes
-
-
-def _mapped(path: str) -> Tensor:
-    """Map the memory of a rank as a tensor of bytes."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise CollectiveError(
-            f"the shared memory {path} of a rank on this node cannot be opened: {error}; set "
-            "rollout.weight_transport=collective"
-        ) from error
-    try:
-        return torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
-    finally:
-        os.close(descriptor)
-
-
-def shares_memory(nodes: Sequence[str], device: torch.device) -> bool:
-    """Return whether ranks on these nodes can use a `SharedMemoryChannel`."""
-    on_linux = sys.platform == "linux" and hasattr(os, "memfd_create")
-    return on_linux and device.type == "cpu" and len(set(nodes)) == 1
 
 
 class Assembly:
@@ -565,7 +435,7 @@ class Transport:
     plan: Plan
     rank: int
     read: SourceReader | None
-    channel: CollectiveChannel | SharedMemoryChannel | None
+    channel: CollectiveChannel | None
     dtypes: Dtypes
     device: torch.device
     traffic: Traffic = field(default_factory=Traffic)
@@ -586,7 +456,7 @@ class Transport:
             else:  # no transfer completes it
                 dtype = self.dtypes.get(tensor.name, torch.get_default_dtype())
                 yield tensor.name, torch.zeros(tensor.shape, dtype=dtype, device=self.device)
-        before: _Exchange | _Written | None = None
+        before: _Exchange | None = None
         for current in self.plan.rounds(bucket_bytes):
             outgoing = None if self.channel is None else self.channel.open(current)
             yield from self._pack(current, outgoing)
@@ -606,9 +476,7 @@ class Transport:
                 tensors=tuple(missing),
             )
 
-    def _pack(
-        self, current: Round, outgoing: _Exchange | _Written | None
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _pack(self, current: Round, outgoing: _Exchange | None) -> Iterator[tuple[str, Tensor]]:
         """Pack what this rank sends; yield what it completes with its own weights."""
         read = self.read
         for transfer in current.transfers if read is not None else ():
@@ -624,7 +492,7 @@ class Transport:
                     outgoing.put(transfer, values.to(self.dtypes[transfer.weight]))
                     self.traffic.sent += transfer.num_bytes
 
-    def _receive(self, sent: _Exchange | _Written | None) -> Iterator[tuple[str, Tensor]]:
+    def _receive(self, sent: _Exchange | None) -> Iterator[tuple[str, Tensor]]:
         for transfer, flat in sent.receive() if sent is not None else ():
             self.traffic.received += transfer.num_bytes
             yield from self._write(transfer, flat.view(shape_of(transfer.box)))

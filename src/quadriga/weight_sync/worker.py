@@ -65,7 +65,6 @@ class PolicyWeights(Worker):
             self._engine("actor"),
             self._rollout(),
             bucket_bytes=self._bucket_bytes,
-            transport=self.config.rollout.weight_transport,
             device=self.device,
             in_place=self._keeps_weights_in_place(),
         )

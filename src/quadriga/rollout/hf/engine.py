@@ -7,7 +7,7 @@ rows that have ended leave the batch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,7 @@ class HFRollout(RolloutEngine):
         self.prompts = architecture_of(config).prompts
         self._cached = CachedModel(self.module, self.device)
         if not is_listed(config):
-            check_generation(self.module, self.device, self._cached.forward)
+            check_generation(self._cached)
         window = context_window(config)
         self.abilities = Rollout(RolloutEngineConfig()).abilities(
             config.get_text_config().vocab_size, window.tokens if window else None
@@ -160,10 +160,7 @@ class HFRollout(RolloutEngine):
     ) -> None:
         self._check("update_weights", "ready", "released")
         with self._writing(stream, version, self._parameters) as weights:
-            if form == "shared":
-                self._weights.share(weights)
-            else:
-                self._weights.copy(weights)
+            self._weights.write(weights, share=form == "shared")
 
     def _parameters(self) -> list[str]:
         return [name for name, _ in self.module.named_parameters()]
@@ -219,11 +216,10 @@ _SAMPLE = 1024
 """Elements of a weight that are compared. An optimizer step changes nearly all elements."""
 
 
-@dataclass(frozen=True)
-class _Shared:
+class _Shared(NamedTuple):
     """A parameter in foreign memory, and the digest of its sample when it was shared."""
 
-    parameter: nn.Parameter
+    parameter: Tensor
     digest: Tensor
 
 
@@ -240,50 +236,35 @@ class ModelWeights:
         sizes = {s.parameter.data_ptr(): s.parameter.nbytes for s in self._shared.values()}
         return sum(sizes.values())
 
-    def copy(self, stream: Iterable[tuple[str, Tensor]]) -> None:
+    def write(self, stream: Iterable[tuple[str, Tensor]], *, share: bool) -> None:
         """Copy the values of tensors to weights, in memory of their own.
+
+        Args:
+            share: use a tensor itself as the weight if dtype, device and layout fit.
 
         Raises:
             ModelError: the model has no weight of that name and shape.
         """
-        weights = self._by_name()
+        weights = dict(self._module.state_dict(keep_vars=True))
+        shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
         for name, tensor in stream:
-            self._copy(weights, name, tensor)
-
-    def share(self, stream: Iterable[tuple[str, Tensor]]) -> None:
-        """Use tensors themselves as weights if dtype, device and layout fit, else copy them.
-
-        Raises:
-            ModelError: as `copy`.
-        """
-        weights = self._by_name()
-        for name, tensor in stream:
-            weight = _find(weights, name, tensor)
-            fits = (
-                isinstance(weight, nn.Parameter)
-                and (weight.dtype, weight.device) == (tensor.dtype, tensor.device)
-                and tensor.is_contiguous()
-                and not tensor.is_inference()
-            )
-            if not fits:
-                self._copy(weights, name, tensor)
-                continue
-            if not _aliases(weight, tensor):
-                self._replace(weights, name, tensor.detach())
-            self._note(name, weights[name])
-
-    def _copy(self, weights: dict[str, Tensor], name: str, tensor: Tensor) -> None:
-        weight = _find(weights, name, tensor)
-        if _aliases(weight, tensor):
-            # A tied name, or a training engine that sends what is shared already.
-            if name in self._shared:
-                self._note(name, weight)
-        elif name in self._shared:
-            values = torch.empty_like(weight).copy_(tensor.detach())
-            self._replace(weights, name, values)
-        else:
-            with torch.no_grad():
-                weight.copy_(tensor)
+            check_weight(name, tensor, shapes)
+            shared = share and _fits(weights[name], tensor)
+            # Otherwise a tied name, or a training engine that sends what is shared already.
+            if not _aliases(weights[name], tensor):
+                if shared:
+                    self._replace(weights, name, tensor.detach())
+                elif name in self._shared:
+                    values = torch.empty_like(weights[name]).copy_(tensor.detach())
+                    self._replace(weights, name, values)
+                else:
+                    with torch.no_grad():
+                        weights[name].copy_(tensor)
+            elif name in self._shared:
+                shared = True
+            if shared:  # its values are those of the current version
+                weight = weights[name]
+                self._shared[name] = _Shared(weight, _sample_digest(weight))
 
     def changed(self) -> str | None:
         """Return the name of a shared weight that was changed in place since, or None."""
@@ -298,14 +279,6 @@ class ModelWeights:
     def unshare(self) -> None:
         """Forget which weights are shared, at the end of the engine."""
         self._shared.clear()
-
-    def _note(self, name: str, weight: Tensor) -> None:
-        """Count the values of a shared weight as those of the current version."""
-        assert isinstance(weight, nn.Parameter)
-        self._shared[name] = _Shared(weight, _sample_digest(weight))
-
-    def _by_name(self) -> dict[str, Tensor]:
-        return dict(self._module.state_dict(keep_vars=True))
 
     def _replace(self, weights: dict[str, Tensor], name: str, new: Tensor) -> None:
         """Put `new` in every place of a parameter; tied weights have several."""
@@ -328,9 +301,14 @@ def _sample_digest(weight: Tensor) -> Tensor:
     return (bits * (2 * torch.arange(len(bits), device=bits.device) + 1)).sum()
 
 
-def _find(weights: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:
-    check_weight(name, tensor, {name: weights[name].shape} if name in weights else {})
-    return weights[name]
+def _fits(weight: Tensor, tensor: Tensor) -> bool:
+    """Return whether a tensor can take the place of a weight."""
+    return (
+        isinstance(weight, nn.Parameter)
+        and (weight.dtype, weight.device) == (tensor.dtype, tensor.device)
+        and tensor.is_contiguous()
+        and not tensor.is_inference()
+    )
 
 
 def _aliases(weight: Tensor, tensor: Tensor) -> bool:

@@ -6,7 +6,7 @@ Shapes: b rows, P prompt columns, R response columns, V vocabulary entries.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from quadriga.rollout.abilities import SamplingParams
 from quadriga.rollout.hf.decode_attention import use_decode_attention
 from quadriga.rollout.hf.kv_cache import (
     RepeatedPrompts,
-    RowRemoval,
     SharedPrompts,
     growing_cache,
     reorder_cache,
@@ -29,8 +28,8 @@ from quadriga.rollout.hf.sampling import draw, uniform
 from quadriga.rollout.responses import StopStrings
 
 COMPACT_BELOW = 0.9
-"""Ended rows leave the batch when at most this share of its rows is still generating. Few rows move
-in the cache, but kernels are prepared anew for each number of rows."""
+"""Ended rows leave the batch when at most this share of its rows is still generating. The cache is
+copied then, and kernels are prepared anew for each number of rows."""
 
 
 class CachedModel:
@@ -83,12 +82,12 @@ class CachedModel:
 # Column 0 is padding in every row, so it is not computed. The prefill runs the distinct prompts
 # (row 0 and row 2); the rows 0 1 2 continue the prompts 0 0 1.
 #
-# Compaction after row 0 ended: 2 of 3 rows are running, and 2 ≤ 0.9 · 3. Row 2 takes its place.
+# Compaction after row 0 ended: 2 of 3 rows are running, and 2 ≤ 0.9 · 3.
 #
 #              before     after
-#   active      0 1 2      2 1      rows of the micro-batch to which the tensors below belong
+#   active      0 1 2      1 2      rows of the micro-batch to which the tensors below belong
 #   uniform     u u u      u u      `uniform`, `positions` and the cache have one row for each
-#   positions   3 3 4      4 3      active row; `ids`, `log_probs`, `lengths` and `stopped` keep all
+#   positions   3 3 4      3 4      active row; `ids`, `log_probs`, `lengths` and `stopped` keep all
 #                                   rows and are indexed by `active`
 
 
@@ -172,9 +171,9 @@ class Generation:
             if running_count == 0 or t == last:
                 return
             if running_count <= COMPACT_BELOW * len(running):
-                removal = RowRemoval.of(running)
-                token, running = token[removal.order], running[removal.order]
-                self._remove(removal)
+                order = running.nonzero()[:, 0]
+                token, running = token[order], running[order]
+                self._keep(order)
             self._step(token)
 
     def _ends(self, token: Tensor, t: int) -> Tensor:
@@ -186,12 +185,12 @@ class Generation:
         complete = [self.stop_strings.completed_by_last(row) for row in rows]
         return ends | torch.tensor(complete, device=self.device)
 
-    def _remove(self, removal: RowRemoval) -> None:
+    def _keep(self, order: Tensor) -> None:
         """Remove ended rows from the batch."""
-        self.active = self.active[removal.order]
-        self.uniform = self.uniform[removal.order]
-        self.positions = self.positions[removal.order]
-        self.rows.remove_rows(removal)
+        self.active = self.active[order]
+        self.uniform = self.uniform[order]
+        self.positions = self.positions[order]
+        self.rows.keep_rows(order)
 
     def _step(self, token: Tensor) -> None:
         """Run the model on one new token of each active row."""
@@ -224,64 +223,52 @@ def _first_row_with_same_prompt(
 # tokens show whether the model is causal, and whether its cache gives the same numbers as no cache
 # when rows are repeated and removed.
 
-CachedForward = Callable[[Cache, Tensor], Tensor]
-"""(cache, new token ids [b, added]) -> the last logits [b, V]."""
-
 # Largest difference of a log-probability, in nats. Correct models differ by rounding, incorrect
 # ones by about the size of a log-probability.
-_TOLERANCE = {torch.float64: 1e-2, torch.float32: 1e-2}
-_TOLERANCE_16_BIT = 0.5
-
+_TOLERANCE, _TOLERANCE_16_BIT = 1e-2, 0.5
 _TOKENS, _PREFIX = 8, 4
 
 
-def check_generation(model: PreTrainedModel, device: torch.device, cached: CachedForward) -> None:
-    """Compare `cached`, which continues a sequence, with a forward pass over all its tokens.
+def check_generation(cached: CachedModel) -> None:
+    """Compare a model that continues a sequence with a forward pass over all its tokens.
 
     Raises:
         ModelError: the logits differ, or the model cannot use a cache of transformers.
     """
+    model = cached.module
     vocabulary: int = model.config.get_text_config().vocab_size
-    ids = ((torch.arange(_TOKENS) * 7 + 5) % vocabulary)[None].to(device)
+    ids = ((torch.arange(_TOKENS) * 7 + 5) % vocabulary)[None].to(cached.device)
     with torch.inference_mode():
-        whole = _log_probs(model(input_ids=ids).logits)[0]
-        prefix = _log_probs(model(input_ids=ids[:, :_PREFIX]).logits)[0]
-        problem = _difference(prefix, whole[:_PREFIX], model.dtype)
-        if problem:
-            raise _error(model, f"its tokens attend to later tokens: {problem}")
+        whole = model(input_ids=ids).logits[0]
+        prefix = model(input_ids=ids[:, :_PREFIX]).logits[0]
+        _compare(model, prefix, whole[:_PREFIX], "its tokens attend to later tokens")
         try:
-            steps = _generate(model, ids, cached)
+            steps = _generate(cached, ids)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             text = str(error).strip() or repr(error)
             raise _error(model, f"it cannot generate with a cache: {text}") from error
-        problem = _difference(steps, whole[_PREFIX - 1 :], model.dtype)
-        if problem:
-            raise _error(model, f"it generates other numbers with a cache: {problem}")
+        _compare(model, steps, whole[_PREFIX - 1 :], "it generates other numbers with a cache")
 
 
-def _generate(model: PreTrainedModel, ids: Tensor, cached: CachedForward) -> Tensor:
-    """Return log-probabilities [tokens, V] of a row that is repeated, and then removed again."""
-    cache = growing_cache(model.config)
-    logits = [cached(cache, ids[:, :_PREFIX])]
+def _generate(cached: CachedModel, ids: Tensor) -> Tensor:
+    """Return logits [tokens, V] of a row that is repeated, and then removed again."""
+    cache = growing_cache(cached.module.config)
+    logits = [cached.forward(cache, ids[:, :_PREFIX])]
     reorder_cache(cache, torch.tensor([0, 0], device=ids.device))
     for t in range(_PREFIX, _TOKENS):
         rows = 1 if t > _PREFIX else 2
-        logits.append(cached(cache, ids[:, t : t + 1].expand(rows, 1))[-1:])
+        logits.append(cached.forward(cache, ids[:, t : t + 1].expand(rows, 1))[-1:])
         if rows == 2:
             reorder_cache(cache, torch.tensor([1], device=ids.device))
-    return _log_probs(torch.cat(logits))
+    return torch.cat(logits)
 
 
-def _log_probs(logits: Tensor) -> Tensor:
-    return logits.float().log_softmax(-1)
-
-
-def _difference(found: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
-    """Say by how much log-probabilities differ; None if only by rounding."""
-    difference = float((found - expected).abs().max())
-    if difference <= _TOLERANCE.get(dtype, _TOLERANCE_16_BIT):
-        return None
-    return f"log-probabilities differ by {difference:.2g} nats"
+def _compare(model: PreTrainedModel, found: Tensor, expected: Tensor, problem: str) -> None:
+    """Raise `ModelError` if log-probabilities differ by more than rounding."""
+    differences = found.float().log_softmax(-1) - expected.float().log_softmax(-1)
+    largest = float(differences.abs().max())
+    if not largest <= (_TOLERANCE if model.dtype.itemsize > 2 else _TOLERANCE_16_BIT):
+        raise _error(model, f"{problem}: log-probabilities differ by {largest:.2g} nats")
 
 
 def _error(model: PreTrainedModel, problem: str) -> ModelError:

@@ -39,17 +39,8 @@ if TYPE_CHECKING:
 #   64 more tokens        67                    67     written in place
 #   the next token        68     67 + 1 + 64 = 132     one copy
 #
-# Removing rows: four rows, and row 1 has ended. The last row takes its place, so that one row is
-# copied, within the buffer. The place behind the last row stays unused until the buffer grows.
-#
-#              buffer before     remove_rows: order 0 3 2
-#   row 0      a0 a1 a2 · ·      a0 a1 a2 · ·
-#   row 1      b0 b1 b2 · ·      d0 d1 d2 · ·
-#   row 2      c0 c1 c2 · ·      c0 c1 c2 · ·
-#   row 3      d0 d1 d2 · ·
-#
 # Repeating rows, after the prefill of two distinct prompts that three rows use:
-# reorder_cache([0, 0, 1]) gives a, a, b.
+# reorder_cache([0, 0, 1]) gives a, a, b. The same removes rows: [0, 2] keeps the first and the third.
 #
 # Sliding window of 3 (a token and the two before it), 5 columns in use, one token is appended:
 #
@@ -58,32 +49,6 @@ if TYPE_CHECKING:
 #   get_mask_sizes(1) = (3, 3): the mask has 3 columns, and its first is column 3
 
 _SPARE_COLUMNS = 64
-
-
-@dataclass(frozen=True)
-class RowRemoval:
-    """Rows that leave a batch. The last rows that stay take the places of those that leave.
-
-    Attributes:
-        order: [rows that stay] int64, the row that is in each place afterwards.
-        places, sources: [moved] int64, where a row moves to, and where it was. No place is a
-            source.
-    """
-
-    order: Tensor
-    places: Tensor
-    sources: Tensor
-
-    @staticmethod
-    def of(stays: Tensor) -> RowRemoval:
-        """Return the removal of the rows where `stays` [b] is False."""
-        # stays 1 0 1 0 1: three rows stay, so row 4 moves to place 1.
-        kept = stays.nonzero()[:, 0]
-        order = torch.arange(len(kept), device=stays.device)
-        places = (~stays[: len(kept)]).nonzero()[:, 0]
-        sources = kept[len(kept) - len(places) :]
-        order[places] = sources
-        return RowRemoval(order, places, sources)
 
 
 class GrowingCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as a base class
@@ -150,17 +115,6 @@ class GrowingCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as
             self.keys = self._resized(self.keys[:, :, : self.length], 0, rows)
             self.values = self._resized(self.values[:, :, : self.length], 0, rows)
 
-    def remove_rows(self, removal: RowRemoval) -> None:
-        """Remove rows in place."""
-        if self.is_initialized:
-            self.keys = self._moved(self.keys, removal)
-            self.values = self._moved(self.values, removal)
-
-    def _moved(self, buffer: Tensor, removal: RowRemoval) -> Tensor:
-        used = buffer[:, :, : self.length]
-        used.index_copy_(0, removal.places, used.index_select(0, removal.sources))
-        return buffer[: len(removal.order)]
-
     def _resized(self, old: Tensor, added: int, rows: Tensor | None = None) -> Tensor:
         """Copy `old` [b, H, length, D], or some of its rows, to a buffer with space for `added`
         more columns and the spare ones."""
@@ -207,15 +161,6 @@ def reorder_cache(cache: Cache, rows: Tensor) -> None:
         layer.reorder_cache(rows)  # type: ignore[arg-type]  # LongTensor
 
 
-def remove_rows(cache: Cache, removal: RowRemoval) -> None:
-    """Remove rows in every layer. Layers with a recurrent state copy the rows that stay."""
-    for layer in cache.layers:
-        if isinstance(layer, GrowingCacheLayer):
-            layer.remove_rows(removal)
-        else:
-            layer.reorder_cache(removal.order)  # type: ignore[arg-type]  # LongTensor
-
-
 def growing_cache(config: PreTrainedConfig, spare_columns: int = _SPARE_COLUMNS) -> Cache:
     """Return an empty cache for a model of this config.
 
@@ -250,12 +195,11 @@ def sees_all_tokens(cache: Cache) -> bool:
 #   row of slot     0 1 2     3 4 ·       · holds row 0, and its result is not read
 #   slot of row     0 1 2 3 4
 #
-# Rows 1 and 4 end, and row 3 takes the place of row 1 (`RowRemoval`). The rows 0 1 2 have
-# the prompts A B A then:
+# Rows 1 and 4 end. The rows 0 1 2 have the prompts A A B then:
 #
 #                     A         B
-#   row of slot     0 2       1 ·
-#   slot of row     0 2 1
+#   row of slot     0 1       2 ·
+#   slot of row     0 1 2
 
 
 @dataclass(frozen=True)
@@ -330,10 +274,10 @@ class SharedPrompts:
         """Return the arguments of the model's next forward pass, on one new token of each row."""
         return {"prompt_cache": self}
 
-    def remove_rows(self, removal: RowRemoval) -> None:
-        """Remove rows, and the prompts that no row continues."""
+    def keep_rows(self, order: Tensor) -> None:
+        """Keep only the rows `order`, and the prompts that they continue."""
         rows = self.rows
-        used, prompt_of_row = torch.unique(rows.prompt_of_row[removal.order], return_inverse=True)
+        used, prompt_of_row = torch.unique(rows.prompt_of_row[order], return_inverse=True)
         bias = rows.bias
         if len(used) < rows.prompts:
             bias = None if bias is None else bias[used]
@@ -341,7 +285,7 @@ class SharedPrompts:
                 layer.prompt_keys = layer.prompt_keys.index_select(0, used)
                 layer.prompt_values = layer.prompt_values.index_select(0, used)
         self.rows = PromptRows.of(prompt_of_row, len(used), bias)
-        remove_rows(self.cache, removal)
+        reorder_cache(self.cache, order)
 
     def tensors(self) -> Iterator[Tensor]:
         return _tensors(self.cache)
@@ -392,10 +336,10 @@ class RepeatedPrompts:
         self.columns += 1
         return {"attention_mask": self._mask[..., : self.columns]}
 
-    def remove_rows(self, removal: RowRemoval) -> None:
-        remove_rows(self.cache, removal)
+    def keep_rows(self, order: Tensor) -> None:
+        reorder_cache(self.cache, order)
         if self._mask is not None:
-            self._mask = self._mask[removal.order]
+            self._mask = self._mask[order]
 
     @property
     def growing(self) -> list[GrowingCacheLayer]:

@@ -52,21 +52,15 @@ def uniform(seeds_B: Tensor, positions_R: Tensor) -> Tensor:
 
 
 def _without_excluded(scores_BV: Tensor, sampling: SamplingParams, position: int) -> Tensor:
-    """Set the scores of tokens that must not be sampled at this position to -inf."""
-    scores_BV = _without_early_end(scores_BV, sampling, position)
-    excluded = [token for token in sampling.excluded_token_ids if token < scores_BV.shape[-1]]
-    if not excluded:
-        return scores_BV
-    index = torch.tensor(excluded, device=scores_BV.device)
-    return scores_BV.index_fill(-1, index, -math.inf)
+    """Set the scores of tokens that must not be sampled at this position to -inf.
 
-
-def _without_early_end(scores_BV: Tensor, sampling: SamplingParams, position: int) -> Tensor:
-    """Set the scores of end tokens to -inf while the response is shorter than its minimum."""
-    ends = [token for token in sampling.end_token_ids if token < scores_BV.shape[-1]]
-    if position >= sampling.min_new_tokens or not ends:
+    End tokens are among them while the response is shorter than its minimum.
+    """
+    ends = sampling.end_token_ids if position < sampling.min_new_tokens else ()
+    tokens = [t for t in (*sampling.excluded_token_ids, *ends) if t < scores_BV.shape[-1]]
+    if not tokens:
         return scores_BV
-    index = torch.tensor(ends, device=scores_BV.device)
+    index = torch.tensor(tokens, device=scores_BV.device)
     return scores_BV.index_fill(-1, index, -math.inf)
 
 
