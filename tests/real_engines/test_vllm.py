@@ -19,7 +19,6 @@ from quadriga.errors import (
     ModelError,
     RolloutAbilityError,
     RolloutError,
-    RolloutTimeoutError,
     WorkerError,
 )
 from quadriga.rollout import build_rollout
@@ -196,19 +195,6 @@ class TestProcess:
                 found, expected = out.rollout_log_probs[part], alone.rollout_log_probs
                 torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
         engine.close()
-
-    def test_a_deadline_ends_the_call_and_the_next_call_is_right(self, folder):
-        engine = vllm(folder, call_timeout_s=1e-6)
-        ids, mask, seeds = requests((5, 9))
-        with pytest.raises(RolloutTimeoutError, match="call_timeout_s") as raised:
-            engine.generate(ids, mask, GREEDY, seeds)
-        assert (raised.value.engine, raised.value.method) == ("vllm", "generate")
-        with pytest.raises(RolloutTimeoutError, match="score exceeded its deadline"):
-            engine.score(ids, mask)
-        with mock.patch.object(engine, "options", engine.options.__class__()):
-            out = engine.generate(ids, mask, GREEDY, seeds)
-        engine.close()
-        assert out.response_mask[:, 0].tolist() == [1, 1]
 
     def test_an_engine_that_fails_in_the_middle_is_named_and_not_used_again(self, folder):
         engine = vllm(folder)

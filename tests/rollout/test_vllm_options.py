@@ -62,10 +62,6 @@ def test_another_version_is_refused_unless_it_is_accepted(monkeypatch, caplog):
         ({"kv_cache_mb": 0}, "kv_cache_mb must be at least 1, got 0"),
         ({"engine_args": {"dtype": "half"}}, "engine_args sets dtype"),
         ({"sleep_level": 3}, "sleep_level must be .*, got 3"),
-        (
-            {"tensor_parallel_size": 2, "call_timeout_s": 9.0},
-            "call_timeout_s needs tensor_parallel_size=1, got 2",
-        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused_before_a_worker_starts(monkeypatch, given, words):

@@ -66,13 +66,11 @@ class Rollout:
         engine: "module:class" of the `RolloutEngine`, which is imported when it is built.
         memory_function: "module:function" of `memory`, called with (settings, model, use).
         computes_images: it generates from prompts with images.
-        no_adapters: why it cannot load the adapters of a model, for messages.
     """
 
     engine: ClassVar[str] = ""
     memory_function: ClassVar[str] = ""
     computes_images: ClassVar[bool] = False
-    no_adapters: ClassVar[str] = ""
     sampling_settings: ClassVar[frozenset[SamplingSetting]] = ALL_SETTINGS
     filter_order: ClassVar[FilterOrder] = "top_k, top_p, min_p"
 
@@ -264,7 +262,7 @@ def check_adapters(rollout: RolloutConfig, lora: LoraConfig) -> None:
     if rollout.load_adapters and not loads_adapters(rollout, lora):
         raise ConfigError(
             f"{key}=true needs rollout.name=vllm with tensor_parallel_size=1 and adapters of rank "
-            f"512 or less, got name={rollout.name}{rollout_of(rollout).no_adapters}; set it to "
+            f"512 or less, got name={rollout.name}; set it to "
             "null, and the adapters are merged into the weights that the engine receives",
             key=key,
         )

@@ -86,6 +86,7 @@ class RolloutEngine(ABC):
     shares_weights: bool = False
     _version = -1
     _state: State = "ready"
+    _releasable = True
     _unknown: frozenset[str] = frozenset()  # weights that must be sent before it can generate
 
     @property
@@ -222,12 +223,32 @@ class RolloutEngine(ABC):
         Between `release` and `resume`, `generate` and `score` raise `RolloutError`.
         """
         self._check("release", "ready", "released")
-        self._state = "released"
+        if not self._releasable:
+            raise self._error(
+                "release",
+                "it was started without the means to; set "
+                "actor_rollout_ref.rollout.take_turns=true, or build it with releasable=True",
+            )
+        if self._state == "ready":
+            self._free()
+            if self._state == "ready":  # not if another thread has closed the engine
+                self._state = "released"
 
     def resume(self) -> None:
         """Make a released engine ready to generate again. Does nothing if it is not released."""
         self._check("resume", "ready", "released")
-        self._state = "ready"
+        if self._state == "released":
+            self._get_back()
+            if self._state == "released":
+                self._state = "ready"
+
+    def _free(self) -> None:
+        """Free the device memory of a ready engine."""
+        return
+
+    def _get_back(self) -> None:
+        """Take back what `_free` has freed."""
+        return
 
     def close(self) -> None:
         """End the engine with its processes and files. A second call does nothing.

@@ -26,9 +26,6 @@ from quadriga.rollout.base import RolloutOutput, SamplingParams
 _ROUNDING = 1e-3
 """Nats by which rounding may bring the log-probability of a certain token above 0."""
 
-_Rule = tuple[str, Tensor, str]
-"""What is violated, for each row whether it is right, and the problem in words."""
-
 
 # Requests
 
@@ -59,17 +56,13 @@ def check_request(
     abilities.check(sampling, engine)
     outside = [i for i in sampling.stop_token_ids if i >= abilities.vocabulary]
     if outside:
-        raise RolloutInputError(
-            f"rollout engine {engine!r}: stop_token_ids {outside} are outside the vocabulary of "
-            f"{abilities.vocabulary} tokens, so they could never end a response; remove them",
-            engine=engine,
-            row=None,
+        problem = (
+            f"stop_token_ids {outside} are outside the vocabulary of {abilities.vocabulary} "
+            "tokens, so they could never end a response; remove them"
         )
-    _refuse(
-        engine,
-        (attention_mask.diff(dim=1) < 0).any(1),
-        "is padded on the right or inside; pad prompts on the left only",
-    )
+        raise _wrong_input(engine, None, problem)
+    right = (attention_mask.diff(dim=1) < 0).any(1)
+    _refuse(engine, right, "is padded on the right or inside; pad prompts on the left only")
 
 
 def check_sequences(
@@ -90,52 +83,44 @@ def check_sequences(
             f"[B, T]; got {list(ids.shape)} and {list(attention_mask.shape)}"
         )
     if ids.is_floating_point() or attention_mask.is_floating_point():
-        raise RolloutInputError(
-            f"rollout engine {engine!r}: token ids and attention mask must be integers; got "
-            f"{ids.dtype} and {attention_mask.dtype}",
-            engine=engine,
-            row=None,
-        )
-    valid = attention_mask.bool()
+        got = f"{ids.dtype} and {attention_mask.dtype}"
+        problem = f"token ids and attention mask must be integers; got {got}"
+        raise _wrong_input(engine, None, problem)
+    valid, vocabulary = attention_mask.bool(), abilities.vocabulary
     lengths = valid.sum(1)
     before = torch.nn.functional.pad(valid, (1, 0))[:, :-1]
+    apart = (valid & ~before).sum(1) > 1
     _refuse(engine, lengths == 0, "is empty; it needs at least one token")
-    _refuse(
-        engine,
-        (valid & ~before).sum(1) > 1,
-        "has padding between its tokens; its tokens must be adjacent",
-    )
-    outside = valid & ((ids < 0) | (ids >= abilities.vocabulary))
+    _refuse(engine, apart, "has padding between its tokens; its tokens must be adjacent")
+    outside = valid & ((ids < 0) | (ids >= vocabulary))
     if outside.any():
         row, column = (int(i) for i in outside.nonzero()[0])
-        _refuse(
-            engine,
-            outside.any(1),
+        problem = (
             f"has the token id {int(ids[row, column])} in column {column}, which is outside the "
-            f"vocabulary of {abilities.vocabulary} tokens; use the tokenizer of the model",
+            f"vocabulary of {vocabulary} tokens; use the tokenizer of the model"
         )
+        _refuse(engine, outside.any(1), problem)
     window = abilities.window
     if window is not None and (lengths + new_tokens > window).any():
         length = int(lengths.max())
         more = f" and max_new_tokens is {new_tokens}, together {length + new_tokens}"
-        _refuse(
-            engine,
-            lengths == length,
+        problem = (
             f"has {length} tokens{more if new_tokens else ''}, but the window has {window}; "
             f"shorten the sequence{' or the response' if new_tokens else ''} by "
-            f"{length + new_tokens - window}",
+            f"{length + new_tokens - window}"
         )
+        _refuse(engine, lengths == length, problem)
 
 
 def _refuse(engine: str, wrong_B: Tensor, problem: str) -> None:
     """Raise `RolloutInputError` for the first row that is wrong."""
     if wrong_B.any():
         row = int(wrong_B.nonzero()[0])
-        raise RolloutInputError(
-            f"rollout engine {engine!r}: the sequence in row {row} {problem}",
-            engine=engine,
-            row=row,
-        )
+        raise _wrong_input(engine, row, f"the sequence in row {row} {problem}")
+
+
+def _wrong_input(engine: str, row: int | None, problem: str) -> RolloutInputError:
+    return RolloutInputError(f"rollout engine {engine!r}: {problem}", engine=engine, row=row)
 
 
 # Outputs
@@ -171,9 +156,8 @@ class OutputCheck:
         self._form("weight_versions", out.weight_versions, (rows,), torch.int64)
         reasons, found = out.finish_reason, out.weight_versions
         if len(reasons) != rows:
-            raise self._error(
-                "row count", None, f"has {len(reasons)} finish reasons for {rows} rows"
-            )
+            problem = f"has {len(reasons)} finish reasons for {rows} rows"
+            raise self._error("row count", None, problem)
         ids, mask = out.response_ids, out.response_mask.bool()
         lengths, columns = mask.sum(1), torch.arange(width)
         excluded = torch.isin(ids, torch.tensor(sampling.excluded_token_ids).long())
@@ -183,42 +167,29 @@ class OutputCheck:
         stopped = torch.tensor([reason == "stop" for reason in reasons]).bool()
         by_length = torch.tensor([reason == "length" for reason in reasons]).bool()
         may_stop = ended | bool(sampling.stop_strings)
-        held_B = (found >= versions.start) & (found < versions.stop)
-        wrong = [*found[~held_B].tolist(), None][0]
-        held = f"{versions.start} to {versions.stop - 1}" if len(versions) > 1 else versions.start
-        self._require(
-            ("mask", (mask == (columns < lengths[:, None])).all(1), "is not ones, then zeros"),
-            ("mask", out.response_mask.amax(1) <= 1, "has numbers above 1"),
-            ("mask", lengths > 0, "is empty, but a response has at least one token"),
-            (
-                "token id",
-                ((ids >= 0) & (ids < vocabulary) | ~mask).all(1),
-                f"has a token outside the {vocabulary} tokens",
-            ),
-            ("token id", ~(excluded & mask).any(1), "has a token of `excluded_token_ids`"),
-            (
-                "padding",
-                ((ids == sampling.pad_token_id) | mask).all(1),
-                f"has other tokens than the padding token {sampling.pad_token_id} behind its end",
-            ),
-            *_log_prob_rules(out.rollout_log_probs, mask, "log-probabilities"),
-            ("end", ~(ends & mask & ~last).any(1), "has an end token before its last token"),
-            (
-                "finish reason",
-                (stopped & may_stop) | (by_length & (lengths == width) & ~ended),
-                f"has finish reasons that disagree with its last token or its length of {width}",
-            ),
-            (
-                "weight version",
-                held_B,
-                f"has version {wrong}, but the engine held version {held}",
-            ),
-        )
+        right_reason = (stopped & may_stop) | (by_length & (lengths == width) & ~ended)
+        held = (found >= versions.start) & (found < versions.stop)
+        wrong = [*found[~held].tolist(), None][0]
+        self._require("mask", mask == (columns < lengths[:, None]), "is not ones, then zeros")
+        self._require("mask", out.response_mask <= 1, "has numbers above 1")
+        self._require("mask", lengths > 0, "is empty, but a response has at least one token")
+        known = (ids >= 0) & (ids < vocabulary)
+        self._require("token id", known | ~mask, f"has a token outside the {vocabulary} tokens")
+        self._require("token id", ~(excluded & mask), "has a token of `excluded_token_ids`")
+        padding = f"has other tokens than {sampling.pad_token_id}, the padding, behind its end"
+        self._require("padding", (ids == sampling.pad_token_id) | mask, padding)
+        self._require_log_probs(out.rollout_log_probs, mask)
+        self._require("end", ~(ends & mask & ~last), "has an end token before its last token")
+        reason = f"has a finish reason that disagrees with its last token or its length of {width}"
+        self._require("finish reason", right_reason, reason)
+        names = " or ".join(map(str, versions))
+        version = f"has version {wrong}, but the engine held version {names}"
+        self._require("weight version", held, version)
 
     def check_scores(self, scores: Tensor, attention_mask: Tensor) -> None:
         """Check the result of `score`. It raises as `check`."""
         self._form("scores", scores, tuple(attention_mask.shape), torch.float32)
-        self._require(*_log_prob_rules(scores, attention_mask.bool(), "scores"))
+        self._require_log_probs(scores, attention_mask.bool())
 
     def _form(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         if len(tensor) != shape[0]:
@@ -232,10 +203,19 @@ class OutputCheck:
         found = f"{list(tensor.shape)} of {tensor.dtype}"
         raise self._error(fault, None, f"has {name} {found} instead of {list(shape)} of {dtype}")
 
-    def _require(self, *rules: _Rule) -> None:
-        for fault, right_B, problem in rules:
-            if not bool(right_B.all()):
-                raise self._error(fault, int((~right_B).nonzero()[0]), problem)
+    def _require_log_probs(self, log_probs: Tensor, mask: Tensor) -> None:
+        for right, problem in (
+            (log_probs.isfinite(), "that are not finite"),
+            (log_probs <= _ROUNDING, "above 0"),
+            ((log_probs == 0) | mask, "at padding"),
+        ):
+            self._require("log-probability", right, f"has log-probabilities {problem}")
+
+    def _require(self, fault: str, right: Tensor, problem: str) -> None:
+        """Raise for the first row of `right`, [B] or [B, R], that is not True."""
+        wrong = ~right.view(len(right), -1).all(1) if len(right) else right
+        if wrong.any():
+            raise self._error(fault, int(wrong.nonzero()[0]), problem)
 
     def _error(self, fault: str, row: int | None, problem: str) -> RolloutOutputError:
         where = "" if self._rank is None else f" on rank {self._rank}"
@@ -248,11 +228,3 @@ class OutputCheck:
             fault=fault,
             row=row,
         )
-
-
-def _log_prob_rules(log_probs: Tensor, mask: Tensor, what: str) -> list[_Rule]:
-    return [
-        ("log-probability", log_probs.isfinite().all(1), f"has {what} that are not finite"),
-        ("log-probability", (log_probs <= _ROUNDING).all(1), f"has {what} above 0"),
-        ("log-probability", ((log_probs == 0) | mask).all(1), f"has {what} at padding"),
-    ]

@@ -170,14 +170,12 @@ class HFRollout(RolloutEngine):
 
     # State
 
-    def release(self) -> None:
-        super().release()
+    def _free(self) -> None:
         # Shared weights are in the memory of the training engine, which this engine cannot free.
         if not self._weights.shared_bytes:
             self._move(torch.device("cpu"))
 
-    def resume(self) -> None:
-        super().resume()
+    def _get_back(self) -> None:
         if not self._weights.shared_bytes:
             self._move(self.device)
 

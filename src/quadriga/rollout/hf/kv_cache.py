@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 #   the next token        68     67 + 1 + 64 = 132     one copy
 #
 # Repeating rows, after the prefill of two distinct prompts that three rows use:
-# reorder_cache([0, 0, 1]) gives a, a, b. The same removes rows: [0, 2] keeps the first and the third.
+# reorder_cache([0, 0, 1]) gives a, a, b. It removes rows, too: [0, 2] keeps the first and third.
 #
 # Sliding window of 3 (a token and the two before it), 5 columns in use, one token is appended:
 #

@@ -227,22 +227,17 @@ class SGLangRollout(RolloutEngine):
 
     def release(self) -> None:
         with self._lock:
-            self._check("release", "ready", "released")
-            if not self._releasable:
-                raise self._error(
-                    "release", "it was started without the means to; set rollout.take_turns=true"
-                )
-            self._client.release()
-            if self._state == "ready":  # not if another thread has closed the engine
-                self._state = "released"
+            super().release()
 
     def resume(self) -> None:
         with self._lock:
-            self._check("resume", "ready", "released")
-            if self._state == "released":
-                self._client.resume()
-                if self._state == "released":
-                    self._state = "ready"
+            super().resume()
+
+    def _free(self) -> None:
+        self._client.release()
+
+    def _get_back(self) -> None:
+        self._client.resume()
 
     def close(self) -> None:
         # Without the lock: a call that waits for an answer ends with SGLang.

@@ -168,10 +168,6 @@ class SGLang(Rollout):
     memory_function = "quadriga.rollout.sglang.memory:sglang_memory"
 
     filter_order = "joint"
-    no_adapters = (
-        " (SGLang 0.5.23 does not start with adapters on a machine without a GPU, so sending them "
-        "to it was never tested)"
-    )
 
     def __init__(self, settings: RolloutEngineConfig) -> None:
         super().__init__(settings)

@@ -11,8 +11,6 @@ SGLang calls `answer` as a loader of weights (`custom_weight_loader`) with a que
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quadriga.files import atomic_write
 from quadriga.rollout.base import tensor_digest
 
 _FUSED = {
@@ -50,12 +49,8 @@ def answer(model: torch.nn.Module, tensors: Sequence[tuple[str, Tensor]]) -> Non
         content: dict[str, object] = {"held": held}
     except Exception as error:  # an exception would end the scheduler; the rank raises it
         content = {"error": f"{type(error).__name__}: {error}"}
-    unfinished = file.with_suffix(f".{os.getpid()}")
-    try:
-        unfinished.write_text(json.dumps(content), encoding="utf-8")
-        os.replace(unfinished, file)
-    except OSError as error:  # no space is left, for example; the rank finds no answer
-        print(f"the answer for {file} could not be written: {error}", file=sys.stderr)
+    with atomic_write(file) as whole:
+        whole.write(json.dumps(content).encode())
 
 
 def locate(

@@ -4,7 +4,7 @@ One call of `generate` or `score`:
 
 consumes      token ids of each row, sampling settings, seeds
 produces      token ids and log-probabilities of each row, in the order of the rows
-waits for     vLLM's steps; a deadline is checked after each of them
+waits for     vLLM's steps
 
 Which log-probabilities vLLM returns is set on its sampler for each call:
 
@@ -21,11 +21,10 @@ from __future__ import annotations
 import gc
 import os
 import random
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -33,7 +32,7 @@ import torch
 from torch import Tensor
 
 from quadriga.config.schema import ModelConfig
-from quadriga.errors import QuadrigaError, RolloutError, RolloutTimeoutError
+from quadriga.errors import QuadrigaError, RolloutError
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device, rank
 from quadriga.parallel.layouts import Box
@@ -50,7 +49,6 @@ from quadriga.rollout.vllm.options import VLLM, check_temperature
 from quadriga.rollout.vllm.start import RunningEngine
 
 if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams as VLLMSamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -124,30 +122,119 @@ class VLLMRollout(RolloutEngine):
         check_request(self.name, self.abilities, prompt_ids, attention_mask, sampling, sample_seeds)
         check_temperature(sampling.temperature)
         with self._inside("generate"):
-            responses = self._call("generate").generate(
-                token_rows(prompt_ids, attention_mask),
-                sampling,
-                sample_seeds.tolist(),
-                self.abilities.vocabulary,
-                self._stop_strings.check(sampling.stop_strings),
-            )
+            stops = self._stop_strings.check(sampling.stop_strings)
+            prompts = token_rows(prompt_ids, attention_mask)
+            responses = self._sample(prompts, sampling, sample_seeds.tolist(), stops)
         return padded_output(responses, sampling, self.version)
 
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
         self._check_generates("score")
         check_sequences(self.name, self.abilities, ids, attention_mask)
         with self._inside("score"):
-            results = self._call("score").score(token_rows(ids, attention_mask))
+            results = self._scores(token_rows(ids, attention_mask))
         log_probs = torch.zeros(ids.shape)
         for row, result in enumerate(results):
             columns = attention_mask[row].nonzero()[1:, 0].cpu()
             log_probs[row, columns] = torch.tensor(result)
         return log_probs
 
-    def _call(self, method: str) -> _Call:
-        adapter = self._running.adapter
-        request = None if adapter is None else adapter.request()
-        return _Call(self._running.engine, request, method, self.options.call_timeout_s)
+    def _sample(
+        self,
+        prompts: Sequence[list[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        stop_strings: StopStrings | None,
+    ) -> list[Response]:
+        """Sample a response for each prompt."""
+        from vllm.sampling_params import RequestOutputKind, SamplingParams as VLLMSamplingParams
+
+        _set_log_probs(self._running.engine, sampling)
+        watch = stop_strings is not None
+        ends = [token for token in sampling.end_token_ids if token < self.abilities.vocabulary]
+        requests = [
+            VLLMSamplingParams(
+                temperature=sampling.temperature,
+                top_p=1.0 if sampling.greedy else sampling.top_p,
+                top_k=0 if sampling.greedy or sampling.top_k < 0 else sampling.top_k,
+                min_p=0.0 if sampling.greedy else sampling.min_p,
+                seed=None if sampling.greedy else spread_seed(seed),
+                max_tokens=sampling.max_new_tokens,
+                min_tokens=sampling.min_new_tokens if ends else 0,
+                stop_token_ids=ends,
+                ignore_eos=True,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.CUMULATIVE if watch else RequestOutputKind.FINAL_ONLY,
+            )
+            for seed in seeds
+        ]
+        known = [0] * len(prompts)
+
+        def read(row: int, output: RequestOutput) -> Response | None:
+            sample = output.outputs[0]
+            tokens, end = [int(token) for token in sample.token_ids], None
+            if stop_strings is not None:
+                first = max(known[row] + 1, sampling.min_new_tokens)
+                end = stop_strings.completed_at(tokens, first)
+            known[row] = len(tokens)
+            if end is None and not output.finished:
+                return None
+            log_probs = list(sample.logprobs.logprobs)[:end]
+            stopped = end is not None or sample.finish_reason == "stop"
+            return Response(tokens[:end], log_probs, "stop" if stopped else "length")
+
+        return self._run(prompts, requests, read)
+
+    def _scores(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        """Compute the log-probability at temperature 1 of each token but the first."""
+        from vllm.sampling_params import RequestOutputKind, SamplingParams as VLLMSamplingParams
+
+        _set_sampler(self._running.engine, "raw_logprobs", 1.0)
+        request = VLLMSamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        return self._run(
+            sequences,
+            [request] * len(sequences),
+            lambda row, output: list(output.prompt_logprobs.logprobs),
+        )
+
+    def _run(
+        self,
+        prompts: Sequence[list[int]],
+        requests: Sequence[VLLMSamplingParams],
+        read: Callable[[int, RequestOutput], ResultT | None],
+    ) -> list[ResultT]:
+        """Return what `read` makes of the outputs of each row; None: the row goes on.
+
+        When it ends, for whatever reason, no request is left in the engine.
+        """
+        found: dict[int, ResultT] = {}
+        running = {str(row): row for row in range(len(prompts))}
+        engine, adapter = self._running.engine, self._running.adapter
+        loaded = None if adapter is None else adapter.request()
+        try:
+            for row, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
+                tokens = {"prompt_token_ids": prompt}
+                engine.add_request(str(row), tokens, request, lora_request=loaded)
+            while running:
+                for output in engine.step():
+                    # A row that was ended here can still have an output of the step before.
+                    number = output.request_id
+                    result = read(running[number], output) if number in running else None
+                    if result is not None:
+                        found[running.pop(number)] = result
+                        if not output.finished:
+                            engine.abort_request([number])
+        finally:
+            engine.abort_request(list(running))
+        return [found[row] for row in range(len(prompts))]
 
     # Weights
 
@@ -194,16 +281,7 @@ class VLLMRollout(RolloutEngine):
 
     # Memory and end
 
-    def release(self) -> None:
-        self._check("release", "ready", "released")
-        if self._state == "released":
-            return
-        if not self._releasable:
-            raise self._error(
-                "release",
-                "it was started without the means to; set "
-                "actor_rollout_ref.rollout.take_turns=true, or build it with releasable=True",
-            )
+    def _free(self) -> None:
         with self._inside("release"):
             self._running.engine.reset_prefix_cache()
             if self.device.type != "cpu":
@@ -211,20 +289,15 @@ class VLLMRollout(RolloutEngine):
                 self._weights_awake = False
         if self.options.sleep_level == 2:  # on a CPU too, where nothing is freed
             self._unknown = frozenset(self._running.weights.names_that_are_sent())
-        self._state = "released"
 
     def lacks_weights(self) -> bool:
         return bool(self._unknown)
 
-    def resume(self) -> None:
-        self._check("resume", "ready", "released")
-        if self._state == "ready":
-            return
+    def _get_back(self) -> None:
         with self._inside("resume"):
             if self.device.type != "cpu":
                 self._wake_weights()
                 self._running.engine.wake_up(tags=["kv_cache"])
-        self._state = "ready"
 
     def _wake_weights(self) -> None:
         """Move the weights of a released engine back to the device. The cache stays released."""
@@ -362,133 +435,6 @@ def _set_environment(variables: Mapping[str, str | None]) -> None:
             del os.environ[name]
         else:
             os.environ[name] = value
-
-
-# One call as requests of vLLM
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One call. `adapter`: with which vLLM computes. `seconds`: its deadline, if there is one."""
-
-    engine: LLMEngine
-    adapter: LoRARequest | None
-    method: str
-    seconds: float | None
-    start: float = field(default_factory=time.monotonic)
-
-    def generate(
-        self,
-        prompts: Sequence[list[int]],
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        vocabulary: int,
-        stop_strings: StopStrings | None,
-    ) -> list[Response]:
-        """Sample a response for each prompt."""
-        from vllm.sampling_params import RequestOutputKind, SamplingParams as VLLMSamplingParams
-
-        _set_log_probs(self.engine, sampling)
-        watch = stop_strings is not None
-        ends = [token for token in sampling.end_token_ids if token < vocabulary]
-        requests = [
-            VLLMSamplingParams(
-                temperature=sampling.temperature,
-                top_p=1.0 if sampling.greedy else sampling.top_p,
-                top_k=0 if sampling.greedy or sampling.top_k < 0 else sampling.top_k,
-                min_p=0.0 if sampling.greedy else sampling.min_p,
-                seed=None if sampling.greedy else spread_seed(seed),
-                max_tokens=sampling.max_new_tokens,
-                min_tokens=sampling.min_new_tokens if ends else 0,
-                stop_token_ids=ends,
-                ignore_eos=True,
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.CUMULATIVE if watch else RequestOutputKind.FINAL_ONLY,
-            )
-            for seed in seeds
-        ]
-        known = [0] * len(prompts)
-
-        def read(row: int, output: RequestOutput) -> Response | None:
-            sample = output.outputs[0]
-            tokens, end = [int(token) for token in sample.token_ids], None
-            if stop_strings is not None:
-                first = max(known[row] + 1, sampling.min_new_tokens)
-                end = stop_strings.completed_at(tokens, first)
-            known[row] = len(tokens)
-            if end is None and not output.finished:
-                return None
-            log_probs = list(sample.logprobs.logprobs)[:end]
-            stopped = end is not None or sample.finish_reason == "stop"
-            return Response(tokens[:end], log_probs, "stop" if stopped else "length")
-
-        return self._run(prompts, requests, read)
-
-    def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
-        """Compute the log-probability at temperature 1 of each token but the first."""
-        from vllm.sampling_params import RequestOutputKind, SamplingParams as VLLMSamplingParams
-
-        _set_sampler(self.engine, "raw_logprobs", 1.0)
-        request = VLLMSamplingParams(
-            temperature=0.0,
-            max_tokens=1,
-            prompt_logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        return self._run(
-            sequences,
-            [request] * len(sequences),
-            lambda row, output: list(output.prompt_logprobs.logprobs),
-        )
-
-    def _run(
-        self,
-        prompts: Sequence[list[int]],
-        requests: Sequence[VLLMSamplingParams],
-        read: Callable[[int, RequestOutput], ResultT | None],
-    ) -> list[ResultT]:
-        """Return what `read` makes of the outputs of each row; None: the row goes on.
-
-        When it ends, for whatever reason, no request is left in the engine.
-        """
-        found: dict[int, ResultT] = {}
-        running = {str(row): row for row in range(len(prompts))}
-        self._check_deadline(0, len(prompts))
-        try:
-            for row, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-                tokens = {"prompt_token_ids": prompt}
-                self.engine.add_request(str(row), tokens, request, lora_request=self.adapter)
-            while running:
-                for output in self.engine.step():
-                    # A row that was ended here can still have an output of the step before.
-                    number = output.request_id
-                    result = read(running[number], output) if number in running else None
-                    if result is not None:
-                        found[running.pop(number)] = result
-                        if not output.finished:
-                            self.engine.abort_request([number])
-                self._check_deadline(len(found), len(prompts))
-        finally:
-            self.engine.abort_request(list(running))
-        return [found[row] for row in range(len(prompts))]
-
-    def _check_deadline(self, done: int, count: int) -> None:
-        if self.seconds is None or time.monotonic() - self.start <= self.seconds:
-            return
-        raise RolloutTimeoutError(
-            f"rollout engine 'vllm' on rank {rank()}: {self.method} exceeded its deadline of "
-            f"{self.seconds:g} s after {done} of {count} rows; raise "
-            "actor_rollout_ref.rollout.options.call_timeout_s, or generate fewer rows or shorter "
-            "responses",
-            engine="vllm",
-            method=self.method,
-            deadline=self.seconds,
-            rank=rank(),
-        )
 
 
 def spread_seed(seed: int) -> int:

@@ -19,7 +19,6 @@ from quadriga.config.schema import (
     LoraConfig,
     ModelConfig,
     Options,
-    Positive,
     RolloutEngineConfig,
     SamplingConfig,
 )
@@ -79,21 +78,12 @@ class VLLMOptions:
     # with take_turns, on a GPU: 1: weights are in host memory while the actor trains; 2: they are
     # dropped, and the next weight sync sends them again
     sleep_level: Annotated[int, Ge(1), Le(2)] = 1
-    # seconds that one call of generate or score may take; None: no limit but that of the call to
-    # the worker. Needs tensor_parallel_size=1
-    call_timeout_s: Positive | None = None
     # accept a version of vLLM that has not been tested
     untested_version: bool = False
     # further arguments of vLLM's EngineArgs
     engine_args: Options = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.call_timeout_s is not None and self.tensor_parallel_size > 1:
-            raise _wrong(
-                "call_timeout_s",
-                f"needs tensor_parallel_size=1, got {self.tensor_parallel_size}: a rank that ends "
-                "its call by its own clock leaves the other ranks of the copy waiting; remove it",
-            )
         own = sorted(OWN_ARGUMENTS & self.engine_args.keys())
         if own:
             raise _wrong(
