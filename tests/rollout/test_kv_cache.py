@@ -1,16 +1,148 @@
-"""The growing key-value cache: buffer sizes, contents, and selected rows."""
+"""The caches of the engine hf: growing buffers, and prompts that rows share."""
 
 from __future__ import annotations
 
+import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DiffLlamaConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+)
 
+from quadriga.config.schema import ModelConfig
+from quadriga.rollout.base import SamplingParams
+from quadriga.rollout.hf.decode_attention import use_decode_attention
+from quadriga.rollout.hf.engine import HFRollout
 from quadriga.rollout.hf.kv_cache import (
     GrowingCacheLayer,
+    RepeatedPrompts,
+    SharedPrompts,
     growing_cache,
     reorder_cache,
     sees_all_tokens,
 )
+
+SIZES = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+SHARING = {
+    "llama": lambda: LlamaConfig(**SIZES),
+    "qwen2": lambda: Qwen2Config(**SIZES),
+    "gpt2": lambda: GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4),
+}
+OTHERS = {
+    "layers with windows": lambda: MistralConfig(sliding_window=6, **SIZES),
+    "values are changed after the cache": lambda: DiffLlamaConfig(**SIZES),
+    "keys are changed after the cache": lambda: DeepseekV3Config(
+        **SIZES | {"num_key_value_heads": 4}, q_lora_rank=16, kv_lora_rank=16, n_routed_experts=4,
+        qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, n_group=1, topk_group=1,
+        num_experts_per_tok=2, moe_intermediate_size=24, first_k_dense_replace=1,
+    ),
+}  # fmt: skip
+
+
+def built(config, dtype=torch.float32):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+@pytest.mark.parametrize("family", SHARING)
+def test_models_whose_layers_see_all_tokens_share_prompts(family):
+    model = built(SHARING[family]())
+    assert use_decode_attention(model)
+    ids = torch.arange(6)[None]
+    with torch.no_grad():
+        found = model(ids, use_cache=False).logits
+        model.set_attn_implementation("sdpa")
+        assert torch.equal(found, model(ids, use_cache=False).logits)  # `score` is plain attention
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_models_repeat_prompts(family):
+    model = built(OTHERS[family]())
+    assert not use_decode_attention(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def prompts():
+    """Seven rows of three prompts of 5, 9 and 2 tokens, not in the order of the prompts."""
+    lengths = [5, 9, 2]
+    ids, mask = torch.zeros(3, 9, dtype=torch.int64), torch.zeros(3, 9, dtype=torch.int64)
+    for row, length in enumerate(lengths):
+        ids[row, 9 - length :] = torch.arange(length) * 7 % 90 + row
+        mask[row, 9 - length :] = 1
+    of_row = torch.tensor([0, 1, 0, 2, 1, 0, 1])
+    return ids[of_row], mask[of_row]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A function from the name of a family to the folder of its model."""
+    made = {}
+
+    def folder(family):
+        if family not in made:
+            made[family] = str(tmp_path_factory.mktemp("model"))
+            built((SHARING | OTHERS)[family]()).save_pretrained(made[family])
+        return made[family]
+
+    return folder
+
+
+@pytest.mark.parametrize("family", [*SHARING, *OTHERS])
+def test_both_caches_give_the_same_tokens(family, folders, monkeypatch):
+    """Many rows end early, so that rows move and prompts without rows are dropped."""
+    ids, mask = prompts()
+    sampling = SamplingParams(20, eos_token_ids=tuple(range(8)), pad_token_id=0)
+    engine = HFRollout(ModelConfig(path=folders(family)))
+    assert engine._cached.shares_prompts is (family in SHARING)
+    counts = []
+    keep = SharedPrompts.keep_rows
+
+    def recorded(cache, order):
+        keep(cache, order)
+        counts.append((len(order), cache.rows.prompts))
+        layer = cache.growing[0]
+        assert layer.prompt_keys.shape[0] == cache.rows.prompts
+        if layer.is_initialized:  # it is empty if rows end with their first token
+            assert layer.keys.shape[0] == len(order)
+
+    monkeypatch.setattr(SharedPrompts, "keep_rows", recorded)
+    for seed in range(4):
+        seeds = torch.arange(7) + 100 * seed
+        engine._cached.shares_prompts = family in SHARING
+        out = engine.generate(ids, mask, sampling, seeds)
+        engine._cached.shares_prompts = False
+        repeated = engine.generate(ids, mask, sampling, seeds)
+        assert torch.equal(out.response_ids, repeated.response_ids)
+        torch.testing.assert_close(
+            out.rollout_log_probs, repeated.rollout_log_probs, atol=2e-5, rtol=0
+        )
+    if family in SHARING:
+        assert min(prompts for _, prompts in counts) < 3  # a prompt was dropped
+
+
+def test_a_prompt_is_held_once():
+    model = built(SHARING["llama"]())
+    assert use_decode_attention(model)
+    sizes = {}
+    for kind in (SharedPrompts, RepeatedPrompts):
+        cache = kind(model)
+        with torch.inference_mode():
+            model(torch.arange(40).view(1, 40), past_key_values=cache.cache, use_cache=True)
+        cache.begin_rows(torch.zeros(8, dtype=torch.int64), None, 3)
+        sizes[kind] = sum(tensor.nbytes for tensor in cache.tensors())
+    # 2 layers, keys and values, 2 heads of size 8, float32; 64 spare columns where rows are copied.
+    assert sizes == {SharedPrompts: 40 * 256, RepeatedPrompts: 8 * 104 * 256}
+
+
+# Growing buffers
 
 
 def tokens(count: int) -> torch.Tensor:

@@ -5,26 +5,21 @@ tests/real_engines runs the same engine over SGLang itself.
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
 
+import psutil
 import pytest
 import torch
 from fake_sglang import Fake, http_server
-from sglang_cases import (
-    NORM,
-    ROWS,
-    SAMPLING,
-    batch,
-    engine,
-    faulty,
-    generate,
-    interpreter,
-    noise,
-    start,
-)
 
 from processes import children, gone
 from quadriga.config.schema import ModelConfig
@@ -35,11 +30,95 @@ from quadriga.errors import (
     RolloutError,
     RolloutInputError,
     RolloutOutputError,
+    RolloutTimeoutError,
 )
 from quadriga.rollout import build_rollout
-from quadriga.rollout.base import tensor_digest
+from quadriga.rollout.base import SamplingParams, tensor_digest
+from quadriga.rollout.sglang.client import Client
 
-__all__ = ["engine", "faulty", "interpreter", "start"]
+SAMPLING = SamplingParams(max_new_tokens=3, eos_token_ids=(2,), pad_token_id=0)
+SQUARE = "model.layers.0.self_attn.q_proj.weight"
+NORM = "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def interpreter(tmp_path_factory):
+    """An interpreter that runs the fake program in place of the host of SGLang."""
+    script = tmp_path_factory.mktemp("fake") / "python"
+    fake = Path(__file__).with_name("fake_sglang.py")
+    script.write_text(
+        f'#!/bin/sh\n[ "$1" = -c ] && exit 0\nexec {sys.executable} {fake} "$@"\n', encoding="utf-8"
+    )
+    script.chmod(0o755)
+    return str(script)
+
+
+@pytest.fixture(scope="module")
+def engine(interpreter, model_folder, tmp_path_factory):
+    """One engine for all tests whose faults do not end it."""
+    lives = tmp_path_factory.mktemp("shared") / "lives"
+    engine = built(interpreter, model_folder, lives)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def faulty(engine):
+    """Set the faults of the shared engine."""
+    yield lambda faults: engine._client.call("/faults", faults)
+    engine._client.call("/faults", {})
+
+
+@pytest.fixture
+def start(interpreter, model_folder, tmp_path):
+    engines = []
+
+    def start(*, faults=None, **options):
+        engines.append(built(interpreter, model_folder, tmp_path / "lives", faults, **options))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def built(interpreter, model_folder, lives, faults=None, **options):
+    return build_rollout(
+        "sglang",
+        ModelConfig(path=model_folder),
+        python=interpreter,
+        server_args={"lives": str(lives), "faults": faults or {}},
+        request_rows=2,
+        start_timeout_s=150,
+        **options,
+    )
+
+
+def batch(*rows):
+    width = max(len(row) for row in rows) + 1
+    ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, width - len(row) :] = torch.tensor(row)
+        mask[i, width - len(row) :] = 1
+    return ids, mask
+
+
+ROWS = batch((5, 6), (7,), (8, 9, 10), (11, 2), (12,))
+
+
+def generate(engine, sampling=SAMPLING, rows=ROWS):
+    return engine.generate(*rows, sampling, torch.arange(len(rows[0])))
+
+
+def noise(engine, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    shapes = engine._client._shapes
+    return {name: torch.rand(shape, generator=random) for name, shape in shapes.items()}
+
+
+def lives(tmp_path):
+    return [int(line) for line in (tmp_path / "lives").read_text().splitlines()]
 
 
 def test_requests_weights_and_memory(start):
@@ -162,3 +241,151 @@ def test_a_server_that_runs_already(model_folder, tmp_path):
         thread.join()
     with pytest.raises(RolloutDiedError, match="cannot be reached"):
         build(api_key="right")
+
+
+# An SGLang that ends, stops or starts again
+
+
+def test_a_pause_lasts_over_updates_and_restarts(start, monkeypatch):
+    paths = []
+    call = Client.call
+
+    def recorded(self, path, *rest):
+        paths.append(path)
+        return call(self, path, *rest)
+
+    monkeypatch.setattr(Client, "call", recorded)
+    engine = start(restarts=1)
+    engine.pause_generation("in_place")
+    engine.update_weights(noise(engine).items(), 1)
+    assert "/continue_generation" not in paths
+    paths.clear()
+    engine._client._transport.close()
+    engine.update_weights(noise(engine).items(), 2)  # SGLang is started again
+    assert engine.restarts == 1
+    assert paths[-1] == "/pause_generation" and "/continue_generation" not in paths
+    engine.continue_generation()
+    paths.clear()
+    engine.update_weights(noise(engine).items(), 3)
+    assert paths[-1] == "/continue_generation"
+
+
+def test_an_end_is_a_typed_error_with_the_log(start):
+    before = children()
+    engine = start(faults={"die at request": 2})
+    with pytest.raises(RolloutDiedError, match="hit an exception: no memory") as caught:
+        generate(engine)
+    assert (caught.value.engine, caught.value.rank) == ("sglang", 0)
+    assert gone(children() - before)
+    with pytest.raises(RolloutError, match="failed before"):
+        generate(engine)
+
+
+@pytest.mark.parametrize("fault", ["die at request", "stop at request"])
+def test_a_restart_has_the_weights_and_repeats_the_requests(start, tmp_path, fault):
+    engine = start(faults={fault: 4}, restarts=1, generate_timeout_s=4, bucket_mb=1)
+    new = noise(engine)
+    engine.update_weights(new.items(), 7)
+    first = generate(engine)  # three requests
+    second = generate(engine)
+    assert engine.restarts == 1
+    assert len(lives(tmp_path)) == 2
+    for name in ("response_ids", "rollout_log_probs", "weight_versions"):
+        assert torch.equal(getattr(first, name), getattr(second, name))
+    assert second.weight_versions.tolist() == [7] * 5
+    assert engine.weights_digest() == {name: tensor_digest(w) for name, w in new.items()}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("fault", ["leave out", "transpose"])
+def test_a_restart_with_wrong_weights_generates_nothing(start, fault):
+    faults = {"die at request": 1}
+    engine = start(faults=faults, restarts=1)
+    engine.update_weights(noise(engine).items(), 7)
+    faults |= {fault: SQUARE, "die at request": 0, "lives": 9}  # of the next start
+    for _ in range(2):
+        with pytest.raises(RolloutError, match=f"1 of 21 weights differ .* '{SQUARE}' first"):
+            generate(engine)
+    assert engine.restarts == 1
+
+
+def test_restarts_have_an_end(start, tmp_path):
+    engine = start(faults={"die at request": 1, "lives": 9}, restarts=2)
+    with pytest.raises(RolloutDiedError):
+        generate(engine)
+    assert len(lives(tmp_path)) == 3
+
+
+def test_close_ends_a_call_that_waits(start):
+    engine = start(faults={"wait at request": 1}, restarts=3)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(generate, engine)
+        while not engine._lock.locked():
+            time.sleep(0.01)
+        engine.close()
+        with pytest.raises(RolloutDiedError):
+            waiting.result(60)
+    assert engine.restarts == 0
+
+
+def test_shared_memory_of_killed_processes_is_removed(start, tmp_path):
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        pytest.skip("this system has no /dev/shm")
+    engine = start(faults={"shared memory": True})
+    name = folder / f"sglang_loads_{engine._client._transport.pid}"
+    semaphore = Path((tmp_path / "semaphore").read_text())
+    assert name.exists() and semaphore.exists()
+    engine.close()
+    assert not name.exists() and not semaphore.exists()
+
+
+def test_a_late_answer_is_a_typed_error(start):
+    before = children()
+    engine = start(faults={"stop at request": 1}, generate_timeout_s=1)
+    with pytest.raises(RolloutTimeoutError, match="generate_timeout_s"):
+        generate(engine)
+    assert gone(children() - before)  # also a process that was stopped
+
+
+def test_a_start_that_fails_names_the_log(start):
+    before = children()
+    with pytest.raises(RolloutDiedError, match="CUDA out of memory"):
+        start(faults={"start": True})
+    assert gone(children() - before)
+
+
+@pytest.mark.nightly
+def test_a_killed_rank_leaves_no_process(interpreter, model_folder, tmp_path):
+    arguments = {
+        "lives": str(tmp_path / "lives"),
+        "model_path": str(tmp_path / "model"),
+        "weight_version": "-1",
+    }
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/model.safetensors").symlink_to(Path(model_folder) / "model.safetensors")
+    (tmp_path / "own").mkdir()
+    program = (
+        "import pathlib, time\n"
+        "from quadriga.rollout.sglang.transports import HostTransport\n"
+        f"folder = pathlib.Path({str(tmp_path / 'own')!r})\n"
+        f"host = HostTransport({interpreter!r}, folder, {{}}, {{'args': {arguments!r}}})\n"
+        "host.wait_until_ready(60)\n"
+        "print(host.folder, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    rank = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        folder = Path(rank.stdout.readline().strip())
+        below = [p.pid for p in psutil.Process(rank.pid).children(recursive=True)]
+        assert len(below) >= 2  # host, scheduler
+        os.kill(below[-1], signal.SIGSTOP)  # a scheduler that is stuck is ended, too
+    finally:
+        rank.kill()
+        rank.wait()
+        rank.stdout.close()
+    assert gone(below)
+    deadline = time.monotonic() + 30
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not folder.exists()

@@ -169,17 +169,3 @@ def test_options_of_a_start_are_refused_beside_a_url():
     with pytest.raises(ConfigError, match=r"is for an SGLang that is started here"):
         engine({"url": URL, "log_level": "info"})
     engine({"url": URL, "tensor_parallel": 2}).check(None)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "temperature", "why"),
-    [
-        ("hf", {}, 1.0, ""),
-        ("sglang", {}, 1.0, "draws other random numbers in each run"),
-        ("sglang", {"seeds": True}, 1.0, "rounding of SGLang depends on the rows"),
-        ("sglang", {}, 0.0, "rounding of SGLang depends on the rows"),
-    ],
-)
-def test_what_an_engine_cannot_reproduce_is_said(name, options, temperature, why):
-    found = engine(options, name).not_reproduced(SamplingConfig(temperature=temperature))
-    assert (why in found) if why else (found == "")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.config.schema import ModelConfig
 from quadriga.errors import RolloutError
 from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.rollout import build_rollout
@@ -121,24 +121,3 @@ def test_release_and_close_leave_the_weights_of_the_training_engine(engine, trai
     assert addresses(engine.module) == addresses(trained)
     engine.close()
     trained(input_ids=IDS)
-
-
-def test_the_shards_of_one_rank_are_shared(folder):
-    from quadriga.engines.fsdp import FSDPEngine
-
-    engine = build_rollout("hf", ModelConfig(path=folder), dtype="float32")
-    trainer = FSDPEngine(
-        ModelConfig(path=folder), EngineConfig(dtype="float32"), OptimConfig(lr=0.01)
-    )
-    whole = [
-        (name, t.to_local() if hasattr(t, "to_local") else t) for name, t in trainer.shard_stream()
-    ]
-    engine.update_weights(whole, 1, "shared")
-    assert engine._weights.shared_bytes > 0
-    batch = {
-        "input_ids": IDS,
-        "attention_mask": MASK,
-        "response_mask": torch.tensor([[1, 1], [1, 1]]),
-    }
-    found = trainer.forward(batch, temperature=1.0)["log_probs"]
-    assert torch.allclose(found, engine.score(IDS, MASK)[:, 1:], atol=1e-6)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import weakref
 from functools import partial
 from pathlib import Path
 
@@ -13,8 +12,6 @@ import torch.distributed as dist
 from fakes import Source, Target
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
@@ -23,8 +20,7 @@ from quadriga.parallel.distributed import init_distributed
 from quadriga.parallel.layouts import slices
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import tensor_digest
-from quadriga.weight_sync.sync import WeightSync, needs_of
-from quadriga.weight_sync.transport import CollectiveChannel, Transport
+from quadriga.weight_sync.sync import WeightSync
 from training_step import train_once
 
 
@@ -98,7 +94,7 @@ def start(rank: int, ranks: int, port: int) -> None:
 def rank_main(rank: int, ranks: int, work: str, port: int) -> None:
     """Everything that needs real processes, in one start of them."""
     start(rank, ranks, port)
-    found = {"syncs": syncs(ranks), "memory": memory(ranks)}
+    found = {"syncs": syncs(ranks)}
     flat = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
     found["sabotage"] = sabotages(flat, model_weights())
     found["divided"] = divided(rank, flat)
@@ -165,7 +161,7 @@ def syncs(ranks: int):
 def sabotages(mesh, weights):
     """What each mistake between transport and rollout engine raises."""
     faults = {}
-    for kind in ("stale", "part", "moved"):
+    for kind in ("stale", "part"):
         source = Source(sharded(weights, mesh, [Shard(0)]))
         target = Target(weights)
         sync = WeightSync(source, target)
@@ -189,86 +185,9 @@ def spoil(kind, update, stream, version):
             if name in ("wide", "norm") and kind == "part":
                 tensor = tensor.clone()
                 tensor[-1:] = 0
-            if name == "large" and kind == "moved":
-                tensor = torch.cat([tensor[32:], tensor[:32]])
             yield name, tensor
 
     update(changed(), version)
-
-
-class InMemory:
-    """A reader of weights that are all there, without digests."""
-
-    def __init__(self, weights):
-        self.weights = weights
-
-    def advance(self, weight):
-        """Do nothing."""
-
-    def tensor(self, name):
-        return self.weights[name]
-
-    def finish(self):
-        """Do nothing."""
-
-
-class Allocations(TorchDispatchMode):
-    """Counts the bytes of the storages that operators make within the block."""
-
-    def __init__(self):
-        super().__init__()
-        self.live = self.peak = 0
-        self.known = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for tensor in self._tensors((args, kwargs)):
-            self._note(tensor, 0)
-        result = func(*args, **(kwargs or {}))
-        for tensor in self._tensors(result):
-            self._note(tensor, tensor.untyped_storage().nbytes())
-        self.peak = max(self.peak, self.live)
-        return result
-
-    @staticmethod
-    def _tensors(tree):
-        return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
-
-    def _note(self, tensor, size):
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self.known:
-            self.known[key] = (size, weakref.ref(storage, partial(self._forget, key)))
-            self.live += size
-
-    def _forget(self, key, _):
-        self.live -= self.known.pop(key)[0]
-
-
-def memory(ranks: int):
-    """The peak of allocated bytes for each bucket size."""
-    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
-    weights = {f"w{i}": torch.randn(256, 64) for i in range(12)}  # 64 KiB each
-    source = Source(sharded(weights, mesh, [Shard(0)]))
-    found = {}
-    for bucket in (16 << 10, 128 << 10):
-        found[bucket] = peak(source, weights, bucket)
-    return found
-
-
-def peak(source, weights, bucket):
-    target = Target(weights)
-    sync = WeightSync(source, target, bucket_bytes=bucket)
-    sync.run(1)
-    described, current = sync._source.weights(needs_of(target)), sync._plan
-    group = dist.group.WORLD
-    own = InMemory({name: weight.to_local() for name, weight in source.weights.items()})
-    rounds, cpu = current.rounds(bucket), torch.device("cpu")
-    with Allocations() as counted:
-        channel = CollectiveChannel(group, cpu, rounds, described.dtypes)
-        transport = Transport(current, group.rank(), own, channel, described.dtypes, cpu)
-        for _ in transport.run(bucket):
-            pass
-    return counted.peak
 
 
 def engine_main(rank: int, ranks: int, folder: str, work: str, port: int) -> None:

