@@ -106,7 +106,7 @@ def test_the_guard_is_an_engine_and_passes_everything_on(folder):
 def test_bad_requests_do_not_reach_the_engine():
     class Unused:
         name = "unused"
-        version, shares_weights = 0, False
+        version = 0
 
         def __init__(self, abilities):
             self.abilities = abilities

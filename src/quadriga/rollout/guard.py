@@ -70,7 +70,6 @@ class GuardedRollout(RolloutEngine):
     ) -> None:
         self.engine = engine
         self.name, self.abilities = engine.name, engine.abilities
-        self.shares_weights = engine.shares_weights
         self.deadline = deadline
         self.rank = rank
         self._late_method: str | None = None

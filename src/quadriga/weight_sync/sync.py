@@ -344,7 +344,7 @@ class WeightSync:
             received = weights.with_tied(transport.run(self._bucket_bytes))
             form: UpdateForm = "parts" if self._boxes else "whole"
             # Without transfers between ranks, what is received are the tensors of the source.
-            if self._in_place and self._target.shares_weights and not current.link_bytes:
+            if self._in_place and self._target.engine.shares_weights and not current.link_bytes:
                 form = "shared"
             self._verified.update(received, version, form)
         sent = weights.digests(self._sum_over_ranks(reader.shares))
