@@ -155,17 +155,6 @@ class TestProcess:
         assert torch.distributed.is_initialized() == group
         assert dict(os.environ) == environment
 
-    def test_closing_leaves_the_process_group_of_the_ranks_to_them(self, folder):
-        from quadriga.parallel.distributed import init_distributed
-
-        init_distributed("cpu")
-        engine = vllm(folder)
-        engine.close()
-        number = torch.ones(1)
-        torch.distributed.all_reduce(number)
-        assert number.item() == 1
-        torch.distributed.destroy_process_group()
-
     def test_two_engines_in_one_process_are_independent(self, folder):
         first, second = vllm(folder), vllm(folder)
         ids, mask, seeds = requests((5, 9))

@@ -101,6 +101,7 @@ class RolloutEngine(ABC):
         attention_mask: Tensor,
         sampling: SamplingParams,
         sample_seeds: Tensor,
+        images: MultiModalRows | None = None,
     ) -> RolloutOutput:
         """Sample one response for each row, in the order of the rows.
 
@@ -112,31 +113,15 @@ class RolloutEngine(ABC):
         Args:
             prompt_ids, attention_mask: [B, P] int64, left-padded.
             sample_seeds: [B] int64.
+            images: of the rows, with `position_ids` [B, 3, P]; given to engines that compute them.
 
         Raises:
             ShapeError: the three shapes disagree.
+            FieldError: a row has another number of image tokens than its images.
             RolloutInputError: a prompt is empty or too long, or has an id outside the vocabulary.
             RolloutAbilityError: the engine cannot do what `sampling` asks.
             RolloutError: the engine is released, closed or has failed.
         """
-
-    def generate_from_images(
-        self,
-        prompt_ids: Tensor,
-        attention_mask: Tensor,
-        sampling: SamplingParams,
-        sample_seeds: Tensor,
-        images: MultiModalRows,
-    ) -> RolloutOutput:
-        """Sample as `generate` from prompts with images.
-
-        Args:
-            images: of the rows, with `position_ids` [B, 3, P].
-
-        Raises:
-            FieldError: a row has another number of image tokens than its images.
-        """
-        raise self._unable("generate from prompts with images; set rollout.name to hf", "images")
 
     @abstractmethod
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -262,8 +247,14 @@ class RolloutEngine(ABC):
         if self._state not in states:
             raise self._error(method, f"it is {self._state}; {_WHAT_TO_DO[self._state]}")
 
-    def _check_generates(self, method: str) -> None:
-        """Raise `RolloutError` unless the engine is ready, with weights of one version."""
+    def _check_generates(self, method: str, images: MultiModalRows | None = None) -> None:
+        """Raise `RolloutError` unless the engine is ready, with weights of one version.
+
+        An engine that computes images does not pass them here.
+        """
+        if images is not None:
+            what = "generate from prompts with images; set rollout.name to hf"
+            raise self._unable(what, "images")
         self._check(method, "ready")
         if self._unknown:
             raise self._error(

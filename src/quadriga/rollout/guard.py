@@ -89,16 +89,7 @@ class GuardedRollout(RolloutEngine):
         attention_mask: Tensor,
         sampling: SamplingParams,
         sample_seeds: Tensor,
-    ) -> RolloutOutput:
-        return self.generate_from_images(prompt_ids, attention_mask, sampling, sample_seeds, None)
-
-    def generate_from_images(
-        self,
-        prompt_ids: Tensor,
-        attention_mask: Tensor,
-        sampling: SamplingParams,
-        sample_seeds: Tensor,
-        images: MultiModalRows | None,
+        images: MultiModalRows | None = None,
     ) -> RolloutOutput:
         request = prompt_ids, attention_mask, sampling, sample_seeds
         check_request(self.name, self.abilities, *request)
@@ -110,10 +101,8 @@ class GuardedRollout(RolloutEngine):
                 "the engine may hold wrong ones; sync the weights again",
             )
         oldest, engine = self.version, self.engine
-        if images is None:
-            out = self._call("generate", lambda: engine.generate(*request))
-        else:
-            out = self._call("generate", lambda: engine.generate_from_images(*request, images))
+        more = {} if images is None else {"images": images}
+        out = self._call("generate", lambda: engine.generate(*request, **more))
         versions = range(oldest, self.version + 1)
         vocabulary = self.abilities.vocabulary
         check = OutputCheck(self.name, self.rank)

@@ -22,7 +22,6 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,53 +118,43 @@ def describe(engine: TrainEngine, part: WeightPart) -> SourceWeights:
     Raises:
         WorkerError: a name occurs twice, or ranks have weights of other shapes or dtypes.
     """
-    gathered = gather_over_ranks((list(_own(engine.shard_stream(part))), socket.gethostname()))
-    weights: dict[str, Weight] = {}
-    dtypes: dict[str, torch.dtype] = {}
-    tied: dict[str, str] = {}
-    ranks: dict[int, tuple[StoredTensor, ...]] = {}
-    for number, (found, _) in enumerate(gathered):
-        tied |= {own.name: own.tied_to for own in found if own.tied_to}
-        held = [own for own in found if not own.tied_to]
-        for own in held:
-            weight = Weight(own.name, own.shape, own.dtype.itemsize)
-            if weights.setdefault(own.name, weight) != weight:
-                raise WorkerError(
-                    f"weight {own.name!r} has shape {own.shape} on rank {number} of the training "
-                    f"engine and {weights[own.name].shape} on another rank",
-                    tensor=own.name,
-                    rank=number,
-                )
-            dtypes[own.name] = own.dtype
-        ranks[number] = tuple(stored_box(own.name, own.box) for own in held)
-    nodes = {number: node for number, (_, node) in enumerate(gathered)}
-    return SourceWeights(Layout(weights, ranks, tied), dtypes, nodes)
-
-
-class _Own(NamedTuple):
-    """A weight as one rank has it: `box` of a weight of this shape; or the name of its weight."""
-
-    name: str
-    tied_to: str = ""
-    shape: tuple[int, ...] = ()
-    dtype: torch.dtype = torch.float32
-    box: Box = ()
-
-
-def _own(weights: OwnWeights) -> Iterator[_Own]:
+    own: dict[str, Weight] = {}
+    own_dtypes: dict[str, torch.dtype] = {}
+    own_tied: dict[str, str] = {}
+    stored = []
     seen: set[str] = set()
     last_name, last = "", None
-    with closing(weights) as stream:
+    with closing(engine.shard_stream(part)) as stream:
         for name, tensor in stream:
             _check_once(name, seen)
             if tensor is last:
-                yield _Own(name, tied_to=last_name)
+                own_tied[name] = last_name
                 continue
             last_name, last = name, tensor
             block = block_of(tensor, rank())
             spans = zip(block.offset, block.data.shape, strict=True)
-            box = tuple((start, start + size) for start, size in spans)
-            yield _Own(name, "", block.shape, block.data.dtype, box)
+            stored.append(stored_box(name, tuple((start, start + size) for start, size in spans)))
+            own[name] = Weight(name, block.shape, block.data.dtype.itemsize)
+            own_dtypes[name] = block.data.dtype
+    weights: dict[str, Weight] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    tied: dict[str, str] = {}
+    ranks: dict[int, tuple[StoredTensor, ...]] = {}
+    nodes: dict[int, str] = {}
+    told = own, own_dtypes, own_tied, tuple(stored), socket.gethostname()
+    for number, (found, found_dtypes, found_tied, held, node) in enumerate(gather_over_ranks(told)):
+        ranks[number], nodes[number] = held, node
+        dtypes |= found_dtypes
+        tied |= found_tied
+        for weight in found.values():
+            if weights.setdefault(weight.name, weight) != weight:
+                raise WorkerError(
+                    f"weight {weight.name!r} has shape {weight.shape} on rank {number} of the "
+                    f"training engine and {weights[weight.name].shape} on another rank",
+                    tensor=weight.name,
+                    rank=number,
+                )
+    return SourceWeights(Layout(weights, ranks, tied), dtypes, nodes)
 
 
 class SourceReader:

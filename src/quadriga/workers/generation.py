@@ -84,10 +84,7 @@ def generate_batch(
     prompt_mask = prompts.batch[fields.ATTENTION_MASK]
     request = prompt_ids, prompt_mask, sampling, prompts.batch[fields.SAMPLE_SEED]
     images = MultiModalRows.of(prompts)
-    if images is None:
-        out = engine.generate(*request)
-    else:
-        out = engine.generate_from_images(*request, images)
+    out = engine.generate(*request, images)
     attention_mask = torch.cat([prompt_mask, out.response_mask], dim=1)
     finished = [reason == "stop" for reason in out.finish_reason]
     return DataProto.from_dict(

@@ -85,16 +85,7 @@ class HFRollout(RolloutEngine):
         attention_mask: Tensor,
         sampling: SamplingParams,
         sample_seeds: Tensor,
-    ) -> RolloutOutput:
-        return self.generate_from_images(prompt_ids, attention_mask, sampling, sample_seeds, None)
-
-    def generate_from_images(
-        self,
-        prompt_ids: Tensor,
-        attention_mask: Tensor,
-        sampling: SamplingParams,
-        sample_seeds: Tensor,
-        images: MultiModalRows | None,
+        images: MultiModalRows | None = None,
     ) -> RolloutOutput:
         self._check_ready("generate")
         check_request(self.name, self.abilities, prompt_ids, attention_mask, sampling, sample_seeds)

@@ -16,6 +16,7 @@ from quadriga.config.schema import ModelConfig
 from quadriga.errors import ModelError, RolloutOutputError
 from quadriga.models.context_window import context_window
 from quadriga.models.folder import local_folder
+from quadriga.models.images import MultiModalRows
 from quadriga.models.loading import load_causal_lm, read_config
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device, rank
@@ -111,9 +112,10 @@ class SGLangRollout(RolloutEngine):
         attention_mask: Tensor,
         sampling: SamplingParams,
         sample_seeds: Tensor,
+        images: MultiModalRows | None = None,
     ) -> RolloutOutput:
         with self._lock:
-            self._check_generates("generate")
+            self._check_generates("generate", images)
             check_request(NAME, self.abilities, prompt_ids, attention_mask, sampling, sample_seeds)
             self._check_ends(sampling)
             prompts, version = token_rows(prompt_ids, attention_mask), self.version

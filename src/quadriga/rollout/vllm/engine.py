@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams as VLLMSamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    from quadriga.models.images import MultiModalRows
+
 ResultT = TypeVar("ResultT")
 _64_BITS = (1 << 64) - 1
 
@@ -117,8 +119,9 @@ class VLLMRollout(RolloutEngine):
         attention_mask: Tensor,
         sampling: SamplingParams,
         sample_seeds: Tensor,
+        images: MultiModalRows | None = None,
     ) -> RolloutOutput:
-        self._check_generates("generate")
+        self._check_generates("generate", images)
         check_request(self.name, self.abilities, prompt_ids, attention_mask, sampling, sample_seeds)
         check_temperature(sampling.temperature)
         with self._inside("generate"):
