@@ -101,8 +101,8 @@ class GuardedRollout(RolloutEngine):
                 "the engine may hold wrong ones; sync the weights again",
             )
         oldest, engine = self.version, self.engine
-        more = {} if images is None else {"images": images}
-        out = self._call("generate", lambda: engine.generate(*request, **more))
+        more = () if images is None else (images,)
+        out = self._call("generate", lambda: engine.generate(*request, *more))
         versions = range(oldest, self.version + 1)
         vocabulary = self.abilities.vocabulary
         check = OutputCheck(self.name, self.rank)
