@@ -60,13 +60,10 @@ class Found:
 
 
 CASES = [
-    Case("untied"),
     Case("tied"),
-    Case("untied", trained=False),
     Case("files", trained=False),
-    Case("files"),
-    Case("untied", head="value"),
     Case("value", head="value"),
+    Case("untied", head="value"),
     Case("untied", fsdp_size=1),
     Case("files", use_shm=True),
     Case("files", on_host=True),

@@ -6,20 +6,41 @@ import json
 from dataclasses import replace
 
 import engine_cases as cases
-import lora_cases
 import pytest
 import torch
-from lora_cases import LORA, build, weights
 from peft import LoraConfig as PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig
+from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.loading import check_trained_part
 from quadriga.errors import CheckpointError, ConfigError, ModelError
 from quadriga.models.adapters import is_adapter
 from quadriga.models.tiny import write_tiny_model
+
+LORA = LoraConfig(rank=3, alpha=8.0)
+SEED = 11
+
+
+def build(folder: str, lora: LoraConfig = LORA, *, dtype="float32", head="lm", **settings):
+    """Build an engine that trains adapters; equal on every rank and in every process."""
+    torch.manual_seed(SEED)
+    freeze = settings.pop("freeze", ())
+    optim = settings.pop("optim", OptimConfig(lr=0.01))
+    return FSDPEngine(
+        ModelConfig(path=folder, lora=lora, freeze=freeze),
+        EngineConfig(dtype=dtype, **settings.pop("engine", {})),
+        optim,
+        head=head,
+        total_steps=8,
+        **settings,
+    )
+
+
+def weights(engine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.state_stream()}
+
 
 LAYERS = 2
 SIZES = {  # (outputs, inputs) of the linear layers of one layer of the model in conftest.py
@@ -151,23 +172,6 @@ def test_a_checkpoint_of_another_base_is_refused(folders, trained, tmp_path):
     trained.save(tmp_path)
     with pytest.raises(CheckpointError, match="its frozen weights were others than those of"):
         build(folders.reference).load(tmp_path)
-
-
-def test_two_ranks_equal_one(model_folder, tmp_path, trained):
-    trained.save(tmp_path / "one_rank")
-    cases.run_two_ranks(lora_cases.ranks_main, model_folder, str(tmp_path))
-    found = torch.load(tmp_path / "found")
-    fresh, after = weights(build(model_folder)), weights(trained)
-    for name in after:
-        assert torch.equal(found["first"][name], fresh[name]), name
-        assert torch.equal(found["loaded"][name], after[name]), name
-        assert torch.allclose(found["after"][name], after[name], atol=1e-6), name
-    frozen = FSDPEngine(ModelConfig(path=model_folder), EngineConfig())
-    assert torch.equal(found["off"], log_probs(frozen))
-    again = build(model_folder)
-    again.load(tmp_path / "two_ranks")
-    for name, weight in weights(again).items():
-        assert torch.equal(weight, found["after"][name]), name
 
 
 def test_a_run_starts_from_an_adapter(model_folder, trained, tmp_path):

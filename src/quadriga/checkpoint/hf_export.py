@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from transformers import (
@@ -34,7 +33,6 @@ def export_hf(
     tokenizer_path: str | None = None,
     trust_remote_code: bool = False,
     write: bool = True,
-    dtype: torch.dtype | None = None,
     extra: Callable[[Path], None] | None = None,
 ) -> None:
     """Write config, weights (safetensors) and tokenizer to `folder`.
@@ -49,7 +47,6 @@ def export_hf(
         generation: settings of generation. The token with which the chat template ends a turn is
             added to its end tokens, since a trained response ends with it.
         tokenizer_path: the folder of the tokenizer; None: none is exported.
-        dtype: of the written weights; None: unchanged.
         extra: writes further files into the folder that it receives.
 
     Raises:
@@ -61,7 +58,7 @@ def export_hf(
         if write:
             # A copy, because tied weights are the same tensor under two names, and the parameters
             # of a model on the CPU are yielded themselves.
-            kept[name] = tensor.detach().to("cpu", dtype=dtype, copy=True).contiguous()
+            kept[name] = tensor.detach().to("cpu", copy=True).contiguous()
     if not write:
         return
     folder = Path(folder)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quadriga.checkpoint.shards import Block, check_all_taken
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.engines import sharding
 from quadriga.engines.base import (
     Batch,
     HeadKind,
@@ -29,9 +30,9 @@ from quadriga.engines.optimizers.rules import local_shard
 from quadriga.engines.optimizers.sharded import build_optimizer
 from quadriga.engines.sharding import (
     MIN_UNIT_PARAMETERS,
-    exceeds_unsharded_limit,
     forget_failed_pass,
     fsdp_units,
+    unsharded_bytes,
 )
 from quadriga.engines.token_model import TokenModel
 from quadriga.engines.trained_part import check_frozen, dropout_on, frozen_scalars
@@ -90,13 +91,10 @@ class FSDPEngine(TrainEngine):
         self._token_model = self._weights.token_model
         self.shares_prompts, self.cost = self._token_model.packed, self._token_model.cost
         self._units = fsdp_units(self.module)
-        early = engine.reduce_each_micro_batch
+        early, dtypes = engine.reduce_each_micro_batch, (engine.dtype, engine.reduce_dtype)
         if early is None:
-            early = exceeds_unsharded_limit(
-                self.module,
-                compute_dtype(engine.dtype, self.device),
-                compute_dtype(engine.reduce_dtype, self.device),
-            )
+            kept = unsharded_bytes(self.module, *(compute_dtype(d, self.device) for d in dtypes))
+            early = kept > sharding.MAX_UNSHARDED_BYTES
         self.reduces_each_micro_batch = early
         if optim is not None:
             group = meshes.whole.get_group(SHARD)

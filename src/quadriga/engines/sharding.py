@@ -113,13 +113,6 @@ def gathered_elements(parameter: nn.Parameter) -> int:
     return parameter.numel() // mesh.size(names.index(TENSOR))
 
 
-def exceeds_unsharded_limit(
-    model: nn.Module, compute_dtype: torch.dtype, reduce_dtype: torch.dtype
-) -> bool:
-    """Return whether `unsharded_bytes` are more than `MAX_UNSHARDED_BYTES`."""
-    return unsharded_bytes(model, compute_dtype, reduce_dtype) > MAX_UNSHARDED_BYTES
-
-
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
     """Return the FSDP units of a sharded model, the root first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -140,8 +140,10 @@ def packed_attention(
     ranks = attention_rows.ranks
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     q, k, v = before_attention(q, k, v, ranks)
-    scoring = Scoring(attention_mask, scaling, softcap, own_sinks(s_aux, ranks))
-    return after_attention(attend(q, k, v, attention_rows, scoring), ranks)[None], None
+    if s_aux is not None and ranks.sequence.size > 1:  # the sinks of the heads of this rank
+        s_aux = s_aux.chunk(ranks.sequence.size)[ranks.sequence.index]
+    out = attend(q, k, v, attention_rows, Scoring(attention_mask, scaling, softcap, s_aux))
+    return exchange_tokens(out, ranks.sequence)[None], None  # [N / c, H / s, D] -> [n, H, D]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, rows: AttentionRows, scoring: Scoring) -> Tensor:
@@ -205,27 +207,10 @@ def before_attention(
     return query, gather_tokens(key, ranks.context), gather_tokens(value, ranks.context)
 
 
-def after_attention(out: Tensor, ranks: ModelRanks) -> Tensor:
-    """Return the outputs of the own tokens: [N / c, H / s, D] -> [n, H, D]."""
-    return exchange_tokens(out, ranks.sequence)
-
-
-def own_sinks(sinks: Tensor | None, ranks: ModelRanks) -> Tensor | None:
-    """Return the sinks [H] of the heads that this rank computes."""
-    if sinks is None or ranks.sequence.size == 1:
-        return sinks
-    return sinks.chunk(ranks.sequence.size)[ranks.sequence.index]
-
-
-def key_repeats(key_heads: int, size: int) -> int:
-    """Return how often each key head is repeated, so that `size` ranks have equally many."""
-    return size // math.gcd(key_heads, size)
-
-
 def repeated_heads(x: Tensor, heads: int, size: int) -> Tensor:
     """Repeat key heads [n, Hk, D] so that they divide over `size` ranks, each with its queries."""
     # 8 heads, 2 key heads a b, 4 ranks: a a b b. Ranks 0 and 1 have queries of a, 2 and 3 of b.
-    times = key_repeats(x.shape[1], size)
+    times = size // math.gcd(x.shape[1], size)
     assert heads % size == 0 and heads % (x.shape[1] * times) == 0, (heads, x.shape[1], size)
     return x if times == 1 else x.repeat_interleave(times, 1)
 

@@ -308,35 +308,30 @@ def check_sizes(config: PreTrainedConfig, sizes: Sizes, key: str) -> None:
     """
     family_of(config)
     tensor, experts = f"{key}.tensor_parallel_size", expert_count(config)
-    parts = {
-        "attention heads": (config.num_attention_heads, tensor, sizes.tensor),
-        "key-value heads": (config.num_key_value_heads, tensor, sizes.tensor),
-        "hidden layers": (
-            config.num_hidden_layers,
-            f"{key}.pipeline_parallel_size",
-            sizes.pipeline,
-        ),
-        "hidden layers of a stage": (
-            config.num_hidden_layers // sizes.pipeline,
-            f"{key}.virtual_pipeline_parallel_size",
-            sizes.chunks,
-        ),
-        "experts": (experts, f"{key}.expert_parallel_size", sizes.expert),
-    }
+    layers, stages = config.num_hidden_layers, f"{key}.pipeline_parallel_size"
+    chunks = f"{key}.virtual_pipeline_parallel_size"
+    of_expert = f"{key}.expert_parallel_size"
+    parts = [
+        ("attention heads", config.num_attention_heads, tensor, sizes.tensor),
+        ("key-value heads", config.num_key_value_heads, tensor, sizes.tensor),
+        ("hidden layers", layers, stages, sizes.pipeline),
+        ("hidden layers of a stage", layers // sizes.pipeline, chunks, sizes.chunks),
+        ("experts", experts, of_expert, sizes.expert),
+    ]
     if experts:
         width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-        parts["elements of an expert"] = (
-            width, tensor, 1 if sizes.spread_experts else sizes.tensor
-        )  # fmt: skip
+        ranks = 1 if sizes.spread_experts else sizes.tensor
+        parts.append(("elements of an expert", width, tensor, ranks))
     else:
-        parts["elements of intermediate_size"] = (config.intermediate_size, tensor, sizes.tensor)
+        width = config.intermediate_size
+        parts.append(("elements of intermediate_size", width, tensor, sizes.tensor))
         if sizes.expert > 1:
             raise ConfigError(
-                f"{key}.expert_parallel_size={sizes.expert}, but model_type {config.model_type!r} "
-                "has no experts; set it to 1",
-                key=f"{key}.expert_parallel_size",
+                f"{of_expert}={sizes.expert}, but model_type {config.model_type!r} has no experts; "
+                "set it to 1",
+                key=of_expert,
             )
-    for what, (count, setting, ranks) in parts.items():
+    for what, count, setting, ranks in parts:
         if count % ranks:
             raise ConfigError(
                 f"{setting}={ranks} does not divide the {count} {what} of the model", key=setting
