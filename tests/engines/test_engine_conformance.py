@@ -31,11 +31,11 @@ WHOLE_EXPERTS = SPLIT_TOKENS | {"expert_tensor_parallel_size": 1}
 SUBJECTS = [
     Subject("fsdp"),
     megatron("tp2 pp2 interleaved tied", "qwen2 tied deep", **TENSOR, **INTERLEAVED),
-    megatron("tp2 sp ep2 dp2 offloaded", "qwen3_moe", **SPLIT_TOKENS, **EXPERTS, **OFFLOAD),
+    megatron("tp2 sp dp2 offloaded", **SPLIT_TOKENS, **OFFLOAD),
+    megatron("tp2 sp ep2 dp2", "qwen3_moe", **SPLIT_TOKENS, **EXPERTS),
 ]
 NIGHTLY = [
     Subject("fsdp values", head="value"),
-    megatron("tp2 sp dp2 offloaded", **SPLIT_TOKENS, **OFFLOAD),
     megatron("window tp2 sp cp2", "mistral", **SPLIT_TOKENS, **CONTEXT),
     megatron("dp4"),
     megatron("cp2 dp2", **CONTEXT),
