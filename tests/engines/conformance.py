@@ -96,7 +96,9 @@ def own_rows(engine: TrainEngine) -> list[int]:
     number, count = getattr(engine, "ranks", None), world_size()
     index = rank()
     if number is not None:
-        index, count = number.data_rank, number.data_size
+        degrees, context = number.degrees, number.sizes.context
+        index = number.replica_rank // context
+        count = degrees.expert * degrees.replicas // context
     return [row for row in range(7) if min(row // 3, count - 1) == index]
 
 

@@ -142,7 +142,7 @@ class Updates:
                 responses_per_prompt=1,
                 temperature=0.7,
                 length_scale=RESPONSE_LENGTH,
-                data_ranks=1 if at is None else at.data_size,
+                data_ranks=1 if at is None else at.degrees.replicas // at.sizes.context,
                 seed=0,
             )
         return {"metrics": report.meta_info["metrics"], "weights": conformance.weights(engine)}

@@ -439,13 +439,6 @@ def in_local_folders(config: ModelConfig) -> ModelConfig:
     )
 
 
-@dataclass(frozen=True)
-class _HostCopy:
-    storage: torch.UntypedStorage
-    host: Tensor | None
-    size: int
-
-
 class OffloadedTensors:
     """Tensors whose device memory is free until `reload`.
 
@@ -470,21 +463,19 @@ class OffloadedTensors:
             # Memory that numpy or a mapped file shares belongs to the CPU and cannot be emptied.
             if storage.nbytes() and storage.resizable():
                 storages.setdefault(storage.data_ptr(), storage)
-        self._copies = [
-            _HostCopy(s, None if freed else _to_host(s), s.nbytes()) for s in storages.values()
-        ]
-        self.num_bytes = sum(copy.size for copy in self._copies)
-        for copy in self._copies:
-            copy.storage.resize_(0)
+        self._copies = [(s, None if freed else _to_host(s), s.nbytes()) for s in storages.values()]
+        self.num_bytes = sum(size for *_, size in self._copies)
+        for storage, *_ in self._copies:
+            storage.resize_(0)
 
     def reload(self) -> None:
         """Allocate the storages again and copy the values back."""
-        for copy in self._copies:
-            copy.storage.resize_(copy.size)
-            if copy.host is None:
-                _bytes_of(copy.storage).zero_()
+        for storage, host, size in self._copies:
+            storage.resize_(size)
+            if host is None:
+                _bytes_of(storage).zero_()
             else:
-                _bytes_of(copy.storage).copy_(copy.host, non_blocking=True)
+                _bytes_of(storage).copy_(host, non_blocking=True)
         self._copies = []
 
 

@@ -34,17 +34,6 @@ _WINDOWS = {
 _NO_ATTENTION = frozenset({"linear_attention", "mamba", "recurrent", "conv", "moe", "mlp"})
 
 
-def computes_prompts_once(device_type: str, setting: AttentionName) -> bool:
-    """Return whether the attention of a shared prompt is computed once, not in each of its rows.
-
-    Args:
-        device_type: "cpu", "cuda" or "npu".
-        setting: `engine.attention`.
-    """
-    # It needs a mask or rows of different lengths, which the SDPA kernel of accelerators lacks.
-    return device_type == "cpu" or (device_type == "cuda" and setting != "sdpa")
-
-
 def sequence_cost(
     config: PreTrainedConfig,
     head: HeadKind,
@@ -59,11 +48,11 @@ def sequence_cost(
         device_type: "cpu", "cuda" or "npu".
         attention: `engine.attention`.
     """
-    return CostModel.of_shape(
-        model_shape(config),
-        outputs=None if head == "lm" else 1,
-        prompt_attention_once=computes_prompts_once(device_type, attention),
-    )
+    # To compute a shared prompt once needs a mask or rows of different lengths, which the SDPA
+    # kernel of accelerators lacks.
+    once = device_type == "cpu" or (device_type == "cuda" and attention != "sdpa")
+    outputs = None if head == "lm" else 1
+    return CostModel.of_shape(model_shape(config), outputs=outputs, prompt_attention_once=once)
 
 
 def model_shape(config: PreTrainedConfig) -> ModelShape:

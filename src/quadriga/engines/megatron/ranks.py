@@ -48,16 +48,6 @@ class Ranks:
         return self.place.expert + self.degrees.expert * self.place.replica
 
     @property
-    def data_size(self) -> int:
-        """Data-parallel ranks: those that compute different rows."""
-        return self.degrees.expert * self.degrees.replicas // self.sizes.context
-
-    @property
-    def data_rank(self) -> int:
-        """The number of this rank among them."""
-        return self.replica_rank // self.sizes.context
-
-    @property
     def context(self) -> Subgroup:
         """The ranks that have the tokens of the same rows in parts."""
         size = self.sizes.context

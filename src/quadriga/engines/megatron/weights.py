@@ -425,7 +425,10 @@ class FolderModel:
             with model_errors(folder, "model"), TensorReader(folder) as reader:
 
                 def read(name: str, box: Box) -> Tensor:
-                    values = self._read(reader, name, box)
+                    source = self.sources[name]
+                    values = torch.zeros(shape_of(box))
+                    if source is not None:
+                        values = reader.read_box(source, box)
                     counts[name, box] = count_not_finite(values)
                     return values
 
@@ -433,13 +436,6 @@ class FolderModel:
             return counts
 
         check_finite_over_ranks(folder, on_all_ranks(fill))
-
-    def _read(self, reader: TensorReader, name: str, box: Box) -> Tensor:
-        """Return a box of a weight."""
-        source = self.sources[name]
-        if source is None:
-            return torch.zeros([stop - start for start, stop in box])
-        return reader.read_box(source, box)
 
     def kernels(
         self, setting: AttentionName, sizes: Sizes, dtype: torch.dtype, device: torch.device
