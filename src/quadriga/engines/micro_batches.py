@@ -1,8 +1,18 @@
-"""Split a rank's rows into micro-batches.
+"""Which rows go together in a micro-batch, and which of their tokens a rank computes.
 
-The split changes time and memory, but no gradient (`engines.base.LossFn`). Rows with the same
-prompt are in one micro-batch where they fit, so that the packed forward pass computes the prompt
-once.
+The split into micro-batches changes time and memory, but no gradient (`engines.base.LossFn`). Rows
+with the same prompt are in one micro-batch where they fit, so that the packed forward pass computes
+the prompt once.
+
+Ranks of a model-parallel group split the tokens of a packed micro-batch (`TokenSlice`). Example: 11
+packed tokens and 2 ranks. One padding token makes 12, so a rank has 6:
+
+    packed index    0  1  2  3  4  5 │ 6  7  8  9 10 ·
+    predictors         1  1        5 │    7     9          of the K = 5 targets
+    rank 0             1  1        5                        three outputs
+    rank 1                              7 − 6  9 − 6        two outputs
+
+The outputs of all ranks are joined, so that each rank has all of them and computes the same loss.
 """
 
 from __future__ import annotations

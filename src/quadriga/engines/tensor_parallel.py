@@ -1,6 +1,4 @@
-"""Tensor parallelism.
-
-Which dimension of each weight of a decoder layer the ranks of tensor parallelism divide.
+"""Tensor parallelism: which dimension of each weight of a decoder layer the ranks divide, and how.
 
 The plan is that of transformers (`base_model_tp_plan` in the config of a model). A *block* is a
 part of a decoder layer with divided weights: its attention, its feed-forward part. Between blocks,
@@ -21,14 +19,10 @@ ranks. So a tied output layer needs no plan.
 Experts are divided by number: a rank has E / t whole experts, where transformers would divide each
 of them. Gate and up projection of an expert are one weight, which has no contiguous halves.
 
-Decoder layers whose weights are divided over the ranks of tensor parallelism.
-
 A weight becomes a `DTensor` on the mesh of these ranks, and FSDP divides it further over the
 data-parallel ranks. In a forward pass, a module sees the part of its own rank as a plain tensor, so
 its code computes a smaller layer. The gradient of a weight that is whole on all ranks is a part of
 a sum (`Partial`), which FSDP adds up before it reduces the gradient.
-
-Which models can be split over how many ranks of a model-parallel group.
 
 The checks read the config of a model, no weights, so that they can run before any process starts.
 """

@@ -1,23 +1,15 @@
-"""One forward pass.
-
-Replace the output layer of a language model, so that it does not return all the logits.
+"""One forward pass of a micro-batch: from rows of tokens to one number for each response token.
 
 The output layer of a sharded model has its full weight only while the model runs, so the
 log-probabilities must be computed at that moment. `FusedHead` replaces the layer's `forward`. What
 the model then returns as its logits is the result of a function of the hidden states.
 
-The arguments of a model of text and images for rows with their padding at the end.
-
-Shapes: B rows, S = P + R columns, L tokens of the longest row.
-
 The image encoder computes in every pass, with an empty image if no row has one. Its layers are FSDP
 units, whose parameters all ranks gather together: a rank without images that left them out would
 leave the others waiting.
 
-One forward pass of a micro-batch: from rows of tokens to one number for each response token.
-
-Shapes: B rows, P prompt columns, R response columns, K targets (the response tokens with
-`response_mask` 1), D hidden size, V vocabulary entries.
+Shapes: B rows, P prompt columns, R response columns, S = P + R, L tokens of the longest row, K
+targets (the response tokens with `response_mask` 1), D hidden size, V vocabulary entries.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
 """Which kernel computes which call of attention.
 
-Which kernel computes which call of attention.
+- `sdpa`: every call on every device. On accelerators it computes a shared prompt in each of its
+  rows, because its fastest kernel takes no mask.
+- `varlen`: one launch for all rows, prompts once. CUDA, 16 bits, plain or window.
+- `flex`: capped scores, sinks, chunks and float32 too; prompts once. CUDA, compiled.
 
-- `sdpa` (`blocks.py`): every call on every device. On accelerators it computes a shared prompt in
-  each of its rows, because its fastest kernel takes no mask.
-- `varlen` (`varlen.py`): one launch for all rows, prompts once. CUDA, 16 bits, plain or window.
-- `flex` (`flex.py`): capped scores, sinks, chunks and float32 too; prompts once. CUDA, compiled.
-
-Compare a kernel with `blocks` on the device on which it will run, before the first step.
-
-Kernels differ between devices and versions of libraries: in the end of rows at which queries and
-keys are aligned, in the tokens that a window counts, in the dtypes that they round to. A difference
-would change every log-probability without an error.
+A kernel is compared with `sdpa` on the device on which it will run, before the first step. Kernels
+differ between devices and versions of libraries: in the end of rows at which queries and keys are
+aligned, in the tokens that a window counts, in the dtypes that they round to. A difference would
+change every log-probability without an error.
 """
 
 from __future__ import annotations

@@ -1,6 +1,24 @@
-"""Which tokens of its own row a token attends to, for each kind of attention layer.
+"""The masks of attention layers, and the kernels: `sdpa`, `varlen` and `flex`.
 
-Shapes: in a block, b rows, Lq query and Lk key slots.
+`LocalMask` says which tokens of its own row a token attends to. Each kernel reads the rows of a
+micro-batch in an arrangement of its own:
+
+- `attend_blocks` (sdpa) is right on every device, in every dtype and for every mask. Queries, keys
+  and values are gathered into `AttentionBlocks` (the keys of a shared prompt into each of its
+  rows), and each token's output is read back. A dense [N, N] mask, most of which would be 0, is
+  never made.
+- `attend_lengths` (varlen: the flash kernel for rows of different lengths; CUDA, 16 bits) is one
+  launch. The kernel takes any number of queries and keys for each row and aligns their *ends*: with
+  3 queries and 5 keys, the first query attends to keys 0 1 2, the last one to all five. So a row
+  whose prompt was packed with an earlier row has the tokens of its response as queries and those of
+  the whole row as keys, and neither a mask nor padding is needed.
+- `attend_tokens` (flex attention, compiled) is for calls that the flash kernel cannot compute:
+  capped scores, sinks, chunks, float32. All tokens of the micro-batch are one sequence, and a block
+  mask says which of them a token attends to. Blocks of 128 queries and 128 keys without a pair are
+  left out, so the cost is about that of the rows.
+
+Shapes: N packed tokens, M slots, H heads, Hk key heads, D head size, Dv size of a value. In a
+block: b rows, Lq query and Lk key slots. For flex: M tokens after padding, T = M / 128 blocks.
 """
 
 from __future__ import annotations

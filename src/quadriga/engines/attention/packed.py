@@ -1,6 +1,4 @@
-"""Causal attention over packed tokens.
-
-Causal attention over packed tokens, for every model that looks up its attention by name.
+"""Causal attention over packed tokens, for every model that looks up its attention by name.
 
 Every layer but attention works token by token and sees the N packed tokens once. Attention reads
 the rows from `AttentionRows`, which each forward pass carries to all layers.
@@ -10,13 +8,9 @@ kind of layer (full, sliding window, chunks), and passes the result to `packed_a
 layer of that kind. So the layer's mask says which tokens it attends to, whether or not the model
 also passes the window to its attention function.
 
-Shapes: N packed tokens, H heads, Hk key heads, D head size.
-
-Attention over tokens that several ranks have in parts.
-
-Every layer but attention works token by token, so a rank computes a slice of the N packed tokens.
-Attention needs the others. Before it, ranks of sequence parallelism exchange tokens for heads
-(DeepSpeed-Ulysses, arXiv 2309.14509), and ranks of context parallelism gather keys and values:
+Several ranks can have the tokens in parts, n tokens each. Before attention, ranks of sequence
+parallelism exchange tokens for heads (DeepSpeed-Ulysses, arXiv 2309.14509), and ranks of context
+parallelism gather keys and values:
 
     of a rank                queries              keys and values
     before              n tokens, H heads      n tokens, Hk heads
@@ -25,6 +19,8 @@ Attention needs the others. Before it, ranks of sequence parallelism exchange to
     after               n tokens, H heads
 
 n = N / (c · s) with c ranks of context and s of sequence parallelism.
+
+Shapes: N packed tokens, H heads, Hk key heads, D head size.
 """
 
 from __future__ import annotations

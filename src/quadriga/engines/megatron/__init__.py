@@ -5,8 +5,8 @@
 - `ranks`: the process groups, and which part of the model a rank has.
 - `model`: the layers of a rank, as a function of micro-batches.
 - `weights`: a model folder; the slices of a rank, whole tensors, blocks of a checkpoint.
-- `optimizer`: the step over all meshes.
-- `engine`: the `TrainEngine`.
+- `engine`: the `TrainEngine`, and the step of its optimizer over all meshes.
+- `memory`: the device memory of the engine, known before it is built.
 
 Only this package imports Megatron-core. Importing `families` and `settings` needs neither it nor
 torch.

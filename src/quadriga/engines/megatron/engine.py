@@ -150,7 +150,7 @@ class MegatronEngine(TrainEngine):
             yield from self._weights.stream(self._detached())
 
     def shard_stream(self, part: WeightPart = "merged") -> OwnWeights:
-        assert part == "merged", "adapters are refused by `check_settings`"
+        assert part == "merged", "adapters are refused by `check_engine`"
         with self._on_device("parameters"), torch.no_grad():
             yield from self._weights.shard_stream(self._detached())
 

@@ -1,17 +1,11 @@
-"""The layers of this rank.
+"""The layers of this rank, in one chunk or several, and the schedule over micro-batches.
 
-The modules that replace Megatron-core's: a norm, and attention over packed rows.
-
-Shapes: N packed tokens of the context-parallel rank, H heads and G key heads of this rank, D head
-size.
-
-A chunk of a stage of the model, as a function of micro-batches.
+A norm, and attention over packed rows, replace modules of Megatron-core.
 
 Shapes: B rows, R response columns, N packed tokens of the context-parallel rank, k targets that
-they predict, K targets of all ranks, D hidden size, T tensor-parallel ranks. Between layers, a
-stage has [N, 1, D], with sequence parallelism [N / T, 1, D].
-
-The layers of this rank, in one chunk or several, and the schedule over micro-batches.
+they predict, K targets of all ranks, D hidden size (in attention: head size), H heads and G key
+heads of this rank, T tensor-parallel ranks. Between layers, a stage has [N, 1, D], with sequence
+parallelism [N / T, 1, D].
 
 With two stages of two chunks, each rank has two parts of the layers, and a micro-batch passes it
 twice (arXiv 2104.04473, §2.2.2):

@@ -1,11 +1,7 @@
-"""The weights of a rank.
-
-The weights of a rank: read from a folder, gathered for a stream, as blocks of a checkpoint.
+"""The weights of a rank: read from a folder, gathered for a stream, as blocks of a checkpoint.
 
 All of it follows from the layout (`families.megatron_model`): a rank's tensor consists of pieces,
 and a piece is a box of a checkpoint weight.
-
-A model folder as the Megatron engine reads and writes it.
 """
 
 from __future__ import annotations

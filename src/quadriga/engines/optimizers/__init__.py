@@ -1,9 +1,8 @@
 """Optimizers over the parameter shards of a rank, chosen by `optim.name`.
 
-- `sharded`: clipping, skipped steps, the schedule, and the state in a checkpoint. It gives each
-  parameter to one of the update rules.
-- `rules`: the protocol of an update rule, AdamW, AdamW with 8 bits. `muon`: Muon.
-- `choice`: which rule updates which parameter, and the bytes of its state.
+- `sharded`: clipping, skipped steps, the schedule, the state in a checkpoint, and which update rule
+  updates which parameter.
+- `rules`: the protocol of an update rule; AdamW, AdamW with 8 bits, Muon.
 
 Importing this file imports no torch.
 """

@@ -1,19 +1,27 @@
-"""Update rules.
-
-The protocol of an update rule: how gradients change some of the parameters.
+"""Update rules: how gradients change some of the parameters.
 
 A rule works on the parameter shards of this rank as plain tensors. It updates them in place.
 
-AdamW (arXiv 1711.05101) over parameter shards.
+AdamW (arXiv 1711.05101) is elementwise, so each rank updates its own shards. The numbers are those
+of whole tensors, and there is no DTensor dispatch for each operator.
 
-AdamW is elementwise, so each rank updates its own parameter shards as plain tensors. The numbers
-are the same, and there is no DTensor dispatch for each operator.
+AdamW with moments of 8 bits, by torchao (T. Dettmers et al., arXiv 2110.02861): a moment is stored
+as a code of 8 bits for each element, and a scale of 32 bits for each block of neighbours in a row.
+A step decodes the moments, updates them in float32 and encodes them again. Blocks do not cross
+rows, so they are the same on any number of ranks, and so are the numbers.
 
-AdamW with moments of 8 bits, by torchao (T. Dettmers et al., arXiv 2110.02861).
+Muon: the update of a hidden matrix is its momentum with all singular values near 1 (K. Jordan et
+al., "Muon: An optimizer for hidden layers in neural networks", 2024), with the scale of J. Liu et
+al., "Muon is Scalable for LLM Training" (arXiv 2502.16982, section 2.2):
 
-A moment is stored as a code of 8 bits for each element, and a scale of 32 bits for each block of
-neighbours in a row. A step decodes the moments, updates them in float32 and encodes them again.
-Blocks do not cross rows, so they are the same on any number of ranks, and so are the numbers.
+    m ← μ m + (1 − μ) g
+    u = (1 − μ) g + μ m                                   Nesterov
+    w ← w − η λ w − η · 0.2 √max(A, B) · NewtonSchulz(u)  for w of shape [A, B]
+
+An orthogonal matrix has the root mean square 1 / √max(A, B), so the update has 0.2, which is about
+that of AdamW. Learning rate and weight decay of AdamW therefore hold for Muon too. Each rank makes
+some of the matrices orthogonal: every row is sent to the rank that computes its matrix, and sent
+back.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""One optimizer step.
+"""One optimizer step over the parameter shards of a rank: clip, update, count.
 
-One optimizer step over the parameter shards of a rank: clip, update, count.
-
-Learning rate as a pure function of the step, so a resumed run needs only the step.
+The learning rate is a pure function of the step, so a resumed run needs only the step. Which update
+rule has which parameter, and the bytes of its state for the memory plan, follow from the shapes.
 """
 
 from __future__ import annotations
