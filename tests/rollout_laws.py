@@ -7,13 +7,18 @@ from dataclasses import replace
 
 import torch
 
+from quadriga.errors import RolloutAbilityError
 from quadriga.models.loading import load_tokenizer
-from quadriga.rollout.base import SamplingParams
-from quadriga.testing import LawBroken, expect, rollouts
-from quadriga.testing.rollouts import GREEDY, PROMPTS, SAMPLING
+from quadriga.rollout.base import SamplingParams, tensor_digest
+from quadriga.testing import LawBroken, expect, expect_raises, rollouts
+from quadriga.testing.rollouts import GREEDY, PROMPTS, SAMPLING, SQUARE_WEIGHT
 
 DRAWS, LEAST_P_VALUE = 1500, 1e-5
 """Tokens of a chi-square test. A correct engine without seeds fails one in so many tests."""
+
+
+LEAST_CHANGE = 0.01
+"""Nats by which a wrong weight must change a score, so that a comparison of scores finds it."""
 
 
 class RolloutUnderTest(rollouts.RolloutUnderTest):
@@ -174,9 +179,31 @@ def stop_strings(subject: RolloutUnderTest) -> None:
                 return
 
 
+def verification(subject: RolloutUnderTest) -> None:
+    """Digests and scores show a weight that is transposed or was left out."""
+    engine, right = subject.engine, subject.noise(3)
+    dtypes, exposes = engine.weight_dtypes(), engine.abilities.exposes_weights
+    expect(set(dtypes) - set(right), set(), "names of dtypes that the model does not have")
+    expected = {n: tensor_digest(t.to(dtypes.get(n, t.dtype))) for n, t in right.items()}
+    if not exposes:
+        error = expect_raises(engine.weights_digest, RolloutAbilityError, "weights_digest")
+        expect(vars(error).get("engine"), engine.name, "attribute engine")
+    square = right[SQUARE_WEIGHT]
+    try:
+        subject.load(right)
+        for weight in (square.t().contiguous(), subject.original[SQUARE_WEIGHT], square):
+            engine.update_weights({**right, SQUARE_WEIGHT: weight}.items(), 9)
+            same = weight is square
+            if exposes:
+                expect(engine.weights_digest() == expected, same, "equal digests")
+            expect(subject.score_change() < LEAST_CHANGE, same, "equal scores")
+    finally:
+        subject.restore()
+
+
 ROLLOUT_LAWS = (
     *rollouts.ROLLOUT_LAWS[:-1],
-    *(temperature, filters, end_of_the_model, stop_strings),
+    *(temperature, filters, end_of_the_model, stop_strings, verification),
     rollouts.ROLLOUT_LAWS[-1],
 )
 """All laws. The last one closes the engine."""

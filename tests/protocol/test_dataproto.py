@@ -98,13 +98,6 @@ def test_chunks_may_be_uneven_with_padding_enabled(form):
     assert [rows_of_six(part) for part in data.chunk(4)] == [[0, 1], [2, 3], [4], [5]]
 
 
-def test_padding_is_enabled_for_a_batch_or_for_the_process():
-    assert not six().is_padding_enabled()
-    assert DataProto.from_dict({"x": torch.ones(3)}, auto_padding=True).is_padding_enabled()
-    DataProtoConfig.auto_padding = True
-    assert six().is_padding_enabled()
-
-
 def test_padding(form):
     data = form(six())
     data.padding(2, "first")

@@ -66,12 +66,6 @@ def test_arrays_that_cannot_be_sent_are_refused(store, array, kind):
         pack_argument(data)
 
 
-def test_concatenated_masked_arrays_keep_their_mask():
-    masked = DataProto.from_dict(non_tensors={"v": np.ma.masked_array([1, 2], [True, False])})
-    joined = DataProto.concat([masked, masked[1:]])
-    assert joined.non_tensor_batch["v"].mask.tolist() == [True, False, False]
-
-
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_long_sequences_are_walked_to_their_end(kind):
     """A tensor behind 100 numbers is copied as one in front of them is."""

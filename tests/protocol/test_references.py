@@ -122,19 +122,6 @@ def test_threads_that_read_at_the_same_time_get_one_value(store, monkeypatch):
     assert data[:1].batch["wide"].tolist() == [[-1, -1, -1, -1]]
 
 
-@pytest.mark.parametrize("ranks", [3, 4, 5])
-def test_fan_out_copies_exactly_the_rows_of_each_rank(store, ranks):
-    """4 ranks produced 15 rows each; `ranks` ranks read one field of their parts."""
-    n = 60
-    data = shard(batch(n), 4)
-    for r, part in enumerate(as_argument(data, ranks)):
-        traffic.reset()
-        lo = r * (n // ranks)
-        assert part.batch["wide"][0, 0].item() == 4 * lo
-        assert traffic.reset().fetched_bytes == (n // ranks) * 16
-        assert part.batch["x"].tolist() == list(range(lo, lo + n // ranks))
-
-
 def test_writing_into_a_received_batch_changes_no_other_copy(store):
     local = batch()
     for data in (local, shard(batch(), 2)):
@@ -197,17 +184,6 @@ def test_stored_values_are_released_with_their_last_handle(store):
     assert store.objects_held == 2
     del part
     assert store.objects_held == 0
-
-
-def test_500_steps_leave_no_bytes_in_the_store(store):
-    for _ in range(500):
-        data = shard(batch(4), 2)
-        data.union(shard(batch(4).select(["x"], []).rename("x", "y"), 2))
-        for part in as_argument(data, 2):
-            part.batch["x"] += 1
-            shard(part, 1).batch["x"]
-    del data, part
-    assert store.objects_held == 0 and store.bytes_held == 0
 
 
 def replies(data: DataProto, ranks: int) -> list[Done]:

@@ -9,7 +9,7 @@ from typing import TypeAlias, TypeGuard
 
 import numpy as np
 
-from quadriga.errors import FieldError, LostObjectError
+from quadriga.errors import LostObjectError
 from quadriga.protocol import rows
 from quadriga.protocol.encoding import decode, encode
 from quadriga.protocol.rows import Plan, RowMap, RowSelection, Shard, runs
@@ -319,8 +319,8 @@ def concat(parts: Sequence[Columns]) -> dict[str, Column]:
             result[key] = concat_values(values, key)
             continue
         remote = [c if is_remote(c) else snapshot_as_remote(key, local_value(c)) for c in fields]
-        spec = _common_spec(key, [c.spec for c in remote if len(c.row_map)] or [remote[0].spec])
-        # Dtypes differ, and only the values can be promoted: int64 and float32 rows become float32.
+        spec = _common_spec([c.spec for c in remote if len(c.row_map)] or [remote[0].spec])
+        # Only the values can be promoted, int64 and float32 rows to float32, or refused.
         if spec is None:
             result[key] = concat_values(fetch([(key, column) for column in remote]), key)
             continue
@@ -348,7 +348,7 @@ def _same_handles(columns: Sequence[RemoteColumn]) -> bool:
     )
 
 
-def _common_spec(key: str, specs: Sequence[FieldSpec]) -> FieldSpec | None:
+def _common_spec(specs: Sequence[FieldSpec]) -> FieldSpec | None:
     """Return one spec for all parts, None if the values themselves have to be concatenated."""
     first = specs[0]
     if all(spec is first or spec == first for spec in specs):
@@ -358,14 +358,7 @@ def _common_spec(key: str, specs: Sequence[FieldSpec]) -> FieldSpec | None:
     on_device = [replace(spec, device=device) for spec in specs]
     if all(spec == on_device[0] for spec in on_device):
         return on_device[0]
-    if any(spec.tail != first.tail for spec in specs):
-        shapes = ", ".join(f"[*, {str(list(s.tail))[1:-1]}] {s.dtype}" for s in specs)
-        raise FieldError(
-            f"the parts of field '{key}' cannot be concatenated along the batch dimension: "
-            f"{shapes}",
-            field=key,
-        )
-    if all(spec.kind == "array" for spec in specs):
+    if all(spec.kind == "array" and spec.tail == first.tail for spec in specs):
         return replace(first, dtype=np.result_type(*[np.dtype(s.dtype) for s in specs]).str)
     return None
 

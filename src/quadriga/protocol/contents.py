@@ -38,16 +38,6 @@ Entry: TypeAlias = torch.Tensor | Any
 """A tensor, or a nested `TensorDict` where the caller knows that the field is one."""
 V = TypeVar("V")
 _ABSENT = object()
-_READ_METHODS = frozenset(
-    {
-        *("to", "clone"),
-        *("apply", "chunk", "split", "unbind", "view", "reshape", "flatten", "unflatten"),
-        *("unsqueeze", "squeeze", "permute", "transpose", "expand", "gather", "cpu", "cuda"),
-        *("detach", "contiguous", "consolidate", "to_dict", "numpy", "bytes", "sum", "mean", "std"),
-        *("float", "double", "half", "bfloat16", "int", "isnan", "isfinite", "all", "any"),
-    }
-)
-"""Methods of `TensorDict` that do not change it: called on `to_tensordict()`."""
 
 
 class _RemoteFields(Generic[V]):
@@ -209,7 +199,8 @@ class RemoteBatch(_RemoteFields[Entry]):
         return iter(self.to_tensordict())
 
     def __getattr__(self, name: str) -> Any:
-        if name in _READ_METHODS:
+        # In-place methods end in an underscore, as in torch.
+        if not name.startswith("_") and not name.endswith("_") and hasattr(TensorDict, name):
             return getattr(self.to_tensordict(), name)
         raise AttributeError(
             f"a batch with remote tensors has no attribute '{name}'; fetch all tensors with "

@@ -300,14 +300,13 @@ def repeated(repeat_times: object, length: int) -> Ints:
     if isinstance(repeat_times, torch.Tensor):
         repeat_times = repeat_times.detach().cpu().numpy()
     counts = np.asarray(list(repeat_times) if isinstance(repeat_times, Sequence) else repeat_times)
-    if counts.size == 0:
-        counts = counts.astype(np.int64)
-    if counts.ndim != 1 or counts.dtype.kind not in "iu":
+    if counts.ndim != 1 or (counts.size and counts.dtype.kind not in "iu"):
         raise FieldError(f"repeat_times: expected one integer per row, got {repeat_times!r}")
-    if len(counts) != length:
-        raise LengthError(f"repeat_times: expected {length} entries (rows), got {len(counts)}")
-    if counts.size and int(counts.min()) < 0:
-        raise LengthError(f"repeat_times: expected counts of 0 or more, got {int(counts.min())}")
+    if len(counts) != length or (counts < 0).any():
+        raise LengthError(
+            f"repeat_times: expected {length} counts of 0 or more, one for each row, got {counts}"
+        )
+    counts = counts.astype(np.int64)
     return np.repeat(np.arange(length, dtype=np.int64), counts)
 
 

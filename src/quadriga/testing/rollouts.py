@@ -36,7 +36,6 @@ from quadriga.rollout.base import (
     RolloutEngine,
     RolloutOutput,
     SamplingParams,
-    tensor_digest,
 )
 from quadriga.testing import LawBroken, check_all, expect, expect_raises
 
@@ -51,8 +50,6 @@ PROMPTS: tuple[tuple[int, ...], ...] = (
 )  # fmt: skip
 SAMPLING = SamplingParams(max_new_tokens=12, eos_token_ids=tuple(range(20, 60)), pad_token_id=0)
 GREEDY = replace(SAMPLING, temperature=0.0)
-LEAST_CHANGE = 0.01
-"""Nats by which a wrong weight must change a score, so that a comparison of scores finds it."""
 SQUARE_WEIGHT = "model.layers.1.self_attn.q_proj.weight"
 """A weight of the reference model with as many rows as columns: one can transpose it."""
 
@@ -389,28 +386,6 @@ def update(subject: RolloutUnderTest) -> None:
     subject.check_weights()
 
 
-def verification(subject: RolloutUnderTest) -> None:
-    """Digests and scores show a weight that is transposed or was left out."""
-    engine, right = subject.engine, subject.noise(3)
-    dtypes, exposes = engine.weight_dtypes(), engine.abilities.exposes_weights
-    expect(set(dtypes) - set(right), set(), "names of dtypes that the model does not have")
-    expected = {n: tensor_digest(t.to(dtypes.get(n, t.dtype))) for n, t in right.items()}
-    if not exposes:
-        error = expect_raises(engine.weights_digest, RolloutAbilityError, "weights_digest")
-        expect(vars(error).get("engine"), engine.name, "attribute engine")
-    square = right[SQUARE_WEIGHT]
-    try:
-        subject.load(right)
-        for weight in (square.t().contiguous(), subject.original[SQUARE_WEIGHT], square):
-            engine.update_weights({**right, SQUARE_WEIGHT: weight}.items(), 9)
-            same = weight is square
-            if exposes:
-                expect(engine.weights_digest() == expected, same, "equal digests")
-            expect(subject.score_change() < LEAST_CHANGE, same, "equal scores")
-    finally:
-        subject.restore()
-
-
 def release(subject: RolloutUnderTest) -> None:
     """A released engine refuses to generate; `resume` gives the same engine back."""
     engine, (ids, mask) = subject.engine, left_padded(PROMPTS)
@@ -451,8 +426,7 @@ def close(subject: RolloutUnderTest) -> None:
 
 
 ROLLOUT_LAWS: tuple[Callable[[RolloutUnderTest], None], ...] = (
-    protocol, prompts, log_probabilities, ends, seeds, bad_input, update, verification, release,
-    close,
+    protocol, prompts, log_probabilities, ends, seeds, bad_input, update, release, close,
 )  # fmt: skip
 """All laws. The last one closes the engine."""
 
