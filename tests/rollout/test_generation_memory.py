@@ -12,12 +12,12 @@ from transformers import (
 )
 
 from memory_models import CONFIGS as FAMILIES, SIZES
-from quadriga.config.schema import ModelConfig, RolloutConfig
+from quadriga.config.schema import ModelConfig, RolloutConfig, SamplingConfig
 from quadriga.rollout.base import SamplingParams
 from quadriga.rollout.hf import generation
 from quadriga.rollout.hf.engine import HFRollout
 from quadriga.rollout.hf.memory import generation_memory
-from quadriga.rollout.memory import GeneratedRows, GenerationUse
+from quadriga.rollout.memory import GenerationUse
 
 CONFIGS = FAMILIES | {
     "bloom, which takes no bias": lambda: BloomConfig(
@@ -25,7 +25,7 @@ CONFIGS = FAMILIES | {
     ),
     "large vocabulary": lambda: LlamaConfig(**{**SIZES, "vocab_size": 20000}),
 }
-ROWS = GeneratedRows(count=12, prompts=3, prompt=40, response=70)
+ROWS = GenerationUse(12, 3, 40, 70, SamplingConfig(), "cpu")
 SAMPLING = SamplingParams(max_new_tokens=70, eos_token_ids=(), pad_token_id=0)
 
 
@@ -67,7 +67,7 @@ def test_the_plan_is_what_generation_allocates(family, lengths, tmp_path, monkey
     monkeypatch.setattr(generation.Generation, "collect", recorded)
     ids, mask = prompts(lengths)
     peak = peak_of(lambda: engine.generate(ids, mask, SAMPLING, torch.arange(12)))
-    plan = generation_memory(RolloutConfig(), model, GenerationUse(ROWS, SAMPLING, "cpu"))
+    plan = generation_memory(RolloutConfig(), model, ROWS)
     assert held == [plan.adds["generate"]["KV cache"]]
     assert plan.peak("generate") == pytest.approx(peak, rel=0.15)
     weights = {t.untyped_storage().data_ptr(): t.nbytes for t in engine.module.parameters()}

@@ -18,7 +18,7 @@ from quadriga.trainer.evaluation.generate import load_prompts
 from quadriga.trainer.fine_tuning.rm import load_pairs
 from quadriga.trainer.fine_tuning.sft import load_sft_rows
 from quadriga.trainer.memory import check as memory_check, plan as memory
-from quadriga.trainer.memory.check import generating_memory, rm_memory, sft_memory
+from quadriga.trainer.memory.check import RunMemory
 from quadriga.trainer.memory.machine import GIB
 from quadriga.trainer.memory.plan import generation_plan, rm_plan, sft_plan
 
@@ -233,8 +233,8 @@ def test_hosts_that_are_too_small_are_refused(tmp_path, monkeypatch):
     lengths = ConversationLengths(rows=64, longest=256, targets=128, share=0.5)
     checkpointed = (*given, "model.gradient_checkpointing=true")
     runs = {
-        SFTConfig: lambda config: sft_memory(config, lengths, None, None),
-        RMConfig: lambda config: rm_memory(config, PairLengths(longest=256, own=128)),
+        SFTConfig: lambda config: RunMemory(config, lengths, None, None),
+        RMConfig: lambda config: RunMemory(config, PairLengths(longest=256, own=128)),
     }
     for kind, make in runs.items():
         with pytest.raises(ConfigError, match=r"set engine.offload_policy=true \("):
@@ -245,7 +245,7 @@ def test_hosts_that_are_too_small_are_refused(tmp_path, monkeypatch):
         make(load_config(kind, [*hosted, "trainer.check_memory=false"])).check()
     # Each rank of a generation loads the whole model on its host.
     prompts = type("Prompts", (), {"longest": 16, "__len__": lambda self: 1})()
-    generating_memory(load_config(GenerateConfig, given), prompts).check()
+    RunMemory(load_config(GenerateConfig, given), prompts).check()
     two = load_config(GenerateConfig, [*given, "trainer.n_gpus_per_node=2"])
     with pytest.raises(ConfigError, match="but 24 GiB are available on this machine"):
-        generating_memory(two, prompts).check()
+        RunMemory(two, prompts).check()

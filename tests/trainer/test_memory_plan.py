@@ -15,7 +15,7 @@ from quadriga.errors import ConfigError
 from quadriga.parallel.device import planned_device
 from quadriga.rollout.memory import CONTEXT_BYTES
 from quadriga.trainer.memory import check as memory_check, machine
-from quadriga.trainer.memory.check import train_memory
+from quadriga.trainer.memory.check import RunMemory
 from quadriga.trainer.memory.machine import GIB, available_memory
 from quadriga.trainer.memory.plan import PROCESS_BYTES, train_plan, update_rows
 from quadriga.trainer.preflight import check_train_config
@@ -50,7 +50,7 @@ def size(held) -> int:
 
 def refusal(config) -> str:
     with pytest.raises(ConfigError) as refused:
-        train_memory(config).check()
+        RunMemory(config).check()
     return str(refused.value)
 
 
@@ -204,8 +204,8 @@ def test_a_run_that_does_not_fit_is_refused_before_it_starts(settings, tmp_path)
     assert f"set {'actor_rollout_ref'}.model.gradient_checkpointing=true (" in text
     assert "max_tokens_per_micro_batch=16384 (" in text
     assert "offload_policy" not in text and not (tmp_path / "run").exists()
-    train_memory(settings("trainer.device_memory_gb=0.51", "trainer.check_memory=false")).check()
-    train_memory(settings("trainer.device_memory_gb=16")).check()
+    RunMemory(settings("trainer.device_memory_gb=0.51", "trainer.check_memory=false")).check()
+    RunMemory(settings("trainer.device_memory_gb=16")).check()
 
 
 def test_a_rank_that_needs_more_than_its_device_has_is_refused(settings):
@@ -213,7 +213,7 @@ def test_a_rank_that_needs_more_than_its_device_has_is_refused(settings):
     device = ("trainer.device=cuda", "trainer.backend=ray", "trainer.n_gpus_per_node=2")
     phase, needed = train_plan(settings(*device), "cuda").pools[0].largest
     enough, less = limits(needed)
-    train_memory(settings(*device, enough)).check()
+    RunMemory(settings(*device, enough)).check()
     text = refusal(settings(*device, less))
     # One KiB more than there is: as many digits as show the difference.
     found = re.search(
@@ -262,7 +262,7 @@ def test_the_pass_of_a_reward_model_is_made_smaller_by_its_own_settings(settings
     path = f"reward_model.model.path={write_llama(tmp_path / 'scores', 512)}"
     config = settings("reward_model.enable=true", path, "data.val_files=[]",
                       "trainer.device_memory_gb=0.51")  # fmt: skip
-    planned = train_memory(config)
+    planned = RunMemory(config)
     plan = train_plan(config, "cpu")
     assert plan.pools[0].largest[0] == "scores"
     found = planned.remedies(plan)
@@ -275,15 +275,15 @@ def test_a_host_that_is_too_small_is_refused(settings, monkeypatch):
     text = refusal(config)
     assert "the ranks of a node need 1 GiB of host memory" in text
     assert "but 0.5 GiB are available on this machine" in text and "keep states on" in text
-    assert "host memory of a node: 1 GiB" in train_memory(config).text()
+    assert "host memory of a node: 1 GiB" in RunMemory(config).text()
     nodes = settings(*GPU, "trainer.nnodes=2", "trainer.backend=ray")
-    train_memory(nodes).check()  # the memory of other machines is not known
+    RunMemory(nodes).check()  # the memory of other machines is not known
 
 
 def test_the_command_shows_the_table(tiny_task, tmp_path, capsys, pools):
     assert main(["plan", *two_steps(tiny_task, tmp_path)]) == 0
     out = capsys.readouterr().out
-    for row in ("actor parameters", "actor gradients", "actor optimizer states", "processes",
+    for row in ("actor parameters", "actor optimizer states", "processes",
                 "actor activations", "rollout KV cache", UPDATE, "the run fits"):  # fmt: skip
         assert row in out
     few = f"{ROLLOUT}.micro_batch_size=1"
@@ -297,7 +297,7 @@ def test_the_table_names_what_is_not_counted(settings, monkeypatch):
         raise RuntimeError("the code of this model reads numbers")
 
     monkeypatch.setattr("quadriga.engines.memory.pass_memory", fail)
-    text = train_memory(settings("data.max_response_length=14")).text()
+    text = RunMemory(settings("data.max_response_length=14")).text()
     assert "not counted: activations of the actor (RuntimeError: the code of this model" in text
 
 
@@ -417,12 +417,12 @@ def test_a_reservation_that_does_not_fit_is_refused_with_its_setting(settings):
     text = refusal(settings(*GPU, *engine("vllm", "gpu_memory_utilization=1.0")))
     assert f"lower {ROLLOUT}.options.gpu_memory_utilization=1 (" in text
     assert "take_turns=true" in text and "micro_batch_size=256" not in text
-    train_memory(settings(*GPU, *engine("vllm"))).check()
+    RunMemory(settings(*GPU, *engine("vllm"))).check()
 
 
 def test_a_plan_that_leaves_something_out_does_not_say_that_the_run_fits(settings):
-    assert "the run fits" in train_memory(settings(*GPU, *engine("vllm"))).text()
+    assert "the run fits" in RunMemory(settings(*GPU, *engine("vllm"))).text()
     config = settings(*GPU, *engine("sglang"))
-    text, left = train_memory(config).text(), 32 * GIB - train_plan(config, "cuda").needed
+    text, left = RunMemory(config).text(), 32 * GIB - train_plan(config, "cuda").needed
     assert "not counted: activations and CUDA graphs of SGLang" in text
     assert f"what is counted fits; {left / GIB:.3g} GiB are left for what is not" in text

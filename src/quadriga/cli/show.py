@@ -91,10 +91,10 @@ def show_plan(config: TrainConfig) -> None:
     print(plan.text(with_critic=needs_critic(config)))
     print(StepPlan.of(config).text())
     if config.actor_rollout_ref.model.path:
-        from quadriga.trainer.memory.check import train_memory
+        from quadriga.trainer.memory.check import RunMemory
 
         check_models_of_engines(role_engines(config))
-        print(train_memory(config).text())
+        print(RunMemory(config).text())
     else:
         print("memory                 set actor_rollout_ref.model.path, whose config.json it needs")
 
@@ -119,19 +119,19 @@ def show_fine_tuning_plan(config: SFTConfig | RMConfig) -> None:
     check_trained_part(config.model, "score" if kind == "pairs" else "lm", config.optim)
     if isinstance(config, RMConfig):
         from quadriga.trainer.fine_tuning.rm import load_pairs
-        from quadriga.trainer.memory.check import rm_memory
+        from quadriga.trainer.memory.check import RunMemory
 
         pairs = load_pairs(config)
-        count, memory = len(pairs.train), rm_memory(config, pairs.lengths).text()
+        count, memory = len(pairs.train), RunMemory(config, pairs.lengths).text()
         longest = f"{pairs.lengths.longest} tokens, and one more is added"
     else:
         from quadriga.trainer.fine_tuning.sft import load_sft_rows
-        from quadriga.trainer.memory.check import sft_memory
+        from quadriga.trainer.memory.check import RunMemory
 
         loaded = load_sft_rows(config)
         own = loaded.val_conversations and loaded.val_conversations.lengths
         count = len(loaded.train)
-        memory = sft_memory(config, loaded.train.lengths, loaded.val_prompts, own or None).text()
+        memory = RunMemory(config, loaded.train.lengths, loaded.val_prompts, own or None).text()
         prompt, response = loaded.train.longest
         longest = f"{prompt} + {response} = {prompt + response} tokens"
     steps = trainer.total_training_steps or count // batch * trainer.total_epochs
@@ -147,7 +147,7 @@ def show_generation_plan(config: GenerateConfig) -> None:
         InputError: the settings or the config of the model are invalid.
     """
     from quadriga.trainer.checks.settings import check_generate_settings
-    from quadriga.trainer.memory.check import generating_memory
+    from quadriga.trainer.memory.check import RunMemory
     from quadriga.trainer.memory.plan import generated_rows
     from quadriga.trainer.preflight import require_model_path
 
@@ -160,7 +160,7 @@ def show_generation_plan(config: GenerateConfig) -> None:
         f"{config.n}, {of_rank} on each of {ranks} ranks"
     )
     print(f"  at once on a rank    {rows} of up to {longest} + {config.max_response_length} tokens")
-    print(generating_memory(config).text())
+    print(RunMemory(config).text())
 
 
 def count_rows(files: Sequence[str]) -> int | None:

@@ -57,6 +57,7 @@ class EngineMemory:
         largest_weight: elements of the largest weight.
         processes: processes of a rollout engine that use the device, beside the rank.
         limit: the setting that limits what a rollout engine reserves, and its value.
+        shares_weights: a rollout engine can use the tensors of an actor in its process.
     """
 
     held: Bytes
@@ -68,6 +69,7 @@ class EngineMemory:
     largest_weight: int = 0
     processes: int = 0
     limit: tuple[str, float] | None = None
+    shares_weights: bool = False
 
     def peak(self, *passes: str) -> int:
         """Return the most bytes that one of these passes adds; 0 if the engine has none of them."""

@@ -19,7 +19,6 @@ from quadriga.config.schema import DtypeName, ModelConfig, SamplingConfig
 from quadriga.models.loading import model_without_weights
 from quadriga.models.memory import META
 from quadriga.parallel.device import compute_dtype
-from quadriga.rollout.base import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,47 +28,24 @@ CONTEXT_BYTES = 2**30
 
 
 @dataclass(frozen=True)
-class GeneratedRows:
+class GenerationUse:
     """The rows that one rank generates at once, all of full length.
 
     Attributes:
         count: rows.
         prompts: distinct prompts among them.
         prompt, response: tokens of each row.
+        device_type: "cpu", or the type of an accelerator.
+        device: bytes of the accelerator of a rank. None: they are not known.
     """
 
     count: int
     prompts: int
     prompt: int
     response: int
-
-
-@dataclass(frozen=True)
-class GenerationUse:
-    """How a run uses a rollout engine.
-
-    Attributes:
-        device_type: "cpu", or the type of an accelerator.
-        device: bytes of the accelerator of a rank. None: they are not known.
-    """
-
-    rows: GeneratedRows
-    sampling: SamplingParams
+    sampling: SamplingConfig
     device_type: str
     device: int | None = None
-
-
-def planned_sampling(settings: SamplingConfig, response: int) -> SamplingParams:
-    """Return how the tokens of responses of full length are sampled."""
-    return SamplingParams(
-        max_new_tokens=response,
-        eos_token_ids=(),
-        pad_token_id=0,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        min_p=settings.min_p,
-    )
 
 
 def rollout_on_meta(model: ModelConfig, dtype: DtypeName, device_type: str) -> PreTrainedModel:

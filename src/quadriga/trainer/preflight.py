@@ -94,9 +94,9 @@ def check_train_config(
         _check_models(placed)
     check_run_folder(config)
     if not own_policy:
-        from quadriga.trainer.memory.check import train_memory
+        from quadriga.trainer.memory.check import RunMemory
 
-        train_memory(placed).check()
+        RunMemory(placed).check()
     return config, placed, plan
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 
-import torch
-from transformers import PreTrainedConfig
-
 from quadriga.config.schema import ModelConfig, RolloutEngineConfig
 from quadriga.models.memory import EngineMemory, stored_bytes
 from quadriga.rollout.memory import GenerationUse, rest_of_share, rollout_on_meta
@@ -21,41 +18,33 @@ def sglang_memory(
     if options.url is not None:
         return EngineMemory({}, {"generate": {}}, missing=f"the SGLang at {options.url}")
     module = rollout_on_meta(model, rollout.dtype, use.device_type)
-    size, ranks = stored_bytes(module.state_dict().values()), options.tensor_parallel
-    weights = math.ceil(size / ranks)
-    limit: tuple[str, float] | None = None
-    if on_cpu:
-        of_token = _bytes_of_token(module.config.get_text_config(), module.dtype)
-        tokens = options.server_args.get("max_total_tokens", CPU_TOKENS)
-        counted = of_token is not None and isinstance(tokens, int)
-        cache = math.ceil((of_token or 0) * tokens / ranks) if isinstance(tokens, int) else 0
-        missing, processes = "activations of SGLang", 3  # its host, scheduler and detokenizer
-        if isinstance(tokens, int):
-            limit = ("options.server_args.max_total_tokens", tokens)
-    else:
-        share = options.server_args.get("mem_fraction_static", MEM_FRACTION_STATIC)
-        counted = use.device is not None and isinstance(share, float) and 0 < share < 1
-        cache = rest_of_share(share, use.device, weights) if isinstance(share, float) else 0
-        missing, processes = "activations and CUDA graphs of SGLang", 1  # only its scheduler
-        if isinstance(share, float):
-            limit = ("options.server_args.mem_fraction_static", share)
-    if not counted:
+    ranks, cache = options.tensor_parallel, None
+    weights = math.ceil(stored_bytes(module.state_dict().values()) / ranks)
+    name, default = ("max_total_tokens", CPU_TOKENS) if on_cpu else (
+        "mem_fraction_static", MEM_FRACTION_STATIC
+    )  # fmt: skip
+    given = options.server_args.get(name, default)
+    number = given if isinstance(given, int | float) else None
+    config = module.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    layers = getattr(config, "num_hidden_layers", None)
+    if on_cpu and number is not None and heads and layers:
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        of_token = 2 * layers * kv_heads * size * module.dtype.itemsize
+        cache = math.ceil(of_token * number / ranks)
+    elif not on_cpu and number is not None and use.device is not None:
+        cache = rest_of_share(number, use.device, weights)
+    missing = f"activations{'' if on_cpu else ' and CUDA graphs'} of SGLang"
+    if cache is None:
         missing = f"keys, values and {missing}"
     if ranks > 1 and not on_cpu:
         missing += f", and its part on {ranks - 1} further devices"
-    held = {"weights": weights, "KV cache": cache}
     return EngineMemory(
-        held, {"generate": {}}, weights, missing=missing, processes=processes, limit=limit
+        {"weights": weights, "KV cache": cache or 0},
+        {"generate": {}},
+        weights,
+        missing=missing,
+        processes=3 if on_cpu else 1,  # its host, scheduler and detokenizer, or its scheduler
+        limit=None if number is None else (f"options.server_args.{name}", number),
     )
-
-
-def _bytes_of_token(config: PreTrainedConfig, dtype: torch.dtype) -> int | None:
-    """Return the bytes of a token's keys and values in all layers; None: the config has no such
-    numbers."""
-    layers = getattr(config, "num_hidden_layers", None)
-    heads = getattr(config, "num_attention_heads", None)
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    if not layers or not heads or not kv_heads:
-        return None
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return int(2 * layers * kv_heads * size * dtype.itemsize)

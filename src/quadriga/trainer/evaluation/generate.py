@@ -107,9 +107,9 @@ def run_generation(config: GenerateConfig) -> Sequence[Answer]:
     check_generate_settings(config)
     prompts = load_prompts(config, _tagged(config), config.images)
     if config.output is None:
-        from quadriga.trainer.memory.check import generating_memory  # imports torch
+        from quadriga.trainer.memory.check import RunMemory  # imports torch
 
-        generating_memory(config, prompts.dataset).check()
+        RunMemory(config, prompts.dataset).check()
         return [_answer(row) for batch in generate(config, prompts) for row in batch]
     return WrittenAnswers(write_responses(config, prompts, config.output))
 
@@ -223,7 +223,7 @@ def write_responses(config: GenerationConfig, prompts: Prompts, path: str) -> St
         InputError: it cannot be written.
         WorkerError: a rank failed. The batches before it are in the file.
     """
-    from quadriga.trainer.memory.check import generating_memory
+    from quadriga.trainer.memory.check import RunMemory
 
     total = len(prompts)
     why = rollout_of(config.rollout).not_reproduced(config.sampling)
@@ -235,7 +235,7 @@ def write_responses(config: GenerationConfig, prompts: Prompts, path: str) -> St
         total=total,
         batch_size=config.batch_size,
         overwrite=config.overwrite,
-        check=generating_memory(config, prompts.dataset).check,
+        check=RunMemory(config, prompts.dataset).check,
     ) as file:
         if file.done:
             _log.warning("%s has the responses to %d of %d prompts", path, file.done, total)

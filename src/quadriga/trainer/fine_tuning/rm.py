@@ -59,12 +59,12 @@ class RMTrainer(OneGroupTrainer[RMConfig, "PairTrainingGroup"]):
     saved_as = Role.RewardModel
 
     def __init__(self, config: RMConfig) -> None:
-        from quadriga.trainer.memory.check import rm_memory  # imports torch
+        from quadriga.trainer.memory.check import RunMemory  # imports torch
 
         given, config = config, absolute_paths(config)
         pairs = load_pairs(config)
         self.val_pairs = pairs.val
-        rm_memory(config, pairs.lengths).check()
+        RunMemory(config, pairs.lengths).check()
         super().__init__(given, config, pairs.tokenizer, pairs.train)
 
     def fit(self) -> RMResult:

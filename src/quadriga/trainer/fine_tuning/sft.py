@@ -71,7 +71,7 @@ class SFTTrainer(OneGroupTrainer[SFTConfig, "SFTGroup"]):
 
     def __init__(self, config: SFTConfig) -> None:
         from quadriga.data import PromptLoader
-        from quadriga.trainer.memory.check import sft_memory  # imports torch
+        from quadriga.trainer.memory.check import RunMemory  # imports torch
 
         given, config = config, absolute_paths(config)
         rows = load_sft_rows(config)
@@ -86,7 +86,7 @@ class SFTTrainer(OneGroupTrainer[SFTConfig, "SFTGroup"]):
             self.val_conversations = PromptLoader(
                 rows.val_conversations, size, shuffle=False, drop_last=False
             )
-        sft_memory(config, rows.train.lengths, rows.val_prompts, evaluated).check()
+        RunMemory(config, rows.train.lengths, rows.val_prompts, evaluated).check()
         super().__init__(given, config, rows.tokenizer, rows.train)
         self.reward_fn = make_reward(config.reward, rows.tokenizer)
         check_rows(self.reward_fn, self.val_loader, config.data.val_files)

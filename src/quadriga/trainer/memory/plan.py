@@ -19,6 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,25 +33,23 @@ from quadriga.config.role_ranks import (
     role_pools,
     trainer_settings,
 )
-from quadriga.config.schema import EngineConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
+from quadriga.config.schema import (
+    EngineConfig,
+    ModelConfig,
+    RolloutConfig,
+    RolloutEngineConfig,
+    TrainConfig,
+)
 from quadriga.data.pairs import PairLengths
 from quadriga.engines import ENGINES, engine_memory
 from quadriga.engines.base import HeadKind
 from quadriga.engines.memory import Rows, TrainingUse
-from quadriga.models.memory import Bytes, EngineMemory
+from quadriga.models.images import image_tokens
+from quadriga.models.memory import Bytes, EngineMemory, largest
 from quadriga.parallel.device import compute_dtype
 from quadriga.rollout import rollout_of
-from quadriga.rollout.memory import (
-    CONTEXT_BYTES,
-    GeneratedRows,
-    GenerationUse,
-    planned_sampling,
-)
-from quadriga.trainer.checks.data import takes_images
-from quadriga.trainer.memory.machine import (
-    GIB,
-    device_limit,
-)
+from quadriga.rollout.memory import CONTEXT_BYTES, GenerationUse
+from quadriga.trainer.memory.machine import GIB, device_limit
 from quadriga.trainer.roles.workers import (
     critic_model,
     needs_reference,
@@ -76,7 +75,6 @@ _PASSES = {
 }
 """Role -> its phase without gradients."""
 _STATES = "optimizer states"
-_NO_ROLLOUT = RolloutConfig()
 
 
 def gib(size: int, digits: int = 3) -> str:
@@ -86,20 +84,37 @@ def gib(size: int, digits: int = 3) -> str:
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """The table of one pool.
+    """The memory of the engines that share the ranks of a pool.
 
     Attributes:
-        engines: role -> its training engine.
+        engines, settings: role -> its training engine.
         generation: the rollout engine, if the pool has it.
-        phases: phase -> what -> bytes that exist at once on the device of a rank.
-        host: bytes in the host memory of a rank on an accelerator.
+        syncs: the weights of the actor are sent to a rollout, in this pool or another one.
+        full_kl: the update of the actor computes the reference too.
+        evaluation: the phase of the actor without gradients.
     """
 
     pool: RolePool
+    device_type: str
     engines: Mapping[str, EngineMemory]
-    generation: EngineMemory | None
-    phases: Mapping[str, Bytes]
-    host: int
+    settings: Mapping[str, EngineConfig]
+    generation: EngineMemory | None = None
+    rollout: RolloutConfig = RolloutConfig()  # noqa: RUF009  # frozen
+    syncs: bool = True
+    full_kl: bool = False
+    evaluation: str = _PASSES[ACTOR]
+
+    @cached_property
+    def phases(self) -> dict[str, Bytes]:
+        """Phase -> what -> bytes that exist at once on the device of a rank."""
+        processes = self.generation.processes if self.generation else 0
+        # A rank that only sends requests to the process of an engine does not use the device.
+        if not processes or self.engines or not self._on_accelerator:
+            processes += 1
+        size = PROCESS_BYTES["accelerator" if self._on_accelerator else "cpu"]
+        # All roles of a pool can be uncounted, but its processes are not.
+        found = dict(self._phases()) or {"processes alone": {}}
+        return {name: {"processes": processes * size, **held} for name, held in found.items()}
 
     @property
     def totals(self) -> dict[str, int]:
@@ -120,6 +135,140 @@ class PoolMemory:
         rest = total - sum(size for _, size in shown)
         parts = [*shown, *([("other", rest)] if rest else [])]
         return f"{phase} = " + " + ".join(f"{gib(size)} ({what})" for what, size in parts)
+
+    @property
+    def host(self) -> int:
+        """Bytes of a rank in the memory of the host of its accelerator: states that the settings
+        keep there, or models that are loaded whole."""
+        if not self._on_accelerator:
+            return 0
+
+        def kept(*released: str) -> int:
+            return sum(
+                engine.host
+                + sum(engine.held.values())
+                - (0 if role in released else sum(self._held(role).values()))
+                for role, engine in self.engines.items()
+            )
+
+        engines, most = list(self.engines.values()), kept()
+        if self.generation:
+            engines.append(self.generation)
+            if self._turns:
+                most = max(kept(ACTOR, REF), most + self.generation.host)
+        return PROCESS_BYTES["accelerator"] + max(most, *(engine.loading for engine in engines))
+
+    @property
+    def _on_accelerator(self) -> bool:
+        """Whether states can be in other memory than that of the device."""
+        return self.device_type != "cpu"
+
+    @property
+    def _turns(self) -> bool:
+        """Whether rollout and training engines of the policy take turns on the device."""
+        return self.rollout.take_turns and self._on_accelerator
+
+    def _phases(self) -> Iterator[tuple[str, Bytes]]:
+        if self.generation is not None:
+            away = (ACTOR, REF) if self._turns else ()
+            beside = [self._held(role) for role in self.engines if role not in away]
+            own = _named(ROLLOUT, self._rollout_held(), self.generation.adds["generate"])
+            yield "generation", _sum(*beside, own)
+        for role, engine in self.engines.items():
+            others, own = self._others(role), self._held(role, computing=True)
+            full_kl = self.full_kl and role in (ACTOR, REF)
+            if "evaluate" in engine.adds and not (full_kl and role == REF):
+                phase = self.evaluation if role == ACTOR else _PASSES[role]
+                yield phase, _sum(others, own, _named(role, engine.adds["evaluate"]))
+            if "backward" in engine.adds:
+                update = _sum(own, _named(role, engine.adds["backward"]))
+                if full_kl:
+                    reference = self.engines.get(REF, engine).adds.get("evaluate", {})
+                    update = _sum(update, _named(REF, reference))
+                # Offloaded states are on the device only in the step of the optimizer.
+                step = _named(role, engine.held, engine.adds.get("step", {}))
+                yield f"update of the {role}", _sum(others, largest(update, step))
+        if ACTOR in self.engines and self.syncs:
+            yield "weight sync", {**self._sync(), "weights in flight": self._in_flight()}
+
+    def _held(self, role: str, *, computing: bool = False) -> Bytes:
+        """Return what a training engine holds on the device while it or another role computes."""
+        settings = self.settings[role]
+        off = dict.fromkeys(self.engines[role].held, settings.param_offload and not computing)
+        off[_STATES] = settings.optimizer_offload
+        held = self.engines[role].held.items()
+        return _named(role, {w: n for w, n in held if not (off[w] and self._on_accelerator)})
+
+    def _others(self, own: str) -> Bytes:
+        """Return what the other roles hold while `own` computes."""
+        held = [self._held(role) for role in self.engines if role != own]
+        rollout = {} if self._turns else _named(ROLLOUT, self._rollout_held())
+        return _sum(*held, rollout)
+
+    def _rollout_held(self) -> Bytes:
+        """Return what the rollout holds itself. It uses the tensors of the actor where these are
+        whole, but not for weights that adapters are merged into, or of another dtype."""
+        if self.generation is None:
+            return {}
+        held, rollout, actor = self.generation.held, self.rollout, self.engines.get(ACTOR)
+        if not (rollout.share_weights and self.generation.shares_weights):
+            return held
+        if rollout.take_turns or actor is None or not self._whole:
+            return held
+        settings = self.settings[ACTOR]
+        if settings.param_offload or (settings.offload_policy and self._on_accelerator):
+            return held
+        device = torch.device("meta" if self._on_accelerator else "cpu")
+        dtype = compute_dtype(rollout.dtype, device)
+        own = sum(count for kept, count in actor.weights.items() if kept != dtype)
+        return {"weights": min(own * dtype.itemsize, held["weights"])}
+
+    @property
+    def _whole(self) -> bool:
+        """Whether each rank has whole weights of the actor."""
+        settings = self.settings[ACTOR]
+        one = settings.fsdp_size == 1 and settings.tensor_parallel_size == 1
+        return len(self.pool.ranks) == 1 or one
+
+    def _sync(self) -> Bytes:
+        """Return what exists during a weight sync, without its buffers."""
+        held = _sum(self._others(ACTOR), self._held(ACTOR, computing=True))
+        if self.generation is None:
+            return held
+        # Before the first sync the rollout has weights of its own, also if it shares them then.
+        own = _named(ROLLOUT, self.generation.held)
+        if not self._turns:
+            return {**held, **own}
+        # It was not released before the first sync, when there are no moments. Later vLLM and
+        # SGLang get back the memory of their weights, and hf writes to host memory.
+        states = [_named(role, engine.held) for role, engine in self.engines.items()]
+        first = {what: n for what, n in _sum(*states, own).items() if not what.endswith(_STATES)}
+        weights = 0 if self.generation.shares_weights else self.generation.held.get("weights", 0)
+        return largest(first, _sum(held, {f"{ROLLOUT} weights": weights}))
+
+    def _in_flight(self) -> int:
+        """Return the bytes of one whole weight in both dtypes, and of weights in flight."""
+        engine = self.engines[ACTOR]
+        # No bucket is larger than the model, and larger weights are split.
+        bucket = min(self.rollout.weight_bucket_mb << 20, 4 * sum(engine.weights.values()))
+        if self.generation is not None:
+            # The buffers of two rounds, and the weights of two rounds that are not complete.
+            buckets = 0 if self._whole else 2
+        else:  # on a CPU one part is packed while the parts of two rounds are in the store
+            buckets = 0 if self._on_accelerator else 3
+        return 8 * engine.largest_weight + buckets * bucket
+
+
+def _named(role: str, *parts: Bytes) -> Bytes:
+    return {f"{role} {what}": size for what, size in _sum(*parts).items()}
+
+
+def _sum(*parts: Bytes) -> Bytes:
+    found: Counter[str] = Counter()
+    for part in parts:
+        for what, size in part.items():
+            found[what] += size
+    return found
 
 
 @dataclass(frozen=True)
@@ -162,181 +311,6 @@ class MemoryPlan:
         return list(nodes.values())
 
 
-# What exists at once.
-
-
-@dataclass(frozen=True)
-class _Pool:
-    """Engines that share the ranks of a pool.
-
-    Attributes:
-        syncs: whether the weights of the actor are sent to a rollout, in this pool or another one.
-        full_kl: whether the update of the actor computes the reference too.
-    """
-
-    pool: RolePool
-    device_type: str
-    engines: Mapping[str, EngineMemory]
-    settings: Mapping[str, EngineConfig]
-    generation: EngineMemory | None = None
-    rollout: RolloutConfig = _NO_ROLLOUT
-    syncs: bool = True
-    full_kl: bool = False
-
-    def memory(self) -> PoolMemory:
-        """Return the table of the pool."""
-        processes = self.generation.processes if self.generation else 0
-        # A rank that only sends requests to the process of an engine does not use the device.
-        if not processes or self.engines or not self.on_accelerator:
-            processes += 1
-        size = PROCESS_BYTES["accelerator" if self.on_accelerator else "cpu"]
-        process = {"processes": processes * size}
-        # All roles of a pool can be uncounted, but its processes are not.
-        phases = dict(self._phases()) or {"processes alone": {}}
-        table = {name: {**process, **held} for name, held in phases.items()}
-        return PoolMemory(self.pool, self.engines, self.generation, table, self._host())
-
-    @property
-    def on_accelerator(self) -> bool:
-        """Whether states can be in other memory than that of the device."""
-        return self.device_type != "cpu"
-
-    @property
-    def turns(self) -> bool:
-        """Whether rollout and training engines of the policy take turns on the device."""
-        return self.rollout.take_turns and self.on_accelerator
-
-    def _phases(self) -> Iterator[tuple[str, Bytes]]:
-        if self.generation is not None:
-            away = (ACTOR, REF) if self.turns else ()
-            beside = [self._held(role) for role in self.engines if role not in away]
-            own = _named(ROLLOUT, self._rollout_held(), self.generation.adds["generate"])
-            yield "generation", _sum(*beside, own)
-        for role, engine in self.engines.items():
-            others = self._others(role)
-            full_kl = self.full_kl and role in (ACTOR, REF)
-            if "evaluate" in engine.adds and not (full_kl and role == REF):
-                held = _sum(
-                    others, self._held(role, computing=True), _named(role, engine.adds["evaluate"])
-                )
-                yield _PASSES[role], held
-            moments = []
-            if "backward" in engine.adds:
-                both = _named(role, engine.adds["backward"])
-                if full_kl:
-                    reference = self.engines.get(REF, engine)
-                    both = _sum(both, _named(REF, reference.adds.get("evaluate", {})))
-                moments.append(_sum(self._held(role, computing=True), both))
-            if "step" in engine.adds:  # offloaded states are on the device only in this moment
-                held = _named(role, engine.held, engine.adds["step"])
-                moments.append(held)
-            if moments:
-                most = max(moments, key=lambda held: sum(held.values()))
-                yield f"update of the {role}", _sum(others, most)
-        if ACTOR in self.engines and self.syncs:
-            yield "weight sync", _sum(self._sync(), {"weights in flight": self._sync_buffers()})
-
-    def _held(self, role: str, *, computing: bool = False) -> Bytes:
-        """Return what a training engine holds on the device while it or another role computes."""
-        settings, on_device = self.settings[role], {}
-        for what, size in self.engines[role].held.items():
-            leaves = settings.param_offload and not computing
-            if what == _STATES:
-                leaves = settings.optimizer_offload
-            if not (leaves and self.on_accelerator):
-                on_device[what] = size
-        return _named(role, on_device)
-
-    def _others(self, own: str) -> Bytes:
-        """Return what the other roles hold while `own` computes."""
-        held = [self._held(role) for role in self.engines if role != own]
-        rollout = {} if self.turns else _named(ROLLOUT, self._rollout_held())
-        return _sum(*held, rollout)
-
-    def _rollout_held(self) -> Bytes:
-        """Return what the rollout holds itself. It uses the tensors of the actor where these are
-        whole, but not for weights that adapters are merged into, or of another dtype."""
-        if self.generation is None:
-            return {}
-        held, rollout, actor = self.generation.held, self.rollout, self.engines.get(ACTOR)
-        shares = rollout.share_weights and rollout.name == "hf" and not rollout.take_turns
-        if not shares or actor is None or not self._whole:
-            return held
-        settings = self.settings[ACTOR]
-        if settings.param_offload or (settings.offload_policy and self.on_accelerator):
-            return held
-        device = torch.device("meta" if self.on_accelerator else "cpu")
-        dtype = compute_dtype(rollout.dtype, device)
-        own = sum(count for kept, count in actor.weights.items() if kept != dtype)
-        return {"weights": min(own * dtype.itemsize, held["weights"])}
-
-    @property
-    def _whole(self) -> bool:
-        """Whether each rank has whole weights of the actor."""
-        settings = self.settings[ACTOR]
-        one = settings.fsdp_size == 1 and settings.tensor_parallel_size == 1
-        return len(self.pool.ranks) == 1 or one
-
-    def _sync(self) -> Bytes:
-        """Return what exists during a weight sync, without its buffers."""
-        held = _sum(self._others(ACTOR), self._held(ACTOR, computing=True))
-        if self.generation is None:
-            return held
-        # Before the first sync the rollout has weights of its own, also if it shares them then.
-        own = _named(ROLLOUT, self.generation.held)
-        if not self.turns:
-            return {**held, **own}
-        # It was not released before the first sync, when there are no moments. Later vLLM and
-        # SGLang get back the memory of their weights, and hf writes to host memory.
-        states = [_named(role, engine.held) for role, engine in self.engines.items()]
-        first = {what: n for what, n in _sum(*states, own).items() if not what.endswith(_STATES)}
-        weights = 0 if self.rollout.name == "hf" else self.generation.held.get("weights", 0)
-        later = _sum(held, {f"{ROLLOUT} weights": weights})
-        return max(first, later, key=lambda held: sum(held.values()))
-
-    def _sync_buffers(self) -> int:
-        """Return the bytes of one whole weight in both dtypes, and of weights in flight."""
-        engine = self.engines[ACTOR]
-        weight = 8 * engine.largest_weight
-        # No bucket is larger than the model, and larger weights are split.
-        bucket = min(self.rollout.weight_bucket_mb << 20, 4 * sum(engine.weights.values()))
-        if self.generation is not None:
-            # The buffers of two rounds, and the weights of two rounds that are not complete.
-            return weight + (0 if self._whole else 2 * bucket)
-        # On a CPU: one part is packed while the parts of two rounds are in the store.
-        return weight + (0 if self.on_accelerator else 3 * bucket)
-
-    def _host(self) -> int:
-        """Return the most bytes of a rank in the memory of the host of its accelerator: states that
-        the settings keep there, or models that are loaded whole."""
-        if not self.on_accelerator:
-            return 0
-        states = {r: e.host + sum(e.held.values()) for r, e in self.engines.items()}
-        kept = {role: size - sum(self._held(role).values()) for role, size in states.items()}
-        total = sum(kept.values())
-        if self.turns:
-            kept |= {role: states[role] for role in (ACTOR, REF) if role in states}
-            total = max(
-                sum(kept.values()), total + (self.generation.host if self.generation else 0)
-            )
-        loading = max(
-            engine.loading for engine in [*self.engines.values(), self.generation] if engine
-        )
-        return PROCESS_BYTES["accelerator"] + max(total, loading)
-
-
-def _named(role: str, *parts: Bytes) -> Bytes:
-    return {f"{role} {what}": size for what, size in _sum(*parts).items()}
-
-
-def _sum(*parts: Bytes) -> Bytes:
-    found: dict[str, int] = {}
-    for part in parts:
-        for what, size in part.items():
-            found[what] = found.get(what, 0) + size
-    return found
-
-
 # The plan of each command.
 
 
@@ -351,8 +325,8 @@ def train_plan(config: TrainConfig, device_type: str) -> MemoryPlan:
     Raises:
         ModelError: a model folder has no config of a suitable model.
     """
-    uses, added = uses_of_run(config), added_keys(config)
-    missing = _uncounted(config.actor_rollout_ref.model)
+    uses, added, policy = uses_of_run(config), added_keys(config), config.actor_rollout_ref
+    missing = _uncounted_images(policy.model)
     missing += [f"the added role {use}" for use in uses if use in added]
     pools = []
     for pool in role_pools(config, uses):
@@ -367,18 +341,26 @@ def train_plan(config: TrainConfig, device_type: str) -> MemoryPlan:
                 continue
             model, use = _training_use(config, role, len(pool.ranks), device_type)
             engines[role] = engine_memory(model, settings[role], use)
-            if engines[role].missing:
-                missing.append(f"activations of the {role} ({engines[role].missing})")
+            missing += _uncounted(role, engines[role])
         generation = None
         if ROLLOUT in pool.roles:
             generation = _train_generation(config, len(pool.ranks), device_type, missing)
-        policy = config.actor_rollout_ref
-        full_kl = policy.actor.reads_full_kl
         pools.append(
-            _Pool(pool, device_type, engines, settings, generation, policy.rollout, True, full_kl)
-        )
-    tables = tuple(pool.memory() for pool in pools)
-    return MemoryPlan(device_type, tables, config.trainer.n_gpus_per_node, tuple(missing))
+            PoolMemory(
+                pool, device_type, engines, settings, generation, policy.rollout,
+                full_kl=policy.actor.reads_full_kl,
+            )
+        )  # fmt: skip
+    return MemoryPlan(device_type, tuple(pools), config.trainer.n_gpus_per_node, tuple(missing))
+
+
+def _uncounted(role: str, engine: EngineMemory) -> list[str]:
+    return [f"activations of the {role} ({engine.missing})"] if engine.missing else []
+
+
+def _uncounted_images(model: ModelConfig) -> list[str]:
+    takes = model.path and image_tokens(model.path, trust_remote_code=model.trust_remote_code)
+    return ["activations of the image encoder, whose parameters are counted"] if takes else []
 
 
 def _engine_settings(config: TrainConfig, role: str) -> EngineConfig:
@@ -409,12 +391,12 @@ def _training_use(
 
 def update_rows(config: TrainConfig, role: str) -> Rows | None:
     """Return the rows of a rank in an optimizer step of a role; None if it is not trained."""
-    if role not in (ACTOR, CRITIC):
-        return None
     plan, actor = batch_plan(config), config.actor_rollout_ref.actor
     if role == CRITIC:
         size = config.critic.ppo_micro_batch_size_per_gpu
         return _rows(config, plan.critic.mini_batch_per_rank, size)
+    if role != ACTOR:
+        return None
     rows = _rows(config, plan.actor.mini_batch_per_rank, actor.ppo_micro_batch_size_per_gpu)
     in_update = takes_old_log_probs_from_update(config)
     return replace(rows, entropy=entropy_use(actor, old_from_update=in_update))
@@ -457,33 +439,33 @@ def _train_generation(
     if data.val_files:
         rows = data.val_batch_size * rollout.val_n
         batches.append((rows, rollout.val_n, rollout.val_sampling))
-    found = []
+    uses, device = [], None if limit is None else limit.size
     for rows, samples, sampling in batches:
         count = rollout.rows_at_once(rows, ranks)
-        use = GenerationUse(
-            GeneratedRows(
-                count, math.ceil(count / samples), data.max_prompt_length, data.max_response_length
-            ),
-            planned_sampling(sampling, data.max_response_length),
-            device_type,
-            None if limit is None else limit.size,
-        )
-        found.append(rollout_of(rollout).memory(policy.model, use))
-    return _most(rollout.name, found, missing)
+        uses.append(
+            GenerationUse(
+                count, math.ceil(count / samples), data.max_prompt_length,
+                data.max_response_length, sampling, device_type, device,
+            )
+        )  # fmt: skip
+    return _generation(rollout, policy.model, uses, missing)
 
 
-def _most(name: str, found: list[EngineMemory | None], missing: list[str]) -> EngineMemory | None:
+def _generation(
+    rollout: RolloutEngineConfig, model: ModelConfig, uses: list[GenerationUse], missing: list[str]
+) -> EngineMemory | None:
     """Return the batch that needs most memory, and note what is not counted."""
+    found = [rollout_of(rollout).memory(model, use) for use in uses]
     known = [memory for memory in found if memory is not None]
     if not known:
-        missing.append(f"rollout (engine {name})")
+        missing.append(f"rollout (engine {rollout.name})")
         return None
     memory = max(known, key=lambda memory: memory.peak("generate"))
     missing += [memory.missing] if memory.missing else []
     return memory
 
 
-def _one_pool(trainer: RunConfig | Any, *roles: str) -> RolePool:
+def _one_pool(trainer: Any, *roles: str) -> RolePool:
     ranks = trainer.nnodes * trainer.n_gpus_per_node
     return RolePool(roles, tuple(range(ranks)), (trainer.n_gpus_per_node,) * trainer.nnodes)
 
@@ -514,24 +496,18 @@ def sft_plan(
         evaluate = sft_rows(engine, evaluated, count, size)
     use = TrainingUse("lm", ranks, device_type, update, evaluate, config.optim)
     actor = engine_memory(config.model, engine, use)
-    missing = [f"activations of the actor ({actor.missing})"] if actor.missing else []
-    generation, rollout = None, RolloutConfig(dtype=engine.dtype)
+    missing, generation, rollout = _uncounted(ACTOR, actor), None, RolloutConfig(dtype=engine.dtype)
     if prompts is not None:
         count = min(rollout.micro_batch_size, math.ceil(len(prompts) / ranks))
-        response = trainer.max_response_length
         generated = GenerationUse(
-            GeneratedRows(count, count, prompts.longest, response),
-            planned_sampling(trainer.val_sampling, response),
+            count, count, prompts.longest, trainer.max_response_length, trainer.val_sampling,
             device_type,
-        )
-        found = rollout_of(rollout).memory(config.model, generated)
-        generation = _most("hf", [found], missing)
-    syncs = prompts is not None
-    table = _Pool(
-        pool, device_type, {ACTOR: actor}, {ACTOR: engine}, generation, rollout, syncs
-    ).memory()
-    names = {_PASSES[ACTOR]: "loss of the validation"}
-    table = replace(table, phases={names.get(p, p): held for p, held in table.phases.items()})
+        )  # fmt: skip
+        generation = _generation(rollout, config.model, [generated], missing)
+    table = PoolMemory(
+        pool, device_type, {ACTOR: actor}, {ACTOR: engine}, generation, rollout,
+        syncs=prompts is not None, evaluation="loss of the validation",
+    )  # fmt: skip
     return MemoryPlan(device_type, (table,), trainer.n_gpus_per_node, tuple(missing))
 
 
@@ -565,8 +541,8 @@ def rm_plan(config: RMConfig, device_type: str, lengths: PairLengths) -> MemoryP
     evaluate = replace(update, micro_batch=engine.forward_rows(size))
     use = TrainingUse("score", len(pool.ranks), device_type, update, evaluate, config.optim)
     memory = engine_memory(config.model, engine, use)
-    table = _Pool(pool, device_type, {REWARD_MODEL: memory}, {REWARD_MODEL: engine}).memory()
-    missing = (f"activations ({memory.missing})",) if memory.missing else ()
+    table = PoolMemory(pool, device_type, {REWARD_MODEL: memory}, {REWARD_MODEL: engine})
+    missing = tuple(_uncounted(REWARD_MODEL, memory))
     return MemoryPlan(device_type, (table,), config.trainer.n_gpus_per_node, missing)
 
 
@@ -579,19 +555,15 @@ def generation_plan(
     Raises:
         ModelError: the model folder has no config of a causal language model.
     """
-    trainer, rollout = config.trainer, config.rollout
-    pool = _one_pool(trainer, ROLLOUT)
+    trainer, missing = config.trainer, _uncounted_images(config.model)
     _, rows, longest = generated_rows(config, prompts)
     limit = device_limit(trainer_settings(trainer), device_type)
     use = GenerationUse(
-        GeneratedRows(rows, math.ceil(rows / config.n), longest, config.max_response_length),
-        planned_sampling(config.sampling, config.max_response_length),
-        device_type,
-        None if limit is None else limit.size,
-    )
-    missing = _uncounted(config.model)
-    generation = _most(rollout.name, [rollout_of(rollout).memory(config.model, use)], missing)
-    table = _Pool(pool, device_type, {}, {}, generation).memory()
+        rows, math.ceil(rows / config.n), longest, config.max_response_length, config.sampling,
+        device_type, None if limit is None else limit.size,
+    )  # fmt: skip
+    generation = _generation(config.rollout, config.model, [use], missing)
+    table = PoolMemory(_one_pool(trainer, ROLLOUT), device_type, {}, {}, generation)
     return MemoryPlan(device_type, (table,), trainer.n_gpus_per_node, tuple(missing))
 
 
