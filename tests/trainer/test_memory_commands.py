@@ -219,14 +219,14 @@ def test_the_rows_of_a_request_are_planned(arguments):
 
 
 SEVEN_BILLION = {
-    "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-    "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False,
+    "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 65536, "num_hidden_layers": 3,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "tie_word_embeddings": False,
     "architectures": ["Qwen2ForCausalLM"],
 }  # fmt: skip
 
 
 def test_hosts_that_are_too_small_are_refused(tmp_path, monkeypatch):
-    """A model of 7.6 billion parameters on one device of 80 GB and a host of 24 GiB."""
+    """A model of 7.8 billion parameters on one device of 80 GB and a host of 24 GiB."""
     monkeypatch.setattr(memory_check, "available_memory", lambda: 24 * GIB)
     Qwen2Config(**SEVEN_BILLION).save_pretrained(tmp_path)
     given = (f"model.path={tmp_path}", "trainer.device=cuda", "trainer.device_memory_gb=60")

@@ -6,6 +6,7 @@ last token, when no row has ended.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 
 import torch
@@ -35,6 +36,10 @@ from quadriga.rollout.hf.sampling import draw
 from quadriga.rollout.memory import GenerationUse, rollout_on_meta
 
 
+_SIMULATED: dict[Hashable, tuple[int, int]] = {}
+"""Generations of the plans of this process, most of which differ in the settings of training."""
+
+
 def generation_memory(
     rollout: RolloutEngineConfig, model: ModelConfig, use: GenerationUse
 ) -> EngineMemory:
@@ -48,9 +53,12 @@ def generation_memory(
     found = EngineMemory(
         {"weights": weights}, {}, host=weights, loading=weights, shares_weights=True
     )
+    key = (module.config.to_json_string(), module.dtype, use)
     try:
-        with torch.no_grad(), kernels_of(use.device_type):
-            cache, peak = _simulate(module, use)
+        if key not in _SIMULATED:
+            with torch.no_grad(), kernels_of(use.device_type):
+                _SIMULATED[key] = _simulate(module, use)
+        cache, peak = _SIMULATED[key]
     except QuadrigaError:
         raise
     except Exception as error:  # a model whose code reads numbers fails in any way; reported
