@@ -35,7 +35,6 @@ from quadriga.rollout.hf.kv_cache import (
 from quadriga.rollout.hf.sampling import draw
 from quadriga.rollout.memory import GenerationUse, rollout_on_meta
 
-
 _SIMULATED: dict[Hashable, tuple[int, int]] = {}
 """Generations of the plans of this process, most of which differ in the settings of training."""
 

@@ -314,11 +314,6 @@ class MemoryPlan:
 # The plan of each command.
 
 
-def _uncounted(model: ModelConfig) -> list[str]:
-    images = "activations of the image encoder, whose parameters are counted"
-    return [images] if takes_images(model) else []
-
-
 def train_plan(config: TrainConfig, device_type: str) -> MemoryPlan:
     """Return the memory of a run of `quadriga train` whose settings were checked.
 
