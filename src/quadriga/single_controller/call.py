@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Literal, Protocol, TypeAlias, TypedDict, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar
 
 from quadriga.errors import DispatchError
 from quadriga.protocol.containers import PLAIN_TYPES, walk
@@ -122,10 +122,7 @@ class GroupView:
     read before.
     """
 
-    __slots__ = (
-        "_collects_of_meshes", "_layout", "_parts_of_meshes", "group", "memo", "method", "ranks",
-        "single", "world_size",
-    )  # fmt: skip
+    __slots__ = ("_known", "group", "memo", "method", "ranks", "single", "world_size")
 
     def __init__(
         self, group: GroupInfo, ranks: Sequence[int], method: str, single: bool = False
@@ -136,28 +133,31 @@ class GroupView:
         self.single = single
         self.world_size = group.world_size
         self.memo: dict[str, object] = {}
-        self._parts_of_meshes: dict[str, list[int]] = {}
-        self._collects_of_meshes: dict[str, list[bool]] = {}
-        self._layout: GroupLayout | None = None
+        self._known: dict[tuple[str, ...], object] = {}
+        """What the group has answered, for a view that is pickled."""
+
+    def _ask(self, *question: str) -> Any:  # as the group's answer
+        if question not in self._known:
+            name, *arguments = question
+            answer = getattr(self.group, name)
+            self._known[question] = answer(*arguments) if arguments else answer
+        return self._known[question]
 
     @property
     def rank_layout(self) -> GroupLayout:
         """The tp × cp × dp × pp layout that the workers registered."""
-        if self._layout is None:
-            self._layout = self.group.rank_layout
-        return self._layout
+        layout: GroupLayout = self._ask("rank_layout")
+        return layout
 
     def dispatch_info(self, mesh_name: str) -> list[int]:
         """Return the data-parallel rank of each rank of the group in a mesh."""
-        if mesh_name not in self._parts_of_meshes:
-            self._parts_of_meshes[mesh_name] = self.group.dispatch_info(mesh_name)
-        return self._parts_of_meshes[mesh_name]
+        ranks: list[int] = self._ask("dispatch_info", mesh_name)
+        return ranks
 
     def collect_info(self, mesh_name: str) -> list[bool]:
         """Return for each rank of the group whether its result is collected in a mesh."""
-        if mesh_name not in self._collects_of_meshes:
-            self._collects_of_meshes[mesh_name] = self.group.collect_info(mesh_name)
-        return self._collects_of_meshes[mesh_name]
+        collects: list[bool] = self._ask("collect_info", mesh_name)
+        return collects
 
     def __getattr__(self, name: str) -> object:
         # While a view is unpickled its slots are empty, and reading `self.group` would recurse

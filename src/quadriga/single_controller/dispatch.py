@@ -354,37 +354,20 @@ def check_unsplit(view: GroupView, args: Arguments, kwargs: KeywordArguments) ->
     """Check the arguments of a call, none of which is a batch. Raises `DispatchError`."""
     pairs, named_pairs = each_argument(args, kwargs, lambda where, value: (where, value))
     named = dict([*pairs, *named_pairs.values()])
-    if all(value is None for value in named.values()):
-        _refuse(
-            view,
-            "None. Leave the argument out, or register the method with Dispatch.ONE_TO_ALL if it "
-            "needs no batch.",
-        )
+    got = "None" if all(value is None for value in named.values()) else ""
     for where, value in named.items():
-        title = f"{where} of type {type(value).__name__}"
+        held, kind = _held_batch(value), type(value).__name__
         if isinstance(value, Iterator):
-            _refuse(
-                view,
-                f"{title}, whose items one rank could read. Pass one batch: "
-                "DataProto.concat(list(...)).",
-            )
-        held = _held_batch(value)
-        if held is value and held is not None:
-            _refuse(view, f"{where}, one row of a batch. Pass a batch of one row: data[0:1].")
-        if held is not None:
-            _refuse(
-                view,
-                f"{title} with a {type(held).__name__} inside, of which every rank would receive "
-                "all rows. Pass the batch itself, DataProto.concat or DataProtoFuture.concat of "
-                "several, or register the method with Dispatch.ONE_TO_ALL.",
-            )
-
-
-def _refuse(view: GroupView, got: str) -> NoReturn:
-    raise DispatchError(
-        f"{view.method}: expected a batch to split (DataProto, DataProtoFuture, TensorDict), got "
-        f"{got}"
-    )
+            got = f"{where} of type {kind}, whose items one rank could read"
+        elif held is not None:
+            inside = f" of type {kind} with a {type(held).__name__} inside"
+            got = where + (", one row of a batch" if held is value else inside)
+    if got:
+        raise DispatchError(
+            f"{view.method}: expected a batch to split (DataProto, DataProtoFuture, TensorDict), "
+            f"got {got}. Pass the batch itself, data[0:1] for one row, DataProto.concat of several "
+            "batches; or register the method with Dispatch.ONE_TO_ALL: every rank then gets all."
+        )
 
 
 def _held_batch(value: object) -> object:

@@ -24,12 +24,13 @@ from collections.abc import (
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypedDict, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from quadriga.errors import (
     CollectiveError,
     DispatchError,
     UnregisteredMethodError,
+    WorkerError,
     WorkerInitError,
     WorkerMethodError,
 )
@@ -202,18 +203,6 @@ _ENDS_A_CALL = (Exception, SystemExit, KeyboardInterrupt)
 later one would wait for ever."""
 
 
-class _FailureDetails(TypedDict):
-    """The attributes of an error that a method or an `__init__` of a worker causes."""
-
-    role: str
-    rank: int
-    node: str
-    method: str
-    remote_traceback: str
-    cause: Exception | None
-    raised_at: float
-
-
 class RankHost:
     """The workers of one rank, by role.
 
@@ -257,7 +246,8 @@ class RankHost:
             try:
                 worker = class_with_args.build()
             except Exception as error:
-                raise self._init_failure(role, error) from error
+                failed = self.failure(Call(role, "__init__"), error, WorkerInitError)
+                raise failed from error
             self.workers[role] = worker
             # A fused worker has built workers of its own, which are roles of this process too.
             if isinstance(worker, FusedWorker):
@@ -413,11 +403,11 @@ class RankHost:
 
     # Failures
 
-    def failure(self, call: Call, error: BaseException) -> WorkerMethodError | CollectiveError:
+    def failure(
+        self, call: Call, error: BaseException, kind: type[WorkerError] = WorkerMethodError
+    ) -> WorkerError:
         """Return the error that the controller raises for `error`, which a method raised."""
-        kind: type[WorkerMethodError | CollectiveError] = WorkerMethodError
-        title = f"{type(error).__name__} in {call.label}"
-        text = _text(error)
+        title, text = f"{type(error).__name__} in {call.label}", _text(error)
         # A local group of several ranks sets this text as MASTER_PORT. torch's error quotes it.
         if LOCAL_PORT in text:
             kind = CollectiveError
@@ -426,41 +416,33 @@ class RankHost:
                 f"the {self.place.world_size} ranks of a local group share one process, which does "
                 "not support collectives. Use one local rank, or backend=ray."
             )
-        remote = _traceback_text(error)
         place = f"rank {self.place.rank} of {self.place.world_size} on {self.node}"
-        return kind(
-            f"{title}, {place}: {text}\n\nTraceback of the worker:\n{remote}",
-            **self._details(call.role, call.method, error, remote),
+        remote = _traceback_text(error)
+        return self._error(
+            kind, f"{title}, {place}: {text}\n\nTraceback of the worker:\n{remote}", call, error
         )
 
-    def unreadable(self, role: str, method: str, error: Exception) -> WorkerMethodError:
+    def unreadable(self, role: str, method: str, error: Exception) -> WorkerError:
         """Return the error for a call that was received and could not be decoded."""
-        return WorkerMethodError(
+        text = (
             f"An argument of {role}.{method} could not be read by rank {self.place.rank} on "
-            f"{self.node}: {type(error).__name__}: {_text(error)}",
-            **self._details(role, method, error, _traceback_text(error)),
+            f"{self.node}: {type(error).__name__}: {_text(error)}"
         )
+        return self._error(WorkerMethodError, text, Call(role, method), error)
 
-    def _init_failure(self, role: str, error: Exception) -> WorkerInitError | CollectiveError:
-        failed = self.failure(Call(role, "__init__"), error)
-        if isinstance(failed, CollectiveError):
-            return failed
-        return WorkerInitError(
-            str(failed), **self._details(role, "__init__", error, _traceback_text(error))
+    def _error(
+        self, kind: type[WorkerError], text: str, call: Call, error: BaseException
+    ) -> WorkerError:
+        return kind(
+            text,
+            role=call.role,
+            rank=self.place.rank,
+            node=self.node,
+            method=call.method,
+            remote_traceback=_traceback_text(error),
+            cause=error if isinstance(error, Exception) and self._survives(error) else None,
+            raised_at=time.time(),
         )
-
-    def _details(
-        self, role: str, method: str, error: BaseException, remote: str
-    ) -> _FailureDetails:
-        return {
-            "role": role,
-            "rank": self.place.rank,
-            "node": self.node,
-            "method": method,
-            "remote_traceback": remote,
-            "cause": error if isinstance(error, Exception) and self._survives(error) else None,
-            "raised_at": time.time(),
-        }
 
 
 def _opened(value: object) -> object:

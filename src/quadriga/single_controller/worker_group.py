@@ -1,7 +1,7 @@
 """`WorkerGroup`: many ranks that are called as one object, and `BoundMethod`: a method of it.
 
 BoundMethod.__call__          test for broken groups
-  start_call                  split the arguments by the dispatch mode
+  _start                      split the arguments by the dispatch mode
     build_calls               pack each distinct argument once, one Call per part
     RankSet.backend.submit    send
   StartedCall.wait            gather, unpack and join the results
@@ -105,7 +105,23 @@ class BoundMethod(Generic[P, R]):
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> DataProtoFuture:
         """Start the call and return a future of the joined result."""
-        return start_call(self, args, kwargs).future()
+        return self._start(args, kwargs).future()
+
+    def _start(self, args: Arguments, kwargs: KeywordArguments) -> StartedCall:
+        """Split the arguments as the dispatch mode says and send them to the ranks.
+
+        Raises `DispatchError` for a generator method.
+        """
+        record, ranks = self.record, self.group._ranks
+        if self.is_generator:
+            raise DispatchError(
+                f"{self.label} is a generator, whose items are received one by one. Call "
+                f"group.{record.name}.stream(...) or group.{record.name}.stream_unordered(...)."
+            )
+        parts, collect = _split(self, args, kwargs)
+        targets, futures = list(collect.view.ranks), record.materialize_futures
+        calls = build_calls(ranks, targets, self.role, record.name, parts, futures)
+        return StartedCall(ranks, send_calls(ranks, targets, calls, self.timeout), collect)
 
     def stream(self, *args: P.args, **kwargs: P.kwargs) -> Iterator[object]:
         """Call a generator method: return an iterator over its items, joined over the ranks.
@@ -141,7 +157,7 @@ class BoundMethod(Generic[P, R]):
 
 
 def _call(method: BoundMethod[P, R], args: Arguments, kwargs: KeywordArguments) -> object:
-    started = start_call(method, args, kwargs)
+    started = method._start(args, kwargs)
     return started.wait() if method.record.blocking else started.future()
 
 
@@ -162,23 +178,6 @@ class StartedCall:
         from quadriga.protocol import DataProtoFuture
 
         return DataProtoFuture(list(self.pendings), self.collect)
-
-
-def start_call(method: BoundMethod[P, R], args: Arguments, kwargs: KeywordArguments) -> StartedCall:
-    """Split the arguments as the method's dispatch mode says and send them to the ranks.
-
-    Raises `DispatchError` for a generator method.
-    """
-    record, ranks = method.record, method.group._ranks
-    if method.is_generator:
-        raise DispatchError(
-            f"{method.label} is a generator, whose items are received one by one. Call "
-            f"group.{record.name}.stream(...) or group.{record.name}.stream_unordered(...)."
-        )
-    parts, collect = _split(method, args, kwargs)
-    targets = list(collect.view.ranks)
-    calls = build_calls(ranks, targets, method.role, record.name, parts, record.materialize_futures)
-    return StartedCall(ranks, send_calls(ranks, targets, calls, method.timeout), collect)
 
 
 def start_stream(method: BoundMethod[P, R], args: Arguments, kwargs: KeywordArguments) -> Stream:
@@ -378,24 +377,11 @@ class HookedMethod(BoundMethod[P, R]):
     before: BeforeCall | None = None
     after: AfterCall | None = None
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if not self.record.blocking:
-            future: R = self.submit(*args, **kwargs)  # type: ignore[assignment]  # R is the future
-            return future
+    def _start(self, args: Arguments, kwargs: KeywordArguments) -> StartedCall:
         if self.before is not None:
             self.before(self.label, args, kwargs)
-        value = super().__call__(*args, **kwargs)
-        if self.after is not None:
-            self.after(self.label, value)
-        return value
-
-    def submit(self, *args: P.args, **kwargs: P.kwargs) -> DataProtoFuture:
-        """Start the call and return a future of the joined result."""
-        if self.before is not None:
-            self.before(self.label, args, kwargs)
-        started = start_call(self, args, kwargs)
-        observed = _ObservedCollect(started.collect, self.label, self.after)
-        return replace(started, collect=observed).future()
+        started = super()._start(args, kwargs)
+        return replace(started, collect=_ObservedCollect(started.collect, self.label, self.after))
 
 
 class _ObservedCollect:

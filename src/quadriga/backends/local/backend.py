@@ -205,7 +205,17 @@ class LocalWorkerGroup(WorkerGroup):
         Raises `PlacementError` for `detached=True` or a pool of another backend, `ConfigError` for
         an option that no backend has.
         """
-        _check_options(machine_options, detached)
+        if detached:
+            raise PlacementError(
+                "A local group ends with its controller; detached=True needs backend=ray."
+            )
+        if unknown := sorted(set(machine_options) - set(MACHINE_OPTIONS)):
+            raise ConfigError(
+                f"A local group has no option {unknown[0]!r}. It takes name_prefix, role, "
+                "worker_env, timeout, sharing_with, method_factory, binding, and without effect "
+                f"{', '.join(MACHINE_OPTIONS)}.",
+                key=unknown[0],
+            )
         check_timeouts(timeout=timeout)
         local = _local_places(resource_pool, sharing_with)
         backend = backend or LocalBackend()
@@ -217,8 +227,12 @@ class LocalWorkerGroup(WorkerGroup):
         role_classes = roles_of({name: member.cls for name, member in classes.items()})
         single = None if cls_with_init.shares_process else next(iter(classes))
         self._bound_names(role_classes, single, binding)  # raises before anything is built
-        self._ports = []
-        places = self._places(local, prefix)
+        self._ports = [ReservedPort.choose()] if len(local) == 1 else []
+        port = str(self._ports[0].port) if self._ports else LOCAL_PORT
+        places = [
+            RankEnvironment(rank, len(local), *place, "127.0.0.1", port, prefix)
+            for rank, place in enumerate(local)
+        ]
         variables = [variables_of_rank(worker_env, p.rank, p.world_size) for p in places]
         handles = [
             _build(place, classes, own, prefix)
@@ -226,16 +240,6 @@ class LocalWorkerGroup(WorkerGroup):
         ]
         ranks = RankSet(backend, handles, role_classes, prefix, timeout)
         super().__init__(ranks, single, method_factory, binding)
-
-    def _places(self, local: Sequence[tuple[int, int]], prefix: str) -> list[RankEnvironment]:
-        port = LOCAL_PORT
-        if len(local) == 1:
-            self._ports.append(ReservedPort.choose())
-            port = str(self._ports[0].port)
-        return [
-            RankEnvironment(rank, len(local), local_rank, local_size, "127.0.0.1", port, prefix)
-            for rank, (local_rank, local_size) in enumerate(local)
-        ]
 
 
 def _local_places(
@@ -250,21 +254,6 @@ def _local_places(
     return list(zip(pool.local_rank_list(), pool.local_world_size_list(), strict=True))
 
 
-def _check_options(given: Mapping[str, object], detached: bool) -> None:
-    if detached:
-        raise PlacementError(
-            "A local group ends with its controller; detached=True needs backend=ray."
-        )
-    for name in given:
-        if name not in MACHINE_OPTIONS:
-            raise ConfigError(
-                f"A local group has no option {name!r}. It takes name_prefix, role, worker_env, "
-                f"timeout, sharing_with, method_factory, binding, and without effect "
-                f"{', '.join(MACHINE_OPTIONS)}.",
-                key=name,
-            )
-
-
 def _build(
     place: RankEnvironment,
     classes: Mapping[str, ClassWithInitArgs],
@@ -276,15 +265,8 @@ def _build(
     variables = {**worker_env, **place.variables()}
     with environment(variables):
         host.build(classes)
-    facts = RankFacts(
-        place.rank,
-        place.world_size,
-        node,
-        os.getpid(),
-        place.master_address,
-        place.master_port,
-        prefix,
-    )
+    address = place.master_address, place.master_port
+    facts = RankFacts(place.rank, place.world_size, node, os.getpid(), *address, prefix)
     name = f"{prefix}{'_'.join(classes)}:{place.rank}"
     return RankHandle(LocalRank(host, variables), name, facts)
 

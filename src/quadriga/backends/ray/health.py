@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar, cast
 
 import ray
@@ -355,6 +356,7 @@ STUCK_S = 2.0
 """A peer that is at one place of a collective for this long is stuck there."""
 
 
+@dataclass
 class FailedCall:
     """A call that one rank has failed: find the failure that explains the others.
 
@@ -362,20 +364,15 @@ class FailedCall:
     others get a grace, and a death counts before an error, an early error before a late one.
     """
 
-    def __init__(
-        self,
-        refs: Sequence[Ref],
-        handles: Sequence[RankHandle],
-        fields: Sequence[Sequence[Ref]],
-        label: str,
-    ) -> None:
-        """`refs`, `handles`, `fields`: of each rank, as in `waiting.RayBatch`."""
-        self._refs = list(refs)
-        self._handles = handles
-        self._fields = fields
-        self._label = label
-        self.killed: list[RankHandle] = []
-        """Peers that were stuck in a collective."""
+    refs: list[Ref]
+    """First return of each task."""
+    handles: Sequence[RankHandle]
+    """The rank of each task."""
+    fields: Sequence[Sequence[Ref]]
+    """The returns of fields of each task."""
+    label: str
+    killed: list[RankHandle] = field(default_factory=list)
+    """Peers that were stuck in a collective."""
 
     def first_failure(self, index: int, error: RayError) -> QuadrigaError:
         """Return the failure that came first, with a note on the peers that have not ended.
@@ -384,7 +381,7 @@ class FailedCall:
         """
         failures, running = self._failures(GRACE_S)
         if not failures:
-            failures = [translate(error, self._handles[index], self._label)]
+            failures = [translate(error, self.handles[index], self.label)]
         first = min(failures, key=_order)
         if not isinstance(first, WorkerDiedError) and _from_collective(first):
             failures, running = self._await_death()
@@ -402,17 +399,17 @@ class FailedCall:
         to its end, and those that wait for the rank in a collective are killed.
         """
         running: list[RankHandle] = []
-        if self._refs:
+        if self.refs:
             _, running = self._failures(GRACE_S)
         note = self._release(running) if running else ""
         first = f"{type(error).__name__}: {_first_line(error)}"
         place = f"rank {failed.facts.rank} on {failed.facts.node}"
-        cause = f"{self._label} could not be sent to {place}: {first}"
+        cause = f"{self.label} could not be sent to {place}: {first}"
         self.mark_as_broken(ranks, cause)
-        received = ", ".join(str(handle.facts.rank) for handle in self._handles) or "none"
+        received = ", ".join(str(handle.facts.rank) for handle in self.handles) or "none"
         return WorkerError(
             f"{cause}. Rank(s) that received the call: {received}.\n\n{note}".rstrip(),
-            **details(failed, self._label),
+            **details(failed, self.label),
         )
 
     def mark_as_broken(self, ranks: RankSet, cause: str) -> None:
@@ -423,22 +420,22 @@ class FailedCall:
 
     def _failures(self, grace: float) -> tuple[list[QuadrigaError], list[RankHandle]]:
         """Return the failures so far, and the ranks that still run the call."""
-        ray.wait(self._refs, num_returns=len(self._refs), timeout=grace, fetch_local=False)
+        ray.wait(self.refs, num_returns=len(self.refs), timeout=grace, fetch_local=False)
         failures: list[QuadrigaError] = []
         running: list[RankHandle] = []
-        for i, (ref, handle) in enumerate(zip(self._refs, self._handles, strict=True)):
+        for i, (ref, handle) in enumerate(zip(self.refs, self.handles, strict=True)):
             try:
                 fetch([ref], timeout=0)
             except GetTimeoutError:
                 running.append(handle)
             except RayError as found:
-                failures.append(translate(found, handle, self._label))
+                failures.append(translate(found, handle, self.label))
                 self._read_failure_of_fields(i)
         return failures, running
 
     def _read_failure_of_fields(self, index: int) -> None:
         """Read the other returns of a failed task: Ray logs errors that no process reads."""
-        for fields in self._fields[index] if self._fields else ():
+        for fields in self.fields[index] if self.fields else ():
             with suppress(RayError):
                 fetch([fields], timeout=0)
 
@@ -447,9 +444,9 @@ class FailedCall:
         deadline = time.monotonic() + DEATH_GRACE_S
         while True:
             failures, running = self._failures(0.0)
-            dead = [handle for handle in self._handles if not actor_alive(handle.native)]
+            dead = [handle for handle in self.handles if not actor_alive(handle.native)]
             if dead and not any(isinstance(f, WorkerDiedError) for f in failures):
-                failures.append(died(dead[0], self._label, "its process has ended"))
+                failures.append(died(dead[0], self.label, "its process has ended"))
             if dead or time.monotonic() > deadline:
                 return failures, running
             time.sleep(0.1)

@@ -98,13 +98,12 @@ def send_code_of_loaded_files() -> None:
     if _latest == newest:
         return
     _latest = newest
-    roots = {os.path.abspath(path) for path in sys.path}
     for name, module in list(modules.items()):
         if not isinstance(module, ModuleType) or module in _seen:
             continue
         _seen.add(module)
         file = module.__dict__.get("__file__")
-        if file and _is_users(name, file) and not _found_by_name(name, file, roots):
+        if file and _is_users(name, file) and getattr(_spec(name), "origin", None) != file:
             cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]  # untyped
 
 
@@ -112,15 +111,6 @@ def _is_users(name: str, file: str) -> bool:
     if name in ("__main__", "__mp_main__") or name.partition(".")[0] == "quadriga":
         return False  # cloudpickle pickles what `__main__` defines by value without our help
     return os.path.isabs(file) and file.endswith(".py") and not file.startswith(_INSTALLED)
-
-
-def _found_by_name(name: str, file: str, roots: set[str]) -> bool:
-    stem = file.removesuffix(".py").removesuffix(os.sep + "__init__")
-    tail = os.sep + name.replace(".", os.sep)
-    if stem.endswith(tail) and stem.removesuffix(tail) in roots:
-        return True
-    spec = _spec(name)
-    return spec is not None and spec.origin == file
 
 
 def _spec(name: str) -> importlib.machinery.ModuleSpec | None:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, NoReturn, overload
 
@@ -68,6 +69,7 @@ LOG_S = 60.0
 """How often a long wait logs which ranks it waits for."""
 
 
+@dataclass(eq=False)
 class RayBatch:
     """The results of one submission, one per rank.
 
@@ -75,34 +77,25 @@ class RayBatch:
     or a watched group that breaks. Unblocked by: any of these.
     """
 
-    def __init__(
-        self,
-        refs: list[Ref],
-        handles: Sequence[RankHandle] = (),
-        label: str = "",
-        timeout: float | None = None,
-        ranks: RankSet | None = None,
-        fields: Sequence[Sequence[Ref]] = (),
-    ) -> None:
-        """Args:
-        refs: first return of each task.
-        handles: the rank of each task; none for results of a call of another process.
-        label: "role.method", for messages; where the ranks are not known with rank and node.
-        timeout: seconds from now to CallTimeoutError.
-        ranks: the group; it is marked as broken if ranks had to be killed.
-        fields: the returns of fields of each task; may be left out if no task has one.
-        """
-        self.refs = refs
-        self.handles = handles
-        self.label = label
-        self.timeout = timeout
-        self.ranks = ranks
-        self.fields = fields
-        self.values: list[object] | None = None
+    refs: list[Ref]
+    """First return of each task."""
+    handles: Sequence[RankHandle] = ()
+    """The rank of each task; none for results of a call of another process."""
+    label: str = ""
+    """"role.method", for messages; where the ranks are not known with rank and node."""
+    timeout: float | None = None
+    """Seconds from the start to CallTimeoutError."""
+    ranks: RankSet | None = None
+    """The group; it is marked as broken if ranks had to be killed."""
+    fields: Sequence[Sequence[Ref]] = ()
+    """The returns of fields of each task; may be left out if no task has one."""
+    values: list[object] | None = None
+    dropped: set[int] = field(default_factory=set)
+    """Positions of results that were cancelled here, while their ranks run the call."""
+
+    def __post_init__(self) -> None:
         self.started = self._logged = self._probed = time.monotonic()
-        self.expires = None if timeout is None else self.started + timeout
-        self.dropped: set[int] = set()
-        """Positions of results that were cancelled here, while their ranks run the call."""
+        self.expires = None if self.timeout is None else self.started + self.timeout
 
     def gather(self) -> list[object]:
         """Return all values in order; wait for them once.
@@ -201,8 +194,7 @@ def pending_of(
         left: seconds until the deadline of the call, None without a deadline.
         dropped: the result was cancelled.
     """
-    batch = RayBatch([ref], (), label, left, fields=[fields])
-    batch.dropped.update([0] if dropped else [])
+    batch = RayBatch([ref], (), label, left, fields=[fields], dropped={0} if dropped else set())
     return RayPending(batch, 0)
 
 
