@@ -142,7 +142,7 @@ class RankFacts:
     stack_path: str = ""
     """File on its node to which it writes its stacks on a signal."""
     interleaves: bool = False
-    """Whether it has coroutine methods. Calls to it then carry tickets (`ranks/call_order.py`)."""
+    """Whether it has coroutine methods. Calls to it then carry tickets (`rank_host.CallOrder`)."""
 
 
 @dataclass

@@ -446,7 +446,9 @@ class RankHost:
 
 
 def _opened(value: object) -> object:
-    return value.open() if isinstance(value, SharedArgument) else value
+    while isinstance(value, SharedArgument):
+        value = value.open()
+    return value
 
 
 def _is_awaitable(value: object) -> TypeGuard[Awaitable[object]]:

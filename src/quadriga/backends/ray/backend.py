@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import uuid
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,13 @@ from quadriga.backends.ray.cluster import (
     kill_actor,
     refuse_ray_client,
 )
-from quadriga.backends.ray.pool import RayResourcePool, Strategy, alive_nodes, local_places
+from quadriga.backends.ray.pool import (
+    RayResourcePool,
+    Strategy,
+    alive_nodes,
+    local_places,
+    local_ranks,
+)
 from quadriga.backends.ray.profiling import Nsight, Profiler, check_profiler, profiler_of_rank
 from quadriga.backends.ray.rank_process import coroutine_methods
 from quadriga.backends.ray.row_store import StoreName, make_store, serve_rows, servers
@@ -215,55 +220,38 @@ class _Planner:
         sharing_with: WorkerGroup | None,
         bin_pack: bool,
     ) -> list[RankPlan]:
-        """Return the plans of all ranks: beside the ranks of a group, or in a pool.
-
-        Raises `DispatchError` without either.
-        """
+        """Return the plans of all ranks: one per rank of a group, on its node and devices, or one
+        per bundle of a pool. Raises `DispatchError` without either."""
+        chosen: list[tuple[str, dict[str, object], dict[str, str]]]
         if sharing_with is not None:
-            return self.beside(sharing_with)
-        if pool is None:
+            facts = [handle.facts for handle in sharing_with._ranks.handles]
+            local = local_ranks([fact.node_id for fact in facts])
+            chosen = [
+                (f"shared:{rank}", self.cls.options_on_node(fact.node_id), devices_of(fact))
+                for rank, fact in enumerate(facts)
+            ]
+        elif pool is not None:
+            if self.detached:
+                pool.detach()
+            strategy: Strategy = "STRICT_PACK" if bin_pack else "PACK"
+            groups = pool.get_placement_groups(strategy, device_name=self.device_name)
+            bundles = pool.bundles_of_ranks()
+            local = local_places([(groups[group], bundle) for group, bundle in bundles])
+            device = pool.use_gpu, 1 / pool.max_colocate_count, self.device_name
+            chosen = [
+                (f"{group}:{bundle}", self.cls.actor_options(groups[group], bundle, *device), {})
+                for group, bundle in bundles
+            ]
+        else:
             raise DispatchError(
                 "RayWorkerGroup needs a resource_pool, a group to share with (sharing_with), "
                 "or existing workers (worker_names or worker_handles)."
             )
-        if self.detached:
-            pool.detach()
-        return self.in_pool(pool, "STRICT_PACK" if bin_pack else "PACK")
-
-    def in_pool(self, pool: RayResourcePool, strategy: Strategy) -> list[RankPlan]:
-        """Plan one rank per bundle of the pool."""
-        groups = pool.get_placement_groups(strategy, device_name=self.device_name)
-        bundles, world_size = pool.bundles_of_ranks(), pool.world_size
-        local = local_places([(groups[group], bundle) for group, bundle in bundles])
-        plans = []
-        for rank, (group, bundle) in enumerate(bundles):
-            options = self.cls.actor_options(
-                groups[group],
-                bundle,
-                use_gpu=pool.use_gpu,
-                num_gpus=1 / pool.max_colocate_count,
-                device_name=self.device_name,
-            )
-            place = self._place(rank, world_size, *local[rank])
-            plans.append(self._plan(place, f"{group}:{bundle}", options, {}))
-        return plans
-
-    def beside(self, other: WorkerGroup) -> list[RankPlan]:
-        """Plan one rank per rank of another group, on its node and devices."""
-        handles = other._ranks.handles
-        sizes = Counter(handle.facts.node_id for handle in handles)
-        numbers: Counter[str] = Counter()
-        plans = []
-        for rank, handle in enumerate(handles):
-            node = handle.facts.node_id
-            place = self._place(rank, len(handles), numbers[node], sizes[node])
-            numbers[node] += 1
-            options = self.cls.options_on_node(node)
-            plans.append(self._plan(place, f"shared:{rank}", options, devices_of(handle.facts)))
-        return plans
-
-    def _place(self, rank: int, world: int, local_rank: int, local_size: int) -> RankEnvironment:
-        return RankEnvironment(rank, world, local_rank, local_size, group_prefix=self.prefix)
+        n, prefix = len(chosen), self.prefix
+        return [
+            self._plan(RankEnvironment(rank, n, *local[rank], group_prefix=prefix), *each)
+            for rank, each in enumerate(chosen)
+        ]
 
     def _plan(
         self, place: RankEnvironment, suffix: str, options: dict[str, object], own: dict[str, str]

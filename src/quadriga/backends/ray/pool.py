@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate, groupby
@@ -176,12 +176,17 @@ def local_places(places: Sequence[tuple[PlacementGroup, int]]) -> list[tuple[int
     groups = {group.id: group for group, _ in places}
     nodes = {group_id: nodes_of_bundles(group) for group_id, group in groups.items()}
     keys = [(group.id, nodes[group.id].get(bundle)) for group, bundle in places]
-    sizes = Counter(keys)
-    numbers: Counter[object] = Counter()
+    return local_ranks(keys)
+
+
+def local_ranks(places: Sequence[Hashable]) -> list[tuple[int, int]]:
+    """Return the number of each entry among the equal ones, and how many of these there are."""
+    sizes = Counter(places)
+    numbers: Counter[Hashable] = Counter()
     local = []
-    for key in keys:
-        local.append((numbers[key], sizes[key]))
-        numbers[key] += 1
+    for place in places:
+        local.append((numbers[place], sizes[place]))
+        numbers[place] += 1
     return local
 
 

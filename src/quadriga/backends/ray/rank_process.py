@@ -196,7 +196,7 @@ class RankProcess:
 
     def quadriga_split(self, splits: Splits) -> object:
         """Wait for futures and return their parts, for the ranks that receive one part each (see
-        `calls.splitting`)."""
+        `submission.split_futures`)."""
         from quadriga.protocol.boundary import pack_argument, wait_for_arguments
 
         wait_for_arguments([future for future, _ in splits])

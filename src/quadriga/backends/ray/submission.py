@@ -137,17 +137,16 @@ class RayShared(SharedArgument):
         self.label = label
 
     def open(self) -> object:
-        """Return the value. Arrays in the store are read-only, so a method receives copies."""
+        """Return the value. Arrays of the user's object are read-only: a method gets copies."""
         value: object = ray.get(self.ref)
-        is_packed = isinstance(value, SharedArgument) or packed_batch(value) is not None
-        return value if is_packed else private(value)
+        return value if isinstance(value, SharedArgument) else private(value)
 
     def __reduce__(self) -> tuple[object, ...]:
         return RayShared, (self.ref, self.label)
 
 
 class PickledCall(SharedArgument):
-    """A call that was pickled here. The rank unpickles it, and not Ray.
+    """A call, or one argument, that was pickled here. The rank unpickles it, and not Ray.
 
     `buffers` are the large arrays of the call, which Ray sends without copying them. `refs` are the
     references and actor handles in it, which are not in the bytes. Ray must see them: it keeps an
@@ -241,21 +240,26 @@ def pickled_call(call: Call) -> PickledCall:
         args=tuple(map(_top_level, call.args)),
         kwargs={name: _top_level(value) for name, value in call.kwargs.items()},
     )
-    buffers: list[pickle.PickleBuffer] = []
-    file = io.BytesIO()
-    pickler = _CallPickler(file, buffers.append)
-    _pickling.active = True
     try:
-        pickler.dump(call)  # type: ignore[no-untyped-call]  # cloudpickle has no types
+        return _pickled(call, (call.role, call.method))
     except Exception as error:
         first_line = (str(error) or type(error).__name__).splitlines()[0]
         raise DispatchError(
             f"{call.label}: an argument cannot be sent to the workers: {first_line}. Pass data "
             "that can be pickled, or let the worker build the object itself."
         ) from error
+
+
+def _pickled(value: object, label: tuple[str, str]) -> PickledCall:
+    buffers: list[pickle.PickleBuffer] = []
+    file = io.BytesIO()
+    pickler = _CallPickler(file, buffers.append)
+    _pickling.active = True
+    try:
+        pickler.dump(value)  # type: ignore[no-untyped-call]  # cloudpickle has no types
     finally:
         _pickling.active = False
-    return PickledCall((call.role, call.method), file.getvalue(), buffers, pickler.refs)
+    return PickledCall(label, file.getvalue(), buffers, pickler.refs)
 
 
 def shared_value(value: object) -> object:
@@ -265,7 +269,7 @@ def shared_value(value: object) -> object:
     """
     send_code_of_loaded_files()
     try:
-        return RayShared(ray.put(value))
+        return RayShared(ray.put(_pickled(value, ("", ""))))
     except ray.exceptions.RayError:  # of the store
         raise
     except Exception:  # anything that the user's objects may raise when they are pickled
@@ -513,7 +517,7 @@ def encode(call: Call, with_ticket: bool) -> object:
     """Return what is sent for a call.
 
     Raises `DispatchError` if an argument cannot be pickled. A call with a ticket must arrive soon
-    after it was sent, because the calls after it wait for it (`ranks/call_order.py`). Ray delivers
+    after it was sent, because the calls after it wait for it (`rank_host.CallOrder`). Ray delivers
     a task when its large arguments have arrived, so they go to the store, and the rank fetches
     them. So do batches with much data in their messages, such as rows of objects: for an argument
     that Ray stores itself, it has more work than for one that was put into the store here.
