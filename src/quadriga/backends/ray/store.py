@@ -28,6 +28,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, TypeGuard, cast
 
@@ -244,6 +245,7 @@ def _bundles(sizes: Sequence[int], alone: int) -> list[list[int]]:
     return bundles
 
 
+@dataclass(slots=True)
 class Result:
     """The first return of a task: a value whose handles point to `locations`.
 
@@ -251,22 +253,10 @@ class Result:
     many returns the fields of this result fill.
     """
 
-    __slots__ = ("fields", "locations", "objects", "value")
-
-    def __init__(
-        self,
-        value: object,
-        locations: Sequence[Location],
-        objects: int,
-        fields: tuple[object, ...] = (),
-    ) -> None:
-        self.value = value
-        self.locations = locations
-        self.objects = objects
-        self.fields = fields
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return Result, (self.value, self.locations, self.objects, self.fields)
+    value: object
+    locations: Sequence[Location]
+    objects: int
+    fields: tuple[object, ...] = ()
 
 
 class ResultStore:

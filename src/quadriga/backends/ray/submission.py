@@ -41,7 +41,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -127,24 +127,20 @@ def _spec(name: str) -> importlib.machinery.ModuleSpec | None:
     return None
 
 
+@dataclass(slots=True)
 class RayShared(SharedArgument):
     """A value in Ray's store. `label`: (role, method) if the value is a call."""
 
-    __slots__ = ("label", "ref")
-
-    def __init__(self, ref: Ref, label: tuple[str, str] = ("", "")) -> None:
-        self.ref = ref
-        self.label = label
+    ref: Ref
+    label: tuple[str, str] = ("", "")
 
     def open(self) -> object:
         """Return the value. Arrays of the user's object are read-only: a method gets copies."""
         value: object = ray.get(self.ref)
         return value if isinstance(value, SharedArgument) else private(value)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return RayShared, (self.ref, self.label)
 
-
+@dataclass(slots=True)
 class PickledCall(SharedArgument):
     """A call, or one argument, that was pickled here. The rank unpickles it, and not Ray.
 
@@ -154,18 +150,11 @@ class PickledCall(SharedArgument):
     process ends.
     """
 
-    __slots__ = ("buffers", "data", "label", "refs")
-
-    def __init__(
-        self,
-        label: tuple[str, str],
-        data: bytes,
-        buffers: Sequence[pickle.PickleBuffer],
-        refs: Sequence[Counted],
-    ) -> None:
-        self.label = label
-        """(role, method), for the error if the call cannot be unpickled."""
-        self.data, self.buffers, self.refs = data, buffers, refs
+    label: tuple[str, str]
+    """(role, method), for the error if the call cannot be unpickled."""
+    data: bytes
+    buffers: Sequence[pickle.PickleBuffer]
+    refs: Sequence[Counted]
 
     @property
     def nbytes(self) -> int:
@@ -181,9 +170,6 @@ class PickledCall(SharedArgument):
             return pickle.loads(self.data, buffers=map(bytearray, buffers))
         finally:
             _unpickling.refs = ()
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return PickledCall, (self.label, self.data, self.buffers, self.refs)
 
 
 class _Unpickling(threading.local):
