@@ -57,7 +57,13 @@ from quadriga.single_controller.call import (
 from quadriga.single_controller.dispatch import Dispatch, DispatchMode, Execute, check_mesh
 from quadriga.single_controller.rank_layout import GroupLayout
 from quadriga.single_controller.streams import Stream
-from quadriga.single_controller.worker import MethodRecord, registered_methods, reraise_in_property
+from quadriga.single_controller.worker import (
+    ClassWithInitArgs,
+    MethodRecord,
+    registered_methods,
+    reraise_in_property,
+    roles_of,
+)
 
 if TYPE_CHECKING:
     from quadriga.protocol import DataProtoFuture
@@ -472,6 +478,20 @@ class WorkerGroup:
         for offered, (role, name) in self._offered.items():
             record = registered_methods(self._ranks.roles[role])[name]
             self.__dict__[offered] = self._method_factory(self, role, record)
+
+    @classmethod
+    def _roles_of(
+        cls, held: ClassWithInitArgs, role: str | None, binding: BindingPolicy
+    ) -> tuple[dict[str, ClassWithInitArgs], dict[str, type], str | None]:
+        """Return the classes that each process builds, every role of it, and its one role or None.
+
+        `role`: the name of a class that is one role by itself. Raises as `_bound_names`.
+        """
+        built = held.roles if role is None or held.shares_process else {role: held}
+        roles = roles_of({name: member.cls for name, member in built.items()})
+        single = None if held.shares_process else next(iter(built))
+        cls._bound_names(roles, single, binding)
+        return built, roles, single
 
     @classmethod
     def _bound_names(

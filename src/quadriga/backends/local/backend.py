@@ -50,7 +50,7 @@ from quadriga.single_controller.environment import (
 )
 from quadriga.single_controller.rank_host import RankHost
 from quadriga.single_controller.resource_pool import ResourcePool
-from quadriga.single_controller.worker import ClassWithInitArgs, ColocatedClass, roles_of
+from quadriga.single_controller.worker import ClassWithInitArgs, ColocatedClass
 from quadriga.single_controller.worker_group import (
     BindingPolicy,
     BoundMethod,
@@ -221,12 +221,7 @@ class LocalWorkerGroup(WorkerGroup):
         backend = backend or LocalBackend()
         use_store(backend.store)
         prefix = name_prefix or "local"
-        classes = cls_with_init.roles
-        if role is not None and not cls_with_init.shares_process:
-            classes = {role: cls_with_init}
-        role_classes = roles_of({name: member.cls for name, member in classes.items()})
-        single = None if cls_with_init.shares_process else next(iter(classes))
-        self._bound_names(role_classes, single, binding)  # raises before anything is built
+        classes, roles, single = self._roles_of(cls_with_init, role, binding)
         self._ports = [ReservedPort.choose()] if len(local) == 1 else []
         port = str(self._ports[0].port) if self._ports else LOCAL_PORT
         places = [
@@ -238,7 +233,7 @@ class LocalWorkerGroup(WorkerGroup):
             _build(place, classes, own, prefix)
             for place, own in zip(places, variables, strict=True)
         ]
-        ranks = RankSet(backend, handles, role_classes, prefix, timeout)
+        ranks = RankSet(backend, handles, roles, prefix, timeout)
         super().__init__(ranks, single, method_factory, binding)
 
 

@@ -34,7 +34,6 @@ from quadriga.backends.ray.start import (
     RankPlan,
     RayClassWithInitArgs,
     RayColocatedClass,
-    class_roles,
     devices_of,
     existing_actors,
     facts_of,
@@ -129,12 +128,10 @@ class RayWorkerGroup(WorkerGroup):
         if ray_cls_with_init is None:
             raise DispatchError("RayWorkerGroup needs ray_cls_with_init, to know the methods.")
         cls = ray_cls_with_init
-        roles = cls.roles if role is None or cls.shares_process else {role: cls}
-        single = None if cls.shares_process else next(iter(roles))
-        self._bound_names(class_roles(roles), single, binding)  # raises before anything is started
+        built, roles, single = self._roles_of(cls, role, binding)  # raises before a process starts
         self.resource_pool = resource_pool
         existing = worker_names is not None or worker_handles is not None
-        check_profiler(profiler, coroutine_methods(class_roles(roles)), existing)
+        check_profiler(profiler, coroutine_methods(roles), existing)
         if existing:
             given = {
                 "worker_env": worker_env, "sharing_with": sharing_with, "detached": detached,
@@ -152,7 +149,7 @@ class RayWorkerGroup(WorkerGroup):
             prefix = name_prefix or handles[0].facts.group_prefix
         else:
             prefix = name_prefix or uuid.uuid4().hex[:6]
-            methods = {name for each in class_roles(roles).values() for name in dir(each)}
+            methods = {name for each in roles.values() for name in dir(each)}
             lifetime: dict[str, object] = {"lifetime": "detached"} if detached else {}
             if namespace is not None:
                 lifetime["namespace"] = namespace
@@ -167,13 +164,13 @@ class RayWorkerGroup(WorkerGroup):
             plans = planner.plans(resource_pool, sharing_with, bin_pack)
             name, ports = cls.cls.__name__, master_port_range
             store = backend.store
-            handles = start_ranks(plans, roles, name, start_timeout, store, port_range=ports)
+            handles = start_ranks(plans, built, name, start_timeout, store, port_range=ports)
         with _killed_after_an_error([] if existing else handles):
             if register_center:
                 known = [handle.facts for handle in handles]
                 self.register_center = start_register_center(prefix, known, detached, namespace)
             serve_rows(backend.store, {handle.facts.node_id for handle in handles})
-            ranks = RankSet(backend, handles, class_roles(roles), prefix, timeout)
+            ranks = RankSet(backend, handles, roles, prefix, timeout)
             super().__init__(ranks, single, method_factory, binding)
 
     @classmethod

@@ -50,7 +50,6 @@ from quadriga.single_controller.worker import (
     ColocatedClass,
     FusedWorker,
     create_colocated_worker_raw_cls as create_colocated_worker_raw_cls,
-    roles_of,
 )
 
 if TYPE_CHECKING:
@@ -246,11 +245,6 @@ def classes_of(
 def devices_of(facts: RankFacts) -> dict[str, str]:
     """Return the variable that shows a process the devices of an existing rank."""
     return {} if facts.devices is None else {"CUDA_VISIBLE_DEVICES": facts.devices}
-
-
-def class_roles(roles: Mapping[str, ClassWithInitArgs]) -> dict[str, type]:
-    """Return every role that a process of these classes hosts."""
-    return roles_of({role: member.cls for role, member in roles.items()})
 
 
 JOIN_TIMEOUT_S = 300.0
