@@ -560,8 +560,6 @@ class WorkerGroup:
         title = self._role or "+".join(self._ranks.roles)
         return f"<{type(self).__name__} {title}, {self.world_size} ranks>"
 
-    # Ranks
-
     @property
     def world_size(self) -> int:
         """The number of ranks of the group."""
@@ -640,8 +638,6 @@ class WorkerGroup:
         for role, view in self.spawn(prefix_set).items():
             setattr(self, role, view)
 
-    # Meshes
-
     def dispatch_info(self, mesh_name: str) -> list[int]:
         """Return the data-parallel rank of each rank in a mesh. The workers are asked once."""
         return self._mesh(mesh_name)[0]
@@ -681,8 +677,6 @@ class WorkerGroup:
             if isinstance(cause, MeshError):
                 raise MeshError(str(cause), **vars(cause)) from error
             raise
-
-    # Calls of any method by its name, registered or not
 
     def call_all_async(self, method_name: str, *args: object, **kwargs: object) -> list[Pending]:
         """Call a method on every rank. Return one `Pending` per rank.
@@ -738,8 +732,6 @@ class WorkerGroup:
                 known=sorted(self._offered),
             )
         return self._role, method_name
-
-    # Alive or not
 
     def is_alive(self, rank: int) -> bool:
         """Return whether the process of a rank exists."""
