@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from quadriga.cli.main import main
-from quadriga.cli.show import count_rows, prompt_text, show_responses, version_of
+from quadriga.cli.show import show_responses, version_of
 
 
 def answer(prompt, *responses):
@@ -30,18 +30,6 @@ def test_plan_with_a_critic_and_with_conflicting_settings(capsys):
     assert "\ncritic\n" in capsys.readouterr().out
     assert main(["plan", "trainer.n_gpus_per_node=3"]) == 2
     assert "= 64 × 1 = 64 sequences do not divide over 3 ranks" in capsys.readouterr().err
-
-
-def test_count_rows_of_data_files(tmp_path):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.table({"prompt": ["a", "b", "c"]}), tmp_path / "a.parquet")
-    (tmp_path / "b.jsonl").write_text('{"prompt": "x"}\n\n{"prompt": "y"}\n')
-    files = [str(tmp_path / "a.parquet"), str(tmp_path / "b.jsonl")]
-    assert count_rows(files) == 5
-    assert count_rows([*files, "absent.parquet"]) is None
-    assert count_rows([]) is None
 
 
 def test_algorithms_lists_the_registries(capsys):
@@ -78,9 +66,9 @@ def test_a_single_response_is_printed_as_it_is(capsys):
 
 
 def test_several_responses_are_printed_below_their_prompts(capsys):
-    show_responses([answer("a?", "1", "2"), answer([{"role": "user", "content": "b?"}], "3")])
+    chats = [[{"role": "user", "content": text}] for text in ("a?", "b?")]
+    show_responses([answer(chats[0], "1", "2"), answer(chats[1], "3")])
     assert capsys.readouterr().out == "> a?\n1\n2\n\n> b?\n3\n\n"
-    assert prompt_text("plain") == "plain"
 
 
 def test_data_make_writes_files_and_prints_their_paths(capsys, tmp_path):

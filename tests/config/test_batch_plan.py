@@ -36,14 +36,6 @@ def test_numbers_from_prompts_to_optimizer_steps():
     assert numbers.actor.optimizer_steps == 12  # 4 × 3 epochs
 
 
-def test_micro_batches_by_tokens_are_counted_for_sequences_of_full_length():
-    numbers = plan("actor_rollout_ref.actor.engine.max_tokens_per_micro_batch=300")
-    assert numbers.max_tokens_per_sequence == 128
-    assert numbers.actor.micro_batch is None
-    assert numbers.actor.max_tokens == 300
-    assert numbers.actor.micro_batches == 8  # 16 sequences, 300 // 128 = 2 per micro-batch
-
-
 def test_both_limits_of_a_micro_batch_hold():
     """A rank has 16 sequences of 128 tokens."""
     actor = "actor_rollout_ref.actor"
@@ -56,11 +48,6 @@ def test_both_limits_of_a_micro_batch_hold():
     assert "at most 8, of up to 5 sequences and 300 tokens each" in text
     text = plan(f"{actor}.ppo_micro_batch_size_per_gpu=5", f"{actor}.engine.use_dynamic_bsz=false")
     assert "4, of up to 5 sequences each" in text.text()
-
-
-def test_without_size_and_token_limit_a_mini_batch_is_one_micro_batch():
-    numbers = plan("actor_rollout_ref.actor.engine.use_dynamic_bsz=false")
-    assert (numbers.actor.micro_batch, numbers.actor.micro_batches) == (16, 1)
 
 
 def test_critic_uses_the_batch_sizes_of_the_actor_by_default():
@@ -86,10 +73,6 @@ def test_total_steps_from_settings_or_data_size():
     assert plan().total_steps is None
     assert plan(train_rows=100).total_steps == 6  # 2 epochs × (100 // 32)
     assert plan("trainer.total_training_steps=5", train_rows=100).total_steps == 5
-
-
-def test_number_of_ranks_can_be_passed():
-    assert plan(ranks=2).sequences_per_rank == 128
 
 
 def test_text_shows_the_arithmetic():

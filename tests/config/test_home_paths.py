@@ -29,7 +29,7 @@ from quadriga.models.folder import with_absolute_paths
 from quadriga.trainer.checkpoints import checkpoint_to_resume, inputs_of
 from quadriga.trainer.preflight import check_files
 
-SETTINGS = tuple({c.settings for c in (*COMMANDS, *PLANNED.values()) if c.settings is not None})
+SETTINGS = tuple({*PLANNED.values(), *(c.settings for c in COMMANDS if c.settings is not None)})
 NAMES_A_PATH = re.compile(r"(path|file|files|dir|folder|output|images)$")
 # The default of `cache_dir` must fit every user who reads a settings file that another has written,
 # so it is replaced where the folder is used.

@@ -25,6 +25,10 @@ from quadriga.observability.run_folder import (
 )
 
 
+def lock_of(folder):
+    return folder / LOCK, folder, "trainer.default_local_dir"
+
+
 def write_lock(folder, age_s=0.0, **changes):
     """Write the lock of another run, renewed `age_s` seconds ago."""
     owner = replace(LockOwner.this_run(), **changes)
@@ -49,7 +53,7 @@ def test_a_second_run_in_a_folder_is_refused(tmp_path, how):
 def test_a_start_that_fails_releases_the_lock(tmp_path):
     (tmp_path / "config.yaml").mkdir()
     (tmp_path / "config.yaml" / "x").touch()
-    with pytest.raises(ConfigError, match="already holds a run"):
+    with pytest.raises(ConfigError, match="yaml is no file"):
         RunFolder.open(tmp_path, TrainConfig())
     assert not (tmp_path / LOCK).exists()
 
@@ -74,20 +78,20 @@ def ended_process():
 def test_which_locks_are_stale(tmp_path, age_s, changes, stale):
     write_lock(tmp_path, age_s, **changes())
     if stale:
-        check_lock(tmp_path)
-        RunLock.acquire(tmp_path).release()
+        check_lock(*lock_of(tmp_path))
+        RunLock.acquire(*lock_of(tmp_path)).release()
         assert list(tmp_path.iterdir()) == []
     else:
         for attempt in (check_lock, RunLock.acquire):
             with pytest.raises(ConfigError, match="in use by another run"):
-                attempt(tmp_path)
+                attempt(*lock_of(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', '{"user": 1}', "[" * 5000, "\x00"])
 def test_a_damaged_lock_is_stale(tmp_path, text):
     (tmp_path / LOCK).write_text(text)
-    check_lock(tmp_path)
-    RunLock.acquire(tmp_path).release()
+    check_lock(*lock_of(tmp_path))
+    RunLock.acquire(*lock_of(tmp_path)).release()
 
 
 def test_a_link_in_place_of_the_lock_is_not_written_through(tmp_path):
@@ -95,7 +99,7 @@ def test_a_link_in_place_of_the_lock_is_not_written_through(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / LOCK).symlink_to(tmp_path / "precious")
     with pytest.raises(OSError, match="symbolic links"):
-        RunLock.acquire(tmp_path / "run")
+        RunLock.acquire(*lock_of(tmp_path / "run"))
     assert (tmp_path / "precious").read_text() == "x"
 
 
@@ -137,7 +141,7 @@ def test_one_of_many_runs_gets_a_stale_lock(tmp_path, monkeypatch):
     def attempt():
         start.wait()
         try:
-            outcomes.append(RunLock.acquire(tmp_path))
+            outcomes.append(RunLock.acquire(*lock_of(tmp_path)))
         except ConfigError:
             outcomes.append(None)
 
@@ -153,7 +157,7 @@ def test_one_of_many_runs_gets_a_stale_lock(tmp_path, monkeypatch):
 
 def test_the_owner_renews_its_lock_and_leaves_that_of_another_run(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "RENEW_S", 0.02)
-    lock = RunLock.acquire(tmp_path)
+    lock = RunLock.acquire(*lock_of(tmp_path))
     os.utime(tmp_path / LOCK, (0, 0))
     deadline = time.monotonic() + 60
     while (tmp_path / LOCK).stat().st_mtime == 0:

@@ -206,10 +206,10 @@ def test_the_parts_can_be_components_of_an_estimator(parts) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"parts": {"a": 3}}, "reward.parts.a must be a mapping of weight, path, name, got 3"),
+        ({"parts": {"a": 3}}, "reward.parts.a must be a section of settings, got 3"),
         ({"parts": {"a": {"wieght": 1}}}, "no setting reward.parts.a.wieght; did you mean weight"),
         ({"parts": {"a": {"weight": "much"}}}, "reward.parts.a.weight must be a number"),
-        ({"parts": {"a": {"weight": float("nan")}}}, "reward.parts.a.weight must be a number"),
+        ({"parts": {"a": {"weight": float("nan")}}}, "reward.parts.a.weight must be a finite"),
         ({"parts": {"a": {"name": "f"}}}, "reward.parts.a.name selects a function"),
         ({"parts": {"a": {}}, "path": "x.py"}, "reward.path and reward.parts both say"),
     ],

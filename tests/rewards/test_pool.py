@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def sample(name, truth="ok"):
 
 def test_a_bad_sample_affects_only_itself_and_order_is_kept():
     truths = ["ok", "hang", "crash", "ok", "raise", "abort", "exit", "text", "nan", "ok"]
-    with RewardPool(2, timeout_s=4) as pool:
+    with closing(RewardPool(2, timeout_s=4)) as pool:
         outcomes = pool.run([sample("moody", truth) for truth in truths])
     assert [outcome.status for outcome in outcomes] == [
         "scored",
@@ -57,7 +58,7 @@ def test_processes_are_reused_and_ended_by_close():
 
 
 def test_a_function_that_cannot_be_loaded_fails_only_its_sample():
-    with RewardPool(1) as pool:
+    with closing(RewardPool(1)) as pool:
         [outcome] = pool.run([sample("no_such_function")])
     assert outcome.status == "raised" and "no_such_function" in outcome.detail
 

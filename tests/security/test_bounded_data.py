@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from quadriga.cli.show import count_rows
 from quadriga.data import PromptDataset, SFTDataset, read_rows, rows
 from quadriga.data.chat import OutOfTimeError, bounded
+from quadriga.data.rows import count_rows
 from quadriga.errors import DataError, ModelError
 from quadriga.models import train_tokenizer
 from quadriga.observability.jsonl import read_jsonl
@@ -128,9 +128,7 @@ def test_a_parquet_file_is_refused_by_name(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("change", ["cut", "swapped", "zeros", "empty", "text"])
-@pytest.mark.parametrize(
-    "command", [lambda path: read_rows([path]), lambda path: count_rows([path])]
-)
+@pytest.mark.parametrize("command", [lambda path: read_rows([path]), count_rows])
 def test_a_damaged_parquet_file_is_refused_by_name(change, command, tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"prompt": ["a", "b"]}), path)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def sample(name, number=0, info=None):
 
 def run(name, count=1, info=None, **options):
     """Score the numbers 1 … `count`; a well-behaved function returns its number."""
-    with RewardPool(options.pop("processes", 1), **options) as pool:
+    with closing(RewardPool(options.pop("processes", 1), **options)) as pool:
         return pool.run([sample(name, number, info) for number in range(1, count + 1)])
 
 
@@ -99,7 +100,7 @@ def test_an_alarm_of_one_sample_does_not_interrupt_the_next():
 
 
 def test_a_crash_after_the_return_is_not_a_failure_of_the_next_sample():
-    with RewardPool(1, timeout_s=20) as pool:
+    with closing(RewardPool(1, timeout_s=20)) as pool:
         first = pool.run([sample("end_a_moment_later", 1)])
         time.sleep(0.6)
         others = pool.run([sample("end_a_moment_later", number) for number in (2, 3)])
@@ -111,7 +112,7 @@ def test_a_crash_after_the_return_is_not_a_failure_of_the_next_sample():
 
 @pytest.mark.parametrize("name", ["leave_a_child", "leave_a_session", "leave_an_orphan"])
 def test_close_ends_the_children_of_a_function(name):
-    with RewardPool(1, timeout_s=30) as pool:
+    with closing(RewardPool(1, timeout_s=30)) as pool:
         [outcome] = pool.run([sample(name, 1)])
         child = int(outcome.score)
         assert outcome.status == "scored" and exists(child)
@@ -120,7 +121,7 @@ def test_close_ends_the_children_of_a_function(name):
 
 def test_a_deadline_ends_the_children_of_a_function(tmp_path):
     note = tmp_path / "child"
-    with RewardPool(1, timeout_s=4) as pool:
+    with closing(RewardPool(1, timeout_s=4)) as pool:
         [outcome] = pool.run([sample("hang_with_a_child", info=str(note))])
         assert outcome.status == "timed_out"
         wait_for_end([int(note.read_text())])

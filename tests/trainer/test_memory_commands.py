@@ -70,7 +70,7 @@ def plan(arguments):
             own = None if rows.val_conversations is None else rows.val_conversations.lengths
             return sft_plan(config, device, rows.train.lengths, rows.val_prompts, own)
         config = load_config(GenerateConfig, given)
-        return generation_plan(config, device, load_prompts(config).dataset)
+        return generation_plan(config, device, load_prompts(config))
 
     return make
 

@@ -19,9 +19,9 @@ from quadriga.config.commands import ArithmeticDataConfig, DemoConfig, SFTConfig
 from quadriga.config.convert import check_values
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
-from quadriga.observability.jsonl import Sample, read_samples
+from quadriga.observability.jsonl import read_samples
 from quadriga.trainer.checks.settings import check_fine_tuning_settings, check_train_settings
-from quadriga.trainer.fine_tuning.sft import SFTResult, run_sft
+from quadriga.trainer.fine_tuning.sft import run_sft
 from quadriga.trainer.main import run_training
 from quadriga.trainer.preflight import check_engines
 
@@ -55,26 +55,33 @@ def run_demo(config: DemoConfig) -> None:
     console = Console(highlight=False)
     began = time.perf_counter()
     folder = Path(config.output)
-    data, sft, train = (
-        command(config, folder) for command in (data_command, sft_command, train_command)
-    )
+    made = (command(config, folder) for command in (data_command, sft_command, train_command))
+    data, sft, train = made
     # The commands check their settings too, but the second one only after the first has run.
-    check_fine_tuning_settings(load_config(SFTConfig, sft.overrides))
+    fine_tuning = load_config(SFTConfig, sft.overrides)
+    check_fine_tuning_settings(fine_tuning)
     training = load_config(TrainConfig, train.overrides)
     check_train_settings(training)
     check_engines(training)
 
-    _announce(console, "1/3  arithmetic problems, and a model with random weights", data)
+    def announce(title: str, command: DemoCommand) -> None:
+        console.print(f"\n{title}", style="bold")
+        console.print(f"$ {command}", style="dim", markup=False, soft_wrap=True)
+
+    announce("1/3  arithmetic problems, and a model with random weights", data)
     run_make_data(load_config(ArithmeticDataConfig, data.overrides))
-    _announce(
-        console, "2/3  warm start: supervised steps on worked examples, most of them wrong", sft
-    )
-    warm = run_sft(load_config(SFTConfig, sft.overrides))
-    _announce(console, "3/3  reinforcement learning: the reward is 1 for the right number", train)
-    run_training(load_config(TrainConfig, train.overrides))
+    announce("2/3  warm start: supervised steps on worked examples, most of them wrong", sft)
+    accuracy = run_sft(fine_tuning).accuracy
+    announce("3/3  reinforcement learning: the reward is 1 for the right number", train)
+    run_training(training)
 
     show_answers(console, folder / "train" / "samples.jsonl")
-    _summary(console, folder, warm, time.perf_counter() - began)
+    warm = "" if accuracy is None else f"; accuracy after the warm start {accuracy:.0%}"
+    console.print(f"time of the demo: {time.perf_counter() - began:.0f}s{warm}")
+    question = "Tom has 3 apples. He buys 4 more. How many apples does Tom have now?"
+    console.print("try the model:")
+    model = folder / "train" / "model"
+    console.print(f'  quadriga generate model.path={model} prompt="{question}"', soft_wrap=True)
 
 
 def data_command(config: DemoConfig, folder: Path) -> DemoCommand:
@@ -83,24 +90,11 @@ def data_command(config: DemoConfig, folder: Path) -> DemoCommand:
     Four of five worked examples stop after the first step and give its result as the answer. A
     model that imitates them solves mostly one-step problems; the reward teaches it the others.
     """
-    return DemoCommand(
-        "data make",
-        (
-            f"output={folder / 'data'}",
-            f"model_output={folder / 'base'}",
-            "max_number=9",
-            "max_total=9",
-            "max_steps=3",
-            "sft_size=4096",
-            "sft_careful=0.2",
-            "hidden_size=192",
-            "num_layers=2",
-            "num_heads=6",
-            "num_kv_heads=3",
-            "intermediate_size=512",
-            f"seed={config.seed}",
-        ),
-    )
+    settings = "max_number=9 max_total=9 max_steps=3 sft_size=4096 sft_careful=0.2 hidden_size=192"
+    shape = "num_layers=2 num_heads=6 num_kv_heads=3 intermediate_size=512"
+    paths = (f"output={folder / 'data'}", f"model_output={folder / 'base'}")
+    words = (*settings.split(), *shape.split(), f"seed={config.seed}")
+    return DemoCommand("data make", (*paths, *words))
 
 
 def sft_command(config: DemoConfig, folder: Path) -> DemoCommand:
@@ -124,37 +118,34 @@ def sft_command(config: DemoConfig, folder: Path) -> DemoCommand:
 
 
 def train_command(config: DemoConfig, folder: Path) -> DemoCommand:
-    """Train with GRPO, or with PPO and a critic (`adv_estimator=gae`)."""
-    with_critic = config.adv_estimator == "gae"
+    """Train with GRPO, or with PPO and a critic (`adv_estimator=gae`). Adapters take larger
+    steps."""
+    policy = "actor_rollout_ref"
+    if config.lora_rank is None:
+        trained = _optimizer(f"{policy}.actor.optim", "3e-4", warmup=5)
+    else:
+        rank = f"{policy}.model.lora.rank={config.lora_rank}"
+        trained = (rank, *_optimizer(f"{policy}.actor.optim", "3e-3", warmup=5))
     return DemoCommand(
         "train",
         (
             f"algorithm.adv_estimator={config.adv_estimator}",
-            f"actor_rollout_ref.model.path={folder / 'sft' / 'model'}",
+            f"{policy}.model.path={folder / 'sft' / 'model'}",
             f"data.train_files=[{folder / 'data' / 'train.parquet'}]",
             f"data.val_files=[{folder / 'data' / 'test.parquet'}]",
             "data.train_batch_size=32",
             "data.max_response_length=26",
-            "actor_rollout_ref.rollout.n=8",
-            *((f"actor_rollout_ref.rollout.name={config.rollout}",) * (config.rollout != "hf")),
-            "actor_rollout_ref.actor.ppo_mini_batch_size=16",
-            *_trained_part(config),
-            "actor_rollout_ref.actor.policy_loss.clip_ratio_high=0.28",
-            *(WITH_CRITIC if with_critic else WITHOUT_CRITIC),
+            f"{policy}.rollout.n=8",
+            f"{policy}.rollout.name={config.rollout}",
+            f"{policy}.actor.ppo_mini_batch_size=16",
+            *trained,
+            f"{policy}.actor.policy_loss.clip_ratio_high=0.28",
+            *(WITH_CRITIC if config.adv_estimator == "gae" else WITHOUT_CRITIC),
             "trainer.total_training_steps=90",
             "trainer.test_freq=10",
             *_shared(config, folder / "train"),
         ),
     )
-
-
-def _trained_part(config: DemoConfig) -> tuple[str, ...]:
-    """Return what reinforcement learning trains, and how fast: adapters take larger steps."""
-    key = "actor_rollout_ref.actor.optim"
-    if config.lora_rank is None:
-        return _optimizer(key, "3e-4", warmup=5)
-    rank = f"actor_rollout_ref.model.lora.rank={config.lora_rank}"
-    return (rank, *_optimizer(key, "3e-3", warmup=5))
 
 
 def _optimizer(prefix: str, lr: str, warmup: int) -> tuple[str, ...]:
@@ -184,40 +175,18 @@ def show_answers(console: Console, samples: Path, count: int = 4) -> None:
     from rich.text import Text
 
     validation = [s for s in read_samples(samples) if s.split == "val"]
-    first = min(s.step for s in validation)
-    last = max(s.step for s in validation)
+    steps = [s.step for s in validation]
+    before, after = (
+        [s for s in validation if s.step == step][:count] for step in (min(steps), max(steps))
+    )
     table = Table(
         title="responses to validation problems, before and after reinforcement learning",
         title_justify="left",
     )
     for column in ("problem", "before", "after", "truth"):
         table.add_column(column)
-    before = [s for s in validation if s.step == first][:count]
-    after = [s for s in validation if s.step == last][:count]
     for old, new in zip(before, after, strict=True):
         problem = old.prompt.removeprefix("user: ")
-        cells = (problem, _marked(old), _marked(new), str(old.ground_truth))
-        table.add_row(*map(Text, cells))
+        answers = (f"{'✓' if s.reward > 0 else '✗'} {s.response}" for s in (old, new))
+        table.add_row(*map(Text, (problem, *answers, str(old.ground_truth))))
     console.print(table)
-
-
-def _marked(sample: Sample) -> str:
-    return f"{'✓' if sample.reward > 0 else '✗'} {sample.response}"
-
-
-def _announce(console: Console, title: str, command: DemoCommand) -> None:
-    console.print(f"\n{title}", style="bold")
-    console.print(f"$ {command}", style="dim", markup=False, soft_wrap=True)
-
-
-def _summary(console: Console, folder: Path, warm: SFTResult, seconds: float) -> None:
-    accuracy = (
-        "" if warm.accuracy is None else f"; accuracy after the warm start {warm.accuracy:.0%}"
-    )
-    console.print(f"time of the demo: {seconds:.0f}s{accuracy}")
-    question = "Tom has 3 apples. He buys 4 more. How many apples does Tom have now?"
-    console.print("try the model:")
-    console.print(
-        f'  quadriga generate model.path={folder / "train" / "model"} prompt="{question}"',
-        soft_wrap=True,
-    )

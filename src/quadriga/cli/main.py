@@ -163,40 +163,25 @@ def _parser() -> _Parser:
     )
     parser.add_argument("--version", action="version", version=f"quadriga {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
-    groups: dict[str, argparse._SubParsersAction[_Parser]] = {}
     for command in COMMANDS:
         parent = commands
         *group, name = command.name.split()
-        if group:
-            parent = groups.get(group[0]) or _add_group(commands, group[0])
-            groups[group[0]] = parent
-        _add_command(parent, name, command)
+        for word in group:
+            words = commands.add_parser(word, help=f"Commands for {word}")
+            parent = words.add_subparsers(metavar="command", required=True)
+        own = parent.add_parser(name, help=command.summary, description=f"{command.summary}.")
+        own.command = command
+        own.set_defaults(command=command, overrides=[])
+        if command.settings is None:
+            continue
+        own.add_argument("overrides", nargs="*", metavar="key=value", help="Settings, listed below")
+        own.add_argument("--config", metavar="FILE", help="A YAML file of settings")
+        if command.settings is TrainConfig:
+            text = "A settings file of verl; settings are verl's then"
+            own.add_argument("--verl", metavar="FILE", help=text)
+        text = "Print all settings as YAML and exit"
+        own.add_argument("--print-config", action="store_true", help=text)
     return parser
-
-
-def _add_group(
-    commands: argparse._SubParsersAction[_Parser], name: str
-) -> argparse._SubParsersAction[_Parser]:
-    group = commands.add_parser(name, help=f"Commands for {name}")
-    return group.add_subparsers(metavar="command", required=True)
-
-
-def _add_command(parent: argparse._SubParsersAction[_Parser], name: str, command: Command) -> None:
-    parser = parent.add_parser(name, help=command.summary, description=f"{command.summary}.")
-    assert isinstance(parser, _Parser)
-    parser.command = command
-    parser.set_defaults(command=command, overrides=[])
-    if command.settings is None:
-        return
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="Settings, listed below")
-    parser.add_argument("--config", metavar="FILE", help="A YAML file of settings")
-    if command.settings is TrainConfig:
-        parser.add_argument(
-            "--verl", metavar="FILE", help="A settings file of verl; settings are verl's then"
-        )
-    parser.add_argument(
-        "--print-config", action="store_true", help="Print all settings as YAML and exit"
-    )
 
 
 def _report(text: str, code: int) -> int:

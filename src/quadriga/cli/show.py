@@ -6,19 +6,25 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from quadriga.config.commands import GenerateConfig, RMConfig, SFTConfig
+from quadriga.config.commands import (
+    AlgorithmsConfig,
+    EvalConfig,
+    GenerateConfig,
+    RMConfig,
+    SFTConfig,
+)
 from quadriga.config.schema import TrainConfig
 
 if TYPE_CHECKING:
     from quadriga.algorithms.catalog import AlgorithmEntry
-    from quadriga.trainer.evaluation.evaluate import Evaluation
     from quadriga.trainer.evaluation.generate import Answer
 
 PARTS = {
@@ -38,25 +44,32 @@ PARTS = {
 }
 
 
-def show_responses(answers: Iterable[Answer]) -> None:
+def show_generation(config: GenerateConfig) -> None:
+    """Generate responses, to a file or to standard output."""
+    from quadriga.trainer.evaluation.generate import run_generation
+
+    answers = run_generation(config)
+    if config.output is None:
+        show_responses(answers)
+    else:
+        print(f"wrote the responses to {len(answers)} prompts to {config.output}")
+
+
+def show_responses(answers: Sequence[Answer]) -> None:
     """Print a single response as it is, and several responses below their prompts."""
-    answers = list(answers)
     single = len(answers) == 1 and len(answers[0].responses) == 1
     for answer in answers:
-        if not single:
-            print(f"> {prompt_text(answer.prompt)}")
-        for response in answer.responses:
-            print(response)
-        if not single:
-            print()
+        shown = "\n".join(answer.responses)
+        print(shown if single else f"> {answer.prompt[-1]['content']}\n{shown}\n")
 
 
-def show_evaluation(done: Evaluation, confidence: float) -> None:
-    """Print the table of an evaluation, and where its files are."""
-    from quadriga.trainer.evaluation.evaluate import summary_table
+def show_evaluation(config: EvalConfig) -> None:
+    """Score responses, after generating them unless files hold them, and print a table."""
+    from quadriga.trainer.evaluation.evaluate import run_evaluation, summary_table
 
+    done = run_evaluation(config)
     console = Console(highlight=False)
-    console.print(summary_table(done.summaries, confidence))
+    console.print(summary_table(done.summaries, config.confidence))
     if done.left_out:
         console.print(f"{done.left_out} prompts were left out: longer than max_prompt_length")
     if done.failed:
@@ -64,21 +77,25 @@ def show_evaluation(done: Evaluation, confidence: float) -> None:
     console.print(f"results and samples are in {done.folder}", soft_wrap=True)
 
 
-def prompt_text(prompt: str | Sequence[Mapping[str, object]]) -> str:
-    """Return the last message of a chat, or a prompt that is a text."""
-    if isinstance(prompt, str):
-        return prompt
-    return str(prompt[-1]["content"])
-
-
-def show_plan(config: TrainConfig) -> None:
-    """Print the batch arithmetic and the memory of a run.
+def show_plan(config: TrainConfig | SFTConfig | RMConfig | GenerateConfig) -> None:
+    """Print the batches and the memory of a command; no process is started.
 
     Raises:
-        InputError: the settings or the config of a model are invalid.
+        InputError: the settings, the data or the config of a model do not fit.
     """
+    if isinstance(config, TrainConfig):
+        show_training_plan(config)
+    elif isinstance(config, GenerateConfig):
+        show_generation_plan(config)
+    else:
+        show_fine_tuning_plan(config)
+
+
+def show_training_plan(config: TrainConfig) -> None:
+    """Print the batch arithmetic and the memory of a run."""
     from quadriga.algorithms.user_files import load_user_file
     from quadriga.config.plan import batch_plan
+    from quadriga.data.rows import count_rows
     from quadriga.trainer.checks.settings import check_train_settings, role_engines
     from quadriga.trainer.dataflow import StepPlan
     from quadriga.trainer.preflight import check_models_of_engines
@@ -87,7 +104,9 @@ def show_plan(config: TrainConfig) -> None:
     for path in config.algorithm.user_files:
         load_user_file(path)
     check_train_settings(config)
-    plan = batch_plan(config, train_rows=count_rows(config.data.train_files))
+    files = [Path(file) for file in config.data.train_files]
+    known = bool(files) and all(file.is_file() for file in files)
+    plan = batch_plan(config, train_rows=sum(map(count_rows, files)) if known else None)
     print(plan.text(with_critic=needs_critic(config)))
     print(StepPlan.of(config).text())
     if config.actor_rollout_ref.model.path:
@@ -100,11 +119,7 @@ def show_plan(config: TrainConfig) -> None:
 
 
 def show_fine_tuning_plan(config: SFTConfig | RMConfig) -> None:
-    """Print the batches and the memory of fine-tuning, for the rows or pairs of its data.
-
-    Raises:
-        InputError: the settings, the data or the model do not fit.
-    """
+    """Print the batches and the memory of fine-tuning, for the rows or pairs of its data."""
     from quadriga.engines.loading import check_trained_part
     from quadriga.trainer.checks.settings import check_fine_tuning_settings
 
@@ -141,11 +156,7 @@ def show_fine_tuning_plan(config: SFTConfig | RMConfig) -> None:
 
 
 def show_generation_plan(config: GenerateConfig) -> None:
-    """Print the batches and the memory of generation.
-
-    Raises:
-        InputError: the settings or the config of the model are invalid.
-    """
+    """Print the batches and the memory of generation."""
     from quadriga.trainer.checks.settings import check_generate_settings
     from quadriga.trainer.memory.check import RunMemory
     from quadriga.trainer.memory.plan import generated_rows
@@ -163,26 +174,18 @@ def show_generation_plan(config: GenerateConfig) -> None:
     print(RunMemory(config).text())
 
 
-def count_rows(files: Sequence[str]) -> int | None:
-    """Return the number of rows of data files; None without files, or if one does not exist."""
-    paths = [Path(file) for file in files]
-    if not paths or not all(path.is_file() for path in paths):
-        return None
-    from quadriga.data.rows import count_rows as rows_of
-
-    return sum(rows_of(path) for path in paths)
-
-
-def show_algorithms() -> None:
+def show_algorithms(config: AlgorithmsConfig) -> None:
     """Print every entry of every registry: its formula, inputs, settings and source."""
     from quadriga.algorithms.catalog import describe_algorithms
+    from quadriga.algorithms.user_files import load_user_file
 
-    entries = describe_algorithms()
-    for kind in dict.fromkeys(entry.kind for entry in entries):
-        same_kind = [entry for entry in entries if entry.kind == kind]
-        width = max(len(entry.name) for entry in same_kind)
+    for path in config.user_files:
+        load_user_file(path)
+    for kind, group in groupby(describe_algorithms(), lambda entry: entry.kind):
+        entries = list(group)
+        width = max(len(entry.name) for entry in entries)
         print(f"\n{kind}")
-        for entry in same_kind:
+        for entry in entries:
             print(f"  {entry.name:<{width}}  {entry.formula}")
             for note in _notes(entry):
                 print(f"  {'':<{width}}  {note}")
@@ -203,6 +206,8 @@ def _notes(entry: AlgorithmEntry) -> list[str]:
 
 def show_doctor() -> None:
     """Print the versions of packages, with those that are missing, and the machine's resources."""
+    import psutil
+
     table = Table(title="installed", title_justify="left")
     for heading in ("package", "version", "for"):
         table.add_column(heading)
@@ -210,8 +215,14 @@ def show_doctor() -> None:
         table.add_row(name, version_of(name) or "not installed", purpose)
     console = Console(highlight=False)
     console.print(table)
-    for line in machine_lines():
-        console.print(line)
+    console.print(f"Python {platform.python_version()} on {platform.system()} {platform.machine()}")
+    memory = psutil.virtual_memory().total / 2**30
+    console.print(f"{os.cpu_count()} CPUs, {memory:.1f} GiB of memory")
+    if version_of("torch") is not None:
+        import torch
+
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        console.print(f"accelerators: {', '.join(names) or 'none, so runs use the CPU'}")
 
 
 def version_of(name: str) -> str | None:
@@ -222,20 +233,3 @@ def version_of(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
-
-
-def machine_lines() -> list[str]:
-    """Return lines about Python, CPUs, memory and accelerators of this machine."""
-    import psutil
-
-    lines = [
-        f"Python {platform.python_version()} on {platform.system()} {platform.machine()}",
-        f"{os.cpu_count()} CPUs, {psutil.virtual_memory().total / 2**30:.1f} GiB of memory",
-    ]
-    if version_of("torch") is None:
-        return lines
-    import torch
-
-    count = torch.cuda.device_count()
-    names = [torch.cuda.get_device_name(i) for i in range(count)]
-    return [*lines, f"accelerators: {', '.join(names) or 'none, so runs use the CPU'}"]

@@ -6,7 +6,6 @@ was resolved to. A settings object holds values only, so `remember_given` keeps 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, TypeAlias
@@ -39,12 +38,13 @@ def to_yaml(config: DataclassInstance) -> str:
     environment, except for the masked values.
     """
     values = _values_of(config)
-    written = {key: _escaped(value) for key, value in mask_values(values).items()}
+    plain = {key: _escaped(value) for key, value in mask_values(values).items()}
+    written = OmegaConf.create(plain)
     for key, pairs in _interpolated.items():
         for value, text in pairs:
-            if _at(values, key) == value and _gives(value, text, written, key):
-                _put(written, key, text)
-    return OmegaConf.to_yaml(OmegaConf.create(written))
+            if _at(values, key) == value and _gives(value, text, plain, key):
+                OmegaConf.update(written, key, text)
+    return OmegaConf.to_yaml(written)
 
 
 def _gives(value: Plain, text: Plain, written: dict[str, Plain], key: str) -> bool:
@@ -56,7 +56,7 @@ def _gives(value: Plain, text: Plain, written: dict[str, Plain], key: str) -> bo
     """
     if "${oc." in str(text):
         return True
-    settings = OmegaConf.create(copy.deepcopy(written))
+    settings = OmegaConf.create(written)
     OmegaConf.update(settings, key, text)
     try:
         read = OmegaConf.select(settings, key)
@@ -70,10 +70,10 @@ def _gives(value: Plain, text: Plain, written: dict[str, Plain], key: str) -> bo
 def remember_given(config: DataclassInstance, given: Mapping[str, Plain]) -> None:
     """Remember the interpolations of the given values, and the values of secret settings."""
     values = _values_of(config)
-    for key, value in _leaves(values, ""):
+    for key, value in setting_leaves(values):
         if isinstance(value, str | int) and is_secret_name(key.rpartition(".")[2]):
             remember_secret(str(value))
-    for key, text in _leaves(dict(given), ""):
+    for key, text in setting_leaves(dict(given)):
         value = _at(values, key)
         if "${" in str(text) and value is not None:
             pairs = _interpolated.setdefault(key, [])
@@ -97,13 +97,13 @@ def _plain(value: object) -> Plain:
     return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 
-def _leaves(value: Plain, key: str) -> Iterator[tuple[str, Plain]]:
-    """Yield (dotted key, value) for every value that is not a mapping."""
-    if not isinstance(value, dict):
+def setting_leaves(value: Plain, key: str = "") -> Iterator[tuple[str, Plain]]:
+    """Yield (dotted key, value) for each setting of nested mappings; `key`: of `value` itself."""
+    if not isinstance(value, dict) or not value:
         yield key, value
         return
     for name, item in value.items():
-        yield from _leaves(item, f"{key}.{name}" if key else name)
+        yield from setting_leaves(item, f"{key}.{name}" if key else str(name))
 
 
 def _at(values: Plain, key: str) -> Plain:
@@ -111,15 +111,6 @@ def _at(values: Plain, key: str) -> Plain:
     for part in key.split("."):
         values = values.get(part) if isinstance(values, dict) else None
     return values
-
-
-def _put(values: dict[str, Plain], key: str, value: Plain) -> None:
-    *sections, name = key.split(".")
-    for section in sections:
-        inner = values[section]
-        assert isinstance(inner, dict)
-        values = inner
-    values[name] = value
 
 
 def _escaped(value: Plain) -> Plain:

@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -32,44 +31,41 @@ from quadriga.errors import DataError
 
 DATA_SOURCE = "quadriga/arithmetic"
 
-PEOPLE = (
-    ("Tom", "He"),
-    ("Ann", "She"),
-    ("Ben", "He"),
-    ("Mia", "She"),
-    ("Sam", "He"),
-    ("Eva", "She"),
-    ("Leo", "He"),
-    ("Zoe", "She"),
-)
+NAMES = ("Tom", "Ann", "Ben", "Mia", "Sam", "Eva", "Leo", "Zoe")
+PEOPLE = tuple(zip(NAMES, ("He", "She") * 4, strict=True))
 THINGS = ("apples", "books", "coins", "cards", "shells", "pens", "stamps", "stones")
 
-STARTS = (
-    "{who} has {n} {things}.",
-    "{who} starts the day with {n} {things}.",
-    "There are {n} {things} in the bag of {who}.",
-)
-GAINS = (
-    "{they} buys {n} more.",
-    "{they} finds {n} {things}.",
-    "{other} brings {n} more {things}.",
-)
-LOSSES = (
-    "{they} loses {n}.",
-    "{they} gives {n} to {other}.",
-    "{other} takes {n} of the {things}.",
-)
-MULTIPLES = (
-    "{who} has {n} bags with {m} {things} in each.",
-    "{who} fills {n} boxes with {m} {things} each.",
-    "There are {n} rows of {m} {things} before {who}.",
-)
-QUESTIONS = (
-    "How many {things} does {who} have now?",
-    "How many {things} are there now?",
-    "What is the number of {things} in the end?",
-)
+WORDINGS = {
+    "=": (
+        "{who} has {n} {things}.",
+        "{who} starts the day with {n} {things}.",
+        "There are {n} {things} in the bag of {who}.",
+    ),
+    "+": (
+        "{they} buys {n} more.",
+        "{they} finds {n} {things}.",
+        "{other} brings {n} more {things}.",
+    ),
+    "-": (
+        "{they} loses {n}.",
+        "{they} gives {n} to {other}.",
+        "{other} takes {n} of the {things}.",
+    ),
+    "*": (
+        "{who} has {n} bags with {m} {things} in each.",
+        "{who} fills {n} boxes with {m} {things} each.",
+        "There are {n} rows of {m} {things} before {who}.",
+    ),
+    "?": (
+        "How many {things} does {who} have now?",
+        "How many {things} are there now?",
+        "What is the number of {things} in the end?",
+    ),
+}
+"""Kind of a sentence → its wordings: the start, a gain, a loss, a product, the question."""
 OPERATIONS = ("+", "-", "*")
+PHRASINGS = 3  # wordings of each kind
+_TERM = re.compile(r"([-+*])")
 _MAX_REPEATS = 5000  # consecutive draws without a new problem after which a task is exhausted
 
 # (kind and wording of a sentence, its numbers): ("=0", 3, 0) is "{who} has 3 {things}."
@@ -97,29 +93,35 @@ class ArithmeticTask:
     operations: tuple[str, ...] = ("+", "-")
 
     def __post_init__(self) -> None:
-        if self.max_number < 1:
-            raise DataError(f"max_number must be at least 1, got {self.max_number}")
-        if not 1 <= self.min_steps <= self.max_steps:
-            raise DataError(
-                "steps must satisfy 1 <= min_steps <= max_steps, "
-                f"got min_steps={self.min_steps}, max_steps={self.max_steps}"
-            )
-        if self.max_total is not None and self.max_total < self.max_number:
-            raise DataError(
+        steps = f"min_steps={self.min_steps}, max_steps={self.max_steps}"
+        bounded, operations = self.max_total is not None, self.operations
+        for fits, problem in (
+            (self.max_number >= 1, f"max_number must be at least 1, got {self.max_number}"),
+            (
+                1 <= self.min_steps <= self.max_steps,
+                f"steps must satisfy 1 <= min_steps <= max_steps, got {steps}",
+            ),
+            (
+                (self.max_total or self.max_number) >= self.max_number,
                 f"max_total must be at least max_number={self.max_number}, with which a story may "
-                f"start, got {self.max_total}"
-            )
-        if not 1 <= self.phrasings <= len(STARTS):
-            raise DataError(f"phrasings must be between 1 and {len(STARTS)}, got {self.phrasings}")
-        if not set(self.operations) <= set(OPERATIONS) or "+" not in self.operations:
-            raise DataError(
-                f"operations must be a subset of {OPERATIONS} with '+', got {self.operations}"
-            )
-        if self.max_total is not None and "-" not in self.operations:
-            raise DataError(
+                f"start, got {self.max_total}",
+            ),
+            (
+                1 <= self.phrasings <= PHRASINGS,
+                f"phrasings must be between 1 and {PHRASINGS}, got {self.phrasings}",
+            ),
+            (
+                set(operations) <= set(OPERATIONS) and "+" in operations,
+                f"operations must be a subset of {OPERATIONS} with '+', got {operations}",
+            ),
+            (
+                not bounded or "-" in operations,
                 "max_total needs '-' among the operations: without it a story that has reached "
-                "max_total could not continue"
-            )
+                "max_total could not continue",
+            ),
+        ):
+            if not fits:
+                raise DataError(problem)
 
 
 @dataclass(frozen=True)
@@ -136,79 +138,41 @@ class Problem:
 def make_problem(task: ArithmeticTask, rng: random.Random) -> Problem:
     """Generate one problem from the random numbers of `rng`."""
     steps = rng.randint(task.min_steps, task.max_steps)
-    story = _Story(task, rng)
-    story.add_start()
-    while len(story.lines) < steps:
-        story.add_event()
-    story.add_question()
-    return Problem(
-        question=" ".join(story.sentences),
-        solution="\n".join([*story.lines, f"#### {story.total}"]),
-        answer=story.total,
-        steps=steps,
-        key=tuple(story.key),
-    )
+    (who, they), (other, _) = rng.sample(PEOPLE, 2)
+    words = {"who": who, "they": they, "other": other, "things": rng.choice(THINGS)}
+    sentences: list[str] = []
+    key: list[tuple[str, int, int]] = []
+    lines: list[str] = []
 
-
-class _Story:
-    """A story under construction: its sentences, the steps of its solution, the current total."""
-
-    def __init__(self, task: ArithmeticTask, rng: random.Random) -> None:
-        (who, they), (other, _) = rng.sample(PEOPLE, 2)
-        self.words = {"who": who, "they": they, "other": other, "things": rng.choice(THINGS)}
-        self.task = task
-        self.rng = rng
-        self.total = 0
-        self.sentences: list[str] = []
-        self.lines: list[str] = []
-        self.key: list[tuple[str, int, int]] = []
-
-    def add_start(self) -> None:
-        """Add the first sentence. A product is also the first step of the solution."""
-        n = self.rng.randint(1, self.task.max_number)
-        if "*" in self.task.operations and self.rng.random() < 1 / len(self.task.operations):
-            # n × m must not exceed max_total: with n = 4 and max_total = 30, m ≤ 30 // 4 = 7.
-            m = self.rng.randint(1, min(self.task.max_number, max(1, self._remaining() // n)))
-            self._add_sentence("*", MULTIPLES, n, m)
-            self._add_step(f"{n}*{m}", n * m)
-        else:
-            self._add_sentence("=", STARTS, n)
-            self.total = n
-
-    def add_event(self) -> None:
-        """Add a gain or a loss that keeps the total between 0 and `max_total`."""
-        sign = self._sign()
-        largest = self.total if sign == "-" else self._remaining()
-        n = self.rng.randint(1, min(self.task.max_number, largest))
-        self._add_sentence(sign, GAINS if sign == "+" else LOSSES, n)
-        result = self.total + n if sign == "+" else self.total - n
-        self._add_step(f"{self.total}{sign}{n}", result)
-
-    def add_question(self) -> None:
-        """Add the question."""
-        self._add_sentence("?", QUESTIONS)
-
-    def _add_sentence(self, kind: str, wordings: tuple[str, ...], n: int = 0, m: int = 0) -> None:
+    def tell(kind: str, n: int = 0, m: int = 0) -> None:
         # The key names the wording by its number and omits people and things.
-        which = self.rng.randrange(self.task.phrasings)
-        self.sentences.append(wordings[which].format(n=n, m=m, **self.words))
-        self.key.append((f"{kind}{which}", n, m))
+        which = rng.randrange(task.phrasings)
+        sentences.append(WORDINGS[kind][which].format(n=n, m=m, **words))
+        key.append((f"{kind}{which}", n, m))
 
-    def _add_step(self, term: str, result: int) -> None:
-        self.lines.append(f"{term}={result}")
-        self.total = result
-
-    def _remaining(self) -> int:
-        """Return the largest number that may be added to the total."""
-        if self.task.max_total is None:
-            return self.task.max_number**2  # the largest product, so it bounds nothing
-        return self.task.max_total - self.total
-
-    def _sign(self) -> str:
-        # "-" is impossible at a total of 0, and "+" at a total of `max_total`.
-        if self.total == 0 or "-" not in self.task.operations:
-            return "+"
-        return "-" if self._remaining() == 0 else self.rng.choice("+-")
+    total = rng.randint(1, task.max_number)
+    if "*" in task.operations and rng.random() < 1 / len(task.operations):
+        # n × m must not exceed max_total: with n = 4 and max_total = 30, m ≤ 30 // 4 = 7.
+        n, most = total, task.max_total or task.max_number**2
+        m = rng.randint(1, min(task.max_number, max(1, most // n)))
+        tell("*", n, m)
+        total = n * m
+        lines.append(f"{n}*{m}={total}")
+    else:
+        tell("=", total)
+    while len(lines) < steps:
+        # What may be added; the largest product bounds nothing.
+        room = (task.max_total or task.max_number**2 + total) - total
+        sign = rng.choice("+-") if total and room and "-" in task.operations else ""
+        sign = sign or ("-" if total and not room else "+")
+        n = rng.randint(1, min(task.max_number, total if sign == "-" else room))
+        tell(sign, n)
+        result = total + n if sign == "+" else total - n
+        lines.append(f"{total}{sign}{n}={result}")
+        total = result
+    tell("?")
+    solution = "\n".join([*lines, f"#### {total}"])
+    return Problem(" ".join(sentences), solution, total, steps, tuple(key))
 
 
 def make_parts(
@@ -229,34 +193,22 @@ def make_parts(
         # One stream of random numbers per split: with a common one, a larger split would change
         # the problems of all later splits. `Random` hashes a text the same way in every process.
         rng = random.Random(f"{seed}/{name}")
-        parts[name] = list(_new_problems(task, size, rng, seen, name))
+        made: list[Problem] = []
+        repeats = 0
+        while len(made) < size:
+            problem = make_problem(task, rng)
+            if problem.key not in seen:
+                seen.add(problem.key)
+                made.append(problem)
+                repeats = 0
+            elif (repeats := repeats + 1) > _MAX_REPEATS:
+                raise DataError(
+                    f"split {name!r} needs {size} problems, but only {len(made)} were found that "
+                    f"are in no other split ({len(seen)} in all splits); increase max_number, "
+                    "max_steps or phrasings, or reduce the sizes"
+                )
+        parts[name] = made
     return parts
-
-
-def _new_problems(
-    task: ArithmeticTask, size: int, rng: random.Random, seen: set[Key], name: str
-) -> Iterable[Problem]:
-    """Yield `size` problems that are not in `seen`, and add them to it."""
-    made = repeats = 0
-    while made < size:
-        problem = make_problem(task, rng)
-        if problem.key not in seen:
-            seen.add(problem.key)
-            made += 1
-            repeats = 0
-            yield problem
-            continue
-        repeats += 1
-        if repeats > _MAX_REPEATS:
-            raise DataError(
-                f"split {name!r} needs {size} problems, but only {made} were found that are in no "
-                f"other split ({len(seen)} in all splits); increase max_number, max_steps or "
-                "phrasings, or reduce the sizes"
-            )
-
-
-_TERM = re.compile(r"([-+*])")
-Step: TypeAlias = tuple[str, int]  # "7-2=5" is ("-", 2)
 
 
 @dataclass(frozen=True)
@@ -307,36 +259,43 @@ def write_arithmetic(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     # "train" is last: the other files do not depend on its size.
-    sizes = {"test": test_size, "sft": sft_size}
-    sizes |= {"rm": rm_size} if rm_size else {}
-    sizes["train"] = train_size
-    parts = make_parts(task or ArithmeticTask(), sizes, seed)
-    train, test, sft, rm = (folder / f"{name}.parquet" for name in ("train", "test", "sft", "rm"))
-    files = ArithmeticFiles(train, test, sft)
-    if rm_size:
-        files = replace(files, rm=rm, rm_test=folder / "rm_test.parquet")
-    for name, pairs_of in (("rm", files.rm), ("test", files.rm_test)):
-        if pairs_of is not None:
-            rng = random.Random(f"{seed}/{name}/wrong")
-            pairs = [pair_row(problem, index, rng) for index, problem in enumerate(parts[name])]
-            pq.write_table(pa.Table.from_pylist(pairs), pairs_of)
-    for name, path in (("train", files.train), ("test", files.test), ("sft", files.sft)):
+    sizes = {"test": test_size, "sft": sft_size, "rm": rm_size, "train": train_size}
+    parts = make_parts(
+        task or ArithmeticTask(), {k: n for k, n in sizes.items() if n or k != "rm"}, seed
+    )
+    for name, file in (("rm", "rm"), ("test", "rm_test")) if rm_size else ():
+        rng = random.Random(f"{seed}/{name}/wrong")
+        _write(
+            folder,
+            file,
+            [
+                _row(problem, index, "rm", problem.solution)
+                | {"chosen": problem.solution, "rejected": _wrong_solution(problem, rng)}
+                for index, problem in enumerate(parts[name])
+            ],
+        )
+    for name in ("train", "test", "sft"):
         share = sft_careful if name == "sft" else 1.0
         # A stream of its own, so that `sft_careful` changes solutions but never the problems.
         rng = random.Random(f"{seed}/{name}/careful")
-        rows = [
-            problem_row(problem, index, name, careful=rng.random() < share)
-            for index, problem in enumerate(parts[name])
-        ]
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    return files
+        _write(
+            folder,
+            name,
+            [
+                _row(problem, i, name, _solution(problem, careful=rng.random() < share))
+                for i, problem in enumerate(parts[name])
+            ],
+        )
+    names = ("train", "test", "sft", "rm", "rm_test") if rm_size else ("train", "test", "sft")
+    return ArithmeticFiles(*(folder / f"{name}.parquet" for name in names))
 
 
-def problem_row(
-    problem: Problem, index: int, split: str, *, careful: bool = True
-) -> dict[str, object]:
-    """Return one row of a data file; without `careful` its answer stops after the first step."""
-    answer = problem.solution if careful else first_step_solution(problem)
+def _write(folder: Path, name: str, rows: list[dict[str, object]]) -> None:
+    pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
+
+
+def _row(problem: Problem, index: int, split: str, answer: str) -> dict[str, object]:
+    """Return one row of a data file."""
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": problem.question}],
@@ -351,13 +310,14 @@ def problem_row(
     }
 
 
-def pair_row(problem: Problem, index: int, rng: random.Random) -> dict[str, object]:
-    """Return one row of a file of pairs."""
-    row = problem_row(problem, index, "rm")
-    return {**row, "chosen": problem.solution, "rejected": wrong_solution(problem, rng)}
+def _solution(problem: Problem, *, careful: bool) -> str:
+    """Return the solution of a demonstration. Without `careful` it stops after the first step:
+    "3+4=7\\n7-2=5\\n#### 5" → "3+4=7\\n#### 7"."""
+    first = problem.solution.split("\n", 1)[0]
+    return problem.solution if careful else f"{first}\n#### {first.split('=')[1]}"
 
 
-def wrong_solution(problem: Problem, rng: random.Random) -> str:
+def _wrong_solution(problem: Problem, rng: random.Random) -> str:
     """Return a solution with one mistake, of one of four kinds, and another answer.
 
     The kinds for "3+4=7\\n7-2=5\\n#### 5". Each is drawn equally often, and a draw that gives no
@@ -368,8 +328,10 @@ def wrong_solution(problem: Problem, rng: random.Random) -> str:
         3+5=8 8-2=6 #### 6            a number of a step is another one
         3+4=7 7-2=6 #### 6            the last result is wrong by 1 or 2
     """
+    terms = [_TERM.split(line.split("=")[0]) for line in problem.solution.split("\n")[:-1]]
     while True:
-        steps, slip = _steps(problem), 0
+        # The sign and the number of each step: "7-2=5" is ("-", 2).
+        steps, slip = [(sign, int(number)) for _, sign, number in terms], 0
         kind = rng.choice(("early", "extra", "number", "result"))
         place = rng.randrange(len(steps))
         if kind == "early":
@@ -380,41 +342,11 @@ def wrong_solution(problem: Problem, rng: random.Random) -> str:
             steps[place] = (steps[place][0], rng.randint(1, max(n for _, n in steps) + 1))
         else:
             slip = rng.choice((-2, -1, 1, 2))
-        totals = _totals(problem, steps)
-        totals[-1] += slip
+        lines, totals = [], [int(terms[0][0])]
+        for number, (sign, n) in enumerate(steps, start=1):
+            total = totals[-1]
+            result = {"+": total + n, "-": total - n, "*": total * n}[sign]
+            totals.append(result + slip * (number == len(steps)))
+            lines.append(f"{total}{sign}{n}={totals[-1]}")
         if min(totals) >= 0 and totals[-1] != problem.answer:
-            return _written(steps, totals)
-
-
-def _steps(problem: Problem) -> list[Step]:
-    """Return the steps of the solution."""
-    terms = [line.split("=")[0] for line in problem.solution.split("\n")[:-1]]
-    return [(sign, int(number)) for _, sign, number in map(_TERM.split, terms)]
-
-
-def _totals(problem: Problem, steps: list[Step]) -> list[int]:
-    """Return the first number of the solution and the result of each step."""
-    totals = [int(_TERM.split(problem.solution, maxsplit=1)[0])]
-    for sign, number in steps:
-        total = totals[-1]
-        results = {"+": total + number, "-": total - number, "*": total * number}
-        totals.append(results[sign])
-    return totals
-
-
-def _written(steps: list[Step], totals: list[int]) -> str:
-    """Return a solution of these steps: one line for each, and the last total as the answer."""
-    lines = [
-        f"{total}{sign}{number}={result}"
-        for (sign, number), (total, result) in zip(steps, pairwise(totals), strict=True)
-    ]
-    return "\n".join([*lines, f"#### {totals[-1]}"])
-
-
-def first_step_solution(problem: Problem) -> str:
-    """Return a solution that stops after the first step and gives its result as the answer.
-
-    "3+4=7\\n7-2=5\\n#### 5" → "3+4=7\\n#### 7".
-    """
-    first = problem.solution.split("\n", 1)[0]
-    return f"{first}\n#### {first.split('=')[1]}"
+            return "\n".join([*lines, f"#### {totals[-1]}"])

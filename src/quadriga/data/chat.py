@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import inspect
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypedDict
+
+import psutil
 
 from quadriga.data.rows import Row
 from quadriga.errors import ConfigError, ModelError, nearest_name
@@ -349,7 +349,8 @@ def _receive_raised_exception() -> None:
 
 @contextmanager
 def _limited_memory(gigabytes: float) -> Iterator[None]:
-    allocated = _allocated_bytes()
+    # The private writable memory of this process; the system does not tell it outside of Linux.
+    allocated = getattr(psutil.Process().memory_info(), "data", None)
     if allocated is None:
         yield
         return
@@ -365,13 +366,3 @@ def _limited_memory(gigabytes: float) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
-
-
-def _allocated_bytes() -> int | None:
-    """Return the private writable memory of this process; None if the system does not tell."""
-    if sys.platform.startswith("linux"):
-        with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii") as status:
-            for line in status:
-                if line.startswith("VmData:"):
-                    return int(line.split()[1]) * 1024
-    return None

@@ -21,21 +21,18 @@ import copy
 import hashlib
 import json
 import os
-import secrets
-import socket
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
-import psutil
 
 from quadriga.config.paths import expand_home
 from quadriga.data.chat import TemplateArguments
 from quadriga.data.rows import Piece, Row, check_files, count_rows, read_pieces, rows_of_columns
 from quadriga.errors import DataError
+from quadriga.files import replacing
 from quadriga.observability.console import progress
 
 if TYPE_CHECKING:
@@ -52,7 +49,6 @@ _FORMAT = "rows 3"  # of cache files; another text makes new ones
 _OWN = tuple(f"quadriga: {name}" for name in ("ids", "borders", "value", "row"))
 _IDS, _BORDERS, _VALUE, _NUMBER = _OWN
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # of a complete stream in Arrow's format
-_OLD_S = 7 * 86400  # age of an unfinished file that no process writes any more
 
 
 @dataclass(frozen=True)
@@ -104,7 +100,7 @@ class EncodedDataset(Generic[ItemT]):
     @classmethod
     def from_settings(
         cls,
-        files: Sequence[str],
+        files: Sequence[str | Row],
         tokenizer: PreTrainedTokenizerBase,
         settings: DataclassInstance,
         **more: Any,  # fields that the settings do not have
@@ -254,8 +250,8 @@ class EncodedDataset(Generic[ItemT]):
 
 
 def _plain(value: object) -> object:
-    """Return a setting as a JSON value."""
-    return dict(value) if isinstance(value, Mapping) else str(value)
+    """Return a setting as a JSON value; `ImageRules` have a text for digests."""
+    return dict(value) if isinstance(value, Mapping) else str(getattr(value, "settings", value))
 
 
 def _is_large(path: Path) -> bool:
@@ -297,23 +293,16 @@ def _cached(
     if path.exists():
         with contextlib.suppress(pa.ArrowException, OSError):  # a damaged one is made again
             return _read(path)
-    # The folder may be shared by nodes and containers, whose processes have equal numbers.
-    owner = f"{secrets.token_hex(4)}.{socket.gethostname()}.{os.getpid()}"
-    part = folder / f"{path.name}.{owner}.part"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _remove_unfinished(folder)
+    with replacing(path) as fresh:
         try:
-            write(source, part)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"the token ids of {source} cannot be kept in {folder}: {error.strerror or error}; "
-            "set data.cache_dir to a folder with free space, or to null to keep them in memory",
-            path=str(folder),
-        ) from error
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write(source, fresh)
+        except OSError as error:
+            raise DataError(
+                f"the token ids of {source} cannot be kept in {folder}: {error.strerror or error}; "
+                "set data.cache_dir to a folder with free space, or to null to keep them in memory",
+                path=str(folder),
+            ) from error
     return _read(path)
 
 
@@ -328,14 +317,3 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str | None:
     special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
     parts = (inner.to_str(), str(tokenizer.chat_template), special, type(tokenizer).__qualname__)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def _remove_unfinished(folder: Path) -> None:
-    """Remove the unfinished files of ended processes of this host, and those of last week."""
-    own = f".{socket.gethostname()}."
-    for part in folder.glob("*.part"):
-        process = part.name.split(".")[-2]
-        ended = own in part.name and process.isdecimal() and not psutil.pid_exists(int(process))
-        with contextlib.suppress(FileNotFoundError):
-            if ended or time.time() - part.stat().st_mtime > _OLD_S:
-                part.unlink()

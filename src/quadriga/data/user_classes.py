@@ -15,7 +15,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 from quadriga.containment import contained, describe, import_file
 from quadriga.errors import ConfigError, DataError, QuadrigaError
@@ -87,13 +88,10 @@ def user_dataset(
         InputError: the file cannot be imported.
         ConfigError: it has no such class, or the object lacks a method or an attribute.
     """
-    name = config.dataset.name
-    key = "data.dataset"
-    takes = images is not None and "images" in inspect.signature(_class(path, name, key)).parameters
-    options = {"images": images} if takes else {}
-    dataset = _made(path, name, key, files, tokenizer, config, **options)
     needed = ("__len__", "__getitem__", "collate", "longest", "largest_id", "same_width")
-    _check(dataset, needed, f"data.dataset.name={name}")
+    args, name = (files, tokenizer, config), config.dataset.name
+    options = {} if images is None else {"images": images}
+    dataset = _made(path, name, "data.dataset", needed, *args, optional=options)
     return cast(Prompts, dataset)
 
 
@@ -103,11 +101,9 @@ def user_sampler(path: str, config: SamplerConfig, dataset: Prompts, seed: int) 
     Raises:
         As `user_dataset`.
     """
-    options = {"seed": seed, **config.options}
-    sampler = _made(path, config.name, "data.sampler", dataset, **options)
     needed = ("rows", "update", "state_dict", "load_state_dict")
-    _check(sampler, needed, f"data.sampler.name={config.name}")
-    return cast(RowSampler, sampler)
+    options = {"seed": seed, **config.options}
+    return cast(RowSampler, _made(path, config.name, "data.sampler", needed, dataset, **options))
 
 
 def sampled_rows(sampler: RowSampler, batch: int, batch_size: int, total: int) -> list[int]:
@@ -174,42 +170,47 @@ def _called(sampler: RowSampler, what: str, call: Callable[[], T]) -> T:
         raise DataError(f"{type(sampler).__name__}.{what} failed: {describe(error)}") from error
 
 
-def _made(path: str, name: str, key: str, *args: object, **options: object) -> object:
-    """Return an object of the user's class. The names of `options` are those of the settings."""
-    made = _class(path, name, key)
+def _made(
+    path: str,
+    name: str,
+    key: str,
+    needed: Sequence[str],
+    *args: object,
+    optional: Mapping[str, object] = MappingProxyType({}),
+    **options: object,
+) -> object:
+    """Return an object of the user's class, which has the attributes `needed`.
+
+    Args:
+        optional: arguments that the class is given if it has them.
+        options: arguments with the names of settings.
+    """
+    module = import_file(Path(path).resolve(), f"file {key}.path")
+    made, what = getattr(module, name, None), f"{key}.name={name}"
+    if not callable(made):
+        defined = [n for n, value in vars(module).items() if isinstance(value, type)]
+        raise ConfigError(
+            f"{what}: {path} has no such class; it has {', '.join(defined) or 'none'}",
+            key=f"{key}.name",
+        )
+    signature = inspect.signature(made)
+    options |= {k: value for k, value in optional.items() if k in signature.parameters}
     try:
-        inspect.signature(made).bind(*args, **options)
+        signature.bind(*args, **options)
     except TypeError as error:
         given = f" and the options {', '.join(options)}" if options else ""
         raise ConfigError(
-            f"{key}.name={name}: the class cannot be called with {len(args)} arguments{given}: "
-            f"{error}",
+            f"{what}: the class cannot be called with {len(args)} arguments{given}: {error}",
             key=f"{key}.name",
         ) from error
     try:
         with contained():
-            return made(*args, **options)
+            found: object = made(*args, **options)
     except (KeyboardInterrupt, QuadrigaError):
         raise
     except BaseException as error:  # whatever the user's code raises, `exit()` included
-        raise ConfigError(
-            f"{key}.name={name} cannot be made: {describe(error)}", key=f"{key}.name"
-        ) from error
-
-
-def _class(path: str, name: str, key: str) -> Callable[..., Any]:
-    module = import_file(Path(path).resolve(), f"file {key}.path")
-    found = getattr(module, name, None)
-    if not callable(found):
-        defined = [n for n, value in vars(module).items() if isinstance(value, type)]
-        raise ConfigError(
-            f"{key}.name={name}: {path} has no such class; it has {', '.join(defined) or 'none'}",
-            key=f"{key}.name",
-        )
-    return cast(Callable[..., Any], found)
-
-
-def _check(made: object, needed: Sequence[str], what: str) -> None:
-    lacks = [name for name in needed if not hasattr(made, name)]
+        raise ConfigError(f"{what} cannot be made: {describe(error)}", key=f"{key}.name") from error
+    lacks = [attribute for attribute in needed if not hasattr(found, attribute)]
     if lacks:
-        raise ConfigError(f"{what}: {type(made).__name__} lacks {', '.join(lacks)}")
+        raise ConfigError(f"{what}: {type(found).__name__} lacks {', '.join(lacks)}")
+    return found

@@ -26,7 +26,21 @@ class MetricInfo:
 
 _I = MetricInfo
 
+_OF_UPDATES = {
+    "grad_norm": _I("1", "norm of the gradient before clipping"),
+    "lr": _I("1", "learning rate, mean over the optimizer steps"),
+    "skipped_steps": _I("steps", "optimizer steps skipped so far (gradient not finite)", "max"),
+    "micro_batches": _I("1", "forward and backward passes per optimizer step and rank"),
+}
+
 METRICS: dict[str, MetricInfo] = {
+    **{
+        f"{role}/{name}": info
+        for role in ("actor", "critic", "rm", "sft")
+        for name, info in _OF_UPDATES.items()
+    },
+    "actor/optimizer_steps": _I("steps", "optimizer steps in this training step", "last"),
+    "critic/optimizer_steps": _I("steps", "optimizer steps in this training step", "last"),
     # Reward and validation
     "reward/mean": _I("reward", "score of a response, before penalties"),
     "reward/rules": _I("reward", "score of the rules, if a reward model is added to them"),
@@ -98,38 +112,16 @@ METRICS: dict[str, MetricInfo] = {
     "actor/behaviour_weight_max": _I("1", "largest weight π_old/π_rollout", "max"),
     "actor/entropy": _I("nats", "entropy of the policy per token"),
     "actor/kl_loss": _I("nats", "KL(policy‖reference) in the loss, before its coefficient"),
-    "actor/grad_norm": _I("1", "norm of the gradient before clipping"),
-    "actor/lr": _I("1", "learning rate, mean over the optimizer steps"),
-    "actor/skipped_steps": _I(
-        "steps", "optimizer steps skipped so far (gradient not finite)", "max"
-    ),
-    "actor/micro_batches": _I("1", "forward and backward passes per optimizer step and rank"),
-    "actor/optimizer_steps": _I("steps", "optimizer steps in this training step", "last"),
     # Critic update
     "critic/loss": _I("1", "the value loss that is differentiated"),
     "critic/vf_clipfrac": _I("share", "tokens whose value change was clipped"),
     "critic/vpred_mean": _I("reward", "predicted value per token"),
-    "critic/grad_norm": _I("1", "norm of the gradient before clipping"),
-    "critic/lr": _I("1", "learning rate, mean over the optimizer steps"),
-    "critic/skipped_steps": _I(
-        "steps", "optimizer steps skipped so far (gradient not finite)", "max"
-    ),
-    "critic/micro_batches": _I("1", "forward and backward passes per optimizer step and rank"),
-    "critic/optimizer_steps": _I("steps", "optimizer steps in this training step", "last"),
     # Supervised fine-tuning
     "rm/loss": _I("nats", "−log σ(difference − margin) per pair"),
     "rm/accuracy": _I("share", "pairs in which the chosen response has the higher score"),
     "rm/difference": _I("reward", "score of the chosen response minus that of the rejected one"),
-    "rm/grad_norm": _I("1", "norm of the gradient before clipping"),
-    "rm/lr": _I("1", "learning rate of the step", "last"),
-    "rm/skipped_steps": _I("steps", "optimizer steps skipped so far (gradient not finite)", "max"),
-    "rm/micro_batches": _I("1", "forward and backward passes per step and rank"),
     "sft/loss": _I("nats", "negative log-probability per answer token"),
     "val/loss": _I("nats", "loss of the validation data, per answer token or per pair"),
-    "sft/grad_norm": _I("1", "norm of the gradient before clipping"),
-    "sft/lr": _I("1", "learning rate of the step", "last"),
-    "sft/skipped_steps": _I("steps", "optimizer steps skipped so far (gradient not finite)", "max"),
-    "sft/micro_batches": _I("1", "forward and backward passes per step and rank"),
     # Device memory, with rollout.take_turns. On a CPU: of the process of the rank
     "memory/rollout_mode_before": _I("GiB", "in use before generation, most of all ranks", "max"),
     "memory/rollout_mode_after": _I(

@@ -27,11 +27,13 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import psutil
+from annotated_types import Ge, Lt
+from pydantic import TypeAdapter
 
 from quadriga.errors import ConfigError
 from quadriga.files import cannot_write
@@ -48,6 +50,7 @@ WANDB = "wandb"
 PLOT = "learning_curve.png"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
+_KEY = "trainer.default_local_dir"
 _MARKS = (CONFIG, METRICS)  # a folder with one of these holds a run
 # What an export that was killed leaves beside the model.
 _REPLACED = f"{MODEL}.replaced"
@@ -59,15 +62,21 @@ _OF_STEPS = (METRICS, SAMPLES, TENSORBOARD, PLOT)
 _log = logging.getLogger("quadriga")
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """The paths in the folder of a run. Only `open` creates it, not the constructor.
 
     `lock` is held from `open` to `close`, so that no second run writes here.
     """
 
-    path: Path
-    lock: RunLock | None = field(default=None, compare=False)
+    def __init__(self, path: Path, lock: RunLock | None = None) -> None:
+        self.path, self.lock = path, lock
+        self.config = path / CONFIG
+        self.metrics = path / METRICS
+        self.samples = path / SAMPLES
+        self.tensorboard = path / TENSORBOARD
+        self.plot = path / PLOT
+        self.checkpoints = path / CHECKPOINTS
+        self.model = path / MODEL
 
     @classmethod
     def open(
@@ -94,7 +103,7 @@ class RunFolder:
         folder.check(resume=resume, overwrite=overwrite, restart=restart)
         try:
             folder.path.mkdir(parents=True, exist_ok=True)
-            folder = cls(folder.path, RunLock.acquire(folder.path))
+            folder.lock = RunLock.acquire(folder.path / LOCK, folder.path, _KEY)
         except OSError as error:
             raise cannot_write(folder.path, error) from error
         try:
@@ -137,37 +146,28 @@ class RunFolder:
         for folder in (self.path, self.checkpoints):
             if os.path.lexists(folder) and not folder.is_dir():
                 what = "a file" if folder.exists() else "a link to nothing"
-                raise ConfigError(
-                    f"trainer.default_local_dir: {folder} is {what}, not a folder",
-                    key="trainer.default_local_dir",
-                )
+                raise ConfigError(f"{_KEY}: {folder} is {what}, not a folder", key=_KEY)
         if not locked:
-            check_lock(self.path)
-        written = (CONFIG, METRICS, SAMPLES, PLOT) if resume or not overwrite else ()
-        for name in written:
-            if (self.path / name).is_symlink():
-                raise ConfigError(
-                    f"{self.path / name} is a symbolic link, and a run writes no file outside its "
-                    "folder; remove it, or choose another trainer.default_local_dir",
-                    key="trainer.default_local_dir",
-                )
+            check_lock(self.path / LOCK, self.path, _KEY)
+        written = [self.config, self.metrics, self.samples, self.plot]
+        for file in written if resume or not overwrite else ():
+            if file.is_symlink():
+                problem = "a symbolic link, and a run writes no file outside its folder"
+            elif file.exists() and not file.is_file():
+                problem = "no file, and a run writes a file there"
+            else:
+                continue
+            raise ConfigError(f"{file} is {problem}; remove it, or choose another {_KEY}", key=_KEY)
         if self.holds_run and not resume and not overwrite:
             self._check_restart(restart=restart)
-        for name in written:
-            if (self.path / name).exists() and not (self.path / name).is_file():
-                raise ConfigError(
-                    f"{self.path / name} is no file, and a run writes a file there; remove it, or "
-                    "choose another trainer.default_local_dir",
-                    key="trainer.default_local_dir",
-                )
 
     def _check_restart(self, *, restart: bool) -> None:
         """Raise `ConfigError` unless the run in the folder may begin again."""
         if not restart:
             raise ConfigError(
-                f"{self.path} already holds a run; choose another trainer.default_local_dir, "
-                "resume the run (trainer.resume_mode=auto) or replace it (trainer.overwrite=true)",
-                key="trainer.default_local_dir",
+                f"{self.path} already holds a run; choose another {_KEY}, resume the run "
+                "(trainer.resume_mode=auto) or replace it (trainer.overwrite=true)",
+                key=_KEY,
             )
         found = [path for path in (self.model, self.path / _REPLACED) if os.path.lexists(path)]
         saved = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
@@ -177,50 +177,15 @@ class RunFolder:
             raise ConfigError(
                 f"{self.path} already holds a run, without a checkpoint to resume but with "
                 f"{found[0]}; with trainer.resume_mode=auto a run begins again only where the "
-                "one before has left neither a checkpoint nor a model; choose another "
-                "trainer.default_local_dir, or replace the run (trainer.overwrite=true)",
-                key="trainer.default_local_dir",
+                f"one before has left neither a checkpoint nor a model; choose another {_KEY}, "
+                "or replace the run (trainer.overwrite=true)",
+                key=_KEY,
             )
 
     @property
     def holds_run(self) -> bool:
         """Whether the folder holds the files of a run."""
         return any((self.path / mark).exists() for mark in _MARKS)
-
-    @property
-    def config(self) -> Path:
-        """All settings, as YAML."""
-        return self.path / CONFIG
-
-    @property
-    def metrics(self) -> Path:
-        """The metrics, one JSON object per step."""
-        return self.path / METRICS
-
-    @property
-    def samples(self) -> Path:
-        """Responses, one JSON object per line (`samples.Sample`)."""
-        return self.path / SAMPLES
-
-    @property
-    def tensorboard(self) -> Path:
-        """The event files of TensorBoard."""
-        return self.path / TENSORBOARD
-
-    @property
-    def plot(self) -> Path:
-        """The learning curve, a PNG."""
-        return self.path / PLOT
-
-    @property
-    def checkpoints(self) -> Path:
-        """The checkpoints, one folder per saved step."""
-        return self.path / CHECKPOINTS
-
-    @property
-    def model(self) -> Path:
-        """The trained policy as a Hugging Face folder."""
-        return self.path / MODEL
 
     def holds_checkpoint(self, checkpoint: Path | None) -> bool:
         """Whether a checkpoint is one of this run, and not of a run in another folder."""
@@ -296,7 +261,7 @@ class LockOwner:
     user: str
     host: str
     pid: int
-    started: float
+    started: Annotated[float, Ge(0), Lt(_LAST_START)]
     token: str
 
     @classmethod
@@ -304,19 +269,19 @@ class LockOwner:
         """Return the owner for a new lock of this process."""
         pid = os.getpid()
         started = psutil.Process(pid).create_time()
-        return cls(_user(), _host(), pid, started, secrets.token_hex(8))
+        try:
+            user = getpass.getuser()
+        except (OSError, KeyError):  # a container without an entry for the user
+            user = str(os.getuid())
+        return cls(user, _host(), pid, started, secrets.token_hex(8))
 
     @classmethod
     def read(cls, text: str) -> LockOwner | None:
         """Return the owner from the content of a lock file; None if it is empty or damaged."""
         try:
-            raw = json.loads(text)
-            owner = cls(**raw)
-        except (ValueError, TypeError, RecursionError):
+            return TypeAdapter(cls).validate_json(text)
+        except ValueError:
             return None
-        kinds = {"user": str, "host": str, "pid": int, "started": int | float, "token": str}
-        whole = all(isinstance(getattr(owner, f.name), kinds[f.name]) for f in fields(cls))
-        return owner if whole and 0 <= owner.started < _LAST_START else None
 
     def is_alive(self, age_s: float) -> bool:
         """Return whether this owner still runs; `age_s`: since it has renewed its lock."""
@@ -346,19 +311,22 @@ class RunLock:
         self._thread.start()
 
     @classmethod
-    def acquire(cls, folder: Path) -> RunLock:
-        """Take the lock of a folder, which must exist.
+    def acquire(cls, path: Path, owned: Path, key: str) -> RunLock:
+        """Take the lock with the file `path`, whose folder must exist.
+
+        Args:
+            owned: the folder or file that only one run may write; the setting `key` names it.
 
         Raises:
             ConfigError: another run that is alive holds it.
             OSError: the lock file cannot be written.
         """
-        path = folder / LOCK
         own = LockOwner.this_run()
         with _opened(path, create=True) as file:
             assert file is not None
-            refuse_if_alive(folder, _owner_in(file), _age(file, folder))
-            _write(file, json.dumps(asdict(own)))
+            _refuse_if_alive(_owner_in(file), _age(file, path), owned, key)
+            os.ftruncate(file, 0)
+            os.pwrite(file, json.dumps(asdict(own)).encode(), 0)
         return cls(path, own)
 
     def release(self) -> None:
@@ -376,29 +344,23 @@ class RunLock:
                 os.utime(self.path, follow_symlinks=False)
 
 
-def check_lock(folder: Path) -> None:
+def check_lock(path: Path, owned: Path, key: str) -> None:
     """Raise `ConfigError` if a run that is alive holds the lock. Nothing is written."""
-    path = folder / LOCK
     try:
         # Neither a link to a device without an end nor a pipe without a writer is waited for.
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            owner = _owner_in(file)
-            age = time.time() - os.fstat(file).st_mtime
-        finally:
-            os.close(file)
     except OSError:  # no lock, or no file, which `RunLock.acquire` refuses
         return
-    refuse_if_alive(folder, owner, age)
+    with contextlib.suppress(OSError), open(file, "rb"):
+        _refuse_if_alive(_owner_in(file), time.time() - os.fstat(file).st_mtime, owned, key)
 
 
-def refuse_if_alive(folder: Path, owner: LockOwner | None, age_s: float) -> None:
-    """Raise `ConfigError` if the owner of the folder's lock is alive."""
+def _refuse_if_alive(owner: LockOwner | None, age_s: float, owned: Path, key: str) -> None:
     if owner is not None and owner.is_alive(age_s):
         raise ConfigError(
-            f"{folder} is in use by another run ({owner}); choose another "
-            "trainer.default_local_dir, or wait until that run has ended",
-            key="trainer.default_local_dir",
+            f"{owned} is in use by another run ({owner}); choose another {key}, or wait until that "
+            "run has ended",
+            key=key,
         )
 
 
@@ -440,27 +402,14 @@ def _owner_in(file: int) -> LockOwner | None:
     return LockOwner.read(os.pread(file, 4096, 0).decode(errors="replace"))
 
 
-def _age(file: int, folder: Path) -> float:
+def _age(file: int, path: Path) -> float:
     """Return the seconds since the lock was renewed, by the clock of the file system."""
-    probe = folder / f".{LOCK}.{secrets.token_hex(4)}"
+    probe = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         probe.touch(exist_ok=False)
         return probe.stat().st_mtime - os.fstat(file).st_mtime
     finally:
         probe.unlink(missing_ok=True)
-
-
-def _write(file: int, text: str) -> None:
-    os.ftruncate(file, 0)
-    os.pwrite(file, text.encode(), 0)
-    os.fsync(file)
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):  # a container without an entry for the user
-        return str(os.getuid())
 
 
 def _host() -> str:

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -38,19 +38,12 @@ from quadriga.rewards.outcome import (
 )
 from quadriga.rewards.pool import RewardPool
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 _log = logging.getLogger(__name__)
 
 _COLUMNS = (fields.DATA_SOURCE, fields.REWARD_MODEL, fields.EXTRA_INFO)
-
-
-class TextDecoder(Protocol):
-    """The part of a Hugging Face tokenizer that a reward manager calls."""
-
-    def batch_decode(
-        self, sequences: list[list[int]], /, *, skip_special_tokens: bool
-    ) -> list[str]:
-        """Return the text of each sequence of token ids."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,7 @@ class RewardManager:
 
     def __init__(
         self,
-        tokenizer: TextDecoder | None,
+        tokenizer: PreTrainedTokenizerBase | None,
         function: FunctionRef | RewardFunction | tuple[RewardPart, ...] | None = None,
         *,
         num_processes: int = 0,
@@ -119,10 +112,22 @@ class RewardManager:
         if num_processes:
             self._pool = RewardPool(num_processes, timeout_s, memory_gb=memory_gb)
         self._loaded: dict[FunctionRef, RewardFunction] = {}
+        # The function of each part; None: that of the row's data source. A function that was passed
+        # as an object gets a reference that is never loaded, since it is in `_loaded`.
+        self._parts_refs: list[FunctionRef | None] = []
+        for number, part in enumerate(parts):
+            function = part.function
+            if not isinstance(function, FunctionRef | None):
+                ref = FunctionRef(str(number), getattr(function, "__name__", "reward"))
+                self._loaded[ref], function = function, ref
+            self._parts_refs.append(function)
 
     @classmethod
     def from_settings(
-        cls, settings: RewardConfig, tokenizer: TextDecoder | None, components: Sequence[str] = ()
+        cls,
+        settings: RewardConfig,
+        tokenizer: PreTrainedTokenizerBase | None,
+        components: Sequence[str] = (),
     ) -> RewardManager:
         """Return the manager that the settings `reward.*` describe."""
         return cls(
@@ -238,36 +243,18 @@ class RewardManager:
 
     def _refs(self, data_source: object) -> list[FunctionRef]:
         """Return the function of each part for a row."""
-        return [self._ref(number, data_source) for number in range(len(self.parts))]
-
-    def _ref(self, number: int, data_source: object) -> FunctionRef:
-        function = self.parts[number].function
-        if function is None:
-            return reward_function_for(data_source)
-        if isinstance(function, FunctionRef):
-            return function
-        # A function that was passed as an object gets a reference that is never loaded: `_score`
-        # finds it in `_loaded`.
-        ref = FunctionRef(str(number), getattr(function, "__name__", "reward"))
-        self._loaded[ref] = function
-        return ref
+        return [ref or reward_function_for(data_source) for ref in self._parts_refs]
 
     def _score(self, samples: list[Sample]) -> list[Outcome]:
         """Score the samples of fast functions in this process, and all others in the pool."""
-        if self._pool is None:
-            return [self._score_in_this_process(sample) for sample in samples]
-        outcomes = {
-            row: self._score_in_this_process(sample)
-            for row, sample in enumerate(samples)
-            if sample.function in FAST
-        }
-        others = [row for row in range(len(samples)) if row not in outcomes]
-        if others:
-            scored = self._pool.run([samples[row] for row in others])
-            outcomes.update(zip(others, scored, strict=True))
-        return [outcomes[row] for row in range(len(samples))]
+        others = [s for s in samples if s.function not in FAST] if self._pool is not None else []
+        scored = iter(self._pool.run(others) if self._pool is not None and others else ())
+        return [
+            next(scored) if others and sample.function not in FAST else self._score_here(sample)
+            for sample in samples
+        ]
 
-    def _score_in_this_process(self, sample: Sample) -> Outcome:
+    def _score_here(self, sample: Sample) -> Outcome:
         if sample.function not in self._loaded:
             self._loaded[sample.function] = sample.function.load()
         if sample.function in FAST:

@@ -11,11 +11,15 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, get_args
+from functools import cache
+from typing import Final, Literal
 
+from pydantic import ConfigDict, TypeAdapter
+
+from quadriga.config.convert import build
 from quadriga.config.schema import RewardConfig
 from quadriga.containment import cut, describe
-from quadriga.errors import ConfigError, nearest_name
+from quadriga.errors import ConfigError
 from quadriga.rewards.functions import FunctionRef, RewardFunction, load_reward_function
 
 Status = Literal["scored", "raised", "timed_out", "crashed"]
@@ -52,6 +56,8 @@ class Outcome:
         detail: the exception, the deadline or the exit code, for messages.
     """
 
+    __pydantic_config__ = ConfigDict(allow_inf_nan=False)
+
     status: Status
     score: float = 0.0
     extra: dict[str, float | str] = field(default_factory=dict)
@@ -82,26 +88,14 @@ class Report:
     def decode(cls, message: bytes) -> Report:
         """Return the report of a message. Raises `ValueError` if the message is no report."""
         try:
-            sample, process, plain = json.loads(message)
-            outcome = None if plain is None else Outcome(**plain)
-        except (TypeError, RecursionError) as error:
-            raise ValueError(f"not a report: {error}") from error
-        if not isinstance(sample, int) or not isinstance(process, int):
-            raise ValueError("not a report: the sample and the process must be integers")
-        if outcome is not None and not _is_valid(outcome):
-            raise ValueError("not a report: its outcome has values of the wrong type")
-        return cls(sample, process, outcome)
+            return cls(*_report_form().validate_json(message, strict=True))
+        except ValueError as error:
+            raise ValueError(f"not a report: {' '.join(str(error).split())}") from error
 
 
-def _is_valid(outcome: Outcome) -> bool:
-    return (
-        outcome.status in get_args(Status)
-        and isinstance(outcome.score, float)
-        and math.isfinite(outcome.score)
-        and isinstance(outcome.detail, str)
-        and isinstance(outcome.extra, dict)
-        and all(isinstance(value, float | str) for value in outcome.extra.values())
-    )
+@cache
+def _report_form() -> TypeAdapter[tuple[int, int, Outcome | None]]:
+    return TypeAdapter(tuple[int, int, Outcome | None])
 
 
 def call(function: RewardFunction, sample: Sample) -> Outcome:
@@ -156,7 +150,13 @@ def _plain(value: object) -> float | str:
     return float(value) if isinstance(value, numbers.Real) else cut(str(value), MAX_TEXT)
 
 
-_KEYS = ("weight", "path", "name")
+@dataclass(frozen=True)
+class _PartSettings:
+    """The settings of an entry of `reward.parts`."""
+
+    weight: float = 1.0
+    path: str | None = None  # None: the function of the row's data source
+    name: str = "compute_score"
 
 
 @dataclass(frozen=True)
@@ -193,27 +193,15 @@ def parts_of(settings: RewardConfig) -> tuple[RewardPart, ...]:
     return tuple(_part(name, value) for name, value in settings.parts.items())
 
 
-def _part(name: str, value: object) -> RewardPart:
+def _part(name: str, value: Mapping[str, object]) -> RewardPart:
     key = f"reward.parts.{name}"
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{key} must be a mapping of {', '.join(_KEYS)}, got {value!r}", key=key)
-    for given in value:
-        if given not in _KEYS:
-            near = nearest_name(str(given), _KEYS)
-            hint = f"; did you mean {near}?" if near else f"; known: {', '.join(_KEYS)}"
-            raise ConfigError(f"no setting {key}.{given}{hint}", key=f"{key}.{given}")
-    weight, path = value.get("weight", 1.0), value.get("path")
-    number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if not number or not math.isfinite(weight):
-        raise ConfigError(f"{key}.weight must be a number, got {weight!r}", key=f"{key}.weight")
-    if path is None and "name" in value:
+    settings = build(_PartSettings, value, prefix=f"{key}.")
+    if settings.path is None and "name" in value:
         raise ConfigError(
             f"{key}.name selects a function in the file {key}.path, which is not set", key=key
         )
-    function = None
-    if path is not None:
-        function = load_reward_function(str(path), str(value.get("name", "compute_score")))
-    return RewardPart(name, float(weight), function)
+    function = load_reward_function(settings.path, settings.name) if settings.path else None
+    return RewardPart(name, settings.weight, function)
 
 
 def combined(parts: Sequence[RewardPart], outcomes: Sequence[Outcome]) -> Outcome:

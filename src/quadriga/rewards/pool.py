@@ -46,8 +46,6 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Pipe, wait
-from types import TracebackType
-from typing import Self
 
 from quadriga.errors import ConfigError, WorkerDiedError
 from quadriga.rewards.outcome import CRASHED, TIMED_OUT, Outcome, Report, Sample
@@ -122,17 +120,6 @@ class RewardPool:
     def close(self) -> None:
         """Kill the processes and what they have started. A later `run` starts new ones."""
         _kill(self._processes, os.getpid())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _hand_out(self, waiting: deque[int], numbered: dict[int, Sample]) -> None:
         """Send waiting samples to idle processes, and start processes up to `num_processes`."""

@@ -30,7 +30,7 @@ from quadriga.checkpoint.folders import (
 from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import ModelConfig, RunConfig, TrainConfig
-from quadriga.config.writing import to_yaml
+from quadriga.config.writing import setting_leaves, to_yaml
 from quadriga.errors import CheckpointError, InputError
 from quadriga.models.folder import local_folder
 from quadriga.observability.run_folder import CHECKPOINTS, RunFolder
@@ -50,49 +50,24 @@ AnyRun = TrainConfig | SFTConfig | RMConfig
 _ARGUMENTS = "data.chat_template_kwargs"  # each of its names is a key of its own
 # What decides on the rows and their order. The position in the data means nothing without them.
 _DATA = (
-    "content of data.train_files",
-    "content of the images of data.train_files",
-    "data.train_batch_size",
-    "data.shuffle",
-    "data.seed",
-    "data.prompt_key",
-    "data.response_key",
-    "data.messages_key",
-    "data.chosen_key",
-    "data.rejected_key",
-    "data.image_key",
-    "data.max_prompt_length",
-    "data.max_length",
-    _ARGUMENTS,
-    "data.filter_overlong_prompts",
-    "data.train_weights",
-    "content of data.dataset.path",
-    "data.dataset.name",
-    "content of data.sampler.path",
-    "data.sampler.name",
-    "trainer.seed",
-)
+    "content of data.train_files", "content of the images of data.train_files",
+    "data.train_batch_size", "data.shuffle", "data.seed", "data.prompt_key", "data.response_key",
+    "data.messages_key", "data.chosen_key", "data.rejected_key", "data.image_key",
+    "data.max_prompt_length", "data.max_length", _ARGUMENTS, "data.filter_overlong_prompts",
+    "data.train_weights", "content of data.dataset.path", "data.dataset.name",
+    "content of data.sampler.path", "data.sampler.name", "trainer.seed",
+)  # fmt: skip
+_OF_MODEL = (
+    "config.json of {}.path", "adapter_config.json of {}.lora.path", "{}.freeze", "{}.lora.rank",
+    "{}.lora.alpha", "{}.lora.target_modules", "{}.lora.exclude_modules",
+)  # fmt: skip
 # What the stored weights, moments and coefficients belong to.
 _MODEL = (
-    *(
-        name.format(model)
-        for model in ("actor_rollout_ref.model", "critic.model", "model")
-        for name in (
-            "config.json of {}.path",
-            "adapter_config.json of {}.lora.path",
-            "{}.freeze",
-            "{}.lora.rank",
-            "{}.lora.alpha",
-            "{}.lora.target_modules",
-            "{}.lora.exclude_modules",
-        )
-    ),
-    "optim.name",
-    "actor_rollout_ref.actor.optim.name",
-    "critic.optim.name",
-    "algorithm.adv_estimator",
-    "algorithm.kl_ctrl.type",
-)
+    *(name.format(key) for key in ("actor_rollout_ref.model", "critic.model", "model")
+      for name in _OF_MODEL),
+    "optim.name", "actor_rollout_ref.actor.optim.name", "critic.optim.name",
+    "algorithm.adv_estimator", "algorithm.kl_ctrl.type",
+)  # fmt: skip
 # Settings that do not change what a run computes.
 _WITHOUT_EFFECT = {"data.cache_dir"} | {
     f"trainer.{name}"
@@ -159,68 +134,43 @@ def read_state(checkpoint: Path) -> ControllerState:
 def inputs_of(config: AnyRun) -> dict[str, object]:
     """Return what the steps of a run depend on: the settings by dotted key, and the contents of
     files as digests. Secrets are masked and `${…}` are unresolved, as in `config.yaml`."""
-    return {
-        **dict(setting_leaves(yaml.safe_load(to_yaml(config)), "")),
-        "content of data.train_files": contents_digest(config.data.train_files),
-        "content of data.val_files": contents_digest(config.data.val_files),
-        **dict(_images(config)),
-        **{f"content of {key}": contents_digest(files) for key, files in _user_files(config)},
-        **{
-            f"{name} of {key}": contents_digest([str(local_folder(path) / name)] if path else [])
-            for name, key, path in _folders(config)
-        },
+    data = config.data
+    files: dict[str, Sequence[str | None]] = {
+        "data.train_files": data.train_files,
+        "data.val_files": data.val_files,
     }
-
-
-def _images(config: AnyRun) -> Iterator[tuple[str, str]]:
-    """Yield (key, digest) of the image files that data files name, for a model that takes images.
-
-    The rows of a dataset class of the user name images in a way that is not known here.
-    """
-    if isinstance(config, TrainConfig) and config.data.dataset.path is None:
-        data, model = config.data, config.actor_rollout_ref.model
-        for key, files in (("train_files", data.train_files), ("val_files", data.val_files)):
-            digest = images_digest(model, files, data.image_key)
-            yield f"content of the images of data.{key}", digest
-
-
-def _user_files(config: AnyRun) -> Iterator[tuple[str, list[str]]]:
-    """Yield (key, files) for each setting that names Python files of the user."""
+    found: dict[str, object] = dict(setting_leaves(yaml.safe_load(to_yaml(config))))
     if isinstance(config, TrainConfig):
-        yield "algorithm.user_files", config.algorithm.user_files
-        for key, part in (("dataset", config.data.dataset), ("sampler", config.data.sampler)):
-            yield f"data.{key}.path", [part.path] if part.path else []
-    if not isinstance(config, RMConfig):
-        yield "reward.path", [config.reward.path] if config.reward.path else []
-        parts = config.reward.parts.values()
-        paths = (part.get("path") for part in parts if isinstance(part, dict))
-        yield "reward.parts", [str(path) for path in paths if path]
-
-
-def _folders(config: AnyRun) -> Iterator[tuple[str, str, str | None]]:
-    """Yield (file that counts, key, path) for the folder of each model and adapter."""
-    if isinstance(config, TrainConfig):
-        models = {
-            "actor_rollout_ref.model": config.actor_rollout_ref.model,
-            "critic.model": config.critic.model,
-        }
+        policy, critic = config.actor_rollout_ref.model, config.critic.model
+        models = {"actor_rollout_ref.model": policy, "critic.model": critic}
+        files["algorithm.user_files"] = config.algorithm.user_files
+        files["data.dataset.path"] = [config.data.dataset.path]
+        files["data.sampler.path"] = [config.data.sampler.path]
+        # The rows of a dataset class of the user name images in a way that is not known here.
+        for key in ("train_files", "val_files") if config.data.dataset.path is None else ():
+            images = images_digest(policy, getattr(data, key), config.data.image_key)
+            found[f"content of the images of data.{key}"] = images
         # A role of the user in its place has a section of another class.
         path = config.reward_model.model.path if has_reward_model(config) else ""
-        yield "config.json", "reward_model.model.path", path
+        found["config.json of reward_model.model.path"] = _file_digest("config.json", path)
     else:
         models = {"model": config.model}
+    if not isinstance(config, RMConfig):
+        parts = config.reward.parts.values()
+        files["reward.path"] = [config.reward.path]
+        files["reward.parts"] = [part.get("path") for part in parts if isinstance(part, dict)]
+    for key, names in files.items():
+        found[f"content of {key}"] = contents_digest([name for name in names if name])
     for key, model in models.items():
-        yield "config.json", f"{key}.path", model.path
-        yield "adapter_config.json", f"{key}.lora.path", model.lora.path
+        found[f"config.json of {key}.path"] = _file_digest("config.json", model.path)
+        adapter = _file_digest("adapter_config.json", model.lora.path)
+        found[f"adapter_config.json of {key}.lora.path"] = adapter
+    return found
 
 
-def setting_leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
-    """Yield (dotted key, value) for each setting of nested mappings; `key`: of `value` itself."""
-    if not isinstance(value, dict) or not value:
-        yield key, value
-        return
-    for name, inner in value.items():
-        yield from setting_leaves(inner, f"{key}.{name}" if key else str(name))
+def _file_digest(name: str, folder: str | None) -> str:
+    """Return the digest of a file in the folder of a model or adapter."""
+    return contents_digest([str(local_folder(folder) / name)] if folder else [])
 
 
 def contents_digest(files: Sequence[str]) -> str:
@@ -243,10 +193,9 @@ def images_digest(model: ModelConfig, files: Sequence[str], image_key: str | Non
     from quadriga.data.images import image_files
     from quadriga.models.images import image_tokens
 
-    trusted = model.trust_remote_code
-    if not (image_key and files and model.path):
-        return contents_digest(())
-    if image_tokens(model.path, trust_remote_code=trusted) is None:
+    if not (image_key and files and model.path) or (
+        image_tokens(model.path, trust_remote_code=model.trust_remote_code) is None
+    ):
         return contents_digest(())
     paths = (Path(file) for file in files)
     named = (image for path in paths if path.is_file() for image in image_files(path, image_key))
@@ -288,16 +237,14 @@ class Changes:
             saved = {**saved, key: own[key] if equal else defaults[key]}
         lines = {
             key: changed_words(key, saved.get(key), own.get(key))
-            for key in [*own, *(key for key in saved if key not in own)]
+            for key in {**own, **saved}
             if saved.get(key) != own.get(key) and key not in _WITHOUT_EFFECT
         }
         arguments = [key for key in lines if key.startswith(f"{_ARGUMENTS}.")]
-        special = {*_DATA, *_MODEL, *arguments}
-        return cls(
-            [lines[key] for key in (*_DATA, *arguments) if key in lines],
-            [lines[key] for key in _MODEL if key in lines],
-            [line for key, line in lines.items() if key not in special],
-        )
+        data, model = (*_DATA, *arguments), _MODEL
+        of_data, of_model = ([lines[key] for key in kind if key in lines] for kind in (data, model))
+        others = [line for key, line in lines.items() if key not in {*data, *model}]
+        return cls(of_data, of_model, others)
 
     def check(self, checkpoint: Path, *, override: bool) -> None:
         """Raise `CheckpointError` if the run cannot be continued, unless the user insists."""
@@ -401,7 +348,7 @@ class Checkpointing:
         self.config = config
         self.loader = loader
         self.inputs = inputs_of(given or config)
-        self.clock = SaveClock(trainer.save_interval_s)
+        self._saved_at = time.monotonic()
         self.stop = StopRequest(save=trainer.save_on_stop, grace_s=trainer.stop_grace_s)
         self._last_saved = 0
         self._pending: tuple[Path, ControllerState] | None = None
@@ -475,9 +422,10 @@ class Checkpointing:
         """
         if step == self._last_saved:
             return False
-        every = self.config.trainer.save_freq
+        every, interval_s = self.config.trainer.save_freq, self.config.trainer.save_interval_s
         by_number = last or (every > 0 and step % every == 0)
-        return by_number or self.clock.due or self.stop.requested
+        by_time = interval_s is not None and time.monotonic() - self._saved_at >= interval_s
+        return by_number or by_time or self.stop.requested
 
     def _save(
         self,
@@ -501,7 +449,7 @@ class Checkpointing:
         root = record.folder.checkpoints
         with record.span("save"):
             save(root, state, self.config.trainer.max_ckpt_to_keep)
-        self.clock.restart()
+        self._saved_at = time.monotonic()
         self._last_saved = step
         self._pending = (step_folder(root, step), state) if validates else None
 
@@ -524,23 +472,6 @@ class Checkpointing:
                 state.step,
                 error,
             )
-
-
-class SaveClock:
-    """Says when `interval_s` seconds have passed since the last checkpoint; None: never."""
-
-    def __init__(self, interval_s: float | None) -> None:
-        self.interval_s = interval_s
-        self.restart()
-
-    def restart(self) -> None:
-        """Count from now on."""
-        self._began = time.monotonic()
-
-    @property
-    def due(self) -> bool:
-        """Whether the interval has passed."""
-        return self.interval_s is not None and time.monotonic() - self._began >= self.interval_s
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from quadriga.config.schema import DataConfig, ModelConfig, RewardConfig, TrainConfig
+from quadriga.config.schema import DataConfig, ModelConfig, TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.trainer.checks.data import check_training_data, check_training_samples
 from quadriga.trainer.dataflow import StepPlan, scores_come_from_roles, validation_dataflow
@@ -111,7 +111,10 @@ def _rules(
     Raises:
         DataError: names the row that has no rule, or not what its rule needs.
     """
-    rules = make_reward(config.reward, tokenizer, config.algorithm.reward_components)
+    from quadriga.rewards import RewardManager
+
+    components = config.algorithm.reward_components
+    rules = RewardManager.from_settings(config.reward, tokenizer, components)
     # Rows need no rule where a role scores the responses.
     if not scores_come_from_roles(StepPlan.of(config).stages):
         check_rows(rules, train_loader, config.data.train_files)
@@ -205,16 +208,6 @@ def make_mixture(data: DataConfig, prompts: Prompts) -> Mixture | None:
             key="data.train_weights",
         )
     return Mixture(sizes, data.train_weights)
-
-
-def make_reward(
-    reward: RewardConfig, tokenizer: PreTrainedTokenizerBase, components: Sequence[str] = ()
-) -> RewardManager:
-    """Return the rule rewards of the settings: the user's own function if `reward.path` is set,
-    else the built-in function of each row's `data_source`."""
-    from quadriga.rewards import RewardManager
-
-    return RewardManager.from_settings(reward, tokenizer, components)
 
 
 def check_rows(reward: RewardManager, loader: PromptLoader | None, files: Sequence[str]) -> None:

@@ -155,8 +155,8 @@ class PromptScores:
     """
 
     data_source: str
-    scores: Sequence[float]
-    answers: Sequence[str | None]
+    scores: list[float]
+    answers: list[str | None]
 
 
 @dataclass(frozen=True)

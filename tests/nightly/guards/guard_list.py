@@ -195,7 +195,7 @@ GUARDS = (
     Guard(
         "values of variables in config.yaml",
         "config/writing.py",
-        "                _put(written, key, text)\n",
+        "                OmegaConf.update(written, key, text)\n",
         "                pass\n",
         f"{SECRETS}::test_values_of_variables_are_not_written",
     ),

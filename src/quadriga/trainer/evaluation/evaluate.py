@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,16 +25,15 @@ from quadriga.config.secrets import mask_secrets
 from quadriga.config.writing import to_yaml
 from quadriga.errors import ConfigError
 from quadriga.files import cannot_write, replacing
-from quadriga.observability.jsonl import JsonlFile
+from quadriga.observability.jsonl import JsonlFile, JsonObject
 from quadriga.protocol import fields
 from quadriga.rewards import RewardManager
 from quadriga.rewards.outcome import SCORED, Outcome
 from quadriga.trainer.checkpoints import contents_digest
 from quadriga.trainer.checks.settings import check_eval_settings
-from quadriga.trainer.evaluation.generate import Prompts, load_prompts, write_responses
+from quadriga.trainer.evaluation.generate import load_prompts, write_responses
 from quadriga.trainer.evaluation.response_file import (
     Inputs,
-    StoredRows,
     changes,
     inputs_of,
     read_json_object,
@@ -52,7 +50,7 @@ from quadriga.trainer.validation import (
 )
 
 if TYPE_CHECKING:
-    pass
+    from quadriga.data import PromptDataset
 
 RESPONSES, SAMPLES, RESULTS = "responses.jsonl", "samples.jsonl", "results.json"
 PLOT, CONFIG = "results.png", "config.yaml"
@@ -86,79 +84,51 @@ def run_evaluation(config: EvalConfig) -> Evaluation:
     """
     check_eval_settings(config)
     check_reward(config.reward)
-    folder = Path(config.output)
-    prompts: Prompts | None = None
-    if config.response_files:
-        check_files(config.response_files, "response_files", needed=True)
-        inputs: Inputs = {"content of response_files": contents_digest(config.response_files)}
+    folder, files = Path(config.output), config.response_files
+    prompts: PromptDataset | None = None
+    if files:
+        check_files(files, "response_files", needed=True)
+        inputs: Inputs = {"content of response_files": contents_digest(files)}
     else:
-        prompts = load_prompts(config)
-        inputs = inputs_of(config)
-    reward = RewardManager.from_settings(config.reward, None)
-    with closing(reward):
+        prompts, inputs = load_prompts(config), inputs_of(config)
+    with closing(RewardManager.from_settings(config.reward, None)) as reward:
         _check_folder(folder, inputs, overwrite=config.overwrite)
+        rows: Iterable[JsonObject]
         if prompts is None:
-            rows = read_responses(config.response_files, config.response_key)
-            reward.check(rows, config.response_files)
+            reward.check(read_responses(files, config.response_key), files)
+            rows = read_responses(files, config.response_key)
         else:
-            reward.check(prompts.dataset, config.data_files)
+            reward.check(prompts, config.data_files)
             rows = write_responses(config, prompts, str(folder / RESPONSES))
         scored = list(_score(rows, reward, folder))
-    summaries = summarise([prompt for prompt, _ in scored], summary_settings(config))
-    failed = sum(count for _, count in scored)
-    left_out = 0 if prompts is None else prompts.dataset.filtered
-    done = Evaluation(folder, summaries, failed, left_out)
-    write_json(
-        folder / RESULTS,
-        {
-            "sources": [asdict(summary) for summary in summaries],
-            "failed": failed,
-            "left_out": left_out,
-            "inputs": inputs,
-        },
-    )
-    plot_results(summaries, folder / PLOT)
-    with replacing(folder / CONFIG) as fresh:
-        fresh.write_text(to_yaml(config), encoding="utf-8")
-    return done
-
-
-def main_eval(config: EvalConfig) -> Evaluation:
-    """Call `run_evaluation`; verl has this name for it."""
-    return run_evaluation(config)
-
-
-def summary_settings(config: EvalConfig) -> SummarySettings:
-    """Return how the scores are summarised."""
-    return SummarySettings(
+    settings = SummarySettings(
         ks=tuple(config.pass_at),
         correct_at=config.correct_at,
         resamples=config.resamples,
         confidence=config.confidence,
         seed=config.seed,
     )
+    summaries = summarise([prompt for prompt, _ in scored], settings)
+    failed = sum(count for _, count in scored)
+    left_out = 0 if prompts is None else prompts.filtered
+    results = {"sources": [asdict(s) for s in summaries], "failed": failed, "left_out": left_out}
+    write_json(folder / RESULTS, {**results, "inputs": inputs})
+    plot_results(summaries, folder / PLOT)
+    with replacing(folder / CONFIG) as fresh:
+        fresh.write_text(to_yaml(config), encoding="utf-8")
+    return Evaluation(folder, summaries, failed, left_out)
 
 
-def read_responses(files: Sequence[str], key: str) -> StoredRows:
-    """Return the rows of files that hold responses, with a list of texts under "responses".
-
-    They are read, and checked, each time that they are iterated over. Then a row without a text or
-    a list of texts under `key` raises `DataError`.
+def read_responses(files: Sequence[str], key: str) -> Iterator[JsonObject]:
+    """Yield the rows of files that hold responses, with a list of texts under "responses".
 
     Raises:
-        DataError: a file cannot be read.
+        DataError: a file cannot be read, or a row has no text or list of texts under `key`.
     """
-    from quadriga.data.rows import check_files, count_rows
+    from quadriga.data.rows import check_files, read_pieces
 
-    paths = check_files(files)
-    return StoredRows(partial(_responses_of, paths, key), sum(map(count_rows, paths)))
-
-
-def _responses_of(paths: Sequence[Path], key: str) -> Iterator[dict[str, object]]:
-    from quadriga.data.rows import read_pieces
-
-    rows = (row for path in paths for piece in read_pieces(path) for row in piece.rows)
-    for index, row in enumerate(rows):
+    pieces = (piece for path in check_files(files) for piece in read_pieces(path))
+    for index, row in enumerate(row for piece in pieces for row in piece.rows):
         value = row.at(key)
         texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
@@ -188,42 +158,35 @@ def _check_folder(folder: Path, inputs: Inputs, *, overwrite: bool) -> None:
 
 
 def _score(
-    rows: Iterable[Mapping[str, object]], reward: RewardManager, folder: Path
+    rows: Iterable[JsonObject], reward: RewardManager, folder: Path
 ) -> Iterator[tuple[PromptScores, int]]:
     """Yield the scores of each prompt with its failed responses, and write the samples."""
     with replacing(folder / SAMPLES) as fresh, closing(JsonlFile(fresh)) as file:
         read = iter(rows)
         while some := list(islice(read, _TOGETHER)):
-            texts = [(row, text) for row in some for text in _texts(row)]
-            outcomes = reward.score_texts([text for _, text in texts], [row for row, _ in texts])
-            pairs = iter(zip(outcomes, reward.answers, strict=True))
-            for row in some:
-                own = [next(pairs) for _ in _texts(row)]
-                for text, (outcome, answer) in zip(_texts(row), own, strict=True):
-                    file.write(_sample(row, text, outcome, answer))
-                scores, answers = [o.score for o, _ in own], [answer for _, answer in own]
-                failed = sum(outcome.status != SCORED for outcome, _ in own)
-                yield PromptScores(_source(row), scores, answers), failed
-
-
-def _texts(row: Mapping[str, object]) -> list[str]:
-    texts = row[fields.RESPONSES]
-    assert isinstance(texts, list)
-    return texts
-
-
-def _source(row: Mapping[str, object]) -> str:
-    source = row.get(fields.DATA_SOURCE)
-    return NO_SOURCE if source is None else str(source)
+            texts: list[list[str]] = [row[fields.RESPONSES] for row in some]
+            every = [(row, text) for row, own in zip(some, texts, strict=True) for text in own]
+            outcomes = reward.score_texts([text for _, text in every], [row for row, _ in every])
+            scored = iter(zip(every, outcomes, reward.answers, strict=True))
+            for row, own in zip(some, texts, strict=True):
+                source = row.get(fields.DATA_SOURCE)
+                found = PromptScores(NO_SOURCE if source is None else str(source), [], [])
+                failed = 0
+                for (_, text), outcome, answer in islice(scored, len(own)):
+                    file.write(_sample(row, found.data_source, text, outcome, answer))
+                    found.scores.append(outcome.score)
+                    found.answers.append(answer)
+                    failed += outcome.status != SCORED
+                yield found, failed
 
 
 def _sample(
-    row: Mapping[str, object], text: str, outcome: Outcome, answer: str | None
+    row: Mapping[str, object], source: str, text: str, outcome: Outcome, answer: str | None
 ) -> dict[str, object]:
     truth = row.get(fields.REWARD_MODEL)
     return {
         "index": row[fields.INDEX],
-        "data_source": _source(row),
+        "data_source": source,
         "prompt": row.get("prompt"),
         "response": text,
         "score": outcome.score,
@@ -239,7 +202,8 @@ def summary_table(summaries: Sequence[SourceSummary], confidence: float) -> Tabl
     """Return a table with one row for each metric of each data source."""
     table = Table(title="evaluation", title_justify="left")
     for heading in ("data source", "prompts", "metric", "value", f"{confidence:.0%} interval"):
-        table.add_column(heading, justify="left" if heading in _LEFT else "right")
+        left = heading in ("data source", "metric")
+        table.add_column(heading, justify="left" if left else "right")
     for summary in summaries:
         for number, (name, estimate) in enumerate(summary.metrics.items()):
             head = (mask_secrets(summary.data_source), str(summary.prompts))
@@ -247,9 +211,6 @@ def summary_table(summaries: Sequence[SourceSummary], confidence: float) -> Tabl
             table.add_row(*(head if number == 0 else ("", "")), *cells)
         table.add_section()
     return table
-
-
-_LEFT = ("data source", "metric")
 
 
 def plot_results(summaries: Sequence[SourceSummary], picture: Path) -> None:
@@ -264,17 +225,16 @@ def plot_results(summaries: Sequence[SourceSummary], picture: Path) -> None:
     figure = Figure(figsize=(7.5, 4.2), dpi=120, layout="constrained")
     axes = figure.subplots()
     for number, summary in enumerate(summaries):
-        points = {
-            int(name.partition("@")[2]): estimate
-            for name, estimate in summary.metrics.items()
-            if name.startswith("pass@")
-        }
-        ks, found = list(points), list(points.values())
+        found = {n: e for n, e in summary.metrics.items() if n.startswith("pass@")}
+        ks = [int(name.partition("@")[2]) for name in found]
+        # (value, low, high) of each k; without an interval the value three times
+        bounds = [
+            (e.value, *(e.value if b is None else b for b in (e.low, e.high)))
+            for e in found.values()
+        ]
+        values, lows, highs = zip(*bounds, strict=True)
         colour = "black" if summary.data_source == OVERALL else _COLOURS[number % len(_COLOURS)]
-        values = [estimate.value for estimate in found]
         axes.plot(ks, values, marker="o", markersize=4, color=colour, label=summary.data_source)
-        lows = [e.value if e.low is None else e.low for e in found]
-        highs = [e.value if e.high is None else e.high for e in found]
         axes.fill_between(ks, lows, highs, color=colour, alpha=0.15, linewidth=0)
         axes.set_xscale("log", base=2)
         axes.set_xticks(ks, [str(k) for k in ks])

@@ -8,16 +8,18 @@ import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING
 
 from quadriga.config.commands import GenerateConfig, GenerationConfig
 from quadriga.config.convert import check_choice
 from quadriga.config.role_ranks import trainer_settings
 from quadriga.config.schema import ActorRolloutRefConfig, RolloutConfig, RolloutEngineConfig
 from quadriga.data.images import TAG
+from quadriga.data.rows import Row
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.models.folder import check_model_folder, with_absolute_paths
 from quadriga.observability.console import RunConsole
+from quadriga.observability.jsonl import JsonObject
 from quadriga.protocol import DataProto, fields
 from quadriga.rollout import ROLLOUTS, rollout_of
 from quadriga.trainer import stages
@@ -60,27 +62,6 @@ class Answer:
     responses: list[str]
 
 
-class WrittenAnswers(Sequence[Answer]):
-    """The answers in a file, which are read each time that they are iterated over."""
-
-    def __init__(self, rows: StoredRows) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Iterator[Answer]:
-        return map(_answer, self._rows)
-
-    @overload
-    def __getitem__(self, index: int) -> Answer: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Answer]: ...
-    def __getitem__(self, index: int | slice) -> Answer | list[Answer]:
-        """Return answers by number. All rows are read."""
-        return list(self)[index]
-
-
 def run_generation(config: GenerateConfig) -> Sequence[Answer]:
     """Generate `n` responses per prompt, and write them to `output` if it is set.
 
@@ -105,24 +86,21 @@ def run_generation(config: GenerateConfig) -> Sequence[Answer]:
             key="images",
         )
     check_generate_settings(config)
-    prompts = load_prompts(config, _tagged(config), config.images)
+    prompt = config.prompt
+    if prompt is not None and TAG not in prompt:
+        prompt = TAG * len(config.images) + prompt  # images without a tag come before the text
+    prompts = load_prompts(config, prompt, config.images)
     if config.output is None:
         from quadriga.trainer.memory.check import RunMemory  # imports torch
 
-        RunMemory(config, prompts.dataset).check()
+        RunMemory(config, prompts).check()
         return [_answer(row) for batch in generate(config, prompts) for row in batch]
-    return WrittenAnswers(write_responses(config, prompts, config.output))
+    rows = write_responses(config, prompts, config.output)
+    return StoredRows(lambda: map(_answer, rows), len(rows))
 
 
-def _answer(row: Mapping[str, object]) -> Answer:
-    return Answer(_messages(row["prompt"]), _texts(row[fields.RESPONSES]))
-
-
-def _tagged(config: GenerateConfig) -> str | None:
-    """Return the prompt. Images for which it has no tag come before its text."""
-    if config.prompt is None or TAG in config.prompt:
-        return config.prompt
-    return TAG * len(config.images) + config.prompt
+def _answer(row: ResponseRow) -> Answer:
+    return Answer(row["prompt"], row[fields.RESPONSES])
 
 
 def main_generation(config: GenerateConfig) -> Sequence[Answer]:
@@ -130,39 +108,18 @@ def main_generation(config: GenerateConfig) -> Sequence[Answer]:
     return run_generation(config)
 
 
-def _messages(value: object) -> Messages:
-    assert isinstance(value, list)
-    return value
-
-
-def _texts(value: object) -> list[str]:
-    assert isinstance(value, list)
-    return value
-
-
 _log = logging.getLogger("quadriga")
 
-ResponseRow = Mapping[str, object]
+ResponseRow = JsonObject
 """`index` of the prompt in the data, `prompt`, `responses`, `response_tokens`, `finished`, and of
 `data_source`, `reward_model` and `extra_info` those that the row of the data has."""
 
 _FROM_DATA = (fields.DATA_SOURCE, fields.REWARD_MODEL, fields.EXTRA_INFO)
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """The prompts of a command, and the tokenizer of its model."""
-
-    dataset: PromptDataset
-    tokenizer: PreTrainedTokenizerBase
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-
 def load_prompts(
     config: GenerationConfig, prompt: str | None = None, images: Sequence[str] = ()
-) -> Prompts:
+) -> PromptDataset:
     """Check settings, files and the model, and load the prompts; nothing is started.
 
     Args:
@@ -188,20 +145,13 @@ def load_prompts(
         model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
     )
     check_generation_takes_images(config)
-    options: dict[str, Any] = {
-        "prompt_key": config.prompt_key,
-        "max_prompt_length": config.max_prompt_length,
-        "chat_template_kwargs": config.chat_template_kwargs,
-        "image_key": config.image_key,
-        "images": image_rules(model, config.image_key),
-    }
-    if prompt is None:
-        files, cache_dir = config.data_files, config.cache_dir
-        dataset = PromptDataset(files, tokenizer, cache_dir=cache_dir, **options)
-    else:
+    rules = image_rules(model, config.image_key)
+    files: Sequence[str | Row] = config.data_files
+    if prompt is not None:
         message = {"role": "user", "content": prompt}
         row = {config.prompt_key: [message], str(config.image_key): list(images)}
-        dataset = PromptDataset.from_rows([row], tokenizer, **options)
+        files = [Row(row, "given", 0)]
+    dataset = PromptDataset.from_settings(files, tokenizer, config, images=rules)
     check_generation_data(config, tokenizer, dataset)
     if dataset.filtered:
         _log.warning(
@@ -209,10 +159,12 @@ def load_prompts(
             dataset.filtered,
             config.max_prompt_length,
         )
-    return Prompts(dataset, tokenizer)
+    return dataset
 
 
-def write_responses(config: GenerationConfig, prompts: Prompts, path: str) -> StoredRows:
+def write_responses(
+    config: GenerationConfig, prompts: PromptDataset, path: str
+) -> StoredRows[JsonObject]:
     """Generate the responses that the file at `path` lacks, and return all of its rows.
 
     The rows stay on disk.
@@ -235,7 +187,7 @@ def write_responses(config: GenerationConfig, prompts: Prompts, path: str) -> St
         total=total,
         batch_size=config.batch_size,
         overwrite=config.overwrite,
-        check=RunMemory(config, prompts.dataset).check,
+        check=RunMemory(config, prompts).check,
     ) as file:
         if file.done:
             _log.warning("%s has the responses to %d of %d prompts", path, file.done, total)
@@ -252,12 +204,11 @@ def write_responses(config: GenerationConfig, prompts: Prompts, path: str) -> St
                 total,
             )
             raise
-        file.finish()
-        return file.read()
+        return file.finish()
 
 
 def generate(
-    config: GenerationConfig, prompts: Prompts, *, skip: int = 0
+    config: GenerationConfig, prompts: PromptDataset, *, skip: int = 0
 ) -> Generator[list[ResponseRow], None, None]:
     """Yield the rows of each batch of prompts, after the first `skip` prompts.
 
@@ -265,7 +216,7 @@ def generate(
     """
     from quadriga.data import PromptLoader
 
-    loader = PromptLoader(prompts.dataset, config.batch_size, shuffle=False, drop_last=False)
+    loader = PromptLoader(prompts, config.batch_size, shuffle=False, drop_last=False)
     loader.batches_done = -(-skip // config.batch_size)
     if loader.batches_done >= len(loader):
         return
@@ -303,13 +254,10 @@ def _generate_batch(
     expanded = stages.expand_prompts(prompts, n=config.n, seed=config.seed, seed_by_index=True)
     batch = stages.generate(expanded.batch, group, "train").batch
     check_versions(batch, config.rollout.name)
-    masks = batch.batch[fields.RESPONSE_MASK]
-    finished = batch.batch[fields.FINISHED].tolist()
-    ids = [
-        row[mask.bool()].tolist()
-        for row, mask in zip(batch.batch[fields.RESPONSES], masks, strict=True)
-    ]
+    pairs = zip(batch.batch[fields.RESPONSES], batch.batch[fields.RESPONSE_MASK], strict=True)
+    ids = [row[mask.bool()].tolist() for row, mask in pairs]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    finished = batch.batch[fields.FINISHED].bool().tolist()
     arrays, n = prompts.non_tensor_batch, config.n
     rows: list[ResponseRow] = []
     for number in range(len(prompts)):
@@ -319,7 +267,7 @@ def _generate_batch(
             "prompt": arrays[fields.RAW_PROMPT][number],
             "responses": texts[own],
             "response_tokens": [len(tokens) for tokens in ids[own]],
-            "finished": [bool(end) for end in finished[own]],
+            "finished": finished[own],
         }
         values = {key: arrays[key][number] for key in _FROM_DATA if key in arrays}
         rows.append(row | {key: value for key, value in values.items() if value is not None})
@@ -369,8 +317,13 @@ def rollout_group(config: GenerationConfig) -> Iterator[GeneratingGroup]:
         seed=config.seed,
         max_response_length=config.max_response_length,
     )
+    engine = {f.name: getattr(config.rollout, f.name) for f in dataclasses.fields(config.rollout)}
+    policy = ActorRolloutRefConfig(
+        model=with_absolute_paths(config.model),
+        rollout=RolloutConfig(**engine, n=config.n, sampling=config.sampling),
+    )
     worker = ClassWithInitArgs(
-        ActorRolloutRefWorker, config=_policy(config), role=Role.Rollout.key, runtime=runtime
+        ActorRolloutRefWorker, config=policy, role=Role.Rollout.key, runtime=runtime
     )
     backend = open_backend(trainer)
     with close_on_error(backend) as groups:
@@ -391,15 +344,3 @@ def rollout_group(config: GenerationConfig) -> Iterator[GeneratingGroup]:
         yield rollout
     finally:
         StartedGroups(backend, groups).close()
-
-
-def _policy(config: GenerationConfig) -> ActorRolloutRefConfig:
-    """Return the settings of the worker: the engine, and how it samples."""
-    engine = {
-        field.name: getattr(config.rollout, field.name)
-        for field in dataclasses.fields(RolloutEngineConfig)
-    }
-    return ActorRolloutRefConfig(
-        model=with_absolute_paths(config.model),
-        rollout=RolloutConfig(**engine, n=config.n, sampling=config.sampling),
-    )

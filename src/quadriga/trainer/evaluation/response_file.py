@@ -12,39 +12,36 @@ has. Both files are then equal byte for byte.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
 import yaml
 
 from quadriga.checkpoint.files import digest_file, digest_json, write_json
 from quadriga.config.commands import GenerateConfig, GenerationConfig
-from quadriga.config.writing import to_yaml
+from quadriga.config.writing import setting_leaves, to_yaml
 from quadriga.errors import ConfigError, DataError, InputError
 from quadriga.files import cannot_write, replacing
 from quadriga.models.folder import local_folder
 from quadriga.observability.jsonl import JsonlFile, JsonObject, read_jsonl
+from quadriga.observability.run_folder import RunLock
 from quadriga.trainer.checkpoints import (
     changed_words,
     contents_digest,
     images_digest,
-    setting_leaves,
 )
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+T = TypeVar("T")
 _TOGETHER = 1024  # rows of a parquet file that are in memory together
-_REPLACE = "choose another output, or set overwrite=true to replace it"
 
 
 class ResponseFile:
@@ -56,9 +53,7 @@ class ResponseFile:
     """
 
     def __init__(self, path: Path, inputs: Inputs, total: int) -> None:
-        self.path = path
-        self.total = total
-        self.done = 0
+        self.path, self.total, self.done = path, total, 0
         self._inputs = inputs
         is_lines = path.suffix == ".jsonl"
         self._rows = path if is_lines else path.with_name(path.name + ".rows.jsonl")
@@ -90,18 +85,19 @@ class ResponseFile:
             ConfigError: the output is of another command, or another process writes it now.
             InputError: it cannot be written.
         """
-        file = cls(Path(path), inputs, total)
+        file = cls(path := Path(path), inputs, total)
         try:
-            file.path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = RunLock.acquire(path.with_name(f".{path.name}.lock"), path, "output")
         except OSError as error:
-            raise cannot_write(file.path.parent, error) from error
-        with file._locked():
+            raise cannot_write(path, error) from error
+        try:
             file._begin(batch_size, overwrite=overwrite, check=check)
-            try:
-                yield file
-            finally:
-                if file._file is not None:
-                    file._file.close()
+            yield file
+        finally:
+            if file._file is not None:
+                file._file.close()
+            lock.release()
 
     def write(self, rows: Iterable[Mapping[str, object]]) -> None:
         """Append the rows of one batch.
@@ -116,19 +112,22 @@ class ResponseFile:
             self._file.write(row)
             self.done += 1
 
-    def finish(self) -> None:
-        """Make the `.parquet` file of the rows, if that is the output."""
-        if self.path == self._rows or not self._rows.exists():
-            return
+    def finish(self) -> StoredRows[JsonObject]:
+        """Make the `.parquet` file of the rows, if that is the output. Return the rows."""
+        if self.path != self._rows and self._rows.exists():
+            self._write_parquet()
+        return StoredRows(lambda: _rows_of(self.path), self.done)
+
+    def _write_parquet(self) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         try:
             # Two passes, since the type of a column may be known only from its last row.
-            schemas = [table.schema for table in self._tables(None)]
+            schemas = [table.schema for table in _tables(self._rows, None)]
             schema = pa.unify_schemas(schemas, promote_options="permissive")
             with replacing(self.path) as fresh, pq.ParquetWriter(fresh, schema) as writer:
-                for table in self._tables(schema):
+                for table in _tables(self._rows, schema):
                     writer.write_table(table)
             self._rows.unlink()
         except pa.ArrowException as error:  # a column with values of different types
@@ -138,58 +137,27 @@ class ResponseFile:
                 path=str(self._rows),
             ) from error
 
-    def read(self) -> StoredRows:
-        """Return the rows of the output."""
-        path = self._rows if self._rows.exists() else self.path
-        return StoredRows(partial(read_rows_of, path), self.done)
-
-    def _tables(self, schema: pa.Schema | None) -> Iterator[pa.Table]:
-        """Yield the rows as tables of some rows; None: with a schema that fits each of them."""
-        import pyarrow as pa
-
-        rows = read_jsonl(self._rows)
-        while some := list(islice(rows, _TOGETHER)):
-            yield pa.Table.from_pylist(some, schema)
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Keep other processes out of the block; the system releases the lock of a killed one."""
-        lock = self.path.with_name(f".{self.path.name}.lock")
-        try:
-            handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
-        if not _lock(handle, lock):
-            os.close(handle)
-            raise ConfigError(
-                f"another process writes {self.path} now; choose another output, or wait until it "
-                "has ended",
-                key="output",
-            )
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                lock.unlink()
-            os.close(handle)
-
     def _begin(self, batch_size: int, *, overwrite: bool, check: Callable[[], None]) -> None:
         existing = sorted({file for file in (self.path, self._rows) if file.exists()})
         own = bool(existing) and self._matches(overwrite=overwrite)
-        ends = _ends_of_lines(self._rows) if own and self._rows.exists() else None
-        if not own or (ends is not None and len(ends) != self.total):
-            check()
-        if not own:
-            for file in existing:
-                try:
-                    file.unlink()
-                except OSError as error:  # a folder, for example
-                    raise cannot_write(file, error) from error
-            write_json(self._described, self._inputs)
-        elif ends is None:
+        if own and not self._rows.exists():
             self.done = self.total  # the `.parquet` file is written when all rows are there
-        else:
-            self.done = self._keep_batches(ends, batch_size)
+            return
+        # The position behind each row that is there.
+        ends = _ends_of_lines(self._rows) if own else []
+        if not own or len(ends) != self.total:
+            check()
+            ends = ends[: len(ends) - len(ends) % batch_size]
+        try:
+            if own:
+                os.truncate(self._rows, ends[-1] if ends else 0)
+            for file in () if own else existing:
+                file.unlink()
+        except OSError as error:  # a folder, for example
+            raise cannot_write(self.path, error) from error
+        if not own:
+            write_json(self._described, self._inputs)
+        self.done = len(ends)
 
     def _matches(self, *, overwrite: bool) -> bool:
         """Return whether the output is of this command; raise if it is not and must stay."""
@@ -201,24 +169,14 @@ class ResponseFile:
                 return True
             problem = f"{self.path} was made with other inputs: {differences}"
         if not overwrite:
-            raise ConfigError(f"{problem}; {_REPLACE}", key="output")
+            raise ConfigError(
+                f"{problem}; choose another output, or set overwrite=true to replace it",
+                key="output",
+            )
         return False
 
-    def _keep_batches(self, ends: Sequence[int], batch_size: int) -> int:
-        """Remove rows after the last complete batch. Return the number of rows that stay.
 
-        `ends`: the position behind each row in the file.
-        """
-        count = len(ends)
-        kept = count if count == self.total else count - count % batch_size
-        try:
-            os.truncate(self._rows, ends[kept - 1] if kept else 0)
-        except OSError as error:
-            raise cannot_write(self._rows, error) from error
-        return kept
-
-
-class StoredRows:
+class StoredRows(Sequence[T], Generic[T]):
     """Rows on disk, which are read again each time that they are iterated over.
 
     Args:
@@ -226,42 +184,40 @@ class StoredRows:
         count: their number.
     """
 
-    def __init__(self, read: Callable[[], Iterator[JsonObject]], count: int) -> None:
-        self._read = read
-        self._count = count
+    def __init__(self, read: Callable[[], Iterator[T]], count: int) -> None:
+        self._read, self._count = read, count
 
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[JsonObject]:
+    def __iter__(self) -> Iterator[T]:
         return self._read()
 
-
-def _lock(handle: int, path: Path) -> bool:
-    """Lock an open file. Return False if another process holds it, or has just deleted it."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without `flock`: go on without
-        return True
-    return path.exists() and os.path.samestat(os.fstat(handle), path.stat())
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        """Return rows by number. All rows are read."""
+        return list(self)[index]
 
 
-def read_rows_of(path: Path) -> Iterator[JsonObject]:
-    """Yield the rows of a `.jsonl` or `.parquet` file that this package has written.
+def _tables(path: Path, schema: pa.Schema | None) -> Iterator[pa.Table]:
+    """Yield rows as tables of some rows; None: with a schema that fits each of them."""
+    import pyarrow as pa
 
-    Raises:
-        DataError: a line is damaged.
-    """
+    rows = read_jsonl(path)
+    while some := list(islice(rows, _TOGETHER)):
+        yield pa.Table.from_pylist(some, schema)
+
+
+def _rows_of(path: Path) -> Iterator[JsonObject]:
+    """Yield the rows of an output."""
     if path.suffix == ".jsonl":
-        yield from read_jsonl(path)
-        return
+        return read_jsonl(path)
     from quadriga.data.rows import read_pieces
 
-    for piece in read_pieces(path):
-        for row in piece.rows:
-            yield row.values
+    return (row.values for piece in read_pieces(path) for row in piece.rows)
 
 
 def read_json_object(path: Path) -> JsonObject:
@@ -277,14 +233,8 @@ def read_json_object(path: Path) -> JsonObject:
 
 def _ends_of_lines(path: Path) -> list[int]:
     """Return the offset after each complete line of a file."""
-    ends: list[int] = []
-    offset = 0
     with path.open("rb") as file:
-        for line in file:
-            offset += len(line)
-            if line.endswith(b"\n"):
-                ends.append(offset)
-    return ends
+        return list(accumulate(len(line) for line in file if line.endswith(b"\n")))
 
 
 Inputs = dict[str, object]
@@ -297,7 +247,6 @@ _WITHOUT_EFFECT = (
 """Settings, or beginnings of their keys, that change no response."""
 _OF_SCORES = ("reward.", "pass_at", "correct_at", "resamples", "confidence", "response_")
 _LISTED = 8  # changes that a message names
-_WHOLE = 1 << 30  # bytes of weights up to which all of them are digested
 _SAMPLES, _SAMPLE = 64, 64 << 10  # parts of a larger weight file that are digested, and their bytes
 
 
@@ -309,28 +258,26 @@ def inputs_of(config: GenerationConfig) -> Inputs:
     (`Rollout.not_reproduced`), and a file that is continued with other ranks then holds responses
     of both.
     """
-    settings = dict(setting_leaves(yaml.safe_load(to_yaml(config)), ""))
+    settings = setting_leaves(yaml.safe_load(to_yaml(config)))
     left_out = (*_WITHOUT_EFFECT, *_OF_SCORES)
-    kept = {key: value for key, value in settings.items() if not key.startswith(left_out)}
-    tokenizer = config.model.tokenizer_path
-    own = config.images if isinstance(config, GenerateConfig) else []
-    images = images_digest(config.model, config.data_files, config.image_key)
+    kept: Inputs = {key: value for key, value in settings if not key.startswith(left_out)}
+    model = config.model
+    images = images_digest(model, config.data_files, config.image_key)
     kept["content of data_files"] = contents_digest(config.data_files)
     kept["content of the images of data_files"] = images
-    if own:
-        kept["content of images"] = contents_digest(own)
-    kept["content of model.path"] = model_digest(config.model.path)
-    if tokenizer is not None:
-        kept["content of model.tokenizer_path"] = model_digest(tokenizer)
+    if isinstance(config, GenerateConfig) and config.images:
+        kept["content of images"] = contents_digest(config.images)
+    for name, path in (("path", model.path), ("tokenizer_path", model.tokenizer_path)):
+        if path is not None:
+            kept[f"content of model.{name}"] = model_digest(path)
     return kept
 
 
 def changes(saved: Mapping[str, object], own: Mapping[str, object]) -> str:
     """Return what differs between two results of `inputs_of`, "n: 2 → 4; seed: 0 → 1", or ""."""
-    keys = [*own, *(key for key in saved if key not in own)]
     found = [
         changed_words(key, saved.get(key), own.get(key))
-        for key in keys
+        for key in {**own, **saved}
         if saved.get(key) != own.get(key)
     ]
     more = [f"and {len(found) - _LISTED} others"] if len(found) > _LISTED else []
@@ -340,18 +287,11 @@ def changes(saved: Mapping[str, object], own: Mapping[str, object]) -> str:
 def model_digest(path: str) -> str:
     """Return a digest of all files of a model folder; its name and the times of files do not count.
 
-    A file of a model of more than 1 GiB is digested by its size and 64 parts of 64 KiB, evenly
-    spaced. Training changes nearly every weight, so such a change is found.
+    A file of more than 4 MiB is digested by its size and 64 parts of 64 KiB, evenly spaced.
+    Training changes nearly every weight, so such a change is found.
     """
-    folder = local_folder(path)
-    files = sorted(file for file in folder.iterdir() if file.is_file())
-    whole = sum(file.stat().st_size for file in files) <= _WHOLE
-    contents = {
-        file.name: digest_file(file) if whole else _sampled(file)
-        for file in files
-        if file.suffix not in (".md", ".lock")
-    }
-    return digest_json(contents)
+    files = sorted(file for file in local_folder(path).iterdir() if file.is_file())
+    return digest_json({f.name: _sampled(f) for f in files if f.suffix not in (".md", ".lock")})
 
 
 def _sampled(file: Path) -> str:

@@ -21,7 +21,7 @@ from quadriga.models.folder import end_token_ids, with_absolute_paths
 from quadriga.protocol import DataProto, fields, pad_dataproto_to_divisor, unpad_dataproto
 from quadriga.trainer.checks.data import check_fine_tuning_data
 from quadriga.trainer.fine_tuning.one_group import OneGroupTrainer, Validate
-from quadriga.trainer.ingredients import check_rows, make_reward
+from quadriga.trainer.ingredients import check_rows
 from quadriga.trainer.preflight import check_fine_tuning_config
 from quadriga.trainer.record import RunRecord
 from quadriga.trainer.roles.placement import Role
@@ -71,6 +71,7 @@ class SFTTrainer(OneGroupTrainer[SFTConfig, "SFTGroup"]):
 
     def __init__(self, config: SFTConfig) -> None:
         from quadriga.data import PromptLoader
+        from quadriga.rewards import RewardManager
         from quadriga.trainer.memory.check import RunMemory  # imports torch
 
         given, config = config, absolute_paths(config)
@@ -88,7 +89,7 @@ class SFTTrainer(OneGroupTrainer[SFTConfig, "SFTGroup"]):
             )
         RunMemory(config, rows.train.lengths, rows.val_prompts, evaluated).check()
         super().__init__(given, config, rows.tokenizer, rows.train)
-        self.reward_fn = make_reward(config.reward, rows.tokenizer)
+        self.reward_fn = RewardManager.from_settings(config.reward, rows.tokenizer)
         check_rows(self.reward_fn, self.val_loader, config.data.val_files)
 
     def fit(self) -> SFTResult:
