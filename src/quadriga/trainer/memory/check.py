@@ -9,6 +9,7 @@ from typing import Any
 from quadriga.config.commands import GenerationConfig, RanksConfig, RMConfig, SFTConfig
 from quadriga.config.role_ranks import trainer_settings
 from quadriga.config.schema import TrainConfig
+from quadriga.engines import kind_of
 from quadriga.errors import ConfigError, ModelError
 from quadriga.parallel.device import planned_device, ranks_are_elsewhere
 from quadriga.trainer.memory.machine import available_memory, device_limit
@@ -186,7 +187,8 @@ class RunMemory:
                 if name == "engine.tensor_parallel_size":
                     trial, engine = 2 * now, _value(self._config, f"{section}.engine".lstrip("."))
                     ranks = self._trainer.nnodes * self._trainer.n_gpus_per_node
-                    if engine.name != "megatron" or ranks % (2 * engine.model_parallel_size):
+                    stages = kind_of(engine).in_stages
+                    if not stages or ranks % (2 * engine.model_parallel_size):
                         continue
                 yield key, now, max(1, now // 2) if name == "max_response_length" else trial
         for pool in plan.pools:
