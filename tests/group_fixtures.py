@@ -58,6 +58,11 @@ class Starter:
             (getattr(started, "shutdown", None) or getattr(started, "release", lambda: None))()
 
 
+def local_group(cls, ranks=2, *args, **options):
+    """A group of `cls(*args)` in this process."""
+    return Starter(get_backend("local"))(cls, ranks, *args, **options)
+
+
 def shared(backend, cls, *args, **options) -> Iterator[object]:
     """A group of two ranks of `cls(*args)`, for a fixture of the session on Ray."""
     starter = Starter(backend)

@@ -23,17 +23,11 @@ from quadriga.backends.ray import (
     RayWorkerGroup,
     merge_resource_pool,
     split_resource_pool,
-    waiting,
 )
 from quadriga.errors import PlacementError, WorkerDiedError
 
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 NODE = {"object_store_memory": 250 * 2**20}
-# Small chunks, one at a time: a result of 100 MiB takes longer than a slice of a wait.
-SLOW_LINKS = {
-    "object_manager_default_chunk_size": 64 * 1024,
-    "object_manager_max_bytes_in_flight": 64 * 1024,
-}
 
 
 def nodes_of(group: RayWorkerGroup) -> list[int]:
@@ -97,32 +91,12 @@ def packed() -> dict[str, object]:
     return {"packed over nodes": sorted(by_node.values(), key=len)}
 
 
-def _large(nbytes: int) -> bytes:
-    """Much from rank 0, which is on another node than the controller."""
-    return b"x" * (nbytes if os.environ["RANK"] == "0" else 1)
-
-
-def large_result() -> dict[str, object]:
-    """A result of 100 MiB from another node, received in a wait of many short slices."""
-    waiting.FIRST_WAIT_S = waiting.SLICE_S = 0.02
-    pool = RayResourcePool([2, 3], use_gpu=False, max_colocate_count=1)
-    group = start(pool, Cases)
-    began = time.monotonic()
-    sizes = {len(value) for value in group.run.options(timeout=40)(_large, 100 * 2**20)}
-    seconds = time.monotonic() - began
-    waiting.FIRST_WAIT_S, waiting.SLICE_S = 0.2, 0.5
-    group.shutdown()
-    pool.release()
-    return {"large result": [sorted(sizes), seconds]}
-
-
 def main() -> None:
     cluster = Cluster(
         initialize_head=True,
         head_node_args={
             "num_cpus": 1,
             "include_dashboard": False,
-            "_system_config": SLOW_LINKS,
             **NODE,
         },
     )
@@ -130,7 +104,7 @@ def main() -> None:
     cluster.add_node(num_cpus=3, **NODE)
     cluster.wait_for_nodes()
     ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
-    seen: dict[str, object] = {**devices(small.node_id), **packed(), **large_result()}
+    seen: dict[str, object] = {**devices(small.node_id), **packed()}
 
     pool = RayResourcePool([2, 3], use_gpu=False, max_colocate_count=1)
     try:

@@ -19,84 +19,67 @@ def short_gap(monkeypatch):
 class Calls:
     """Calls that record the order in which they start. `fails`: tickets of calls that raise."""
 
-    def __init__(self, fails=()):
-        self.order, self.started, self.fails = CallOrder(), [], fails
+    def __init__(self, fails=(), seconds=0.0):
+        self.order, self.started, self.fails, self.seconds = CallOrder(), [], fails, seconds
 
-    async def call(self, ticket, seconds=0.0):
+    async def call(self, ticket):
         async with self.order.turn(ticket):
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(self.seconds)
             self.started.append(ticket)
             if ticket in self.fails:
                 raise ValueError
 
+    def run(self, *arrivals, cancel=()):
+        """Return the order in which calls start that arrive in the given order."""
 
-def run(arrivals, fails=()):
-    """Return the order in which calls start that arrive in the given order."""
-    calls = Calls(fails)
+        async def all_of_them():
+            tasks = [asyncio.create_task(self.call(ticket)) for ticket in arrivals]
+            await asyncio.sleep(0.01)
+            for number in cancel:
+                tasks[number].cancel()
+            await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), timeout=60)
 
-    async def all_of_them():
-        tasks = [calls.call(ticket) for ticket in arrivals]
-        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), timeout=60)
+        asyncio.run(all_of_them())
+        return self.started
 
-    asyncio.run(all_of_them())
-    return calls.started
+
+def a(*tickets):
+    return [("a", ticket) for ticket in tickets]
 
 
 def test_calls_start_in_the_order_of_their_tickets():
-    assert run([("a", 2), ("a", 0), ("a", 1)]) == [("a", 0), ("a", 1), ("a", 2)]
+    assert Calls().run(*a(2, 0, 1)) == a(0, 1, 2)
 
 
 def test_senders_do_not_wait_for_each_other_and_a_call_without_a_ticket_never_waits():
-    started = run([("a", 1), None, ("b", 0), ("a", 0)])
+    started = Calls().run(("a", 1), None, ("b", 0), ("a", 0))
     assert started.index(("a", 0)) < started.index(("a", 1))
     assert started[0] is None and started[1] == ("b", 0)
 
 
 def test_the_turn_of_a_call_that_fails_ends():
-    assert run([("a", 1), ("a", 0)], fails=[("a", 0)]) == [("a", 0), ("a", 1)]
+    assert Calls(fails=a(0)).run(*a(1, 0)) == a(0, 1)
 
 
-def test_a_call_that_is_cancelled_while_it_waits_is_skipped():
-    calls = Calls()
-
-    async def cancel_the_second():
-        tasks = [asyncio.create_task(calls.call(("a", i), 0.05)) for i in range(4)]
-        await asyncio.sleep(0.01)
-        tasks[1].cancel()
-        tasks[2].cancel()
-        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), timeout=60)
-
-    asyncio.run(cancel_the_second())
-    assert calls.started == [("a", 0), ("a", 3)]
-
-
-def test_the_turn_of_a_call_that_is_cancelled_while_it_runs_ends():
-    calls = Calls()
-
-    async def cancel_the_first():
-        tasks = [asyncio.create_task(calls.call(("a", i), 0.05)) for i in range(2)]
-        await asyncio.sleep(0.01)
-        tasks[0].cancel()
-        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), timeout=60)
-
-    asyncio.run(cancel_the_first())
-    assert calls.started == [("a", 1)]
+def test_the_turn_of_a_call_that_is_cancelled_ends_while_it_waits_and_while_it_runs():
+    assert Calls(seconds=0.05).run(*a(0, 1, 2, 3), cancel=[1, 2]) == a(0, 3)
+    assert Calls(seconds=0.05).run(*a(0, 1), cancel=[0]) == a(1)
 
 
 def test_calls_that_never_arrive_are_skipped_and_start_at_once_if_they_arrive_late(monkeypatch):
     calls = Calls()
 
     async def without_0_and_3():
-        tasks = [asyncio.create_task(calls.call(("a", i))) for i in (4, 2, 1)]
+        tasks = [asyncio.create_task(calls.call(ticket)) for ticket in a(4, 2, 1)]
         await asyncio.sleep(0.1)
         assert calls.started == []
         await asyncio.wait_for(asyncio.gather(*tasks), timeout=60)
         monkeypatch.setattr(rank_host, "GAP_S", 600)
-        await asyncio.wait_for(calls.call(("a", 0)), timeout=60)
-        await asyncio.wait_for(calls.call(("a", 5)), timeout=60)
+        for ticket in a(0, 5):
+            await asyncio.wait_for(calls.call(ticket), timeout=60)
 
     asyncio.run(without_0_and_3())
-    assert calls.started == [("a", 1), ("a", 2), ("a", 4), ("a", 0), ("a", 5)]
+    assert calls.started == a(1, 2, 4, 0, 5)
 
 
 def test_a_call_that_a_blocked_loop_delays_is_not_skipped():
@@ -111,14 +94,8 @@ def test_a_call_that_a_blocked_loop_delays_is_not_skipped():
         await asyncio.wait_for(later, timeout=60)
 
     asyncio.run(blocked())
-    assert calls.started == [("a", 0), ("a", 1)]
+    assert calls.started == a(0, 1)
 
 
 def test_a_call_that_holds_its_turn_for_long_is_not_skipped():
-    calls = Calls()
-
-    async def long_first():
-        await asyncio.gather(calls.call(("a", 0), seconds=0.5), calls.call(("a", 1)))
-
-    asyncio.run(long_first())
-    assert calls.started == [("a", 0), ("a", 1)]
+    assert Calls(seconds=0.5).run(*a(0, 1)) == a(0, 1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 
-from quadriga.backends import get_backend
+from group_fixtures import local_group
 from quadriga.errors import LengthError, MeshError
 from quadriga.protocol import DataProto
 from quadriga.single_controller import (
@@ -50,17 +52,12 @@ class Meshed(Worker):
         return self.queries
 
 
-def start(cls, ranks, *args):
-    backend = get_backend("local")
-    return backend.worker_group(backend.resource_pool([ranks]), backend.class_with_args(cls, *args))
-
-
 def batch(n, **options):
     return DataProto.from_dict(tensors={"a": torch.arange(n)}, **options)
 
 
 def test_two_meshes_in_one_worker():
-    group = start(Meshed, 8)
+    group = local_group(Meshed, 8)
     trained = group.train(batch(8), scale=10)
     assert trained.batch["a"].tolist() == [0, 10, 20, 30, 40, 50, 60, 70]
     assert trained.batch["rank"].tolist() == [0, 0, 2, 2, 4, 4, 6, 6]
@@ -101,7 +98,7 @@ class Uneven(Worker):
 @pytest.mark.parametrize("by_future", [False, True])
 def test_results_of_one_mesh_are_arguments_of_another(by_future):
     """A result made in two parts is an argument in three, then in six."""
-    group = start(Uneven, 6)
+    group = local_group(Uneven, 6)
     inferred = (group.infer.submit if by_future else group.infer)(batch(6))
     trained = (group.train.submit if by_future else group.train)(inferred)
     scored = group.score(trained)
@@ -112,7 +109,7 @@ def test_results_of_one_mesh_are_arguments_of_another(by_future):
 
 
 def test_each_mesh_pads_to_its_own_size():
-    group = start(Uneven, 6)
+    group = local_group(Uneven, 6)
     padded = group.infer(batch(5, auto_padding=True))
     assert padded.batch["infer"].tolist() == [0, 0, 0, 3, 3]
     assert group.train(padded).batch["train"].tolist() == [1, 1, 3, 3, 5]
@@ -120,9 +117,7 @@ def test_each_mesh_pads_to_its_own_size():
 
 
 def test_a_pickled_future_of_a_mesh_call_is_joined_without_the_group():
-    import pickle
-
-    group = start(Meshed, 8)
+    group = local_group(Meshed, 8)
     future = group.train.submit(batch(8))
     restored = pickle.loads(pickle.dumps(future))
     assert restored.get().batch["rank"].tolist() == [0, 0, 2, 2, 4, 4, 6, 6]
@@ -130,7 +125,7 @@ def test_a_pickled_future_of_a_mesh_call_is_joined_without_the_group():
 
 def test_ranks_with_the_same_part_receive_the_same_object():
     """The parts handed to the backend: one object per data-parallel rank."""
-    group = start(Meshed, 8)
+    group = local_group(Meshed, 8)
     group.train(batch(8))
     sent = []
     submit = group._ranks.backend.submit
@@ -143,7 +138,7 @@ def test_ranks_with_the_same_part_receive_the_same_object():
 
 
 def test_unknown_and_repeated_meshes_are_refused():
-    group = start(Meshed, 8)
+    group = local_group(Meshed, 8)
     with pytest.raises(MeshError, match=r"has not registered the mesh 'nowhere'.*infer.*train"):
         group.lost(batch(8))
     worker = group._ranks.handles[0].native.host.workers["Meshed"]
@@ -171,11 +166,11 @@ class Odd(Worker):
 )
 def test_inconsistent_meshes_are_refused(dp_ranks, collects, words):
     with pytest.raises(MeshError, match=words):
-        start(Odd, 2, dp_ranks, collects).same(batch(2))
+        local_group(Odd, 2, dp_ranks, collects).same(batch(2))
 
 
 def test_registered_meshes_as_dicts():
-    group = start(Meshed, 8)
+    group = local_group(Meshed, 8)
     assert group.get_dispatch_collect()[3] == {
         "dispatch_dp_rank": {"train": 1, "infer": 0},
         "collect_dp_rank": {"train": False, "infer": True},
@@ -217,7 +212,7 @@ class Megatron(Worker):
 
 
 def test_megatron_modes_on_tp2_dp2_pp2():
-    group = start(Megatron, 8, 2, 1, 2, 2)
+    group = local_group(Megatron, 8, 2, 1, 2, 2)
     # Ranks 0-3 are the first stage, 4-7 the last; within a stage tp is inner.
     assert group.lists(["a", "b"]) == [(4, "a"), (6, "b")]
     assert group.proto(batch(4)).batch["rank"].tolist() == [4, 4, 6, 6]
@@ -229,7 +224,7 @@ def test_megatron_modes_on_tp2_dp2_pp2():
 
 
 def test_megatron_modes_with_context_parallelism():
-    group = start(Megatron, 4, 1, 2, 2, 1)
+    group = local_group(Megatron, 4, 1, 2, 2, 1)
     assert group.lists(["a", "b"]) == [(0, "a"), (2, "b")]
     with pytest.raises(LengthError, match="has 4 entries for 2 parts"):
         group.lists([1, 2, 3, 4])
@@ -242,4 +237,4 @@ def test_a_megatron_mode_without_a_rank_layout_is_refused():
             return 1
 
     with pytest.raises(MeshError, match="has no rank layout"):
-        start(Plain, 2).stages()
+        local_group(Plain, 2).stages()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 
 import pytest
 import torch
 
-from quadriga.backends import get_backend
+from group_fixtures import local_group
 from quadriga.errors import DispatchError, LengthError, UnknownNameError
 from quadriga.single_controller import (
     Dispatch,
@@ -31,11 +32,7 @@ def clean_registries():
             registry.remove(mode.name)
 
 
-def start(cls, ranks=4, **options):
-    backend = get_backend("local")
-    return backend.worker_group(
-        backend.resource_pool([ranks]), backend.class_with_args(cls), **options
-    )
+start = partial(local_group, ranks=4)
 
 
 def test_the_builtin_modes():
@@ -118,20 +115,9 @@ def test_even_ranks_only():
     assert group.thrice([10, 20]) == [(0, 30), (2, 60)]
     with pytest.raises(DispatchError, match=r"Dispatch\.EVEN_RANKS exists already"):
         register_dispatch_mode("EVEN_RANKS", to_even_ranks, from_even_ranks)
-
-
-def test_an_updated_mode_affects_methods_that_are_registered_already():
-    mode = register_dispatch_mode("MINE", to_even_ranks, from_even_ranks)
-
-    class W(Worker):
-        @register(dispatch_mode=mode)
-        def same(self, x):
-            return x
-
-    group = start(W)
-    assert group.same([1, 2]) == [1, 2]
+    # A mode that is replaced affects methods that are registered already.
     update_dispatch_mode(mode, to_even_ranks, lambda group, outputs: outputs[1::2])
-    assert group.same([1, 2]) == [None, None]
+    assert group.twice([1, 2]) == [None, None]
 
 
 def test_first_half_of_the_ranks():
@@ -170,36 +156,23 @@ def test_rank_zero_by_dispatch_mode_and_by_execute_mode():
     assert group.a([1]) == group.b([1]) == group.c([1]) == (0, [1])
 
 
-def test_wrong_results_of_a_dispatch_function_are_refused():
-    def wrong_length(group, x):
-        return ([x],), {}
-
-    def no_list(group, x):
-        return (x,), {}
-
-    def no_pair(group, x):
-        return x
-
-    def collect(group, outputs):
-        return outputs
+@pytest.mark.parametrize(
+    ("result", "error", "words"),
+    [
+        (lambda x: (([x],), {}), LengthError, r"W\.call: .* split into 1 parts for 4"),
+        (lambda x: ((x,), {}), DispatchError, r"W\.call: .*got int"),
+        (lambda x: x, DispatchError, r"W\.call: .*\(args, kwargs\)"),
+    ],
+)
+def test_wrong_results_of_a_dispatch_function_are_refused(result, error, words):
+    mode = {"dispatch_fn": lambda group, x: result(x), "collect_fn": lambda group, outputs: outputs}
 
     class W(Worker):
-        @register(dispatch_mode={"dispatch_fn": wrong_length, "collect_fn": collect})
-        def a(self, x): ...
+        @register(dispatch_mode=mode)
+        def call(self, x): ...
 
-        @register(dispatch_mode={"dispatch_fn": no_list, "collect_fn": collect})
-        def b(self, x): ...
-
-        @register(dispatch_mode={"dispatch_fn": no_pair, "collect_fn": collect})
-        def c(self, x): ...
-
-    group = start(W)
-    with pytest.raises(LengthError, match=r"W\.a: .* split into 1 parts for 4"):
-        group.a(1)
-    with pytest.raises(DispatchError, match=r"W\.b: .*got int"):
-        group.b(1)
-    with pytest.raises(DispatchError, match=r"W\.c: .*\(args, kwargs\)"):
-        group.c(1)
+    with pytest.raises(error, match=words):
+        start(W).call(1)
 
 
 def test_direct_rollout_methods_cannot_be_called_through_a_group():
@@ -211,11 +184,11 @@ def test_direct_rollout_methods_cannot_be_called_through_a_group():
         start(W).generate()
 
 
-def test_hooks_before_and_after_each_call():
+def test_hooks_before_and_after_each_call_and_future():
     seen = []
     factory = with_hooks(
-        before=lambda label, args, kwargs: seen.append(("before", label, args, kwargs)),
-        after=lambda label, value: seen.append(("after", label, value)),
+        before=lambda label, args, kwargs: seen.append((label, args, kwargs)),
+        after=lambda label, value: seen.append((label, value)),
     )
 
     class W(Worker):
@@ -223,36 +196,17 @@ def test_hooks_before_and_after_each_call():
         def add(self, x, y=0):
             return x + y
 
-    group = start(W, 2, method_factory=factory, role="adder")
+    group = start(W, ranks=2, method_factory=factory, role="adder")
     assert group.add(1, y=2) == [3, 3]
-    assert seen == [("before", "adder.add", (1,), {"y": 2}), ("after", "adder.add", [3, 3])]
+    assert seen == [("adder.add", (1,), {"y": 2}), ("adder.add", [3, 3])]
     assert group.add.options(timeout=5)(1) == [1, 1]
     assert len(seen) == 4
-
-
-def test_hooks_of_futures():
-    seen = []
-    factory = with_hooks(
-        before=lambda label, args, kwargs: seen.append("before"),
-        after=lambda label, value: seen.append(value),
-    )
-
-    class W(Worker):
-        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-        def add(self, x):
-            return x + self.rank
-
-        @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-        def soon(self, x):
-            return -x
-
-    group = start(W, 2, method_factory=factory)
     future = group.add.submit(5)
-    assert seen == ["before"]
-    assert future.get() == future.get() == [5, 6]
-    assert seen == ["before", [5, 6]]  # once, although read twice
-    assert pickle.loads(pickle.dumps(group.soon(3))).get() == [-3, -3]
-    assert seen == ["before", [5, 6], "before"]  # a pickled future has no hook
+    assert len(seen) == 5
+    assert future.get() == future.get() == [5, 5]
+    assert len(seen) == 6  # once, although read twice
+    assert pickle.loads(pickle.dumps(group.add.submit(3))).get() == [3, 3]
+    assert len(seen) == 7  # a pickled future has no hook
 
 
 def test_an_adopted_mode_may_be_added_once_more_by_its_file():
@@ -275,7 +229,7 @@ def test_a_tensordict_is_a_batch():
             data["a"] = data["a"] * 2
             return data
 
-    group = start(W, 2)
+    group = start(W, ranks=2)
     ragged = torch.nested.nested_tensor(
         [torch.arange(n) for n in (2, 1, 3, 2)], layout=torch.jagged
     )
@@ -296,7 +250,7 @@ def test_tracebacks_show_the_name_of_the_method():
             raise ValueError
 
     with pytest.raises(Exception) as caught:
-        start(W, 1).update_actor()
+        start(W, ranks=1).update_actor()
     frames = [f.name for f in traceback.extract_tb(caught.value.__traceback__)]
     assert "update_actor" in frames[:4]
 

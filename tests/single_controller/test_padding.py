@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from quadriga.backends import get_backend
+from group_fixtures import local_group
 from quadriga.errors import LengthError
 from quadriga.protocol import DataProto
 from quadriga.single_controller import (
@@ -47,10 +47,7 @@ class Rows(Worker):
 
 @pytest.fixture(scope="module", params=[2, 4, 8])
 def group(request):
-    backend = get_backend("local")
-    return backend.worker_group(
-        backend.resource_pool([request.param]), backend.class_with_args(Rows)
-    )
+    return local_group(Rows, request.param)
 
 
 def batch(n):
@@ -114,16 +111,10 @@ def test_rows_that_a_rank_repeats_in_blocks_or_reorders(group, method):
     assert reversed_rows.batch["row"].tolist() == [row for part in mine for row in part[::-1]]
 
 
-def test_five_rows_on_two_ranks():
-    backend = get_backend("local")
-    group = backend.worker_group(backend.resource_pool([2]), backend.class_with_args(Rows))
+def test_a_new_batch_whose_rows_cannot_be_assigned_is_refused():
+    group = local_group(Rows)
     result = group.all_ranks(batch(5), lambda data: data.repeat(2, interleave=False))
     assert result.batch["row"].tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
-
-
-def test_a_new_batch_whose_rows_cannot_be_assigned_is_refused():
-    backend = get_backend("local")
-    group = backend.worker_group(backend.resource_pool([2]), backend.class_with_args(Rows))
     with pytest.raises(
         LengthError,
         match=r"Rows\.all_ranks returned 2 rows for part 1.*3 rows.*the last 1.*'__padding__'",
@@ -148,9 +139,7 @@ def test_methods_may_read_which_rows_are_padding(group):
 
 def test_a_padded_part_that_is_padded_again():
     """A worker that received padding calls a group of its own."""
-    backend = get_backend("local")
-    group = backend.worker_group(backend.resource_pool([2]), backend.class_with_args(Rows))
-    inner = backend.worker_group(backend.resource_pool([2]), backend.class_with_args(Rows))
+    group, inner = local_group(Rows), local_group(Rows)
     result = group.all_ranks(
         batch(5), lambda data: inner.all_ranks(data, lambda part: part.repeat(2, interleave=False))
     )
