@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from quadriga.engines.activation_checkpointing import is_expensive
 from quadriga.models import TinyModel, write_tiny_model
 from quadriga.models.cpu_linear import MIN_PRODUCTS, CpuLinear, has_onednn, use_cpu_linear
-from quadriga.models.loading import load_causal_lm, load_value_model, model_without_parameters
+from quadriga.models.loading import load_causal_lm, load_value_model, model_without_weights
 
 OPERATOR = "mkldnn::_linear_pointwise"
 needs_onednn = pytest.mark.skipif(not has_onednn(), reason="torch was built without oneDNN")
@@ -116,7 +116,7 @@ def test_every_model_that_is_loaded_has_these_layers(tmp_path: Path) -> None:
     for model in (
         load_causal_lm(tmp_path),
         load_value_model(tmp_path),
-        model_without_parameters(tmp_path, value_head=False, dtype="float32"),
+        model_without_weights(tmp_path, value_head=False, dtype="float32", buffers=True),
     ):
         assert not [name for name, m in model.named_modules() if type(m) is nn.Linear]
 

@@ -18,7 +18,7 @@ from transformers.core_model_loading import (
 from quadriga.errors import ModelError
 from quadriga.models import weights as weights_of
 from quadriga.models.folder import StoredTensor
-from quadriga.models.loading import VALUE_HEAD_PREFIX, model_without_parameters
+from quadriga.models.loading import VALUE_HEAD_PREFIX, model_without_weights
 from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.models.weights import (
     JoinedTensor,
@@ -47,7 +47,7 @@ def save(folder, tensors, file="model.safetensors"):
 
 
 def match(folder, *, value=False):
-    model = model_without_parameters(folder, value_head=value, dtype=torch.float32)
+    model = model_without_weights(folder, value_head=value, dtype=torch.float32, buffers=True)
     prefix = VALUE_HEAD_PREFIX if value else None
     return match_names(model, stored_tensors(folder), new_prefix=prefix)
 

@@ -60,7 +60,6 @@ from quadriga.models.loading import (
     load_causal_lm,
     load_value_model,
     model_errors,
-    model_without_parameters,
     model_without_weights,
     report_attention,
 )
@@ -131,12 +130,13 @@ def empty_model(
     Raises:
         ModelError: the folder does not hold a suitable model.
     """
-    model = model_without_parameters(
+    model = model_without_weights(
         config.path,
         value_head=head != "lm",
         dtype=_parameter_dtype(dtype, trained=trained),
         attn_implementation=config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
+        buffers=True,
     )
     return _for_engine(model, config, head, trained=trained)
 

@@ -97,12 +97,7 @@ def load_causal_lm(
     model, missing = _load(
         _lm_class(config), path, dtype, config, attn_implementation, trust_remote_code, use_shm
     )
-    if missing:
-        raise ModelError(
-            f"the weights in {path} lack {len(missing)} tensors of the model in its config.json, "
-            f"among them {min(missing)!r}",
-            path=str(path),
-        )
+    _check_no_missing(path, missing, "model in its config.json")
     return model
 
 
@@ -125,28 +120,26 @@ def load_value_model(
             are missing.
     """
     config = _config(local_folder(path), attn_implementation, trust_remote_code)
-    config = _with_value_head(config, path)
+    kind = _with_value_head(config, path)
     model, missing = _load(
-        token_classifier(config),
-        path,
-        dtype,
-        config,
-        attn_implementation,
-        trust_remote_code,
-        use_shm,
+        kind, path, dtype, config, attn_implementation, trust_remote_code, use_shm
     )
     head = _value_head(model, path)
     new_head = {name for name in missing if name.startswith(VALUE_HEAD_PREFIX)}
-    if missing - new_head:
-        raise ModelError(
-            f"the weights in {path} lack {len(missing - new_head)} tensors of the backbone, "
-            f"among them {min(missing - new_head)!r}",
-            path=str(path),
-        )
+    _check_no_missing(path, missing - new_head, "backbone")
     with torch.no_grad():
         for name in new_head:
             head.get_parameter(name.removeprefix(VALUE_HEAD_PREFIX)).zero_()
     return model
+
+
+def _check_no_missing(path: str | Path, missing: set[str], what: str) -> None:
+    if missing:
+        raise ModelError(
+            f"the weights in {path} lack {len(missing)} tensors of the {what}, among them "
+            f"{min(missing)!r}",
+            path=str(path),
+        )
 
 
 def model_without_weights(
@@ -156,74 +149,47 @@ def model_without_weights(
     dtype: Dtype,
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
+    buffers: bool = False,
 ) -> PreTrainedModel:
     """Return the model of a folder's config.json on the meta device: shapes without numbers.
 
-    No file of weights is read, and none is downloaded from the hub.
-
-    Raises:
-        ModelError: the folder has no config of a causal language model.
-    """
-    folder = local_folder(path, weights=False)
-    config = _config(folder, attn_implementation, trust_remote_code, weights=False)
-    return _meta_model(folder, config, value_head, dtype, trust_remote_code)
-
-
-def model_without_parameters(
-    path: str | Path,
-    *,
-    value_head: bool,
-    dtype: Dtype,
-    attn_implementation: str = "sdpa",
-    trust_remote_code: bool = False,
-) -> PreTrainedModel:
-    """Return the model of a folder with its parameters on the meta device.
-
-    Apart from that it is what `load_causal_lm` or `load_value_model` returns. Buffers are on the
-    CPU, with the numbers that the model computes. Those that are saved have to be read.
+    Args:
+        buffers: apart from its parameters, the model is what `load_causal_lm` or `load_value_model`
+            returns: buffers are on the CPU, with the numbers that the model computes. Those that
+            are saved have to be read. False: no file of weights is read or downloaded.
 
     Raises:
         ModelError: the folder has no suitable model.
     """
-    folder = local_folder(path)
-    config = _config(folder, attn_implementation, trust_remote_code)
-    model = _meta_model(folder, config, value_head, dtype, trust_remote_code)
-    with quiet_libraries(), model_errors(folder, "model"):
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu"))
-        for parameter in model.parameters():
-            parameter.requires_grad_(parameter.is_floating_point())  # as in `from_pretrained`
-        # On parameters of the meta device this does nothing.
-        model.initialize_weights()  # type: ignore[no-untyped-call]  # none
-        if (folder / GENERATION_CONFIG_NAME).is_file() and model.can_generate():
-            model.generation_config = GenerationConfig.from_pretrained(folder)
-    model.config.name_or_path = str(folder)
-    use_cpu_linear(model)
-    return model
-
-
-def _meta_model(
-    folder: Path,
-    config: PretrainedConfig,
-    value_head: bool,
-    dtype: Dtype,
-    trust_remote_code: bool,
-) -> PreTrainedModel:
-    """Build the model on the meta device, in evaluation mode."""
-    auto_class: AutoModelClass = _lm_class(config)
-    if value_head:
-        config, auto_class = _with_value_head(config, folder), token_classifier(config)
+    folder = local_folder(path, weights=buffers)
+    config = _config(folder, attn_implementation, trust_remote_code, weights=buffers)
+    kind: AutoModelClass = _with_value_head(config, folder) if value_head else _lm_class(config)
     own_code = nullcontext() if trust_remote_code else _no_code_of_the_hub()
-    meta = torch.device("meta")
-    with quiet_libraries(), model_errors(folder, "model"), own_code, meta:
-        model: PreTrainedModel = auto_class.from_config(  # type: ignore[no-untyped-call]  # none
+    with quiet_libraries(), model_errors(folder, "model"), own_code, torch.device("meta"):
+        model: PreTrainedModel = kind.from_config(  # type: ignore[no-untyped-call]  # none
             config, dtype=_torch_dtype(dtype), trust_remote_code=trust_remote_code
         )
     if value_head:
         _value_head(model, folder)
     model.train(False)
+    if buffers:
+        with quiet_libraries(), model_errors(folder, "model"):
+            _fill_buffers(model, folder)
     return model
+
+
+def _fill_buffers(model: PreTrainedModel, folder: Path) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu"))
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())  # as in `from_pretrained`
+    # On parameters of the meta device this does nothing.
+    model.initialize_weights()  # type: ignore[no-untyped-call]  # none
+    if (folder / GENERATION_CONFIG_NAME).is_file() and model.can_generate():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.config.name_or_path = str(folder)
+    use_cpu_linear(model)
 
 
 def _value_head(model: PreTrainedModel, path: str | Path) -> torch.nn.Linear:
@@ -249,11 +215,11 @@ def _lm_class(config: PretrainedConfig) -> LMClass:
     return AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
 
 
-def _with_value_head(config: PretrainedConfig, path: str | Path) -> PretrainedConfig:
-    """Set the config of a token classifier: one number a token, without dropout before it.
+def _with_value_head(config: PretrainedConfig, path: str | Path) -> type[Any]:
+    """Set one number a token, without dropout before it, and return the class of such a model.
 
     Raises:
-        ModelError: the model takes images.
+        ModelError: the model takes images, or the architecture cannot have a head.
     """
     if takes_images(config):
         raise ModelError(
@@ -264,7 +230,7 @@ def _with_value_head(config: PretrainedConfig, path: str | Path) -> PretrainedCo
         )
     config.num_labels = 1
     config.classifier_dropout = 0.0
-    return config
+    return token_classifier(config)
 
 
 def _copy_output(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
