@@ -24,9 +24,9 @@ LIMITS = {
     "code lines of the tests": 36_000,
 }
 STILL = {
-    LINES: 47_025,
-    "code lines without compat/verl": 43_450,
-    "code lines of the tests": 43_812,
+    LINES: 45_514,
+    "code lines without compat/verl": 41_940,
+    "code lines of the tests": 41_969,
 }
 """What is over its limit today. Numbers are lowered, never raised; a row within its limit goes."""
 
