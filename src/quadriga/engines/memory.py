@@ -463,7 +463,11 @@ class _Units:
             new = self._whole(in_root) + self._whole(layer)
             if not reduces and self.dtype == self.reduce_dtype:
                 new = 0  # a gradient is added in place to an earlier one of its own dtype
+            # Gradients of the output layer, which the root keeps, and of the layer in computation.
+            head = max((self._whole([p]) for p in in_root), default=0)
+            begun = min(new, head + self._whole(layer))
             moments += [
+                (gathered, earlier + begun, found.peak, 0),
                 (gathered, complete + new, 0, self._reduction(layer)),
                 (gathered, complete, 0, self._reduction(in_root)),
             ]
