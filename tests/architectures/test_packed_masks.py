@@ -16,5 +16,5 @@ CASES = [(name, {}) for name in PACKED] + [case for case in VARIANTS if case[0] 
 @pytest.mark.parametrize(("model_type", "changes"), CASES, ids=case_name)
 def test_masks_are_causal_windows_or_chunks(model_type, changes):
     model = TokenModel(small_model(model_type, changes), "lm", torch.device("cpu"))
-    calls = model._attention_calls(torch.bfloat16)
+    calls = model._attention_calls()
     assert calls and {call.mask for call in calls} <= {"causal", "window", "chunk"}

@@ -11,7 +11,7 @@ import time
 import pytest
 from source_tree import ROOT
 
-FILES = 17
+FILES = 18  # 17, and the one that watches nodes if the call is slow
 
 sys.path.append(str(ROOT / "benchmarks"))
 import call_path  # noqa: E402

@@ -79,7 +79,7 @@ def test_log_probabilities_of_a_model_in_bfloat16(name):
     model = AutoModelForCausalLM.from_config(MODELS[name]).to(device, torch.bfloat16).eval()
     chosen = TokenModel(model, "lm", device, dtype=torch.bfloat16)
     sdpa = TokenModel(model, "lm", device, dtype=torch.bfloat16, attention="sdpa")
-    kernels = {chosen.kernel_of(call) for call in sdpa._attention_calls(torch.bfloat16)}
+    kernels = {chosen.kernel_of(call) for call in sdpa._attention_calls()}
     assert kernels == {name.partition(" ")[0]}
     for count, prompt, response in [(4, 16, 8), (8, 200, 100), (12, 3, 300), (1, 5, 1)]:
         batch = rows(count, prompt, response)

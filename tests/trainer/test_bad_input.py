@@ -183,7 +183,7 @@ def test_an_unknown_choice_gives_the_nearest_name(refused, setting, near) -> Non
                 f"actor_rollout_ref.rollout.options.python={sys.executable}",
                 "actor_rollout_ref.rollout.load_adapters=true",
             ],
-            "name=sglang (SGLang 0.5.23 does not start with adapters on a machine without a GPU",
+            "load_adapters=true needs rollout.name=vllm",
         ),
     ],
 )

@@ -164,7 +164,10 @@ def test_what_does_not_fit_is_refused_by_name(folder, batch):
 def test_an_engine_of_text_refuses_images(folder):
     class TextEngine(RolloutEngine):
         name, abilities = "text", replace(full_abilities(vocabulary=1000), window=None)
-        generate = score = update_weights = None
+        score = update_weights = None
+
+        def generate(self, *request):
+            self._check_generates("generate", *request[4:])
 
     engine = TextEngine()
     with pytest.raises(RolloutAbilityError, match="'text' cannot generate from prompts with image"):
