@@ -82,12 +82,18 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
     If the caller is cancelled, the function goes on; a process that ends does not wait for it.
     """
     call = partial(contextvars.copy_context().run, partial(function, *args, **kwargs))
+    # Not as a variable: an error refers to this frame, and the future to the error.
+    return await asyncio.wrap_future(_started(call))
+
+
+def _started(call: Callable[[], T]) -> Future[T]:
+    """Return the outcome of a function that runs in a thread of its own from now on."""
     future: Future[T] = Future()
     # Not of a `ThreadPoolExecutor`: Python waits for its threads when a process ends, and a thread
     # whose rank never returns would keep the process for ever.
     name = "quadriga-wait"
     threading.Thread(target=_settle, args=(future, call), name=name, daemon=True).start()
-    return await asyncio.wrap_future(future)
+    return future
 
 
 def _settle(future: Future[T], call: Callable[[], T]) -> None:
