@@ -24,9 +24,9 @@ LIMITS = {
     "code lines of the tests": 36_000,
 }
 STILL = {
-    LINES: 45_489,
-    "code lines without compat/verl": 41_915,
-    "code lines of the tests": 41_971,
+    LINES: 45_487,
+    "code lines without compat/verl": 41_913,
+    "code lines of the tests": 41_970,
 }
 """What is over its limit today. Numbers are lowered, never raised; a row within its limit goes."""
 

@@ -6,7 +6,7 @@ A `*` in a name stands for a part that depends on the run, such as the name of a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -160,11 +160,6 @@ def add_metric(name: str, unit: str, meaning: str, kind: Kind = "mean") -> None:
     if name in METRICS:
         raise ValueError(f"metric {name!r} is already described: {METRICS[name].meaning}")
     METRICS[name] = MetricInfo(unit, meaning, kind)
-
-
-def undescribed(names: Iterable[str]) -> list[str]:
-    """Return the names that the table does not describe, sorted."""
-    return sorted({name for name in names if describe_metric(name) is None})
 
 
 class MetricSet:

@@ -86,8 +86,8 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
         self._groups: OneGroup[GroupT] | None = None
 
     @abstractmethod
-    def worker(self, runtime: RankRuntime) -> tuple[Role, ClassWithInitArgs]:
-        """Return the role and the class of the worker."""
+    def worker(self, runtime: RankRuntime) -> ClassWithInitArgs:
+        """Return the class of the worker."""
 
     @abstractmethod
     def update(self, policy: GroupT, rows: DataProto) -> DataProto:
@@ -121,11 +121,10 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
             seed=trainer.seed,
             total_steps=self.total_steps,
         )
-        _, worker = self.worker(runtime)
         backend = open_backend(trainer)
         with close_on_error(backend) as groups:
             pool = one_pool(trainer, backend)
-            group: Any = start_group(backend, pool, worker, groups, trainer)
+            group: Any = start_group(backend, pool, self.worker(runtime), groups, trainer)
             group.init_model()
         self._groups = OneGroup(backend=backend, groups=groups, policy=group)
         return self._groups

@@ -72,14 +72,13 @@ class RMTrainer(OneGroupTrainer[RMConfig, "PairTrainingGroup"]):
         path, validation = self.fit_rows()
         return RMResult(path, self.total_steps, validation)
 
-    def worker(self, runtime: RankRuntime) -> tuple[Role, ClassWithInitArgs]:
+    def worker(self, runtime: RankRuntime) -> ClassWithInitArgs:
         """See `OneGroupTrainer`."""
         from quadriga.single_controller import ClassWithInitArgs
         from quadriga.workers import PairTrainingWorker
 
         config = replace(self.config, model=with_absolute_paths(self.config.model))
-        worker = ClassWithInitArgs(PairTrainingWorker, config=config, runtime=runtime)
-        return Role.RewardModel, worker
+        return ClassWithInitArgs(PairTrainingWorker, config=config, runtime=runtime)
 
     def update(self, policy: PairTrainingGroup, rows: DataProto) -> DataProto:
         """See `OneGroupTrainer`."""

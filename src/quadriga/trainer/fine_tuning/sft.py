@@ -97,7 +97,7 @@ class SFTTrainer(OneGroupTrainer[SFTConfig, "SFTGroup"]):
         path, validation = self.fit_rows()
         return SFTResult(path, self.step, validation.get("val/accuracy"))
 
-    def worker(self, runtime: RankRuntime) -> tuple[Role, ClassWithInitArgs]:
+    def worker(self, runtime: RankRuntime) -> ClassWithInitArgs:
         """See `OneGroupTrainer`."""
         from quadriga.single_controller import ClassWithInitArgs
         from quadriga.workers import SFTWorker
@@ -115,7 +115,7 @@ class SFTTrainer(OneGroupTrainer[SFTConfig, "SFTGroup"]):
         runtime = replace(runtime, max_response_length=trainer.max_response_length)
         # A rollout would hold a second copy of the weights.
         role = Role.Actor if self.val_loader is None else Role.ActorRollout
-        return role, ClassWithInitArgs(SFTWorker, config=settings, role=role.key, runtime=runtime)
+        return ClassWithInitArgs(SFTWorker, config=settings, role=role.key, runtime=runtime)
 
     def update(self, policy: SFTGroup, rows: DataProto) -> DataProto:
         """See `OneGroupTrainer`."""
