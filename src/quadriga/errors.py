@@ -125,6 +125,15 @@ class UnknownNameError(InputError, KeyError):
         return str(self.args[0])
 
 
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> UnknownNameError:
+    """Return the error for a name that a table lacks. `kind`: what the table holds."""
+    known = list(known)
+    nearest = nearest_name(name, known)
+    hint = f"; did you mean {nearest!r}?" if nearest else ""
+    text = f"there is no {kind} {name!r}; known: {', '.join(known)}{hint}"
+    return UnknownNameError(text, name=name, known=known, nearest=nearest)
+
+
 class PlacementError(InputError, RuntimeError):
     """The cluster lacks resources. Attributes: `pool`, `wanted`, `available`."""
 

@@ -24,8 +24,8 @@ LIMITS = {
     "code lines of the tests": 36_000,
 }
 STILL = {
-    LINES: 45_487,
-    "code lines without compat/verl": 41_913,
+    LINES: 45_473,
+    "code lines without compat/verl": 41_899,
     "code lines of the tests": 41_970,
 }
 """What is over its limit today. Numbers are lowered, never raised; a row within its limit goes."""

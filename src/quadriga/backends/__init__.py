@@ -7,11 +7,11 @@ Each implements `quadriga.single_controller.backend.Backend`. A backend may impo
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from typing import TYPE_CHECKING
 
 from quadriga.errors import ConfigError, UnknownNameError, nearest_name
+from quadriga.lazy import imported
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,8 +48,7 @@ def get_backend(name: str, **options: object) -> Backend:
             known=list(BACKENDS),
             nearest=near,
         )
-    module, _, cls = BACKENDS[name].partition(":")
-    factory: Callable[..., Backend] = getattr(importlib.import_module(module), cls)
+    factory: Callable[..., Backend] = imported(BACKENDS[name])
     signature = inspect.signature(factory)
     try:
         signature.bind(**options)

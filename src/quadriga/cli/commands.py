@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from quadriga.config.commands import (
     SFTConfig,
 )
 from quadriga.config.schema import TrainConfig
+from quadriga.lazy import imported
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -63,9 +63,8 @@ class Command:
 
     def run(self, invocation: Invocation) -> None:
         """Load the settings and call the function, or only print them."""
-        module, _, name = self.target.partition(":")
         if self.settings is None:
-            getattr(importlib.import_module(module), name)()
+            imported(self.target)()
             return
         from quadriga.config.writing import to_yaml
 
@@ -73,7 +72,7 @@ class Command:
         if invocation.print_config:
             print(to_yaml(config), end="")
         else:
-            getattr(importlib.import_module(module), name)(config)
+            imported(self.target)(config)
 
     def _load(self, invocation: Invocation) -> DataclassInstance:
         """Return the settings of a command line; those of a training run with the sections of

@@ -20,12 +20,12 @@ file imports no torch.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quadriga.config.describe import as_written
-from quadriga.errors import ConfigError, UnknownNameError, nearest_name
+from quadriga.errors import ConfigError, unknown_name
+from quadriga.lazy import imported
 
 if TYPE_CHECKING:
     import torch
@@ -98,22 +98,10 @@ ENGINES = {
 }
 
 
-def _imported(place: str) -> Any:
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def kind_of(engine: EngineConfig) -> EngineKind:
     """Return the engine that the settings name; `UnknownNameError` if there is none."""
     if engine.name not in ENGINES:
-        nearest = nearest_name(engine.name, ENGINES)
-        hint = f"; did you mean {nearest!r}?" if nearest else ""
-        raise UnknownNameError(
-            f"there is no training engine {engine.name!r}; known: {', '.join(ENGINES)}{hint}",
-            name=engine.name,
-            known=list(ENGINES),
-            nearest=nearest,
-        )
+        raise unknown_name("training engine", engine.name, ENGINES)
     return ENGINES[engine.name]
 
 
@@ -147,7 +135,7 @@ def check_engine(
                     key=f"{key}.{name}",
                 )
     if kind.check:
-        _imported(kind.check)(model, engine, optim, device_type, key, model_key)
+        imported(kind.check)(model, engine, optim, device_type, key, model_key)
 
 
 def check_engine_folder(model: ModelConfig, engine: EngineConfig, key: str) -> None:
@@ -157,7 +145,7 @@ def check_engine_folder(model: ModelConfig, engine: EngineConfig, key: str) -> N
         ConfigError: they cannot. The message has the arithmetic.
         ModelError: the engine does not compute the model.
     """
-    _imported(kind_of(engine).check_model)(model, engine, key)
+    imported(kind_of(engine).check_model)(model, engine, key)
 
 
 def build_engine(
@@ -179,7 +167,7 @@ def build_engine(
         ModelError: the folder does not hold a suitable model.
     """
     check_engine("engine", engine, model, optim)
-    built: TrainEngine = _imported(kind_of(engine).engine)(
+    built: TrainEngine = imported(kind_of(engine).engine)(
         model, engine, optim, head=head, device=device, total_steps=total_steps
     )
     return built
@@ -192,5 +180,5 @@ def engine_memory(model: ModelConfig, engine: EngineConfig, use: TrainingUse) ->
         ConfigError: the model or the ranks do not divide by the degrees of the engine.
         ModelError: the folder has no config of a model that the engine computes.
     """
-    found: EngineMemory = _imported(kind_of(engine).memory)(model, engine, use)
+    found: EngineMemory = imported(kind_of(engine).memory)(model, engine, use)
     return found

@@ -16,13 +16,13 @@ file imports no torch.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from quadriga.algorithms.user_files import running_user_file
 from quadriga.config.schema import RolloutEngineConfig
-from quadriga.errors import ConfigError, UnknownNameError, nearest_name
+from quadriga.errors import ConfigError, unknown_name
+from quadriga.lazy import imported
 from quadriga.rollout.abilities import (
     ALL_SETTINGS,
     FilterOrder,
@@ -155,7 +155,7 @@ class Rollout:
         """
         if not self.memory_function:
             return None
-        found: EngineMemory = _imported(self.memory_function)(self.settings, model, use)
+        found: EngineMemory = imported(self.memory_function)(self.settings, model, use)
         return found
 
     def build(
@@ -179,16 +179,10 @@ class Rollout:
             ModelError: the folder does not hold a causal language model that it computes.
         """
         self.check(None)
-        engine: RolloutEngine = _imported(self.engine)(
+        engine: RolloutEngine = imported(self.engine)(
             self, model, device, releasable=releasable, copies=copies
         )
         return engine
-
-
-def _imported(place: str) -> Any:
-    """Return the class at "module:class"."""
-    module, _, cls = place.partition(":")
-    return getattr(importlib.import_module(module), cls)
 
 
 ROLLOUTS: dict[str, str | type[Rollout]] = {
@@ -227,15 +221,8 @@ def rollout_of(settings: RolloutEngineConfig) -> Rollout:
     """
     found = ROLLOUTS.get(settings.name)
     if found is None:
-        nearest = nearest_name(settings.name, ROLLOUTS)
-        hint = f"; did you mean {nearest!r}?" if nearest else ""
-        raise UnknownNameError(
-            f"there is no rollout engine {settings.name!r}; known: {', '.join(ROLLOUTS)}{hint}",
-            name=settings.name,
-            known=list(ROLLOUTS),
-            nearest=nearest,
-        )
-    rollout: Rollout = (_imported(found) if isinstance(found, str) else found)(settings)
+        raise unknown_name("rollout engine", settings.name, ROLLOUTS)
+    rollout: Rollout = (imported(found) if isinstance(found, str) else found)(settings)
     return rollout
 
 
