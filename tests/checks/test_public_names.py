@@ -138,15 +138,16 @@ def test_the_package_imports_no_library(module):
 
 
 @pytest.mark.parametrize(
-    "module",
-    [
-        "quadriga.config.loading",
-        "quadriga.cli.main",
-        "quadriga.observability.trackers",
-    ],
+    "module", ["quadriga.config.loading", "quadriga.cli.main", "quadriga.observability.trackers"]
 )
 def test_settings_and_commands_import_nothing_heavy(module):
     assert imported_by(module, HEAVY) == "[]"
+
+
+@pytest.mark.parametrize("module", ["actor_rollout_ref", "critic", "reward_model"])
+def test_workers_import_transformers_after_their_class(module):
+    """A rank loads its class before it lowers the log levels of transformers and torchao."""
+    assert imported_by(f"quadriga.workers.{module}", ("transformers", "torchao")) == "[]"
 
 
 def test_an_imported_library_is_reported():

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeGuard
@@ -28,10 +28,7 @@ from quadriga.models.folder import check_model_folder, local_folder
 from quadriga.protocol import DataProto, fields
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from PIL.Image import Image
-    from torch import Tensor
     from transformers import PreTrainedConfig
 
 PROCESSOR_FILE = "preprocessor_config.json"

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from quadriga.config.schema import LrSchedulerName, OptimConfig, OptimizerName
 from quadriga.engines.optimizers import check_optimizer_packages
@@ -30,8 +30,10 @@ from quadriga.engines.optimizers.rules import (
     local_shard,
 )
 from quadriga.errors import CheckpointError, ConfigError, NonFiniteError
-from quadriga.models.loading import VALUE_HEAD
 from quadriga.observability.jsonl import JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 OPTIMIZER = "optimizer"
 """Key of the optimizer's name in a checkpoint."""
@@ -296,6 +298,8 @@ def _hidden_matrices(model: PreTrainedModel) -> set[int]:
 
     Embeddings, output layers, norms, convolutions and biases are not among them.
     """
+    from quadriga.models.loading import VALUE_HEAD
+
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # not annotated there
     outputs = (head, getattr(model, VALUE_HEAD, None))
     hidden: set[int] = set()
