@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import ray
-from ray._private.internal_api import memory_summary, node_stats
+from ray._private.internal_api import node_stats
 from ray.cluster_utils import Cluster
 
 STORE_BYTES = 80 * 2**20
@@ -84,10 +84,6 @@ class ThreeNodes:
         )
         return used
 
-    def references(self) -> str:
-        """Ray's table of all references to objects: owner, size, where each was created."""
-        return str(memory_summary(group_by="NODE_ADDRESS", sort_by="OBJECT_SIZE"))
-
     def referring(self) -> list[int]:
         """The ids of the processes that refer to an object. Handles of actors do not count."""
         return sorted(
@@ -121,17 +117,6 @@ class ThreeNodes:
 
         wait_until(lambda: not leaked(), SETTLE_S)
         return leaked()
-
-    def files_of(self, pids: set[int]) -> list[str]:
-        """Temporary files whose names have the process id of a rank, outside Ray's folders."""
-        files = [p for p in self.folder.rglob("*") if p.is_file() and "ray" not in p.parts]
-        names = {str(pid) for pid in pids}
-        return sorted(
-            str(path.relative_to(self.folder))
-            for path in files
-            if path.name.startswith("quadriga")
-            or names & set(path.name.replace(".", "-").split("-"))
-        )
 
     def shutdown(self) -> list[str]:
         """End the cluster. Return the processes that are still there after a while."""

@@ -5,20 +5,17 @@ The choices of fault `n` depend on the seed and `n` only.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
-from chaos_cluster import ThreeNodes, is_running, send_signal, stopped
-from chaos_model import as_batch, fresh, random_rows
-from chaos_program import RELAY
-from chaos_workers import ChaosWorker
-from chaos_world import CALL_S, Generation, Slot, StepEnded, Tracked, World
+from chaos_cluster import ThreeNodes, send_signal, stopped
+from chaos_model import as_batch, random_rows
+from chaos_world import CALL_S, Generation, Slot, StepEnded, World
 
 from quadriga.errors import (
     CallTimeoutError,
@@ -28,6 +25,8 @@ from quadriga.errors import (
 )
 from quadriga.protocol import parallel_put
 
+PAUSE_S = 1.0
+"""Seconds between two faults."""
 SHORT_S = 2.0
 """The deadline of a call that cannot finish."""
 MEDIUM_S = 20.0
@@ -37,30 +36,21 @@ MEDIUM_S = 20.0
 class Faults:
     """The fault thread. `run` injects faults until the world is finished."""
 
-    def __init__(
-        self,
-        world: World,
-        nodes: ThreeNodes,
-        seed: int,
-        pause_s: float,
-        names: Sequence[str] = (),
-    ) -> None:
-        """`names`: the faults that are injected. Default: all."""
-        self.world, self.nodes, self.seed, self.pause_s = world, nodes, seed, pause_s
-        self.weights = {f: w for f, w in FAULTS.items() if not names or f.__name__ in names}
+    def __init__(self, world: World, nodes: ThreeNodes, seed: int) -> None:
+        self.world, self.nodes, self.seed = world, nodes, seed
         self.count = 0
         self._gates = itertools.count()
 
     def run(self) -> None:
         """Inject faults with pauses between them."""
-        while not self.world.finished.wait(self.pause_s):
+        while not self.world.finished.wait(PAUSE_S):
             self.step()
 
     def step(self) -> None:
         """Inject one fault."""
         rng = random.Random(f"{self.seed}/faults/{self.count}")
         self.count += 1
-        fault = rng.choices(list(self.weights), list(self.weights.values()))[0]
+        fault = rng.choices(list(FAULTS), list(FAULTS.values()))[0]
         slot = rng.choice(self.world.slots)
         if slot.current is None:
             return
@@ -158,12 +148,6 @@ def kill_in_call(faults: Faults, slot: Slot, generation: Generation, rng: random
     faults.restart(generation, rng)
 
 
-def stop(faults: Faults, slot: Slot, generation: Generation, rng: random.Random) -> None:
-    """Stop a rank for a moment. Nothing may fail."""
-    with stopped(rng.choice(generation.pids)):
-        time.sleep(rng.uniform(0.3, 3.0))
-
-
 def stop_beyond_deadline(
     faults: Faults, slot: Slot, generation: Generation, rng: random.Random
 ) -> None:
@@ -180,7 +164,7 @@ def raise_through_future(
     faults: Faults, slot: Slot, generation: Generation, rng: random.Random
 ) -> None:
     """The same, and another group waits for the result as its argument."""
-    other = rng.choice([s for s in faults.world.slots if s is not slot and s.name != RELAY])
+    other = rng.choice([s for s in faults.world.slots if s is not slot])
     consumer = other.current
     if consumer is None:
         return
@@ -233,34 +217,6 @@ def full_store(faults: Faults, slot: Slot, generation: Generation, rng: random.R
     del held, arrays
 
 
-def large_result(faults: Faults, slot: Slot, generation: Generation, rng: random.Random) -> None:
-    """Read a result that takes seconds on the link from another node."""
-    rows = random_rows(rng, 6, 3)
-    width = rng.choice([400_000, 800_000])
-    uses = frozenset({generation})
-    with faults.world.operation(f"large result of {slot.name}", uses):
-        data = generation.group.fresh.options(timeout=CALL_S)(as_batch(rows), width)
-    faults.world.check(Tracked(data, fresh(rows, width), uses), "a large result")
-
-
-def abandon(faults: Faults, slot: Slot, generation: Generation, rng: random.Random) -> None:
-    """Drop the last reference to a group. Its processes end."""
-    world = faults.world
-    pool = world.backend.resource_pool([1], use_gpu=False)
-    with world.watchdog.watch("start of a group to abandon", 120.0):
-        group = world.backend.worker_group(
-            pool, world.backend.class_with_args(ChaosWorker), role="abandoned"
-        )
-        pids = group.pid()
-    world.pids.update(pids)
-    del group
-    gc.collect()
-    world.expect_no_process(pids, "after the last reference to its group was dropped")
-    for pid in filter(is_running, pids):
-        send_signal(pid, signal.SIGKILL)
-    pool.release()
-
-
 def check_order(faults: Faults, slot: Slot, generation: Generation, rng: random.Random) -> None:
     """Every rank has received the calls of all threads in the same order."""
     with faults.world.operation(f"notes of {slot.name}", frozenset({generation})):
@@ -280,14 +236,11 @@ def check_order(faults: Faults, slot: Slot, generation: Generation, rng: random.
 FAULTS: dict[Callable[[Faults, Slot, Generation, random.Random], None], int] = {
     kill: 2,
     kill_in_call: 2,
-    stop: 4,
     stop_beyond_deadline: 2,
     raise_through_future: 3,
     cancel: 3,
     slow_node: 3,
     full_store: 3,
-    large_result: 3,
-    abandon: 1,
     check_order: 5,
 }
 """Every fault with its weight."""

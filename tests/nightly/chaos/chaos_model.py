@@ -98,21 +98,9 @@ def fresh(rows: Rows, width: int) -> Rows:
     )
 
 
-def expand(rows: Rows, times: int) -> Rows:
-    """Return what `ChaosWorker.expand` computes."""
-    return rows.take([i for i in range(len(rows)) for _ in range(times)])
-
-
-def keep(rows: Rows, modulus: int) -> Rows:
-    """Return what `ChaosWorker.keep` computes."""
-    return rows.take([i for i, v in enumerate(rows.columns["id"].tolist()) if v % modulus])
-
-
 METHODS: dict[str, Callable[[Rows, int], Rows]] = {
     "affine": affine,
     "fresh": fresh,
-    "expand": expand,
-    "keep": keep,
 }
 """The model of every method that takes a batch and one number."""
 
@@ -136,29 +124,12 @@ def differences(data: DataProto, rows: Rows) -> list[str]:
 
 def _difference(value: torch.Tensor | np.ndarray, expected: Column) -> str:
     if isinstance(expected, torch.Tensor):
-        return _tensor_difference(value, expected)
-    if isinstance(value, torch.Tensor):
-        seen = [row.tolist() for row in value.unbind()]
-        wanted: list[object] = [row.tolist() for row in expected]  # type: ignore[attr-defined]
-    else:
-        seen, wanted = list(value), list(expected)
-    wrong = [i for i, (a, b) in enumerate(zip(seen, wanted, strict=True)) if a != b]
-    if wrong:
-        return f"rows {wrong} differ; row {wrong[0]} is {seen[wrong[0]]}, not {wanted[wrong[0]]}"
-    return ""
-
-
-def _tensor_difference(value: object, expected: torch.Tensor) -> str:
-    if not isinstance(value, torch.Tensor) or value.dtype != expected.dtype:
-        return f"{getattr(value, 'dtype', type(value))}, expected {expected.dtype}"
-    if value.shape != expected.shape:
-        return f"shape {list(value.shape)}, expected {list(expected.shape)}"
-    if torch.equal(value, expected):
+        try:
+            torch.testing.assert_close(value, expected, rtol=0, atol=0)
+        except AssertionError as error:
+            return str(error)
         return ""
-    unequal = (value != expected).flatten(1) if value.dim() > 1 else (value != expected)[:, None]
-    rows = unequal.any(1).nonzero().flatten().tolist()
-    first = rows[0]
-    return (
-        f"rows {rows} differ; row {first} begins {value[first].flatten()[:4].tolist()}, "
-        f"not {expected[first].flatten()[:4].tolist()}"
-    )
+    seen = value.unbind() if isinstance(value, torch.Tensor) else value
+    plain = [row.tolist() if isinstance(row, torch.Tensor) else row for row in seen]
+    wanted = [row.tolist() if isinstance(row, torch.Tensor) else row for row in expected]
+    return "" if plain == wanted else f"{plain}, expected {wanted}"

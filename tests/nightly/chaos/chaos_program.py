@@ -1,4 +1,4 @@
-"""The random program of one controller thread: calls and batch operations, each checked.
+"""The random program of one controller thread: calls, each checked.
 
 The choices of step `n` of thread `t` depend on the seed, `t` and `n` only.
 """
@@ -10,24 +10,12 @@ from collections.abc import Callable
 
 import chaos_model
 from chaos_model import as_batch, random_rows
-from chaos_operations import (
-    LARGEST_ROWS,
-    chunk_concat,
-    index,
-    permute,
-    read,
-    select_union,
-    write,
-)  # fmt: skip
 from chaos_world import CALL_S, Generation, Slot, StepEnded, Tracked, World
 
-from quadriga.protocol import DataProtoFuture, pad_dataproto_to_divisor, unpad_dataproto
+from quadriga.protocol import DataProtoFuture
 
 WIDTHS = (3, 40, 3000, 60_000)
 """Widths of `x`: 12 bytes to 240 KB per row. Larger fields are stored, small ones sent inline."""
-RELAY = "desk"
-"""The slot whose rank calls other groups. No other group waits for it, so that no calls can wait
-for each other in a circle."""
 KEPT = 4
 """Batches that a thread keeps."""
 PAUSE_S = 0.1
@@ -87,9 +75,8 @@ class Program:
         return tracked
 
     def slot(self, rng: random.Random, coroutines: bool = False) -> tuple[Slot, Generation]:
-        """Return a slot and its group, but not the slot that relays calls."""
+        """Return a slot and its group."""
         slots = [s for s in self.world.slots if s.has_coroutines or not coroutines]
-        slots = [s for s in slots if s.name != RELAY]
         slot = rng.choice(slots)
         if slot.current is None:
             raise StepEnded(f"{slot.name} has no group")
@@ -97,7 +84,7 @@ class Program:
 
 
 def new_batch(rng: random.Random) -> Tracked:
-    """Return a local batch. A count of 6 divides among the ranks of every slot."""
+    """Return a local batch. Its number of rows divides among the ranks of every slot."""
     rows = random_rows(rng, 6 * rng.randint(1, 3), rng.choice(WIDTHS))
     return Tracked(as_batch(rows), rows)
 
@@ -105,46 +92,28 @@ def new_batch(rng: random.Random) -> Tracked:
 # Calls
 
 
-def argument_of(method: str, rng: random.Random) -> int:
-    """Return the number that a method takes."""
-    choices = {"fresh": rng.choice(WIDTHS), "expand": rng.randint(1, 2), "keep": rng.randint(2, 4)}
-    return choices.get(method, rng.randint(2, 5))
-
-
 def call(program: Program, rng: random.Random) -> None:
     """Call a method, blocking or through a future that is kept."""
     slot, generation = program.slot(rng)
     tracked = program.pick_ready(rng)
     method = rng.choice(list(chaos_model.METHODS))
-    number = argument_of(method, rng)
-    data, pad = pad_dataproto_to_divisor(tracked.data, slot.size)
-    before = tracked.rows
+    number = rng.choice(WIDTHS) if method == "fresh" else rng.randint(2, 5)
     uses = tracked.sources | {generation}
     bound = getattr(generation.group, method).options(timeout=CALL_S)
-    keep_future = pad == 0 and rng.random() < 0.4
-    with program.world.operation(f"call {slot.name}.{method}({number}) of {len(data)} rows", uses):
-        result = bound.submit(data, number) if keep_future else bound(data, number)
-    if pad:
-        # The rows that were added are the first rows once more, at the end.
-        index = [i % len(before) for i in range(len(before) + pad)]
-        before = before.take(index)
-    result = Tracked(result, chaos_model.METHODS[method](before, number), uses)
-    if pad and method == "affine":
-        result = Tracked(
-            unpad_dataproto(result.data, pad), result.rows.take(range(len(data) - pad)), uses
-        )
+    keep_future = rng.random() < 0.4
+    label = f"call {slot.name}.{method}({number}) of {len(tracked.rows)} rows"
+    with program.world.operation(label, uses):
+        result = bound.submit(tracked.data, number) if keep_future else bound(tracked.data, number)
+    result = Tracked(result, chaos_model.METHODS[method](tracked.rows, number), uses)
     if not keep_future and rng.random() < 0.6:
         program.world.check(result, f"result of {slot.name}.{method}")
     program.world.check(tracked, "the argument after the call")
-    if 0 < len(result.rows) <= LARGEST_ROWS:
-        program.batches.append(result)
+    program.batches.append(result)
 
 
 def call_chain(program: Program, rng: random.Random) -> None:
     """Pass futures as arguments through groups of other sizes, without waiting."""
     tracked = program.pick(rng)
-    if len(tracked.rows) % 6:
-        return
     current = Tracked(tracked.data, tracked.rows, tracked.sources)
     for _ in range(rng.randint(2, 4)):
         slot, generation = program.slot(rng)
@@ -201,21 +170,9 @@ def call_note(program: Program, rng: random.Random) -> None:
         method(token)
 
 
-def call_relay(program: Program, rng: random.Random) -> None:
-    """Call a group from inside a rank of another group, while this thread may call it too."""
-    slot = next((slot for slot in program.world.slots if slot.name == RELAY), None)
-    if slot is None or slot.current is None:
-        return
-    generation = slot.current
-    other, target = program.slot(rng)
-    rows = random_rows(rng, 6, 40)
-    uses = frozenset({generation, target})
-    label = f"relay through {slot.name} to {other.name}"
-    with program.world.operation(label, uses, 2 * CALL_S):
-        result = generation.group.relay.options(timeout=2 * CALL_S)(
-            target.group, as_batch(rows), 3, CALL_S
-        )
-    program.world.check(Tracked(result, chaos_model.affine(rows, 3), uses), label)
+def read(program: Program, rng: random.Random) -> None:
+    """Compare a batch that was kept."""
+    program.world.check(program.pick_ready(rng), "a kept batch")
 
 
 ACTIONS: dict[Callable[[Program, random.Random], None], int] = {
@@ -223,12 +180,6 @@ ACTIONS: dict[Callable[[Program, random.Random], None], int] = {
     call_chain: 10,
     call_coroutines: 6,
     call_note: 8,
-    call_relay: 2,
-    permute: 5,
-    index: 5,
-    chunk_concat: 5,
-    select_union: 4,
     read: 6,
-    write: 2,
 }
 """Every action with its weight."""

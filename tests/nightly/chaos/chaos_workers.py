@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from quadriga import DataProto
-from quadriga.single_controller import Dispatch, Worker, WorkerGroup, register
+from quadriga.single_controller import Dispatch, Worker, register
 
 LIMIT = 4096
 """Values of `x` are whole numbers below this, so that float32 arithmetic is exact."""
@@ -50,21 +50,6 @@ class ChaosWorker(Worker):
             tensors["rag"] = torch.nested.nested_tensor(rag, layout=torch.jagged)
         names = [{"id": int(i), "tags": ["a"] * (int(i) % 3)} for i in ids]
         return DataProto.from_dict(tensors, {"name": names})
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def expand(self, data: DataProto, times: int) -> DataProto:
-        """Return `times` rows for each row, next to each other."""
-        return data.repeat(times, interleave=True)
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def keep(self, data: DataProto, modulus: int) -> DataProto:
-        """Return the rows whose id is no multiple of `modulus`."""
-        return data[data.batch["id"] % modulus != 0]
-
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def relay(self, group: WorkerGroup, data: DataProto, factor: int, timeout: float) -> DataProto:
-        """Call `affine` of another group from this rank."""
-        return group.affine.options(timeout=timeout)(data, factor)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def note(self, token: str) -> None:

@@ -1,25 +1,26 @@
-"""The chaos program reports planted faults, so that a clean report says something."""
+"""The chaos program reports planted faults, and a minute of it ends without a violation."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import chaos_model
 import chaos_world
 import pytest
 import torch
-from chaos_cluster import ThreeNodes
 from chaos_faults import Faults, check_order
-from chaos_model import Rows, as_batch, differences, random_rows
+from chaos_model import Rows, as_batch, differences
 from chaos_program import Program
-from chaos_watch import Report, Watchdog
 from chaos_workers import ChaosWorker, CoroutineWorker
-from chaos_world import Generation, Slot, StepEnded, World
+from chaos_world import Generation, Report, Slot, StepEnded, Watchdog, World
 
 from quadriga.backends import get_backend
 from quadriga.errors import CallTimeoutError, LengthError, WorkerDiedError
@@ -76,7 +77,7 @@ def test_a_wrong_value_is_reported(world, monkeypatch):
     for _ in range(STEPS):
         program.step()
     assert "wrong value" in kinds(world.report)
-    assert "field 'x': rows [" in world.report.violations[0].message
+    assert "field 'x': " in world.report.violations[0].message
     assert any("affine" in action for action in world.report.violations[0].actions)
 
 
@@ -84,26 +85,16 @@ def test_a_wrong_value_is_reported(world, monkeypatch):
     ("change", "message"),
     [
         (lambda rows: rows.take([0, 1]), "3 rows, expected 2"),
-        (lambda rows: rows.take([0, 2, 1]), "field 'id': rows [1, 2] differ"),
+        (lambda rows: rows.take([0, 2, 1]), "field 'id': "),
         (lambda rows: rows.select(["id"]), "fields ['id', 'x'], expected ['id']"),
-        (lambda rows: rows.replaced(x=rows.columns["x"].double()), "expected torch.float64"),
-        (lambda rows: rows.replaced(x=rows.columns["x"][:, :2]), "expected [3, 2]"),
+        (lambda rows: rows.replaced(x=rows.columns["x"].double()), "'dtype'"),
+        (lambda rows: rows.replaced(x=rows.columns["x"][:, :2]), "'shape'"),
     ],
 )
 def test_every_difference_is_found(change, message):
     rows = Rows({"id": torch.arange(3), "x": torch.ones(3, 4)})
     assert differences(as_batch(rows), rows) == []
     assert message in "; ".join(differences(as_batch(rows), change(rows)))
-
-
-def test_a_difference_in_jagged_and_object_fields_is_found():
-    rng = random.Random(0)
-    rows = next(r for r in iter(lambda: random_rows(rng, 4, 2), None) if len(r.columns) == 6)
-    batch = as_batch(rows)
-    assert differences(batch, rows) == []
-    rows.columns["rag"][2] = rows.columns["rag"][2] + 1
-    rows.columns["name"][1] = {"id": -1}
-    assert [d[:12] for d in differences(batch, rows)] == ["field 'rag':", "field 'name'"]
 
 
 def test_a_hang_is_reported_with_the_stacks_of_all_threads():
@@ -150,15 +141,6 @@ def test_a_process_that_is_left_is_reported(world, monkeypatch):
     assert kinds(world.report) == ["leaked process"]
 
 
-def test_a_file_that_is_left_is_reported(tmp_path):
-    nodes = ThreeNodes.__new__(ThreeNodes)
-    nodes.folder = tmp_path
-    (tmp_path / "ray").mkdir()
-    for name in ("quadriga-stack-77-x.txt", "gate-0", "log.4242.txt", "ray/4242"):
-        (tmp_path / name).touch()
-    assert nodes.files_of({4242}) == ["log.4242.txt", "quadriga-stack-77-x.txt"]
-
-
 @pytest.mark.parametrize(
     ("notes", "violations"),
     [
@@ -170,19 +152,24 @@ def test_ranks_with_another_order_of_calls_are_reported(world, notes, violations
     slot = Slot("left", ChaosWorker, (2,), None)
     method = SimpleNamespace(options=lambda timeout: lambda: notes)
     generation = Generation(slot, SimpleNamespace(notes=method), [], watched=False)
-    check_order(Faults(world, None, 0, 1.0), slot, generation, random.Random(0))
+    check_order(Faults(world, None, 0), slot, generation, random.Random(0))
     assert kinds(world.report) == violations
 
 
-def test_the_choices_of_a_run_follow_from_its_seed(world):
-    """Two programs of one name and seed submit the same operations, those of other seeds do not."""
-    local_groups(world)
-    labels = []
-    for seed in (1, 1, 2):
-        program = Program(world, "thread0", seed)
-        before = len(world.report._actions)
-        for _ in range(8):
-            program.step()
-        labels.append([a[9:] for a in list(world.report._actions)[before:]])
-        world.report._actions.clear()
-    assert labels[0] == labels[1] != labels[2]
+PROGRAM = Path(__file__).with_name("chaos_run.py")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_minute_of_chaos(tmp_path, seed):
+    report = tmp_path / "report.json"
+    done = subprocess.run(
+        [sys.executable, PROGRAM, "--seconds", "60", "--seed", str(seed), "--out", report],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
+    counts = json.loads(report.read_text())
+    assert sum(counts["operations"].values()) > 100
+    assert sum(counts["faults"].values()) > 3
+    assert counts["violations"] == []
