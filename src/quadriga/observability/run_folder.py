@@ -17,23 +17,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import getpass
-import json
 import logging
 import os
-import secrets
 import shutil
 import socket
-import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import psutil
-from annotated_types import Ge, Lt
-from pydantic import TypeAdapter
+from typing import TYPE_CHECKING
 
 from quadriga.errors import ConfigError
 from quadriga.files import cannot_write
@@ -241,74 +232,19 @@ def _of_validation(row: JsonObject) -> bool:
 
 
 LOCK = "run.lock"
-RENEW_S = 30.0
-STALE_AFTER_S = 600.0
-_LAST_START = 2.0**36  # about the year 4100; a later time is not that of a run
-_START_TOLERANCE_S = 2.0  # the start time of a process is computed from clock ticks
-
-
-@dataclass(frozen=True)
-class LockOwner:
-    """The run that holds a lock.
-
-    Attributes:
-        host: name of the host, and the number of its space of process ids. Two containers of one
-            machine can have equal names, but a process id means another process in each.
-        started: when the process was started, in seconds since 1970.
-        token: tells apart two runs of one process.
-    """
-
-    user: str
-    host: str
-    pid: int
-    started: Annotated[float, Ge(0), Lt(_LAST_START)]
-    token: str
-
-    @classmethod
-    def this_run(cls) -> LockOwner:
-        """Return the owner for a new lock of this process."""
-        pid = os.getpid()
-        started = psutil.Process(pid).create_time()
-        try:
-            user = getpass.getuser()
-        except (OSError, KeyError):  # a container without an entry for the user
-            user = str(os.getuid())
-        return cls(user, _host(), pid, started, secrets.token_hex(8))
-
-    @classmethod
-    def read(cls, text: str) -> LockOwner | None:
-        """Return the owner from the content of a lock file; None if it is empty or damaged."""
-        try:
-            return TypeAdapter(cls).validate_json(text)
-        except ValueError:
-            return None
-
-    def is_alive(self, age_s: float) -> bool:
-        """Return whether this owner still runs; `age_s`: since it has renewed its lock."""
-        if self.host != _host():
-            return age_s < STALE_AFTER_S
-        try:
-            started = psutil.Process(self.pid).create_time()
-        except psutil.NoSuchProcess:
-            return False
-        except (psutil.Error, ValueError, OverflowError):
-            return age_s < STALE_AFTER_S
-        return abs(float(started) - self.started) <= _START_TOLERANCE_S
-
-    def __str__(self) -> str:
-        began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started))
-        return f"process {self.pid} of {self.user} on {self.host.partition(':')[0]}, since {began}"
 
 
 class RunLock:
-    """A lock that this run holds until `release`. A thread renews it."""
+    """A lock that this process holds until `release`, or until it ends, in whatever way.
 
-    def __init__(self, path: Path, owner: LockOwner) -> None:
+    The system locks an open file (`flock`) and releases it with the process, so the file that a
+    killed run has left locks nothing. Its text says who holds the lock. On a file system without
+    `flock` nothing is locked.
+    """
+
+    def __init__(self, path: Path, file: int) -> None:
         self.path = path
-        self.owner = owner
-        self._released = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="quadriga-run-lock", daemon=True)
-        self._thread.start()
+        self._file = file
 
     @classmethod
     def acquire(cls, path: Path, owned: Path, key: str) -> RunLock:
@@ -318,103 +254,70 @@ class RunLock:
             owned: the folder or file that only one run may write; the setting `key` names it.
 
         Raises:
-            ConfigError: another run that is alive holds it.
+            ConfigError: another run holds it.
             OSError: the lock file cannot be written.
         """
-        own = LockOwner.this_run()
-        with _opened(path, create=True) as file:
-            assert file is not None
-            _refuse_if_alive(_owner_in(file), _age(file, path), owned, key)
-            os.ftruncate(file, 0)
-            os.pwrite(file, json.dumps(asdict(own)).encode(), 0)
-        return cls(path, own)
+        while True:
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            lock = cls(path, os.open(path, flags, 0o644))
+            try:
+                _lock(lock._file, fcntl.LOCK_EX, owned, key)
+                if lock._is_at_path():
+                    os.ftruncate(lock._file, 0)
+                    os.pwrite(lock._file, _this_run().encode(), 0)
+                    return lock
+            except BaseException:
+                os.close(lock._file)
+                raise
+            os.close(lock._file)  # its owner has deleted it since it was opened
 
     def release(self) -> None:
-        """Delete the lock, unless another run has taken it over. A second call does nothing."""
-        if self._released.is_set():
-            return
-        self._released.set()
-        with contextlib.suppress(OSError), _opened(self.path, create=False) as file:
-            if file is not None and _owner_in(file) == self.owner:
-                self.path.unlink()
+        """Delete the lock. A second call does nothing."""
+        if self._file >= 0:
+            with contextlib.suppress(OSError):
+                if self._is_at_path():
+                    self.path.unlink()
+            os.close(self._file)
+            self._file = -1
 
-    def _renew(self) -> None:
-        while not self._released.wait(RENEW_S):
-            with contextlib.suppress(OSError):  # the folder is unreachable: try again later
-                os.utime(self.path, follow_symlinks=False)
+    def _is_at_path(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._file), self.path.lstat())
+        except FileNotFoundError:
+            return False
 
 
 def check_lock(path: Path, owned: Path, key: str) -> None:
-    """Raise `ConfigError` if a run that is alive holds the lock. Nothing is written."""
+    """Raise `ConfigError` if another run holds the lock. Nothing is written."""
     try:
         # Neither a link to a device without an end nor a pipe without a writer is waited for.
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:  # no lock, or no file, which `RunLock.acquire` refuses
         return
-    with contextlib.suppress(OSError), open(file, "rb"):
-        _refuse_if_alive(_owner_in(file), time.time() - os.fstat(file).st_mtime, owned, key)
+    try:
+        _lock(file, fcntl.LOCK_SH, owned, key)
+    finally:
+        os.close(file)
 
 
-def _refuse_if_alive(owner: LockOwner | None, age_s: float, owned: Path, key: str) -> None:
-    if owner is not None and owner.is_alive(age_s):
+def _lock(file: int, kind: int, owned: Path, key: str) -> None:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(file, 200, 0).decode(errors="replace")
         raise ConfigError(
             f"{owned} is in use by another run ({owner}); choose another {key}, or wait until that "
             "run has ended",
             key=key,
-        )
+        ) from None
+    except OSError:  # a file system without `flock`
+        return
 
 
-@contextmanager
-def _opened(path: Path, *, create: bool) -> Iterator[int | None]:
-    """Open the lock file and keep other processes out of this block; None if it does not exist.
-
-    Two runs that find a stale lock at the same time must not both take it. `flock` lets one of them
-    in; the other then reads what the first has written. The owner of `release` deletes the file
-    within the block, so a process that waited for `flock` may hold a deleted file: it opens again.
-    """
-    flags = os.O_RDWR | (os.O_CREAT if create else 0) | os.O_NOFOLLOW | os.O_CLOEXEC
-    while True:
-        try:
-            file = os.open(path, flags, 0o644)
-        except FileNotFoundError:
-            if create:
-                raise
-            yield None
-            return
-        try:
-            with contextlib.suppress(OSError):  # a file system without `flock`: go on without
-                fcntl.flock(file, fcntl.LOCK_EX)
-            if _is_at(file, path):
-                yield file
-                return
-        finally:
-            os.close(file)
-
-
-def _is_at(file: int, path: Path) -> bool:
+def _this_run() -> str:
     try:
-        return os.path.samestat(os.fstat(file), path.lstat())
-    except FileNotFoundError:
-        return False
-
-
-def _owner_in(file: int) -> LockOwner | None:
-    return LockOwner.read(os.pread(file, 4096, 0).decode(errors="replace"))
-
-
-def _age(file: int, path: Path) -> float:
-    """Return the seconds since the lock was renewed, by the clock of the file system."""
-    probe = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        probe.touch(exist_ok=False)
-        return probe.stat().st_mtime - os.fstat(file).st_mtime
-    finally:
-        probe.unlink(missing_ok=True)
-
-
-def _host() -> str:
-    try:
-        space = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        space = 0
-    return f"{socket.gethostname()}:{space}"
+        user = getpass.getuser()
+    except (OSError, KeyError):  # a container without an entry for the user
+        user = str(os.getuid())
+    began = time.strftime("%Y-%m-%d %H:%M:%S")
+    return f"process {os.getpid()} of {user} on {socket.gethostname()}, since {began}"
