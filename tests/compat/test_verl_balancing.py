@@ -51,11 +51,6 @@ def rows_of(*lengths, divisor=1):
     )
 
 
-def test_ranks_make_the_largest_number_of_micro_batches(beside):
-    beside(3, 4, 0)
-    assert len(rows_of(3, 2, 1)) == 3
-
-
 def test_all_ranks_raise_if_one_cannot_split_its_rows(beside):
     beside(2, 4, 0)
     with pytest.raises(LengthError, match="Sequence 1 has 7 tokens"):  # after the reduction

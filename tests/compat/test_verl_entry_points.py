@@ -33,7 +33,6 @@ def no_ray(monkeypatch):
     ("ray_kwargs", "key", "message"),
     [
         (5, "ray_kwargs", "must be a section of settings, got 5"),
-        ([1], "ray_kwargs", r"must be a section of settings, got \[1\]"),
         (
             {"ray_init": {"runtime_env": {"env_vars": ["A"]}}},
             "ray_kwargs.ray_init.runtime_env.env_vars",

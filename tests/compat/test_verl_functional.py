@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import pickle
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -56,38 +54,12 @@ def test_a_wrong_kl_is_not_implemented_as_in_verl():
         core_algos.get_kl_controller(settings)
 
 
-def test_errors_of_two_classes_can_be_pickled():
-    from verl.trainer.ppo import core_algos
-
-    for error, call in {
-        NotImplementedError: lambda: core_algos.kl_penalty(ONES, ONES, "mine"),
-        ValueError: lambda: core_algos.agg_loss(ONES, ONES, "mine"),
-        AssertionError: lambda: DataProto.from_dict({"a": ONES}).pop("x"),
-    }.items():
-        with pytest.raises(error) as caught:
-            call()
-        again = pickle.loads(pickle.dumps(caught.value))
-        assert (type(again), str(again)) == (type(caught.value), str(caught.value))
-
-
 def test_a_union_of_equal_values_of_two_dtypes_keeps_the_first():
-    from verl.protocol import union_numpy_dict, union_tensor_dict
-
-    def of(tensor):
-        return DataProto.from_dict({"mask": tensor})
-
     mask = torch.tensor([[1, 0], [1, 1]])
-    for other in (mask.float(), mask.bool(), mask.to(torch.bfloat16)):
-        assert of(mask).union(of(other)).batch["mask"].dtype == torch.int64
-        assert of(other).union(of(mask)).batch["mask"].dtype == other.dtype
-        joined = union_tensor_dict(of(mask).batch, of(other).batch)
-        assert joined["mask"].dtype == torch.int64
+    of = [DataProto.from_dict({"mask": tensor}) for tensor in (mask, mask.float(), mask + 0.5)]
+    assert of[0].union(of[1]).batch["mask"].dtype == torch.int64
     with pytest.raises(ConflictError, match="'mask'"):
-        of(mask).union(of(mask + 0.5))
-    with pytest.raises(ConflictError, match="'mask'"):
-        of(2 * mask).union(of(mask.bool()))
-    with pytest.raises(ConflictError, match="'a'"):  # arrays are compared with their dtype
-        union_numpy_dict({"a": np.ones(2)}, {"a": np.ones(2, dtype=int)})
+        of[0].union(of[2])
 
 
 def test_a_model_of_text_has_no_processor(tmp_path):

@@ -155,27 +155,3 @@ def test_an_imported_verl_is_not_replaced(tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env
     )
     assert run.stdout.startswith("1 verl is imported already"), run.stderr
-
-
-def test_names_of_verls_worker(monkeypatch):
-    from verl.single_controller.base import ClassWithInitArgs, Worker
-    from verl.single_controller.ray.base import create_colocated_worker_raw_cls
-
-    import quadriga.single_controller
-
-    monkeypatch.setenv("MASTER_ADDR", "10.0.0.5")
-    monkeypatch.setenv("MASTER_PORT", "2345")
-    worker = Worker()
-    assert isinstance(worker, quadriga.single_controller.Worker)
-    assert worker.get_master_addr_port() == ("10.0.0.5", "2345")
-    worker._register_dispatch_collect_info("actor", 0, False)
-    assert worker.query_collect_info("actor") is False
-    assert worker.fused_worker_dict == {}
-
-    class Actor(Worker):
-        pass
-
-    fused = create_colocated_worker_raw_cls({"actor": ClassWithInitArgs(Actor)})()
-    assert isinstance(fused.actor, Actor)
-    assert fused.actor.get_fused_worker_by_name("actor") is fused.actor
-    assert fused.get_fused_worker_by_name("critic") is None

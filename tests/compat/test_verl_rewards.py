@@ -19,6 +19,10 @@ def returning(value, components=()):
     return RewardOfTensors(lambda data, return_dict=False: value, components)
 
 
+def extras(value):
+    return {"reward_tensor": SCORES, "reward_extra_info": value}
+
+
 def test_what_a_reward_function_returns_besides_its_scores_is_measured():
     extra = {
         "acc": [True, False],
@@ -27,7 +31,7 @@ def test_what_a_reward_function_returns_besides_its_scores_is_measured():
         "exact": list(np.array([True, True])),
         "prediction": ["a", "b"],
     }
-    reward = returning({"reward_tensor": SCORES, "reward_extra_info": extra})
+    reward = returning(extras(extra))
     scored = score_responses(BATCH, reward)
     assert scored.metrics == {
         "reward/extra/acc": 0.5,
@@ -40,7 +44,7 @@ def test_what_a_reward_function_returns_besides_its_scores_is_measured():
 
 def test_extras_are_the_components_that_the_settings_name():
     extra = {"format": [0.5, 1.5], "acc": [1, 0], "text": ["a", "b"]}
-    value = {"reward_tensor": SCORES, "reward_extra_info": extra}
+    value = extras(extra)
     scored = returning(value, ("acc", "format"))(BATCH)
     assert scored.batch[fields.REWARD_COMPONENTS].tolist() == [[1.0, 0.5], [0.0, 1.5]]
     for missing in ("speed", "text"):
@@ -51,15 +55,9 @@ def test_extras_are_the_components_that_the_settings_name():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"reward_tensor": SCORES, "reward_extra_info": [1, 0]}, "a dict of lists, got list"),
-        (
-            {"reward_tensor": SCORES, "reward_extra_info": {"acc": [1]}},
-            r"reward_extra_info\['acc'\] must have one value for each of the 2 rows, got 1",
-        ),
-        (
-            {"reward_tensor": SCORES, "reward_extra_info": {"acc": 0.5}},
-            r"reward_extra_info\['acc'\] must have one value for each of the 2 rows, got 0\.5",
-        ),
+        (extras([1, 0]), "a dict of lists, got list"),
+        (extras({"acc": [1]}), r"\['acc'\] must have one value for each of the 2 rows, got 1"),
+        (extras({"acc": 0.5}), r"\['acc'\] must have one value for each of the 2 rows, got 0\.5"),
         (torch.ones(2), r"a tensor \[2, R\], .* got shape \[2\]"),
         (torch.ones(3, 3), r"a tensor \[2, R\], .* got shape \[3, 3\]"),
         (5, "got int"),

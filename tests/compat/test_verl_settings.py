@@ -13,7 +13,7 @@ from quadriga.compat.verl_table import EVAL, GENERATE, SFT, TRAIN
 from quadriga.config.commands import EvalConfig, GenerateConfig, SFTConfig
 from quadriga.config.convert import type_of_key
 from quadriga.config.loading import to_yaml
-from quadriga.config.schema import TrainConfig
+from quadriga.config.schema import EngineConfig, TrainConfig
 from quadriga.errors import ConfigError
 
 FILE = """
@@ -150,41 +150,26 @@ def test_what_is_ignored_is_listed(file):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (
-            "+actor_rollout_ref.model.lora.rank=8",
-            "whose engine has no adapters; set",
-        ),
+        ("+actor_rollout_ref.model.lora.rank=8", "whose engine has no adapters; set"),
         ("+critic.strategy=torchtitan", "FSDP2 and with Megatron-core"),
         ("reward_model.enable=true", "scores with rules"),
-        ("data.train_batch_size=many", "data.train_batch_size"),
+        ("data.train_batch_size=many", r"data\.train_batch_size"),
+        ("trainer.logger=5", r"trainer\.loggers must be .*, got 5; .* verl is trainer\.logger"),
+        (
+            "actor_rollout_ref.actor.clip_ratio=wide",
+            r"must be a number, .*; the key of verl is act",
+        ),
+        ("trainer.resume_mode=resume_path", r"needs trainer\.resume_from_path, .* got None"),
+        ("trainer=none", r"^trainer of verl is a section .* got 'none'; set .* trainer\."),
+        ("actor_rollout_ref.rollout.val_kwargs=[0.5]", r"^actor.*val_kwargs of verl is a section"),
         ("data.seed=${nothing}", "cannot read"),
         ("data.seed", "expected key=value"),
     ],
 )
-def test_settings_that_cannot_be_taken_are_errors(file, override, message):
-    with pytest.raises(ConfigError, match=message):
-        read_verl(TrainConfig, TRAIN, file, [override])
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("trainer.test_freq=5.5", r"trainer\.test_freq must be an integer, got 5\.5"),
-        (
-            "trainer.logger=5",
-            r"trainer\.loggers must be .*, got 5; .* verl is trainer\.logger",
-        ),
-        (
-            "actor_rollout_ref.actor.clip_ratio=wide",
-            r"clip_ratio_low must be a number, .*; the key of verl is actor.*\.actor\.clip_ratio$",
-        ),
-        ("trainer.resume_mode=resume_path", r"needs trainer\.resume_from_path, .* got None"),
-    ],
-)
-def test_a_value_of_the_wrong_type_is_not_translated(file, override, message):
+def test_settings_that_cannot_be_taken_are_errors_that_name_verls_key(file, override, message):
     with pytest.raises(ConfigError, match=message) as told:
         read_verl(TrainConfig, TRAIN, file, [override])
-    assert told.value.key == override.partition("=")[0]
+    assert told.value.key in ("--verl", override.partition("=")[0].lstrip("+"))
 
 
 def test_a_checkpoint_to_resume_from_needs_the_mode_that_reads_it(file):
@@ -193,24 +178,6 @@ def test_a_checkpoint_to_resume_from_needs_the_mode_that_reads_it(file):
     assert taken.config.trainer.resume_mode == "/runs/step_3"
     with pytest.raises(ConfigError, match=r"resume_mode is 'auto', which reads no .*resume_path"):
         read_verl(TrainConfig, TRAIN, file, ["trainer.resume_mode=auto", path])
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        (
-            "trainer=none",
-            r"^trainer of verl is a section .* got 'none'; set .* trainer\.",
-        ),
-        ("+ray_kwargs.ray_init=4", r"^ray_kwargs\.ray_init of verl is a section .* got 4"),
-        ("actor_rollout_ref.rollout.val_kwargs=[0.5]", r"^actor.*val_kwargs of verl is a section"),
-    ],
-)
-def test_a_section_that_is_replaced_by_a_value_is_refused(tmp_path, override, message):
-    (tmp_path / "main.yaml").write_text("trainer: {project_name: a}\n")
-    with pytest.raises(ConfigError, match=message) as told:
-        read_verl(TrainConfig, TRAIN, tmp_path / "main.yaml", [override])
-    assert told.value.key == override.partition("=")[0].lstrip("+")
 
 
 @pytest.mark.timeout(60)  # texts that double 40 times
@@ -226,23 +193,13 @@ def test_interpolations_that_double_are_refused_before_they_are_resolved(tmp_pat
         read_verl(TrainConfig, TRAIN, tmp_path / "main.yaml", overrides)
 
 
-def test_values_of_variables_are_not_written(tmp_path, monkeypatch):
-    monkeypatch.setenv("MY_FOLDER", "shared-folder")
-    (tmp_path / "main.yaml").write_text(
-        "trainer: {project_name: 'a-${oc.env:MY_FOLDER}', experiment_name: '${.project_name}'}\n"
-    )
-    config = read_verl(TrainConfig, TRAIN, tmp_path / "main.yaml").config
-    assert config.trainer.project_name == config.trainer.experiment_name == "a-shared-folder"
-    written = to_yaml(config)
-    assert "project_name: a-${oc.env:MY_FOLDER}" in written
-    assert "shared-folder" not in written
-
-
 def test_the_report_shows_no_secrets(file, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "s3cr3t-v4lue")
     override = "custom_reward_function.path='/rewards/${oc.env:WANDB_API_KEY}'"
-    report = read_verl(TrainConfig, TRAIN, file, [override]).report()
+    translation = read_verl(TrainConfig, TRAIN, file, [override])
+    report = translation.report()
     assert "s3cr3t-v4lue" not in report and "reward.path=/rewards/***" in report
+    assert "s3cr3t-v4lue" not in to_yaml(translation.config)
 
 
 def test_the_command_line_prints_the_translation_once(capsys, monkeypatch, file):
@@ -263,3 +220,47 @@ def test_the_command_line_prints_the_translation_once(capsys, monkeypatch, file)
     assert "pass one" in capsys.readouterr().err
     assert main(["train", "--verl", str(file.parent / "none.yaml")]) == 2
     assert "no settings file" in capsys.readouterr().err
+
+
+MEGATRON = """
+actor_rollout_ref:
+  actor:
+    strategy: megatron
+    megatron:
+      tensor_model_parallel_size: 2
+      pipeline_model_parallel_size: 4
+      virtual_pipeline_model_parallel_size: 2
+      expert_model_parallel_size: 1
+      expert_tensor_parallel_size: null
+      context_parallel_size: 1
+      sequence_parallel: true
+      use_distributed_optimizer: false
+      grad_offload: true
+      optimizer_offload: true
+      dtype: bfloat16
+  ref:
+    megatron: {pipeline_model_parallel_size: 2, sequence_parallel: true}
+critic:
+  strategy: fsdp2
+  megatron: {tensor_model_parallel_size: 8}
+"""
+
+
+def test_megatron_is_translated(tmp_path):
+    (tmp_path / "main.yaml").write_text(MEGATRON)
+    told = read_verl(TrainConfig, TRAIN, tmp_path / "main.yaml")
+    actor = told.config.actor_rollout_ref.actor.engine
+    assert actor == EngineConfig(
+        name="megatron",
+        dtype="bfloat16",
+        optimizer_offload=True,
+        tensor_parallel_size=2,
+        pipeline_parallel_size=4,
+        virtual_pipeline_parallel_size=2,
+        sequence_parallel=True,
+        distributed_optimizer=False,
+    )
+    reference = told.config.actor_rollout_ref.ref.engine  # sequence_parallel needs tensor ranks
+    assert reference == EngineConfig(name="megatron", pipeline_parallel_size=2)
+    assert told.config.critic.engine == EngineConfig()
+    assert "actor_rollout_ref.actor.megatron.grad_offload" in told.ignored

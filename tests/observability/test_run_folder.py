@@ -67,4 +67,3 @@ def test_samples_survive_a_round_trip(tmp_path):
     log.write([first, second])
     log.close()
     assert read_samples(tmp_path / "samples.jsonl") == [first, second]
-    assert read_samples(tmp_path / "samples.jsonl", step=2) == [second]

@@ -10,7 +10,6 @@ of `compat.verl` provides verl's modules.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,9 +59,6 @@ _STRATEGY_KEYS = (
 _RESUME_MODE, _RESUME_PATH = "trainer.resume_mode", "trainer.resume_from_path"
 _ABSENT = object()
 _UNUSED = ("_target_", "???")
-_VARIABLE = re.compile(r"\$\{oc\.env:[^${}]*\}")
-_KEY = re.compile(r"\$\{(\.*[\w.-]+)\}")
-_DEEPEST = 8  # keys that refer to one another
 MOST_LISTED = 30
 """Ignored settings of a file up to this number are listed by name."""
 
@@ -132,43 +128,7 @@ def read_verl(
     read_settings_file(path)  # checks its size and its structure
     texts = list(overrides)
     chosen = frozenset(text.partition("=")[0].lstrip("+~") for text in texts)
-    unresolved, values = _composed(path, texts, {*table, *_REFUSED})
-    translation = translate(cls, table, values, chosen)
-    remember_given(translation.config, _of_variables(translation.becomes, unresolved, table))
-    return translation
-
-
-def _of_variables(
-    becomes: Iterable[Becomes], unresolved: Mapping[str, object], table: Mapping[str, Row]
-) -> dict[str, Plain]:
-    """Return our key → the text with `${oc.env:NAME}` that it was resolved from.
-
-    An interpolation of verl's keys is followed: `${trainer.project_name}` becomes the text of
-    that key. Our file cannot have it, because our keys have other names.
-    """
-    texts = {key: text for key, text in _leaves(unresolved, table) if isinstance(text, str)}
-    found: dict[str, Plain] = {}
-    for b in becomes:
-        text = _followed(b.verl_key, texts)
-        unchanged = b.value == b.verl_value  # else the text stands for another value
-        if unchanged and "${oc.env:" in text and "${" not in _VARIABLE.sub("", text):
-            found[b.key] = text
-    return found
-
-
-def _followed(key: str, texts: Mapping[str, str], depth: int = 0) -> str:
-    """Return the text of a key, with interpolations of other keys replaced by their texts."""
-
-    def replace(match: re.Match[str]) -> str:
-        name = match[1]
-        section = key.split(".")
-        if name.startswith("."):  # one dot: the section of the key; each further one: one outside
-            up = len(name) - len(name.lstrip("."))
-            name = ".".join([*section[: max(0, len(section) - up)], name.lstrip(".")])
-        return match[0] if name not in texts else _followed(name, texts, depth + 1)
-
-    text = texts.get(key, "")
-    return text if depth > _DEEPEST else _KEY.sub(replace, text)
+    return translate(cls, table, _composed(path, texts, {*table, *_REFUSED}), chosen)
 
 
 def translate(
@@ -214,9 +174,7 @@ def plain_values(config: object) -> dict[str, object]:
     """Return a configuration of verl as plain values: an OmegaConf node, a mapping, or an object
     with attributes. Raises `ConfigError` for anything else."""
     if OmegaConf.is_dict(config):
-        resolved = OmegaConf.to_container(config, resolve=True)
-        assert isinstance(resolved, dict)
-        return {str(key): value for key, value in resolved.items()}
+        return _plain(config, resolve=True)
     found = config if isinstance(config, Mapping) else getattr(config, "__dict__", None)
     if OmegaConf.is_list(config) or not isinstance(found, Mapping):
         raise ConfigError(
@@ -226,11 +184,9 @@ def plain_values(config: object) -> dict[str, object]:
     return {k: v if isinstance(v, nested) else plain_values(v) for k, v in found.items()}
 
 
-def _composed(
-    path: Path, overrides: list[str], known: Collection[str]
-) -> tuple[dict[str, object], dict[str, object]]:
-    """Return the values of a file with its defaults list and overrides, twice: with interpolations
-    unresolved, and resolved. An override without "+" needs a key of the file or of `known`."""
+def _composed(path: Path, overrides: list[str], known: Collection[str]) -> dict[str, object]:
+    """Return the values of a file with its defaults list and overrides. An override without "+"
+    needs a key of the file or of `known`."""
     texts, strange = [], []
     for text in overrides:
         key, sign, _ = text.partition("=")
@@ -247,10 +203,8 @@ def _composed(
             if strange:
                 _refuse_strange(compose(config_name=path.stem), strange, known, path)
             tree = compose(config_name=path.stem, overrides=texts)
-        unresolved = OmegaConf.to_container(tree, resolve=False)
-        assert isinstance(unresolved, dict)
-        check_interpolations({str(key): value for key, value in unresolved.items()})
-        values = OmegaConf.to_container(tree, resolve=True)
+        check_interpolations(_plain(tree, resolve=False))
+        return _plain(tree, resolve=True)
     except (HydraException, OmegaConfBaseException, RecursionError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
@@ -258,16 +212,19 @@ def _composed(
         ) from None
     finally:
         GlobalHydra.instance().hydra = before
+
+
+def _plain(tree: object, *, resolve: bool) -> dict[str, object]:
+    values = OmegaConf.to_container(tree, resolve=resolve)
     assert isinstance(values, dict)
-    plain, resolved = ({str(k): v for k, v in tree.items()} for tree in (unresolved, values))
-    return plain, resolved
+    return {str(key): value for key, value in values.items()}
 
 
 def _refuse_strange(
     tree: DictConfig, keys: Iterable[str], known: Collection[str], path: Path
 ) -> None:
     """Raise `ConfigError` for the first key that the settings of the file do not have either."""
-    values = OmegaConf.to_container(tree, resolve=False)
+    values = _plain(tree, resolve=False)
     for key in keys:
         found: object = values
         for name in key.split("."):

@@ -172,7 +172,6 @@ class SampleLog:
         self._file.close()
 
 
-def read_samples(path: str | Path, *, step: int | None = None) -> list[Sample]:
-    """Return the samples of a file, either of one step or of all steps."""
-    rows = (Sample(**row) for row in read_jsonl(path))
-    return [sample for sample in rows if step is None or sample.step == step]
+def read_samples(path: str | Path) -> list[Sample]:
+    """Return the samples of a file."""
+    return [Sample(**row) for row in read_jsonl(path)]

@@ -164,17 +164,11 @@ def check_trackers(names: Iterable[str]) -> None:
                 known=sorted(TRACKERS),
                 nearest=near,
             )
-        if name == "wandb":
-            _check_wandb()
-
-
-def _check_wandb() -> None:
-    """Raise `ConfigError` if the package is not installed."""
-    if importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
-            "trainer.loggers contains 'wandb', but the package wandb is not installed; "
-            "run pip install 'quadriga[wandb]'"
-        )
+        if name == "wandb" and importlib.util.find_spec("wandb") is None:
+            raise ConfigError(
+                "trainer.loggers contains 'wandb', but the package wandb is not installed; "
+                "run pip install 'quadriga[wandb]'"
+            )
 
 
 class Trackers:
@@ -233,13 +227,15 @@ CURVES = {
 }
 
 
-def plot_learning_curve(
-    metrics: str | Path, picture: str | Path, *, title: str = "", mean_of: int = 5
-) -> bool:
+MEAN_OF = 5
+"""Steps over which the running mean of a reward is taken."""
+
+
+def plot_learning_curve(metrics: str | Path, picture: str | Path, *, title: str = "") -> bool:
     """Plot training reward and validation score over steps, from `metrics.jsonl` to a PNG.
 
-    The reward is drawn twice: as measured, in a light line, and as the running mean over `mean_of`
-    steps. The score is called an accuracy if it is one at every validation of the run
+    The reward is drawn twice: as measured, in a light line, and as the running mean over
+    `MEAN_OF` steps. The score is called an accuracy if it is one at every validation of the run
     (`val/accuracy`). Return False and write no file if the metrics hold neither curve. Raises
     `InputError` if the picture cannot be written and `DataError` if the metrics cannot be read.
     """
@@ -256,7 +252,7 @@ def plot_learning_curve(
     axes = figure.subplots()
     for name, points in curves.items():
         if points[0]:
-            _draw(axes, name, points, mean_of)
+            _draw(axes, name, points)
     axes.set_xlabel("step")
     axes.set_title(title)
     axes.grid(alpha=0.25)
@@ -278,22 +274,13 @@ def points_of(rows: Iterable[JsonObject], name: str) -> Points:
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
-def running_mean(values: list[float], width: int) -> list[float]:
-    """Return the mean of each value and up to `width - 1` values before it.
-
-    [1, 3, 5] with width 2 → [1, (1 + 3) / 2, (3 + 5) / 2] = [1, 2, 4].
-    """
-    return [
-        sum(part) / len(part)
-        for part in (values[max(0, i + 1 - width) : i + 1] for i in range(len(values)))
-    ]
-
-
-def _draw(axes: Axes, name: str, points: Points, mean_of: int) -> None:
+def _draw(axes: Axes, name: str, points: Points) -> None:
     label, colour, marker = CURVES[name]
     steps, values = points
     if marker:
         axes.plot(steps, values, color=colour, marker=marker, markersize=4, label=label)
         return
     axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
-    axes.plot(steps, running_mean(values, mean_of), color=colour, label=label)
+    # [1, 3, 5] over 2 steps: 1, (1 + 3) / 2, (3 + 5) / 2
+    parts = [values[max(0, end - MEAN_OF) : end] for end in range(1, len(values) + 1)]
+    axes.plot(steps, [sum(part) / len(part) for part in parts], color=colour, label=label)

@@ -136,12 +136,10 @@ def load_reward_function(path: str | Path, name: str = "compute_score") -> Funct
         InputError: the file cannot be imported, has no such function, or the function does not
             accept the four arguments.
     """
-    file = Path(expand_home(path))
-    if not file.is_file():
-        raise DataError(f"reward file {file} does not exist", path=str(file))
-    ref = FunctionRef(str(file.resolve()), name)
+    file = Path(expand_home(path)).resolve()
     if file.suffix != ".py":
         raise DataError(f"reward file {file} is not a Python file (.py)", path=str(file))
+    ref = FunctionRef(str(file), name)
     ref.load()
     return ref
 

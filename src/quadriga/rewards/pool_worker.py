@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import os
 import select
 import signal
@@ -103,29 +104,23 @@ _CUT = b"\n[reward functions print too much; the rest is left out]\n"
 
 
 class OutputBudget:
-    """How much a process may print: a supply in bytes, which is refilled over time.
+    """At most `size` bytes are passed on in a minute, so a day of constant output is 94 MB."""
 
-    Once the supply is used up, output is left out until half of it is refilled. With a supply of
-    262,144 bytes and 1024 bytes per second, a day of constant output is 88 MB.
-    """
-
-    def __init__(self, supply: int = 1 << 18, per_second: int = 1 << 10) -> None:
-        self._supply = self._left = float(supply)
-        self._per_second = per_second
-        self._last = time.monotonic()
+    def __init__(self, size: int = 1 << 16) -> None:
+        self._size = size
+        self._left = 0
+        self._ends = -math.inf
         self._cut = False
 
     def allow(self, data: bytes) -> bytes:
         """Return the part of `data` to pass on, with a note where the first part is left out."""
         now = time.monotonic()
-        refilled = self._left + (now - self._last) * self._per_second
-        self._left, self._last = min(self._supply, refilled), now
-        if self._cut and self._left < self._supply / 2:
-            return b""
-        allowed = data[: int(self._left)]
+        if now >= self._ends:
+            self._left, self._ends, self._cut = self._size, now + 60, False
+        allowed = data[: self._left]
         self._left -= len(allowed)
-        self._cut = len(allowed) < len(data)
-        note = _CUT if self._cut else b""
+        note = b"" if self._cut or len(allowed) == len(data) else _CUT
+        self._cut = self._cut or bool(note)
         return allowed + note
 
 

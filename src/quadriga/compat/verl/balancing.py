@@ -25,18 +25,8 @@ from quadriga.protocol.values import jagged_parts, take_jagged
 UidT = TypeVar("UidT")
 
 
-def karmarkar_karp(
-    seqlen_list: Sequence[int], k_partitions: int, equal_size: bool
-) -> list[list[int]]:
-    """Balance by `get_seqlen_balanced_partitions`, whatever method the name says."""
-    return get_seqlen_balanced_partitions(seqlen_list, k_partitions, equal_size)
-
-
-def greedy_partition(
-    seqlen_list: Sequence[int], k_partitions: int, equal_size: bool
-) -> list[list[int]]:
-    """Balance by `get_seqlen_balanced_partitions`, whatever method the name says."""
-    return get_seqlen_balanced_partitions(seqlen_list, k_partitions, equal_size)
+# verl has two methods, and a name for each. Quadriga has one.
+karmarkar_karp = greedy_partition = get_seqlen_balanced_partitions
 
 
 def calculate_workload(seqlen_list: torch.Tensor) -> torch.Tensor:

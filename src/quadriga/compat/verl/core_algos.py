@@ -58,6 +58,7 @@ class UnsupportedKLError(AlgorithmError, NotImplementedError):
 
 Advantages: TypeAlias = tuple[Tensor, Tensor]
 """(advantages, returns), each [B, T]."""
+EstimatorFn: TypeAlias = Callable[..., Advantages]
 PromptIds: TypeAlias = Sequence[object] | NDArray[np.generic] | Tensor
 
 
@@ -129,31 +130,27 @@ def compute_grpo_passk_outcome_advantage(
     return _over_std("grpo_passk", token_level_rewards, response_mask, index, epsilon, by_std)
 
 
-def compute_rloo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: PromptIds,
-    epsilon: float = STD_EPSILON,
-    config: VerlConfig = None,
-    **_: object,
-) -> Advantages:
-    """Compute RLOO advantages."""
-    return _from_prompt_groups("rloo", token_level_rewards, response_mask, index)
+def _named(name: str) -> EstimatorFn:
+    """Return an estimator that reads the rewards and the prompt groups only."""
+
+    def estimate(
+        token_level_rewards: Tensor,
+        response_mask: Tensor,
+        index: PromptIds,
+        epsilon: float = STD_EPSILON,
+        config: VerlConfig = None,
+        **_: object,
+    ) -> Advantages:
+        return _from_prompt_groups(name, token_level_rewards, response_mask, index)
+
+    estimate.__doc__ = f"Compute the advantages of `{name}`."
+    return estimate
 
 
+compute_rloo_outcome_advantage = _named("rloo")
 compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage
-
-
-def compute_opo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: PromptIds,
-    epsilon: float = STD_EPSILON,
-    config: VerlConfig = None,
-    **_: object,
-) -> Advantages:
-    """Compute OPO advantages."""
-    return _from_prompt_groups("opo", token_level_rewards, response_mask, index)
+compute_opo_outcome_advantage = _named("opo")
+compute_reinforce_plus_plus_baseline_outcome_advantage = _named("reinforce_plus_plus_baseline")
 
 
 def compute_gpg_outcome_advantage(
@@ -168,20 +165,6 @@ def compute_gpg_outcome_advantage(
 ) -> Advantages:
     """Compute GPG advantages. `alpha` is ignored and computed from the batch, as in verl."""
     return _from_prompt_groups("gpg", token_level_rewards, response_mask, index, f_norm=f_norm)
-
-
-def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: PromptIds,
-    epsilon: float = STD_EPSILON,
-    config: VerlConfig = None,
-    **_: object,
-) -> Advantages:
-    """Compute REINFORCE++ advantages with the mean of the prompt group as baseline."""
-    return _from_prompt_groups(
-        "reinforce_plus_plus_baseline", token_level_rewards, response_mask, index
-    )
 
 
 def compute_gdpo_outcome_advantage(
@@ -236,7 +219,6 @@ def compute_gdpo_outcome_advantage(
 
 
 EntryT = TypeVar("EntryT")
-EstimatorFn: TypeAlias = Callable[..., Advantages]
 
 
 class AdvantageEstimator(StrEnum):

@@ -14,6 +14,7 @@ import torch
 
 from quadriga import protocol
 from quadriga.compat.verl.controller.references import stored
+from quadriga.compat.verl.controller.worker import get_visible_devices_keyword
 from quadriga.errors import ConfigError, ConflictError, FieldError, LengthError, ModelError
 from quadriga.parallel.device import get_device_name
 from quadriga.single_controller import ray_noset_visible_devices
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ray_noset_visible_devices"]
+__all__ = ["get_visible_devices_keyword", "ray_noset_visible_devices"]
 
 ValueT = TypeVar("ValueT")
 
@@ -138,11 +139,6 @@ def get_nccl_backend() -> str:
 def get_resource_name() -> str:
     """Return Ray's resource name of the device type: "GPU", "NPU" or "CPU"."""
     return _RESOURCES[get_device_name()]
-
-
-def get_visible_devices_keyword() -> str:
-    """Return the environment variable that lists the visible devices."""
-    return "ASCEND_RT_VISIBLE_DEVICES" if get_device_name() == "npu" else "CUDA_VISIBLE_DEVICES"
 
 
 def set_expandable_segments(enable: bool) -> None:

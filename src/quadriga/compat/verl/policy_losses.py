@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,21 +33,6 @@ LossSettings: TypeAlias = dict[str, Any]
 POLICY_LOSS_REGISTRY: dict[str, PolicyLossFn] = {}
 REPORTED = ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
 """Metrics of a Quadriga loss that verl reports under "actor/"."""
-
-
-class VerlPolicyLoss(Protocol):
-    """The signature of every loss in this module."""
-
-    def __call__(
-        self,
-        old_log_prob: Tensor,
-        log_prob: Tensor,
-        advantages: Tensor,
-        response_mask: Tensor,
-        loss_agg_mode: str = ...,
-        config: VerlConfig = None,
-        rollout_is_weights: Tensor | None = None,
-    ) -> Result: ...
 
 
 @dataclass
@@ -130,13 +115,13 @@ def _without_none(**settings: float | None) -> LossSettings:
 
 def _register(
     name: str, default_mode: str = "token-mean"
-) -> Callable[[Callable[[LossArguments], Result]], VerlPolicyLoss]:
+) -> Callable[[Callable[[LossArguments], Result]], PolicyLossFn]:
     """Return a decorator that gives a function of `LossArguments` verl's signature.
 
     The result is registered under verl's `name`. `default_mode`: the default of `loss_agg_mode`.
     """
 
-    def add(function: Callable[[LossArguments], Result]) -> VerlPolicyLoss:
+    def add(function: Callable[[LossArguments], Result]) -> PolicyLossFn:
         @wraps(function, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
         def loss(
             old_log_prob: Tensor,

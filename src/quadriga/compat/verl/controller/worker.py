@@ -14,8 +14,8 @@ from quadriga import single_controller
 from quadriga.backends.ray import RayClassWithInitArgs
 from quadriga.backends.ray.cluster import node_address, this_node
 from quadriga.backends.ray.start import join_register_center
-from quadriga.compat.verl.functional import get_visible_devices_keyword
 from quadriga.errors import DispatchError
+from quadriga.parallel.device import get_device_name
 from quadriga.single_controller import ClassWithInitArgs, Dispatch, RankLayout, register
 from quadriga.single_controller.environment import RankEnvironment, ReservedPort
 
@@ -54,6 +54,11 @@ def get_master_addr_port(master_port_range: Sequence[int] | None = None) -> tupl
     reserved = ReservedPort.choose(master_port_range)
     reserved.release()
     return node_address(), str(reserved.port)
+
+
+def get_visible_devices_keyword() -> str:
+    """Return the environment variable that lists the visible devices."""
+    return "ASCEND_RT_VISIBLE_DEVICES" if get_device_name() == "npu" else "CUDA_VISIBLE_DEVICES"
 
 
 DISABLED = "DISABLE_WORKER_INIT"

@@ -12,6 +12,7 @@ They work on `quadriga.weight_sync`, for every training engine and every rollout
 from __future__ import annotations
 
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -159,22 +160,10 @@ class MegatronVLLMShardingManager(FSDPVLLMShardingManager):
 
     Args:
         actor_module: the training engine.
-        inference_engine, device_mesh, offload_param, options: as `FSDPVLLMShardingManager`.
+        inference_engine, options: as `FSDPVLLMShardingManager`.
     """
 
     def __init__(
-        self,
-        actor_module: TrainEngine,
-        inference_engine: RolloutEngine,
-        *,
-        device_mesh: DeviceMesh | None = None,
-        offload_param: bool = False,
-        **options: object,
+        self, actor_module: TrainEngine, inference_engine: RolloutEngine, **options: Any
     ) -> None:
-        super().__init__(
-            actor_module,
-            inference_engine,
-            device_mesh=device_mesh,
-            offload_param=offload_param,
-            **options,
-        )
+        super().__init__(actor_module, inference_engine, **options)
