@@ -1,29 +1,21 @@
-"""Figures of the package: lines, uses of `Any`, comments, sizes of folders and files.
+"""Figures of the package: files, lines of code, uses of `Any`.
 
-    python tests/checks/figures.py          # prints JSON
+    python tests/checks/figures.py          # prints a line for each folder of the package
 
-`Any` is counted as a word in the source text, imports included. Comments are `#` comments
-except directives of tools (`# noqa`, `# type:`, `# fmt:`). The modules of a folder are the Python
-files directly in it, without its `__init__`.
+`Any` is counted as a word in the source text, imports included. The modules of a folder are the
+Python files directly in it, without its `__init__`.
 """
 
 from __future__ import annotations
 
 import ast
-import io
-import json
 import re
-import tokenize
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from source_tree import PACKAGE, ROOT, SourceFile, package_files
 
 ANY = re.compile(r"\bAny\b")
-DIRECTIVE = re.compile(r"#\s*(noqa|type:|fmt:|ruff:|mypy:|pragma)")
-LONG_FILE = 800
-SHORT_FILE = 25
-
-Figures = dict[str, object]
 
 
 def any_count(file: SourceFile) -> int:
@@ -53,62 +45,23 @@ def _statements(node: ast.AST) -> Iterator[ast.AST]:
             yield from _statements(child)
 
 
-def comment_count(file: SourceFile) -> int:
-    """The number of `#` comments that are not directives of a tool."""
-    tokens = tokenize.generate_tokens(io.StringIO(file.text).readline)
-    return sum(
-        token.type == tokenize.COMMENT and not DIRECTIVE.match(token.string) for token in tokens
-    )
-
-
-def per_1000_lines(count: int, lines: int) -> float:
-    return round(1000 * count / max(lines, 1), 1)
-
-
-def package_of(file: SourceFile) -> str:
-    """`src/quadriga/config/plan.py` → `config`; files of the top folder belong to `quadriga`."""
-    inside = file.name.removeprefix(PACKAGE.relative_to(ROOT).as_posix() + "/")
-    return inside.split("/")[0] if "/" in inside else "quadriga"
-
-
-def modules_per_folder(files: Sequence[SourceFile]) -> dict[str, int]:
+def modules_per_folder(files: Sequence[SourceFile]) -> Counter[str]:
     """For each folder the number of Python files directly in it, without its `__init__`."""
-    counts: dict[str, int] = {}
-    for file in files:
-        counts[file.folder] = counts.get(file.folder, 0) + (not file.is_package)
-    return dict(sorted(counts.items(), key=lambda entry: -entry[1]))
+    return Counter(file.folder for file in files if not file.is_package)
 
 
-def density(files: Sequence[SourceFile]) -> Figures:
-    """Lines, and `Any` and comments per 1000 lines, of some files together."""
-    lines = sum(file.lines for file in files)
-    untyped = sum(map(any_count, files))
-    comments = sum(map(comment_count, files))
-    return {
-        "lines": lines,
-        "code_lines": sum(map(code_lines, files)),
-        "any": untyped,
-        "any_per_1000_lines": per_1000_lines(untyped, lines),
-        "comments": comments,
-        "comments_per_1000_lines": per_1000_lines(comments, lines),
-    }
-
-
-def figures(files: Sequence[SourceFile]) -> Figures:
-    """All figures: of the package as a whole, of each sub-package, of folders and files."""
-    packages = sorted({package_of(file) for file in files})
-    return {
-        "total": density(files),
-        "packages": {
-            name: density([file for file in files if package_of(file) == name]) for name in packages
-        },
-        "modules_per_folder": modules_per_folder(files),
-        "files_above_800_lines": {f.name: f.lines for f in files if f.lines > LONG_FILE},
-        "files_under_25_lines": {
-            f.name: f.lines for f in files if f.lines < SHORT_FILE and not f.is_package
-        },
-    }
+def main() -> None:
+    """Print the figures of each folder of the package, and of the package as a whole."""
+    lines: Counter[str] = Counter()
+    untyped: Counter[str] = Counter()
+    for file in package_files():
+        inside = file.name.removeprefix(PACKAGE.relative_to(ROOT).as_posix() + "/")
+        for name in (inside.split("/")[0] if "/" in inside else ".", "total"):
+            lines[name] += code_lines(file)
+            untyped[name] += any_count(file)
+    for name, count in lines.items():
+        print(f"{name:<20} {count:>6} lines of code  {untyped[name]:>4} Any")
 
 
 if __name__ == "__main__":
-    print(json.dumps(figures(package_files()), indent=2))
+    main()

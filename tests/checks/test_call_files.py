@@ -17,6 +17,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import call_path  # noqa: E402
 
 
+@pytest.mark.nightly
 def test_update_actor_passes_few_files():
     done = subprocess.run(
         [sys.executable, ROOT / "benchmarks/call_path.py", "--max", str(FILES)],

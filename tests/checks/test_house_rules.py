@@ -8,7 +8,6 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
-import pytest
 from source_tree import PACKAGE, ROOT, SourceFile, all_python_files, package_files
 
 SUFFIXES = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".json", ".cfg", ".ini", ".sh", ""}
@@ -63,22 +62,11 @@ def test_no_paths_of_a_machine_and_no_registries():
     assert faults == {}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "open('/home/ann/x')",
-        "see /work/shared/x.md",
-        "--index-url https://a.b",
-        "http://pypi.corp/",
-    ],
-)
-def test_planted_paths_of_a_machine_are_reported(text):
-    assert machine_traces(text)
-
-
-@pytest.mark.parametrize("text", ["runs/run", "/tmp/x", "arxiv.org/abs/2409.19256", "a/work/b"])
-def test_ordinary_paths_pass(text):
-    assert machine_traces(text) == []
+def test_planted_paths_of_a_machine_are_reported():
+    for text in ("open('/home/ann/x')", "--index-url https://a.b", "http://pypi.corp/"):
+        assert machine_traces(text)
+    for text in ("runs/run", "/tmp/x", "arxiv.org/abs/2409.19256", "a/work/b"):
+        assert machine_traces(text) == []
 
 
 def test_errors_are_not_ignored():

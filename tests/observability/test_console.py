@@ -27,14 +27,24 @@ def test_plain_lines_show_step_reward_accuracy_speed_and_time_left():
     console, clock, out = plain(10)
     clock.now = 6.0
     console.log(
-        1, {"reward/mean": 0.5, "val/accuracy": 0.125, "perf/tokens_per_second": 1234.5, "x": 1}
+        1,
+        {
+            "reward/mean": 0.5,
+            "reward/failed": 0.25,
+            "val/accuracy": 0.125,
+            "perf/tokens_per_second": 1234.5,
+            "x": 1,
+        },
     )
-    assert out.getvalue() == "train 1/10  reward 0.500  accuracy 12.5%  tokens/s 1,234  left 54s\n"
+    assert (
+        out.getvalue()
+        == "train 1/10  reward 0.500  failed 25.0%  accuracy 12.5%  tokens/s 1,234  left 54s\n"
+    )
 
 
 def test_a_score_that_is_no_accuracy_is_shown_as_a_number():
     console, _, out = plain(2)
-    console.log(0, {"val/score": 0.0, "val/accuracy": 0.0})
+    console.log(0, {"val/score": 0.0, "val/accuracy": 0.0, "reward/failed": 0.0})
     console.log(1, {"val/score": -0.155})
     assert out.getvalue().splitlines() == [
         "train 0/2  accuracy 0.0%",

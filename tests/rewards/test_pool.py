@@ -1,10 +1,6 @@
 """`RewardPool`: deadlines per sample, crashes, reuse and end of its processes."""
 
 import os
-import signal
-import subprocess
-import sys
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -78,30 +74,3 @@ def test_an_interrupted_batch_leaves_no_outcomes_for_the_next(monkeypatch):
             pool.run([sample("moody", "hang")] * 2)
     assert [outcome.score for outcome in pool.run([sample("by_length")] * 2)] == [6.0, 6.0]
     pool.close()
-
-
-ORPHAN = """
-from quadriga.rewards.pool import RewardPool
-from quadriga.rewards.pool import PoolProcess
-from tests.rewards.test_pool import sample
-pool = RewardPool(1, timeout_s=600)
-print(int(pool.run([sample("process_id")])[0].score), flush=True)
-pool.run([sample("moody", "hang")])
-"""
-
-
-def test_a_hanging_function_ends_when_its_parent_is_killed():
-    root = str(Path(__file__).parents[2])
-    with subprocess.Popen(
-        [sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True, cwd=root
-    ) as parent:
-        pid = int(parent.stdout.readline())
-        os.kill(pid, 0)
-        parent.send_signal(signal.SIGKILL)
-        parent.wait(timeout=30)
-    for _ in range(300):
-        if not Path(f"/proc/{pid}").exists():
-            return
-        time.sleep(0.1)
-    os.kill(pid, signal.SIGKILL)
-    pytest.fail(f"process {pid} outlived its parent by 30 s")

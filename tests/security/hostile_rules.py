@@ -22,11 +22,6 @@ def fork_and_return(solution_str, **_):
     return int(solution_str)
 
 
-def fork_in_c_and_return(solution_str, **_):
-    ctypes.CDLL(None).fork()
-    return int(solution_str)
-
-
 def _connection():
     # The descriptor is not closed: the pool worker goes on to use it.
     return Connection(os.dup(int(sys.argv[1])))
@@ -79,13 +74,6 @@ def end_a_moment_later(solution_str, **_):
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
 
-def leave_a_child(solution_str, **_):
-    pid = os.fork()
-    if not pid:
-        time.sleep(600)
-    return pid
-
-
 def leave_a_session(solution_str, **_):
     return subprocess.Popen(SLEEP, start_new_session=True).pid
 
@@ -117,14 +105,6 @@ def hang_in_c(**_):
 def allocate(solution_str, **_):
     if solution_str == "1":
         bytearray(2 << 30)
-    return int(solution_str)
-
-
-def allocate_in_numpy(solution_str, **_):
-    import numpy as np
-
-    if solution_str == "1":
-        np.ones(1 << 28)
     return int(solution_str)
 
 

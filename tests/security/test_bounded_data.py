@@ -46,17 +46,13 @@ def tokenised(tokenizer, monkeypatch):
 
 JSON_LINES = {
     "nested lists": "[" * 100_000 + "]" * 100_000,
-    "nested objects": '{"a":' * 50_000 + "1" + "}" * 50_000,
     "nested below the limit of Python": '{"prompt": ' + "[" * 500 + "]" * 500 + "}",
     "a huge integer": '{"prompt": ' + "9" * 100_000 + "}",
     "half a surrogate pair": '{"prompt": "\\ud83d"}',
     "bytes that are no text": b'{"prompt": "\xff\xfe"}',
     "another encoding": '{"prompt": "a"}'.encode("utf-16"),
-    "a byte order mark": b'\xef\xbb\xbf{"prompt": "a"}',
     "a null byte": b'{"prompt": "a\x00"}',
-    "half an object": '{"prompt": "a"',
     "a list": "[1, 2]",
-    "a text": '"a"',
     "a line longer than the limit": '{"prompt": "' + "a" * 2_000_000 + '"}',
     "a line without an end": "a" * 3_000_000,
 }
@@ -104,7 +100,6 @@ def lists(length):
 PARQUET = {
     "many rows": lambda: repeated("a", 3_000_000),
     "a long text in every row": lambda: repeated("a" * 500_000, 5_000),
-    "a very long text": lambda: pa.array(["a" * 2_000_000]),
     "a long list": lambda: lists(5_000_000),
     "text that is no text": lambda: pa.array([b"\xff\xfe"], pa.binary()).view(pa.string()),
     "a date that Python cannot hold": lambda: pa.array([2**60]).view(pa.timestamp("ms")),
@@ -152,16 +147,6 @@ def test_columns_of_repeated_values_are_read(tmp_path):
     assert [row.values for row in read_rows([path])] == table.to_pylist()
 
 
-def test_rows_are_equal_however_many_are_read_at_a_time(tmp_path, monkeypatch):
-    path = tmp_path / "a.parquet"
-    values = [{"prompt": str(number), "n": number} for number in range(100)]
-    pq.write_table(pa.Table.from_pylist(values), path, row_group_size=33)
-    monkeypatch.setattr(rows, "_PIECE", 1)
-    read = read_rows([path])
-    assert [row.values for row in read] == values
-    assert [row.number for row in read] == list(range(100))
-
-
 # Prompts of megabytes
 
 
@@ -200,15 +185,11 @@ LOOP = "{% for i in range(99999) %}"
 TEMPLATES = {
     "a syntax error": "{% for message in messages %}",
     "an unknown name": "{{ missing.name }}",
-    "an unknown filter": "{{ messages | no_such_filter }}",
-    "a division by zero": "{{ 1 / 0 }}",
     "an exception of the template": "{{ raise_exception('roles must alternate') }}",
-    "a private attribute": "{{ messages.__class__.__mro__ }}",
     "a call of Python code": "{{ ''.__class__.__base__.__subclasses__() }}",
     "a long range": "{% for i in range(10000000000) %}{% endfor %}",
     "loops that do not end": f"{LOOP}{LOOP}{{% endfor %}}{{% endfor %}}",
     "a text of gigabytes": "{{ 'x' * 40000000000 }}",
-    "a text of megabytes": "{{ 'x' * 4000000 }}",
     "a text that doubles": "{% set n = namespace(x='x') %}{% for i in range(60) %}"
     "{% set n.x = n.x ~ n.x %}{% endfor %}",
     "a huge power": "{{ 9 ** 9 ** 9 ** 9 }}",

@@ -150,6 +150,6 @@ GUARDS = (
         "parallel/distributed.py",
         "_LOOPBACK if one_node else os.environ",
         "os.environ",
-        "tests/security/test_listening_sockets.py::test_ranks_of_one_node_listen_on_loopback_only",
+        "tests/security/test_listening_sockets.py::test_ranks_on_ray_listen_on_loopback_only",
     ),
 )
