@@ -17,6 +17,7 @@ from quadriga.algorithms.tensors import (
     GroupIds,
     Groups,
     as_float,
+    checked_mask,
     has_tokens,
     is_left_aligned,
     make_groups,
@@ -24,7 +25,6 @@ from quadriga.algorithms.tensors import (
     pack_left,
     require_finite,
     require_group_size,
-    require_matrix,
     require_same_shape,
     reverse_discounted_sum,
     row_blocks,
@@ -433,25 +433,8 @@ SHARED_SETTINGS = ("gamma", "lam", "norm_adv_by_std", "whiten_advantages")
 
 
 @dataclass(frozen=True)
-class AdvantageEntry:
-    """One advantage estimator.
-
-    Attributes:
-        fn: the estimator. It takes `needs` and `settings` by keyword and returns
-            (advantages_BT, returns_BT).
-        formula: the formula in the notation of `docs/notation.md`.
-        paper: the arXiv id.
-        needs: the names from `INPUTS` that `fn` takes.
-        settings: the names of the settings that `fn` reads.
-        origin: "built-in", or the path of the user's file.
-    """
-
-    fn: AdvantageFn
-    formula: str
-    paper: str
-    needs: tuple[str, ...]
-    settings: tuple[str, ...]
-    origin: str
+class AdvantageEntry(registry.Entry[AdvantageFn]):
+    """One advantage estimator. `fn` returns (advantages_BT, returns_BT)."""
 
     @property
     def needs_values(self) -> bool:
@@ -588,16 +571,15 @@ def compute_advantages(
 
 def _checked_mask(name: str, response_mask_BT: Tensor, rewards_BT: Tensor) -> Tensor:
     """Return the mask as bool after checking its shape, its values and that it has a row."""
-    require_matrix("response_mask", response_mask_BT)
-    require_same_shape("response_mask", response_mask_BT, token_level_rewards=rewards_BT)
-    if response_mask_BT.shape[0] == 0:
+    mask = checked_mask(response_mask_BT, False, token_level_rewards=rewards_BT)
+    if mask.shape[0] == 0:
         raise GroupError(
             f"The advantage estimator `{name}` received a batch with no samples; "
             f"`response_mask` must have at least one row.",
             tensor="response_mask",
             estimator=name,
         )
-    return to_bool_mask(response_mask_BT)
+    return mask
 
 
 def _needed_inputs(

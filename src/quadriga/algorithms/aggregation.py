@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quadriga.algorithms.registry import look_up
-from quadriga.algorithms.tensors import as_float, require_matrix, require_same_shape, to_bool_mask
+from quadriga.algorithms.tensors import as_float, checked_mask, to_bool_mask
 from quadriga.errors import AlgorithmError
 
 Reduction = Literal["mean", "sum", "max", "min"]
@@ -216,15 +216,13 @@ def aggregate(
         AlgorithmError: the mode reads `loss_scale_length`, which is missing or not positive.
     """
     entry = look_up(AGGREGATIONS, mode, "aggregation")
-    require_matrix("loss_mask", mask_BT)
-    require_same_shape("loss_mask", mask_BT, loss=loss_BT)
+    mask = checked_mask(mask_BT, False, "loss_mask", loss=loss_BT)
     if "loss_scale_length" in entry.settings and not (loss_scale_length and loss_scale_length > 0):
         raise AlgorithmError(
             f"`{mode}` divides by `loss_scale_length`, which must be a positive constant of the "
             f"run (the maximum response length), but received {loss_scale_length}.",
             tensor="loss_scale_length",
         )
-    mask = to_bool_mask(mask_BT, "loss_mask")
     kept = as_float(loss_BT).masked_fill(~mask, 0)
     tokens, sequences = _at_least_one(global_tokens), _at_least_one(global_sequences)
     return entry.fn(kept, mask, tokens, sequences, loss_scale_length or 1.0)

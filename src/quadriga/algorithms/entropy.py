@@ -6,7 +6,7 @@ from torch import Tensor
 
 from quadriga.algorithms.aggregation import Partial
 from quadriga.algorithms.clipped_losses import PolicyLoss
-from quadriga.algorithms.tensors import require_finite, require_same_shape, to_bool_mask
+from quadriga.algorithms.tensors import checked_mask
 
 
 def entropy_bonus(
@@ -26,9 +26,6 @@ def entropy_bonus(
     Raises:
         ShapeError, MaskError, NonFiniteError.
     """
-    require_same_shape("response_mask", response_mask_BT, entropy=entropy_BT)
-    mask = to_bool_mask(response_mask_BT)
-    if validate:
-        require_finite(mask, entropy=entropy_BT)
+    mask = checked_mask(response_mask_BT, validate, entropy=entropy_BT)
     kept = entropy_BT.masked_fill(~mask, 0)
     return PolicyLoss(-entropy_coeff * kept, {"entropy": Partial.mean(kept, mask)})

@@ -21,13 +21,7 @@ from torch import Tensor
 from quadriga.algorithms.aggregation import Partial, merge_partials
 from quadriga.algorithms.clipped_losses import LOG_RATIO_LIMIT
 from quadriga.algorithms.registry import look_up
-from quadriga.algorithms.tensors import (
-    as_float,
-    require_finite,
-    require_matrix,
-    require_same_shape,
-    to_bool_mask,
-)
+from quadriga.algorithms.tensors import as_float, checked_mask
 from quadriga.errors import AlgorithmError
 
 ImportanceLevel = Literal["token", "sequence", "geometric"]
@@ -72,11 +66,9 @@ def _log_weights(
     old_log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, response_mask_BT: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return (bool mask, log π_train − log π_rollout in float64, 0 outside the mask)."""
-    require_matrix("response_mask", response_mask_BT)
-    tensors = {"old_log_prob": old_log_prob_BT, "rollout_log_prob": rollout_log_prob_BT}
-    require_same_shape("response_mask", response_mask_BT, **tensors)
-    mask = to_bool_mask(response_mask_BT)
-    require_finite(mask, **tensors)
+    mask = checked_mask(
+        response_mask_BT, old_log_prob=old_log_prob_BT, rollout_log_prob=rollout_log_prob_BT
+    )
     log_weights = old_log_prob_BT.detach().double() - rollout_log_prob_BT.detach().double()
     return mask, log_weights.masked_fill_(~mask, 0)
 

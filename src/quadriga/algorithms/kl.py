@@ -25,10 +25,9 @@ from quadriga.algorithms.clipped_losses import LOG_RATIO_LIMIT, PolicyLoss
 from quadriga.algorithms.registry import look_up
 from quadriga.algorithms.tensors import (
     as_float,
+    checked_mask,
     require_finite,
-    require_matrix,
     require_same_shape,
-    to_bool_mask,
 )
 from quadriga.errors import AlgorithmError
 
@@ -221,7 +220,6 @@ def _under_mask(
     Raises:
         AlgorithmError: a tensor is None. ShapeError, MaskError, NonFiniteError.
     """
-    require_matrix("response_mask", response_mask_BT)
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     if len(given) < len(tensors):
         missing = next(name for name in tensors if name not in given)
@@ -230,10 +228,7 @@ def _under_mask(
             f"estimator.",
             tensor=missing,
         )
-    require_same_shape("response_mask", response_mask_BT, **given)
-    mask = to_bool_mask(response_mask_BT)
-    if validate:
-        require_finite(mask, **given)
+    mask = checked_mask(response_mask_BT, validate, **given)
     return tuple(as_float(tensor).masked_fill(~mask, 0) for tensor in given.values()), mask
 
 

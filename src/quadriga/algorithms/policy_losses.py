@@ -17,9 +17,8 @@ from quadriga.algorithms.aggregation import Partial
 from quadriga.algorithms.clipped_losses import PolicyLoss
 from quadriga.algorithms.tensors import (
     as_float,
+    checked_mask,
     masked_mean,
-    require_finite,
-    require_matrix,
     require_same_shape,
     to_bool_mask,
 )
@@ -43,16 +42,10 @@ SHARED_SETTINGS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 
 
 @dataclass(frozen=True)
-class PolicyLossEntry:
-    """One policy loss.
+class PolicyLossEntry(registry.Entry[PolicyLossFn]):
+    """One policy loss. `settings` are those that `fn` and `select` read.
 
     Attributes:
-        fn: the loss. It takes `needs` and `settings` by keyword and returns a `PolicyLoss`.
-        formula: the formula in the notation of `docs/notation.md`.
-        paper: arXiv ids.
-        needs: the names from `INPUTS` that `fn` takes.
-        settings: the names of the settings that `fn` and `select` read.
-        origin: "built-in", or the path of the user's file.
         aggregation: the aggregation mode of the paper.
         one_per_sequence: whether the loss is one number per response. Importance weights are then
             averaged over the response.
@@ -61,12 +54,6 @@ class PolicyLossEntry:
         select_settings: the names of the settings that `select` reads.
     """
 
-    fn: PolicyLossFn
-    formula: str
-    paper: str
-    needs: tuple[str, ...]
-    settings: tuple[str, ...]
-    origin: str
     aggregation: str = "token-mean"
     one_per_sequence: bool = False
     select: Callable[..., Tensor] | None = None
@@ -328,14 +315,8 @@ def _needed_inputs(
 
 
 def _checked_mask(response_mask_BT: Tensor, tensors: dict[str, Tensor], validate: bool) -> Tensor:
-    """Return the mask as bool after checking shapes and, if `validate`, finiteness."""
-    require_matrix("response_mask", response_mask_BT)
     named = {key.removesuffix("_BT"): tensor for key, tensor in tensors.items()}
-    require_same_shape("response_mask", response_mask_BT, **named)
-    mask = to_bool_mask(response_mask_BT)
-    if validate:
-        require_finite(mask, **named)
-    return mask
+    return checked_mask(response_mask_BT, validate, **named)
 
 
 def _check_user_result(
@@ -344,9 +325,7 @@ def _check_user_result(
     """Return the result of a user's loss with 0 outside the mask, after checking it."""
     loss = PolicyLoss(result) if isinstance(result, Tensor) else result
     named = {f"loss of {name}": loss.loss_BT}
-    require_same_shape("response_mask", mask, **named)
-    if validate:
-        require_finite(mask, **named)
+    checked_mask(mask, validate, **named)
     return PolicyLoss(loss.loss_BT.masked_fill(~mask, 0), loss.metrics)
 
 
@@ -360,9 +339,7 @@ def _apply_weights(
     """Multiply the loss of each token by its importance weight, if there are weights."""
     if weights_BT is None:
         return loss
-    require_same_shape("response_mask", mask, importance_weights=weights_BT)
-    if validate:
-        require_finite(mask, importance_weights=weights_BT)
+    checked_mask(mask, validate, importance_weights=weights_BT)
     weights = as_float(weights_BT.detach()).masked_fill(~mask, 0)
     # GMPO has the same loss −1 at both tokens of a response. With weights 0.5 and 1.5, both tokens
     # get the mean weight 1 and keep the loss −1, so it remains one number per response.

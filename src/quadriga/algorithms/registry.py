@@ -9,23 +9,38 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from quadriga.errors import InputError, UnknownNameError, UnknownSettingError, nearest_name
 
 Name = TypeVar("Name", bound=str)
-Entry = TypeVar("Entry")
+Found = TypeVar("Found")
+FnT = TypeVar("FnT", bound=Callable[..., object])
 
 
-class HasOrigin(Protocol):
-    """An entry of a table that users can extend."""
+@dataclass(frozen=True)
+class Entry(Generic[FnT]):
+    """An entry of a table that users can extend.
 
-    @property
-    def origin(self) -> str:
-        """Return "built-in", or the path of the user's file."""
+    Attributes:
+        fn: the function. It takes `needs` and `settings` by keyword.
+        formula: the formula in the notation of `docs/notation.md`.
+        paper: arXiv ids.
+        needs: the names of the inputs that `fn` takes.
+        settings: the names of the settings that it reads.
+        origin: "built-in", or the path of the user's file.
+    """
+
+    fn: FnT
+    formula: str
+    paper: str
+    needs: tuple[str, ...]
+    settings: tuple[str, ...]
+    origin: str
 
 
-def look_up(table: Mapping[Name, Entry], name: Name, kind: str) -> Entry:
+def look_up(table: Mapping[Name, Found], name: Name, kind: str) -> Found:
     """Return the entry `name`.
 
     Args:
@@ -111,7 +126,7 @@ def choose_settings(
     return {name: value for name, value in given.items() if name in read}
 
 
-def refuse_second(table: Mapping[str, HasOrigin], name: str, origin: str, kind: str) -> None:
+def refuse_second(table: Mapping[str, Entry[FnT]], name: str, origin: str, kind: str) -> None:
     """Raise `InputError` if `name` is taken by an entry from another file.
 
     A file that is loaded again replaces its own entries.

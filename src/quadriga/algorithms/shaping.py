@@ -14,10 +14,10 @@ from quadriga.algorithms.tensors import (
     GroupIds,
     Groups,
     as_float,
+    checked_mask,
     make_groups,
     masked_whiten,
     require_finite,
-    require_matrix,
     require_same_shape,
     to_bool_mask,
 )
@@ -63,13 +63,9 @@ def add_to_last_token(rewards_BT: Tensor, response_mask_BT: Tensor, amounts_B: T
         ShapeError, MaskError.
         NonFiniteError: an amount is NaN or infinite.
     """
-    require_matrix("response_mask", response_mask_BT)
-    require_same_shape("response_mask", response_mask_BT, rewards=rewards_BT)
-    require_same_shape(
-        "samples", response_mask_BT.new_empty(len(response_mask_BT)), amounts=amounts_B
-    )
+    mask = checked_mask(response_mask_BT, False, rewards=rewards_BT)
+    require_same_shape("samples", mask.new_empty(len(mask)), amounts=amounts_B)
     require_finite(amounts=amounts_B)
-    mask = to_bool_mask(response_mask_BT)
     steps = torch.arange(mask.shape[1], device=mask.device)
     if mask.shape[1] == 0:
         return as_float(rewards_BT).clone()
@@ -96,31 +92,9 @@ def drop_truncated(response_mask_BT: Tensor, truncated_B: Tensor) -> Tensor:
     Raises:
         ShapeError, MaskError.
     """
-    require_matrix("response_mask", response_mask_BT)
-    require_same_shape(
-        "samples", response_mask_BT.new_empty(len(response_mask_BT)), truncated=truncated_B
-    )
-    return to_bool_mask(response_mask_BT) & ~to_bool_mask(truncated_B, "truncated")[:, None]
-
-
-def clip_rewards(rewards_BT: Tensor, *, limit: float) -> Tensor:
-    """Return the rewards clamped to ±limit. Raises `AlgorithmError` unless `limit` is above 0."""
-    if not limit > 0:
-        raise AlgorithmError(f"`reward_clip` must be above 0, but received {limit}.")
-    return rewards_BT.clamp(-limit, limit)
-
-
-def whiten_rewards(rewards_BT: Tensor, response_mask_BT: Tensor) -> Tensor:
-    """Scale the rewards to unit variance over the generated tokens of the batch; keep the mean.
-
-    Raises:
-        ShapeError, MaskError, NonFiniteError.
-    """
-    require_matrix("response_mask", response_mask_BT)
-    require_same_shape("response_mask", response_mask_BT, token_level_rewards=rewards_BT)
-    mask = to_bool_mask(response_mask_BT)
-    require_finite(mask, token_level_rewards=rewards_BT)
-    return masked_whiten(rewards_BT, mask, shift_mean=False)
+    mask = checked_mask(response_mask_BT)
+    require_same_shape("samples", mask.new_empty(len(mask)), truncated=truncated_B)
+    return mask & ~to_bool_mask(truncated_B, "truncated")[:, None]
 
 
 def shape_rewards(
@@ -129,8 +103,8 @@ def shape_rewards(
     """Clip the rewards, then whiten them, each only if requested.
 
     Args:
-        clip: the limit of `clip_rewards`; None does not clip.
-        whiten: whether to whiten as `whiten_rewards` does.
+        clip: the rewards are clamped to ±clip; None does not clip.
+        whiten: whether to scale to unit variance over the generated tokens; the mean stays.
 
     Returns:
         float32 or float64, 0 outside the mask.
@@ -139,13 +113,12 @@ def shape_rewards(
         ShapeError, MaskError, NonFiniteError.
         AlgorithmError: `clip` is not above 0.
     """
-    require_matrix("response_mask", response_mask_BT)
-    require_same_shape("response_mask", response_mask_BT, token_level_rewards=rewards_BT)
-    mask = to_bool_mask(response_mask_BT)
+    mask = checked_mask(response_mask_BT, token_level_rewards=rewards_BT)
     rewards = as_float(rewards_BT).masked_fill(~mask, 0)
-    require_finite(token_level_rewards=rewards)
     if clip is not None:
-        rewards = clip_rewards(rewards, limit=clip)
+        if not clip > 0:
+            raise AlgorithmError(f"`reward_clip` must be above 0, but received {clip}.")
+        rewards = rewards.clamp(-clip, clip)
     return masked_whiten(rewards, mask, shift_mean=False) if whiten else rewards
 
 

@@ -137,6 +137,28 @@ def _raise_non_finite(name: str, values: Tensor) -> None:
     )
 
 
+def checked_mask(
+    mask_BT: Tensor, validate: bool = True, name: str = "response_mask", /, **tensors: Tensor
+) -> Tensor:
+    """Return the mask as bool, after checks of the mask and of the tensors that it selects from.
+
+    Args:
+        mask_BT: 0/1.
+        validate: check the selected values for NaN and infinity.
+        name: the name of the mask to report.
+        tensors: the tensors, by the name to report.
+
+    Raises:
+        ShapeError, MaskError, NonFiniteError.
+    """
+    require_matrix(name, mask_BT)
+    require_same_shape(name, mask_BT, **tensors)
+    mask = to_bool_mask(mask_BT, name)
+    if validate:
+        require_finite(mask, **tensors)
+    return mask
+
+
 def as_float(tensor: Tensor) -> Tensor:
     """Return `tensor` in at least float32: float64 stays, every other dtype becomes float32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -7,13 +7,7 @@ from torch import Tensor
 
 from quadriga.algorithms.aggregation import Partial
 from quadriga.algorithms.clipped_losses import PolicyLoss
-from quadriga.algorithms.tensors import (
-    as_float,
-    require_finite,
-    require_matrix,
-    require_same_shape,
-    to_bool_mask,
-)
+from quadriga.algorithms.tensors import as_float, checked_mask
 from quadriga.errors import AlgorithmError
 
 
@@ -50,12 +44,8 @@ def value_loss(
         raise AlgorithmError(
             f"`cliprange_value` must be at least 0, but received {cliprange_value}."
         )
-    require_matrix("response_mask", response_mask_BT)
     tensors = {"values": values_BT, "old_values": old_values_BT, "returns": returns_BT}
-    require_same_shape("response_mask", response_mask_BT, **tensors)
-    mask = to_bool_mask(response_mask_BT)
-    if validate:
-        require_finite(mask, **tensors)
+    mask = checked_mask(response_mask_BT, validate, **tensors)
     values, old, returns = (as_float(t).masked_fill(~mask, 0) for t in tensors.values())
     loss = unclipped = (values - returns).square()
     metrics = {"vpred_mean": Partial.mean(values, mask)}

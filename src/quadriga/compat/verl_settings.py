@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -214,7 +214,7 @@ def _composed(path: Path, overrides: list[str], known: Collection[str]) -> dict[
         GlobalHydra.instance().hydra = before
 
 
-def _plain(tree: object, *, resolve: bool) -> dict[str, object]:
+def _plain(tree: object, *, resolve: bool) -> dict[str, Any]:  # values of OmegaConf
     values = OmegaConf.to_container(tree, resolve=resolve)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
