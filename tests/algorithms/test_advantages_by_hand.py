@@ -64,21 +64,6 @@ def test_gpg_corrects_for_groups_without_signal():
     assert got == [-2.0, 2.0, 0.0, 0.0]  # α = 4 / 2
 
 
-def test_gae_by_hand():
-    # γ=0.5, λ=0.5. δ_1 = 0 + 0.5·2 − 1 = 0;  δ_2 = 4 − 2 = 2;  A_1 = 0 + 0.25·2 = 0.5.
-    advantages, returns = compute_advantages(
-        "gae",
-        token_level_rewards_BT=torch.tensor([[0.0, 4.0, 9.0]]),
-        response_mask_BT=torch.tensor([[1, 1, 0]]),
-        values_BT=torch.tensor([[1.0, 2.0, 7.0]]),
-        gamma=0.5,
-        lam=0.5,
-        whiten_advantages=False,
-    )
-    assert advantages.tolist() == [[0.5, 2.0, 0.0]]
-    assert returns.tolist() == [[1.5, 4.0, 0.0]]
-
-
 def test_gae_skips_observations():
     """Tool output between two turns is not a time step and has no value."""
     advantages, returns = compute_advantages(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
 
 import pytest
 import torch
@@ -14,8 +13,6 @@ from quadriga.algorithms.aggregation import merge_partials
 from quadriga.algorithms.importance import (
     LEVELS,
     MODES,
-    ImportanceLevel,
-    ImportanceMode,
     importance_correction,
     mismatch_metrics,
     mismatch_of_statistics,
@@ -50,11 +47,6 @@ def test_normalised_weights_with_a_lower_bound_by_hand() -> None:
     got = importance_correction(OLD, ROLLOUT, MASK, upper=3.0, lower=1.0, normalise=True)
     assert got.weights_BT.flatten().tolist() == pytest.approx([1, 0.5, 1.5, 0, 0, 0])
     assert got.metrics["is_weight_mean"] == pytest.approx(1.0)
-
-
-def test_effective_sample_size_by_hand() -> None:
-    got = importance_correction(OLD, ROLLOUT, MASK, upper=100.0)
-    assert got.metrics["is_effective_sample_size"] == pytest.approx(6.5**2 / (3 * (4 + 0.25 + 16)))
 
 
 @settings(max_examples=40, deadline=None)
@@ -140,10 +132,6 @@ def test_very_different_log_probabilities_give_finite_numbers() -> None:
     assert all(math.isfinite(value) for value in got.values())
     weight = importance_correction(torch.zeros(1, 1), torch.full((1, 1), -1e4), torch.ones(1, 1))
     assert weight.weights_BT.item() == 2.0
-
-
-def test_the_tables_have_every_level_and_mode() -> None:
-    assert (tuple(LEVELS), tuple(MODES)) == (get_args(ImportanceLevel), get_args(ImportanceMode))
 
 
 def test_invalid_arguments_raise() -> None:

@@ -17,7 +17,6 @@ from quadriga.algorithms.aggregation import AGGREGATIONS, aggregate, count_mask,
 from quadriga.algorithms.entropy import entropy_bonus
 from quadriga.algorithms.kl import kl_loss
 from quadriga.algorithms.policy_losses import POLICY_LOSSES, compute_policy_loss, select_tokens
-from quadriga.algorithms.value_loss import value_loss
 
 GROUP_ESTIMATORS = [name for name, entry in ADVANTAGES.items() if entry.needs_groups]
 LENGTH = 7.0  # loss_scale_length of seq-mean-token-sum-norm
@@ -75,12 +74,14 @@ def selection(name: str, case: Case) -> Tensor | None:
     )
 
 
-@settings(max_examples=8, deadline=None)
-@given(cases, st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]))
-@pytest.mark.parametrize("mode", list(AGGREGATIONS))
+MODES = st.sampled_from(list(AGGREGATIONS))
+
+
+@settings(max_examples=15, deadline=None)
+@given(cases, MODES, st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]))
 @pytest.mark.parametrize("name", list(POLICY_LOSSES))
 def test_gradient_does_not_depend_on_micro_batches_or_ranks(
-    name: str, mode: str, case: Case, micro: int, ranks: int
+    name: str, case: Case, mode: str, micro: int, ranks: int
 ) -> None:
     whole = case.log_prob.clone().requires_grad_()
     loss, metrics = contribution(name, mode, case, whole, case, selected := selection(name, case))
@@ -106,39 +107,10 @@ def test_gradient_does_not_depend_on_micro_batches_or_ranks(
     assert merge_partials(gathered) == pytest.approx(merge_partials([metrics]), rel=1e-6, abs=1e-9)
 
 
-@settings(max_examples=20, deadline=None)
-@given(cases, st.sampled_from([1, 2, 3]))
-@pytest.mark.parametrize("mode", list(AGGREGATIONS))
-def test_value_gradient_does_not_depend_on_micro_batches(mode: str, case: Case, micro: int) -> None:
-    tokens, sequences = count_mask(case.mask)
-
-    def loss_of(rows: Tensor, values: Tensor) -> Tensor:
-        part = case.rows(rows)
-        loss = value_loss(values[rows], part.values, part.rewards, part.mask).loss_BT
-        return aggregate(
-            loss,
-            part.mask,
-            mode,
-            global_tokens=tokens,
-            global_sequences=sequences,
-            loss_scale_length=LENGTH,
-        )
-
-    everything = torch.arange(len(case.groups))
-    grads = []
-    for size in (len(everything), micro):
-        values = (case.values + 0.6 * case.advantages).requires_grad_()
-        for rows in everything.split(size):
-            loss_of(rows, values).backward()
-        grads.append(values.grad)
-    torch.testing.assert_close(grads[0], grads[1], rtol=1e-6, atol=1e-9)
-
-
-@settings(max_examples=8, deadline=None)
-@given(cases)
-@pytest.mark.parametrize("mode", list(AGGREGATIONS))
+@settings(max_examples=15, deadline=None)
+@given(cases, MODES)
 @pytest.mark.parametrize("name", list(POLICY_LOSSES))
-def test_losses_ignore_values_outside_the_mask(name: str, mode: str, case: Case) -> None:
+def test_losses_ignore_values_outside_the_mask(name: str, case: Case, mode: str) -> None:
     """Values outside the mask (NaN, 0, 1e30) and two columns of padding change no result."""
     outcomes = []
     for variant in (case, filled(case, 0.0), filled(case, 1e30), widened(case)):
@@ -153,32 +125,6 @@ def test_losses_ignore_values_outside_the_mask(name: str, mode: str, case: Case)
         assert loss == pytest.approx(outcomes[0][0], rel=1e-12, abs=1e-15)
         torch.testing.assert_close(grad, outcomes[0][1], rtol=1e-12, atol=1e-15)
         assert merge_partials([metrics]) == pytest.approx(merge_partials([outcomes[0][2]]))
-
-
-@settings(max_examples=8, deadline=None)
-@given(cases)
-@pytest.mark.parametrize("name", list(POLICY_LOSSES))
-def test_loss_functions_called_directly_ignore_values_outside_the_mask(
-    name: str, case: Case
-) -> None:
-    entry = POLICY_LOSSES[name]
-
-    def outcome(batch: Case) -> tuple[Tensor, Tensor]:
-        log_prob = batch.log_prob.clone().requires_grad_()
-        given = {
-            "log_prob_BT": log_prob,
-            "old_log_prob_BT": batch.old_log_prob,
-            "advantages_BT": batch.advantages,
-            "response_mask_BT": batch.mask.bool(),
-            "rollout_log_prob_BT": batch.rollout_log_prob,
-            "selected_BT": torch.zeros_like(batch.mask, dtype=torch.bool),
-        }
-        loss = entry.fn(**{need: given[need] for need in entry.needs}).loss_BT
-        loss.sum().backward()
-        return loss.detach(), log_prob.grad
-
-    for got, want in zip(outcome(case), outcome(filled(case, 0.0)), strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 def token_fields(case: Case) -> dict[str, Tensor]:
@@ -251,31 +197,6 @@ def test_permuting_samples_permutes_advantages(name: str, case: Case, random: An
 
 
 @settings(max_examples=8, deadline=None)
-@given(cases, st.randoms(use_true_random=False))
-@pytest.mark.parametrize("name", list(POLICY_LOSSES))
-def test_permuting_samples_permutes_losses(name: str, case: Case, random: Any) -> None:
-    order = list(range(len(case.groups)))
-    random.shuffle(order)
-    rows = torch.tensor(order)
-
-    selected = selection(name, case)
-
-    def loss_of(batch: Case, chosen: Tensor | None) -> Tensor:
-        return compute_policy_loss(
-            name,
-            selected_BT=chosen,
-            log_prob_BT=batch.log_prob,
-            old_log_prob_BT=batch.old_log_prob,
-            advantages_BT=batch.advantages,
-            response_mask_BT=batch.mask,
-            rollout_log_prob_BT=batch.rollout_log_prob,
-        ).loss_BT
-
-    permuted = loss_of(case.rows(rows), None if selected is None else selected[rows])
-    torch.testing.assert_close(permuted, loss_of(case, selected)[rows], rtol=1e-9, atol=1e-9)
-
-
-@settings(max_examples=8, deadline=None)
 @given(cases, st.sampled_from([0.1, 1.0, -3.7, 1e6]))
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 def test_groups_of_equal_rewards_have_advantage_exactly_zero(
@@ -289,18 +210,6 @@ def test_groups_of_equal_rewards_have_advantage_exactly_zero(
     assert not bool(advantages_of(name, constant)[0].any())
     narrow = replace(constant, rewards=rewards.float(), components=constant.components.float())
     assert not bool(advantages_of(name, narrow)[0].any())
-
-
-@settings(max_examples=8, deadline=None)
-@given(cases)
-def test_equal_returns_whiten_to_zero(case: Case) -> None:
-    """With γ = 1 and the reward at the last token, the return of every token is the reward."""
-    rewards = torch.zeros_like(case.rewards)
-    for i, positions in enumerate(ref.token_positions(case.mask)):
-        if positions:
-            rewards[i, positions[-1]] = 0.3
-    got = advantages_of("reinforce_plus_plus", replace(case, rewards=rewards))[0]
-    torch.testing.assert_close(got, torch.zeros_like(got), rtol=0, atol=1e-9)
 
 
 @settings(max_examples=8, deadline=None)

@@ -286,12 +286,3 @@ def test_metrics_by_hand() -> None:
     assert metrics["pg_clipfrac_lower"] == pytest.approx(0.25)
     assert (metrics["ratio_max"], metrics["ratio_min"]) == pytest.approx((9.0, 0.5))
     assert metrics["ppo_kl"] == pytest.approx(-float(ratio[0, :4].log().mean()))
-
-
-@pytest.mark.parametrize("name", [n for n, e in POLICY_LOSSES.items() if e.select is None])
-def test_select_tokens_returns_none_for_losses_without_selection(name: str) -> None:
-    zeros = torch.zeros(1, 1)
-    assert (
-        select_tokens(name, old_log_prob_BT=zeros, advantages_BT=zeros, response_mask_BT=zeros)
-        is None
-    )

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import pytest
 import torch
-from algorithm_cases import NAN, Case, cases
-from hypothesis import given, settings
+from algorithm_cases import NAN
 
 from quadriga.algorithms.dynamic_sampling import (
-    MODES,
-    UNDER_FILLED,
-    SamplingMode,
-    UnderFilledPolicy,
     dynamic_sampling,
 )
 from quadriga.algorithms.shaping import (
@@ -22,7 +15,6 @@ from quadriga.algorithms.shaping import (
     nonzero_variance_rows,
     overlong_penalty,
     shape_rewards,
-    whiten_rewards,
     zero_variance_metrics,
 )
 from quadriga.errors import AlgorithmError, GroupError, NonFiniteError, ShapeError, UnknownNameError
@@ -59,7 +51,6 @@ def test_rewards_are_clipped_then_whitened() -> None:
     clipped = shape_rewards(rewards, mask, clip=1.0)
     assert clipped.tolist() == [[1.0, -1.0, 0.0], [0.5, 0.5, 0.5]]
     white = shape_rewards(rewards, mask, clip=1.0, whiten=True)
-    torch.testing.assert_close(white, whiten_rewards(clipped, mask))
     kept = white[mask == 1]
     assert kept.mean().item() == pytest.approx(0.3) and kept.std().item() == pytest.approx(1.0)
     assert white[0, 2] == 0
@@ -88,17 +79,6 @@ def test_metrics_of_zero_variance_groups_by_hand() -> None:
         }
     )
     assert nonzero_variance_rows(SCORES, GROUPS).tolist() == [True] * 2 + [False] * 6 + [True] * 2
-
-
-@settings(max_examples=60, deadline=None)
-@given(cases)
-def test_a_prompt_group_is_not_zero_variance_when_its_scores_differ(case: Case) -> None:
-    scores = case.components[:, 0]
-    by_group: dict[str, set[float]] = {}
-    for name, score in zip(case.groups, scores.tolist(), strict=True):
-        by_group.setdefault(name, set()).add(score)
-    want = [len(by_group[name]) > 1 for name in case.groups]
-    assert nonzero_variance_rows(scores, case.groups).tolist() == want
 
 
 def test_mask_mode_keeps_all_rows_and_marks_zero_variance_groups() -> None:
@@ -132,11 +112,6 @@ def test_an_under_filled_batch_is_filled_with_weight_zero_or_raises() -> None:
     assert got.alive.tolist() == [True, True, False, False, True, True]
     with pytest.raises(GroupError, match="2 of 5 prompt groups are not zero-variance after 3"):
         dynamic_sampling(SCORES, GROUPS, **last, under_filled="error")
-
-
-def test_the_tables_have_every_mode_and_policy() -> None:
-    assert tuple(MODES) == get_args(SamplingMode)
-    assert tuple(UNDER_FILLED) == get_args(UnderFilledPolicy)
 
 
 def test_invalid_arguments_raise() -> None:

@@ -10,10 +10,9 @@ import pytest
 from algorithm_cases import Case, cases
 from hypothesis import given, settings
 
-from quadriga.algorithms.importance import importance_correction, mismatch_metrics
+from quadriga.algorithms.importance import mismatch_metrics
 from quadriga.algorithms.shaping import (
     shape_rewards,
-    zero_variance_metrics,
 )
 
 
@@ -37,51 +36,6 @@ def test_clipping_and_whitening(limit: float | None, whiten: bool, case: Case) -
     for i, ms in enumerate(case.mask.tolist()):
         for t, m in enumerate(ms):
             assert got[i, t].item() == pytest.approx(rows[i][t] if m else 0.0, rel=1e-6, abs=1e-7)
-
-
-@settings(max_examples=40, deadline=None)
-@given(cases)
-def test_metrics_of_groups_without_signal(case: Case) -> None:
-    scores = case.components[:, 0].tolist()
-    members: dict[str, list[float]] = {}
-    for name, score in zip(case.groups, scores, strict=True):
-        members.setdefault(name, []).append(score)
-    dead = [rewards[0] for rewards in members.values() if len(set(rewards)) == 1]
-    got = zero_variance_metrics(case.components[:, 0], case.groups)
-    count = len(members)
-    assert (got["total"], got["dead"]) == (count, len(dead))
-    assert got["dead_fraction"] == pytest.approx(len(dead) / count)
-    assert got["dead_at_top"] == pytest.approx(dead.count(max(scores)) / count)
-    assert got["dead_at_bottom"] == pytest.approx(dead.count(min(scores)) / count)
-    spreads = [ref.std(rewards) if len(rewards) > 1 else 0.0 for rewards in members.values()]
-    assert got["std_mean"] == pytest.approx(ref.mean(spreads))
-
-
-@settings(max_examples=40, deadline=None)
-@given(cases)
-@pytest.mark.parametrize(("lower", "normalise"), [(0.9, False), (None, True), (0.9, True)])
-def test_lower_bounds_and_normalised_weights(
-    lower: float | None, normalise: bool, case: Case
-) -> None:
-    got = importance_correction(
-        case.old_log_prob,
-        case.rollout_log_prob,
-        case.mask,
-        upper=1.1,
-        lower=lower,
-        normalise=normalise,
-    ).weights_BT
-    want = {
-        (i, t): min(
-            max(math.exp(float(case.old_log_prob[i, t] - case.rollout_log_prob[i, t])), lower or 0),
-            1.1,
-        )
-        for i, positions in enumerate(ref.token_positions(case.mask))
-        for t in positions
-    }
-    scale = ref.mean(list(want.values())) if normalise and want else 1.0
-    for i, t in ((i, t) for i in range(got.shape[0]) for t in range(got.shape[1])):
-        assert got[i, t].item() == pytest.approx(want.get((i, t), 0.0) / scale)
 
 
 def effective_fraction(weights: list[float]) -> float:

@@ -161,7 +161,7 @@ def test_what_is_ignored_is_listed(file):
         ),
         ("trainer.resume_mode=resume_path", r"needs trainer\.resume_from_path, .* got None"),
         ("trainer=none", r"^trainer of verl is a section .* got 'none'; set .* trainer\."),
-        ("actor_rollout_ref.rollout.val_kwargs=[0.5]", r"^actor.*val_kwargs of verl is a section"),
+        ("actor_rollout_ref.rollout.val_kwargs=4", r"^actor.*val_kwargs of verl is a section"),
         ("data.seed=${nothing}", "cannot read"),
         ("data.seed", "expected key=value"),
     ],
