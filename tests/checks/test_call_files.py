@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 from source_tree import ROOT
@@ -42,25 +41,3 @@ def test_a_longer_path_is_an_error(monkeypatch, capsys, files):
     else:
         call_path.main()
     assert json.loads(capsys.readouterr().out)["total"] == files
-
-
-def test_the_trace_lists_files_in_the_order_of_their_first_call(monkeypatch):
-    from quadriga.algorithms.kl import kl_estimate
-    from quadriga.protocol import DataProto
-
-    before = sys.getprofile()
-    trace = call_path.FileTrace()
-    try:
-        DataProto(meta_info={"early": 1})
-        start = time.monotonic_ns()
-        call_path.torch.zeros(1)
-        kl_estimate(call_path.torch.zeros(1, 1), call_path.torch.zeros(1, 1), "k1")
-        len(DataProto(meta_info={}))
-        stop = time.monotonic_ns()
-    finally:
-        sys.setprofile(before)
-        call_path.threading.setprofile(None)
-    files = trace.files(start, stop)
-    assert files[0] == "algorithms/kl.py"
-    assert files.index("protocol/dataproto.py") > 0
-    assert trace.files(stop, time.monotonic_ns()) == []

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import document_code
 import pytest
-from document_code import NEEDS_RAY, as_script, python_blocks, run_page
+from document_code import as_script, python_blocks, run_page
 from source_tree import ROOT
 
 NOT_RUN_AT_MOST = 5
@@ -86,13 +86,6 @@ def test_an_endless_block_exceeds_its_time_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(document_code, "TIME_LIMIT_S", 1)
     page = page_of(tmp_path, "```python\nimport time\ntime.sleep(60)\n```")
     assert run_page(page, tmp_path).startswith("time limit of 1 s exceeded")
-
-
-def test_a_page_that_imports_ray_must_say_so(tmp_path):
-    (tmp_path / "ray.py").write_text("")
-    block = "```python\nimport ray\n```"
-    assert "mark it with <!-- needs: ray -->" in run_page(page_of(tmp_path, block), tmp_path)
-    assert run_page(page_of(tmp_path, NEEDS_RAY, block), tmp_path) == ""
 
 
 def test_only_python_is_run():

@@ -98,12 +98,6 @@ def test_the_architecture_page_lists_the_same_layers():
     assert layers_on_page(text) == list(LAYERS)
 
 
-def test_another_list_of_layers_would_be_seen():
-    block = "\n".join("   ".join(packages) for packages in LAYERS)
-    assert layers_on_page(f"Text.\n\n```text\n{block}\n```\n") == list(LAYERS)
-    assert layers_on_page(f"Text.\n\n{block.replace('cli', '')}\n\nText.") != list(LAYERS)
-
-
 PLANTED = [
     ("src/quadriga/config/x.py", "def f():\n    from quadriga.workers import runtime\n"),
     ("src/quadriga/config/x.py", "if TYPE_CHECKING:\n    import quadriga.cli.main\n"),

@@ -120,17 +120,15 @@ def test_files_that_replace_the_weights_are_refused(folder, file):
     refused(load_causal_lm, folder, "would be loaded in place of model.safetensors")
 
 
-def test_config_cannot_name_other_weights(folder):
-    change_config(folder, transformers_weights="adapter_model.bin")
-    refused(load_causal_lm, folder, "'transformers_weights' names other weights")
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"quantization_config": {"quant_method": "mxfp4"}}, "'quantization_config' asks for"),
-        ({"quantization_config": {"quant_method": "unknown"}}, "quantized weights cannot be train"),
         ({"text_config": {"quantization_config": {}}}, "'quantization_config' asks for"),
+        (
+            {"transformers_weights": "adapter_model.bin"},
+            "'transformers_weights' names",
+        ),
         ({"fusion_config": {"patch_embeddings": True}}, "'fusion_config' replaces parts"),
         ({"distributed_config": {"tp_size": 2}}, "'distributed_config' changes how"),
     ],
@@ -254,23 +252,15 @@ def test_weights_that_are_not_finite_are_named(folder, load, dtype):
 SIZES = [
     ({"vocab_size": 10**12}, "vocab_size 1000000000000 × hidden_size 32 = 32000000000000"),
     ({"hidden_size": 10**9}, "vocab_size .* × hidden_size 1000000000"),
-    ({"intermediate_size": 10**10}, "intermediate_size 10000000000 = "),
-    ({"head_dim": 10**12}, "head_dim 1000000000000 = "),
     ({"num_attention_heads": 10**9}, "num_attention_heads 1000000000"),
-    ({"num_key_value_heads": 10**9}, "num_key_value_heads 1000000000"),
     ({"num_experts": 10**12}, "num_experts 1000000000000 = "),
     ({"hidden_size": 10**400}, r"hidden_size about 10\^400"),
     ({"num_hidden_layers": 5000}, "describes 5000 layers .* hold 12 tensors"),
-    ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; at most 10000"),
     ({"num_labels": 10**12}, "num_labels is 1000000000000; at most 1000000"),
     ({"hidden_size": 0}, "hidden_size must be an integer of at least 1, got 0"),
-    ({"vocab_size": -5}, "vocab_size must be an integer of at least 1, got -5"),
     ({"hidden_size": 1e30}, "hidden_size must be an integer of at least 1, got 1e[+]30"),
     ({"hidden_size": "32"}, "hidden_size must be an integer of at least 1, got '32'"),
-    ({"num_hidden_layers": True}, "must be an integer of at least -1, got True"),
     ({"text_config": {"vocab_size": 10**12, "hidden_size": 99}}, "vocab_size 1000000000000 × "),
-    ({"num_attention_heads": 5}, "cannot be loaded"),
-    ({"hidden_act": "nonesuch"}, "cannot be loaded"),
     ({"rope_parameters": 5}, "cannot be loaded"),
     ({"tie_word_embeddings": "x"}, "cannot be loaded: .* expected bool, got str"),
 ]
@@ -323,20 +313,12 @@ def overlapping(header):
     header[NORM]["data_offsets"] = header["model.layers.0.input_layernorm.weight"]["data_offsets"]
 
 
-def in_the_header(header):
-    header[NORM]["data_offsets"] = [-128, 0]
-
-
 def with_a_gap(header):
     del header["model.layers.0.input_layernorm.weight"]
 
 
 def with_a_fraction(header):
     header[NORM]["shape"] = [32.9]
-
-
-def with_a_text(header):
-    header[NORM]["shape"] = "32"
 
 
 def unchanged(header):
@@ -346,15 +328,9 @@ def unchanged(header):
 @pytest.mark.parametrize(
     ("change", "more", "message"),
     [
-        (
-            overlapping,
-            b"",
-            r"tensor '.*norm.weight' has the bytes \d+ to \d+, and tensor '.*' ends at",
-        ),
+        (overlapping, b"", r"tensor '.*norm.weight' has the bytes \d+ to \d+, and tensor '"),
         (with_a_gap, b"", r"tensor '.*' has the bytes \d+ to \d+, and tensor '.*' ends at byte"),
-        (in_the_header, b"", r"its header cannot be read \(ValueError\)"),
         (with_a_fraction, b"", r"its header cannot be read \(ValueError\)"),
-        (with_a_text, b"", r"its header cannot be read \(ValueError\)"),
         (unchanged, b"1234", r"it has \d+ bytes, and its header describes \d+"),
         (unchanged, None, r"it has \d+ bytes, and its header describes \d+"),
     ],

@@ -15,12 +15,11 @@ GOOD = {
     "data_source": "openai/gsm8k",
     "reward_model": {"ground_truth": "7"},
 }
-BAD = {
-    "an unknown data_source": ({**GOOD, "data_source": "openai/gsm9k"}, "did you mean 'openai/gsm"),
-    "no data_source": ({**GOOD, "data_source": None}, "no rule function for data_source None"),
-    "no ground truth": ({**GOOD, "reward_model": {}}, "reward_model must be a dict with 'ground_"),
-    "no reward_model": ({"prompt": "1", "data_source": "openai/gsm8k"}, "'ground_truth', got None"),
-}
+BAD = [
+    ({**GOOD, "data_source": "openai/gsm9k"}, "did you mean 'openai/gsm"),
+    ({**GOOD, "data_source": None}, "no rule function for data_source None"),
+    ({"prompt": "1", "data_source": "openai/gsm8k"}, "'ground_truth', got None"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -37,24 +36,18 @@ def load(model, folder, split, row, *overrides):
         files[name] = folder / f"{name}.jsonl"
         rows = [GOOD, row if name == split else GOOD]
         files[name].write_text("".join(f"{json.dumps(r)}\n" for r in rows))
-    return load_ingredients(
-        load_config(
-            TrainConfig,
-            [
-                f"data.train_files={files['train']}",
-                f"data.val_files={files['val']}",
-                "data.train_batch_size=2",
-                f"actor_rollout_ref.model.path={model}",
-                *overrides,
-            ],
-        )
-    )
+    settings = [
+        f"data.train_files={files['train']}",
+        f"data.val_files={files['val']}",
+        "data.train_batch_size=2",
+        f"actor_rollout_ref.model.path={model}",
+    ]
+    return load_ingredients(load_config(TrainConfig, [*settings, *overrides]))
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-@pytest.mark.parametrize("name", BAD)
-def test_a_row_that_cannot_be_scored_is_named_before_the_start(name, split, model, tmp_path):
-    row, words = BAD[name]
+@pytest.mark.parametrize(("row", "words"), BAD)
+def test_a_row_that_cannot_be_scored_is_named_before_the_start(row, words, split, model, tmp_path):
     with pytest.raises(DataError, match="row 1 cannot be scored") as caught:
         load(model, tmp_path, split, row)
     assert words in str(caught.value)

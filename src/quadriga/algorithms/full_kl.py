@@ -9,7 +9,7 @@ Shapes: N tokens, V vocabulary entries.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,17 +53,6 @@ def kl_full(logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Ten
     return kl.view(logits.shape[:-1])
 
 
-class _Context(Protocol):
-    """What `_FullKL` uses of the autograd context."""
-
-    temperature: float
-
-    @property
-    def saved_tensors(self) -> tuple[Tensor, ...]: ...
-
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
-
-
 class _FullKL(torch.autograd.Function):
     """KL over the vocabulary, computed block by block of rows.
 
@@ -72,7 +61,7 @@ class _FullKL(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: _Context, logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
         kl = as_float(logits.new_empty(len(logits)))
         for a, b in blocks(logits):
             p, gap = p_and_gap(logits[a:b], ref_logits[a:b], temperature)
@@ -83,7 +72,7 @@ class _FullKL(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, grad_kl: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor, None, None]:
         logits, ref_logits, kl = ctx.saved_tensors
         grad = torch.empty_like(logits)
         # z = logits / temperature, so ∂KL/∂logits = ∂KL/∂z / temperature.

@@ -15,11 +15,10 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from quadriga.algorithms.tensors import as_float, masked_var
-from quadriga.errors import FieldError, LengthError
+from quadriga.errors import FieldError
 from quadriga.protocol import DataProto, fields
 
 Metrics: TypeAlias = dict[str, float]
@@ -120,43 +119,28 @@ def reduce_metrics(metrics: dict[str, object]) -> dict[str, object]:
     """Replace the values of each metric by one number, in place, and return the dict.
 
     The number is the largest value if the name contains "max", the smallest if it contains "min",
-    and else the mean. Values are a number, or a list, a tensor or an array of numbers.
+    and else the mean, NaN without values. Values are a number, or a list, a tensor or an array of
+    numbers.
 
     Raises:
-        FieldError: a value is not a number.
-        LengthError: there is no value to find the largest or the smallest of.
+        FieldError: a value is not a number, or there is none to find the largest or smallest of.
     """
     for name, values in metrics.items():
-        metrics[name] = _reduced(name, _numbers(name, values))
+        parts = values if isinstance(values, list | tuple) else [values]
+        local = [part.detach().cpu() if isinstance(part, Tensor) else part for part in parts]
+        try:
+            array = np.asarray(local, dtype=np.float64)
+            if "max" in name or "min" in name:
+                metrics[name] = float(array.max() if "max" in name else array.min())
+            else:
+                metrics[name] = float(array.mean()) if array.size else math.nan
+        except (TypeError, ValueError):
+            raise FieldError(
+                f"reduce_metrics: {name!r} must hold numbers, or lists of them of one length, got "
+                f"{values!r}",
+                field=name,
+            ) from None
     return metrics
-
-
-def _reduced(name: str, values: NDArray[np.generic]) -> float:
-    extreme = "max" in name or "min" in name
-    if not values.size:
-        if extreme:
-            raise LengthError(f"reduce_metrics: {name!r} has no values, expected at least one")
-        return math.nan
-    if extreme:
-        return float(values.max() if "max" in name else values.min())
-    return float(values.mean())
-
-
-def _numbers(name: str, values: object) -> NDArray[np.generic]:
-    """Return the values as one array. Raises `FieldError` if they are no numbers."""
-    parts = values if isinstance(values, list | tuple) else [values]
-    local = [part.detach().cpu() if isinstance(part, Tensor) else part for part in parts]
-    try:
-        array = np.asarray(local)
-    except ValueError:  # lists of unequal lengths
-        array = np.asarray(None)
-    if array.size and array.dtype.kind not in "biuf":
-        raise FieldError(
-            f"reduce_metrics: {name!r} must hold numbers, or lists of them of one length, got "
-            f"{values!r}",
-            field=name,
-        )
-    return array
 
 
 def _lengths(batch: DataProto) -> tuple[Tensor, Tensor]:

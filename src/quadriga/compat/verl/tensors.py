@@ -143,12 +143,6 @@ def get_model_size(model: Module, scale: str = "auto") -> tuple[float, str]:
     return total / _SCALES[scale], scale
 
 
-def print_model_size(model: Module, name: str | None = None) -> None:
-    """Print the number of parameters of a model."""
-    size, unit = get_model_size(model)
-    print(f"{name or type(model).__name__} has {size:.2f}{unit} parameters")
-
-
 # verl.protocol: tensors as bytes, and a wrapper of all kinds of batches. Quadriga does not use
 # them: it sends tensors as handles and out-of-band buffers.
 

@@ -85,17 +85,6 @@ class DistGlobalInfo:
     cp_size: int
 
 
-@dataclass
-class WorkerMeta:
-    """The variables of `Worker.env_keys`, by their names in lower case with an underscore."""
-
-    store: dict[str, object]
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the variables, None for one that is not known."""
-        return {key: self.store.get(key) for key in (f"_{k.lower()}" for k in Worker.env_keys())}
-
-
 class OfEnvironment:
     """An attribute of the rank's environment. A worker may assign another value to its own."""
 
