@@ -32,7 +32,7 @@ from ray.experimental import get_object_locations
 
 from quadriga import DataProto, Dispatch, Worker, register
 from quadriga.backends.ray import RayBackend
-from quadriga.backends.ray.row_store import StoreName
+from quadriga.backends.ray.store import StoreName
 from quadriga.protocol.columns import RemoteColumn
 from quadriga.protocol.storage import traffic
 

@@ -21,7 +21,7 @@ from quadriga.single_controller import (
     register_dispatch_mode,
     register_execute_mode,
 )
-from quadriga.single_controller.call import GroupView, Split
+from quadriga.single_controller.dispatch import GroupView, Split
 
 
 def to_even_ranks(group: GroupView, items: list[int]) -> Split:

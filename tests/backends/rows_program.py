@@ -20,7 +20,7 @@ from worker_cases import WIDTH, Reader
 
 from quadriga.backends.ray import RayBackend
 from quadriga.backends.ray.cluster import this_node
-from quadriga.backends.ray.row_store import servers
+from quadriga.backends.ray.store import servers
 from quadriga.errors import LostObjectError, QuadrigaError
 from quadriga.protocol import DataProto
 from quadriga.protocol.storage import traffic

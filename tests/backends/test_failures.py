@@ -71,9 +71,10 @@ def test_a_process_that_dies(ray_group):
 def test_a_deadline_shows_the_stuck_stack_and_the_wait_is_logged(
     ray_cases, sign, monkeypatch, caplog
 ):
-    from quadriga.backends.ray import waiting
 
-    monkeypatch.setattr(waiting, "LOG_S", 0.5)
+    from quadriga.backends.ray import calls
+
+    monkeypatch.setattr(calls, "LOG_S", 0.5)
     assert ray_cases.stuck_on.options(timeout=30)(5, sign) == [None, None]
     with pytest.raises(
         CallTimeoutError, match=r"deadline of 1\.2 s; still running on rank\(s\) 1 "

@@ -113,7 +113,7 @@ def test_a_deadline_of_the_group_holds_for_futures_and_the_methods_own_error_com
 
 
 def test_a_long_call_is_logged_with_its_rank(monkeypatch, caplog):
-    from quadriga.backends.local import deadlines
+    from quadriga.backends import local as deadlines
 
     monkeypatch.setattr(deadlines, "LOG_S", 0.1)
     group = start(Cases, 1)
@@ -160,7 +160,7 @@ def test_backends_by_name(monkeypatch):
         get_backend("locl")
     with pytest.raises(ConfigError, match=r"get_backend\('local'\): got an unexpected .*'store'"):
         get_backend("local", store="rows")
-    register_backend("mine", "quadriga.backends.local.backend:LocalBackend")
+    register_backend("mine", "quadriga.backends.local:LocalBackend")
     assert get_backend("mine").name == "local"
 
 

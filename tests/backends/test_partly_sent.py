@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from group_fixtures import Starter
-from quadriga.backends.ray import submission
+from quadriga.backends.ray import calls
 from quadriga.errors import WorkerDiedError, WorkerError, WorkerMethodError
 from quadriga.single_controller import Dispatch, Worker, register
 
@@ -84,7 +84,7 @@ def group(gated):
 
 def refuse_rank(monkeypatch, group, rank):
     """Let `.remote()` of one rank raise."""
-    send = submission.RayMethod.send
+    send = calls.RayMethod.send
     native = group._ranks.handles[rank].native
 
     def refuse(method, *arguments):
@@ -92,7 +92,7 @@ def refuse_rank(monkeypatch, group, rank):
             raise RuntimeError("planted")
         return send(method, *arguments)
 
-    monkeypatch.setattr(submission.RayMethod, "send", refuse)
+    monkeypatch.setattr(calls.RayMethod, "send", refuse)
 
 
 def test_a_full_queue_of_one_rank_is_its_failure_and_the_others_run_the_call(
@@ -203,7 +203,7 @@ def test_a_wait_ends_when_another_thread_cancels_the_call(group, tmp_path):
 
 def test_other_threads_can_call_while_the_ranks_of_a_failed_call_are_waited_for(group, monkeypatch):
     free = []
-    not_sent = submission.FailedCall.not_sent
+    not_sent = calls.FailedCall.not_sent
 
     def observed(received, failed, error, ranks):
         def look():
@@ -217,7 +217,7 @@ def test_other_threads_can_call_while_the_ranks_of_a_failed_call_are_waited_for(
 
     with monkeypatch.context() as patched:
         refuse_rank(patched, group, 2)
-        patched.setattr(submission.FailedCall, "not_sent", observed)
+        patched.setattr(calls.FailedCall, "not_sent", observed)
         with pytest.raises(WorkerError, match="to rank 2"):
             group.record("half")
     assert free == [True]

@@ -12,11 +12,11 @@ import torch
 
 from quadriga.backends import get_backend
 from quadriga.backends.ray import Nsight, RayWorkerGroup, TorchProfiler
+from quadriga.backends.ray.calls import encode
 from quadriga.backends.ray.rank_process import RankProcess
-from quadriga.backends.ray.submission import encode
 from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.single_controller import ClassWithInitArgs, Dispatch, Worker, register
-from quadriga.single_controller.call import Call
+from quadriga.single_controller.dispatch import Call
 
 
 class Multiplier(Worker):

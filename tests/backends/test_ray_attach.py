@@ -13,7 +13,7 @@ from ray.util.placement_group import placement_group_table
 from worker_cases import Adder, Cases, group_on
 
 from quadriga.backends import get_backend
-from quadriga.backends.local.backend import LocalWorkerGroup
+from quadriga.backends.local import LocalWorkerGroup
 from quadriga.backends.ray import (
     RayClassWithInitArgs,
     RayResourcePool,

@@ -257,7 +257,7 @@ def load(tmp_path, monkeypatch):
 def test_code_of_files_loaded_by_path_is_sent_and_no_other(load, monkeypatch):
     from ray import cloudpickle
 
-    from quadriga.backends.ray.submission import send_code_of_loaded_files
+    from quadriga.backends.ray.pickling import send_code_of_loaded_files
 
     load("my_first", "def f(): ...")
     send_code_of_loaded_files()

@@ -6,7 +6,12 @@ from weakref import WeakSet
 
 import pytest
 
-from quadriga.backends.ray import backend as ray_backends, cluster, pool as pools, row_store
+from quadriga.backends.ray import (
+    backend as ray_backends,
+    cluster,
+    pool as pools,
+    store as row_store,
+)
 from quadriga.backends.ray.backend import RayBackend
 
 

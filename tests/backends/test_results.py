@@ -14,8 +14,8 @@ from worker_cases import WIDTH, Apart, Cases, fields
 
 from group_fixtures import ray_nightly
 from quadriga.backends.ray import store
+from quadriga.backends.ray.calls import is_plain
 from quadriga.backends.ray.store import Result, ResultStore, is_plain_batch, opened
-from quadriga.backends.ray.submission import is_plain
 from quadriga.errors import LostObjectError, WorkerMethodError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.protocol.boundary import pack_argument

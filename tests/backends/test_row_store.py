@@ -19,9 +19,8 @@ from worker_cases import Reader
 
 from group_fixtures import Starter
 from quadriga.backends import get_backend
-from quadriga.backends.ray import row_store
-from quadriga.backends.ray.row_store import RowStore, make_store, servers
-from quadriga.backends.ray.store import RayStore
+from quadriga.backends.ray import store as row_store
+from quadriga.backends.ray.store import RayStore, RowStore, make_store, servers
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto
 from quadriga.protocol.storage import cut

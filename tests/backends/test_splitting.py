@@ -7,20 +7,19 @@ import ray
 import torch
 from worker_cases import Coroutines
 
-from quadriga.backends.ray import submission
-from quadriga.backends.ray.submission import split_futures
-from quadriga.backends.ray.waiting import pending_of
+from quadriga.backends.ray import calls
+from quadriga.backends.ray.calls import pending_of, split_futures
 from quadriga.compat.verl.controller.decorator import DataProtoFuture as FutureOfVerl
 from quadriga.errors import LengthError, WorkerMethodError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.single_controller.backend import RankFacts, RankHandle
-from quadriga.single_controller.call import Call
+from quadriga.single_controller.dispatch import Call
 
 
 @pytest.fixture
 def always(monkeypatch):
     """Split every future, also for two ranks."""
-    monkeypatch.setattr(submission, "MANY", 0)
+    monkeypatch.setattr(calls, "MANY", 0)
 
 
 def prompts(n: int) -> DataProto:
@@ -54,7 +53,7 @@ def test_ranks_with_coroutines_receive_the_same(ray_cases, start_on_ray, always)
 
 def test_a_part_of_a_value_that_is_no_batch_is_refused_by_type(ray_cases, monkeypatch):
     for many in (0, 256):
-        monkeypatch.setattr(submission, "MANY", many)
+        monkeypatch.setattr(calls, "MANY", many)
         with pytest.raises(WorkerMethodError, match=r"a part of a future.*got list"):
             ray_cases.received(ray_cases.same.submit(7))
 

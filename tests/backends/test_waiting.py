@@ -11,8 +11,8 @@ from ray.exceptions import GetTimeoutError
 from worker_cases import Cases
 
 from group_fixtures import Starter
-from quadriga.backends.ray import cluster, health, submission, waiting
-from quadriga.backends.ray.waiting import RayBatch, RayPending
+from quadriga.backends.ray import cluster, health
+from quadriga.backends.ray.calls import RayBatch, RayPending
 from quadriga.errors import (
     CallTimeoutError,
     WorkerDiedError,
@@ -77,15 +77,15 @@ def test_a_failed_future_ends_the_wait_for_another_argument(
     ray_cases, running, failing, kind, monkeypatch
 ):
     take = ray_cases.take
-    calls = {
+    made = {
         "arguments": lambda: take(running, failing),
         "keywords": lambda: take(value=running, other=failing),
         "list": lambda: take([running, failing]),
         "split": lambda: take(failing, running),
     }
     if kind == "split":
-        monkeypatch.setattr(submission, "MANY", 0)
-    raised_soon(calls[kind], r"KeyError in late\.make_late, rank 0 of 2")
+        monkeypatch.setattr(calls, "MANY", 0)
+    raised_soon(made[kind], r"KeyError in late\.make_late, rank 0 of 2")
 
 
 def test_a_failed_future_ends_the_wait_for_a_joined_future(running, failing):
@@ -140,7 +140,7 @@ class FakeRay:
 def test_a_remote_result_is_pulled_by_one_request_and_read_once(monkeypatch):
     """A `ray.get` that times out cancels its pull; a `ray.wait` does not."""
     fake = FakeRay(["near", "far"], {"far"})
-    for module in (cluster, waiting):
+    for module in (cluster, calls):
         monkeypatch.setattr(module, "ray", fake)
     facts = RankFacts(0, 1, "node", 0, "", "")
     handles = [RankHandle(None, "a", facts), RankHandle(None, "b", facts)]

@@ -461,7 +461,7 @@ class Reader(Cases):
     @register(dispatch_mode=ALL)
     def forget(self):
         """Look up the row servers again."""
-        from quadriga.backends.ray.row_store import servers
+        from quadriga.backends.ray.store import servers
 
         servers._known.clear()
 

@@ -11,8 +11,8 @@ import torch
 from protocol_cases import shard
 
 from quadriga.backends import get_backend
-from quadriga.backends.local.backend import LocalStore
-from quadriga.backends.ray.row_store import RowStore
+from quadriga.backends.local import LocalStore
+from quadriga.backends.ray.store import RowStore
 from quadriga.protocol import DataProto, DataProtoConfig, message, use_store
 
 torch.set_num_threads(1)

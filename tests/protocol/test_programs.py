@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from protocol_cases import Done, rows_of, shard
 
-from quadriga.backends.local.backend import LocalStore
+from quadriga.backends.local import LocalStore
 from quadriga.protocol import (
     DataProto,
     DataProtoFuture,

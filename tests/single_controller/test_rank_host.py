@@ -18,7 +18,7 @@ from quadriga.single_controller import (
     Worker,
     register,
 )
-from quadriga.single_controller.call import BOUNDARY, Call, boundary_for
+from quadriga.single_controller.dispatch import BOUNDARY, Call, boundary_for
 from quadriga.single_controller.environment import RankEnvironment
 from quadriga.single_controller.rank_host import RankHost
 

@@ -14,7 +14,7 @@ from order_workers import Interleaver, Recorder, Shutdown
 from group_fixtures import Starter
 from quadriga.errors import DispatchError
 from quadriga.protocol import DataProto
-from quadriga.single_controller.call import Call
+from quadriga.single_controller.dispatch import Call
 
 BALLAST = np.zeros(2**18)
 """An argument of 2 MiB, above what Ray sends inside a call."""
@@ -56,10 +56,10 @@ def test_no_rank_runs_if_an_argument_of_one_rank_cannot_be_pickled(group, wrong)
 
 
 def test_ranks_with_the_same_arguments_have_one_encoding(group, monkeypatch):
-    from quadriga.backends.ray import submission
+    from quadriga.backends.ray import calls
 
-    made, encode = [], submission.encode
-    monkeypatch.setattr(submission, "encode", lambda *call: made.append(call) or encode(*call))
+    made, encode = [], calls.encode
+    monkeypatch.setattr(calls, "encode", lambda *call: made.append(call) or encode(*call))
     group.record(FIELDS.select()).get()
     assert len(made) == 1
     group.record_each([1, 2])
@@ -143,7 +143,7 @@ def test_small_calls_that_overtake_a_large_one_leave_it_room(limited, request):
 @pytest.mark.nightly
 @pytest.mark.parametrize("limited", [1], indirect=True)
 def test_a_call_that_arrives_last_finds_a_free_slot(limited):
-    from quadriga.backends.ray.submission import encode
+    from quadriga.backends.ray.calls import encode
 
     rank = limited.workers[0]
     calls = [Call("Interleaver", "record_later", (i,)) for i in range(3)]

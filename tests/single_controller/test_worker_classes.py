@@ -155,7 +155,7 @@ def test_a_method_with_the_name_of_an_attribute_of_the_group_is_refused(backend,
 
 
 def test_a_subclass_of_a_group_may_declare_the_types_of_its_methods():
-    from quadriga.backends.local.backend import LocalWorkerGroup
+    from quadriga.backends.local import LocalWorkerGroup
 
     class Typed(LocalWorkerGroup):
         one: Callable[..., object]

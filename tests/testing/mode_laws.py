@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from quadriga.errors import DispatchError, LengthError, MeshError
 from quadriga.protocol import DataProto
 from quadriga.single_controller import DispatchMode, GroupLayout
-from quadriga.single_controller.call import GroupView
+from quadriga.single_controller.dispatch import GroupView
 from quadriga.single_controller.worker_group import Part, parts_of_ranks
 from quadriga.testing import check_all, expect, expect_raises
 from quadriga.testing.backends import as_batch, rows

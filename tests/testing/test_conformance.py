@@ -6,15 +6,14 @@ import pytest
 from mode_laws import MODE_LAWS, ModeUnderTest, SimulatedGroup, check_mode
 
 from quadriga.backends import get_backend
-from quadriga.backends.local import LocalBackend
-from quadriga.backends.local.backend import LocalPending
+from quadriga.backends.local import LocalBackend, LocalPending
 from quadriga.protocol import DataProto, pad_dataproto_to_divisor
 from quadriga.single_controller import (
     Dispatch,
     make_nd_compute_dataproto_dispatch_fn,
     uneven_dispatch_mode,
 )
-from quadriga.single_controller.dispatch import DispatchMode, inline_dispatch_mode
+from quadriga.single_controller.modes import DispatchMode, inline_dispatch_mode
 from quadriga.testing import (
     BACKEND_LAWS,
     BackendUnderTest,

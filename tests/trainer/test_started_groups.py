@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from quadriga.backends import BACKENDS, get_backend
-from quadriga.backends.local.backend import LocalBackend
+from quadriga.backends.local import LocalBackend
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, WorkerDiedError, WorkerMethodError

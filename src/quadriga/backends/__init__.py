@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 BACKENDS = {
     "ray": "quadriga.backends.ray.backend:RayBackend",
-    "local": "quadriga.backends.local.backend:LocalBackend",
+    "local": "quadriga.backends.local:LocalBackend",
 }
 
 

@@ -81,13 +81,16 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
 
     If the caller is cancelled, the function goes on; a process that ends does not wait for it.
     """
-    call = partial(contextvars.copy_context().run, partial(function, *args, **kwargs))
     # Not as a variable: an error refers to this frame, and the future to the error.
-    return await asyncio.wrap_future(_started(call))
+    return await asyncio.wrap_future(started_in_thread(partial(function, *args, **kwargs)))
 
 
-def _started(call: Callable[[], T]) -> Future[T]:
-    """Return the outcome of a function that runs in a thread of its own from now on."""
+def started_in_thread(function: Callable[[], T]) -> Future[T]:
+    """Return the outcome of a function that runs in a thread of its own from now on.
+
+    It sees the context variables of the caller.
+    """
+    call = partial(contextvars.copy_context().run, function)
     future: Future[T] = Future()
     # Not of a `ThreadPoolExecutor`: Python waits for its threads when a process ends, and a thread
     # whose rank never returns would keep the process for ever.

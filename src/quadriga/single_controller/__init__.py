@@ -2,9 +2,9 @@
 
 - `worker_group`: `WorkerGroup`, many ranks called as one object, and its methods; `streams`: of
   generator methods.
-- `call`: what is sent for a call. `backend`: what a backend provides, and watches of groups.
-- `dispatch`: the dispatch and execute modes: how batches are split and joined; `padding`: rows that
-  are added so that a batch divides.
+- `backend`: what a backend provides, and watches of groups.
+- `dispatch`: one call: what is sent, how batches are split and results joined; `modes`: the
+  dispatch and execute modes; `padding`: rows that are added so that a batch divides.
 - `rank_layout`, `resource_pool`, `environment`: where ranks are and what they see.
 - `worker`: the base class of the user's classes, and the decorator `@register`; `rank_host`: runs
   calls in the process of a rank.
@@ -21,22 +21,25 @@ from quadriga.lazy import lazy_names
 
 if TYPE_CHECKING:
     from quadriga.single_controller.backend import Backend as Backend
-    from quadriga.single_controller.call import Call as Call, GroupView as GroupView
     from quadriga.single_controller.dispatch import (
+        Call as Call,
+        GroupView as GroupView,
+        make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn,
+        uneven_dispatch_mode as uneven_dispatch_mode,
+    )
+    from quadriga.single_controller.environment import (
+        ray_noset_visible_devices as ray_noset_visible_devices,
+    )
+    from quadriga.single_controller.modes import (
         Dispatch as Dispatch,
         DispatchMode as DispatchMode,
         Execute as Execute,
         ExecuteMode as ExecuteMode,
         get_predefined_dispatch_fn as get_predefined_dispatch_fn,
-        make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn,
         register_dispatch_mode as register_dispatch_mode,
         register_execute_mode as register_execute_mode,
-        uneven_dispatch_mode as uneven_dispatch_mode,
         update_dispatch_mode as update_dispatch_mode,
         update_execute_mode as update_execute_mode,
-    )
-    from quadriga.single_controller.environment import (
-        ray_noset_visible_devices as ray_noset_visible_devices,
     )
     from quadriga.single_controller.rank_layout import (
         GroupLayout as GroupLayout,

@@ -11,14 +11,13 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 from weakref import WeakSet
 
-from quadriga.errors import WorkerError
-from quadriga.single_controller.call import Call, Pending, Ticket
+from quadriga.errors import DispatchError, WorkerError
+from quadriga.single_controller.dispatch import Call, Pending, Ticket
 from quadriga.single_controller.rank_layout import GroupLayout
 from quadriga.single_controller.resource_pool import ResourcePool
 from quadriga.single_controller.worker import ClassWithInitArgs
@@ -178,18 +177,6 @@ class RankHandle:
         return RankHandle, (self.native, self.name, self.facts)
 
 
-class CallLock(AbstractContextManager[object], Protocol):
-    """A lock that the thread which holds it may take again, such as `threading.RLock`."""
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Take the lock. Return False if that was not possible in `timeout` seconds."""
-        ...
-
-    def release(self) -> None:
-        """Give the lock back."""
-        ...
-
-
 @dataclass(eq=False)
 class RankSet:
     """The processes of a group. All views of the group share it."""
@@ -210,7 +197,7 @@ class RankSet:
     watch: Watch[RankSet] | None = None
     in_flight: WeakSet[Any] = field(default_factory=WeakSet)  # each backend stores its own type
     """The submissions whose results may still be waited for."""
-    lock: CallLock = field(default_factory=RLock)
+    lock: RLock = field(default_factory=RLock)
     """Held while one call is sent to all its ranks.
 
     Two threads then send their calls in the same order to every rank. Without the lock, rank 0
@@ -227,6 +214,22 @@ class RankSet:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state, watch=None, in_flight=WeakSet(), lock=RLock())
+
+
+def check_timeouts(owner: str, **timeouts: object) -> None:
+    """Raise `DispatchError` unless each option is None or a positive number of seconds.
+
+    `owner`: what has these options, for the message.
+    """
+    for name, timeout in timeouts.items():
+        if timeout is not None and (
+            isinstance(timeout, bool)
+            or not isinstance(timeout, int | float)
+            or not 0 < timeout < float("inf")
+        ):
+            raise DispatchError(
+                f"{owner}({name}=…) expects a number of seconds above 0, or None, got {timeout!r}."
+            )
 
 
 @runtime_checkable

@@ -1,14 +1,4 @@
-r"""Dispatch modes and execute modes: which rank receives what, and how results are joined.
-
-The modes of the package are in the tables at the end.
-A dispatch mode is a pair of functions that receive the view of a call (`call.GroupView`):
-
-- `dispatch_fn(group, *args, **kwargs) -> (args, kwargs)`. Each returned argument is a list with one
-  entry per rank of the group, or with one entry per rank that executes the call.
-- `collect_fn(group, outputs) -> value`. `outputs` has one entry per rank that executed the call.
-
-An execute mode selects the ranks that execute a call. `register_dispatch_mode` and
-`register_execute_mode` add modes. Added modes are sent to the workers before the worker classes.
+r"""One call of a method: what is sent to a rank, how batches are split, and how results are joined.
 
 **Batches** are split by rows, over the ranks of a group or over the data-parallel ranks of a mesh.
 Example: 8 ranks with tp=2 (inner) and dp=4, a batch of 8 rows, `dispatch_info` of the mesh
@@ -37,33 +27,18 @@ The MEGATRON modes split by the `RankLayout` that the workers registered, see `r
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
-from operator import methodcaller
-from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
+from operator import attrgetter, methodcaller
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeAlias, TypedDict, TypeVar
 
-from quadriga.errors import DispatchError, LengthError, MeshError, UnknownNameError, nearest_name
+from quadriga.errors import DispatchError, LengthError, MeshError
 from quadriga.protocol.containers import PLAIN_TYPES
-from quadriga.single_controller.call import (
-    Arguments,
-    CollectFn,
-    DispatchFn,
-    GroupView,
-    KeywordArguments,
-    ModeFunctions,
-    RanksFn,
-    Split,
-)
-from quadriga.single_controller.rank_layout import (
-    GroupLayout,
-    dp_collects,
-    dp_parts,
-    first_of_stages,
-    pp_as_dp_collects,
-    pp_as_dp_parts,
-    pp_stages,
-)
+from quadriga.protocol.threads import PendingValue
+from quadriga.single_controller.rank_layout import GroupLayout
 
 if TYPE_CHECKING:
     from tensordict import TensorDict, TensorDictBase
@@ -74,267 +49,248 @@ if TYPE_CHECKING:
     Batch = DataProto | DataProtoFuture | TensorDictBase
     AsFuture = Callable[[object], DataProtoFuture]
 
+T = TypeVar("T")
 _PLAIN = frozenset(PLAIN_TYPES)
 
 
-@dataclass(frozen=True, eq=False)
-class _Mode:
-    """Modes of one class and the same name are equal."""
-
-    name: str
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, type(self)) and other.name == self.name
-
-    def __hash__(self) -> int:
-        return hash(self.name)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__.removesuffix('Mode')}.{self.name}"
-
-    @property
-    def value(self) -> str:
-        """The name, as `enum.Enum` calls it."""
-        return self.name
+Arguments = tuple[object, ...]
+"""Positional arguments of a method."""
+KeywordArguments = dict[str, object]
+"""Keyword arguments of a method."""
+Split = tuple[tuple[Sequence[object], ...], dict[str, Sequence[object]]]
+"""The result of a dispatch function: each argument as a sequence with one entry per rank."""
+Collect = Callable[[list[object]], object]
+"""Joins the results of the ranks of one call."""
+DispatchFn = Callable[..., Split]
+CollectFn = Callable[..., object]
+Ticket = tuple[str, int]
+"""The sender of a call, and the number of the call among those of the sender to this rank."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class DispatchMode(_Mode):
-    """How arguments are split and results are joined."""
+class ModeFunctions(TypedDict):
+    """The two functions of a dispatch mode, as `@register(dispatch_mode=...)` accepts them."""
 
     dispatch_fn: DispatchFn
     collect_fn: CollectFn
-    ranks: RanksFn | None = None
-    """The ranks that execute the call, if the dispatch mode determines them (`RANK_ZERO`)."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class ExecuteMode(_Mode):
-    """Which ranks execute a call."""
+@dataclass(frozen=True, slots=True)
+class StreamStep:
+    """One step of a generator method. `stream` identifies the generator in the rank."""
 
-    ranks: RanksFn
-    single: bool = False
-    """Whether exactly one rank executes, whose result is returned without a list around it."""
+    stream: str
+    action: Literal["open", "next", "close"]
+    """"open" calls the method and returns the first item, "next" returns the next one."""
 
 
-T = TypeVar("T")
-ModeT = TypeVar("ModeT", DispatchMode, ExecuteMode)
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One method call for one rank."""
+
+    role: str
+    method: str
+    args: Arguments = ()
+    kwargs: KeywordArguments = field(default_factory=dict)
+    materialize: bool = True
+    """Whether the method receives the values of futures among its arguments, or the futures."""
+    step: StreamStep | None = None
+    """The step of a generator method. Its result is a tuple: (item,), or () at the end."""
+
+    @property
+    def label(self) -> str:
+        """`"role.method"`, as error messages name the call."""
+        return f"{self.role}.{self.method}"
+
+    def __reduce__(self) -> tuple[type[Call], tuple[object, ...]]:
+        # A dataclass with slots is pickled attribute by attribute, in Python: 3 µs for each rank.
+        return Call, (
+            self.role, self.method, self.args, self.kwargs, self.materialize, self.step,
+        )  # fmt: skip
+
+
+class SharedArgument(ABC):
+    """Stands in a call for a value that several ranks receive and that is stored only once."""
+
+    @abstractmethod
+    def open(self) -> object:
+        """Return the value."""
+
+
+class GroupInfo(Protocol):
+    """What a dispatch mode asks a group: its size, its meshes and its rank layout."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    @property
+    def rank_layout(self) -> GroupLayout:
+        """The layout (tp, cp, dp, pp) of each rank."""
+        ...
+
+    def dispatch_info(self, mesh_name: str) -> list[int]:
+        """Return the index of the part that each rank receives, by rank."""
+        ...
+
+    def collect_info(self, mesh_name: str) -> list[bool]:
+        """Return whether the result of each rank is collected, by rank."""
+        ...
+
+
+class GroupView:
+    """The view that one call has of its group: what dispatch and collect functions receive.
+
+    Attributes:
+        method: "role.method" of the call, for error messages.
+        ranks: The ranks that execute the call, in the order of their results.
+        single: Whether the execute mode runs the call on one rank and returns its bare result.
+        memo: A dict that belongs to the call. The dispatch function stores in it what the collect
+            function needs, such as the number of padding rows or an order to restore.
+
+    Other attributes are read from the group and set on it, and `isinstance(view, WorkerGroup)` is
+    true, so that a dispatch function can use the view as the group. A view that was pickled with a
+    future has no group; it keeps its memo, its ranks, and the meshes and the rank layout that were
+    read before.
+    """
+
+    __slots__ = ("_known", "group", "memo", "method", "ranks", "single", "world_size")
+
+    def __init__(
+        self, group: GroupInfo, ranks: Sequence[int], method: str, single: bool = False
+    ) -> None:
+        self.group = group
+        self.method = method
+        self.ranks = ranks
+        self.single = single
+        self.world_size = group.world_size
+        self.memo: dict[str, object] = {}
+        self._known: dict[tuple[str, ...], object] = {}
+        """What the group has answered, for a view that is pickled."""
+
+    def _ask(self, *question: str) -> Any:  # as the group's answer
+        if question not in self._known:
+            name, *arguments = question
+            answer = getattr(self.group, name)
+            self._known[question] = answer(*arguments) if arguments else answer
+        return self._known[question]
+
+    @property
+    def rank_layout(self) -> GroupLayout:
+        """The tp × cp × dp × pp layout that the workers registered."""
+        layout: GroupLayout = self._ask("rank_layout")
+        return layout
+
+    def dispatch_info(self, mesh_name: str) -> list[int]:
+        """Return the data-parallel rank of each rank of the group in a mesh."""
+        ranks: list[int] = self._ask("dispatch_info", mesh_name)
+        return ranks
+
+    def collect_info(self, mesh_name: str) -> list[bool]:
+        """Return for each rank of the group whether its result is collected in a mesh."""
+        collects: list[bool] = self._ask("collect_info", mesh_name)
+        return collects
+
+    def __getattr__(self, name: str) -> object:
+        # While a view is unpickled its slots are empty, and reading `self.group` would recurse
+        # without end.
+        if name.startswith("__") or name in GroupView.__slots__:
+            raise AttributeError(name)
+        return getattr(self.group, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in GroupView.__slots__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.group, name, value)
+
+    @property  # type: ignore[misc]  # an attribute of `object`; `isinstance` reads it
+    def __class__(self) -> type:
+        try:
+            return type(self.group)
+        except AttributeError:  # a view that was pickled
+            return GroupView
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _view_without_group, (
+            {name: getattr(self, name) for name in self.__slots__ if name != "group"},
+        )
+
+
+RanksFn = Callable[[GroupView], Sequence[int]]
+"""The ranks that execute a call."""
+
+
+def _view_without_group(state: dict[str, object]) -> GroupView:
+    view = GroupView.__new__(GroupView)
+    for name, value in state.items():
+        setattr(view, name, value)
+    return view
 
 
 @dataclass(frozen=True)
-class NotGiven:
-    """Stands for a function of a mode that was added by its name alone."""
+class Collector:
+    """Joins the results of one call. Picklable, so that a future can be sent to a worker."""
 
-    advice: str
+    collect_fn: Callable[..., object]
+    view: GroupView
 
-    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-        """Raise DispatchError."""
-        raise DispatchError(
-            f"A mode was added by its name alone. Give it what it lacks: {self.advice}."
-        )
+    def __call__(self, outputs: list[object]) -> object:
+        return self.collect_fn(self.view, outputs[0] if self.view.single else outputs)
 
 
-class ModeRegistry(Generic[ModeT]):
-    """An enumeration that can be extended: `Dispatch.NAME`, `Dispatch["NAME"]`, iteration, `in`.
+Pending: TypeAlias = PendingValue
+"""The result of one rank, received or not."""
 
-    `isinstance(value, Dispatch)` tests whether a value is a dispatch mode. `by_name` makes a mode
-    of a name alone, for `register`.
+
+# Values that hold tensors
+
+# Loading `quadriga.protocol.boundary` loads tensordict, which takes as long as loading torch. A
+# process that sends and receives no tensors never loads either of them.
+
+BOUNDARY = "quadriga.protocol.boundary"
+_DATA_MODULES = ("torch.", "tensordict.", "numpy.", "quadriga.protocol.")
+
+
+def boundary_for(values: Iterable[object]) -> ModuleType | None:
+    """Return `quadriga.protocol.boundary` if it is loaded or one of `values` needs it, else None.
+
+    The module converts the values of a call between the form in which a program uses them and the
+    form in which they are sent.
     """
+    loaded = sys.modules.get(BOUNDARY)
+    if loaded is not None:
+        return loaded
+    # Without torch in this process no value can hold a tensor.
+    if "torch" not in sys.modules or not any(map(_holds_data, values)):
+        return None
+    from quadriga.protocol import boundary
 
-    def __init__(self, title: str, kind: type[ModeT], by_name: Callable[[str], ModeT]) -> None:
-        self.title = title
-        self._kind: type[ModeT] = kind
-        self._by_name: Callable[[str], ModeT] = by_name
-        self._members: dict[str, ModeT] = {}
-        self._builtin: dict[str, ModeT] = {}
-        self._adopted: set[str] = set()
-
-    def __getattr__(self, name: str) -> ModeT:
-        # pickle and copy look for private names before `_members` exists.
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return self[name]
-
-    def __getitem__(self, name: str) -> ModeT:
-        try:
-            return self._members[name]
-        except KeyError:
-            near = nearest_name(name, self._members)
-            hint = f" Did you mean {near}?" if near else ""
-            raise _UnknownModeError(
-                f"{self.title} has no mode {name!r}.{hint} Known: {', '.join(self._members)}. "
-                f"Add one with register_{self.title.lower()}_mode({name!r}, ...).",
-                name=name,
-                known=list(self._members),
-                nearest=near,
-            ) from None
-
-    def current(self, mode: ModeT) -> ModeT:
-        """Return the mode that has the name of `mode` now: another one after an update."""
-        return self._members.get(mode.name, mode)
-
-    def check(self, mode: object) -> None:
-        """Raise DispatchError unless `mode` is a mode of this kind."""
-        if not isinstance(mode, self._kind):
-            raise DispatchError(f"A mode must be a member of {self.title}, got {mode!r}.")
-
-    def from_name(self, name: str) -> ModeT | None:
-        """Return the mode of that name in any case, None if there is none."""
-        return self._members.get(name) or self._members.get(name.upper())
-
-    def names(self) -> list[str]:
-        """Return the name of every mode."""
-        return list(self._members)
-
-    def values(self) -> list[ModeT]:
-        """Return every mode."""
-        return list(self._members.values())
-
-    def __iter__(self) -> Iterator[ModeT]:
-        return iter(self.values())
-
-    def __len__(self) -> int:
-        return len(self._members)
-
-    def __contains__(self, mode: object) -> bool:
-        name = mode if isinstance(mode, str) else getattr(mode, "name", None)
-        return name in self._members
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self._members]
-
-    def __instancecheck__(self, value: object) -> bool:
-        return isinstance(value, self._kind)
-
-    def __or__(self, other: object) -> tuple[object, object]:
-        # For `isinstance(mode, Dispatch | dict)`. `isinstance` accepts a tuple of types.
-        return self, other
-
-    def __repr__(self) -> str:
-        return f"<{self.title}: {', '.join(self._members)}>"
-
-    def register(self, name: str) -> ModeT:
-        """Add a mode by its name alone, in capital letters.
-
-        A call with it fails until it gets its functions. Raises `DispatchError` if it exists.
-        """
-        return self.add(self._by_name(name.upper()))
-
-    def add(self, mode: ModeT) -> ModeT:
-        """Add a mode. Raises `DispatchError` if its name is taken.
-
-        A mode that was adopted from another process may be added once more, because the file that
-        added it there is imported here too.
-        """
-        if not mode.name.isidentifier():
-            raise DispatchError(f"{self.title} mode names are identifiers, got {mode.name!r}.")
-        if mode.name in self._members and mode.name not in self._adopted:
-            raise DispatchError(
-                f"{self.title}.{mode.name} exists already. Choose another name, or replace it "
-                f"with update_{self.title.lower()}_mode."
-            )
-        self._adopted.discard(mode.name)
-        self._members[mode.name] = mode
-        return mode
-
-    def replace(self, mode: ModeT) -> ModeT:
-        """Replace the mode of the same name. Raises `UnknownNameError` if there is none."""
-        self[mode.name]  # raises for an unknown name
-        self._members[mode.name] = mode
-        return mode
-
-    def remove(self, name: str) -> ModeT:
-        """Remove a mode that was added at run time, and return it."""
-        mode = self.from_name(name) or self[name]  # raises for an unknown name
-        if mode.name in self._builtin:
-            raise DispatchError(f"{self.title}.{mode.name} is built in and cannot be removed.")
-        return self._members.pop(mode.name)
-
-    def seal(self) -> None:
-        """Mark every mode that was added before this call as built in."""
-        self._builtin = dict(self._members)
-
-    def added(self) -> list[ModeT]:
-        """Return the modes that were added or replaced at run time."""
-        return [mode for mode in self if self._builtin.get(mode.name) is not mode]
-
-    def adopt(self, modes: Sequence[ModeT]) -> None:
-        """Add modes that another process has registered."""
-        for mode in modes:
-            # A name that this process added itself is not marked: adding it twice is an error.
-            if mode.name not in self._members:
-                self._adopted.add(mode.name)
-            self._members[mode.name] = mode
+    return boundary
 
 
-class _UnknownModeError(UnknownNameError, AttributeError):
-    """Is an AttributeError too, so that `hasattr(Dispatch, name)` works."""
+def unpack_results(outputs: list[object]) -> list[object]:
+    """Convert what the ranks sent into the values that the controller's program receives."""
+    boundary = boundary_for(outputs)
+    if boundary is None:
+        return outputs
+    return [value if value is None else boundary.unpack_result(value) for value in outputs]
 
 
-def _dispatch_by_name(name: str) -> DispatchMode:
-    missing = NotGiven(f"update_dispatch_mode(Dispatch.{name}, dispatch_fn, collect_fn)")
-    return DispatchMode(name, missing, missing)
-
-
-def _execute_by_name(name: str) -> ExecuteMode:
-    return ExecuteMode(name, NotGiven(f"update_execute_mode(Execute.{name}, ranks)"))
-
-
-Dispatch = ModeRegistry("Dispatch", DispatchMode, _dispatch_by_name)
-Execute = ModeRegistry("Execute", ExecuteMode, _execute_by_name)
-
-
-def register_dispatch_mode(
-    dispatch_mode_name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn
-) -> DispatchMode:
-    """Add `Dispatch.<name>`. Raises `DispatchError` if the name is taken."""
-    _check_callable(dispatch_fn=dispatch_fn, collect_fn=collect_fn)
-    return Dispatch.add(DispatchMode(dispatch_mode_name, dispatch_fn, collect_fn))
-
-
-def update_dispatch_mode(
-    dispatch_mode: DispatchMode, dispatch_fn: DispatchFn, collect_fn: CollectFn
-) -> DispatchMode:
-    """Replace the functions of a mode, also for methods that are registered already."""
-    _check_callable(dispatch_fn=dispatch_fn, collect_fn=collect_fn)
-    Dispatch.check(dispatch_mode)
-    return Dispatch.replace(DispatchMode(dispatch_mode.name, dispatch_fn, collect_fn))
-
-
-def register_execute_mode(name: str, ranks: RanksFn, single: bool = False) -> ExecuteMode:
-    """Add `Execute.<name>`. `ranks(group)` returns the executing ranks in the order of results."""
-    _check_callable(ranks=ranks)
-    return Execute.add(ExecuteMode(name, ranks, single))
-
-
-def update_execute_mode(mode: ExecuteMode, ranks: RanksFn, single: bool = False) -> ExecuteMode:
-    """Replace the ranks of an execute mode, also for methods that are registered already."""
-    _check_callable(ranks=ranks)
-    Execute.check(mode)
-    return Execute.replace(ExecuteMode(mode.name, ranks, single))
-
-
-def inline_dispatch_mode(functions: ModeFunctions) -> DispatchMode:
-    """Build the mode of a dict `{"dispatch_fn": f, "collect_fn": g}` passed to `@register`."""
-    if set(functions) != {"dispatch_fn", "collect_fn"}:
-        raise DispatchError(
-            "An inline dispatch mode is a dict with exactly the keys 'dispatch_fn' and "
-            f"'collect_fn', got {sorted(map(str, functions))}."
-        )
-    _check_callable(**functions)
-    return DispatchMode("<inline>", functions["dispatch_fn"], functions["collect_fn"])
-
-
-def get_predefined_dispatch_fn(dispatch_mode: DispatchMode) -> ModeFunctions:
-    """Return the two functions of a mode as `{"dispatch_fn": f, "collect_fn": g}`."""
-    mode = Dispatch[dispatch_mode.name]
-    return {"dispatch_fn": mode.dispatch_fn, "collect_fn": mode.collect_fn}
-
-
-def _check_callable(**functions: object) -> None:
-    for name, function in functions.items():
-        if not callable(function):
-            raise DispatchError(f"{name} must be a function, got {type(function).__name__}.")
+def _holds_data(value: object) -> bool:
+    """Whether a value is or contains a tensor, an array, a batch or a future."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return False
+    if isinstance(value, dict) and kind is dict:
+        return any(map(_holds_data, value.values()))
+    if isinstance(value, list | tuple | set) and kind in (list, tuple, set):
+        # A list of a million token ids: a set of their types takes 10 ns an item, a walk 100.
+        if _PLAIN.issuperset(map(type, value)):
+            return False
+        return any(map(_holds_data, value))
+    # Of a class of the user's, only what it inherits is known here: a subclass of Tensor is data.
+    return any(f"{base.__module__}.".startswith(_DATA_MODULES) for base in kind.__mro__)
 
 
 # Batches among the arguments
@@ -560,13 +516,14 @@ def mesh_scheme(mesh_name: str, uneven: bool = False) -> PartScheme:
     return PartScheme(parts, methodcaller("collect_info", mesh_name), uneven)
 
 
-def _by_layout(function: Callable[[GroupLayout], T], view: GroupView) -> T:
-    return function(view.rank_layout)
+def _layout_scheme(parts: str, collects: str) -> PartScheme:
+    """Return the scheme of two properties of a `GroupLayout`."""
+    return PartScheme(attrgetter(f"rank_layout.{parts}"), attrgetter(f"rank_layout.{collects}"))
 
 
-DP = PartScheme(partial(_by_layout, dp_parts), partial(_by_layout, dp_collects))
-PP_AS_DP = PartScheme(partial(_by_layout, pp_as_dp_parts), partial(_by_layout, pp_as_dp_collects))
-PP_STAGES = PartScheme(partial(_by_layout, pp_stages), partial(_by_layout, first_of_stages))
+DP = _layout_scheme("dp_parts", "dp_collects")
+PP_AS_DP = _layout_scheme("pp_as_dp_parts", "pp_as_dp_collects")
+PP_STAGES = _layout_scheme("pp_stages", "first_of_stages")
 
 
 def check_mesh(mesh_name: str, dp_ranks: Sequence[int], collects: Sequence[bool]) -> None:
@@ -748,35 +705,11 @@ def collect_first(view: GroupView, outputs: object) -> object:
     return outputs[0] if isinstance(outputs, list) and len(view.ranks) == 1 else outputs
 
 
-_MEGATRON = (
-    DispatchMode("MEGATRON_COMPUTE", DP.dispatch_lists, DP.collect_list),
-    DispatchMode("MEGATRON_COMPUTE_PROTO", DP.dispatch_batches, DP.collect_batches),
-    DispatchMode("MEGATRON_PP_AS_DP", PP_AS_DP.dispatch_lists, PP_AS_DP.collect_list),
-    DispatchMode("MEGATRON_PP_AS_DP_PROTO", PP_AS_DP.dispatch_batches, PP_AS_DP.collect_batches),
-    DispatchMode("MEGATRON_PP_ONLY", dispatch_one_to_all, PP_STAGES.collect_list),
-)
+def all_ranks(view: GroupView) -> Sequence[int]:
+    """Return every rank."""
+    return range(view.world_size)
 
-# name, split, join
-_DISPATCH = (
-    DispatchMode("RANK_ZERO", dispatch_one_to_all, collect_first, ranks=lambda view: (0,)),
-    DispatchMode("ONE_TO_ALL", dispatch_one_to_all, collect_list),
-    DispatchMode("ALL_TO_ALL", dispatch_lists, collect_list),
-    DispatchMode("DP_COMPUTE", dispatch_lists, collect_list),
-    DispatchMode("DP_COMPUTE_PROTO", dispatch_batches, collect_joined),
-    DispatchMode("DP_COMPUTE_PROTO_WITH_FUNC", dispatch_function_and_batches, collect_joined),
-    DispatchMode("DP_COMPUTE_METRIC", dispatch_batches, collect_list),
-    DispatchMode("DIRECT_ROLLOUT_METHOD", refuse_direct_call, refuse_direct_call),
-    *_MEGATRON,
-)
 
-_EXECUTE = (
-    ExecuteMode("ALL", lambda view: range(view.world_size)),
-    ExecuteMode("RANK_ZERO", lambda view: (0,), single=True),
-)
-
-for _mode in _DISPATCH:
-    Dispatch.add(_mode)
-for _execute in _EXECUTE:
-    Execute.add(_execute)
-Dispatch.seal()
-Execute.seal()
+def first_rank(view: GroupView) -> Sequence[int]:
+    """Return rank 0."""
+    return (0,)

@@ -25,7 +25,7 @@ from tensordict import TensorDict
 from quadriga.errors import LengthError
 from quadriga.protocol import DataProto, pad_dataproto_to_divisor
 from quadriga.protocol.dataproto import PADDING_FIELD
-from quadriga.single_controller.call import GroupView
+from quadriga.single_controller.dispatch import GroupView
 
 BatchT = TypeVar("BatchT", DataProto, TensorDict)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
-import threading
+import copy
+import sys
 import time
 import traceback
 from collections.abc import (
@@ -34,15 +34,15 @@ from quadriga.errors import (
     WorkerInitError,
     WorkerMethodError,
 )
-from quadriga.protocol.threads import in_thread
-from quadriga.single_controller.call import (
+from quadriga.protocol.containers import walk
+from quadriga.protocol.threads import in_thread, started_in_thread
+from quadriga.single_controller.dispatch import (
     Arguments,
     Call,
     KeywordArguments,
     SharedArgument,
     Ticket,
     boundary_for,
-    copied,
 )
 from quadriga.single_controller.environment import LOCAL_PORT, RankEnvironment
 from quadriga.single_controller.worker import ClassWithInitArgs, FusedWorker, Worker
@@ -393,13 +393,13 @@ class RankHost:
             self._loop = asyncio.new_event_loop()
         # A loop that runs belongs to a coroutine method of this rank that waits for this call.
         loop = None if self._loop.is_running() else self._loop
-        run: Callable[[Awaitable[T]], T] = partial(_run_on, loop)
+        run: Callable[[], T] = partial(_run_on, loop, awaitable)
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            return run(awaitable)
+            return run()
         # The calling thread runs a loop already (a notebook), and a thread runs only one.
-        return _in_thread(partial(run, awaitable))
+        return started_in_thread(run).result()
 
     # Failures
 
@@ -445,6 +445,26 @@ class RankHost:
         )
 
 
+def copied(value: object) -> object:
+    """Copy everything in a value that can be written into."""
+    return walk(value, _copied_leaf)
+
+
+def _copied_leaf(value: object) -> object:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return private(value)
+
+
+def private(value: T) -> T:
+    """Return a copy, or the value itself: not every object that can be pickled can be copied."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # anything that the user's objects may raise
+        return value
+
+
 def _opened(value: object) -> object:
     while isinstance(value, SharedArgument):
         value = value.open()
@@ -465,26 +485,6 @@ def _run_on(loop: asyncio.AbstractEventLoop | None, awaitable: Awaitable[T]) -> 
         return loop.run_until_complete(awaitable)
     with asyncio.Runner() as runner:
         return runner.get_loop().run_until_complete(awaitable)
-
-
-def _in_thread(run: Callable[[], T]) -> T:
-    """Return `run()`, called in a new thread with the context variables of this one. Raises what it
-    raised."""
-    outcome: list[T] = []
-    failed: list[BaseException] = []
-
-    def target() -> None:
-        try:
-            outcome.append(run())
-        except BaseException as error:  # raised in the caller's thread below
-            failed.append(error)
-
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(target,), daemon=True)
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed.pop()  # a list that keeps it would be a cycle through this frame
-    return outcome[0]
 
 
 def _text(error: BaseException) -> str:

@@ -118,33 +118,33 @@ class GroupLayout:
         """The number of pipeline stages."""
         return self.ranks[0].pp_size
 
+    @property
+    def dp_parts(self) -> list[int]:
+        """The data-parallel rank of each rank."""
+        return [rank.dp_rank for rank in self.ranks]
 
-def dp_parts(layout: GroupLayout) -> list[int]:
-    """Return the data-parallel rank of each rank."""
-    return [rank.dp_rank for rank in layout.ranks]
+    @property
+    def dp_collects(self) -> list[bool]:
+        """For each rank whether it is tp 0, cp 0 of the last pipeline stage."""
+        last = self.pp_size - 1
+        return [r.tp_rank == 0 and r.cp_rank == 0 and r.pp_rank == last for r in self.ranks]
 
+    @property
+    def pp_as_dp_parts(self) -> list[int]:
+        """`dp rank · pp size + pp rank` of each rank."""
+        return [rank.dp_rank * self.pp_size + rank.pp_rank for rank in self.ranks]
 
-def dp_collects(layout: GroupLayout) -> list[bool]:
-    """Return for each rank whether it is tp 0, cp 0 of the last pipeline stage."""
-    last = layout.pp_size - 1
-    return [r.tp_rank == 0 and r.cp_rank == 0 and r.pp_rank == last for r in layout.ranks]
+    @property
+    def pp_as_dp_collects(self) -> list[bool]:
+        """For each rank whether it is tp 0, cp 0."""
+        return [rank.tp_rank == 0 and rank.cp_rank == 0 for rank in self.ranks]
 
+    @property
+    def pp_stages(self) -> list[int]:
+        """The pipeline stage of each rank."""
+        return [rank.pp_rank for rank in self.ranks]
 
-def pp_as_dp_parts(layout: GroupLayout) -> list[int]:
-    """Return `dp rank · pp size + pp rank` of each rank."""
-    return [rank.dp_rank * layout.pp_size + rank.pp_rank for rank in layout.ranks]
-
-
-def pp_as_dp_collects(layout: GroupLayout) -> list[bool]:
-    """Return for each rank whether it is tp 0, cp 0."""
-    return [rank.tp_rank == 0 and rank.cp_rank == 0 for rank in layout.ranks]
-
-
-def pp_stages(layout: GroupLayout) -> list[int]:
-    """Return the pipeline stage of each rank."""
-    return [rank.pp_rank for rank in layout.ranks]
-
-
-def first_of_stages(layout: GroupLayout) -> list[bool]:
-    """Return for each rank whether it is tp 0, cp 0, dp 0."""
-    return [r.tp_rank == 0 and r.dp_rank == 0 and r.cp_rank == 0 for r in layout.ranks]
+    @property
+    def first_of_stages(self) -> list[bool]:
+        """For each rank whether it is tp 0, cp 0, dp 0."""
+        return [r.tp_rank == 0 and r.dp_rank == 0 and r.cp_rank == 0 for r in self.ranks]

@@ -19,7 +19,7 @@ from typing import Literal
 
 from quadriga.errors import LengthError, QuadrigaError
 from quadriga.single_controller.backend import CallBackend
-from quadriga.single_controller.call import Call, Collect, Pending, unpack_results
+from quadriga.single_controller.dispatch import Call, Collect, Pending, unpack_results
 
 
 @dataclass(frozen=True)

@@ -13,20 +13,20 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypedDict, TypeVar
 
 from quadriga.errors import DispatchError, MeshError, UnregisteredMethodError
-from quadriga.single_controller.call import ModeFunctions
-from quadriga.single_controller.dispatch import (
-    Dispatch,
-    DispatchMode,
-    Execute,
-    ExecuteMode,
-    inline_dispatch_mode,
-)
+from quadriga.single_controller.dispatch import ModeFunctions
 from quadriga.single_controller.environment import (
     RankEnvironment,
     device_index,
     ray_noset_visible_devices,
     unify_visible_devices,
     visible_devices,
+)
+from quadriga.single_controller.modes import (
+    Dispatch,
+    DispatchMode,
+    Execute,
+    ExecuteMode,
+    inline_dispatch_mode,
 )
 from quadriga.single_controller.rank_layout import RankLayout
 

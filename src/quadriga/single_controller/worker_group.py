@@ -37,10 +37,11 @@ from quadriga.single_controller.backend import (
     RankSet,
     Watch,
     broken_groups,
+    check_timeouts,
     forget,
     raise_if_broken,
 )
-from quadriga.single_controller.call import (
+from quadriga.single_controller.dispatch import (
     Arguments,
     Call,
     Collect,
@@ -51,10 +52,10 @@ from quadriga.single_controller.call import (
     Split,
     StreamStep,
     boundary_for,
-    check_timeout,
+    check_mesh,
     unpack_results,
 )
-from quadriga.single_controller.dispatch import Dispatch, DispatchMode, Execute, check_mesh
+from quadriga.single_controller.modes import Dispatch, DispatchMode, Execute
 from quadriga.single_controller.rank_layout import GroupLayout
 from quadriga.single_controller.streams import Stream
 from quadriga.single_controller.worker import (
@@ -150,7 +151,7 @@ class BoundMethod(Generic[P, R]):
 
         Raises `DispatchError` for a timeout that is no positive number.
         """
-        check_timeout(f"{self.label}: options(timeout=…)", timeout)
+        check_timeouts(f"{self.label}.options", timeout=timeout)
         twin = copy.copy(self)
         twin.timeout = timeout
         return twin
@@ -210,8 +211,8 @@ def _split(
     """Return the arguments of each executing rank, and what joins the results."""
     # By name: `update_dispatch_mode` affects registered methods too.
     record = method.record
-    dispatch = Dispatch.current(record.dispatch_mode)
-    execute = Execute.current(record.execute_mode)
+    dispatch = Dispatch.members.get(record.dispatch_mode.name, record.dispatch_mode)
+    execute = Execute.members.get(record.execute_mode.name, record.execute_mode)
     # Each role of a shared process has its own meshes and rank layout, hence the view of one role.
     view = GroupView(method.group._role_view(method.role), (), method.label, execute.single)
     # Modes are functions of the view, so the view exists before it knows the executing ranks.

@@ -23,8 +23,7 @@ from quadriga.single_controller import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from quadriga.single_controller.call import GroupView, Split
-from quadriga.single_controller.dispatch import mesh_scheme
+from quadriga.single_controller.dispatch import GroupView, Split, mesh_scheme
 from quadriga.workers.method_fields import MODEL_INPUTS
 from quadriga.workers.runtime import EngineWorker, RankRuntime
 

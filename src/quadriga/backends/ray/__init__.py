@@ -3,15 +3,15 @@
     cluster          the connection to Ray
     memory           the C heap and the garbage collector of a process
     health           liveness of ranks and nodes, stacks, errors
-    store, row_store the object store of fields; rows of other nodes
-    waiting          wait for results
-    submission       encode calls and send them; `referenced`: a reference that is an argument
+    store            the object store of fields; rows of other nodes
+    pickling         calls with objects or code of the user
+    calls            encode calls, send them and wait for their results
+    referenced       a reference that is an argument
     profiling        profilers of ranks
     rank_process     the process of one rank
     start            classes with their actor options, start ranks, the register center
     pool             pools and their placement groups
     backend          RayWorkerGroup and RayBackend
-    programs         Ray's own calls, for programs of `quadriga.compat`
 
 A module imports only modules above it. May import `single_controller`, `protocol` and `errors`.
 """

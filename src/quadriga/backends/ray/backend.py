@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
+from quadriga.backends.ray.calls import RayCallBackend, pending_of
 from quadriga.backends.ray.cluster import (
     RaySession,
     ensure_ray,
@@ -29,7 +30,6 @@ from quadriga.backends.ray.pool import (
 )
 from quadriga.backends.ray.profiling import Nsight, Profiler, check_profiler, profiler_of_rank
 from quadriga.backends.ray.rank_process import coroutine_methods
-from quadriga.backends.ray.row_store import StoreName, make_store, serve_rows, servers
 from quadriga.backends.ray.start import (
     RankPlan,
     RayClassWithInitArgs,
@@ -40,13 +40,10 @@ from quadriga.backends.ray.start import (
     start_ranks,
     start_register_center,
 )
-from quadriga.backends.ray.store import RayStore
-from quadriga.backends.ray.submission import RayCallBackend
-from quadriga.backends.ray.waiting import pending_of
+from quadriga.backends.ray.store import RayStore, StoreName, make_store, serve_rows, servers
 from quadriga.errors import DispatchError, PlacementError
 from quadriga.protocol.storage import use_store
-from quadriga.single_controller.backend import RankHandle, RankSet
-from quadriga.single_controller.call import check_timeouts
+from quadriga.single_controller.backend import RankHandle, RankSet, check_timeouts
 from quadriga.single_controller.dispatch import register_reference
 from quadriga.single_controller.environment import RankEnvironment, WorkerEnv, variables_of_rank
 from quadriga.single_controller.resource_pool import ResourcePool, check_feasible
@@ -122,7 +119,7 @@ class RayWorkerGroup(WorkerGroup):
         binding: BindingPolicy = bind_all,
     ) -> None:
         refuse_ray_client()
-        check_timeouts(timeout=timeout, start_timeout=start_timeout)
+        check_timeouts("RayWorkerGroup", timeout=timeout, start_timeout=start_timeout)
         backend = backend or RayCallBackend()
         use_store(backend.store)
         if ray_cls_with_init is None:

@@ -37,15 +37,15 @@ from quadriga.backends.ray.memory import FULL_EVERY_IN_RANK, collect_rarely, kee
 from quadriga.backends.ray.profiling import TorchProfiler
 from quadriga.protocol.threads import in_thread
 from quadriga.single_controller.backend import RankFacts
-from quadriga.single_controller.call import Call, SharedArgument, Ticket, private, unpack_results
+from quadriga.single_controller.dispatch import Call, SharedArgument, Ticket, unpack_results
 from quadriga.single_controller.environment import RankEnvironment, ReservedPort, visible_devices
-from quadriga.single_controller.rank_host import RankHost
+from quadriga.single_controller.rank_host import RankHost, private
 from quadriga.single_controller.worker import ClassWithInitArgs, members_of, roles_of
 
 if TYPE_CHECKING:
+    from quadriga.backends.ray.calls import Splits
     from quadriga.backends.ray.cluster import Ref
     from quadriga.backends.ray.store import RayStore, ResultStore
-    from quadriga.backends.ray.submission import Splits
     from quadriga.protocol.storage import Handle
 
 Sent: TypeAlias = "bytes | tuple[bytes, list[Ref]] | SharedArgument"
@@ -196,7 +196,7 @@ class RankProcess:
 
     def quadriga_split(self, splits: Splits) -> object:
         """Wait for futures and return their parts, for the ranks that receive one part each (see
-        `submission.split_futures`)."""
+        `calls.split_futures`)."""
         from quadriga.protocol.boundary import pack_argument, wait_for_arguments
 
         wait_for_arguments([future for future, _ in splits])
@@ -255,14 +255,13 @@ class AsyncRankProcess(RankProcess):
 
 
 def data_call(data: bytes, refs: Sequence[Ref] = ()) -> Call:
-    """Return a call of plain data, which `submission.encode` has made tuples.
+    """Return a call of plain data, which `calls.encode` has made tuples.
 
     `refs`: the references in it.
     """
     role, method, values, names, materialize, step = pickle.loads(data)
     if tuple in set(map(type, values)):  # batches; a call without them loads no tensors
-        from quadriga.backends.ray.row_store import RowHandleOnRay
-        from quadriga.backends.ray.store import Location, RayHandle
+        from quadriga.backends.ray.store import Location, RayHandle, RowHandleOnRay
         from quadriga.protocol.message import handle_of_flat, restore
 
         locations: dict[int, Location] = {}

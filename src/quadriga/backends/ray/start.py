@@ -28,13 +28,13 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
+from quadriga.backends.ray.calls import RayBatch
 from quadriga.backends.ray.cluster import kill_actor, node_address, this_node
 from quadriga.backends.ray.memory import FULL_EVERY_IN_CONTROLLER, collect_rarely
+from quadriga.backends.ray.pickling import send_code_of_loaded_files
 from quadriga.backends.ray.profiling import TorchProfiler
 from quadriga.backends.ray.rank_process import AsyncRankProcess, RankProcess, rank_process_class
-from quadriga.backends.ray.row_store import make_store
-from quadriga.backends.ray.submission import send_code_of_loaded_files
-from quadriga.backends.ray.waiting import RayBatch
+from quadriga.backends.ray.store import make_store
 from quadriga.errors import (
     CallTimeoutError,
     ConfigError,
@@ -43,8 +43,8 @@ from quadriga.errors import (
     WorkerDiedError,
 )
 from quadriga.single_controller.backend import RankFacts, RankHandle
-from quadriga.single_controller.dispatch import Dispatch, DispatchMode, Execute, ExecuteMode
 from quadriga.single_controller.environment import RankEnvironment, ReservedPort, preloaded
+from quadriga.single_controller.modes import Dispatch, DispatchMode, Execute, ExecuteMode
 from quadriga.single_controller.worker import (
     ClassWithInitArgs,
     ColocatedClass,

@@ -602,7 +602,7 @@ def _method_problems(added: AddedRole, cls: type[Worker]) -> Iterator[str]:
         record = methods.get(name)
         lists = (Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL)[: 1 if arguments else 2]
         if record is not None and (
-            Dispatch.current(record.dispatch_mode) not in lists
+            Dispatch.members.get(record.dispatch_mode.name, record.dispatch_mode) not in lists
             or record.execute_mode.single
             or not record.blocking
             or not _takes(getattr(cls, name), arguments)
@@ -618,7 +618,7 @@ def _method_problems(added: AddedRole, cls: type[Worker]) -> Iterator[str]:
 
 
 def _stage_problems(cls: type[Worker], record: MethodRecord) -> Iterator[str]:
-    name, mode = record.name, Dispatch.current(record.dispatch_mode)
+    name, mode = record.name, Dispatch.members.get(record.dispatch_mode.name, record.dispatch_mode)
     method = getattr(cls, name)
     where = f"has a stage that calls {cls.__name__}.{name}{inspect.signature(method)}"
     if name in _ARGUMENTS:

@@ -37,7 +37,7 @@ from quadriga.errors import DispatchError, LengthError
 from quadriga.protocol import DataProto
 from quadriga.protocol.threads import PendingValue
 from quadriga.single_controller import Dispatch, Execute, dispatch
-from quadriga.single_controller.call import (
+from quadriga.single_controller.dispatch import (
     Arguments,
     CollectFn,
     Collector,
@@ -46,12 +46,12 @@ from quadriga.single_controller.call import (
     GroupView,
     KeywordArguments,
     ModeFunctions,
+    PartScheme,
     Split,
 )
-from quadriga.single_controller.dispatch import (
+from quadriga.single_controller.modes import (
     DispatchMode,
     ExecuteMode,
-    PartScheme,
     get_predefined_dispatch_fn as functions_of_mode,
     inline_dispatch_mode,
     update_dispatch_mode,

@@ -47,8 +47,8 @@ from quadriga.errors import DispatchError, WorkerDiedError
 from quadriga.protocol import DataProto
 from quadriga.single_controller import ClassWithInitArgs, GroupLayout, RankLayout
 from quadriga.single_controller.backend import RankSet
-from quadriga.single_controller.call import Arguments, GroupInfo, GroupView, KeywordArguments
-from quadriga.single_controller.dispatch import (
+from quadriga.single_controller.dispatch import Arguments, GroupInfo, GroupView, KeywordArguments
+from quadriga.single_controller.modes import (
     Dispatch,
     DispatchMode,
     Execute,
@@ -138,7 +138,7 @@ class ModeOfMethod:
         given = isinstance(ranks, NotGiven)  # then an execute function of the group knows them
         view.ranks = every if given else ranks(view)
         self.views[threading.get_ident()] = view
-        mode = Dispatch.current(self.dispatch)
+        mode = Dispatch.members.get(self.dispatch.name, self.dispatch)
         columns = columns_of(view, mode, args, kwargs)
         if given or (self.execute == Execute["ALL"] and not self.on_one_rank):
             return columns
@@ -156,7 +156,7 @@ class ModeOfMethod:
         view = self.views.pop(threading.get_ident(), None)
         if view is None:
             view = GroupView(group, range(group.world_size), self.label, self.on_one_rank)
-        mode = Dispatch.current(self.dispatch)
+        mode = Dispatch.members.get(self.dispatch.name, self.dispatch)
         return collect_later(mode.collect_fn, view, output)
 
 

@@ -18,12 +18,12 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import GetTimeoutError
 
+from quadriga.backends.ray.calls import RayPending, pending_of, send_to_ranks
 from quadriga.backends.ray.cluster import cluster_nodes, kill_actor
-from quadriga.backends.ray.submission import send_code_of_loaded_files, send_to_ranks
-from quadriga.backends.ray.waiting import RayPending, pending_of
+from quadriga.backends.ray.pickling import send_code_of_loaded_files
 from quadriga.errors import CallTimeoutError
 from quadriga.single_controller.backend import RankHandle, RankSet
-from quadriga.single_controller.call import Call
+from quadriga.single_controller.dispatch import Call
 from quadriga.single_controller.environment import preloaded
 from quadriga.single_controller.worker import plain_class
 
