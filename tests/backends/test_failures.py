@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import traceback
 
@@ -12,35 +11,13 @@ import ray
 import torch
 from worker_cases import Adder, Cases, Collective, Coroutines, Unreadable
 
-from group_fixtures import ray_nightly
 from quadriga.errors import (
     CallTimeoutError,
     QuadrigaError,
     WorkerDiedError,
-    WorkerInitError,
     WorkerMethodError,
 )
 from quadriga.protocol import DataProto
-
-
-def test_a_method_that_raises(cases):
-    with pytest.raises(WorkerMethodError) as caught:
-        cases.raise_on(1)
-    error = caught.value
-    assert (error.role, error.rank, error.method) == ("critic", 1, "raise_on")
-    assert str(error).startswith("KeyError in critic.raise_on, rank 1 of 2 on ")
-    assert "worker_cases.py" in error.remote_traceback
-    assert isinstance(error.__cause__, KeyError)
-    assert pickle.loads(pickle.dumps(error)).rank == 1
-    assert cases.take(0) == [0, 1]
-
-
-@ray_nightly
-def test_an_init_that_raises(start):
-    with pytest.raises(WorkerInitError, match="no such weights") as caught:
-        start(Cases, 2, 0, 1)
-    assert caught.value.rank == 1
-    assert isinstance(caught.value.__cause__, ValueError)
 
 
 @pytest.fixture

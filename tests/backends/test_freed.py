@@ -85,16 +85,6 @@ def failed(group, other):
     group.rows(other.rows.submit(batch(), seconds=0.5, fails=True))
 
 
-def failed_at_once(group, other):
-    group.rows(batch(), fails=True)
-
-
-def failed_before(group, other):
-    future = other.rows.submit(batch(), fails=True)
-    other.kept()
-    group.rows(future)
-
-
 def too_late(group, other):
     future = other.rows.submit(batch(), seconds=1.5)
     group.rows.options(timeout=0.3)(future)
@@ -111,15 +101,6 @@ def cannot_be_pickled(group, other):
     group.cannot_be_pickled(batch())
 
 
-def not_sent(group, other):
-    group.rows(batch(), seconds=(x for x in ()))
-
-
-def streamed(group, other):
-    for _ in group.parts.stream(batch(), fails=False):
-        pass
-
-
 def failed_in_a_stream(group, other):
     for _ in group.parts.stream(batch(), fails=True):
         pass
@@ -130,8 +111,7 @@ def relayed(group, other):
 
 
 PROGRAMS = [
-    late, failed, failed_at_once, failed_before, too_late, cancelled, cannot_be_pickled, not_sent,
-    streamed, failed_in_a_stream, relayed,
+    late, failed, too_late, cancelled, cannot_be_pickled, failed_in_a_stream, relayed,
 ]  # fmt: skip
 
 
@@ -167,7 +147,7 @@ def soon(read, expected):
     return found
 
 
-DAILY = (late, failed, cancelled)
+DAILY = (failed, cancelled)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from quadriga.errors import (
     DispatchError,
     PlacementError,
     UnknownNameError,
-    WorkerDiedError,
     WorkerMethodError,
 )
 
@@ -72,20 +71,6 @@ def test_coroutines_inside_a_running_loop():
 
     assert asyncio.run(inside()) == [0, 1]
     assert group.later(0.001) == [0, 1]
-
-
-def test_a_group_that_was_shut_down():
-    group = start(Adder, 2)
-    assert [group._is_worker_alive(w) for w in group.workers] == [True, True]
-    group.shutdown()
-    assert not group._is_worker_alive(group.workers[0])
-
-
-def test_a_call_of_a_group_that_was_shut_down():
-    group = start(Adder, 2)
-    group.shutdown()
-    with pytest.raises(WorkerDiedError, match="Adder rank 0 was ended"):
-        group.add(1)
 
 
 def test_a_deadline_does_not_interrupt_the_call_and_is_an_error_with_its_stack(caplog):
@@ -147,9 +132,6 @@ def test_options_of_machines_are_accepted_and_unknown_ones_are_not():
     assert start(Adder, 1, bin_pack=False, device_name="cpu").add(0) == [0]
     with pytest.raises(ConfigError, match="no option 'tiemout'"):
         start(Adder, 1, tiemout=5)
-
-
-def test_detached_needs_ray():
     with pytest.raises(PlacementError, match="detached=True needs backend=ray"):
         start(Adder, 1, detached=True)
 

@@ -137,14 +137,6 @@ def test_ranks_that_wait_for_it_in_a_collective_are_killed(start_on_ray, monkeyp
         group.recorded()
 
 
-def test_the_first_rank_cannot_be_called(group, monkeypatch):
-    with monkeypatch.context() as patched:
-        refuse_rank(patched, group, 0)
-        with pytest.raises(WorkerError, match=r"to rank 0 .*that received the call: none"):
-            group.record("never")
-    assert group.recorded() == [[], [], []]
-
-
 @pytest.mark.nightly
 def test_a_rank_without_the_call_has_no_ticket_for_it(start_on_ray, monkeypatch):
     """Its next call would wait for the missing one."""
@@ -199,25 +191,3 @@ def test_a_wait_ends_when_another_thread_cancels_the_call(group, tmp_path):
             ended.result(timeout=20)
     gate.touch()
     assert group.recorded() == [[]] * 3
-
-
-def test_other_threads_can_call_while_the_ranks_of_a_failed_call_are_waited_for(group, monkeypatch):
-    free = []
-    not_sent = calls.FailedCall.not_sent
-
-    def observed(received, failed, error, ranks):
-        def look():
-            free.append(ranks.lock.acquire(timeout=5))
-            if free[-1]:
-                ranks.lock.release()
-
-        with ThreadPoolExecutor(1) as other:
-            other.submit(look).result(timeout=30)
-        return not_sent(received, failed, error, ranks)
-
-    with monkeypatch.context() as patched:
-        refuse_rank(patched, group, 2)
-        patched.setattr(calls.FailedCall, "not_sent", observed)
-        with pytest.raises(WorkerError, match="to rank 2"):
-            group.record("half")
-    assert free == [True]

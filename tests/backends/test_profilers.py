@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -130,12 +129,6 @@ def test_nsight_is_an_option_of_the_chosen_actors_beside_the_users_runtime_env(
     assert [plan.options["runtime_env"] for plan in plans] == [
         mine, {**mine, "nsight": flags}, *[{**mine, "nsight": "default"}] * 2,
     ]  # fmt: skip
-
-
-@pytest.mark.skipif(shutil.which("nsys") is not None, reason="this machine has nsys")
-def test_a_node_without_nsys_is_a_typed_error(start_profiled):
-    with pytest.raises(QuadrigaError, match="nsight"):
-        start_profiled(Nsight())
 
 
 def test_ray_client_is_refused(monkeypatch):

@@ -101,6 +101,7 @@ def test_a_process_asks_for_a_share_of_a_device():
 def test_names_of_ranks_and_a_name_that_is_taken(pool):
     group = group_on(pool, name_prefix="run_", register_center=True)
     assert group.worker_names == [f"run_Adder_0:{i}" for i in range(2)]
+    assert set(group.worker_names) <= set(ray.util.list_named_actors())
     center = ray.get_actor("run__register_center")
     zero = ray.get(center.get_rank_zero_info.remote(), timeout=30)
     assert zero == {"MASTER_ADDR": group.master_address, "MASTER_PORT": group.master_port}
@@ -147,16 +148,9 @@ def test_a_group_and_a_single_rank_share_the_places_of_a_group(pool):
     ray.kill(single)
 
 
-def test_rank_zero_reserves_a_port_of_a_range():
-    plan = RayResourcePool([1], use_gpu=False, max_colocate_count=1)
-    group = group_on(plan, master_port_range=(40_000, 50_000))
-    assert 40_000 <= int(group.master_port) < 50_000
-    group.shutdown()
-    plan.release()
-
-
 def test_existing_workers_by_their_handles(pool):
-    first = group_on(pool, Adder, 1)
+    first = group_on(pool, Adder, 1, master_port_range=(40_000, 50_000))
+    assert 40_000 <= int(first.master_port) < 50_000
     taken = RayWorkerGroup.from_detached(
         worker_handles=first.workers[::-1], ray_cls_with_init=RayClassWithInitArgs(Adder)
     )
@@ -319,29 +313,3 @@ def test_a_users_files_that_cannot_be_imported(pool, load):
     late = load("my_late_file", "def triple(n): return 3 * n")
     assert group.apply_own([None, late.triple]) == [None, 6]
     group.shutdown()
-
-
-def test_a_file_that_adds_a_mode_may_be_imported_by_the_workers_too(pool, tmp_path, monkeypatch):
-    """The mode is sent with the group; then the worker's module adds it again on import."""
-    (tmp_path / "mode_functions.py").write_text(
-        "def spread(group, n): return ([n * r for r in range(group.world_size)],), {}\n"
-        "def total(group, outputs): return sum(outputs)\n"
-    )
-    (tmp_path / "role_with_mode.py").write_text(
-        "import mode_functions as f\n"
-        "from quadriga.single_controller import Worker, register, register_dispatch_mode\n"
-        "MODE = register_dispatch_mode('TWICE_ADDED', f.spread, f.total)\n"
-        "class Judge(Worker):\n"
-        "    @register(dispatch_mode=MODE)\n"
-        "    def judge(self, n):\n"
-        "        return n\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    try:
-        import role_with_mode
-
-        group = group_on(pool, role_with_mode.Judge)
-        assert group.judge(10) == 0 + 10
-        group.shutdown()
-    finally:
-        Dispatch.remove("TWICE_ADDED")

@@ -107,13 +107,6 @@ def test_a_connection_of_the_program_stays(connection):
     assert connection
 
 
-def test_a_session_that_was_dropped_keeps_no_connection(connection):
-    session = cluster.ensure_ray()
-    cluster.ensure_ray()
-    session.close()
-    assert not connection
-
-
 def test_a_session_of_a_ray_that_has_ended_does_not_end_the_next(connection):
     old = cluster.ensure_ray()
     connection.clear()

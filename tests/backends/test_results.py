@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import ray
 import torch
-from worker_cases import WIDTH, Apart, Cases, fields
+from worker_cases import WIDTH, Cases, fields
 
 from group_fixtures import ray_nightly
 from quadriga.backends.ray import store
@@ -113,10 +113,9 @@ def made_by(group) -> dict[str, tuple[DataProto, list[int]]]:
     return found
 
 
-@pytest.mark.parametrize("worker", [Cases, pytest.param(Apart, marks=pytest.mark.nightly)])
-def test_results_of_every_call_belong_to_the_caller_and_outlive_the_worker(start_on_ray, worker):
-    """The first call and later ones; one object and several; streams; rows that were received."""
-    group = start_on_ray(worker)
+def test_results_of_every_call_belong_to_the_caller_and_outlive_the_worker(start_on_ray):
+    """The first call and later ones; streams; rows that were received."""
+    group = start_on_ray(Cases)
     found = made_by(group)
     me = ray.put(0).owner_address()
     for name, (data, rows) in found.items():
@@ -143,23 +142,6 @@ def test_fields_that_a_worker_called_for_are_lost_with_that_worker(ray_cases, st
             time.sleep(0.1)
     assert (told.value.field, told.value.rank, told.value.method) == ("one", 0, "make")
     check(mine, 4)
-
-
-@pytest.mark.nightly
-def test_a_method_is_called_with_as_many_returns_as_its_fields_fill(start_on_ray):
-    """Two objects are at first one return, then two; a method without fields has none."""
-    group = start_on_ray(Apart)
-    for name, wanted in (("make", [None, 2, 2]), ("first_rows", [None, 0, 2])):
-        for number, objects in enumerate(wanted):
-            methods = [handle.methods.get(f"Apart.{name}") for handle in group._ranks.handles]
-            assert [m and m.objects for m in methods] == [objects] * 2
-            rows = () if name == "make" else (2 * number,)
-            data = getattr(group, name)(prompts(4), *rows)
-            found = dict(getattr(data.batch, "columns", {})).values()
-            keys = [handle.key for c in found for handle in getattr(c, "handles", ())]
-            refs = {key.partition(":")[0] for key in keys}
-            if name == "make":
-                assert len(refs) == (2 if number == 0 else 4)
 
 
 BATCHES = {

@@ -23,7 +23,6 @@ from quadriga.backends.ray import store as row_store
 from quadriga.backends.ray.store import RayStore, RowStore, make_store, servers
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto
-from quadriga.protocol.storage import cut
 
 
 @pytest.fixture(scope="module")
@@ -155,15 +154,6 @@ def test_the_stores_of_the_setting():
     assert make_store("rows").share == math.inf and make_store("auto").share == 1 / 8
     with pytest.raises(ConfigError, match=r"store='row': expected \"auto\", \"rows\" or"):
         get_backend("ray", store="row")
-
-
-def test_cut():
-    array = np.arange(12.0).reshape(4, 3)
-    ragged = np.array([0, 1, 2, 3, 4, 5]), np.array([0, 3, 4, 4, 6])
-    found = cut({"a": array, "r": ragged}, np.array([3, 0, 2]))
-    assert found["a"].tolist() == [[9, 10, 11], [0, 1, 2], [6, 7, 8]]
-    values, offsets = found["r"]
-    assert values.tolist() == [4, 5, 0, 1, 2] and offsets.tolist() == [0, 2, 5, 5]
 
 
 def test_a_row_server_that_failed_is_not_asked_for_a_while(monkeypatch):

@@ -9,7 +9,6 @@ from worker_cases import Coroutines
 
 from quadriga.backends.ray import calls
 from quadriga.backends.ray.calls import pending_of, split_futures
-from quadriga.compat.verl.controller.decorator import DataProtoFuture as FutureOfVerl
 from quadriga.errors import LengthError, WorkerMethodError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.single_controller.backend import RankFacts, RankHandle
@@ -58,33 +57,8 @@ def test_a_part_of_a_value_that_is_no_batch_is_refused_by_type(ray_cases, monkey
             ray_cases.received(ray_cases.same.submit(7))
 
 
-def test_futures_with_one_result_and_different_joins_are_split_apart(ray_cases, always):
-    made = ray_cases.make_odd_twice.submit(prompts(2))  # 0, 1 1
-    both = [DataProtoFuture(made.pending, join) for join in (_first, _last)]
-    parts = [future.chunk(1)[0] for future in both]
-    assert ray_cases.same(parts[0])[1].batch["small"].tolist() == [0]
-    calls = [Call("critic", "same", tuple(parts))] * 2
-    first, last = split_futures(ray_cases._ranks.handles, calls)[0].args
-    assert [f.get().batch["small"].tolist() for f in (first, last)] == [[0], [10, 10]]
-
-
-def test_a_future_of_verl_keeps_the_function_of_its_value(ray_cases, always):
-    made = ray_cases.make_odd_twice.submit(prompts(4))  # 0 1 1 2 3 3
-    refs = [ray.put(result) for result in made.get().chunk(2)]
-    received = ray_cases.received(FutureOfVerl(DataProto.concat, refs, _reversed))
-    assert [rows for _, (rows, _) in received] == [[30, 30, 20], [10, 10, 0]]
-
-
 def _first(results):
     return results[0]
-
-
-def _last(results):
-    return results[-1]
-
-
-def _reversed(batch):
-    return batch[torch.arange(len(batch) - 1, -1, -1)]
 
 
 def test_a_method_that_wants_the_future_gets_it(ray_cases, always):

@@ -11,7 +11,7 @@ from ray.exceptions import GetTimeoutError
 from worker_cases import Cases
 
 from group_fixtures import Starter
-from quadriga.backends.ray import cluster, health
+from quadriga.backends.ray import calls, cluster
 from quadriga.backends.ray.calls import RayBatch, RayPending
 from quadriga.errors import (
     CallTimeoutError,
@@ -72,13 +72,12 @@ def test_a_failed_rank_ends_the_wait_of_the_rank_that_receives_its_future(ray_ca
     assert error.role == "critic" and error.__cause__.rank == 1
 
 
-@pytest.mark.parametrize("kind", ["arguments", "keywords", "list", "split"])
+@pytest.mark.parametrize("kind", ["keywords", "list", "split"])
 def test_a_failed_future_ends_the_wait_for_another_argument(
     ray_cases, running, failing, kind, monkeypatch
 ):
     take = ray_cases.take
     made = {
-        "arguments": lambda: take(running, failing),
         "keywords": lambda: take(value=running, other=failing),
         "list": lambda: take([running, failing]),
         "split": lambda: take(failing, running),
@@ -104,15 +103,6 @@ def test_the_deadline_of_a_call_also_ends_the_wait_of_the_rank_that_receives_it(
         r"result of late\.make_late, rank \d on .*exceeded its deadline",
     )
     assert isinstance(error.__cause__, CallTimeoutError)
-
-
-def test_a_message_lists_the_first_ranks_of_many():
-    handles = [
-        RankHandle(None, "", RankFacts(rank, 1024, "10.0.0.1", 7, "10.0.0.1", "1"))
-        for rank in range(1024)
-    ]
-    assert health.places(handles[:2]) == "0 (10.0.0.1, pid 7), 1 (10.0.0.1, pid 7)"
-    assert health.places(handles).endswith("15 (10.0.0.1, pid 7) and 1008 more")
 
 
 class FakeRay:

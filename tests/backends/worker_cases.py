@@ -289,16 +289,6 @@ class Cases(Adder):
         return [name for name in names if name in sys.modules]
 
 
-class Apart(Cases):
-    """Every stored field of a result is an object of its own."""
-
-    def __init__(self):
-        super().__init__()
-        from quadriga.backends.ray import store
-
-        store.alone_bytes = lambda: 2
-
-
 class Neighbour(Worker):
     @register(dispatch_mode=ALL)
     def ask(self, x):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from group_fixtures import ray_nightly
-from quadriga.errors import DispatchError, UnregisteredMethodError
+from quadriga.errors import UnregisteredMethodError
 from quadriga.single_controller import Dispatch, Worker, register
 
 pytestmark = ray_nightly
@@ -20,10 +20,6 @@ def hidden(function):
 class Counter(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def count(self):
-        return self._internal_step()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def _internal_step(self):
         return self.rank + 1
 
     @hidden
@@ -32,27 +28,16 @@ class Counter(Worker):
         return "reset"
 
 
-def no_internals(worker_class, record):
-    return not record.name.startswith("_internal")
-
-
 def no_flagged(worker_class, record):
     return not getattr(getattr(worker_class, record.name), "hidden", False)
 
 
-@pytest.mark.parametrize(
-    ("policy", "bound", "left_out"),
-    [(no_internals, ["count", "reset"], "_internal_step"), (no_flagged, ["count"], "reset")],
-)
-def test_a_policy_chooses_by_name_or_by_a_flag_of_the_method(start, policy, bound, left_out):
-    group = start(Counter, 2, binding=policy)
-    for name in bound:
-        assert callable(getattr(group, name))
-    assert group.count() == [1, 2]  # a worker calls its own methods as before
-    assert not hasattr(group, left_out)
+def test_a_policy_leaves_methods_out(start):
+    group = start(Counter, 2, binding=no_flagged)
+    assert group.count() == [1, 2] and not hasattr(group, "reset")
     with pytest.raises(UnregisteredMethodError, match="its binding policy leaves this registered"):
-        getattr(group, left_out)()
-    assert len(group.call_all(left_out)) == 2  # by name, every method can be called
+        group.reset()
+    assert group.call_all("reset") == ["reset"] * 2  # by name, every method can be called
 
 
 def test_the_views_of_the_roles_have_the_policy_of_the_group(start, backend):
@@ -64,19 +49,6 @@ def test_the_views_of_the_roles_have_the_policy_of_the_group(start, backend):
         group.b_reset()
     with pytest.raises(UnregisteredMethodError, match="has no registered method 'b_rest'"):
         group.b_rest()
-
-
-def test_a_method_that_is_left_out_may_have_the_name_of_an_attribute_of_the_group(start):
-    class Named(Worker):
-        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-        def roles(self):
-            return "a method"
-
-    with pytest.raises(DispatchError, match="has 'roles' itself"):
-        start(Named, 1)
-    group = start(Named, 1, binding=lambda worker_class, record: record.name != "roles")
-    assert group.roles == ("Named",)
-    assert group.call_all("roles") == ["a method"]
 
 
 def repeated(function):

@@ -42,13 +42,6 @@ def test_coroutine_methods_call_each_other_in_a_circle(players):
     assert players[0].pass_on(4) == ["caught"]
 
 
-def test_a_coroutine_method_calls_its_own_group(players):
-    first, _ = players
-    first.meet(first)
-    assert first.pass_on(2) == ["caught"]
-    assert first.pass_on(1) == ["caught"]
-
-
 def test_a_call_that_another_thread_keeps_out_ends_at_its_deadline():
     local = get_backend("local")
     inside, end = threading.Event(), threading.Event()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 
 import pytest
 
 from quadriga.errors import ConfigError, PlacementError
-from quadriga.single_controller import Worker, ray_noset_visible_devices
+from quadriga.single_controller import Dispatch, Worker, ray_noset_visible_devices, register
 from quadriga.single_controller.environment import (
     NOSET_FLAGS,
     RankEnvironment,
@@ -55,17 +53,6 @@ def test_a_worker_reads_its_place_from_environment_variables():
         assert (made.rank, made.world_size, made.local_rank, made.local_world_size) == (3, 8, 1, 2)
         assert (made.master_address, made.master_port) == ("10.0.0.5", "2345")
         assert made.worker_group_prefix == "run_"
-
-
-def test_a_worker_without_a_group():
-    code = (
-        "from quadriga.single_controller import Worker; w = Worker(); print(w.rank, w.world_size)"
-    )
-    env = {**os.environ, "RANK": "2", "WORLD_SIZE": "4"}
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
-    )
-    assert run.stdout.split() == ["2", "4"]
 
 
 def test_a_variable_that_is_not_a_number_is_refused():
@@ -118,3 +105,43 @@ def test_the_device_of_a_rank():
     assert device_index(local_rank=3, devices="5", noset=False) == 0
     assert device_index(local_rank=3, devices="0,1,2,3", noset=True) == 3
     assert device_index(local_rank=1, devices=None, noset=False) == 1
+
+
+class Reader(Worker):
+    def __init__(self):
+        super().__init__()
+        self.at_start = os.environ.get("MINE")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def read(self):
+        return self.at_start, os.environ.get("MINE"), os.environ["RANK"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("worker_env", "values"),
+    [
+        ({"MINE": "all"}, ["all", "all", "all"]),
+        ([{"MINE": "a"}, {}, {"MINE": "c"}], ["a", None, "c"]),
+        (lambda rank: {"MINE": str(10 * rank)}, ["0", "10", "20"]),
+    ],
+    ids=["mapping", "list", "function"],
+)
+def test_variables_of_each_rank(start, worker_env, values):
+    group = start(Reader, 3, worker_env=worker_env)
+    assert group.read() == [(value, value, str(rank)) for rank, value in enumerate(values)]
+    assert "MINE" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("worker_env", "words"),
+    [
+        ([{}, {}], "worker_env has 2 entries for 3 ranks"),
+        ({"MINE": 1}, "worker_env of rank 0: .*'MINE': 1"),
+        ({"WORLD_SIZE": "9"}, "worker_env of rank 0 has WORLD_SIZE, which the worker group sets"),
+        (lambda rank: {"MINE": None} if rank == 2 else {}, "worker_env of rank 2"),
+    ],
+)
+def test_wrong_variables_are_refused_before_the_start(start, worker_env, words):
+    with pytest.raises(ConfigError, match=words):
+        start(Reader, 3, worker_env=worker_env)

@@ -108,14 +108,6 @@ def test_results_of_one_mesh_are_arguments_of_another(by_future):
     assert scored.batch["score"].tolist() == [5, 4, 3, 2, 1, 0]  # in data-parallel order
 
 
-def test_each_mesh_pads_to_its_own_size():
-    group = local_group(Uneven, 6)
-    padded = group.infer(batch(5, auto_padding=True))
-    assert padded.batch["infer"].tolist() == [0, 0, 0, 3, 3]
-    assert group.train(padded).batch["train"].tolist() == [1, 1, 3, 3, 5]
-    assert group.score(padded).batch["a"].tolist() == [0, 1, 2, 3, 4]
-
-
 def test_a_pickled_future_of_a_mesh_call_is_joined_without_the_group():
     group = local_group(Meshed, 8)
     future = group.train.submit(batch(8))

@@ -16,7 +16,6 @@ from quadriga.single_controller import (
     Worker,
     register,
     register_dispatch_mode,
-    register_execute_mode,
     update_dispatch_mode,
     update_execute_mode,
     with_hooks,
@@ -120,24 +119,6 @@ def test_even_ranks_only():
     assert group.twice([1, 2]) == [None, None]
 
 
-def test_first_half_of_the_ranks():
-    half = register_execute_mode("FIRST_HALF", lambda group: range(group.world_size // 2))
-
-    class W(Worker):
-        @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=half)
-        def who(self, x):
-            return self.rank, x
-
-        @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=half)
-        def each(self, x):
-            return self.rank, x
-
-    group = start(W)
-    assert group.who("a") == [(0, "a"), (1, "a")]
-    assert group.each([5, 6, 7, 8]) == [(0, 5), (1, 6)]
-    assert group.each([5, 6]) == [(0, 5), (1, 6)]
-
-
 def test_rank_zero_by_dispatch_mode_and_by_execute_mode():
     class W(Worker):
         @register(dispatch_mode=Dispatch.RANK_ZERO)
@@ -173,15 +154,6 @@ def test_wrong_results_of_a_dispatch_function_are_refused(result, error, words):
 
     with pytest.raises(error, match=words):
         start(W).call(1)
-
-
-def test_direct_rollout_methods_cannot_be_called_through_a_group():
-    class W(Worker):
-        @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
-        def generate(self): ...
-
-    with pytest.raises(DispatchError, match="an engine calls it on the workers itself"):
-        start(W).generate()
 
 
 def test_hooks_before_and_after_each_call_and_future():
@@ -239,20 +211,6 @@ def test_a_tensordict_is_a_batch():
     assert [row.tolist() for row in doubled["ids"].unbind()] == [[0, 1], [0], [0, 1, 2], [0, 1]]
     with pytest.raises(LengthError, match="has 3 rows"):
         group.twice(TensorDict({"a": torch.arange(3)}, [3]))
-
-
-def test_tracebacks_show_the_name_of_the_method():
-    import traceback
-
-    class W(Worker):
-        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-        def update_actor(self):
-            raise ValueError
-
-    with pytest.raises(Exception) as caught:
-        start(W, ranks=1).update_actor()
-    frames = [f.name for f in traceback.extract_tb(caught.value.__traceback__)]
-    assert "update_actor" in frames[:4]
 
 
 def test_a_mode_that_is_replaced_is_given_itself_and_not_by_name():

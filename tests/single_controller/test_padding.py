@@ -45,7 +45,7 @@ class Rows(Worker):
         return sorted(data.non_tensor_batch), len(data)
 
 
-@pytest.fixture(scope="module", params=[2, 4, 8])
+@pytest.fixture(scope="module", params=[2, 8])
 def group(request):
     return local_group(Rows, request.param)
 
@@ -71,21 +71,18 @@ FUNCTIONS = {
         lambda data: data[data.batch["row"] % 2 == 1],
         lambda rows: [row for row in rows if row % 2],
     ),
-    "filter of all": (lambda data: data[data.batch["row"] < 0], lambda rows: []),
     "new batch": (lambda data: renewed(data, slice(None)), lambda rows: rows),
     "new batch, three rows for each": (
         lambda data: DataProto.from_dict({"row": data.batch["row"].repeat_interleave(3)}),
         lambda rows: [row for row in rows for _ in range(3)],
     ),
     "tensordict": (lambda data: data.to_tensordict(), lambda rows: rows),
-    "tensordict with the tensors": (lambda data: data.batch, lambda rows: rows),
-    "keys dropped": (lambda data: data.select(non_tensor_batch_keys=[]), lambda rows: rows),
 }
 
 
 @pytest.mark.parametrize("method", ["all_ranks", "mesh", "stages"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("n", [1, 3, 5, 7, 9, 16])
+@pytest.mark.parametrize("n", [1, 5, 16])
 def test_results_have_no_padding(group, method, name, n):
     function, expected = FUNCTIONS[name]
     result = getattr(group, method)(batch(n), function)
@@ -93,22 +90,6 @@ def test_results_have_no_padding(group, method, name, n):
     assert values.tolist() == expected(list(range(n)))
     keys = set(result.non_tensor_batch) if isinstance(result, DataProto) else set(result.keys())
     assert keys <= {"name", "row", "_auto_padding"}
-
-
-@pytest.mark.parametrize("method", ["all_ranks", "mesh", "stages"])
-def test_rows_that_a_rank_repeats_in_blocks_or_reorders(group, method):
-    parts = group.world_size // 2 if method == "mesh" else group.world_size
-    size = -(-5 // parts)
-    mine = [list(range(5))[i : i + size] for i in range(0, 5, size)]
-    repeated = getattr(group, method)(batch(5), lambda data: data.repeat(2, interleave=False))
-    assert repeated.batch["row"].tolist() == [row for part in mine for row in part * 2]
-
-    def reverse(data):
-        data.reorder(torch.arange(len(data) - 1, -1, -1))
-        return data
-
-    reversed_rows = getattr(group, method)(batch(5), reverse)
-    assert reversed_rows.batch["row"].tolist() == [row for part in mine for row in part[::-1]]
 
 
 def test_a_new_batch_whose_rows_cannot_be_assigned_is_refused():

@@ -38,21 +38,6 @@ def test_bundles_of_ranks():
     assert [part.store for part in split_resource_pool(uneven, [2, 7])] == [[2], [3, 4]]
 
 
-def test_the_bundles_of_all_ranks_are_found_in_one_pass():
-    class Store(list[int]):
-        read = 0
-
-        def __iter__(self):
-            for count in super().__iter__():
-                self.read += 1
-                yield count
-
-    pool = ResourcePool([1])
-    pool._store = Store([8] * 512)
-    assert pool.bundles_of_ranks()[4095] == (511, 7)
-    assert pool._store.read == 512
-
-
 def test_pools_are_split_twice_and_merged():
     first, second = split_resource_pool(ResourcePool([2, 3]), [1, 4])
     assert (first.store, second.store) == ([1], [1, 3])
@@ -90,13 +75,6 @@ def test_pools_that_fit_alone_but_not_together():
     with pytest.raises(PlacementError, match="do not fit on the nodes together") as caught:
         check_feasible([pool("actor", 6), pool("critic", 6)], nodes(8, 4))
     assert caught.value.pool in ("actor", "critic")
-
-
-def test_resources_other_than_gpus_count():
-    needs = [PoolNeeds("cpu", (2,), {"CPU": 10})]
-    with pytest.raises(PlacementError, match="that is 20 CPU; no node has that much"):
-        check_feasible(needs, [NodeResources("here", {"CPU": 16})])
-    check_feasible(needs, [NodeResources("here", {"CPU": 20})])
 
 
 def test_the_advice_is_about_what_lacks():

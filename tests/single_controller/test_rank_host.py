@@ -9,12 +9,10 @@ import threading
 import pytest
 import torch
 
-from quadriga.backends.local import LocalWorkerGroup
-from quadriga.errors import UnregisteredMethodError, WorkerInitError, WorkerMethodError
+from quadriga.errors import WorkerInitError, WorkerMethodError
 from quadriga.single_controller import (
     ClassWithInitArgs,
     Dispatch,
-    ResourcePool,
     Worker,
     register,
 )
@@ -102,17 +100,6 @@ def test_an_attribute_error_inside_a_property_is_raised_as_it_is():
         host.invoke(Call("role", "method_by_property"))
     with pytest.raises(WorkerMethodError, match="has no method 'nothing'"):
         host.invoke(Call("role", "nothing"))
-
-
-def test_an_attribute_error_inside_a_property_of_a_group_is_raised_as_it_is():
-    class Group(LocalWorkerGroup):
-        @property
-        def schedule(self):
-            return self.no_such_method
-
-    group = Group(ResourcePool([1]), ClassWithInitArgs(Steps))
-    with pytest.raises(UnregisteredMethodError, match="no registered method 'no_such_method'"):
-        group.schedule  # noqa: B018
 
 
 def test_an_exception_without_text_does_not_hide_its_traceback():

@@ -6,12 +6,6 @@ import pytest
 
 from quadriga.errors import MeshError
 from quadriga.single_controller import GroupLayout, RankLayout
-from quadriga.single_controller.dispatch import (
-    dp_collects,
-    dp_parts,
-    pp_as_dp_collects,
-    pp_as_dp_parts,
-)
 
 
 def layouts(tp=1, cp=1, dp=1, pp=1):
@@ -27,28 +21,16 @@ def test_tp_is_innermost_and_pp_outermost():
     ]  # fmt: skip
 
 
-def test_eight_ranks_with_tp_two():
-    layout = layouts(tp=2, dp=4)
-    assert dp_parts(layout) == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert dp_collects(layout) == [True, False] * 4
-
-
 def test_context_parallel_ranks_receive_the_same_part():
     layout = layouts(tp=1, cp=2, dp=2)
-    assert dp_parts(layout) == [0, 0, 1, 1]
-    assert dp_collects(layout) == [True, False, True, False]
-
-
-def test_results_come_from_the_last_pipeline_stage():
-    layout = layouts(tp=2, dp=1, pp=2)
-    assert dp_parts(layout) == [0, 0, 0, 0]
-    assert dp_collects(layout) == [False, False, True, False]
+    assert layout.dp_parts == [0, 0, 1, 1]
+    assert layout.dp_collects == [True, False, True, False]
 
 
 def test_pipeline_stages_as_data_parallel_ranks():
     layout = layouts(tp=2, dp=2, pp=2)
-    assert pp_as_dp_parts(layout) == [0, 0, 2, 2, 1, 1, 3, 3]
-    assert pp_as_dp_collects(layout) == [True, False] * 4
+    assert layout.pp_as_dp_parts == [0, 0, 2, 2, 1, 1, 3, 3]
+    assert layout.pp_as_dp_collects == [True, False] * 4
 
 
 def test_inconsistent_layouts_are_refused():

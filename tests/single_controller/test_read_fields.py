@@ -10,11 +10,9 @@ import torch
 from group_fixtures import local_group
 from quadriga.errors import DispatchError
 from quadriga.protocol import DataProto, fields
-from quadriga.protocol.storage import traffic
 from quadriga.single_controller import (
     Dispatch,
     Worker,
-    make_nd_compute_dataproto_dispatch_fn,
     register,
 )
 from quadriga.single_controller.worker import registered_methods
@@ -142,14 +140,6 @@ def test_a_batch_without_these_fields_stays_whole():
     assert seen(group().some(other)) == {"scores "}
 
 
-def test_rows_that_are_added_to_divide_are_removed():
-    given = batch(3)
-    given.meta_info["_auto_padding"] = True
-    result = group().some(given)
-    assert len(result) == 3
-    assert len(seen(result)) == 1
-
-
 def test_a_future_that_has_arrived_is_sent_with_the_fields_that_are_read():
     reader = group()
     arrived = reader.all_rows.submit(batch())
@@ -193,31 +183,3 @@ def test_the_passes_and_updates_of_the_roles_name_their_fields(kind, method):
     assert fields.RESPONSES not in reads
     with_images = fields.MULTI_MODAL_INPUTS in stage.reads_if_present
     assert (fields.POSITION_IDS in reads) == with_images
-
-
-class Update(Worker):
-    def __init__(self):
-        super().__init__()
-        self._register_dispatch_collect_info("actor", self.rank, True)
-
-    @register(
-        dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"),
-        reads=method_fields.UPDATE_ACTOR.inputs,
-    )
-    def update_actor(self, data):
-        return DataProto(meta_info={"metrics": {"bytes": float(data.batch["advantages"].nbytes)}})
-
-
-def test_the_scores_of_a_step_are_not_stored_for_its_update(start_on_ray):
-    """512 rows of 1024 tokens: 2 MiB each of scores, rewards and returns that nothing reads."""
-    group = start_on_ray(Update, 1)
-    names = "advantages", "token_level_scores", "token_level_rewards", "returns"
-    floats = {name: torch.rand(512, 1024) for name in names}
-    masks = ("input_ids", "attention_mask", "response_mask")
-    data = DataProto.from_dict(
-        {**floats, **{name: torch.ones(512, 1024, dtype=torch.int64) for name in masks}}
-    )
-    traffic.reset()
-    group.update_actor(data)
-    # Integers of 0 and 1 are sent as bytes: three quarters of the advantages.
-    assert 1 <= traffic.reset().stored_bytes / floats["advantages"].nbytes < 2

@@ -65,14 +65,7 @@ class LoopStreamer(Streamer):
 
 @pytest.fixture(
     scope="module",
-    params=[
-        ("local", Streamer),
-        ("ray", LoopStreamer),
-        *(
-            pytest.param(each, marks=pytest.mark.nightly)
-            for each in (("local", LoopStreamer), ("ray", Streamer))
-        ),
-    ],
+    params=[("local", Streamer), ("ray", LoopStreamer)],
     ids=lambda each: f"{each[0]}-{each[1].__name__}",
 )
 def group(request):
@@ -115,21 +108,6 @@ def test_a_stream_computes_at_most_one_item_ahead_and_ends_when_it_is_dropped(gr
     del stream
     gc.collect()
     assert group.counts()[0] == (made + 2, closed + 1)
-
-
-def test_other_calls_run_between_the_items(group):
-    stream = group.numbers.stream([3, 3])
-    seen = []
-    for item in stream:
-        seen.append((item, group.plain()))
-    assert seen == [([0, 10], [1, 1]), ([1, 11], [1, 1]), ([2, 12], [1, 1])]
-
-
-def test_two_streams_of_one_method(group):
-    first, second = group.numbers.stream([2, 2]), group.numbers.stream([2, 2])
-    assert [next(first), next(second), next(first), next(second)] == [
-        [0, 10], [0, 10], [1, 11], [1, 11],
-    ]  # fmt: skip
 
 
 def test_an_error_of_one_rank_ends_the_stream(group):

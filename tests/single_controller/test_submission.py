@@ -14,7 +14,6 @@ from order_workers import Interleaver, Recorder, Shutdown
 from group_fixtures import Starter
 from quadriga.errors import DispatchError
 from quadriga.protocol import DataProto
-from quadriga.single_controller.dispatch import Call
 
 BALLAST = np.zeros(2**18)
 """An argument of 2 MiB, above what Ray sends inside a call."""
@@ -138,21 +137,6 @@ def test_small_calls_that_overtake_a_large_one_leave_it_room(limited, request):
     order = [("large", i) if j < 0 else ("small", i, j) for i in range(3) for j in range(-1, 8)]
     assert limited.recorded() == [order, order]
     assert max(limited.most_running()) <= limit
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("limited", [1], indirect=True)
-def test_a_call_that_arrives_last_finds_a_free_slot(limited):
-    from quadriga.backends.ray.calls import encode
-
-    rank = limited.workers[0]
-    calls = [Call("Interleaver", "record_later", (i,)) for i in range(3)]
-    refs = [
-        rank.quadriga_invoke.remote(encode(calls[i], with_ticket=True), ("another sender", i))
-        for i in (2, 1, 0)
-    ]
-    ray.get(refs, timeout=10)
-    assert limited.recorded()[0] == [0, 1, 2]
 
 
 def test_a_reserved_name_is_refused_before_any_worker_is_built(backend, tmp_path):

@@ -68,13 +68,6 @@ def test_rows_are_split_by_the_ranks_of_a_mesh(rows_group):
     assert result.batch["rank"].tolist() == [0, 0, 0, 2, 2]
 
 
-def test_a_tensordict_is_split_too(rows_group):
-    given = TensorDict({"row": torch.arange(5)}, batch_size=[5])
-    result = rows_group.each(given)
-    assert result["row"].tolist() == [0, 1, 2, 3, 4]
-    assert result["rank"].tolist() == [0, 0, 1, 2, 3]
-
-
 def test_a_future_is_split_where_its_rows_arrive(rows_group):
     first = rows_group.each.submit(batch(5))
     second = rows_group.by_mesh.submit(first)

@@ -40,14 +40,6 @@ class Rows(Worker):
     def metric(self, data):
         return len(data)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
-    def beside(self, data, others, reference):
-        return len(data), len(others[0]), reference
-
-    @register(dispatch_mode=uneven_dispatch_mode())
-    def uneven(self, data):
-        return self._answer(data, 1)
-
     @register(dispatch_mode=uneven_dispatch_mode("train"))
     def by_mesh(self, data):
         return self._answer(data, 1)
@@ -93,7 +85,7 @@ HIDDEN = {
 }
 
 
-@pytest.mark.parametrize("mode", ["each", "metric", "uneven", "by_mesh", "megatron", "apply"])
+@pytest.mark.parametrize("mode", ["each", "by_mesh", "megatron", "apply"])
 @pytest.mark.parametrize("kind", HIDDEN)
 def test_what_every_rank_would_receive_whole_is_refused(group, mode, kind):
     function = (answer,) if mode == "apply" else ()
@@ -113,10 +105,6 @@ def test_without_a_batch_every_rank_receives_the_values(group):
     assert group.each(1, times=1).batch["rank"].tolist() == [0, 1]
     assert group.each([5, 6, 7]).batch["rank"].tolist() == [0, 0, 0, 1, 1, 1]
     assert group.metric("four") == [4, 4]
-
-
-def test_beside_a_batch_every_rank_receives_the_other_values(group):
-    assert group.beside(batch(4), [batch(3)], reference=None) == [(2, 3, None)] * 2
 
 
 def test_the_batch_itself_is_split(group):

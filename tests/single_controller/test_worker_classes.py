@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -152,12 +150,3 @@ def test_a_method_with_the_name_of_an_attribute_of_the_group_is_refused(backend,
     pool = backend.resource_pool([1], use_gpu=False)
     with pytest.raises(DispatchError, match=f"Bad.{name} cannot be bound: a worker group has"):
         backend.worker_group(pool, backend.class_with_args(cls))
-
-
-def test_a_subclass_of_a_group_may_declare_the_types_of_its_methods():
-    from quadriga.backends.local import LocalWorkerGroup
-
-    class Typed(LocalWorkerGroup):
-        one: Callable[..., object]
-
-    assert Typed._bound_names({"views": Views}, "views")["one"] == ("views", "one")

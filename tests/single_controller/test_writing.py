@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from writing_workers import Plain, Writer, arrays_of, objects
 
@@ -32,11 +31,6 @@ def test_arrays_inside_objects_can_be_written_and_no_other_process_sees_it(write
     assert all(array.sum() == 0 for array in arrays_of(value))
     if isinstance(value, Plain):
         assert value.numbers[0] == 0
-
-
-def test_two_references_to_one_array_stay_one_array(writer):
-    array = np.zeros(2**18)
-    assert writer.is_same(Plain(array, array)) == [True, True]
 
 
 def test_arrays_inside_objects_in_a_process_without_torch():
