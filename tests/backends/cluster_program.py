@@ -21,7 +21,6 @@ from quadriga.backends.ray import (
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
-    merge_resource_pool,
     split_resource_pool,
 )
 from quadriga.errors import PlacementError, WorkerDiedError
@@ -114,16 +113,10 @@ def main() -> None:
 
     # The smaller group comes first in the pool; the node with three CPUs must be left to the other.
     seen["one node per group"] = node_bundles(pool)
-    left, right = split_resource_pool(pool, [1, 4])
-    middle, end = split_resource_pool(right, 2)
-    merged = start(merge_resource_pool(left, end))
-    seen["nodes of a merged pool"] = nodes_of(merged)
-    seen["local ranks of a merged pool"] = [p["LOCAL_RANK"] for p in merged.environment()]
-    merged.shutdown()
+    _, right = split_resource_pool(pool, [1, 4])
     group = start(right, Cases, role="actor")
     seen["nodes of ranks"] = nodes_of(group)
     seen["local ranks"] = right.local_rank_list()
-    seen["split twice"] = [middle.store, end.store]
     doomed = next(
         rank for rank, handle in enumerate(group._ranks.handles)
         if handle.facts.node_id == small.node_id

@@ -141,17 +141,6 @@ def test_a_process_that_left_ray_reports_no_death(ray_cases, monkeypatch):
     assert find_death(ray_cases._ranks) is None
 
 
-@pytest.mark.nightly
-def test_a_result_of_a_dead_rank_as_an_argument(ray_group, ray_cases):
-    """The error of the rank that receives it names the source."""
-    doomed = ray_group.die_on.submit(0)
-    with pytest.raises(
-        WorkerMethodError, match=r"is the result of critic\.die_on, rank 0 on "
-    ) as e:
-        ray_cases.take.options(timeout=30)(doomed)
-    assert isinstance(e.value.__cause__, WorkerDiedError)
-
-
 SCREEN = 40
 """Lines of a terminal."""
 

@@ -22,20 +22,10 @@ def seen():
     return json.loads(next(line for line in run.stdout.splitlines() if line.startswith("{")))
 
 
-def test_each_placement_group_lies_on_one_node(seen):
-    assert seen["one node per group"] == [1, 1]
-
-
 def test_ranks_of_a_part_of_an_uneven_pool_are_in_the_order_of_nodes(seen):
+    assert seen["one node per group"] == [1, 1]
     assert seen["nodes of ranks"] == [0, 1, 1, 1]
     assert seen["local ranks"] == [0, 0, 1, 2]
-
-
-def test_a_merged_pool_over_two_nodes(seen):
-    """The first place of the first node, then the last two of the second."""
-    assert seen["split twice"] == [[1, 1], [2]]
-    assert seen["nodes of a merged pool"] == [0, 1, 1]
-    assert seen["local ranks of a merged pool"] == ["0", "0", "1"]
 
 
 def test_a_packed_group_over_several_nodes_knows_its_local_ranks(seen):

@@ -112,18 +112,6 @@ def test_a_full_queue_of_one_rank_is_its_failure_and_the_others_run_the_call(
     assert group.recorded() == [["half", "after"], ["half", "after"], ["after"]]
 
 
-def test_ranks_that_run_a_call_which_one_rank_has_not_received_are_named(
-    group, tmp_path, monkeypatch
-):
-    gate = tmp_path / "gate"
-    with monkeypatch.context() as patched:
-        refuse_rank(patched, group, 2)
-        with pytest.raises(WorkerError, match=r"(?s)to rank 2 .*Still running .*: rank\(s\) 0, 1"):
-            group.wait_for(str(gate))
-    gate.touch()
-    assert group.recorded() == [[], [], []]
-
-
 @pytest.mark.nightly
 def test_ranks_that_wait_for_it_in_a_collective_are_killed(start_on_ray, monkeypatch):
     """The rule for every rank that fails. Nothing is left that waits."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import ray.util.client
@@ -11,11 +10,8 @@ import torch
 
 from quadriga.backends import get_backend
 from quadriga.backends.ray import Nsight, RayWorkerGroup, TorchProfiler
-from quadriga.backends.ray.calls import encode
-from quadriga.backends.ray.rank_process import RankProcess
-from quadriga.errors import ConfigError, QuadrigaError
+from quadriga.errors import ConfigError, DispatchError, QuadrigaError
 from quadriga.single_controller import ClassWithInitArgs, Dispatch, Worker, register
-from quadriga.single_controller.dispatch import Call
 
 
 class Multiplier(Worker):
@@ -78,29 +74,16 @@ class Generator(Multiplier):
         return None
 
 
-@pytest.mark.parametrize(
-    ("options", "cls", "said"),
-    [
-        ({}, Generator, r"coroutine methods \['generate'\], whose calls overlap"),
-        ({"worker_names": ["a"]}, Multiplier, "ranks that run already cannot get a profiler"),
-        ({"worker_handles": [None]}, Multiplier, "ranks that run already cannot get a profiler"),
-    ],
-)
-def test_a_profiler_that_would_trace_nothing_is_refused(options, cls, said, monkeypatch):
-    monkeypatch.setattr("quadriga.backends.ray.backend.use_store", lambda store: None)
-    with pytest.raises(ConfigError, match=said):
-        RayWorkerGroup(
-            ray_cls_with_init=ClassWithInitArgs(cls), profiler=TorchProfiler("/t"), **options
+def test_a_profiler_that_would_trace_nothing_is_refused(start_on_ray, monkeypatch):
+    monkeypatch.setattr("quadriga.backends.ray.backend.start_ranks", None)
+    with pytest.raises(ConfigError, match=r"coroutine methods \['generate'\], whose calls overlap"):
+        start_on_ray(Generator, 2, profiler=TorchProfiler("/t"))
+    with pytest.raises(DispatchError, match="ranks that run already, so profiler has no effect"):
+        RayWorkerGroup.from_detached(
+            worker_names=["a"],
+            ray_cls_with_init=ClassWithInitArgs(Multiplier),
+            profiler=TorchProfiler("/t"),
         )
-
-
-def test_a_call_whose_value_is_returned_itself_is_traced_too(tmp_path):
-    process = RankProcess()
-    process._profiler = TorchProfiler(str(tmp_path))
-    process._facts = SimpleNamespace(rank=3)
-    process._host = SimpleNamespace(invoke=lambda call, store: 5)
-    assert process.quadriga_invoke_value(encode(Call("role", "method", (), {}), False)) == 5
-    assert [path.name for path in tmp_path.iterdir()] == ["role.method-rank3-0.json"]
 
 
 def test_values_of_profilers_are_checked():

@@ -56,7 +56,7 @@ def test_an_option_that_only_a_start_reads_is_refused(ray_cases):
 def test_errors_of_the_register_center(ray_backend, monkeypatch):
     monkeypatch.setattr(start, "JOIN_TIMEOUT_S", 0.5)
     name = "joined_register_center"
-    with pytest.raises(CallTimeoutError, match=r"rank 1 of 2 found no actor 'joined_reg"):
+    with pytest.raises(CallTimeoutError, match="is missing for rank 1 of 2"):
         join_register_center(name, 1, 2)
     first = join_register_center(name, 0, 2)
     with pytest.raises(PlacementError, match=r"exists already: .* prefix 'joined'"):
@@ -66,7 +66,7 @@ def test_errors_of_the_register_center(ray_backend, monkeypatch):
         ray.get(first.center.__ray_call__.remote(lambda actor: os.getpid()), timeout=30)
     )
     stopped.suspend()
-    with pytest.raises(CallTimeoutError, match="did not answer rank 1 of 2 within 0 s"):
+    with pytest.raises(CallTimeoutError, match="did not answer rank 1 of 2 after 0 s"):
         join_register_center(name, 1, 2)
     stopped.kill()
     with pytest.raises(WorkerDiedError, match="has ended before rank 1 of 2 joined"):

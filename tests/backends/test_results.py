@@ -12,7 +12,6 @@ import ray
 import torch
 from worker_cases import WIDTH, Cases, fields
 
-from group_fixtures import ray_nightly
 from quadriga.backends.ray import store
 from quadriga.backends.ray.calls import is_plain
 from quadriga.backends.ray.store import Result, ResultStore, is_plain_batch, opened
@@ -40,22 +39,6 @@ def owners(data: DataProto) -> set[str]:
     columns = dict(getattr(data.batch, "columns", {})).values()
     handles = [handle for column in columns for handle in getattr(column, "handles", ())]
     return {handle.location.ref.owner_address() for handle in handles}
-
-
-@ray_nightly
-def test_fields_are_passed_from_call_to_call_and_in_futures(start):
-    makers, readers = start(Cases, 2), start(Cases, 3)
-    for _ in range(3):
-        data = makers.add_field(makers.make(prompts(6)))
-        check(data, 6)
-        check(makers.make(prompts(2)), 2)
-        assert torch.equal(data.batch["three"], 3 * data.batch["one"])
-        one = 15.0 * WIDTH
-        later = makers.add_field.submit(makers.make.submit(prompts(6)))
-        for given in (later, data):
-            found = readers.total(given)
-            sums = {key: sum(part[key] for part in found) for key in found[0]}
-            assert sums == {"one": one, "two": 2 * one, "small": 150.0, "three": 3 * one}
 
 
 def test_a_future_that_has_arrived_is_split_as_its_batch(cases, monkeypatch):

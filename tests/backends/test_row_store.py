@@ -36,42 +36,27 @@ def seen():
 
 
 @pytest.mark.nightly
-def test_whole_shards_are_copied_to_every_node_that_reads_rows_of_them(seen):
-    found = seen["shards"]["permuted"]
-    assert found["right"] and found["copies"] == [2, 2, 2] and found["cut rows"] == [0, 0, 0]
-    assert seen["shards"]["controller"][:2] == [True, 0]
-
-
-@pytest.mark.nightly
-def test_rows_are_cut_out_and_no_shard_is_copied(seen):
-    """Each rank needs one row of two other nodes; `rag` has rows of half to one and a half times
-    the bytes of a row of the others, and 8 bytes for each of its offsets."""
-    found = seen["rows"]["permuted"]
-    assert found["right"] and found["copies"] == [0, 0, 0] and seen["servers"] == 3
-    assert all(5 <= rows < 7.1 for rows in found["cut rows"])
+def test_shards_are_copied_or_rows_are_cut_out_as_the_setting_says(seen):
+    """By default a few rows are cut out, and a third is not. Each rank needs one row of two other
+    nodes; `rag` has rows of half to one and a half times the bytes of a row of the others."""
+    shards, few = seen["shards"], seen["rows"]["permuted"]
+    assert shards["permuted"]["right"] and shards["permuted"]["copies"] == [2, 2, 2]
+    assert shards["permuted"]["cut rows"] == [0, 0, 0] and shards["controller"][:2] == [True, 0]
+    assert few["right"] and few["copies"] == [0, 0, 0] and seen["servers"] == 3
+    assert all(5 <= rows < 7.1 for rows in few["cut rows"])
     assert seen["rows"]["controller"] == [True, 1, 0]
-
-
-@pytest.mark.nightly
-def test_by_default_a_few_rows_are_cut_out_and_a_third_is_not(seen):
-    assert seen["auto"]["a third"] == seen["shards"]["permuted"]
+    assert seen["auto"]["a third"] == shards["permuted"]
     assert seen["auto"]["one row"] == [True, 1, 0]
 
 
 @pytest.mark.nightly
-def test_whole_shards_are_fetched_if_a_row_server_was_killed(seen):
+def test_rows_after_the_end_of_row_servers_ranks_and_a_node(seen):
+    """Whole shards are fetched without a server; the node of a rank that has ended cuts its rows;
+    rows of a lost node are an error that names their rank."""
     killed, after = seen["killed server"]
     assert killed["right"] and killed["copies"] == [2, 2, 2] and after
-
-
-@pytest.mark.nightly
-def test_rows_of_ranks_that_have_ended_are_cut_out_by_their_nodes(seen):
     found, rows = seen["dead ranks"]
     assert found == [[0.0], [9.0], [18.0]] and rows >= 2
-
-
-@pytest.mark.nightly
-def test_rows_of_a_lost_node_are_an_error_that_names_their_rank(seen):
     assert seen["lost node"] == {"field": "one", "rank is right": True, "method": "make"}
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from worker_cases import Adder, Coroutines, Mirror, Neighbour, Nested
 
-from group_fixtures import ray_nightly
+from group_fixtures import local_group
+from quadriga.backends import get_backend
 from quadriga.errors import DispatchError, UnregisteredMethodError
 from quadriga.single_controller import (
     Dispatch,
@@ -23,16 +24,6 @@ def two_roles(backend):
 
 
 def test_fused_class_with_views(start, backend):
-    group = start(create_colocated_worker_raw_cls(two_roles(backend)), 2)
-    group.fuse(["actor", "actor_rollout"])
-    assert group.actor.add(1) == [2, 3]
-    roles = ["Fused_actor_actor_rollout", "actor", "actor_rollout"]
-    assert group.actor_rollout.ask(1) == [(2, 0, roles), (3, 1, roles)]
-    assert group.spawn_fused({"actor"})["actor"].add(5) == [6, 7]
-
-
-@ray_nightly
-def test_a_subclass_calls_both_roles_in_one_method(start, backend):
     fused = create_colocated_worker_raw_cls(two_roles(backend))
 
     class Hybrid(fused):
@@ -42,6 +33,11 @@ def test_a_subclass_calls_both_roles_in_one_method(start, backend):
 
     group = start(Hybrid, 2)
     assert group.both(1) == [4, 6]
+    group.fuse(["actor", "actor_rollout"])
+    assert group.actor.add(1) == [2, 3]
+    roles = ["Hybrid", "actor", "actor_rollout"]
+    assert group.actor_rollout.ask(1) == [(2, 0, roles), (3, 1, roles)]
+    assert group.spawn_fused({"actor"})["actor"].add(5) == [6, 7]
 
 
 def test_coroutines_of_colocated_roles(start, backend):
@@ -55,20 +51,20 @@ def test_coroutines_of_colocated_roles(start, backend):
     assert views["actor"].add(0) == [1, 2]
 
 
-@ray_nightly
-def test_nested_workers(start):
-    assert start(Nested, 2).through(1) == [(101, 2), (102, 2)]
+def test_nested_workers():
+    assert local_group(Nested).through(1) == [(101, 2), (102, 2)]
 
 
-def test_roles_must_be_classes_with_arguments(backend):
+def test_roles_must_be_classes_with_arguments():
+    backend = get_backend("local")
     with pytest.raises(DispatchError, match="Role 'actor' must be a class with its arguments"):
         backend.colocate({"actor": Adder})
     with pytest.raises(DispatchError, match="At least one role"):
         backend.colocate({})
 
 
-def test_methods_need_a_role_where_there_are_several(start, backend):
-    group = start(None, 1, roles=two_roles(backend))
+def test_methods_need_a_role_where_there_are_several():
+    group = local_group(None, 1, roles=two_roles(get_backend("local")))
     with pytest.raises(UnregisteredMethodError, match="actor_add"):
         group.add(1)
     assert group.execute_all_sync("actor_add", 1) == [2]

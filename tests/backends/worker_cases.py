@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import os
 import resource
 import sys
 import time
-import weakref
 
 from quadriga.single_controller import (
     Dispatch,
@@ -189,10 +187,6 @@ class Cases(Adder):
         data.batch["a"] *= 2
         return data
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
-    def length(self, data):
-        return len(data)
-
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def rows(self, data):
         return data
@@ -222,12 +216,6 @@ class Cases(Adder):
     def make_odd_twice(self, prompts):
         rows = prompts.batch["row"]
         return fields(rows.repeat_interleave(1 + rows % 2)).select(["one", "small"])
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def add_field(self, data):
-        """Return the fields that were received, and one more."""
-        data.batch["three"] = data.batch["one"] * 3
-        return data
 
     @register(dispatch_mode=ALL)
     def several(self, count):
@@ -361,21 +349,6 @@ class Nested(Worker):
         return self.inner.add(x), self.inner.world_size
 
 
-class Checkpointing(Worker):
-    """Write a checkpoint with code of `torch.distributed`, which takes long on a slow disk."""
-
-    @register(dispatch_mode=ALL)
-    def save_unless(self, rank, seconds):
-        if self.rank == rank:
-            raise OSError("no space left")
-        path = "/site-packages/torch/distributed/checkpoint/filesystem.py"
-        code = "def write_items(seconds):\n    import time; time.sleep(seconds)\n"
-        names: dict = {}
-        exec(compile(code, path, "exec"), names)
-        names["write_items"](seconds)
-        return self.rank
-
-
 class Collective(Worker):
     @register(dispatch_mode=ALL)
     def connect(self):
@@ -395,29 +368,6 @@ class Collective(Worker):
         value = torch.ones(1)
         torch.distributed.all_reduce(value)
         return value.item()
-
-
-class Cycle:
-    """An object that only the garbage collector can free."""
-
-    def __init__(self) -> None:
-        self.me = self
-
-
-class Cyclic(Worker):
-    """Hold a cycle from its `__init__` on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held = Cycle()
-
-    @register(dispatch_mode=ALL)
-    def look(self):
-        """Drop the cycle. Return how many objects are frozen, and whether the cycle was freed."""
-        watched = weakref.ref(self.held)
-        del self.held
-        gc.collect()
-        return gc.get_freeze_count(), watched() is None
 
 
 class Reader(Cases):

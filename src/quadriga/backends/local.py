@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, cast
 
 from quadriga.errors import (
@@ -79,57 +79,19 @@ LOOK_S = 0.02
 DEBUGGERS = ("bdb.py", "pdb.py", "pydevd.py", "pydevd_frame.py")
 
 
-class RunningCall:
-    """One call of one rank while it runs: `with RunningCall(host, call, timeout): …`.
+@dataclass(eq=False)
+class _Running:
+    """One call of one rank while it runs."""
 
-    Raises `CallTimeoutError` at the end of the block if it took `timeout` seconds or more.
-    """
-
-    def __init__(self, host: RankHost, call: Call, timeout: float | None) -> None:
-        self.label = f"{call.role}.{call.method}"
-        self.role, self.method = call.role, call.method
-        self.place, self.node = host.place, host.node
-        self.timeout = timeout
-        self.thread = threading.get_ident()
-        self.began = time.monotonic()
-        self.logged = self.began
-        self.stack: str | None = None
-        """The stack at the deadline; None before."""
-        self.debugged = False
-
-    def __enter__(self) -> None:
-        global _watcher
-        _running[id(self)] = self
-        if _watcher is None:
-            _watcher = threading.Thread(target=_watch, name="quadriga-deadlines", daemon=True)
-            _watcher.start()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        del _running[id(self)]
-        took = time.monotonic() - self.began
-        if error is None and self.timeout is not None and took >= self.timeout:
-            self._raise_if_late(self.timeout, took)
-
-    def _raise_if_late(self, timeout: float, took: float) -> None:
-        if self.debugged:
-            return
-        rank = self.place.rank
-        stack = self.stack or "  (it ended at that moment)"
-        raise CallTimeoutError(
-            f"{self.label} exceeded its deadline of {timeout:g} s on rank(s) {rank}: it took "
-            f"{took:.1f} s. A local rank runs in the thread of the caller, so it was not "
-            f"interrupted.\n\nStack of rank {rank} at the deadline:\n{stack}",
-            role=self.role,
-            rank=rank,
-            node=self.node,
-            method=self.method,
-            stacks={rank: stack},
-        )
+    label: str
+    rank: int
+    timeout: float | None
+    thread: int
+    began: float
+    logged: float
+    stack: str | None = None
+    """The stack at the deadline; None before."""
+    debugged: bool = False
 
     def check(self, now: float) -> None:
         """Record a deadline that was exceeded, or log that the program waits for this rank."""
@@ -144,18 +106,48 @@ class RunningCall:
         self.logged = now
         if self.debugged:
             return
-        rank, waited = self.place.rank, now - self.began
+        waited = now - self.began
         if late:
             logger.warning(
                 "%s on rank %d exceeded its deadline of %g s after %.0f s and continues, because a "
                 "local call cannot be interrupted; it is at\n%s",
-                self.label, rank, self.timeout, waited, _stack(frame),
+                self.label, self.rank, self.timeout, waited, _stack(frame),
             )  # fmt: skip
         else:
-            logger.warning("waiting for %s on rank(s) %d for %.0f s", self.label, rank, waited)
+            logger.warning("waiting for %s on rank(s) %d for %.0f s", self.label, self.rank, waited)
 
 
-_running: dict[int, RunningCall] = {}
+@contextmanager
+def _deadline(host: RankHost, call: Call, timeout: float | None) -> Iterator[None]:
+    """Watch a call. Raises `CallTimeoutError` at its end if it took `timeout` seconds or more."""
+    global _watcher
+    began, rank = time.monotonic(), host.place.rank
+    running = _Running(call.label, rank, timeout, threading.get_ident(), began, began)
+    _running[id(running)] = running
+    if _watcher is None:
+        _watcher = threading.Thread(target=_watch, name="quadriga-deadlines", daemon=True)
+        _watcher.start()
+    try:
+        yield
+    finally:
+        del _running[id(running)]
+    took = time.monotonic() - began
+    if timeout is None or took < timeout or running.debugged:
+        return
+    stack = running.stack or "  (it ended at that moment)"
+    raise CallTimeoutError(
+        f"{call.label} exceeded its deadline of {timeout:g} s on rank(s) {rank}: it took "
+        f"{took:.1f} s. A local rank runs in the thread of the caller, so it was not "
+        f"interrupted.\n\nStack of rank {rank} at the deadline:\n{stack}",
+        role=call.role,
+        rank=rank,
+        node=host.node,
+        method=call.method,
+        stacks={rank: stack},
+    )
+
+
+_running: dict[int, _Running] = {}
 _watcher: threading.Thread | None = None
 
 
@@ -230,7 +222,7 @@ class LocalRank:
 
     def invoke(self, call: Call, timeout: float | None) -> object:
         """Run the call to its end. Raises `CallTimeoutError` if that took longer than `timeout`."""
-        with environment(self.variables), RunningCall(self.host, call, timeout):
+        with environment(self.variables), _deadline(self.host, call, timeout):
             return self.host.invoke(call)
 
 

@@ -158,13 +158,10 @@ def variables_of_rank(worker_env: WorkerEnv | None, rank: int, world_size: int) 
             "per rank, one mapping for all, or a function of the rank.",
             key="worker_env",
         )
-    if isinstance(worker_env, Mapping):
-        variables = worker_env
-    elif isinstance(worker_env, Sequence):
-        variables = worker_env[rank]
-    else:
-        variables = worker_env(rank)
-    for name, value in dict(variables).items():
+    if not isinstance(worker_env, Mapping):
+        worker_env = worker_env[rank] if isinstance(worker_env, Sequence) else worker_env(rank)
+    variables = dict(worker_env)
+    for name, value in variables.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise ConfigError(
                 f"worker_env of rank {rank}: names and values must be strings, got {name!r}: "
@@ -177,7 +174,7 @@ def variables_of_rank(worker_env: WorkerEnv | None, rank: int, world_size: int) 
             "rank from its place in the group. Remove it; master_port_range chooses the port.",
             key="worker_env",
         )
-    return dict(variables)
+    return variables
 
 
 @contextlib.contextmanager

@@ -162,7 +162,7 @@ class OpenStream:
                 f"A generator was expected, the method returned {type(generator).__name__}."
             )
         self._generator: Generator[object] | AsyncGenerator[object] = generator
-        self._lock: asyncio.Lock | None = None
+        self._lock = asyncio.Lock()
 
     def step(self) -> Item | Awaitable[Item]:
         """Return the next item, or an awaitable of it for an asynchronous generator."""
@@ -175,8 +175,6 @@ class OpenStream:
 
     async def _step_later(self, generator: AsyncGenerator[object]) -> Item:
         # The controller asks for one item ahead, and a generator runs one `__anext__` at a time.
-        if self._lock is None:
-            self._lock = asyncio.Lock()
         async with self._lock:
             try:
                 return (await anext(generator),)
@@ -191,8 +189,6 @@ class OpenStream:
         return None
 
     async def _close_later(self, generator: AsyncGenerator[object]) -> None:
-        if self._lock is None:
-            self._lock = asyncio.Lock()
         async with self._lock:  # not while an item is computed
             await generator.aclose()
 

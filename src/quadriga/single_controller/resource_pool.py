@@ -196,26 +196,29 @@ def check_feasible(pools: Sequence[PoolNeeds], nodes: Sequence[NodeResources]) -
     ]
     for part in parts:
         if not any(_fits(part.wanted, node.resources) for node in nodes):
-            raise PlacementError(
+            raise _refused(
                 f"Pool {part.pool!r} wants {part.processes} processes on one node, that is "
-                f"{_amounts(part.wanted)}; no node has that much. {_nodes_text(nodes, part)}",
-                pool=part.pool,
-                wanted=part.wanted,
-                available={node.name: dict(node.resources) for node in nodes},
+                f"{_amounts(part.wanted)}; no node has that much.",
+                part,
+                nodes,
             )
     # Large parts first: a small part has more nodes to choose from.
     ordered = sorted(parts, key=lambda part: sorted(part.wanted.values()), reverse=True)
     last = _without_node(ordered, nodes) if ordered else None
     if last is not None:
-        raise PlacementError(
-            "The pools do not fit on the nodes together: "
-            + "; ".join(f"{p.name!r} {list(p.process_on_nodes)}" for p in pools)
-            + f". Pool {last.pool!r} is left without {_amounts(last.wanted)} on one node. "
-            + _nodes_text(nodes, last),
-            pool=last.pool,
-            wanted=last.wanted,
-            available={node.name: dict(node.resources) for node in nodes},
+        asked = "; ".join(f"{p.name!r} {list(p.process_on_nodes)}" for p in pools)
+        raise _refused(
+            f"The pools do not fit on the nodes together: {asked}. Pool {last.pool!r} is left "
+            f"without {_amounts(last.wanted)} on one node.",
+            last,
+            nodes,
         )
+
+
+def _refused(text: str, part: _Part, nodes: Sequence[NodeResources]) -> PlacementError:
+    available = {node.name: dict(node.resources) for node in nodes}
+    text = f"{text} {_nodes_text(nodes, part)}"
+    return PlacementError(text, pool=part.pool, wanted=part.wanted, available=available)
 
 
 def _without_node(parts: Sequence[_Part], nodes: Sequence[NodeResources]) -> _Part | None:

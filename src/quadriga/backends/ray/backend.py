@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -28,7 +27,7 @@ from quadriga.backends.ray.pool import (
     local_places,
     local_ranks,
 )
-from quadriga.backends.ray.profiling import Nsight, Profiler, check_profiler, profiler_of_rank
+from quadriga.backends.ray.profiling import Profiler, profiler_of_rank
 from quadriga.backends.ray.rank_process import coroutine_methods
 from quadriga.backends.ray.start import (
     RankPlan,
@@ -128,11 +127,11 @@ class RayWorkerGroup(WorkerGroup):
         built, roles, single = self._roles_of(cls, role, binding)  # raises before a process starts
         self.resource_pool = resource_pool
         existing = worker_names is not None or worker_handles is not None
-        check_profiler(profiler, coroutine_methods(roles), existing)
         if existing:
             given = {
                 "worker_env": worker_env, "sharing_with": sharing_with, "detached": detached,
                 "register_center": register_center, "master_port_range": master_port_range,
+                "profiler": profiler,
             }  # fmt: skip
             if unused := [option for option, value in given.items() if value]:
                 raise DispatchError(
@@ -146,19 +145,24 @@ class RayWorkerGroup(WorkerGroup):
             prefix = name_prefix or handles[0].facts.group_prefix
         else:
             prefix = name_prefix or uuid.uuid4().hex[:6]
+            if not isinstance(cls, RayClassWithInitArgs):
+                cls = RayClassWithInitArgs(cls.cls, *cls.args, **cls.kwargs)
+            placed = _placed(cls, resource_pool, sharing_with, bin_pack, device_name, detached)
+            lifetime = {"lifetime": "detached" if detached else None, "namespace": namespace}
+            options = {name: value for name, value in lifetime.items() if value is not None}
             methods = {name for each in roles.values() for name in dir(each)}
-            lifetime: dict[str, object] = {"lifetime": "detached"} if detached else {}
-            if namespace is not None:
-                lifetime["namespace"] = namespace
-            ours = (
-                cls
-                if isinstance(cls, RayClassWithInitArgs)
-                else RayClassWithInitArgs(cls.cls, *cls.args, **cls.kwargs)
-            )
-            planner = _Planner(
-                ours, prefix, detached, worker_env, device_name, profiler, methods, lifetime
-            )
-            plans = planner.plans(resource_pool, sharing_with, bin_pack)
+            coroutines, plans = coroutine_methods(roles), []
+            for rank, (suffix, local, actor, variables) in enumerate(placed):
+                place = RankEnvironment(rank, len(placed), *local, group_prefix=prefix)
+                plan = RankPlan(
+                    f"{prefix}{cls.cls.__name__}_{suffix}",
+                    place,
+                    {**actor, **options},
+                    {**variables_of_rank(worker_env, rank, len(placed)), **variables},
+                )
+                plans.append(
+                    plan.with_profiler(profiler_of_rank(profiler, place, methods, coroutines))
+                )
             name, ports = cls.cls.__name__, master_port_range
             store = backend.store
             handles = start_ranks(plans, built, name, start_timeout, store, port_range=ports)
@@ -194,71 +198,43 @@ class RayWorkerGroup(WorkerGroup):
         )
 
 
-@dataclass
-class _Planner:
-    """Plan for each rank its name, its position in the group and its Ray options."""
+_Placed = tuple[str, tuple[int, int], dict[str, object], dict[str, str]]
+"""End of the name of a rank, (local rank, local world size), options of Ray, variables."""
 
-    cls: RayClassWithInitArgs
-    prefix: str
-    detached: bool
-    worker_env: WorkerEnv | None
-    device_name: str
-    profiler: Profiler | None
-    methods: Collection[str]
-    lifetime: dict[str, object]
-    """Ray options of all ranks."""
 
-    def plans(
-        self,
-        pool: RayResourcePool | None,
-        sharing_with: WorkerGroup | None,
-        bin_pack: bool,
-    ) -> list[RankPlan]:
-        """Return the plans of all ranks: one per rank of a group, on its node and devices, or one
-        per bundle of a pool. Raises `DispatchError` without either."""
-        chosen: list[tuple[str, dict[str, object], dict[str, str]]]
-        if sharing_with is not None:
-            facts = [handle.facts for handle in sharing_with._ranks.handles]
-            local = local_ranks([fact.node_id for fact in facts])
-            chosen = [
-                (f"shared:{rank}", self.cls.options_on_node(fact.node_id), devices_of(fact))
-                for rank, fact in enumerate(facts)
-            ]
-        elif pool is not None:
-            if self.detached:
-                pool.detach()
-            strategy: Strategy = "STRICT_PACK" if bin_pack else "PACK"
-            groups = pool.get_placement_groups(strategy, device_name=self.device_name)
-            bundles = pool.bundles_of_ranks()
-            local = local_places([(groups[group], bundle) for group, bundle in bundles])
-            device = pool.use_gpu, 1 / pool.max_colocate_count, self.device_name
-            chosen = [
-                (f"{group}:{bundle}", self.cls.actor_options(groups[group], bundle, *device), {})
-                for group, bundle in bundles
-            ]
-        else:
-            raise DispatchError(
-                "RayWorkerGroup needs a resource_pool, a group to share with (sharing_with), "
-                "or existing workers (worker_names or worker_handles)."
-            )
-        n, prefix = len(chosen), self.prefix
+def _placed(
+    cls: RayClassWithInitArgs,
+    pool: RayResourcePool | None,
+    sharing_with: WorkerGroup | None,
+    bin_pack: bool,
+    device_name: str,
+    detached: bool,
+) -> list[_Placed]:
+    """Return where each rank runs: one per rank of a group, on its node and devices, or one per
+    bundle of a pool. Raises `DispatchError` without either."""
+    if sharing_with is not None:
+        facts = [handle.facts for handle in sharing_with._ranks.handles]
+        local = local_ranks([fact.node_id for fact in facts])
         return [
-            self._plan(RankEnvironment(rank, n, *local[rank], group_prefix=prefix), *each)
-            for rank, each in enumerate(chosen)
+            (f"shared:{rank}", local[rank], cls.options_on_node(fact.node_id), devices_of(fact))
+            for rank, fact in enumerate(facts)
         ]
-
-    def _plan(
-        self, place: RankEnvironment, suffix: str, options: dict[str, object], own: dict[str, str]
-    ) -> RankPlan:
-        name = f"{self.prefix}{self.cls.cls.__name__}_{suffix}"
-        variables = variables_of_rank(self.worker_env, place.rank, place.world_size)
-        profiler = profiler_of_rank(self.profiler, place.rank, place.world_size, self.methods)
-        if isinstance(profiler, Nsight):
-            given = cast("Mapping[str, object]", options.get("runtime_env") or {})
-            options = {**options, "runtime_env": {**given, **profiler.runtime_env()}}
-            profiler = None
-        options, variables = {**options, **self.lifetime}, {**variables, **own}
-        return RankPlan(name, place, options, variables, profiler)
+    if pool is None:
+        raise DispatchError(
+            "RayWorkerGroup needs a resource_pool, a group to share with (sharing_with), "
+            "or existing workers (worker_names or worker_handles)."
+        )
+    if detached:
+        pool.detach()
+    strategy: Strategy = "STRICT_PACK" if bin_pack else "PACK"
+    groups = pool.get_placement_groups(strategy, device_name=device_name)
+    bundles = pool.bundles_of_ranks()
+    local = local_places([(groups[group], bundle) for group, bundle in bundles])
+    device = pool.use_gpu, 1 / pool.max_colocate_count, device_name
+    return [
+        (f"{group}:{bundle}", place, cls.actor_options(groups[group], bundle, *device), {})
+        for (group, bundle), place in zip(bundles, local, strict=True)
+    ]
 
 
 @contextmanager

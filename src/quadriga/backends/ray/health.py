@@ -572,12 +572,9 @@ def cancelled(source: str, handle: RankHandle | None = None) -> WorkerMethodErro
     """Return the error for a result that was dropped. `source`: "role.method", and the rank."""
     if handle is None:
         return WorkerMethodError(f"The result of {source} was cancelled.", remote_traceback="")
-    rank, node = handle.facts.rank, handle.facts.node
-    return WorkerMethodError(
-        f"The result of {source}, rank {rank} on {node}, was cancelled. The rank runs the call.",
-        remote_traceback="",
-        **details(handle, source),
-    )
+    place = f"rank {handle.facts.rank} on {handle.facts.node}"
+    text = f"The result of {source}, {place}, was cancelled. The rank runs the call."
+    return WorkerMethodError(text, remote_traceback="", **details(handle, source))
 
 
 def is_returned(ref: Ref) -> bool:

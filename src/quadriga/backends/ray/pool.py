@@ -5,6 +5,7 @@ Placement groups are made the largest first, each on one node.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import threading
 import time
@@ -148,7 +149,7 @@ def sort_by_node_address(groups: Sequence[PlacementGroup]) -> list[PlacementGrou
     """
     addresses = {node.node_id: node.address for node in cluster_nodes()}
 
-    def key(group: PlacementGroup) -> tuple[_AddressKey, str]:
+    def key(group: PlacementGroup) -> tuple[tuple[int, int, str], str]:
         node_id = nodes_of_bundles(group)[0]
         return _address_key(addresses.get(node_id, "")), node_id
 
@@ -190,15 +191,12 @@ def local_ranks(places: Sequence[Hashable]) -> list[tuple[int, int]]:
     return local
 
 
-_AddressKey: TypeAlias = tuple[int, tuple[int, ...], str]
-
-
-def _address_key(address: str) -> _AddressKey:
-    """Sort IPv4 addresses by their numbers, and before names."""
-    parts = address.split(".")
-    if all(part.isdigit() for part in parts):
-        return 0, tuple(map(int, parts)), ""
-    return 1, (), address
+def _address_key(address: str) -> tuple[int, int, str]:
+    """Sort addresses by their numbers, and before names."""
+    try:
+        return 0, int(ipaddress.ip_address(address)), ""
+    except ValueError:
+        return 1, 0, address
 
 
 def alive_nodes() -> list[NodeResources]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from quadriga.errors import ConfigError
+from quadriga.single_controller.environment import RankEnvironment
 
 
 @dataclass(frozen=True)
@@ -85,44 +86,30 @@ class TorchProfiler:
 Profiler = Nsight | TorchProfiler
 
 
-def check_profiler(profiler: object, coroutines: Collection[str], existing: bool) -> None:
-    """Check that a profiler can do its work in a group.
-
-    `coroutines`: the coroutine methods of its classes. `existing`: whether its ranks run already.
-    Raises `ConfigError` otherwise.
-    """
-    if profiler is None:
-        return
-    if existing:
-        _refuse(
-            "ranks that run already cannot get a profiler. Pass it to the group that starts them"
-        )
-    if not isinstance(profiler, Nsight | TorchProfiler):
-        _refuse(f"expected Nsight(...) or TorchProfiler(...), got {profiler!r}")
-    if isinstance(profiler, TorchProfiler) and coroutines:
-        _refuse(
-            f"the group has the coroutine methods {sorted(coroutines)}, whose calls overlap in one "
-            "process, so TorchProfiler cannot trace one call. Use Nsight, or a class without "
-            "coroutine methods"
-        )
-
-
 def profiler_of_rank(
-    profiler: Profiler | None, rank: int, world_size: int, methods: Collection[str]
+    profiler: object, place: RankEnvironment, methods: Collection[str], coroutines: Collection[str]
 ) -> Profiler | None:
     """Return the profiler of one rank, None if it has none.
 
-    `methods`: of the classes of the group. Raises `ConfigError` for a rank or a method that does
-    not exist.
+    `methods`, `coroutines`: the methods of the classes of the group, and those that are coroutine
+    methods. Raises `ConfigError` for a profiler that cannot do its work in the group.
     """
     if profiler is None:
         return None
-    if wrong := sorted(r for r in profiler.ranks or () if not 0 <= r < world_size):
-        _refuse(f"rank(s) {wrong} do not exist in a group of {world_size} ranks")
-    traced = profiler.methods if isinstance(profiler, TorchProfiler) else None
-    if unknown := sorted(set(traced or ()) - set(methods)):
-        _refuse(f"the group has no method {unknown}; it has {sorted(methods)}")
-    return profiler if profiler.ranks is None or rank in profiler.ranks else None
+    if not isinstance(profiler, Nsight | TorchProfiler):
+        _refuse(f"expected Nsight(...) or TorchProfiler(...), got {profiler!r}")
+    if wrong := sorted(r for r in profiler.ranks or () if not 0 <= r < place.world_size):
+        _refuse(f"rank(s) {wrong} do not exist in a group of {place.world_size} ranks")
+    if isinstance(profiler, TorchProfiler):
+        if coroutines:
+            _refuse(
+                f"the group has the coroutine methods {sorted(coroutines)}, whose calls overlap in "
+                "one process, so TorchProfiler cannot trace one call. Use Nsight, or a class "
+                "without coroutine methods"
+            )
+        if unknown := sorted(set(profiler.methods or ()) - set(methods)):
+            _refuse(f"the group has no method {unknown}; it has {sorted(methods)}")
+    return profiler if profiler.ranks is None or place.rank in profiler.ranks else None
 
 
 def _refuse(text: str) -> NoReturn:

@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -32,7 +32,7 @@ from quadriga.backends.ray.calls import RayBatch
 from quadriga.backends.ray.cluster import kill_actor, node_address, this_node
 from quadriga.backends.ray.memory import FULL_EVERY_IN_CONTROLLER, collect_rarely
 from quadriga.backends.ray.pickling import send_code_of_loaded_files
-from quadriga.backends.ray.profiling import TorchProfiler
+from quadriga.backends.ray.profiling import Nsight, Profiler, TorchProfiler
 from quadriga.backends.ray.rank_process import AsyncRankProcess, RankProcess, rank_process_class
 from quadriga.backends.ray.store import make_store
 from quadriga.errors import (
@@ -75,6 +75,14 @@ class RankPlan:
     """Environment variables of the process."""
     profiler: TorchProfiler | None = None
     """What traces its calls."""
+
+    def with_profiler(self, profiler: Profiler | None) -> RankPlan:
+        """Return this plan with a profiler of its calls or, for Nsight, of its process."""
+        if not isinstance(profiler, Nsight):
+            return replace(self, profiler=profiler)
+        given = cast("Mapping[str, object]", self.options.get("runtime_env") or {})
+        env = {**given, **profiler.runtime_env()}
+        return replace(self, options={**self.options, "runtime_env": env})
 
 
 class UserModes:
@@ -310,8 +318,7 @@ def join_register_center(name: str, rank: int, world_size: int) -> Joined:
     """Find rank 0 through the actor `name`, which rank 0 starts.
 
     Raises:
-        CallTimeoutError: there is no such actor, or it does not answer, within `JOIN_TIMEOUT_S`
-            seconds.
+        CallTimeoutError: there is no such actor, or it does not answer, for `JOIN_TIMEOUT_S`.
         WorkerDiedError: the actor has ended.
         PlacementError: rank 0 cannot start the actor, because the name is taken.
     """
@@ -330,21 +337,18 @@ def join_register_center(name: str, rank: int, world_size: int) -> Joined:
             left = max(0.0, expires - time.monotonic())
             first = ray.get(center.add_rank.remote(mine), timeout=left)
             return Joined(first.master_address, first.master_port, center, None)
-        except ValueError as error:  # rank 0 has not started it yet
-            if time.monotonic() > expires:
-                raise CallTimeoutError(
-                    f"{who} found no actor {name!r} within {JOIN_TIMEOUT_S:.0f} s; start rank 0 of "
-                    f"WG_PREFIX={prefix!r}, or set MASTER_ADDR and MASTER_PORT"
-                ) from error
-        except GetTimeoutError as error:
-            raise CallTimeoutError(
-                f"the register center {name!r} did not answer {who} within {JOIN_TIMEOUT_S:.0f} s"
-            ) from error
         except RayActorError as error:
             raise WorkerDiedError(
                 f"the register center {name!r} has ended before {who} joined; start rank 0 of "
                 f"WG_PREFIX={prefix!r} again"
             ) from error
+        except (ValueError, GetTimeoutError) as error:  # ValueError: it does not exist yet
+            if time.monotonic() >= expires:
+                found = "did not answer" if isinstance(error, GetTimeoutError) else "is missing for"
+                raise CallTimeoutError(
+                    f"the actor {name!r} {found} {who} after {JOIN_TIMEOUT_S:.0f} s; start rank 0 "
+                    f"of WG_PREFIX={prefix!r}, or set MASTER_ADDR and MASTER_PORT"
+                ) from error
         time.sleep(0.1)
 
 
