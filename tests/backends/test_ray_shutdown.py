@@ -10,7 +10,6 @@ from quadriga.backends.ray import (
     backend as ray_backends,
     cluster,
     pool as pools,
-    store as row_store,
 )
 from quadriga.backends.ray.backend import RayBackend
 
@@ -48,26 +47,6 @@ def test_every_pool_is_released_and_the_connection_closed_even_if_one_raises(mon
     with pytest.raises(RuntimeError, match="no connection"):
         backend.shutdown()
     assert released == made and stopped == ["servers"] and session.closed
-
-
-def test_a_pool_removes_every_placement_group_even_if_one_raises(monkeypatch):
-    removed: list[object] = []
-    monkeypatch.setattr(pools, "remove_placement_group", failing_first(removed))
-    pool = pools.RayResourcePool([1, 1, 1])
-    monkeypatch.setattr(pool, "pgs", ["a", "b", "c"])
-    with pytest.raises(RuntimeError, match="no connection"):
-        pool.release()
-    assert removed == ["a", "b", "c"] and pool.pgs is None
-
-
-def test_every_row_server_is_ended_even_if_one_raises(monkeypatch):
-    ended: list[object] = []
-    monkeypatch.setattr(row_store, "kill_actor", failing_first(ended))
-    servers = row_store.Servers()
-    monkeypatch.setattr(servers, "_started", ["a", "b"])
-    with pytest.raises(RuntimeError, match="no connection"):
-        servers.stop()
-    assert ended == ["a", "b"]
 
 
 @pytest.fixture

@@ -49,28 +49,3 @@ def test_the_views_of_the_roles_have_the_policy_of_the_group(start, backend):
         group.b_reset()
     with pytest.raises(UnregisteredMethodError, match="has no registered method 'b_rest'"):
         group.b_rest()
-
-
-def repeated(function):
-    """Decorate a function as many decorators do, without its name."""
-
-    def wrapper(self, value):
-        return function(self, value) * 2
-
-    return wrapper
-
-
-class Renamed(Worker):
-    twice = register(dispatch_mode=Dispatch.ONE_TO_ALL)(lambda self, value: value + value)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @repeated
-    def decorated(self, value):
-        return [value]
-
-
-def test_a_method_has_the_name_of_its_attribute(start):
-    group = start(Renamed, 2)
-    assert group.twice(3) == [6, 6]
-    assert group.decorated(3) == [[3, 3], [3, 3]]
-    assert str(group.decorated) == "<Renamed.decorated on 2 ranks>"

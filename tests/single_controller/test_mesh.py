@@ -65,47 +65,12 @@ def test_two_meshes_in_one_worker():
     assert inferred.batch["a"].tolist() == list(range(8))
     assert inferred.batch["rank"].tolist() == [3, 3, 3, 3, 7, 7, 7, 7]
     assert group.dispatch_info("train") == [0, 0, 1, 1, 2, 2, 3, 3]
+    # A result made in four parts is an argument in two.
+    assert group.infer(group.train.submit(batch(8), scale=2)).batch["a"].tolist() == [
+        *range(0, 16, 2)
+    ]
     group.train(batch(8))
     assert group.count() == [2] * 8  # once per mesh
-
-
-class Uneven(Worker):
-    """Six ranks: dp=3 tp=2 for training, dp=2 tp=3 for generation, dp=6 for scoring."""
-
-    def __init__(self):
-        super().__init__()
-        self._register_dispatch_collect_info("train", self.rank // 2, self.rank % 2 == 1)
-        self._register_dispatch_collect_info("infer", self.rank // 3, self.rank % 3 == 0)
-        self._register_dispatch_collect_info("score", 5 - self.rank, True)
-
-    def _mark(self, data, name):
-        data.batch[name] = torch.full((len(data),), self.rank)
-        return data
-
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("train"))
-    def train(self, data):
-        return self._mark(data, "train")
-
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("infer"))
-    def infer(self, data):
-        return self._mark(data, "infer")
-
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("score"))
-    def score(self, data):
-        return self._mark(data, "score")
-
-
-@pytest.mark.parametrize("by_future", [False, True])
-def test_results_of_one_mesh_are_arguments_of_another(by_future):
-    """A result made in two parts is an argument in three, then in six."""
-    group = local_group(Uneven, 6)
-    inferred = (group.infer.submit if by_future else group.infer)(batch(6))
-    trained = (group.train.submit if by_future else group.train)(inferred)
-    scored = group.score(trained)
-    assert scored.batch["a"].tolist() == [0, 1, 2, 3, 4, 5]
-    assert scored.batch["infer"].tolist() == [0, 0, 0, 3, 3, 3]
-    assert scored.batch["train"].tolist() == [1, 1, 3, 3, 5, 5]
-    assert scored.batch["score"].tolist() == [5, 4, 3, 2, 1, 0]  # in data-parallel order
 
 
 def test_a_pickled_future_of_a_mesh_call_is_joined_without_the_group():

@@ -119,24 +119,6 @@ def test_even_ranks_only():
     assert group.twice([1, 2]) == [None, None]
 
 
-def test_rank_zero_by_dispatch_mode_and_by_execute_mode():
-    class W(Worker):
-        @register(dispatch_mode=Dispatch.RANK_ZERO)
-        def a(self, x):
-            return self.rank, x
-
-        @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
-        def b(self, x):
-            return self.rank, x
-
-        @register(execute_mode=Execute.RANK_ZERO)
-        def c(self, x):
-            return self.rank, x
-
-    group = start(W)
-    assert group.a([1]) == group.b([1]) == group.c([1]) == (0, [1])
-
-
 @pytest.mark.parametrize(
     ("result", "error", "words"),
     [

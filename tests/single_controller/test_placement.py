@@ -87,11 +87,6 @@ def test_the_advice_is_about_what_lacks():
         check_feasible(wanted, [NodeResources("here", {"CPU": 1, "GPU": 2})])
 
 
-def test_a_cluster_without_nodes():
-    with pytest.raises(PlacementError, match="There is no node"):
-        check_feasible([pool("actor", 1)], [])
-
-
 def test_many_parts_on_many_nodes():
     check_feasible([PoolNeeds("one each", (1,) * 1000, {"CPU": 64})], nodes(*[0] * 1000))
     with pytest.raises(PlacementError, match="do not fit on the nodes together"):

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from quadriga.errors import WorkerInitError, WorkerMethodError
+from quadriga.errors import WorkerMethodError
 from quadriga.single_controller import (
     ClassWithInitArgs,
     Dispatch,
@@ -78,16 +78,6 @@ class Broken(Worker):
         return self.config.method
 
 
-class Unprintable(Exception):
-    def __str__(self):
-        raise RuntimeError("no text")
-
-
-class UnprintableInit(Worker):
-    def __init__(self):
-        raise Unprintable
-
-
 def test_an_attribute_error_inside_a_property_is_raised_as_it_is():
     with pytest.raises(AttributeError, match="'Broken' object has no attribute 'config'"):
         Broken().model  # noqa: B018
@@ -100,16 +90,6 @@ def test_an_attribute_error_inside_a_property_is_raised_as_it_is():
         host.invoke(Call("role", "method_by_property"))
     with pytest.raises(WorkerMethodError, match="has no method 'nothing'"):
         host.invoke(Call("role", "nothing"))
-
-
-def test_an_exception_without_text_does_not_hide_its_traceback():
-    host = host_of(Broken)
-    with pytest.raises(WorkerMethodError, match=r"Unprintable in role\.fail, rank 0") as caught:
-        host.invoke(Call("role", "fail", (Unprintable(),)))
-    assert isinstance(caught.value.cause, Unprintable)
-    assert "raise error" in caught.value.remote_traceback
-    with pytest.raises(WorkerInitError, match="raise Unprintable"):
-        host_of(UnprintableInit)
 
 
 @pytest.mark.parametrize("sequence", [list, tuple])
@@ -132,21 +112,6 @@ def test_any_number_of_senders_wait_for_arguments_at_the_same_time():
 
     asyncio.run(calls())
     assert len(host.workers["role"].started) == 80
-
-
-class Named(Worker):
-    def name(self):
-        return type(self).__name__
-
-
-def test_the_only_role_of_a_process_may_be_called_by_another_name():
-    """A group that has attached with another class, or without the role's name."""
-    host = host_of(Named)
-    assert host.invoke(Call("another", "name")) == "Named"
-    both = RankHost(RankEnvironment(), "node")
-    both.build({"actor": ClassWithInitArgs(Named), "critic": ClassWithInitArgs(Named)})
-    with pytest.raises(WorkerMethodError, match=r"has the roles \['actor', 'critic'\], not 'an"):
-        both.invoke(Call("another", "name"))
 
 
 class Leaving(Worker):

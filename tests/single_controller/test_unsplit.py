@@ -7,7 +7,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 
 from group_fixtures import Starter, ray_nightly
-from quadriga.errors import DispatchError
+from quadriga.errors import DispatchError, LengthError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.single_controller import (
     Dispatch,
@@ -113,6 +113,17 @@ def test_the_batch_itself_is_split(group):
     futures = DataProtoFuture.concat([group.each.submit(part) for part in parts])
     assert len(group.each(futures)) == 6
     assert group.count(parts) == [6, 6]
+
+
+def test_a_mode_of_uneven_parts_splits_any_number_of_rows(group):
+    assert group.by_mesh(batch(1)).batch["rank"].tolist() == [0]
+    pending = group.each.submit(batch(4), times=5).chunk(4)[0]
+    for given in (batch(5), batch(5).batch, pending):
+        assert group.by_mesh(given).batch["rank"].tolist() == [0, 0, 0, 1, 1]
+    padded = DataProto.from_dict({"row": torch.arange(5)}, auto_padding=True)
+    assert group.by_mesh(padded).batch["rank"].tolist() == [0, 0, 0, 1, 1]
+    with pytest.raises(LengthError, match="or register the method with uneven_dispatch_mode"):
+        group.each(batch(5))
 
 
 def test_a_lazily_stacked_tensordict_is_split(group):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from quadriga.backends.ray.rank_process import AsyncRankProcess
-from quadriga.errors import DispatchError
 from quadriga.protocol import DataProto
 from quadriga.single_controller import Dispatch, Worker, register
 
@@ -141,12 +139,3 @@ def test_an_argument_may_be_called_view():
     assert group.each(view=[1, 2], mesh_name=[3, 4]) == [(1, 3), (2, 4)]
     data = DataProto.from_dict({"a": torch.arange(2)})
     assert group.rows(data, view=10, function=1).batch["a"].tolist() == [1, 11]
-
-
-@pytest.mark.parametrize("name", ["_ranks", "_offered", "_views"])
-def test_a_method_with_the_name_of_an_attribute_of_the_group_is_refused(backend, name):
-    method = register(dispatch_mode=ALL)(lambda self: "mine")
-    cls = type("Bad", (Worker,), {name: method})
-    pool = backend.resource_pool([1], use_gpu=False)
-    with pytest.raises(DispatchError, match=f"Bad.{name} cannot be bound: a worker group has"):
-        backend.worker_group(pool, backend.class_with_args(cls))
