@@ -11,33 +11,21 @@ runs. How a call is sent depends on what it holds:
     coroutine methods
     an argument above `BIG` that several ranks get     a reference to the argument in the store
 
-Calls that are more than plain data are pickled by cloudpickle. Code of the user's files that
-workers cannot import by name is sent with what uses it.
-
-Futures of which many ranks receive a part: one of them splits the batch for all.
-
-A rank that receives part i of a future waits for all n results and takes its rows. For n receivers
-these are n² references in the calls, and n² requests to the controller, which owns the results.
-From `MANY` on, the first receiver gets another task before its call: it waits for the results once
-and returns each part as an object of its own. With the results r0 … r3 and 4 receivers:
+**Futures of which many ranks receive a part** are split by one of them. A rank that receives part i
+of a future waits for all n results and takes its rows. For n receivers these are n² references in
+the calls, and n² requests to the controller, which owns the results. From `MANY` on, the first
+receiver gets another task before its call: it waits for the results once and returns each part as
+an object of its own. With the results r0 … r3 and 4 receivers:
 
     each for itself    call 0 (part 0 of r0 r1 r2 r3)  …  call 3 (part 3 of r0 r1 r2 r3)     16
     one for all        rank 0: split (r0 r1 r2 r3) → p0 p1 p2 p3
                        call 0 (p0)  …  call 3 (p3)                                            8
 
-Consumes: the calls of one submission. Produces: the same calls, with the futures of p0 … p3. The
-other receivers wait for rank 0. The first failure of any result is the failure of every part.
+The other receivers wait for rank 0. The first failure of any result is the failure of every part.
 
-Waiting for results of ranks: the first failure of any of them ends the wait.
-
-    RayBatch       the results of one submission
-    RayPending     one of them; pickled, it becomes a batch of one result, whose rank is not known
-    wait_for       waits for several batches at once
-
-A wait first asks Ray for everything at once, which is all that a short call needs. After
-`FIRST_WAIT_S` it goes on in slices.
-
-One slice of a long wait:
+**The first failure of any rank ends a wait.** A `RayBatch` is the results of one submission. A wait
+first asks Ray for everything at once, which is all that a short call needs. After `FIRST_WAIT_S` it
+goes on in slices:
 
 1. `ray.wait(fetch_local=False)`: which results exist? Small ones and errors are read at once.
 2. `ray.wait(fetch_local=True)`: pull the large ones from their nodes. Ray goes on with such a
@@ -112,8 +100,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("quadriga.controller")
 
-# A call of 0.05 s takes one `ray.get`. One of 0.9 s takes a `ray.get` of 0.2 s and two slices: from
-# 0.2 to 0.7 s and from 0.7 to 0.9 s.
 FIRST_WAIT_S = 0.2
 """How long a wait asks Ray for everything at once, before it goes on in slices."""
 SLICE_S = 0.5
@@ -243,12 +229,8 @@ def pending_of(
 ) -> RayPending:
     """Return a result whose rank is not known in this process.
 
-    Args:
-        ref: first return of the task.
-        label: whose result it is, for messages: "role.method, rank r on node".
-        fields: the returns of fields of the task.
-        left: seconds until the deadline of the call, None without a deadline.
-        dropped: the result was cancelled.
+    `label`: whose it is, for messages. `left`: seconds until the deadline of the call. `dropped`:
+    it was cancelled.
     """
     batch = RayBatch([ref], (), label, left, fields=[fields], dropped={0} if dropped else set())
     return RayPending(batch, 0)
@@ -392,7 +374,17 @@ def wait_for(batches: Sequence[RayBatch], timeout: float | None = None) -> None:
         failed = not isinstance(error, GetTimeoutError)
         error.__traceback__ = None  # see `cluster.fetch`
     # Outside of `except`, so that a failure is not shown with Ray's time-out as its context.
-    values = _wait_in_slices(missing, refs, limit, failed) if values is None else values
+    if values is None:
+        try:
+            found = Slices(missing, refs, limit).wait(failed)
+        except QuadrigaError as error:
+            # Ray's error, which refers to this one as its cause, is in variables of the frames
+            # below and may be the context. The cycle would keep the batches of every calling frame.
+            if isinstance(error.__context__, RayError):
+                error.__context__ = error.__context__.__context__
+            error.__traceback__ = None
+            raise
+        values = [found[ref] for ref in refs]
     # `values` is in the order of `refs`. A batch of 3 ranks, then one result by itself: the first
     # keeps values[0:3], the second values[3:4].
     rest = iter(values)
@@ -406,32 +398,12 @@ def _until(batches: Sequence[RayBatch], seconds: float, limit: float | None) -> 
     return max(0.0, min(seconds, min(expires) - time.monotonic())) if expires else seconds
 
 
-def _wait_in_slices(
-    batches: Sequence[RayBatch], refs: list[Ref], limit: float | None, failed: bool
-) -> list[object]:
-    """Return the value of every reference, in order. For the arguments see `Slices`."""
-    try:
-        found = Slices(batches, refs, limit).wait(failed)
-    except QuadrigaError as error:
-        # Ray's error, which refers to this one as its cause, is in variables of the frames below
-        # and may be the context. The cycle would keep the batches of every calling frame.
-        if isinstance(error.__context__, RayError):
-            error.__context__ = error.__context__.__context__
-        error.__traceback__ = None
-        raise
-    return [found[ref] for ref in refs]
-
-
 class Slices:
     """A wait in slices. Consumes: references. Waits for: all of them. Unblocked by: the last value,
     the first failure, a deadline, a lost node, a watched group that breaks."""
 
     def __init__(self, batches: Sequence[RayBatch], refs: list[Ref], limit: float | None) -> None:
-        """Args:
-        batches: what to wait for.
-        refs: all references of `batches`.
-        limit: when this wait ends without a result, as `time.monotonic()`; None: never.
-        """
+        """`refs`: of all batches. `limit`: when the wait ends without a result, None: never."""
         self._batches = batches
         self._limit = limit
         self._home = {ref: (batch, i) for batch in batches for i, ref in enumerate(batch.refs)}
@@ -666,11 +638,9 @@ def send_to_ranks(
 ) -> list[Ref]:
     """Send `calls[i]` to `handles[i]`. Return the references that `send` returns.
 
-    Raises `DispatchError` if an argument cannot be pickled: no call was sent then. Raises
-    `WorkerError` if a call cannot be sent.
-
-    Args:
-        send: `send(handle, what is sent, ticket if the rank has coroutine methods)`.
+    `send(handle, what is sent, ticket if the rank has coroutine methods)`. Raises `DispatchError`
+    if an argument cannot be pickled: no call was sent then. Raises `WorkerError` if a call cannot be
+    sent.
     """
     encoded: dict[tuple[int, bool], object] = {}
     sending: list[object] = []
