@@ -638,9 +638,9 @@ def send_to_ranks(
 ) -> list[Ref]:
     """Send `calls[i]` to `handles[i]`. Return the references that `send` returns.
 
-    `send(handle, what is sent, ticket if the rank has coroutine methods)`. Raises `DispatchError`
-    if an argument cannot be pickled: no call was sent then. Raises `WorkerError` if a call cannot be
-    sent.
+    `send(handle, what is sent, ticket if the rank has coroutine methods)` sends one. Raises
+    `DispatchError` if an argument cannot be pickled: no call was sent then. Raises `WorkerError` if
+    a call cannot be sent.
     """
     encoded: dict[tuple[int, bool], object] = {}
     sending: list[object] = []
