@@ -45,7 +45,6 @@ import logging
 import math
 import pickle
 import sys
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -568,55 +567,52 @@ class RowServer:
 
 
 class Servers:
-    """The row servers that this process knows, by node. Thread-safe."""
+    """The row servers that this process knows, by name.
+
+    Several threads may use it: each change is one operation of a dict or a list, and two threads
+    that start the server of a node get the same actor.
+    """
 
     def __init__(self) -> None:
         self._known: dict[str, RankActor] = {}
         self._missing: dict[str, float] = {}
+        """Name → when it may be looked up again."""
         self._started: list[RankActor] = []
-        self._lock = threading.Lock()
 
     def of(self, node: str) -> RankActor | None:
         """Return the row server of a node, None if there is none."""
         name = _name(node)
-        with self._lock:
-            if name in self._known:
-                return self._known[name]
-            if time.monotonic() < self._missing.get(name, 0.0):
-                return None
+        known = self._known.get(name)
+        if known is not None or time.monotonic() < self._missing.get(name, 0.0):
+            return known
         try:
             server = cast("RankActor", ray.get_actor(name, namespace=_NAMESPACE))
         except ValueError:  # Ray's error for an unknown name
-            with self._lock:
-                self._missing[name] = time.monotonic() + LOOK_UP_AGAIN_S
+            self._missing[name] = time.monotonic() + LOOK_UP_AGAIN_S
             return None
-        with self._lock:
-            self._known[name] = server
+        self._known[name] = server
         return server
 
     def forget(self, node: str) -> None:
         """Do not ask the row server of a node for a while: it may hang, and readers would wait."""
-        with self._lock:
-            self._known.pop(_name(node), None)
-            self._missing[_name(node)] = time.monotonic() + LOOK_UP_AGAIN_S
+        self._known.pop(_name(node), None)
+        self._missing[_name(node)] = time.monotonic() + LOOK_UP_AGAIN_S
 
     def stop(self) -> None:
         """End the row servers that this process has started. Whole objects are fetched then."""
-        with self._lock:
-            started, self._started = self._started, []
-            self._known.clear()
+        started, self._started = self._started, []
+        self._known.clear()
         with ExitStack() as stack:  # all are ended before an error of one is raised
             for server in reversed(started):
                 stack.callback(kill_actor, server)
 
     def start(self, nodes: Iterable[str]) -> None:
         """Start the row servers of nodes that have none. They end with this driver."""
+        factory = cast("ActorFactory", ray.remote(RowServer))
         for node in nodes:
             name = _name(node)
-            with self._lock:
-                if name in self._known:
-                    continue
-            factory = cast("ActorFactory", ray.remote(RowServer))
+            if name in self._known:
+                continue
             server = factory.options(
                 num_cpus=0,
                 max_restarts=-1,
@@ -626,10 +622,9 @@ class Servers:
                 get_if_exists=True,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             ).remote()
-            with self._lock:
-                self._known[name] = server
-                self._started.append(server)
-                self._missing.pop(name, None)
+            self._known[name] = server
+            self._started.append(server)
+            self._missing.pop(name, None)
 
 
 servers = Servers()
