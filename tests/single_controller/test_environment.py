@@ -20,26 +20,6 @@ from quadriga.single_controller.environment import (
 )
 
 
-def test_a_reserved_port_is_not_chosen_again_and_a_server_can_bind_it():
-    reserved = [ReservedPort.choose() for _ in range(50)]
-    assert len({r.port for r in reserved}) == 50
-    with socket.socket() as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(("", reserved[0].port))
-        server.listen()
-    for r in reserved:
-        r.release()
-
-
-def test_environment_variables_are_restored(monkeypatch):
-    monkeypatch.setenv("RANK", "7")
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with environment({"RANK": "1", "WORLD_SIZE": "2"}):
-        assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("1", "2")
-    assert os.environ["RANK"] == "7"
-    assert "WORLD_SIZE" not in os.environ
-
-
 def test_a_worker_reads_its_place_from_environment_variables():
     place = RankEnvironment(3, 8, 1, 2, "10.0.0.5", "2345", "run_")
 

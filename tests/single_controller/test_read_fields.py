@@ -34,16 +34,6 @@ def timed(function):
     return wrapper
 
 
-def with_attributes(function):
-    """A decorator that copies attributes, and does not name the function as `__wrapped__`."""
-
-    def wrapper(self, data):
-        return function(self, data)
-
-    wrapper.__dict__.update(function.__dict__)
-    return wrapper
-
-
 class Reader(Worker):
     """Returns the names of the fields that its rows have, as one field."""
 
@@ -93,7 +83,6 @@ class Reader(Worker):
 
 class Derived(Reader):
     wrapped = timed(Reader.wrapped)
-    with_attributes = with_attributes(Reader.some)
     alias = Reader.some
 
     def overridden(self, data):
@@ -154,7 +143,6 @@ def test_a_method_that_overrides_receives_all_fields_unless_it_names_its_own():
     assert seen(group(Derived).registered_again(batch())) == {"scores step"}
     assert seen(group(Derived).wrapped(batch())) == {"ids name scores text step"}
     assert seen(group(Derived).marked_outside(batch())) == {"ids step"}
-    assert seen(group(Derived).with_attributes(batch())) == {"ids name scores text step"}
     assert seen(group(Derived).alias(batch())) == {"ids name step"}
     assert seen(group(Derived).some(batch())) == {"ids name step"}
 

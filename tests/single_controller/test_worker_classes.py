@@ -43,19 +43,6 @@ class OddAttributes(Worker):
         return self.defaults.lr
 
 
-class Meta(type):
-    def __getattr__(cls, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return f"class attribute {name}"
-
-
-class OfMeta(Worker, metaclass=Meta):
-    @register(dispatch_mode=ALL)
-    def get(self):
-        return type(self).anything
-
-
 class Critic(Worker, torch.nn.Module):
     def __init__(self):
         Worker.__init__(self)
@@ -100,7 +87,6 @@ for name in NAMES:
 ROLES = {
     "everything": (AnswersEverything, "attribute anything"),
     "odd": (OddAttributes, 3),
-    "meta": (OfMeta, "class attribute anything"),
     "critic": (Critic, (1, 2)),
     "class": (OfTheClass, ("OfTheClass", 1)),
     "names": (Names, []),

@@ -239,7 +239,6 @@ class CallBackend(Protocol):
     @property
     def store(self) -> object:
         """The `protocol.Store` of remote fields."""
-        ...
 
     def submit(
         self,
@@ -255,26 +254,21 @@ class CallBackend(Protocol):
         that rank and treat the others as the peers of a rank that has failed. A wait that is not
         over `timeout` seconds after the submission raises CallTimeoutError.
         """
-        ...
 
     def gather(self, pendings: Sequence[Pending]) -> list[object]:
         """Wait for all results of one `submit`. Raises the first failure as soon as it is known."""
-        ...
 
     def share(self, packed: object, value: object) -> object:
         """Prepare an argument that several ranks receive, so that it is stored only once.
 
         `value` is the argument, `packed` what is sent for it.
         """
-        ...
 
     def is_alive(self, handle: RankHandle) -> bool:
         """Return whether the process of a rank exists. Takes seconds at most."""
-        ...
 
     def dead(self, handles: Sequence[RankHandle]) -> list[RankHandle]:
         """Return the ranks whose process has ended. Costs one check per node, not per rank."""
-        ...
 
     def death(self, ranks: RankSet, handle: RankHandle) -> WorkerError | None:
         """Return the error for a rank whose process has ended.
@@ -282,11 +276,9 @@ class CallBackend(Protocol):
         Its `method` is the call that was in flight on the rank, "" if there was none. None: this
         process is disconnected from the backend and knows nothing about its ranks.
         """
-        ...
 
     def kill(self, handle: RankHandle) -> None:
         """End the process of a rank."""
-        ...
 
 
 @runtime_checkable
@@ -300,7 +292,6 @@ class Backend(CallBackend, Protocol):
 
         `num_cpus`: the number of CPUs of a backend that is started here.
         """
-        ...
 
     def resource_pool(
         self, process_on_nodes: Sequence[int], name: str | None = None, **options: object
@@ -309,19 +300,15 @@ class Backend(CallBackend, Protocol):
 
         `max_colocate_count` is 1 by default, unlike in the pool classes themselves.
         """
-        ...
 
     def check_placement(self, pools: Iterable[ResourcePool]) -> None:
         """Raise PlacementError unless all pools fit on the nodes at the same time."""
-        ...
 
     def class_with_args(self, cls: type, *args: object, **kwargs: object) -> ClassWithInitArgs:
         """Combine a worker class with its arguments, in the backend's type."""
-        ...
 
     def colocate(self, classes: Mapping[str, ClassWithInitArgs]) -> ClassWithInitArgs:
         """Combine several roles that share one process per rank."""
-        ...
 
     def worker_group(
         self, pool: ResourcePool | None, cls: ClassWithInitArgs, **options: object
@@ -330,8 +317,6 @@ class Backend(CallBackend, Protocol):
 
         Without a pool, the option `sharing_with` names a group on whose bundles it runs.
         """
-        ...
 
     def shutdown(self) -> None:
         """End what this backend started."""
-        ...

@@ -122,20 +122,16 @@ class GroupInfo(Protocol):
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        ...
 
     @property
     def rank_layout(self) -> GroupLayout:
         """The layout (tp, cp, dp, pp) of each rank."""
-        ...
 
     def dispatch_info(self, mesh_name: str) -> list[int]:
         """Return the index of the part that each rank receives, by rank."""
-        ...
 
     def collect_info(self, mesh_name: str) -> list[bool]:
         """Return whether the result of each rank is collected, by rank."""
-        ...
 
 
 class GroupView:
