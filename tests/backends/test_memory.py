@@ -21,6 +21,11 @@ PAGES = 6 * 16 * 2**20 // os.sysconf("SC_PAGE_SIZE")
 """Pages of one step."""
 
 
+def test_the_users_choice_of_heap_limits_stays(monkeypatch):
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "65536")
+    assert not memory.keep_freed_memory()
+
+
 @glibc
 def test_ranks_keep_freed_memory(ray_cases):
     assert min(steps[2] for steps in ray_cases.faults_of_steps(6)) < PAGES / 20

@@ -185,3 +185,13 @@ def test_megatron_modes_with_context_parallelism():
     assert group.lists(["a", "b"]) == [(0, "a"), (2, "b")]
     with pytest.raises(LengthError, match="has 4 entries for 2 parts"):
         group.lists([1, 2, 3, 4])
+
+
+def test_a_megatron_mode_without_a_rank_layout_is_refused():
+    class Plain(Worker):
+        @register(dispatch_mode=Dispatch.MEGATRON_PP_ONLY)
+        def stages(self):
+            return 1
+
+    with pytest.raises(MeshError, match="has no rank layout"):
+        local_group(Plain, 2).stages()

@@ -200,3 +200,17 @@ def test_a_mode_that_is_replaced_is_given_itself_and_not_by_name():
         update_dispatch_mode("ONE_TO_ALL", max, max)
     with pytest.raises(DispatchError, match="must be a member of Execute, got 'ALL'"):
         update_execute_mode("ALL", max)
+
+
+def test_tracebacks_show_the_name_of_the_method():
+    import traceback
+
+    class W(Worker):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def update_actor(self):
+            raise ValueError
+
+    with pytest.raises(Exception) as caught:
+        start(W, ranks=1).update_actor()
+    frames = [f.name for f in traceback.extract_tb(caught.value.__traceback__)]
+    assert "update_actor" in frames[:4]

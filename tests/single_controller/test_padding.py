@@ -122,3 +122,10 @@ def test_a_padded_part_that_is_padded_again():
         batch(5), lambda data: inner.all_ranks(data, lambda part: part.repeat(2, interleave=False))
     )
     assert result.batch["row"].tolist() == [0, 1, 0, 1, 2, 2, 3, 4, 3, 4]
+
+
+def test_a_future_of_a_padded_call_is_pickled_with_its_padding(group):
+    future = group.all_ranks.submit(batch(5), lambda data: data.repeat(2))
+    restored = pickle.loads(pickle.dumps(future)).get()
+    assert restored.batch["row"].tolist() == [row for row in range(5) for _ in range(2)]
+    assert isinstance(restored.non_tensor_batch["name"], np.ndarray)

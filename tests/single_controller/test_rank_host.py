@@ -153,3 +153,29 @@ def test_a_method_that_leaves_the_program_does_not_end_the_event_loop(method, er
         return await host.invoke_async(lambda: Call("role", "ping"))
 
     assert asyncio.run(calls()) == 1
+
+
+class Named(Worker):
+    def name(self):
+        return type(self).__name__
+
+
+def test_the_only_role_of_a_process_may_be_called_by_another_name():
+    """A group that has attached with another class, or without the role's name."""
+    host = host_of(Named)
+    assert host.invoke(Call("another", "name")) == "Named"
+    both = RankHost(RankEnvironment(), "node")
+    both.build({"actor": ClassWithInitArgs(Named), "critic": ClassWithInitArgs(Named)})
+    with pytest.raises(WorkerMethodError, match=r"has the roles \['actor', 'critic'\], not 'an"):
+        both.invoke(Call("another", "name"))
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def test_an_exception_without_text_does_not_hide_its_traceback():
+    with pytest.raises(WorkerMethodError, match=r"Unprintable in role\.fail, rank 0") as caught:
+        host_of(Broken).invoke(Call("role", "fail", (Unprintable(),)))
+    assert "raise error" in caught.value.remote_traceback

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 
+from group_fixtures import local_group
+from quadriga.backends.local import LocalWorkerGroup
 from quadriga.backends.ray.rank_process import AsyncRankProcess
+from quadriga.errors import DispatchError
 from quadriga.protocol import DataProto
 from quadriga.single_controller import Dispatch, Worker, register
 
@@ -117,11 +123,19 @@ class Views(Worker):
 
 
 def test_an_argument_may_be_called_view():
-    from quadriga.backends import get_backend
-
-    local = get_backend("local")
-    group = local.worker_group(local.resource_pool([2]), local.class_with_args(Views))
+    group = local_group(Views)
     assert group.one(view=3) == [3, 3]
     assert group.each(view=[1, 2], mesh_name=[3, 4]) == [(1, 3), (2, 4)]
     data = DataProto.from_dict({"a": torch.arange(2)})
     assert group.rows(data, view=10, function=1).batch["a"].tolist() == [1, 11]
+
+
+def test_attributes_of_the_group_are_no_names_of_methods_and_declared_types_are():
+    bad = type("Bad", (Worker,), {"_ranks": register(dispatch_mode=ALL)(lambda self: "mine")})
+    with pytest.raises(DispatchError, match=r"Bad._ranks cannot be bound: a worker group has"):
+        local_group(bad)
+
+    class Typed(LocalWorkerGroup):
+        one: Callable[..., object]
+
+    assert Typed._bound_names({"views": Views}, "views")["one"] == ("views", "one")
