@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import torch
 import vision_cases as cases
 
@@ -27,8 +25,7 @@ def test_a_padded_update_with_images_equals_that_of_its_rows(folder):
     data.batch[fields.ADVANTAGES] = data.batch[fields.RESPONSE_MASK].double() * torch.tensor(
         [[3.0], [-1.0], [0.5]]
     )
-    view = SimpleNamespace(method="update_actor", memo={})
-    padded = add_padding(view, "argument 0", data, 5)
+    padded = add_padding({}, "argument 0", data, 5)
     assert len(padded) == 5
     found, expected = weights_after(folder, padded), weights_after(folder, data)
     assert max(float((found[k] - expected[k]).abs().max()) for k in expected) <= 1e-10

@@ -585,7 +585,7 @@ def _split(
     if len(value) % parts and isinstance(value, DataProto) and value.is_padding_enabled():
         from quadriga.single_controller.padding import add_padding
 
-        value = add_padding(view, where, value, parts)
+        value = add_padding(view.memo, f"{view.method}: {where}", value, parts)
     rows = len(value)
     if rows % parts and uneven:
         return [Part(i, parts, uneven).of(value) for i in range(parts)]
@@ -644,7 +644,7 @@ def _without_padding(
     if not isinstance(padding, Padding):  # a dispatch function of the user's uses the same key
         return outputs
     return [
-        remove_padding(view, padding, part, output)
+        remove_padding(view.method, padding, part, output)
         for part, output in zip(parts or range(len(outputs)), outputs, strict=True)
     ]
 

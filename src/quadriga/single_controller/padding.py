@@ -25,7 +25,6 @@ from tensordict import TensorDict
 from quadriga.errors import LengthError
 from quadriga.protocol import DataProto, pad_dataproto_to_divisor
 from quadriga.protocol.dataproto import PADDING_FIELD
-from quadriga.single_controller.dispatch import GroupView
 
 BatchT = TypeVar("BatchT", DataProto, TensorDict)
 
@@ -55,21 +54,21 @@ class Padding:
 
 
 def add_padding(
-    view: GroupView, where: str, data: DataProto, parts: int, unit: int = 1
+    memo: dict[str, object], where: str, data: DataProto, parts: int, unit: int = 1
 ) -> DataProto:
-    """Return a batch that divides into `parts`, and record the padding in `view.memo`.
+    """Return a batch that divides into `parts`, and record the padding in the `memo` of the call.
 
-    `unit`: neighbouring rows that stay in one part. Raises `LengthError` if another batch of the
-    call has padding and another length.
+    `where`: which argument of which method it is, for messages. `unit`: neighbouring rows that stay
+    in one part. Raises `LengthError` if another batch of the call has padding and another length.
     """
     field = PADDING_FIELD
     while field in data.non_tensor_batch:  # the caller is itself a worker that received padding
         field += "_"
     padding = Padding(len(data), parts, field, unit)
-    seen = view.memo.setdefault("padding", padding)
+    seen = memo.setdefault("padding", padding)
     if isinstance(seen, Padding) and seen.rows != padding.rows:
         raise LengthError(
-            f"{view.method}: {where} has {padding.rows} rows and needs padding for {parts} parts, "
+            f"{where} has {padding.rows} rows and needs padding for {parts} parts, "
             f"another batch of the same call has {seen.rows} rows. Padded batches of one call must "
             "have the same length."
         )
@@ -78,7 +77,7 @@ def add_padding(
     return padded
 
 
-def remove_padding(view: GroupView, padding: Padding, part: int, result: BatchT) -> BatchT:
+def remove_padding(method: str, padding: Padding, part: int, result: BatchT) -> BatchT:
     """Return the result of one part without the rows that were made from padding.
 
     Raises `LengthError` if it does not show which rows these are.
@@ -92,7 +91,7 @@ def remove_padding(view: GroupView, padding: Padding, part: int, result: BatchT)
         kept = result
     elif len(result) % padding.part_rows:
         raise LengthError(
-            f"{view.method} returned {len(result)} rows for part {part}, which had "
+            f"{method} returned {len(result)} rows for part {part}, which had "
             f"{padding.part_rows} rows, the last {padded} of them padding. It is not known which "
             f"rows were made from padding. Keep the field {padding.field!r} of the received batch "
             "in the result, or pass a batch that divides."

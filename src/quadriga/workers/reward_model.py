@@ -206,7 +206,7 @@ def _dispatch_pairs(view: GroupView, /, data: object) -> Split:
                 f"{view.method}: expected pairs of neighbouring rows that divide into {parts} "
                 f"equal parts, got {rows} rows. Pass a multiple of {2 * parts} rows{remedy}."
             )
-        data = add_padding(view, "argument 'data'", data, parts, unit=2)
+        data = add_padding(view.memo, f"{view.method}: argument 'data'", data, parts, unit=2)
     return mesh_scheme(_MESH).dispatch_batches(view, data)
 
 
