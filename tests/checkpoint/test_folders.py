@@ -6,14 +6,14 @@ import pytest
 import torch
 from kills import KilledError, kill_at
 
-from quadriga.checkpoint.files import write_json, write_tensors
+from quadriga.checkpoint.files import write_tensors
 from quadriga.checkpoint.folders import (
     begin_checkpoint,
     commit_checkpoint,
     complete_checkpoints,
     latest_checkpoint,
     prune_checkpoints,
-    read_marker,
+    set_aside_after,
     step_folder,
     verify_checkpoint,
 )
@@ -28,16 +28,6 @@ def save(root, step, content):
         for part in range(2)
     ]
     return commit_checkpoint(partial, [f.under("actor") for f in written], {"content": content})
-
-
-def test_a_checkpoint_is_visible_after_the_commit(tmp_path):
-    assert latest_checkpoint(tmp_path / "nothing") is None
-    partial = begin_checkpoint(tmp_path, 4)
-    assert latest_checkpoint(tmp_path) is None
-    final = commit_checkpoint(partial, [write_json(partial / "state.json", {})], {"step": 4})
-    assert final == step_folder(tmp_path, 4) == latest_checkpoint(tmp_path)
-    assert read_marker(final) == {"step": 4}
-    assert not partial.exists()
 
 
 @pytest.mark.parametrize("step", [6, 5], ids=["a new step", "the same step again"])
@@ -79,6 +69,18 @@ def test_a_killed_deletion_of_an_old_checkpoint_leaves_nothing_for_ever(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_3"]
 
 
+@pytest.mark.parametrize(("moment", "left"), [(1, [1, 2, 3]), (2, [1, 2])])
+def test_a_kill_while_later_steps_are_set_aside_leaves_the_steps_before_them(
+    tmp_path, monkeypatch, moment, left
+):
+    for step in (1, 2, 3):
+        save(tmp_path, step, 1.0)
+    with monkeypatch.context() as patch, pytest.raises(KilledError):
+        kill_at(patch, moment)
+        set_aside_after(tmp_path, 1)
+    assert [step for step, _ in complete_checkpoints(tmp_path)] == left
+
+
 def files_of(path):
     from safetensors.torch import load_file
 
@@ -95,13 +97,3 @@ def test_prune_keeps_the_newest_checkpoints(tmp_path):
     assert not step_folder(tmp_path, 1).exists()
     with pytest.raises(CheckpointError, match="max_ckpt_to_keep must be at least 1"):
         prune_checkpoints(tmp_path, 0)
-
-
-def test_a_damaged_file_and_a_missing_marker_are_named(tmp_path):
-    final = save(tmp_path, 1, 1.0)
-    part = final / "actor" / "1.safetensors"
-    part.write_bytes(part.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"1\.safetensors.*damaged"):
-        read_marker(final)
-    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
-        read_marker(tmp_path)

@@ -41,11 +41,6 @@ def test_algorithms_lists_the_registries(capsys):
     assert "needs prompt groups" in out
 
 
-def test_algorithms_with_a_missing_user_file(capsys):
-    assert main(["algorithms", "user_files=[absent.py]"]) == 2
-    assert "absent.py" in capsys.readouterr().err
-
-
 def test_doctor_shows_packages_and_machine(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
@@ -69,15 +64,6 @@ def test_several_responses_are_printed_below_their_prompts(capsys):
     chats = [[{"role": "user", "content": text}] for text in ("a?", "b?")]
     show_responses([answer(chats[0], "1", "2"), answer(chats[1], "3")])
     assert capsys.readouterr().out == "> a?\n1\n2\n\n> b?\n3\n\n"
-
-
-def test_data_make_writes_files_and_prints_their_paths(capsys, tmp_path):
-    code = main(
-        ["data", "make", f"output={tmp_path / 'd'}", "train_size=20", "val_size=4", "sft_size=8"]
-    )
-    assert code == 0
-    assert f"{tmp_path / 'd' / 'train.parquet'}  20 problems" in capsys.readouterr().out
-    assert (tmp_path / "d" / "sft.parquet").exists()
 
 
 def test_data_make_names_invalid_settings(capsys, tmp_path):

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.cli.commands import COMMANDS, PLANNED
-from quadriga.cli.main import main
-from quadriga.config.commands import EvalConfig, GenerateConfig, SFTConfig
+from quadriga.cli.main import COMMANDS, PLANNED, main
+from quadriga.config.commands import EvalConfig, SFTConfig
 from quadriga.config.convert import is_settings, walk_keys
 from quadriga.config.loading import load_config, to_yaml
 from quadriga.config.paths import PathSettings, expand_home
@@ -24,9 +23,9 @@ from quadriga.config.schema import (
     TrainConfig,
     TrainerConfig,
 )
-from quadriga.errors import CheckpointError, ConfigError, DataError
+from quadriga.errors import ConfigError, DataError
 from quadriga.models.folder import with_absolute_paths
-from quadriga.trainer.checkpoints import checkpoint_to_resume, inputs_of
+from quadriga.trainer.checkpoints import inputs_of
 from quadriga.trainer.preflight import check_files
 
 SETTINGS = tuple({*PLANNED.values(), *(c.settings for c in COMMANDS if c.settings is not None)})
@@ -63,13 +62,8 @@ def test_every_setting_with_the_name_of_a_path_is_one(cls):
     ("cls", "given", "key"),
     [
         (TrainConfig, "trainer.default_local_dir=~/x", "trainer.default_local_dir"),
-        (TrainConfig, "trainer.resume_mode=~/x", "trainer.resume_mode"),
-        (TrainConfig, "data.sampler.path=~/x", "data.sampler.path"),
-        (TrainConfig, "critic.model.tokenizer_path=~/x", "critic.model.tokenizer_path"),
         (TrainConfig, "actor_rollout_ref.model.lora.path=~/x", "actor_rollout_ref.model.lora.path"),
-        (SFTConfig, "trainer.default_local_dir=~/x", "trainer.default_local_dir"),
         (SFTConfig, "reward.path=~/x", "reward.path"),
-        (GenerateConfig, "output=~/x", "output"),
         (EvalConfig, "output=~/x", "output"),
     ],
 )
@@ -119,27 +113,16 @@ def test_names_that_are_no_paths_of_the_home_folder_stay(tmp_path):
                     needed=True)  # fmt: skip
 
 
-def test_files_of_the_home_folder_are_found_before_a_run_starts(home):
-    (home / "a.jsonl").write_text("{}\n")
-    config = DataConfig(train_files=["~/a.jsonl"])
-    check_files(config.train_files, "data.train_files", needed=True)
-    (home / "step_3").mkdir()
-    with pytest.raises(CheckpointError, match=f"{home}/step_3"):
-        checkpoint_to_resume(TrainerConfig(resume_mode="~/step_3"))
-
-
-@pytest.mark.parametrize(
-    ("changed", "key"),
-    [
-        ("data.py", "content of data.train_files"),
-        ("rule.py", "content of reward.path"),
-        ("set.py", "content of data.dataset.path"),
-        ("order.py", "content of data.sampler.path"),
-        ("mine.py", "content of algorithm.user_files"),
-    ],
-)
-def test_a_changed_file_of_the_home_folder_is_a_change_for_a_resumed_run(home, changed, key):
-    for name in ("data.py", "rule.py", "set.py", "order.py", "mine.py"):
+def test_a_changed_file_of_the_home_folder_is_a_change_for_a_resumed_run(home):
+    keys = {
+        "data.py": "content of data.train_files",
+        "rule.py": "content of reward.path",
+        "part.py": "content of reward.parts",
+        "set.py": "content of data.dataset.path",
+        "order.py": "content of data.sampler.path",
+        "mine.py": "content of algorithm.user_files",
+    }
+    for name in keys:
         (home / name).write_text("first")
     config = TrainConfig(
         data=DataConfig(
@@ -147,21 +130,14 @@ def test_a_changed_file_of_the_home_folder_is_a_change_for_a_resumed_run(home, c
             dataset=DatasetClassConfig(path="~/set.py"),
             sampler=SamplerConfig(path="~/order.py"),
         ),
-        reward=RewardConfig(path="~/rule.py"),
+        reward=RewardConfig(path="~/rule.py", parts={"own": {"path": "~/part.py"}}),
         algorithm=AlgorithmConfig(user_files=["~/mine.py"]),
     )
-    before = inputs_of(config)
-    (home / changed).write_text("second")
-    after = inputs_of(config)
-    assert [name for name in before if before[name] != after[name]] == [key]
-
-
-def test_a_changed_part_of_the_reward_is_a_change_too(home):
-    (home / "rule.py").write_text("first")
-    config = TrainConfig(reward=RewardConfig(parts={"own": {"path": "~/rule.py"}}))
-    before = inputs_of(config)
-    (home / "rule.py").write_text("second")
-    assert inputs_of(config) != before
+    for name, key in keys.items():
+        before = inputs_of(config)
+        (home / name).write_text("second")
+        after = inputs_of(config)
+        assert [own for own in before if before[own] != after[own]] == [key]
 
 
 def test_a_command_writes_to_the_home_folder(home, capsys):

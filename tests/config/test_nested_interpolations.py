@@ -6,8 +6,7 @@ import pytest
 
 from quadriga.compat.verl_settings import read_verl
 from quadriga.compat.verl_table import TRAIN
-from quadriga.config.loading import load_config
-from quadriga.config.reading import MAX_NESTED, check_interpolations
+from quadriga.config.loading import MAX_NESTED, check_interpolations, load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 

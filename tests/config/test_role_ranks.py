@@ -12,6 +12,7 @@ from quadriga.errors import ConfigError
 from quadriga.trainer.checks.settings import check_train_settings
 
 KL = "actor_rollout_ref.actor.use_kl_loss=true"
+TURNS = "actor_rollout_ref.rollout.take_turns=true"
 
 
 def config(*overrides: str, ranks: int = 4, nodes: int = 1) -> TrainConfig:
@@ -73,32 +74,23 @@ def test_wrong_ranks_are_named(overrides, message):
     assert message in str(caught.value)
 
 
-def test_a_critic_that_the_run_does_not_have_is_not_placed():
-    placed = config("algorithm.adv_estimator=grpo", "placement.actor=[0-1]",
-                    "placement.critic=[2-3]", "actor_rollout_ref.rollout.n=4")  # fmt: skip
-    with pytest.raises(ConfigError, match=r"no role uses rank 2 .*; roles of this run: actor"):
-        check_train_settings(placed)
-
-
-def test_full_kl_needs_actor_and_reference_together():
-    placed = config(KL, "actor_rollout_ref.actor.kl_loss_type=full", "placement.actor=[0-1]",
-                    "placement.ref=[2-3]")  # fmt: skip
-    with pytest.raises(ConfigError, match="needs the logits of policy and reference in one"):
-        check_train_settings(placed)
-
-
-def test_engines_take_turns_only_if_actor_and_rollout_have_equal_ranks():
-    turns = "actor_rollout_ref.rollout.take_turns=true"
-    check_train_settings(config(turns))
-    placed = config(turns, "placement.actor=[0-1]", "placement.rollout=[2-3]")
-    with pytest.raises(ConfigError, match="take_turns=true is for actor and rollout in one"):
-        check_train_settings(placed)
-
-
-def test_sequences_divide_over_the_ranks_of_each_role():
-    placed = config("placement.actor=[0]", "placement.critic=[1-5]", ranks=6)
-    with pytest.raises(ConfigError, match=r"do not divide over 5 ranks \(placement.critic\)"):
-        check_train_settings(placed)
+@pytest.mark.parametrize(
+    ("ranks", "overrides", "message"),
+    [
+        (4, ["algorithm.adv_estimator=grpo", "placement.actor=[0-1]", "placement.critic=[2-3]",
+             "actor_rollout_ref.rollout.n=4"], "no role uses rank 2 .*; roles of this run: actor"),
+        (4, [KL, "actor_rollout_ref.actor.kl_loss_type=full", "placement.actor=[0-1]",
+             "placement.ref=[2-3]"], "needs the logits of policy and reference in one"),
+        (4, [TURNS, "placement.actor=[0-1]", "placement.rollout=[2-3]"],
+         "take_turns=true is for actor and rollout in one"),
+        (6, ["placement.actor=[0]", "placement.critic=[1-5]"],
+         r"do not divide over 5 ranks \(placement.critic\)"),
+    ],
+)  # fmt: skip
+def test_a_placement_that_does_not_fit_the_run_is_refused(ranks, overrides, message):
+    check_train_settings(config(TURNS))
+    with pytest.raises(ConfigError, match=message):
+        check_train_settings(config(*overrides, ranks=ranks))
 
 
 def test_the_plan_counts_the_ranks_of_each_role():

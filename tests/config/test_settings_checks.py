@@ -88,7 +88,6 @@ def test_several_local_ranks_of_fine_tuning_are_refused():
 
 def test_defaults_pass():
     check_train_settings(TrainConfig())
-    check_train_settings(TrainConfig())
     check_fine_tuning_settings(SFTConfig())
     check_generate_settings(GenerateConfig())
     check_values(ArithmeticDataConfig())
@@ -178,29 +177,19 @@ def test_conflicting_settings(overrides, words):
             "policy_loss.name must be one of ",
         ),
         ("actor_rollout_ref.actor.loss_agg_mode=token_mean", "did you mean token-mean?"),
-        ("critic.loss_agg_mode=x", "critic.loss_agg_mode must be one of"),
         ("actor_rollout_ref.actor.kl_loss_type=k9", "k3+, low_var_kl+, full, got 'k9'"),
-        ("algorithm.kl_penalty=k9", "abs+, k3+, low_var_kl+, got 'k9'"),
         ("algorithm.kl_penalty=full", "abs+, k3+, low_var_kl+, got 'full'"),
         (
             "actor_rollout_ref.rollout.name=vlm",
             "rollout.name must be one of hf, sglang, vllm, got 'vlm'; did you mean vllm?",
         ),
         ("critic.engine.name=fsdp3", "did you mean fsdp?"),
-        ("actor_rollout_ref.actor.optim.lr_scheduler=cosin", "did you mean cosine?"),
         (
             "trainer.backend=rya",
             "trainer.backend must be one of ray, local, got 'rya'; did you mean",
         ),
-        ("algorithm.kl_ctrl.type=x", "kl_ctrl.type must be one of fixed, adaptive, got 'x'"),
         ("trainer.device=3", "trainer.device must be one of auto, cpu, cuda, npu, got '3'"),
-        ("critic.engine.dtype=bfloat", "did you mean bfloat16?"),
         ("critic.engine.reduce_dtype=auto", "must be one of float32, bfloat16, float16, got"),
-        (
-            "algorithm.filter_groups.mode=null",
-            "filter_groups.mode must be one of mask, refill, got",
-        ),
-        ("algorithm.rollout_correction.level=seqence", "did you mean sequence?"),
     ],
 )
 def test_unknown_names_and_choices_name_the_nearest(override, words):
@@ -212,23 +201,12 @@ def test_unknown_names_and_choices_name_the_nearest(override, words):
     [
         ("actor_rollout_ref.actor.policy_loss.clip_ratio_c=1", "clip_ratio_c must be above 1, got"),
         ("trainer.total_training_steps=0", "total_training_steps must be at least 1, got 0"),
-        ("trainer.total_epochs=0", "trainer.total_epochs must be at least 1, got 0"),
         (f"{SAMPLING}.top_p=0", "top_p must be above 0 and at most 1, got 0"),
-        (f"{SAMPLING}.top_p=1.1", "top_p must be above 0 and at most 1, got 1.1"),
         ("algorithm.lam=2", "algorithm.lam must be at least 0 and at most 1, got 2"),
         ("critic.optim.betas=[0.9,1.0]", "betas[1] must be at least 0 and below 1, got 1.0"),
         ("critic.optim.lr=nan", "critic.optim.lr must be a finite number, got nan"),
-        ("critic.optim.lr=inf", "critic.optim.lr must be a finite number, got inf"),
-        ("actor_rollout_ref.actor.entropy_coeff=nan", "entropy_coeff must be a finite number, got"),
         ("trainer.device_memory_gb=inf", "device_memory_gb must be a finite number, got inf"),
-        ("reward_model.weight=nan", "reward_model.weight must be a finite number, got nan"),
-        ("trainer.n_gpus_per_node=0", "trainer.n_gpus_per_node must be at least 1, got 0"),
-        (
-            "actor_rollout_ref.rollout.weight_bucket_mb=0",
-            "rollout.weight_bucket_mb must be at least 1, got 0",
-        ),
         ("actor_rollout_ref.rollout.n=0", "rollout.n must be at least 1, got 0"),
-        ("actor_rollout_ref.rollout.val_n=0", "rollout.val_n must be at least 1, got 0"),
         ("data.seed=-1", "data.seed must be at least 0, got -1"),
     ],
 )

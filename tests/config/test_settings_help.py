@@ -15,8 +15,7 @@ from quadriga.config.commands import (
     GenerateConfig,
     SFTConfig,
 )
-from quadriga.config.convert import walk_keys
-from quadriga.config.describe import as_written, help_text, settings_of
+from quadriga.config.convert import as_written, help_text, settings_of, walk_keys
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 

@@ -10,8 +10,7 @@ import pytest
 
 from quadriga.cli.main import main
 from quadriga.config.commands import GenerateConfig
-from quadriga.config.loading import load_config
-from quadriga.config.reading import read_settings_file
+from quadriga.config.loading import load_config, read_settings_file
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 

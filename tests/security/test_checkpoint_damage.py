@@ -137,7 +137,7 @@ DAMAGE = {
     link_in_place_of_a_file: "is no plain file",
     link_in_place_of_a_folder: "is no plain file",
     name_that_leads_out: "is no plain file",
-    format_of_an_earlier_version: "is a checkpoint of format 1, but this version reads format 2",
+    format_of_an_earlier_version: "is a checkpoint of format 1, but this version reads format 3",
 }
 
 

@@ -96,7 +96,7 @@ def test_a_run_that_was_killed_is_continued_to_the_file_of_an_undisturbed_one(
         write(self, row)
 
     with monkeypatch.context() as patched:
-        patched.setattr(generation.ResponseFile, "finish", lambda self: [])
+        patched.setattr(generation.ResponseFile, "finish", lambda self: None)
         patched.setattr(jsonl.JsonlFile, "write", killed)
         if written < 16:
             with pytest.raises(KeyboardInterrupt):

@@ -3,24 +3,35 @@ be continued."""
 
 from __future__ import annotations
 
-import os
+import shutil
 from pathlib import Path
 
 import pytest
-from run_cases import timeless
+from run_cases import metrics_of_run, two_steps
 
 from quadriga.checkpoint.folders import complete_checkpoints, latest_checkpoint, read_marker
+from quadriga.config.commands import RMConfig, SFTConfig
+from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
 from quadriga.errors import CheckpointError
+from quadriga.trainer.checkpoints import Changes, inputs_of
 
 RESUME = ("trainer.resume_mode=auto", "trainer.total_training_steps=3")
 LR = "actor_rollout_ref.actor.optim.lr"
 
 
-@pytest.fixture
-def first(run, tmp_path) -> Path:
+@pytest.fixture(scope="module")
+def finished(tiny_task, tmp_path_factory) -> Path:
     """The folder of a run of two steps."""
-    run("data.train_batch_size=8")
-    return tmp_path / "run"
+    folder = tmp_path_factory.mktemp("finished")
+    metrics_of_run([*two_steps(tiny_task, folder), "data.train_batch_size=8"])
+    return folder / "run"
+
+
+@pytest.fixture
+def first(finished, tmp_path) -> Path:
+    """A copy of this folder, which `run` resumes."""
+    return shutil.copytree(finished, tmp_path / "run")
 
 
 def test_a_change_that_can_be_continued_is_told(first, run, caplog) -> None:
@@ -73,33 +84,23 @@ def test_the_user_can_insist(first, run, caplog) -> None:
     assert info["loader"]["batches_done"] == 1, "changed data begins at the start of the epoch"
 
 
-def test_data_that_has_moved_is_the_same_data(first, run, tiny_task, tmp_path, caplog) -> None:
-    (tmp_path / "moved.parquet").write_bytes((tiny_task.folder / "data/train.parquet").read_bytes())
-    assert len(run(*RESUME, f"data.train_files=[{tmp_path / 'moved.parquet'}]")) == 4
-    assert "content of" not in caplog.text
+def test_data_that_has_moved_is_the_same_data(train_overrides, tiny_task, tmp_path) -> None:
+    moved = shutil.copy(tiny_task.folder / "data/train.parquet", tmp_path / "moved.parquet")
+    saved, own = (
+        inputs_of(load_config(TrainConfig, [*train_overrides, *more]))
+        for more in ([], [f"data.train_files=[{moved}]"])
+    )
+    changes = Changes.between(saved, own)
+    assert (changes.data, changes.model, len(changes.other)) == ([], [], 1)
 
 
-@pytest.mark.parametrize("kept", [1, pytest.param(2, marks=pytest.mark.nightly)])
-def test_a_kill_while_later_steps_are_removed_leaves_the_steps_before_them(
-    run, tmp_path, monkeypatch, kept
-) -> None:
-    """`kept`: of the later checkpoints, the number that are not renamed when the run is killed."""
-    settings = ("trainer.save_freq=1", "trainer.total_training_steps=3")
-    whole, checkpoints = timeless(run(*settings)), tmp_path / "run" / "checkpoints"
-    replace, renamed = os.replace, []
-
-    def killed(source, target) -> None:
-        if str(target).endswith("set_aside"):
-            renamed.append(target)
-        if len(renamed) > 2 - kept:
-            raise KeyboardInterrupt
-        replace(source, target)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", killed)
-        with pytest.raises(KeyboardInterrupt):
-            run(*settings, f"trainer.resume_mode={checkpoints / 'global_step_1'}")
-    assert timeless(run(*settings, "trainer.resume_mode=auto")) == whole
+@pytest.mark.parametrize("cls", [SFTConfig, RMConfig])
+def test_fine_tuning_cannot_continue_other_rows_or_another_optimizer(cls) -> None:
+    own = load_config(cls, ["data.max_length=500", "optim.name=muon", "optim.lr=1e-3"])
+    changes = Changes.between(inputs_of(cls()), inputs_of(own))
+    assert changes.data == ["data.max_length: 1024 → 500"]
+    assert changes.model == ["optim.name: adamw → muon"]
+    assert changes.other == ["optim.lr: 1e-05 → 0.001"]
 
 
 def test_later_steps_of_the_first_attempt_are_set_aside(run, tmp_path) -> None:

@@ -123,7 +123,7 @@ def test_a_signal_at_any_place_leaves_a_run_that_can_be_resumed(
     assert [step for step, _ in found] == steps
     for step in steps:  # its validation was finished
         state = read_marker(runs.checkpoint("run", step))
-        assert state["validation"] and not state["validation_pending"]
+        assert state["validation"]
     assert not (tmp_path / "run/model").exists()
     runs.run("run", *settings, "trainer.resume_mode=auto")
     assert [row["step"] for row in runs.metrics("run")] == [1, 2]
@@ -131,28 +131,24 @@ def test_a_signal_at_any_place_leaves_a_run_that_can_be_resumed(
 
 
 FAILING = """
-from pathlib import Path
-
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    if not Path({path!r}).exists() and extra_info["split"] == "test":
+    if extra_info["split"] == "test":
         raise RuntimeError("the server of the judge is down")
     return 1.0
 """
 
 
 def test_a_reward_that_fails_in_the_last_validation_loses_no_step(run, tmp_path) -> None:
-    (tmp_path / "rule.py").write_text(FAILING.format(path=str(tmp_path / "switch")))
+    (tmp_path / "rule.py").write_text(FAILING)
     settings = [f"reward.path={tmp_path / 'rule.py'}", "reward.on_failure=fail",
                 "trainer.val_before_train=false", "trainer.total_training_steps=1"]  # fmt: skip
     with pytest.raises(RewardError, match="the server of the judge is down"):
         run(*settings)
     checkpoint = tmp_path / "run" / "checkpoints" / "global_step_1"
-    assert read_marker(checkpoint)["validation_pending"]
-    (tmp_path / "switch").touch()
-    _, validated = run(*settings, "trainer.resume_mode=auto")
-    assert validated["val/score"] == 1.0 and "actor/loss" not in validated
-    state = read_marker(checkpoint)
-    assert state["validation"]["val/score"] == 1.0 and not state["validation_pending"]
+    assert not read_marker(checkpoint)["validation"]
+    (row,) = run(*settings, "trainer.resume_mode=auto")
+    assert row["step"] == 1 and "actor/loss" in row and "val/score" not in row
+    assert (tmp_path / "run" / "model").exists()
 
 
 def test_a_run_with_default_settings_saves_by_time_and_at_the_end(run, tmp_path) -> None:

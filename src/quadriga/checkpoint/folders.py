@@ -24,7 +24,7 @@ Symbolic links in these folders are neither read through nor deleted through.
 The marker of a complete checkpoint: what belongs to it, and the proof that it is undamaged.
 
     {
-      "format": 2,
+      "format": 3,
       "step": 20,
       "files": {"actor/shard_00000.safetensors": {"size": 4096, "digest": "…"}, …},
       "info": {…},
@@ -267,7 +267,7 @@ if TYPE_CHECKING:
     from quadriga.data.loader import LoaderState
 
 MARKER = "COMPLETE.json"
-FORMAT = 2
+FORMAT = 3
 _STEP_FOLDER = re.compile(r"global_step_(\d+)(\..*)?")
 _VERIFIED: dict[Path, list[tuple[int, int, int]]] = {}
 """Folder → identity and times of its files when they were last compared with their digests."""
@@ -289,17 +289,6 @@ def write_marker(
     # it is a key.
     marker: JsonObject = json.loads(json.dumps(values))
     write_json(folder / MARKER, {**marker, "digest": digest_json(marker)})
-
-
-def change_info(folder: Path, info: Mapping[str, object]) -> None:
-    """Write another `info` into the marker of a complete checkpoint, by one rename.
-
-    Raises:
-        CheckpointError: the marker is missing or damaged.
-        InputError: it cannot be written.
-    """
-    marker = _read(folder)
-    write_marker(folder, marker["step"], _files(marker), info)
 
 
 def read_marker(folder: str | Path) -> JsonObject:
@@ -396,10 +385,6 @@ class ControllerState:
     uninterrupted one, and what these steps depend on.
 
     `validation`: the metrics of the last validation; {} if there was none.
-    `validation_pending`: the validation after this step had not ended. A run that is resumed begins
-    with it.
-    `metrics`: what was measured in this step before the checkpoint was saved. If the process ends
-    before it has logged the step, a resumed run logs these.
     """
 
     step: int
@@ -407,8 +392,6 @@ class ControllerState:
     kl_controller: dict[str, float]
     inputs: dict[str, object] = field(default_factory=dict)
     validation: dict[str, float] = field(default_factory=dict)
-    validation_pending: bool = False
-    metrics: dict[str, float] = field(default_factory=dict)
 
     def as_info(self) -> dict[str, object]:
         """Return the state as JSON values, for the marker of the checkpoint."""

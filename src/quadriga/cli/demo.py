@@ -71,7 +71,7 @@ def run_demo(config: DemoConfig) -> None:
     announce("1/3  arithmetic problems, and a model with random weights", data)
     run_make_data(load_config(ArithmeticDataConfig, data.overrides))
     announce("2/3  warm start: supervised steps on worked examples, most of them wrong", sft)
-    accuracy = run_sft(fine_tuning).accuracy
+    accuracy = run_sft(fine_tuning).validation.get("val/accuracy")
     announce("3/3  reinforcement learning: the reward is 1 for the right number", train)
     run_training(training)
 

@@ -1,8 +1,8 @@
-"""`quadriga <command> [key=value …]`: parse the command line, run the command, report errors.
+"""`quadriga <command> [key=value …]`: the table of commands, and what runs one and reports errors.
 
 Exit codes: 0 success; 1 the run failed, or code of the user has ended it; 2 the input was wrong,
-and nothing was started (the message is one line); 130 stopped by Ctrl-C, 143 by SIGTERM. torch and
-Ray are imported only when a command runs.
+and nothing was started (the message is one line); 130 stopped by Ctrl-C, 143 by SIGTERM. A command
+imports what it needs, such as torch and Ray, when it runs.
 """
 
 from __future__ import annotations
@@ -14,19 +14,173 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from quadriga import __version__
-from quadriga.cli.commands import COMMANDS, Command, Invocation
+from quadriga.config.commands import (
+    AlgorithmsConfig,
+    ArithmeticDataConfig,
+    DemoConfig,
+    EvalConfig,
+    GenerateConfig,
+    RMConfig,
+    SFTConfig,
+)
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import mask_secrets
 from quadriga.containment import ExitGuard
-from quadriga.errors import InputError, QuadrigaError, nearest_name
+from quadriga.errors import ConfigError, InputError, QuadrigaError, nearest_name
+from quadriga.lazy import imported
 from quadriga.observability.quiet import silence_libraries
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 MAX_LINE = 2000  # characters of the one line for wrong input
+_TRAINER, _SHOW = "quadriga.trainer", "quadriga.cli.show"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command.
+
+    Attributes:
+        name: one or two words.
+        target: "module:function" that is called with the settings.
+        settings: their class; None for a command without settings.
+        variants: first word after the name → the settings that follow in place of `settings`.
+    """
+
+    name: str
+    summary: str
+    target: str
+    settings: type[DataclassInstance] | None = None
+    variants: Mapping[str, type[DataclassInstance]] = field(default_factory=dict)
+
+    @property
+    def ends_with_output(self) -> bool:
+        """Whether the command has done everything else before it prints."""
+        return self.target.startswith(f"{_SHOW}:")
+
+
+PLANNED: dict[str, type[DataclassInstance]] = {
+    "train": TrainConfig,
+    "sft": SFTConfig,
+    "rm": RMConfig,
+    "generate": GenerateConfig,
+}
+"""The word after `plan` → the settings that follow."""
+
+COMMANDS = (
+    Command(
+        "train",
+        "Train a model with reinforcement learning",
+        f"{_TRAINER}.main:run_training",
+        TrainConfig,
+    ),
+    Command(
+        "sft",
+        "Fine-tune a model on reference answers",
+        f"{_TRAINER}.fine_tuning.sft:run_sft",
+        SFTConfig,
+    ),
+    Command(
+        "rm",
+        "Train a reward model on pairs of responses",
+        f"{_TRAINER}.fine_tuning.rm:run_rm",
+        RMConfig,
+    ),
+    Command(
+        "generate",
+        "Generate responses to a prompt or to files of prompts",
+        f"{_SHOW}:show_generation",
+        GenerateConfig,
+    ),
+    Command(
+        "eval",
+        "Generate or read responses to files of prompts, and score them",
+        f"{_SHOW}:show_evaluation",
+        EvalConfig,
+    ),
+    Command(
+        "data make",
+        "Make arithmetic problems, and optionally a tiny model",
+        "quadriga.cli.make_data:run_make_data",
+        ArithmeticDataConfig,
+    ),
+    Command(
+        "plan",
+        "Show batches and memory of a run: plan, plan sft, plan rm, plan generate",
+        f"{_SHOW}:show_plan",
+        TrainConfig,
+        PLANNED,
+    ),
+    Command(
+        "algorithms",
+        "Show estimators, losses and their settings",
+        f"{_SHOW}:show_algorithms",
+        AlgorithmsConfig,
+    ),
+    Command(
+        "doctor",
+        "Show installed packages and the resources of this machine",
+        f"{_SHOW}:show_doctor",
+    ),
+    Command(
+        "demo", "Make data and a tiny model, and train it", "quadriga.cli.demo:run_demo", DemoConfig
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """A parsed command line. `verl`: a settings file of verl; the overrides are verl's then."""
+
+    command: Command
+    overrides: tuple[str, ...] = ()
+    file: str | None = None
+    print_config: bool = False
+    verl: str | None = None
+
+    def run(self) -> None:
+        """Load the settings and call the function of the command, or only print them."""
+        if self.command.settings is None:
+            imported(self.command.target)()
+            return
+        from quadriga.config.writing import to_yaml
+
+        config = self._load(self.command.settings)
+        if self.print_config:
+            print(to_yaml(config), end="")
+        else:
+            imported(self.command.target)(config)
+
+    def _load(self, settings: type[DataclassInstance]) -> DataclassInstance:
+        """Return the settings of a command line; those of a training run with the sections of
+        roles that the user's files add."""
+        overrides = self.overrides
+        if overrides and overrides[0] in self.command.variants:
+            settings, overrides = self.command.variants[overrides[0]], overrides[1:]
+        if self.verl is not None:
+            from quadriga.compat.verl_settings import read_verl
+            from quadriga.compat.verl_table import TRAIN
+
+            if self.file is not None:
+                raise ConfigError("--verl and --config are two settings files", key="--verl")
+            translation = read_verl(settings, TRAIN, self.verl, overrides)
+            print(translation.report(), file=sys.stderr)
+            return translation.config
+        if settings is TrainConfig:
+            from quadriga.trainer.roles.registry import load_train_config
+
+            return load_train_config(overrides, self.file)
+        from quadriga.config.loading import load_config
+
+        return load_config(settings, overrides, self.file)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +202,7 @@ def _run(arguments: Sequence[str]) -> int:
     try:
         invocation = parse(arguments)
         with _stopped_by_sigterm():
-            invocation.command.run(invocation)
+            invocation.run()
         sys.stdout.flush()
     except InputError as error:
         return _report(f"error: {_one_line(error)}", 2)
@@ -91,7 +245,7 @@ def _end_without_reader(invocation: Invocation | None) -> int:
     # Python flushes standard output once more at exit; without a valid target it would report the
     # error again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if invocation is None or invocation.print_config or not invocation.command.writes_files:
+    if invocation is None or invocation.print_config or invocation.command.ends_with_output:
         return 0
     return _report(
         "error: the command ended early, because the reader of standard output has exited; write "
@@ -152,8 +306,12 @@ class _Parser(argparse.ArgumentParser):
     command: Command | None = None
 
     def format_help(self) -> str:
-        settings = self.command.help_text() if self.command else ""
-        return super().format_help() + (f"\n{settings}" if settings else "")
+        text = super().format_help()
+        if self.command is None or self.command.settings is None:
+            return text
+        from quadriga.config.convert import help_text
+
+        return f"{text}\nsettings and their defaults:\n{help_text(self.command.settings())}"
 
 
 def _parser() -> _Parser:

@@ -3,14 +3,13 @@
     schema      `quadriga train`: all sections as frozen dataclasses, with defaults and ranges
     commands    the settings of the other commands
     loading     `load_config`: defaults, then a YAML file, then overrides `key=value`
-    reading     a settings file in bounded time and memory
-    convert     plain values → dataclasses, with strict types, ranges and "did you mean"
+    convert     plain values → dataclasses, with strict types, ranges and "did you mean", and the
+                text of `--help`
     writing     settings → plain values and YAML
     secrets     what is masked in settings, logs and errors
     paths       `~` at the beginning of a path
     role_ranks  which ranks each role uses
     plan        the batch arithmetic of a run
-    describe    the text of `--help`
 
 Import names from the modules: `quadriga.config.schema` loads no library, `quadriga.config.loading`
 loads hydra and pydantic.

@@ -1,4 +1,4 @@
-"""Convert plain values to settings objects, and check their keys, types, choices and ranges.
+"""Plain values → settings objects, with checks of their keys, types, choices and ranges; `--help`.
 
 `build(TrainConfig, {"data": {"seed": 3}})` returns a frozen `TrainConfig`; its sections are frozen
 dataclasses too. Pydantic checks each value against the type of its setting. Types are strict:
@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -319,10 +321,8 @@ def _wrong(key: str, expected: str, value: object, where: str) -> ConfigError:
 
 def _as_written(value: object) -> str:
     """Return a value as the user wrote it."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
+    if value is None or isinstance(value, bool):
+        return as_written(value)
     shown = mask_secrets(cut(repr(list(value) if isinstance(value, tuple) else value)))
     return f"the text {shown}" if isinstance(value, str) else shown
 
@@ -330,3 +330,86 @@ def _as_written(value: object) -> str:
 def cut(text: str) -> str:
     """Return a text for a message, cut at `MAX_SHOWN` characters."""
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
+
+
+# Texts for `--help`. They are read from the schema, so they cannot differ from it.
+
+# One line of a dataclass: "    seed: int = 0  # comment", or "    # comment" above the field.
+_FIELD = re.compile(r"\s{4}(?P<name>\w+): [^#]*(?:#\s*(?P<comment>.+))?$")
+_ABOVE = re.compile(r"\s{4}#\s*(?P<comment>.+)$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One setting. `default` is written as on the command line."""
+
+    key: str
+    kind: str
+    default: str
+    meaning: str
+
+
+def settings_of(config: DataclassInstance) -> Iterator[Setting]:
+    """Yield the settings of an object in the order of the schema; its values are the defaults."""
+    kinds = {"": type(config), **dict(walk_keys(type(config)))}
+    for key, value in leaves(config):
+        section, _, name = key.rpartition(".")
+        comments, kind = _comments(kinds[section]), kinds[key]
+        words = ", ".join(filter(None, (type_name(kind), range_of(kind))))
+        meaning = comments.get(name, "").replace("None:", "null:")
+        yield Setting(key, words, as_written(value), meaning)
+
+
+def help_text(config: DataclassInstance) -> str:
+    """Return all settings of a command, one per line: `key=default  (type; comment)`."""
+    lines: list[str] = []
+    section = ""
+    for setting in settings_of(config):
+        head = setting.key.rpartition(".")[0]
+        if head != section:
+            section = head
+            lines.append("")
+        meaning = f"; {setting.meaning}" if setting.meaning else ""
+        lines.append(f"  {setting.key}={setting.default}  ({setting.kind}{meaning})")
+    return "\n".join(lines) + "\n"
+
+
+def as_written(value: object) -> str:
+    """Return a value as it is written on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(as_written(v) or "''" for v in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}:{as_written(v)}" for k, v in value.items()) + "}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@functools.cache
+def _comments(cls: object) -> dict[str, str]:
+    """Return field name → comment on its line, else above it, with those of inherited fields."""
+    comments: dict[str, str] = {}
+    for base in reversed(cls.__mro__) if isinstance(cls, type) else ():
+        if dataclasses.is_dataclass(base):
+            comments |= _own_comments(base)
+    return comments
+
+
+def _own_comments(cls: type) -> dict[str, str]:
+    """Return the comments of the fields that a class itself declares; {} without its source."""
+    try:
+        source = inspect.getsource(cls)
+    except OSError:
+        return {}
+    comments: dict[str, str] = {}
+    above: list[str] = []
+    for line in source.splitlines():
+        if (comment := _ABOVE.match(line)) is not None:
+            above.append(comment["comment"])
+            continue
+        if (field := _FIELD.match(line)) is not None:
+            comments[field["name"]] = field["comment"] or " ".join(above)
+        above = []
+    return comments

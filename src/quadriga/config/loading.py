@@ -3,16 +3,24 @@
 Overrides have Hydra's grammar (`data.train_files=[a,b] algorithm.options.k=4 data.seed=null`), and
 `${trainer.project_name}` stands for the value of another setting. Only the parser of Hydra is used:
 it makes no run folder, does not change the working directory and does not set up logging.
+
+Texts are read in bounded time and memory. A few lines of YAML can stand for gigabytes: each line of
+`b: [*a, *a]` doubles what an alias stands for, and each `${a}${a}` what an interpolation stands
+for. Nested brackets can exhaust the stack. The size of what a text stands for is therefore
+calculated before anything is expanded.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import io
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -29,7 +37,6 @@ from quadriga.config.convert import (
     unknown_setting,
 )
 from quadriga.config.paths import expand_home
-from quadriga.config.reading import check_interpolations, check_override, read_settings_file
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import is_secret_name, mask_secrets
 from quadriga.config.writing import Plain, remember_given, to_plain, to_yaml as to_yaml
@@ -40,6 +47,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="DataclassInstance")
 
+MAX_FILE = 1 << 20  # bytes of a settings file
+MAX_TEXT = 1 << 16  # bytes of one override
+MAX_COMMAS = 4000  # of one override; the time to parse it grows with the square of its values
+MAX_VALUES = 20_000  # values of a settings file, with aliases expanded
+MAX_DEPTH = 32  # nested lists and mappings
+MAX_INTERPOLATED = 200  # texts with interpolations
+MAX_RESOLVED = 1 << 20  # characters of all interpolated texts together, resolved
+
+MAX_NESTED = 4  # interpolations inside one another
+
+_INNERMOST = re.compile(r"\$\{([^${}]*)\}")
+# An interpolation as a whole argument after the first one: the default of `${oc.select:a,${b}}`.
+_ARGUMENT = re.compile(r",[ ]?\$\{([^${}]*)\}(?=[,}])")
+_NAME = re.compile(r"[\w.-]+")
+
 
 def load_config(cls: type[T], overrides: Iterable[str] = (), file: str | Path | None = None) -> T:
     """Return the settings of `cls`: defaults, then `file` (YAML), then `overrides`; the last wins.
@@ -48,18 +70,16 @@ def load_config(cls: type[T], overrides: Iterable[str] = (), file: str | Path | 
         UnknownSettingError: a key does not exist; the message names the nearest one.
         ConfigError: a value is of the wrong type, or an override or the file cannot be read.
     """
-    tree = OmegaConf.create({})
-    if file is not None:
-        values = read_settings_file(Path(expand_home(file)))
-        if "${" not in str(values):
-            # The file is built by itself first, so that the message of an error in it begins with
-            # its name. A `${…}` in it may refer to an override, so it is checked only at the end.
-            build(cls, values, f"{file}: ")
-        tree = OmegaConf.create(values)
+    values = {} if file is None else read_settings_file(Path(expand_home(file)))
+    if "${" not in str(values):
+        # The file is built by itself first, so that the message of an error in it begins with its
+        # name. A `${…}` in it may refer to an override, so it is checked only at the end.
+        build(cls, values, f"{file}: ")
+    tree = OmegaConf.create(values)
     parser = OverridesParser.create()
     for text in overrides:
-        _apply(tree, cls, _parse(parser, cls, text))
-    given = _container(tree)
+        _apply(tree, cls, *_parse(parser, cls, text))
+    given = _plain_dict(tree)
     config = build(cls, _resolve(cls, tree, given))
     remember_given(config, given)
     return config
@@ -78,36 +98,31 @@ def given_user_files(overrides: Iterable[str], file: str | Path | None = None) -
     parser = OverridesParser.create()
     for text in overrides:
         try:
-            change = _parse(parser, TrainConfig, text)
-            _apply(tree, TrainConfig, change)
+            _apply(tree, TrainConfig, *_parse(parser, TrainConfig, text))
         except UnknownSettingError:
             continue
-    section = _container(tree).get("algorithm")
+    given = _plain_dict(tree)
+    section = given.get("algorithm")
     if not isinstance(section, dict) or "user_files" not in section:
         return []
-    values = {"user_files": section["user_files"]}
-    if "${" in str(values):  # of the other values only those that it refers to are resolved
-        values = _resolved_at(TrainConfig, tree, "algorithm.user_files")
-    return build(TrainConfig, {"algorithm": values}).algorithm.user_files
+    files: object = section["user_files"]
+    if "${" in str(files):  # of the other values only those that it refers to are resolved
+        check_interpolations(given)
+        with _resolving(TrainConfig):
+            files = OmegaConf.select(_with_defaults(TrainConfig, tree), "algorithm.user_files")
+            if OmegaConf.is_config(files):
+                files = OmegaConf.to_container(files, resolve=True)
+    return build(TrainConfig, {"algorithm": {"user_files": files}}).algorithm.user_files
 
 
-def _container(tree: DictConfig) -> dict[str, Plain]:
-    """Return the given values as plain values, with interpolations unresolved."""
-    plain = OmegaConf.to_container(tree, resolve=False)
+def _plain_dict(tree: DictConfig, *, resolve: bool = False) -> dict[str, Plain]:
+    plain = OmegaConf.to_container(tree, resolve=resolve)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Change:
-    """One parsed override: set `key` to `value`."""
-
-    key: str
-    value: object
-
-
-def _parse(parser: OverridesParser, cls: type, text: str) -> _Change:
-    """Parse one override.
+def _parse(parser: OverridesParser, cls: type, text: str) -> tuple[str, object]:
+    """Parse one override into a key and a value.
 
     Hydra's grammar decides on the type of a value without knowing the setting, so a setting that
     holds text keeps the raw text unless Hydra read a text, null or a list:
@@ -132,7 +147,7 @@ def _parse(parser: OverridesParser, cls: type, text: str) -> _Change:
         value = _value(parser.parse_override(text), raw)
     except (HydraException, RecursionError, ValueError) as error:
         if is_text or raw.startswith("~"):  # one path of a list needs no quotes either
-            return _Change(key, raw)
+            return key, raw
         if is_secret_name(key.rpartition(".")[2]):
             raise ConfigError(f"cannot read the value of {key}; quote it", key=key) from None
         reason = mask_secrets(str(error).splitlines()[0])
@@ -141,8 +156,8 @@ def _parse(parser: OverridesParser, cls: type, text: str) -> _Change:
             f"cannot read the value of {cut(repr(text))}: {cut(reason)}{hint}", key=key
         ) from None
     if is_text and not isinstance(value, str | None | list):
-        return _Change(key, raw)
-    return _Change(key, value)
+        return key, raw
+    return key, value
 
 
 def _value(parsed: Override, raw: str) -> object:
@@ -151,23 +166,20 @@ def _value(parsed: Override, raw: str) -> object:
     return parsed.value()
 
 
-def _apply(tree: DictConfig, cls: type, change: _Change) -> None:
+def _apply(tree: DictConfig, cls: type, key: str, value: object) -> None:
     """Set one key in the tree of values that are given so far.
 
     A mapping is merged into a section (`sampling={top_p: 0.9}` leaves `sampling.temperature`), but
     it replaces a setting that holds free-form options.
     """
-    kind = type_of_key(cls, change.key)
-    if change.value is None and is_settings(kind):
-        raise ConfigError(
-            f"{change.key} is a section of settings and cannot be null", key=change.key
-        )
-    merge = isinstance(change.value, dict) and not is_free_form(kind)
+    kind = type_of_key(cls, key)
+    if value is None and is_settings(kind):
+        raise ConfigError(f"{key} is a section of settings and cannot be null", key=key)
+    merge = isinstance(value, dict) and not is_free_form(kind)
     try:
-        OmegaConf.update(tree, change.key, change.value, merge=merge, force_add=True)
+        OmegaConf.update(tree, key, value, merge=merge, force_add=True)
     except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"cannot set {change.key}: {reason}", key=change.key) from None
+        raise ConfigError(f"cannot set {key}: {str(error).splitlines()[0]}", key=key) from None
 
 
 def _resolve(
@@ -181,36 +193,216 @@ def _resolve(
     if "${" not in str(given):
         return given
     check_interpolations(given)
-    defaults = OmegaConf.create(to_plain(cls()))
-    try:
-        plain = OmegaConf.to_container(OmegaConf.merge(defaults, tree), resolve=True)
-    except OmegaConfBaseException as error:
-        raise _unresolved(cls, error) from None
-    except RecursionError:
-        raise ConfigError("cannot resolve a setting: it refers to itself") from None
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+    with _resolving(cls):
+        return _plain_dict(_with_defaults(cls, tree), resolve=True)
 
 
-def _resolved_at(cls: type[DataclassInstance], tree: DictConfig, key: str) -> dict[str, Plain]:
-    """Return the last part of a key → its value, with each `${key}` in it replaced."""
-    check_interpolations(_container(tree))
+def _with_defaults(cls: type[DataclassInstance], tree: DictConfig) -> DictConfig:
     merged = OmegaConf.merge(OmegaConf.create(to_plain(cls())), tree)
-    name = key.rpartition(".")[2]
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+@contextmanager
+def _resolving(cls: type) -> Iterator[None]:
+    """Raise `ConfigError` for an interpolation that cannot be resolved."""
     try:
-        value = OmegaConf.create({name: OmegaConf.select(merged, key)}, parent=merged)
-        plain = OmegaConf.to_container(value, resolve=True)
+        yield
     except OmegaConfBaseException as error:
-        raise _unresolved(cls, error) from None
+        reason = str(error).splitlines()[0]
+        missing = re.search(r"Interpolation key '([^']+)'", reason)
+        if missing:
+            where = f"cannot resolve ${{{missing[1]}}}: "
+            raise unknown_setting(cls, missing[1], where) from None
+        key = str(error.full_key or "")
+        raise ConfigError(f"cannot resolve a setting: {reason}", key=key) from None
     except RecursionError:
         raise ConfigError("cannot resolve a setting: it refers to itself") from None
-    assert isinstance(plain, dict)
-    return {str(name): value for name, value in plain.items()}
 
 
-def _unresolved(cls: type, error: OmegaConfBaseException) -> ConfigError:
-    reason = str(error).splitlines()[0]
-    missing = re.search(r"Interpolation key '([^']+)'", reason)
-    if missing:
-        return unknown_setting(cls, missing.group(1), f"cannot resolve ${{{missing.group(1)}}}: ")
-    return ConfigError(f"cannot resolve a setting: {reason}", key=str(error.full_key or ""))
+def read_settings_file(path: Path) -> dict[str, Plain]:
+    """Return the values of a YAML file, with interpolations unresolved.
+
+    Raises `ConfigError` if the file cannot be read, is no mapping, or exceeds a limit.
+    """
+    try:
+        text = _text_of(path)
+        _check_structure(text)
+        loaded = OmegaConf.create(OmegaConf.load(io.StringIO(text)))
+        values = OmegaConf.to_container(loaded, resolve=False)
+    except FileNotFoundError:
+        raise ConfigError(f"no settings file {path}", key="--config") from None
+    except RecursionError:
+        raise _unreadable(path, "its values are nested too deeply") from None
+    # ValueError: a number of more digits than Python converts, or bytes that are no UTF-8.
+    # TypeError: a mapping or a list as a key.
+    except (OSError, ValueError, TypeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise _unreadable(path, " ".join(str(error).split())) from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold `key: value` settings, got a list", key="--config")
+    return {str(key): value for key, value in values.items()}
+
+
+def check_override(text: str, key: str) -> None:
+    """Raise `ConfigError` for an override that is too long or nested too deeply to be parsed."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ConfigError(f"{key!a}: an override must be text in UTF-8", key=key) from None
+    counted = {"characters": (len(text), MAX_TEXT), "commas": (text.count(","), MAX_COMMAS)}
+    for what, (found, most) in counted.items():
+        if found > most:
+            raise ConfigError(
+                f"{key}: an override may have {most} {what}, got {found}; write long values into a "
+                "file and pass it with --config",
+                key=key,
+            )
+    depth = 0
+    deepest = text.partition("=")[0].count(".")
+    for character in text:
+        depth += (character in "[{(") - (character in ")}]")
+        deepest = max(deepest, depth)
+    if deepest > MAX_DEPTH:
+        raise ConfigError(f"{key}: nested {deepest} levels deep; {MAX_DEPTH} are allowed", key=key)
+
+
+def check_interpolations(values: Mapping[str, Plain]) -> None:
+    """Raise `ConfigError` if the interpolations of some values stand for too much text.
+
+    The size of a text is its length, and for an interpolated one that of the texts it refers to:
+
+        a: "0123456789"       10
+        b: "${a}${a}"         8 + 2 × 10 = 28
+        c: "${b}${b}"         8 + 2 × 28 = 64, and so on: it doubles with each line
+
+    A name refers to every key that ends with it, because it may be relative to a section. This can
+    count too much, never too little. An interpolation may be the default of another one, but no
+    part of a name, because the text that such a name refers to is not known yet.
+    """
+    texts = {key: text for key, text in _texts(values, "") if "${" in text}
+    if len(texts) > MAX_INTERPOLATED:
+        raise ConfigError(f"{len(texts)} values have interpolations; {MAX_INTERPOLATED} may")
+    # Characters of the plain texts below each part of a key.
+    plain: Counter[str] = Counter()
+    for key, text in _texts(values, ""):
+        plain.update(dict.fromkeys(key.split("."), 0 if key in texts else len(text)))
+    sizes: dict[str, int] = {}
+    inner_texts = {key: _inner_texts(key, text) for key, text in texts.items()}
+
+    def size(key: str) -> int:
+        if key not in sizes:
+            sizes[key] = 0  # a circle: resolving it is an error of its own
+            names = [name for inner in inner_texts[key] for name in _NAME.findall(inner)]
+            found = sum(plain[name.rpartition(".")[2]] for name in names)
+            found += sum(size(other) for name in names for other in texts if _refers(name, other))
+            sizes[key] = min(len(texts[key]) + found, MAX_RESOLVED + 1)
+        return sizes[key]
+
+    for key in texts:
+        if size(key) > MAX_RESOLVED:
+            raise ConfigError(
+                f"{key}: its interpolations stand for more than {MAX_RESOLVED} characters", key=key
+            )
+
+
+def _inner_texts(key: str, text: str) -> list[str]:
+    """Return what stands in the interpolations of a text.
+
+        ${oc.select:a.b,${oc.select:c,null}}     oc.select:c,null and oc.select:a.b,
+
+    Raises `ConfigError` for an interpolation that is not closed or is part of a name.
+    """
+    found: list[str] = []
+    for _ in range(MAX_NESTED):
+        if not (arguments := _ARGUMENT.findall(text)):
+            break
+        found += arguments
+        text = _ARGUMENT.sub(",", text)
+    found += _INNERMOST.findall(text)
+    if "${" in _INNERMOST.sub("", text):
+        raise ConfigError(
+            f"{key}: an interpolation that is not closed, or inside another one; only the default "
+            "of oc.select and oc.env may be an interpolation",
+            key=key,
+        )
+    return found
+
+
+def _refers(name: str, key: str) -> bool:
+    """Return whether a name in an interpolation may mean a key, or a section around it."""
+    name = name.strip(".")
+    return bool(name) and f".{name}." in f".{key}."
+
+
+def _texts(value: Plain | Mapping[str, Plain], key: str) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, text) for every text in nested values."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _texts(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _texts(item, f"{key}.{number}")
+
+
+def _text_of(path: Path) -> str:
+    if path.exists() and not path.is_file():
+        raise OSError("it is not a regular file")
+    with path.open("rb") as file:
+        data = file.read(MAX_FILE + 1)
+    if len(data) > MAX_FILE:
+        raise OSError(f"it is larger than {MAX_FILE} bytes")
+    text = data.decode("utf-8")
+    # Parsing an interpolation takes a millisecond; the exact number is checked after loading.
+    if text.count("${") > 5 * MAX_INTERPOLATED:
+        raise OSError(f"it has {text.count('${')} interpolations; {MAX_INTERPOLATED} are allowed")
+    return text
+
+
+class _Counter:
+    """Counts the values of a YAML text with aliases expanded, event by event.
+
+    Neither the depth of the text nor its aliases cost memory. An anchor has the size of the values
+    below it, and an alias the size of its anchor:
+
+        a: &a [1, 2]      &a = 3 (a list and two numbers)
+        b: &b [*a, *a]    &b = 1 + 3 + 3 = 7
+        c: [*b, *b]       1 + 7 + 7 = 15
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.sizes: dict[str, int] = {}
+        self.open: list[tuple[str | None, int]] = []  # anchor, and the total before the node
+
+    def add(self, event: yaml.Event) -> None:
+        """Count one event. Raises `YAMLError` for an alias inside its own anchor."""
+        if isinstance(event, yaml.AliasEvent):
+            if any(anchor == event.anchor for anchor, _ in self.open):
+                raise yaml.YAMLError(f"the alias *{event.anchor} is inside the value it stands for")
+            self.total += self.sizes.get(event.anchor, 0)
+        elif isinstance(event, yaml.CollectionStartEvent):
+            self.open.append((event.anchor, self.total))
+            self.total += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = self.open.pop()
+            self.sizes[anchor or ""] = self.total - before
+        elif isinstance(event, yaml.ScalarEvent):
+            self.total += 1
+            self.sizes[event.anchor or ""] = 1
+
+
+def _check_structure(text: str) -> None:
+    """Raise `YAMLError` if the values are nested too deeply, or too many with aliases expanded."""
+    counter = _Counter()
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        counter.add(event)
+        if len(counter.open) > MAX_DEPTH:
+            raise yaml.YAMLError(f"values are nested more than {MAX_DEPTH} deep")
+        if counter.total > MAX_VALUES:
+            raise yaml.YAMLError(f"it stands for more than {MAX_VALUES} values")
+
+
+def _unreadable(path: Path, reason: str) -> ConfigError:
+    return ConfigError(f"cannot read settings file {path}: {reason}", key="--config")

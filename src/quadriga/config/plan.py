@@ -11,12 +11,11 @@ Example: 32 prompts per step, n=8, 4 ranks, mini-batches of 8 prompts, 3 epochs,
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 
 from quadriga.config.role_ranks import RolePool, added_keys, num_ranks, role_pools, roles_of
-from quadriga.config.schema import EngineConfig, TrainConfig
+from quadriga.config.schema import ActorConfig, CriticConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -47,14 +46,26 @@ class UpdatePlan:
 
 
 @dataclass(frozen=True)
-class _Step:
-    """The size of one training step. `together`: ranks that compute the same rows."""
+class BatchPlan:
+    """The numbers of one training step.
+
+    Attributes:
+        ranks: ranks of the actor.
+        together: ranks of the actor that compute the same rows.
+        pools: the roles that share processes, if the settings place them.
+        total_steps: None if the data size is unknown.
+    """
 
     prompts: int
     responses_per_prompt: int
     ranks: int
     together: int
     max_tokens_per_sequence: int
+    pools: tuple[RolePool, ...]
+    total_steps: int | None
+    critic_warmup_steps: int
+    actor: UpdatePlan
+    critic: UpdatePlan
 
     @property
     def sequences(self) -> int:
@@ -63,29 +74,8 @@ class _Step:
 
     @property
     def sequences_per_rank(self) -> int:
-        """Sequences per step on one rank."""
-        return self.sequences // self.data_ranks
-
-    @property
-    def data_ranks(self) -> int:
-        """Ranks, or groups of ranks, that compute rows of their own."""
-        return self.ranks // self.together
-
-
-@dataclass(frozen=True)
-class BatchPlan(_Step):
-    """The numbers of one training step. `ranks` are those of the actor.
-
-    Attributes:
-        pools: the roles that share processes, if the settings place them.
-        total_steps: None if the data size is unknown.
-    """
-
-    pools: tuple[RolePool, ...]
-    total_steps: int | None
-    critic_warmup_steps: int
-    actor: UpdatePlan
-    critic: UpdatePlan
+        """Sequences per step on one rank, or on each group of ranks that compute the same rows."""
+        return self.sequences // (self.ranks // self.together)
 
     def optimizer_steps(self, total_steps: int) -> tuple[int, int]:
         """Return the optimizer steps of the actor and of the critic in a run of `total_steps`.
@@ -154,36 +144,25 @@ def batch_plan(
             `total_training_steps` is not given. The last, smaller batch of an epoch is dropped.
     """
     data, actor, critic = config.data, config.actor_rollout_ref.actor, config.critic
-    step = _Step(
+    mini, critic_mini = mini_batch_prompts(config)
+    actor_ranks = ranks or num_ranks(config, "actor")
+    return BatchPlan(
         prompts=data.train_batch_size,
         responses_per_prompt=config.actor_rollout_ref.rollout.n,
-        ranks=ranks or num_ranks(config, "actor"),
+        ranks=actor_ranks,
         together=actor.engine.model_parallel_size,
         max_tokens_per_sequence=data.max_prompt_length + data.max_response_length,
-    )
-    mini, critic_mini = mini_batch_prompts(config)
-    epochs, critic_epochs = actor.ppo_epochs, critic.ppo_epochs or actor.ppo_epochs
-    actor_micro, critic_micro = (
-        actor.ppo_micro_batch_size_per_gpu,
-        critic.ppo_micro_batch_size_per_gpu,
-    )
-    return BatchPlan(
-        **vars(step),
         pools=_pools(config),
         total_steps=_total_steps(config, train_rows),
         critic_warmup_steps=critic.warmup_steps,
-        actor=_update(step, "actor", mini, epochs, actor_micro, actor.engine),
+        actor=_update(config, "actor", actor, actor_ranks, mini, actor.ppo_epochs),
         critic=_update(
-            dataclasses.replace(
-                step,
-                ranks=ranks or num_ranks(config, "critic"),
-                together=critic.engine.model_parallel_size,
-            ),
+            config,
             "critic",
+            critic,
+            ranks or num_ranks(config, "critic"),
             critic_mini,
-            critic_epochs,
-            critic_micro,
-            critic.engine,
+            critic.ppo_epochs or actor.ppo_epochs,
         ),
     )
 
@@ -200,32 +179,33 @@ def _pools(config: TrainConfig) -> tuple[RolePool, ...]:
 
 
 def _update(
-    step: _Step, role: str, mini: int, epochs: int, micro: int | None, engine: EngineConfig
+    config: TrainConfig,
+    role: str,
+    section: ActorConfig | CriticConfig,
+    ranks: int,
+    mini: int,
+    epochs: int,
 ) -> UpdatePlan:
-    sequences = mini * step.responses_per_prompt
-    per_rank = sequences // step.data_ranks
-    size = _micro_size(per_rank, micro, engine, step.max_tokens_per_sequence)
+    engine, micro = section.engine, section.ppo_micro_batch_size_per_gpu
+    sequences = mini * config.actor_rollout_ref.rollout.n
+    per_rank = sequences // (ranks // engine.model_parallel_size)
+    size = max(1, per_rank) if micro is None else micro
+    if engine.use_dynamic_bsz:
+        # A sequence is never split, so one that is longer than the limit is a micro-batch by
+        # itself: 300 tokens // 128 per sequence = 2 sequences, 100 // 128 = 0 → 1 sequence.
+        length = config.data.max_prompt_length + config.data.max_response_length
+        size = min(size, max(1, engine.micro_batch_tokens // length))
     return UpdatePlan(
         role=role,
         mini_batch_prompts=mini,
         mini_batch_sequences=sequences,
         mini_batch_per_rank=per_rank,
-        mini_batches=math.ceil(step.prompts / mini),
+        mini_batches=math.ceil(config.data.train_batch_size / mini),
         epochs=epochs,
         micro_batch=micro if engine.use_dynamic_bsz else size,
         micro_batches=math.ceil(per_rank / size),
         max_tokens=engine.micro_batch_tokens if engine.use_dynamic_bsz else None,
     )
-
-
-def _micro_size(per_rank: int, micro: int | None, engine: EngineConfig, length: int) -> int:
-    """Return the most sequences per micro-batch, of full length if tokens are limited."""
-    size = max(1, per_rank) if micro is None else micro
-    if not engine.use_dynamic_bsz:
-        return size
-    # A sequence is never split, so one that is longer than the limit is a micro-batch by itself:
-    # 300 tokens // 128 per sequence = 2 sequences, 100 // 128 = 0 → 1 sequence.
-    return min(size, max(1, engine.micro_batch_tokens // length))
 
 
 def _total_steps(config: TrainConfig, train_rows: int | None) -> int | None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quadriga.config.describe import as_written
+from quadriga.config.convert import as_written
 from quadriga.errors import ConfigError, unknown_name
 from quadriga.lazy import imported
 

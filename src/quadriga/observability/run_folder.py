@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from quadriga.errors import ConfigError
 from quadriga.files import cannot_write
-from quadriga.observability.jsonl import JsonObject, keep_rows, read_jsonl
+from quadriga.observability.jsonl import keep_rows
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -182,28 +182,14 @@ class RunFolder:
         """Whether a checkpoint is one of this run, and not of a run in another folder."""
         return checkpoint is not None and checkpoint.resolve().parent == self.checkpoints.resolve()
 
-    def forget_after(self, step: int, *, validates: bool = False) -> None:
+    def forget_after(self, step: int) -> None:
         """Remove metrics and samples of steps after `step`.
 
         A resumed run continues after the step of its checkpoint and writes later steps again.
-
-        Args:
-            validates: the resumed run begins with the validation of `step`, and writes it again.
         """
-
-        def stays(row: JsonObject) -> bool:
-            own = int(row.get("step", 0))
-            return own < step or (own == step and not (validates and _of_validation(row)))
-
         for path in (self.metrics, self.samples):
             if path.exists():
-                keep_rows(path, stays)
-
-    def lacks_metrics_of(self, step: int) -> bool:
-        """Whether there is a file of metrics, and it has none of this step."""
-        return self.metrics.exists() and all(
-            row.get("step") != step for row in read_jsonl(self.metrics)
-        )
+                keep_rows(path, lambda row: int(row.get("step", 0)) <= step)
 
     def removes(self, path: str | Path) -> bool:
         """Whether `empty` would remove a file or a folder that exists."""
@@ -224,11 +210,6 @@ class RunFolder:
                 shutil.rmtree(entry)
             else:
                 entry.unlink(missing_ok=True)
-
-
-def _of_validation(row: JsonObject) -> bool:
-    """Return whether a row of metrics or samples has something of a validation."""
-    return row.get("split") == "val" or any(name.startswith(("val/", "val-")) for name in row)
 
 
 LOCK = "run.lock"

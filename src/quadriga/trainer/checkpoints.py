@@ -9,8 +9,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -21,19 +21,17 @@ from quadriga.checkpoint.files import digest_file, digest_json
 from quadriga.checkpoint.folders import (
     ControllerState,
     Resumed,
-    change_info,
     newest_undamaged_checkpoint,
     read_marker,
-    step_folder,
     verify_checkpoint,
 )
 from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import ModelConfig, RunConfig, TrainConfig
 from quadriga.config.writing import setting_leaves, to_yaml
-from quadriga.errors import CheckpointError, InputError
+from quadriga.errors import CheckpointError, QuadrigaError
 from quadriga.models.folder import local_folder
-from quadriga.observability.run_folder import CHECKPOINTS, RunFolder
+from quadriga.observability.run_folder import CHECKPOINTS
 from quadriga.trainer.roles.placement import Role
 from quadriga.trainer.roles.registry import added_roles
 from quadriga.trainer.roles.workers import needs_critic, saving_roles
@@ -218,23 +216,8 @@ class Changes:
     other: list[str]
 
     @classmethod
-    def between(
-        cls,
-        saved: Mapping[str, object],
-        own: Mapping[str, object],
-        command: type[AnyRun] = TrainConfig,
-    ) -> Changes:
-        """Compare two results of `inputs_of` for settings of the type `command`.
-
-        What decides whether a run can be continued, but did not exist when the checkpoint was
-        saved, had its default. A digest that did not exist is equal if its path is.
-        """
-        missing = {key for key in (*_DATA, *_MODEL) if key in own and key not in saved}
-        defaults = inputs_of(command()) if missing else {}
-        for key in missing:
-            path = key.partition(" of ")[2]
-            equal = path in saved and saved[path] == own.get(path)
-            saved = {**saved, key: own[key] if equal else defaults[key]}
+    def between(cls, saved: Mapping[str, object], own: Mapping[str, object]) -> Changes:
+        """Compare two results of `inputs_of`."""
         lines = {
             key: changed_words(key, saved.get(key), own.get(key))
             for key in {**own, **saved}
@@ -285,7 +268,7 @@ def read_resumed(config: AnyRun, inputs: Mapping[str, object], *, tell: bool) ->
     if folder is None:
         return None
     state = read_state(folder)
-    changes = Changes.between(state.inputs, inputs, type(config))
+    changes = Changes.between(state.inputs, inputs)
     changes.check(folder, override=config.trainer.resume_override)
     check_states(folder, _saved_roles(config))
     if tell:
@@ -350,8 +333,6 @@ class Checkpointing:
         self.inputs = inputs_of(given or config)
         self._saved_at = time.monotonic()
         self.stop = StopRequest(save=trainer.save_on_stop, grace_s=trainer.stop_grace_s)
-        self._last_saved = 0
-        self._pending: tuple[Path, ControllerState] | None = None
 
     def resume(self) -> Resumed | None:
         """Find the checkpoint that `trainer.resume_mode` names, and move the loader to its
@@ -363,23 +344,7 @@ class Checkpointing:
         resumed = read_resumed(self.config, self.inputs, tell=True)
         if resumed is not None:
             resumed.state.continue_loader(self.loader, data_changed=resumed.data_changed)
-            own = RunFolder(Path(self.config.trainer.default_local_dir).absolute())
-            # A checkpoint of another run stays as it is.
-            if resumed.state.validation_pending and own.holds_checkpoint(resumed.folder):
-                self._pending = resumed.folder, resumed.state
         return resumed
-
-    def end_pending(
-        self, resumed: Resumed, record: RunRecord, validate: Callable[[], object]
-    ) -> None:
-        """Make the validation of the step of a checkpoint that lacks it, and record it there.
-
-        `validate`: logs the validation.
-        """
-        if resumed.state.validation_pending:
-            with record.ending(resumed.state.step):
-                validate()
-            self.record_validation(record.last_validation)
 
     def end_step(
         self,
@@ -391,10 +356,10 @@ class Checkpointing:
         save: Save,
         kl_controller: dict[str, float] | None = None,
     ) -> bool:
-        """Save and validate where these are due, and log the step. Then stop if a signal asks for
+        """Validate and save where these are due, and log the step. Then stop if a signal asks for
         it. Return whether the step is the last one of the run.
 
-        It is saved first, so that a validation that fails loses no step.
+        A step whose validation fails is saved, too. A run that is asked to stop does not validate.
 
         Args:
             last: the step is the last one of the run, whatever the validation finds.
@@ -402,76 +367,38 @@ class Checkpointing:
                 it is not due.
             save: writes the states of the roles, and that of the controller.
         """
-        kl = kl_controller or {}
         with record.ending(step):
-            if self.due(step, last=last):
-                self._save(record, step, kl, save, validates=validate is not None)
-            if validate is not None:
-                last |= validate()
-        self.record_validation(record.last_validation)
-        # If the goal is reached, a signal has come, or time has passed.
-        if self.due(step, last=last):
-            self._save(record, step, kl, save)
+            try:
+                if validate is not None and not self.stop.requested:
+                    last |= validate()
+            except Exception:
+                with suppress(QuadrigaError):  # a rank that has failed cannot save either
+                    self._save_if_due(record, step, kl_controller, save, last=last)
+                raise
+            self._save_if_due(record, step, kl_controller, save, last=last)
         self.stop.stop_if_requested()
         return last
 
-    def due(self, step: int, *, last: bool) -> bool:
-        """Whether a checkpoint is saved after a step. `last`: it is the last one of the run.
-
-        It is saved once, also if this is asked before and after the validation of the step.
-        """
-        if step == self._last_saved:
-            return False
-        every, interval_s = self.config.trainer.save_freq, self.config.trainer.save_interval_s
-        by_number = last or (every > 0 and step % every == 0)
-        by_time = interval_s is not None and time.monotonic() - self._saved_at >= interval_s
-        return by_number or by_time or self.stop.requested
-
-    def _save(
+    def _save_if_due(
         self,
         record: RunRecord,
         step: int,
-        kl_controller: dict[str, float],
+        kl_controller: dict[str, float] | None,
         save: Save,
         *,
-        validates: bool = False,
+        last: bool,
     ) -> None:
-        """`validates`: a validation follows."""
-        state = ControllerState(
-            step,
-            self.loader.state_dict(),
-            kl_controller,
-            self.inputs,
-            record.last_validation,
-            validates,
-            record.row,
-        )
-        root = record.folder.checkpoints
-        with record.span("save"):
-            save(root, state, self.config.trainer.max_ckpt_to_keep)
-        self._saved_at = time.monotonic()
-        self._last_saved = step
-        self._pending = (step_folder(root, step), state) if validates else None
-
-    def record_validation(self, validation: dict[str, float]) -> None:
-        """Record the validation of a step in the checkpoint that was saved before it, if one was.
-
-        A checkpoint that can no longer be written, because it was moved for example, is left as it
-        is and named in a warning.
-        """
-        if self._pending is None:
+        trainer = self.config.trainer
+        every, interval_s = trainer.save_freq, trainer.save_interval_s
+        by_number = last or (every > 0 and step % every == 0)
+        by_time = interval_s is not None and time.monotonic() - self._saved_at >= interval_s
+        if not (by_number or by_time or self.stop.requested):
             return
-        (folder, state), self._pending = self._pending, None
-        done = replace(state, validation=validation, validation_pending=False)
-        try:
-            change_info(folder, done.as_info())
-        except InputError as error:
-            _log.warning(
-                "the validation is not recorded in the checkpoint of step %d, so a run that is "
-                "resumed from it begins with a validation: %s",
-                state.step,
-                error,
-            )
+        position, validation = self.loader.state_dict(), record.last_validation
+        state = ControllerState(step, position, kl_controller or {}, self.inputs, validation)
+        with record.span("save"):
+            save(record.folder.checkpoints, state, trainer.max_ckpt_to_keep)
+        self._saved_at = time.monotonic()
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -154,7 +154,8 @@ class RayPPOTrainer:
             # Calls a stage, and the stages of added roles before and after it; logs their metrics.
             runner = StageRunner(added_stages(self.config), groups.added, record)
             validator = self.make_validator(groups, record)
-            self.validate_first(validator, record, resumed)
+            due = resumed is None and self.config.trainer.val_before_train
+            validator.run(step=0, due=due)
             sampler = self.make_sampler(groups, runner)
             balance = self.balance_of(groups)
             for prompts in self.schedule():
@@ -197,22 +198,11 @@ class RayPPOTrainer:
             actor.export_hf(str(record.folder.model))
             return validator.last
 
-    def validate_first(
-        self, validator: Validator, record: RunRecord, resumed: Resumed | None
-    ) -> None:
-        """Validate before the first step, or after the step of a checkpoint that lacks it."""
-        if resumed is None:
-            validator.run(step=0, due=self.config.trainer.val_before_train)
-        elif validator.loader is not None:
-            self.checkpoints.end_pending(
-                resumed, record, lambda: validator.run(step=self.step, due=True)
-            )
-
     def end_step(
         self, groups: PPOGroups, batch: DataProto, validator: Validator, record: RunRecord
     ) -> None:
-        """Show the step to the sampler of the data, save and validate where these are due, in this
-        order (`Checkpointing`), and log the step. Then stop if a signal asks for it."""
+        """Show the step to the sampler of the data, validate and save where these are due, and log
+        the step. Then stop if a signal asks for it."""
         self.ingredients.train_loader.update(batch)
         record.log_samples(self.step, batch)
         try:

@@ -99,9 +99,8 @@ class RunRecord:
 
         Args:
             resumed: the checkpoint from which the run is resumed. If it is of the run in the
-                folder, that run is continued: its metrics and samples of later steps, and of a
-                validation that the checkpoint lacks, are removed and its later checkpoints renamed,
-                because the resumed run writes them again.
+                folder, that run is continued: its metrics and samples of later steps are removed
+                and its later checkpoints renamed, because the resumed run writes them again.
                 None: with `trainer.resume_mode=auto` the run begins again.
             given: the settings as the user gave them, for `config.yaml`; None: `config`.
 
@@ -122,20 +121,15 @@ class RunRecord:
         try:
             if resume and resumed is not None:
                 state = resumed.state
-                # Without metrics in the checkpoint, a row of the step could not be written again.
-                validates = state.validation_pending and bool(state.metrics)
                 # In this order: killed between the two, the run has the steps of the checkpoints
                 # that are left.
                 set_aside_after(folder.checkpoints, state.step)
-                folder.forget_after(state.step, validates=validates)
+                folder.forget_after(state.step)
                 restore_folder(folder.model)
-            record = cls(config, folder, total_steps, tokenizer, resumed)
+            return cls(config, folder, total_steps, tokenizer, resumed)
         except BaseException:
             folder.close()
             raise
-        if resume and resumed is not None:
-            record._log_lost_step(resumed)
-        return record
 
     def __enter__(self) -> RunRecord:
         return self
@@ -220,12 +214,6 @@ class RunRecord:
         for name, seconds in self.span.take().items():
             self.spent[name] = self.spent.get(name, 0.0) + seconds
         self._trackers.log(step, self.last)
-
-    def _log_lost_step(self, resumed: Resumed) -> None:
-        """Log the step of a checkpoint if the run was killed before it had logged it."""
-        state = resumed.state
-        if state.metrics and self.folder.lacks_metrics_of(state.step):
-            self._trackers.log(state.step, state.metrics)
 
     def log_validation(
         self, step: int, metrics: Mapping[str, float], sources: Sequence[tuple[str, str]] = ()

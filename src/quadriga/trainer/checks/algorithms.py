@@ -14,7 +14,7 @@ import torch
 from quadriga.algorithms.advantages import compute_advantages, get_advantage
 from quadriga.algorithms.policy_losses import compute_policy_loss, select_tokens
 from quadriga.algorithms.tensors import require_finite
-from quadriga.config.describe import as_written
+from quadriga.config.convert import as_written
 from quadriga.config.schema import AlgorithmConfig, PolicyLossConfig, TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.workers.updates import loss_settings

@@ -24,8 +24,7 @@ from quadriga.config.commands import (
     RMConfig,
     SFTConfig,
 )
-from quadriga.config.convert import check_choice, check_values
-from quadriga.config.describe import as_written
+from quadriga.config.convert import as_written, check_choice, check_values
 from quadriga.config.plan import batch_plan, mini_batch_prompts
 from quadriga.config.role_ranks import (
     REWARD_MODEL,

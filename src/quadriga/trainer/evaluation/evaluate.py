@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from quadriga.checkpoint.files import write_json
+from quadriga.checkpoint.files import read_json, write_json
 from quadriga.config.commands import EvalConfig
 from quadriga.config.secrets import mask_secrets
 from quadriga.config.writing import to_yaml
@@ -36,7 +36,7 @@ from quadriga.trainer.evaluation.response_file import (
     Inputs,
     changes,
     inputs_of,
-    read_json_object,
+    rows_of,
 )
 from quadriga.trainer.preflight import check_files, check_reward
 from quadriga.trainer.validation import (
@@ -99,7 +99,8 @@ def run_evaluation(config: EvalConfig) -> Evaluation:
             rows = read_responses(files, config.response_key)
         else:
             reward.check(prompts, config.data_files)
-            rows = write_responses(config, prompts, str(folder / RESPONSES))
+            write_responses(config, prompts, str(folder / RESPONSES))
+            rows = rows_of(folder / RESPONSES)
         scored = list(_score(rows, reward, folder))
     settings = SummarySettings(
         ks=tuple(config.pass_at),
@@ -147,7 +148,7 @@ def _check_folder(folder: Path, inputs: Inputs, *, overwrite: bool) -> None:
     path = folder / RESULTS
     if not path.is_file() or overwrite:
         return
-    saved = read_json_object(path).get("inputs")
+    saved = read_json(path).get("inputs")
     differences = changes(saved if isinstance(saved, dict) else {}, inputs)
     if differences:
         raise ConfigError(

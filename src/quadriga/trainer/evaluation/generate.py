@@ -25,7 +25,7 @@ from quadriga.rollout import ROLLOUTS, rollout_of
 from quadriga.trainer import stages
 from quadriga.trainer.checks.data import check_generation_data, check_generation_takes_images
 from quadriga.trainer.checks.settings import check_device, check_generate_settings
-from quadriga.trainer.evaluation.response_file import ResponseFile, StoredRows, inputs_of
+from quadriga.trainer.evaluation.response_file import ResponseFile, inputs_of, rows_of
 from quadriga.trainer.ingredients import image_rules
 from quadriga.trainer.preflight import check_files, require_model_path
 from quadriga.trainer.replicas import (
@@ -62,13 +62,13 @@ class Answer:
     responses: list[str]
 
 
-def run_generation(config: GenerateConfig) -> Sequence[Answer]:
+def run_generation(config: GenerateConfig) -> list[Answer]:
     """Generate `n` responses per prompt, and write them to `output` if it is set.
 
     Responses that `output` holds from an earlier run of the same command are kept.
 
     Returns:
-        One entry per prompt, in the order of the prompts. With `output` they stay in the file.
+        One entry per prompt, in the order of the prompts.
 
     Raises:
         ConfigError: neither or both of `prompt` and `data_files` are set, or another setting does
@@ -95,15 +95,15 @@ def run_generation(config: GenerateConfig) -> Sequence[Answer]:
 
         RunMemory(config, prompts).check()
         return [_answer(row) for batch in generate(config, prompts) for row in batch]
-    rows = write_responses(config, prompts, config.output)
-    return StoredRows(lambda: map(_answer, rows), len(rows))
+    write_responses(config, prompts, config.output)
+    return [_answer(row) for row in rows_of(config.output)]
 
 
 def _answer(row: ResponseRow) -> Answer:
     return Answer(row["prompt"], row[fields.RESPONSES])
 
 
-def main_generation(config: GenerateConfig) -> Sequence[Answer]:
+def main_generation(config: GenerateConfig) -> list[Answer]:
     """Call `run_generation`; verl has this name for it."""
     return run_generation(config)
 
@@ -162,12 +162,8 @@ def load_prompts(
     return dataset
 
 
-def write_responses(
-    config: GenerationConfig, prompts: PromptDataset, path: str
-) -> StoredRows[JsonObject]:
-    """Generate the responses that the file at `path` lacks, and return all of its rows.
-
-    The rows stay on disk.
+def write_responses(config: GenerationConfig, prompts: PromptDataset, path: str) -> None:
+    """Generate the responses that the file at `path` lacks.
 
     Raises:
         ConfigError: the file is of other settings or data, or another process writes it now, or
@@ -204,7 +200,7 @@ def write_responses(
                 total,
             )
             raise
-        return file.finish()
+        file.finish()
 
 
 def generate(

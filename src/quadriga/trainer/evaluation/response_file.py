@@ -13,20 +13,19 @@ has. Both files are then equal byte for byte.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar, overload
+from typing import TYPE_CHECKING
 
 import yaml
 
-from quadriga.checkpoint.files import digest_file, digest_json, write_json
+from quadriga.checkpoint.files import digest_file, digest_json, read_json, write_json
 from quadriga.config.commands import GenerateConfig, GenerationConfig
 from quadriga.config.writing import setting_leaves, to_yaml
-from quadriga.errors import ConfigError, DataError, InputError
+from quadriga.errors import ConfigError, InputError
 from quadriga.files import cannot_write, replacing
 from quadriga.models.folder import local_folder
 from quadriga.observability.jsonl import JsonlFile, JsonObject, read_jsonl
@@ -40,7 +39,6 @@ from quadriga.trainer.checkpoints import (
 if TYPE_CHECKING:
     import pyarrow as pa
 
-T = TypeVar("T")
 _TOGETHER = 1024  # rows of a parquet file that are in memory together
 
 
@@ -112,13 +110,10 @@ class ResponseFile:
             self._file.write(row)
             self.done += 1
 
-    def finish(self) -> StoredRows[JsonObject]:
-        """Make the `.parquet` file of the rows, if that is the output. Return the rows."""
-        if self.path != self._rows and self._rows.exists():
-            self._write_parquet()
-        return StoredRows(lambda: _rows_of(self.path), self.done)
-
-    def _write_parquet(self) -> None:
+    def finish(self) -> None:
+        """Make the `.parquet` file of the rows, if that is the output and it is not there."""
+        if self.path == self._rows or not self._rows.exists():
+            return
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -164,7 +159,7 @@ class ResponseFile:
         if not self._described.is_file():
             problem = f"{self.path} exists, and no {self._described.name} says what has made it"
         else:
-            differences = changes(read_json_object(self._described), self._inputs)
+            differences = changes(read_json(self._described), self._inputs)
             if not differences:
                 return True
             problem = f"{self.path} was made with other inputs: {differences}"
@@ -176,32 +171,6 @@ class ResponseFile:
         return False
 
 
-class StoredRows(Sequence[T], Generic[T]):
-    """Rows on disk, which are read again each time that they are iterated over.
-
-    Args:
-        read: yields all rows.
-        count: their number.
-    """
-
-    def __init__(self, read: Callable[[], Iterator[T]], count: int) -> None:
-        self._read, self._count = read, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[T]:
-        return self._read()
-
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[T]: ...
-    def __getitem__(self, index: int | slice) -> T | list[T]:
-        """Return rows by number. All rows are read."""
-        return list(self)[index]
-
-
 def _tables(path: Path, schema: pa.Schema | None) -> Iterator[pa.Table]:
     """Yield rows as tables of some rows; None: with a schema that fits each of them."""
     import pyarrow as pa
@@ -211,24 +180,14 @@ def _tables(path: Path, schema: pa.Schema | None) -> Iterator[pa.Table]:
         yield pa.Table.from_pylist(some, schema)
 
 
-def _rows_of(path: Path) -> Iterator[JsonObject]:
+def rows_of(output: str | Path) -> Iterator[JsonObject]:
     """Yield the rows of an output."""
+    path = Path(output)
     if path.suffix == ".jsonl":
         return read_jsonl(path)
     from quadriga.data.rows import read_pieces
 
     return (row.values for piece in read_pieces(path) for row in piece.rows)
-
-
-def read_json_object(path: Path) -> JsonObject:
-    """Return the object of a JSON file. Raises `DataError` if the file is damaged."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read: {error}", path=str(path)) from None
-    if not isinstance(value, dict):
-        raise DataError(f"{path} holds no JSON object", path=str(path))
-    return value
 
 
 def _ends_of_lines(path: Path) -> list[int]:

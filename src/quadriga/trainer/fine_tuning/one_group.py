@@ -44,6 +44,16 @@ Validate = Callable[[], bool]
 
 
 @dataclass(frozen=True)
+class FineTuned:
+    """The folder of the trained model, the steps that were taken, and the metrics of the last
+    validation ({} without validation data)."""
+
+    model_path: str
+    steps: int
+    validation: dict[str, float]
+
+
+@dataclass(frozen=True)
 class OneGroup(StartedGroups, Generic[GroupT]):
     """The one worker group of a run, as the trainer calls it."""
 
@@ -53,7 +63,8 @@ class OneGroup(StartedGroups, Generic[GroupT]):
 class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
     """Updates the model of one worker group with batch after batch.
 
-    `init_workers` starts the worker group, `fit_rows` runs the loop, `close` stops the group.
+    `init_workers` starts the worker group, `fit` runs the loop, `close` stops the group, and `run`
+    does all of this.
 
     Attributes:
         saved_as: the role of the model, which names its folder in a checkpoint.
@@ -129,9 +140,20 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
         self._groups = OneGroup(backend=backend, groups=groups, policy=group)
         return self._groups
 
-    def fit_rows(self) -> tuple[str, dict[str, float]]:
-        """Run the loop: update, and where it is due validate and save. Return the folder of the
-        trained model and the metrics of the last validation."""
+    def run(self) -> FineTuned:
+        """Run the loop, and stop the worker group.
+
+        Raises:
+            KeyboardInterrupt: a signal has stopped the run; its argument is the signal's number.
+        """
+        try:
+            with self.checkpoints.stop.listening():
+                return self.fit()
+        finally:
+            self.close()
+
+    def fit(self) -> FineTuned:
+        """Run the loop: update, and where it is due validate and save."""
         policy, key = self.init_workers().policy, self.saved_as.key
         # Loaded before the run folder is opened: a folder of a run that cannot be continued keeps
         # all that it holds.
@@ -143,8 +165,6 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
             self.config, self.total_steps, self.tokenizer, resumed, self.given
         ) as record:
             validate = self.validation(policy, record)
-            if resumed is not None and validate is not None:
-                self.checkpoints.end_pending(resumed, record, validate)
             every = self.config.trainer.test_freq
             for rows in () if self.reached_goal(record.last_validation) else self.schedule():
                 with record.span("step"):
@@ -161,7 +181,7 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
                     break
             path = str(record.folder.model)
             policy.export_hf(path)
-            return path, record.last_validation
+            return FineTuned(path, self.step, record.last_validation)
 
     def schedule(self) -> Iterator[DataProto]:
         """Yield one batch of rows per step, epoch after epoch, and count `step`. Within a step the

@@ -14,7 +14,7 @@ from quadriga.config.paths import absolute_paths
 from quadriga.data.pairs import MARGINS, PairDataset, PairLengths
 from quadriga.models.folder import local_folder, with_absolute_paths
 from quadriga.protocol import DataProto, fields, pad_dataproto_to_divisor, unpad_dataproto
-from quadriga.trainer.fine_tuning.one_group import OneGroupTrainer, Validate
+from quadriga.trainer.fine_tuning.one_group import FineTuned, OneGroupTrainer, Validate
 from quadriga.trainer.preflight import check_fine_tuning_config
 from quadriga.trainer.record import RunRecord
 from quadriga.trainer.roles.placement import Role
@@ -27,17 +27,7 @@ if TYPE_CHECKING:
     from quadriga.workers.roles import PairTrainingGroup
 
 
-@dataclass(frozen=True)
-class RMResult:
-    """The folder of the trained model, the steps that were taken, and the metrics of the last
-    validation ({} without validation data)."""
-
-    model_path: str
-    steps: int
-    validation: dict[str, float]
-
-
-def run_rm(config: RMConfig) -> RMResult:
+def run_rm(config: RMConfig) -> FineTuned:
     """Run `quadriga rm`.
 
     Raises:
@@ -45,12 +35,7 @@ def run_rm(config: RMConfig) -> RMResult:
         KeyboardInterrupt: a signal has stopped the run; its argument is the number of the signal.
     """
     check_fine_tuning_config(config)
-    trainer = RMTrainer(config)
-    try:
-        with trainer.checkpoints.stop.listening():
-            return trainer.fit()
-    finally:
-        trainer.close()
+    return RMTrainer(config).run()
 
 
 class RMTrainer(OneGroupTrainer[RMConfig, "PairTrainingGroup"]):
@@ -66,11 +51,6 @@ class RMTrainer(OneGroupTrainer[RMConfig, "PairTrainingGroup"]):
         self.val_pairs = pairs.val
         RunMemory(config, pairs.lengths).check()
         super().__init__(given, config, pairs.tokenizer, pairs.train)
-
-    def fit(self) -> RMResult:
-        """Run the loop."""
-        path, validation = self.fit_rows()
-        return RMResult(path, self.total_steps, validation)
 
     def worker(self, runtime: RankRuntime) -> ClassWithInitArgs:
         """See `OneGroupTrainer`."""

@@ -20,7 +20,7 @@ from quadriga.data.conversations import turn_end_ids
 from quadriga.models.folder import end_token_ids, with_absolute_paths
 from quadriga.protocol import DataProto, fields, pad_dataproto_to_divisor, unpad_dataproto
 from quadriga.trainer.checks.data import check_fine_tuning_data
-from quadriga.trainer.fine_tuning.one_group import OneGroupTrainer, Validate
+from quadriga.trainer.fine_tuning.one_group import FineTuned, OneGroupTrainer, Validate
 from quadriga.trainer.ingredients import check_rows
 from quadriga.trainer.preflight import check_fine_tuning_config
 from quadriga.trainer.record import RunRecord
@@ -38,17 +38,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("quadriga")
 
 
-@dataclass(frozen=True)
-class SFTResult:
-    """The folder of the trained model, the steps that were taken, and the accuracy of the last
-    validation (None without validation data, or if scores are not 0 or 1)."""
-
-    model_path: str
-    steps: int
-    accuracy: float | None
-
-
-def run_sft(config: SFTConfig) -> SFTResult:
+def run_sft(config: SFTConfig) -> FineTuned:
     """Run `quadriga sft`.
 
     Raises:
@@ -56,12 +46,7 @@ def run_sft(config: SFTConfig) -> SFTResult:
         KeyboardInterrupt: a signal has stopped the run; its argument is the number of the signal.
     """
     check_fine_tuning_config(config)
-    trainer = SFTTrainer(config)
-    try:
-        with trainer.checkpoints.stop.listening():
-            return trainer.fit()
-    finally:
-        trainer.close()
+    return SFTTrainer(config).run()
 
 
 class SFTTrainer(OneGroupTrainer[SFTConfig, "SFTGroup"]):
@@ -91,11 +76,6 @@ class SFTTrainer(OneGroupTrainer[SFTConfig, "SFTGroup"]):
         super().__init__(given, config, rows.tokenizer, rows.train)
         self.reward_fn = RewardManager.from_settings(config.reward, rows.tokenizer)
         check_rows(self.reward_fn, self.val_loader, config.data.val_files)
-
-    def fit(self) -> SFTResult:
-        """Run the loop."""
-        path, validation = self.fit_rows()
-        return SFTResult(path, self.step, validation.get("val/accuracy"))
 
     def worker(self, runtime: RankRuntime) -> ClassWithInitArgs:
         """See `OneGroupTrainer`."""
