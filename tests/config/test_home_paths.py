@@ -12,7 +12,7 @@ from quadriga.cli.main import COMMANDS, PLANNED, main
 from quadriga.config.commands import EvalConfig, SFTConfig
 from quadriga.config.convert import is_settings, walk_keys
 from quadriga.config.loading import load_config, to_yaml
-from quadriga.config.paths import PathSettings, expand_home
+from quadriga.config.paths import PathSettings, absolute_paths, expand_home
 from quadriga.config.schema import (
     AlgorithmConfig,
     DataConfig,
@@ -24,7 +24,6 @@ from quadriga.config.schema import (
     TrainerConfig,
 )
 from quadriga.errors import ConfigError, DataError
-from quadriga.models.folder import with_absolute_paths
 from quadriga.trainer.checkpoints import inputs_of
 from quadriga.trainer.preflight import check_files
 
@@ -107,7 +106,7 @@ def test_names_that_are_no_paths_of_the_home_folder_stay(tmp_path):
         assert ModelConfig(path=path).path == path
         assert expand_home(path) == path
     assert TrainerConfig(resume_mode="auto").resume_mode == "auto"
-    assert with_absolute_paths(ModelConfig(path="hf://owner/~name")).path == "hf://owner/~name"
+    assert absolute_paths(ModelConfig(path="hf://owner/~name")).path == "hf://owner/~name"
     with pytest.raises(DataError, match=r"data\.train_files: no such file: ~no such user/a"):
         check_files(DataConfig(train_files=["~no such user/a"]).train_files, "data.train_files",
                     needed=True)  # fmt: skip

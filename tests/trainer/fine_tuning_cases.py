@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from run_cases import Task, timeless
 
@@ -38,16 +39,22 @@ class Runs:
         return self.folder / name / "checkpoints" / f"global_step_{step}"
 
 
+def pair_rows(count: int) -> list[dict[str, Any]]:
+    """Pairs: the chosen answer is right. Half of them are texts, half are messages."""
+    rows = []
+    for number in range(count):
+        prompt = [{"role": "user", "content": f"{number % 5} + {number % 3}"}]
+        row = {"prompt": prompt, "margin": 0.5}
+        for wrong, key in enumerate(("chosen", "rejected")):
+            answer = f"#### {number % 5 + number % 3 + wrong}"
+            message = {"role": "assistant", "content": answer}
+            row[key] = answer if number % 2 else [*prompt, message]
+        rows.append(row)
+    return rows
+
+
 def pairs(path: Path, count: int) -> Path:
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": f"{number % 5} + {number % 3}"}],
-            "chosen": f"#### {number % 5 + number % 3}",
-            "rejected": f"#### {number % 5 + number % 3 + 1}",
-        }
-        for number in range(count)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in pair_rows(count)))
     return path
 
 

@@ -12,22 +12,19 @@ from quadriga.trainer import record
 from quadriga.trainer.record import RunRecord
 
 
-class FailsToClose:
-    """A tracker of a user, whose `close` raises."""
+class Broken:
+    """A tracker of a user that raises when it is made, or when it is closed."""
 
-    def log(self, step, metrics): ...
+    def __init__(self, fails_at):
+        if fails_at == "start":
+            raise RuntimeError("no service")
 
     def close(self):
         raise RuntimeError("no service")
 
 
-def fail_to_start(run):
-    raise RuntimeError("no service")
-
-
-@pytest.fixture
-def files(monkeypatch):
-    """What happened to the log of samples."""
+@pytest.mark.parametrize("fails_at", ["start", "end"])
+def test_a_tracker_that_fails_leaves_no_file_open(tmp_path, monkeypatch, fails_at):
     files: list[str] = []
 
     class Log(SampleLog):
@@ -40,30 +37,12 @@ def files(monkeypatch):
             super().close()
 
     monkeypatch.setattr(record, "SampleLog", Log)
-    return files
-
-
-@pytest.fixture
-def open_record(tmp_path, monkeypatch):
-    """A function that opens the record of a run with the tracker of a factory."""
-
-    def opened(factory) -> RunRecord:
-        monkeypatch.setattr(trackers, "TRACKERS", {**trackers.TRACKERS, "mine": factory})
-        settings = [f"trainer.default_local_dir={tmp_path}/run", "trainer.loggers=[mine]"]
-        return RunRecord.open(load_config(TrainConfig, settings), 3, tokenizer=None)
-
-    return opened
-
-
-def test_a_tracker_that_cannot_be_closed_leaves_no_file_open(open_record, files, tmp_path):
-    with pytest.raises(RuntimeError, match="no service"), open_record(lambda run: FailsToClose()):
-        pass
+    monkeypatch.setitem(trackers.TRACKERS, "mine", lambda run: Broken(fails_at))
+    settings = [f"trainer.default_local_dir={tmp_path}/run", "trainer.loggers=[mine]"]
+    with (
+        pytest.raises(RuntimeError, match="no service"),
+        RunRecord(load_config(TrainConfig, settings), 3, tokenizer=None),
+    ):
+        assert fails_at == "end"
     assert files == ["opened", "closed"]
-    assert not (tmp_path / "run/run.lock").exists()
-
-
-def test_a_tracker_that_cannot_be_created_leaves_no_file_open(open_record, files, tmp_path):
-    with pytest.raises(RuntimeError, match="no service"):
-        open_record(fail_to_start)
-    assert files in ([], ["opened", "closed"])
     assert not (tmp_path / "run/run.lock").exists()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from fine_tuning_cases import pair_rows, six_steps
 from run_cases import timeless
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -19,48 +19,14 @@ from quadriga.observability.jsonl import read_jsonl
 from quadriga.trainer.fine_tuning.rm import run_rm
 
 
-def rows(count=24, margin=False):
-    """Pairs: the chosen answer is right. Half of them are texts, half are messages."""
-    found = []
-    for number in range(count):
-        prompt = [{"role": "user", "content": f"{number % 5} + {number % 3}"}]
-        answers = [f"#### {number % 5 + number % 3 + wrong}" for wrong in (0, 1)]
-        row = {"prompt": prompt, "margin": 0.5 if margin else 0.0}
-        for key, answer in zip(("chosen", "rejected"), answers, strict=True):
-            message = {"role": "assistant", "content": answer}
-            row[key] = answer if number % 2 else [*prompt, message]
-        found.append(row)
-    return found
-
-
-def write(path: Path, pairs) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in pairs))
-    return path
-
-
 @pytest.fixture
 def settings(tiny_task, tmp_path):
-    """settings("a=b", …) returns the settings of a run of three steps."""
-    train = write(tmp_path / "train.jsonl", rows())
-    val = write(tmp_path / "val.jsonl", rows(10))
+    """settings("a=b", …) returns the settings of a run of three steps of 8 pairs."""
+    runs = six_steps("rm", tiny_task, tmp_path)
 
     def make(*more):
-        return load_config(
-            RMConfig,
-            [
-                f"model.path={tiny_task.model}",
-                f"data.train_files={train}",
-                f"data.val_files={val}",
-                "data.train_batch_size=8",
-                "optim.lr=1e-2",
-                "trainer.total_training_steps=3",
-                "trainer.backend=local",
-                "trainer.threads_per_worker=1",
-                "trainer.loggers=[jsonl]",
-                f"trainer.default_local_dir={tmp_path / 'run'}",
-                *more,
-            ],
-        )
+        steps = ("trainer.total_training_steps=3", "data.train_batch_size=8", "optim.lr=1e-2")
+        return load_config(RMConfig, runs.given("run", *steps, *more))
 
     return make
 
@@ -112,11 +78,10 @@ def test_the_scores_have_a_pass_of_their_own_only_where_pairs_need_it(
 
 
 @pytest.mark.parametrize("micro", ["null", "1", "3"])
-def test_a_step_equals_one_of_a_plain_loop(settings, tiny_task, tmp_path, micro):
+def test_a_step_equals_one_of_a_plain_loop(settings, tiny_task, micro):
     config = settings(
         "trainer.total_training_steps=2", "optim.weight_decay=0", "optim.grad_clip=1e9",
         "data.shuffle=false", "data.margin_key=margin", f"data.micro_batch_size_per_gpu={micro}",
-        f"data.train_files={write(tmp_path / 'margin.jsonl', rows(16, margin=True))}",
     )  # fmt: skip
     result = run_rm(config)
     tokenizer = AutoTokenizer.from_pretrained(tiny_task.model)
@@ -125,7 +90,7 @@ def test_a_step_equals_one_of_a_plain_loop(settings, tiny_task, tmp_path, micro)
     )
     torch.nn.init.zeros_(model.score.weight)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
-    pairs = rows(16, margin=True)
+    pairs = pair_rows(16)
 
     def score(row, key):
         answer = row[key] if isinstance(row[key], str) else row[key][-1]["content"]

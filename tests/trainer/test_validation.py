@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -18,29 +19,11 @@ ROLLOUT = "actor_rollout_ref.rollout"
 SOURCE = "quadriga/arithmetic"
 
 
-class Record:
-    """What `Validator` calls of a run record; keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.logged: list[tuple[object, ...]] = []
-        self.last_validation: dict[str, float] = {}
-        self.samples = 0
-        self.added: list[dict[str, float]] = []
-
-    def span(self, name: str):
-        from contextlib import nullcontext
-
-        return nullcontext()
-
-    def add(self, metrics) -> None:
-        self.added.append(metrics)
-
-    def log_samples(self, step, batch, *, split, written=0) -> int:
-        self.samples += len(batch)
-        return len(batch)
-
-    def log_validation(self, *logged) -> None:
-        self.logged.append(logged)
+def record() -> MagicMock:
+    """A run record that keeps what it is told."""
+    found = MagicMock(last_validation={})
+    found.log_samples.side_effect = lambda step, batch, **_: len(batch)
+    return found
 
 
 class Rollout:
@@ -81,8 +64,8 @@ def prompts(index: list[int], sources: list[str | None]) -> DataProto:
 def test_metrics_of_two_sources_by_hand() -> None:
     batches = [prompts([0, 1], ["a", "b"]), prompts([2], ["a"])]
     reward = Reward([1, 0, 0.5, 0.5, 0, 0], ["x", "y", None, None, "z", "z"])
-    record = Record()
-    validator = Validator(0, batches, Rollout(), reward, record, n=2)
+    told = record()
+    validator = Validator(0, batches, Rollout(), reward, told, n=2)
     found = validator.run(step=3, due=True)
     aux = {name: value for name, value in found.items() if name.startswith("val-aux")}
     assert aux == {f"val-aux/{s}/reward/pass@1": v for s, v in
@@ -99,12 +82,13 @@ def test_metrics_of_two_sources_by_hand() -> None:
             "val-core/overall/reward/maj@2/mean": (0.5 + 0.5 + 0) / 3,
         }
     )  # fmt: skip
-    ((step, metrics, summaries),) = record.logged
-    assert (step, metrics, len(summaries), record.samples) == (3, found, 3, 6)
+    step, metrics, summaries = told.log_validation.call_args.args
+    assert (step, metrics, len(summaries)) == (3, found, 3)
+    assert [call.kwargs["written"] for call in told.log_samples.call_args_list] == [0, 4]
 
 
 def test_one_response_and_no_source_have_the_mean_only() -> None:
-    validator = Validator(0, [prompts([0, 1], [None, None])], Rollout(), Reward([1, 0]), Record())
+    validator = Validator(0, [prompts([0, 1], [None, None])], Rollout(), Reward([1, 0]), record())
     assert validator.run(step=1, due=True) == {
         "val/score": 0.5, "val/samples": 2.0, "val/accuracy": 0.5,
         "val-core/unknown/reward/mean@1": 0.5, "val-core/unknown/reward/pass@1": 0.5,
@@ -124,7 +108,7 @@ def test_scores_of_a_role_have_no_answers_of_an_earlier_batch() -> None:
     reward = Reward([])
     reward.answers = ["old", "old"]
     batches = [prompts([0], ["a"])]
-    validator = Validator(0, batches, Rollout(), reward, Record(), n=2, runner=Roles())
+    validator = Validator(0, batches, Rollout(), reward, record(), n=2, runner=Roles())
     assert "val-core/a/reward/maj@2/mean" not in validator.run(step=1, due=True)
 
 

@@ -177,11 +177,6 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def discard_checkpoint(partial: Path) -> None:
-    """Delete a checkpoint that could not be completed, as far as this is possible."""
-    shutil.rmtree(partial, ignore_errors=True)
-
-
 def complete_checkpoints(root: str | Path) -> list[tuple[int, Path]]:
     """Return (step, folder) of every complete checkpoint under `root`, in the order of steps.
 
@@ -231,11 +226,6 @@ def prune_checkpoints(root: str | Path, max_to_keep: int | None) -> list[Path]:
     """
     if max_to_keep is None:
         return []
-    if max_to_keep < 1:
-        raise CheckpointError(
-            f"max_ckpt_to_keep must be at least 1, or null for all, got {max_to_keep}",
-            path=str(root),
-        )
     old = [path for _, path in complete_checkpoints(root)[:-max_to_keep]]
     for path in old:
         # Renamed, it is not a checkpoint; what stays of it is deleted with the next save.

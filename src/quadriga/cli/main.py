@@ -76,64 +76,27 @@ PLANNED: dict[str, type[DataclassInstance]] = {
 """The word after `plan` → the settings that follow."""
 
 COMMANDS = (
-    Command(
-        "train",
-        "Train a model with reinforcement learning",
-        f"{_TRAINER}.main:run_training",
-        TrainConfig,
-    ),
-    Command(
-        "sft",
-        "Fine-tune a model on reference answers",
-        f"{_TRAINER}.fine_tuning.sft:run_sft",
-        SFTConfig,
-    ),
-    Command(
-        "rm",
-        "Train a reward model on pairs of responses",
-        f"{_TRAINER}.fine_tuning.rm:run_rm",
-        RMConfig,
-    ),
-    Command(
-        "generate",
-        "Generate responses to a prompt or to files of prompts",
-        f"{_SHOW}:show_generation",
-        GenerateConfig,
-    ),
-    Command(
-        "eval",
-        "Generate or read responses to files of prompts, and score them",
-        f"{_SHOW}:show_evaluation",
-        EvalConfig,
-    ),
-    Command(
-        "data make",
-        "Make arithmetic problems, and optionally a tiny model",
-        "quadriga.cli.make_data:run_make_data",
-        ArithmeticDataConfig,
-    ),
-    Command(
-        "plan",
-        "Show batches and memory of a run: plan, plan sft, plan rm, plan generate",
-        f"{_SHOW}:show_plan",
-        TrainConfig,
-        PLANNED,
-    ),
-    Command(
-        "algorithms",
-        "Show estimators, losses and their settings",
-        f"{_SHOW}:show_algorithms",
-        AlgorithmsConfig,
-    ),
-    Command(
-        "doctor",
-        "Show installed packages and the resources of this machine",
-        f"{_SHOW}:show_doctor",
-    ),
-    Command(
-        "demo", "Make data and a tiny model, and train it", "quadriga.cli.demo:run_demo", DemoConfig
-    ),
-)
+    Command("train", "Train a model with reinforcement learning",
+            f"{_TRAINER}.main:run_training", TrainConfig),
+    Command("sft", "Fine-tune a model on reference answers",
+            f"{_TRAINER}.fine_tuning.sft:run_sft", SFTConfig),
+    Command("rm", "Train a reward model on pairs of responses",
+            f"{_TRAINER}.fine_tuning.rm:run_rm", RMConfig),
+    Command("generate", "Generate responses to a prompt or to files of prompts",
+            f"{_SHOW}:show_generation", GenerateConfig),
+    Command("eval", "Generate or read responses to files of prompts, and score them",
+            f"{_SHOW}:show_evaluation", EvalConfig),
+    Command("data make", "Make arithmetic problems, and optionally a tiny model",
+            "quadriga.cli.make_data:run_make_data", ArithmeticDataConfig),
+    Command("plan", "Show batches and memory of a run: plan, plan sft, plan rm, plan generate",
+            f"{_SHOW}:show_plan", TrainConfig, PLANNED),
+    Command("algorithms", "Show estimators, losses and their settings",
+            f"{_SHOW}:show_algorithms", AlgorithmsConfig),
+    Command("doctor", "Show installed packages and the resources of this machine",
+            f"{_SHOW}:show_doctor"),
+    Command("demo", "Make data and a tiny model, and train it",
+            "quadriga.cli.demo:run_demo", DemoConfig),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

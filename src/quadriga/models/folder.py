@@ -12,12 +12,11 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
 from quadriga.config.paths import expand_home
-from quadriga.config.schema import ModelConfig
 from quadriga.errors import ModelError
 from quadriga.models.architectures import check_architecture
 
@@ -54,25 +53,6 @@ def local_folder(path: str | Path, *, weights: bool = True) -> Path:
             f"{text} cannot be downloaded from the hub: {str(error).strip().splitlines()[0]}",
             path=text,
         ) from error
-
-
-def with_absolute_paths(config: ModelConfig) -> ModelConfig:
-    """Return the settings with absolute paths, for ranks in another working directory.
-
-    Names of the hub stay as they are.
-    """
-    tokenizer, adapter = config.tokenizer_path, config.lora.path
-    return replace(
-        config,
-        path=_absolute(config.path),
-        tokenizer_path=None if tokenizer is None else _absolute(tokenizer),
-        lora=replace(config.lora, path=None if adapter is None else _absolute(adapter)),
-    )
-
-
-def _absolute(path: str) -> str:
-    known_everywhere = not path or path.startswith(HUB_PREFIX)
-    return path if known_everywhere else str(Path(path).absolute())
 
 
 def check_model_folder(

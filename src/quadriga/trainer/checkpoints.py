@@ -223,11 +223,10 @@ class Changes:
             for key in {**own, **saved}
             if saved.get(key) != own.get(key) and key not in _WITHOUT_EFFECT
         }
-        arguments = [key for key in lines if key.startswith(f"{_ARGUMENTS}.")]
-        data, model = (*_DATA, *arguments), _MODEL
-        of_data, of_model = ([lines[key] for key in kind if key in lines] for kind in (data, model))
-        others = [line for key, line in lines.items() if key not in {*data, *model}]
-        return cls(of_data, of_model, others)
+        data = [k for k in lines if k in _DATA or k.startswith(f"{_ARGUMENTS}.")]
+        model = [k for k in lines if k in _MODEL]
+        other = [k for k in lines if k not in {*data, *model}]
+        return cls(*([lines[key] for key in keys] for keys in (data, model, other)))
 
     def check(self, checkpoint: Path, *, override: bool) -> None:
         """Raise `CheckpointError` if the run cannot be continued, unless the user insists."""
@@ -254,11 +253,13 @@ def changed_words(key: str, saved: object, own: object) -> str:
     return f"{key}: {saved} → {own}"
 
 
-def read_resumed(config: AnyRun, inputs: Mapping[str, object], *, tell: bool) -> Resumed | None:
+def read_resumed(
+    config: AnyRun, inputs: Mapping[str, object] | None = None, *, tell: bool = False
+) -> Resumed | None:
     """Return the checkpoint that a run will be resumed from, or None, after all checks of it.
 
     Args:
-        inputs: `inputs_of` the run.
+        inputs: `inputs_of` the run; None: they are read.
         tell: log what has changed, and which checkpoints are damaged.
 
     Raises:
@@ -268,7 +269,7 @@ def read_resumed(config: AnyRun, inputs: Mapping[str, object], *, tell: bool) ->
     if folder is None:
         return None
     state = read_state(folder)
-    changes = Changes.between(state.inputs, inputs)
+    changes = Changes.between(state.inputs, inputs_of(config) if inputs is None else inputs)
     changes.check(folder, override=config.trainer.resume_override)
     check_states(folder, _saved_roles(config))
     if tell:
@@ -297,18 +298,6 @@ def _saved_roles(config: AnyRun) -> list[str]:
         critic = ["critic"] if needs_critic(config) else []
         return ["actor", *critic, *saving_roles(added_roles(config))]
     return [Role.Actor.key if isinstance(config, SFTConfig) else Role.RewardModel.key]
-
-
-def check_resume(config: AnyRun) -> Path | None:
-    """Return the folder of `read_resumed`, or None for a run that starts afresh.
-
-    Raises:
-        As `read_resumed`.
-    """
-    if config.trainer.resume_mode == "disable":
-        return None
-    found = read_resumed(config, inputs_of(config), tell=False)
-    return None if found is None else found.folder
 
 
 Save = Callable[[Path, ControllerState, int | None], None]

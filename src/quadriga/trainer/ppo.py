@@ -273,7 +273,7 @@ class RayPPOTrainer:
     def open_record(self, resumed: Resumed | None) -> RunRecord:
         """Open the run folder; `resumed` is the loaded checkpoint, if there is one."""
         tokenizer = self.ingredients.tokenizer
-        return RunRecord.open(self.config, self.total_steps, tokenizer, resumed, self.given)
+        return RunRecord(self.config, self.total_steps, tokenizer, resumed, self.given)
 
     def make_validator(self, groups: PPOGroups, record: RunRecord) -> Validator:
         """Return the validator of the run."""

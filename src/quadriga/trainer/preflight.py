@@ -21,7 +21,7 @@ from quadriga.errors import ConfigError, DataError, ModelError
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import check_trackers
 from quadriga.rollout import check_adapters, rollout_of
-from quadriga.trainer.checkpoints import AnyRun, check_resume
+from quadriga.trainer.checkpoints import AnyRun, read_resumed
 from quadriga.trainer.checks.data import check_images_supported
 from quadriga.trainer.checks.settings import (
     RoleEngine,
@@ -187,7 +187,8 @@ def check_run_folder(config: AnyRun) -> None:
         InputError: it cannot.
     """
     trainer, folder = config.trainer, RunFolder(Path(config.trainer.default_local_dir))
-    continued = folder.holds_checkpoint(check_resume(config))
+    resumed = read_resumed(config)
+    continued = resumed is not None and folder.holds_checkpoint(resumed.folder)
     folder.check(
         resume=continued, overwrite=trainer.overwrite, restart=trainer.resume_mode == "auto"
     )

@@ -37,28 +37,36 @@ class StageResult(NamedTuple):
 
 
 class RunRecord:
-    """The record of one run.
+    """The record of one run: it makes the run folder and opens the files in it.
 
-    As a context manager, `with RunRecord.open(...)`, it closes its files however the run ends,
-    and draws the learning curve if the run ends without an error.
+    As a context manager it closes its files however the run ends, and draws the learning curve if
+    the run ends without an error.
+
+    Args:
+        resumed: the checkpoint from which the run is resumed. If it is of the run in the folder,
+            that run is continued: its metrics and samples of later steps are removed and its later
+            checkpoints renamed, because the resumed run writes them again.
+            None: with `trainer.resume_mode=auto` the run begins again.
+        given: the settings as the user gave them, for `config.yaml`; None: `config`.
+
+    Raises:
+        ConfigError: the folder holds another run, or another run writes there now.
+        InputError: the folder cannot be written.
     """
 
     def __init__(
         self,
         config: TrainConfig | SFTConfig | RMConfig,
-        folder: RunFolder,
         total_steps: int,
         tokenizer: PreTrainedTokenizerBase,
         resumed: Resumed | None = None,
+        given: TrainConfig | SFTConfig | RMConfig | None = None,
     ) -> None:
-        self.folder = folder
         self.total_steps = total_steps
         self.tokenizer = tokenizer
+        trainer = config.trainer
         # A reward model generates no responses.
-        settings = config.trainer
-        self.samples_kept = (
-            0 if isinstance(settings, RMTrainerConfig) else settings.samples_per_step
-        )
+        self.samples_kept = 0 if isinstance(trainer, RMTrainerConfig) else trainer.samples_per_step
         self.span = Timer()
         self.spent: dict[str, float] = {}  # seconds by span, over the whole run
         self.last: dict[str, float] = {}  # metrics of the last step
@@ -67,69 +75,37 @@ class RunRecord:
         self.validation: tuple[tuple[str, str], ...] = ()  # a line for each of its data sources
         self._metrics = MetricSet()
         self._began = time.perf_counter()
-        self._title = mask_secrets(
-            f"{config.trainer.project_name} / {config.trainer.experiment_name}"
-        )
-        self._trackers = Trackers.open(
-            config.trainer.loggers,
-            RunInfo(
-                folder,
-                total_steps,
-                _TITLES[type(config).__name__],
-                0 if resumed is None else resumed.state.step,
-                config.trainer.project_name,
-                config.trainer.experiment_name,
-            ),
-        )
-        with ExitStack() as started:
-            started.callback(self._trackers.close)
-            self._samples = SampleLog(folder.samples)
-            started.pop_all()
-
-    @classmethod
-    def open(
-        cls,
-        config: TrainConfig | SFTConfig | RMConfig,
-        total_steps: int,
-        tokenizer: PreTrainedTokenizerBase,
-        resumed: Resumed | None = None,
-        given: TrainConfig | SFTConfig | RMConfig | None = None,
-    ) -> RunRecord:
-        """Make the run folder and open the files in it.
-
-        Args:
-            resumed: the checkpoint from which the run is resumed. If it is of the run in the
-                folder, that run is continued: its metrics and samples of later steps are removed
-                and its later checkpoints renamed, because the resumed run writes them again.
-                None: with `trainer.resume_mode=auto` the run begins again.
-            given: the settings as the user gave them, for `config.yaml`; None: `config`.
-
-        Raises:
-            ConfigError: the folder holds another run, or another run writes there now.
-            InputError: the folder cannot be written.
-        """
-        trainer = config.trainer
+        self._title = mask_secrets(f"{trainer.project_name} / {trainer.experiment_name}")
         path = Path(trainer.default_local_dir)
         resume = RunFolder(path).holds_checkpoint(None if resumed is None else resumed.folder)
-        folder = RunFolder.open(
-            path,
-            given or config,
-            resume=resume,
-            overwrite=trainer.overwrite,
-            restart=trainer.resume_mode == "auto",
-        )
-        try:
-            if resume and resumed is not None:
-                state = resumed.state
+        with ExitStack() as opened:  # which calls the last callback first
+            self.folder = RunFolder.open(
+                path,
+                given or config,
+                resume=resume,
+                overwrite=trainer.overwrite,
+                restart=trainer.resume_mode == "auto",
+            )
+            opened.callback(self.folder.close)
+            step = 0 if resumed is None else resumed.state.step
+            if resume:
                 # In this order: killed between the two, the run has the steps of the checkpoints
                 # that are left.
-                set_aside_after(folder.checkpoints, state.step)
-                folder.forget_after(state.step)
-                restore_folder(folder.model)
-            return cls(config, folder, total_steps, tokenizer, resumed)
-        except BaseException:
-            folder.close()
-            raise
+                set_aside_after(self.folder.checkpoints, step)
+                self.folder.forget_after(step)
+                restore_folder(self.folder.model)
+            self._samples = SampleLog(self.folder.samples)
+            opened.callback(self._samples.close)
+            info = RunInfo(
+                self.folder,
+                total_steps,
+                _TITLES[type(config).__name__],
+                step,
+                trainer.project_name,
+                trainer.experiment_name,
+            )
+            self._trackers = Trackers.open(trainer.loggers, info)
+            self._opened = opened.pop_all()
 
     def __enter__(self) -> RunRecord:
         return self
@@ -140,9 +116,7 @@ class RunRecord:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with ExitStack() as stack:  # which calls the last callback first
-            stack.callback(self.folder.close)
-            stack.callback(self._samples.close)
+        with self._opened:
             self._trackers.close()
             # The plot reads the metrics file, which is complete only after the trackers are closed.
             if error is None:

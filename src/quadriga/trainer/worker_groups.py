@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +16,6 @@ from quadriga.checkpoint.folders import (
     ControllerState,
     begin_checkpoint,
     commit_checkpoint,
-    discard_checkpoint,
     prune_checkpoints,
 )
 from quadriga.config.role_ranks import has_reward_model
@@ -295,7 +295,7 @@ def save_roles(
             files += reported_files(role, written)
         commit_checkpoint(partial, files, state.as_info())
     except BaseException:
-        discard_checkpoint(partial)
+        shutil.rmtree(partial, ignore_errors=True)
         raise
     prune_checkpoints(folder, max_to_keep)
 

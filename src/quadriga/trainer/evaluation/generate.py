@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 from quadriga.config.commands import GenerateConfig, GenerationConfig
 from quadriga.config.convert import check_choice
+from quadriga.config.paths import absolute_paths
 from quadriga.config.role_ranks import trainer_settings
 from quadriga.config.schema import ActorRolloutRefConfig, RolloutConfig, RolloutEngineConfig
 from quadriga.data.images import TAG
 from quadriga.data.rows import Row
 from quadriga.errors import ConfigError, RolloutError
-from quadriga.models.folder import check_model_folder, with_absolute_paths
+from quadriga.models.folder import check_model_folder
 from quadriga.observability.console import RunConsole
 from quadriga.observability.jsonl import JsonObject
 from quadriga.protocol import DataProto, fields
@@ -193,12 +194,7 @@ def write_responses(config: GenerationConfig, prompts: PromptDataset, path: str)
                 for rows in batches:
                     file.write(rows)
         except BaseException:
-            _log.warning(
-                "%s has the responses to %d of %d prompts; the same command generates the others",
-                path,
-                file.done,
-                total,
-            )
+            _log.warning("the same command generates the responses that %s lacks", path)
             raise
         file.finish()
 
@@ -315,7 +311,7 @@ def rollout_group(config: GenerationConfig) -> Iterator[GeneratingGroup]:
     )
     engine = {f.name: getattr(config.rollout, f.name) for f in dataclasses.fields(config.rollout)}
     policy = ActorRolloutRefConfig(
-        model=with_absolute_paths(config.model),
+        model=absolute_paths(config.model),
         rollout=RolloutConfig(**engine, n=config.n, sampling=config.sampling),
     )
     worker = ClassWithInitArgs(

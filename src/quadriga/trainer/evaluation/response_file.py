@@ -16,9 +16,8 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 
@@ -35,11 +34,6 @@ from quadriga.trainer.checkpoints import (
     contents_digest,
     images_digest,
 )
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-_TOGETHER = 1024  # rows of a parquet file that are in memory together
 
 
 class ResponseFile:
@@ -118,12 +112,9 @@ class ResponseFile:
         import pyarrow.parquet as pq
 
         try:
-            # Two passes, since the type of a column may be known only from its last row.
-            schemas = [table.schema for table in _tables(self._rows, None)]
-            schema = pa.unify_schemas(schemas, promote_options="permissive")
-            with replacing(self.path) as fresh, pq.ParquetWriter(fresh, schema) as writer:
-                for table in _tables(self._rows, schema):
-                    writer.write_table(table)
+            table = pa.Table.from_pylist(list(read_jsonl(self._rows)))
+            with replacing(self.path) as fresh:
+                pq.write_table(table, fresh)
             self._rows.unlink()
         except pa.ArrowException as error:  # a column with values of different types
             raise InputError(
@@ -169,15 +160,6 @@ class ResponseFile:
                 key="output",
             )
         return False
-
-
-def _tables(path: Path, schema: pa.Schema | None) -> Iterator[pa.Table]:
-    """Yield rows as tables of some rows; None: with a schema that fits each of them."""
-    import pyarrow as pa
-
-    rows = read_jsonl(path)
-    while some := list(islice(rows, _TOGETHER)):
-        yield pa.Table.from_pylist(some, schema)
 
 
 def rows_of(output: str | Path) -> Iterator[JsonObject]:

@@ -161,7 +161,7 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
         if resumed is not None:
             self.step = resumed.state.step
             policy.load_checkpoint(str(resumed.folder / key), self.step)
-        with RunRecord.open(
+        with RunRecord(
             self.config, self.total_steps, self.tokenizer, resumed, self.given
         ) as record:
             validate = self.validation(policy, record)

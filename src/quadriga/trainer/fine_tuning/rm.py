@@ -6,13 +6,13 @@ the higher score, every `test_freq` steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quadriga.config.commands import RMConfig
 from quadriga.config.paths import absolute_paths
 from quadriga.data.pairs import MARGINS, PairDataset, PairLengths
-from quadriga.models.folder import local_folder, with_absolute_paths
+from quadriga.models.folder import local_folder
 from quadriga.protocol import DataProto, fields, pad_dataproto_to_divisor, unpad_dataproto
 from quadriga.trainer.fine_tuning.one_group import FineTuned, OneGroupTrainer, Validate
 from quadriga.trainer.preflight import check_fine_tuning_config
@@ -57,8 +57,7 @@ class RMTrainer(OneGroupTrainer[RMConfig, "PairTrainingGroup"]):
         from quadriga.single_controller import ClassWithInitArgs
         from quadriga.workers import PairTrainingWorker
 
-        config = replace(self.config, model=with_absolute_paths(self.config.model))
-        return ClassWithInitArgs(PairTrainingWorker, config=config, runtime=runtime)
+        return ClassWithInitArgs(PairTrainingWorker, config=self.config, runtime=runtime)
 
     def update(self, policy: PairTrainingGroup, rows: DataProto) -> DataProto:
         """See `OneGroupTrainer`."""

@@ -17,7 +17,7 @@ from quadriga.config.commands import SFTConfig
 from quadriga.config.paths import absolute_paths
 from quadriga.config.schema import ActorConfig, ActorRolloutRefConfig, RolloutConfig
 from quadriga.data.conversations import turn_end_ids
-from quadriga.models.folder import end_token_ids, with_absolute_paths
+from quadriga.models.folder import end_token_ids
 from quadriga.protocol import DataProto, fields, pad_dataproto_to_divisor, unpad_dataproto
 from quadriga.trainer.checks.data import check_fine_tuning_data
 from quadriga.trainer.fine_tuning.one_group import FineTuned, OneGroupTrainer, Validate
@@ -84,7 +84,7 @@ class SFTTrainer(OneGroupTrainer[SFTConfig, "SFTGroup"]):
 
         config, trainer = self.config, self.config.trainer
         settings = ActorRolloutRefConfig(
-            model=with_absolute_paths(config.model),
+            model=config.model,
             actor=ActorConfig(
                 optim=config.optim,
                 engine=config.engine,

@@ -30,7 +30,6 @@ from quadriga.config.plan import batch_plan, mini_batch_prompts
 from quadriga.config.role_ranks import has_reward_model, role_pools
 from quadriga.config.schema import ModelConfig, RunConfig, TrainConfig
 from quadriga.errors import ConfigError
-from quadriga.models.folder import with_absolute_paths
 from quadriga.single_controller import (
     Backend,
     ClassWithInitArgs,
@@ -436,8 +435,7 @@ def _policy_arguments(config: TrainConfig, key: str) -> dict[str, object]:
     settings = config.actor_rollout_ref
     mini_batch, _ = mini_batch_prompts(config)
     actor = dataclasses.replace(settings.actor, ppo_mini_batch_size=mini_batch)
-    model = with_absolute_paths(settings.model)
-    return {"config": dataclasses.replace(settings, actor=actor, model=model), "role": key}
+    return {"config": dataclasses.replace(settings, actor=actor), "role": key}
 
 
 def _critic_arguments(config: TrainConfig) -> dict[str, object]:
@@ -445,7 +443,7 @@ def _critic_arguments(config: TrainConfig) -> dict[str, object]:
     _, mini_batch = mini_batch_prompts(config)
     settings = dataclasses.replace(
         critic,
-        model=with_absolute_paths(critic_model(config)),
+        model=critic_model(config),
         ppo_mini_batch_size=mini_batch,
         ppo_epochs=critic.ppo_epochs or policy.actor.ppo_epochs,
     )
@@ -453,10 +451,9 @@ def _critic_arguments(config: TrainConfig) -> dict[str, object]:
 
 
 def _reward_model_arguments(config: TrainConfig) -> dict[str, object]:
-    settings = config.reward_model
     return {
-        "config": dataclasses.replace(settings, model=with_absolute_paths(settings.model)),
-        "policy": with_absolute_paths(config.actor_rollout_ref.model.frozen()),
+        "config": config.reward_model,
+        "policy": config.actor_rollout_ref.model.frozen(),
         "policy_arguments": config.data.chat_template_kwargs,
     }
 
