@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from quadriga.checkpoint.hf_export import export_hf
 from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import ModelError
 from quadriga.models import check_model_folder, load_tokenizer, write_tiny_model
-from quadriga.models.folder import TOKENIZER_FILES
 
 TEXTS = ["How many apples are 3 and 4? There are 7 apples.", "Ünder <|endoftext|> the tree"]
 
@@ -50,15 +48,6 @@ def write_llama(folder):
 def ids(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return [tokenizer(text)["input_ids"] for text in TEXTS]
-
-
-@pytest.mark.parametrize("write", [write_gpt2, write_llama])
-def test_the_exported_tokenizer_gives_the_same_ids(tmp_path, write):
-    source = write(tmp_path / "source")
-    weights = [("w", torch.zeros(2))]
-    export_hf(tmp_path / "out", weights, LlamaConfig(), tokenizer_path=str(source))
-    assert ids(tmp_path / "out") == ids(source)
-    assert any((tmp_path / "out" / name).is_file() for name in TOKENIZER_FILES)
 
 
 def test_an_export_of_the_engine_is_accepted_as_its_model_was(tmp_path):

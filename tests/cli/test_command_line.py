@@ -147,16 +147,6 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"quadriga {quadriga.__version__}\n"
 
 
-def test_the_module_as_a_program():
-    done = subprocess.run(
-        [sys.executable, "-m", "quadriga.cli.main", "sft", "optim.beta=1"],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr == "error: no setting optim.beta; did you mean optim.betas?\n"
-
-
 def test_a_closed_standard_output_is_not_an_error():
     code = (
         "import os, sys\n"

@@ -57,16 +57,11 @@ APART = ("placement.actor=[0]", "trainer.n_gpus_per_node=3", LOCAL)
     ("overrides", "ranks"),
     [
         (TWO, r"actor has 2 ranks (trainer.nnodes=1 × trainer.n_gpus_per_node=2)"),
-        (("trainer.nnodes=2", LOCAL), r"actor has 2 ranks (trainer.nnodes=2 × "),
         (
             ("placement.actor=[0-1]", "placement.rollout=[2]", *APART[1:]),
             "actor has 2 ranks (place",
         ),
         (("placement.critic=[1-2]", "algorithm.adv_estimator=gae", *APART), "critic has 2 ranks ("),
-        (
-            ("placement.ref=[1,2]", f"{ACTOR}.use_kl_loss=true", *APART),
-            "ref has 2 ranks (placement.",
-        ),
     ],
 )
 def test_several_local_ranks_of_a_role_that_computes_together_are_refused(overrides, ranks):
