@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
@@ -60,6 +62,22 @@ def timeless(rows: list[dict[str, float]]) -> list[dict[str, float]]:
     """Return the metrics that do not depend on time."""
     clocks = ("time/", "perf/", "progress/")
     return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors in the files of a folder: weights, moments and random states."""
+    return {
+        f"{file.relative_to(folder)}: {name}": tensor
+        for file in sorted(folder.rglob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+def assert_equal_tensors(ours: Path, theirs: Path) -> None:
+    """Check that two folders have the same tensors, bit for bit."""
+    first, second = tensors(ours), tensors(theirs)
+    assert list(first) == list(second) and len(first) > 5
+    assert [key for key in first if not torch.equal(first[key], second[key])] == [], ours.name
 
 
 def trained(overrides, **arguments) -> list[dict[str, float]]:

@@ -3,12 +3,9 @@ three steps, a resume, and three more steps, bit for bit."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import torch
 from fine_tuning_cases import Runs, six_steps
-from safetensors.torch import load_file
+from run_cases import assert_equal_tensors
 
 from quadriga.checkpoint.folders import complete_checkpoints
 
@@ -18,15 +15,6 @@ COMMANDS = ("sft", pytest.param("rm", marks=pytest.mark.nightly))
 @pytest.fixture(params=COMMANDS)
 def runs(request, tiny_task, tmp_path) -> Runs:
     return six_steps(request.param, tiny_task, tmp_path)
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors in the files of a folder: weights, moments and random states."""
-    return {
-        f"{file.relative_to(folder)}: {name}": tensor
-        for file in sorted(folder.rglob("*.safetensors"))
-        for name, tensor in load_file(file).items()
-    }
 
 
 VARIANTS = {
@@ -51,9 +39,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(runs, variant) -> None:
     assert "val/loss" in runs.metrics("whole")[-1]
     assert resumed.steps == whole.steps == 6
     for name in ("checkpoints/global_step_6", "model"):
-        ours, theirs = (tensors(runs.folder / run / name) for run in ("whole", "resumed"))
-        assert list(ours) == list(theirs) and len(ours) > 5
-        assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == [], name
+        assert_equal_tensors(runs.folder / "whole" / name, runs.folder / "resumed" / name)
 
 
 def test_the_newest_checkpoint_continues_the_run_in_its_folder(runs) -> None:

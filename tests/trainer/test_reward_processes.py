@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import psutil
 import pytest
+from fine_tuning_cases import six_steps
 
 from processes import command_line
 from quadriga.config.commands import SFTConfig
@@ -34,20 +35,20 @@ def pool_processes() -> list[psutil.Process]:
 def rule(tmp_path):
     file = tmp_path / "rule.py"
     file.write_text(RULE)
-    return f"reward.path={file}"
+    return [f"reward.path={file}", "reward.num_processes=1"]
 
 
 def test_training_ends_them(train_overrides, rule) -> None:
-    config = load_config(TrainConfig, [*train_overrides, rule, "reward.name=score"])
+    config = load_config(TrainConfig, [*train_overrides, *rule, "reward.name=score"])
     trainer = RayPPOTrainer(config)
     trainer.fit()
-    assert len(pool_processes()) == 4  # two processes, each with its supervisor
+    assert len(pool_processes()) == 2  # a process with its supervisor
     trainer.close()
     assert pool_processes() == []
 
 
 def test_a_failed_run_ends_them(train_overrides, rule) -> None:
-    more = [rule, "reward.name=fail", "reward.on_failure=fail"]
+    more = [*rule, "reward.name=fail", "reward.on_failure=fail"]
     with pytest.raises(RewardError) as caught:  # its traceback keeps the trainer alive
         run_training(load_config(TrainConfig, [*train_overrides, *more]))
     assert pool_processes() == []
@@ -55,23 +56,9 @@ def test_a_failed_run_ends_them(train_overrides, rule) -> None:
 
 
 def test_fine_tuning_ends_them(tiny_task, rule, tmp_path) -> None:
-    config = load_config(
-        SFTConfig,
-        [
-            f"model.path={tiny_task.model}",
-            f"data.train_files={tiny_task.data('sft')}",
-            f"data.val_files={tiny_task.data('test')}",
-            "trainer.total_training_steps=1",
-            "trainer.val_size=4",
-            "trainer.backend=local",
-            "trainer.n_gpus_per_node=1",
-            f"trainer.default_local_dir={tmp_path / 'run'}",
-            "trainer.loggers=[jsonl]",
-            rule,
-            "reward.name=score",
-        ],
-    )
-    trainer = SFTTrainer(config)
+    runs = six_steps("sft", tiny_task, tmp_path)
+    more = ["trainer.total_training_steps=1", *rule, "reward.name=score"]
+    trainer = SFTTrainer(load_config(SFTConfig, runs.given("run", *more)))
     trainer.fit()
     assert pool_processes()
     trainer.close()

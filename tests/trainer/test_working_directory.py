@@ -10,16 +10,15 @@ import pytest
 from fine_tuning_cases import six_steps
 from run_cases import two_steps
 
-from quadriga.config.commands import RMConfig, SFTConfig
+from quadriga.config.commands import SFTConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.observability.jsonl import read_jsonl
-from quadriga.trainer.fine_tuning.rm import RMTrainer
 from quadriga.trainer.fine_tuning.sft import SFTTrainer
 from quadriga.trainer.ppo import RayPPOTrainer
 
 
-@pytest.mark.parametrize("command", ["train", "sft", "rm"])
+@pytest.mark.parametrize("command", ["train", "sft"])
 def test_relative_paths_begin_where_the_trainer_is_made(
     command, tiny_task, tmp_path, monkeypatch, caplog
 ) -> None:
@@ -31,8 +30,8 @@ def test_relative_paths_begin_where_the_trainer_is_made(
         trainer, kind, section = RayPPOTrainer, TrainConfig, "actor_rollout_ref.model"
         given = [*two_steps(tiny_task, tmp_path), "reward.path=rule.py"]
     else:
-        trainer, kind = (SFTTrainer, SFTConfig) if command == "sft" else (RMTrainer, RMConfig)
-        given, section = six_steps(command, tiny_task, tmp_path).settings, "model"
+        trainer, kind, section = SFTTrainer, SFTConfig, "model"
+        given = six_steps("sft", tiny_task, tmp_path).settings
     given = [text.replace(str(tiny_task.folder), "task") for text in given]
     given += [
         "trainer.experiment_name=name",

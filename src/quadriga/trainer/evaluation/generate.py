@@ -131,7 +131,7 @@ def load_prompts(
         InputError: names the setting, the file or the row that does not fit.
     """
     from quadriga.data import PromptDataset
-    from quadriga.models import load_tokenizer
+    from quadriga.workers.reward_model import tokenizer_of
 
     check_choice("rollout.name", config.rollout.name, sorted(ROLLOUTS))
     ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
@@ -142,9 +142,7 @@ def load_prompts(
     model = config.model
     require_model_path(model.path, "model.path")
     check_model_folder(model.path, trust_remote_code=model.trust_remote_code)
-    tokenizer = load_tokenizer(
-        model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
-    )
+    tokenizer = tokenizer_of(model)
     check_generation_takes_images(config)
     rules = image_rules(model, config.image_key)
     files: Sequence[str | Row] = config.data_files

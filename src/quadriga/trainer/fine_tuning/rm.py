@@ -116,17 +116,16 @@ def load_pairs(config: RMConfig) -> Pairs:
     Raises:
         InputError: a file, a row or the model does not fit.
     """
-    from quadriga.models import load_tokenizer
     from quadriga.models.context_window import LongestSequence
     from quadriga.models.score_head import padding_token
     from quadriga.trainer.checks.data import check_fine_tuning_data
+    from quadriga.workers.reward_model import tokenizer_of
 
     model, data = config.model, config.data
-    trusted = model.trust_remote_code
-    path = model.tokenizer_path or model.path
-    tokenizer = load_tokenizer(path, trust_remote_code=trusted)
-    folder = local_folder(model.path)
-    padding = padding_token(folder, model.tokenizer_path or folder, trust_remote_code=trusted)
+    tokenizer, folder = tokenizer_of(model), local_folder(model.path)
+    padding = padding_token(
+        folder, model.tokenizer_path or folder, trust_remote_code=model.trust_remote_code
+    )
     train, val = (
         PairDataset.from_settings(files, tokenizer, data, pad_token_id=padding) if files else None
         for files in (data.train_files, data.val_files)

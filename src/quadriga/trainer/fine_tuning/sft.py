@@ -159,18 +159,12 @@ def load_sft_rows(config: SFTConfig) -> SFTRows:
         InputError: a file, a row or the model does not fit.
     """
     from quadriga.data import PromptDataset, SFTDataset
-    from quadriga.models import load_tokenizer
     from quadriga.models.context_window import LongestSequence
+    from quadriga.workers.reward_model import tokenizer_of
 
-    model, data = config.model, config.data
-    tokenizer = load_tokenizer(
-        model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
-    )
-    train, evaluated, prompts = (
-        SFTDataset.from_settings(data.train_files, tokenizer, data),
-        None,
-        None,
-    )
+    data, tokenizer = config.data, tokenizer_of(config.model)
+    train = SFTDataset.from_settings(data.train_files, tokenizer, data)
+    evaluated, prompts = None, None
     if data.val_files and data.val_loss:
         evaluated = SFTDataset.from_settings(data.val_files, tokenizer, data)
         evaluated = evaluated.head(config.trainer.val_size)
