@@ -141,7 +141,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def test_a_reward_that_fails_in_the_last_validation_loses_no_step(run, tmp_path) -> None:
     (tmp_path / "rule.py").write_text(FAILING)
     settings = [f"reward.path={tmp_path / 'rule.py'}", "reward.on_failure=fail",
-                "reward.num_processes=0", "trainer.val_before_train=false", "trainer.total_training_steps=1"]  # fmt: skip
+                "reward.num_processes=0", "trainer.val_before_train=false",
+                "trainer.total_training_steps=1"]  # fmt: skip
     with pytest.raises(RewardError, match="the server of the judge is down"):
         run(*settings)
     checkpoint = tmp_path / "run" / "checkpoints" / "global_step_1"
