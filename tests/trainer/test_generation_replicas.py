@@ -10,12 +10,11 @@ import pytest
 
 import quadriga.rollout
 from fake_rollout import FakeRollout, Fault
-from quadriga.config.commands import EvalConfig, GenerateConfig
+from quadriga.config.commands import GenerateConfig
 from quadriga.config.loading import load_config
 from quadriga.rollout.guard import GuardedRollout
 from quadriga.trainer import replicas as rollout
 from quadriga.trainer.evaluation import generate as ranks
-from quadriga.trainer.evaluation.evaluate import run_evaluation
 from quadriga.trainer.evaluation.generate import run_generation
 from quadriga.trainer.replicas import Replicas
 
@@ -91,17 +90,6 @@ def test_replicas_write_the_file_of_one_rank(generate, requests):
     assert {replica for replica, _ in requests} == {0, 1}
     assert sum(rows for _, rows in requests) == 16 * 3
     assert all(rows == 3 for _, rows in requests)  # the samples of a prompt are one request
-
-
-def test_an_evaluation_with_replicas_has_the_scores_of_one_rank(tiny_task, tmp_path, requests):
-    def results(output: str, *more: str) -> bytes:
-        config = load_config(
-            EvalConfig, given(tiny_task, *more, f"output={tmp_path / output}", "resamples=50")
-        )
-        return (run_evaluation(config).folder / "results.json").read_bytes()
-
-    assert results("one") == results("two", *TWO)
-    assert {replica for replica, _ in requests} == {0, 1}
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
