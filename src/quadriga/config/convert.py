@@ -391,7 +391,8 @@ def as_written(value: object) -> str:
 def _comments(cls: object) -> dict[str, str]:
     """Return field name → comment on its line, else above it, with those of inherited fields."""
     comments: dict[str, str] = {}
-    for base in reversed(cls.__mro__) if isinstance(cls, type) else ():
+    bases = cls.__mro__ if isinstance(cls, type) else ()
+    for base in reversed(bases):
         if dataclasses.is_dataclass(base):
             comments |= _own_comments(base)
     return comments
