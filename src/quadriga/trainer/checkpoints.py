@@ -356,15 +356,17 @@ class Checkpointing:
                 it is not due.
             save: writes the states of the roles, and that of the controller.
         """
-        with record.ending(step):
-            try:
-                if validate is not None and not self.stop.requested:
-                    last |= validate()
-            except Exception:
-                with suppress(QuadrigaError):  # a rank that has failed cannot save either
-                    self._save_if_due(record, step, kl_controller, save, last=last)
-                raise
+        try:
+            if validate is not None and not self.stop.requested:
+                last |= validate()
+        except Exception:
+            with suppress(QuadrigaError):  # a rank that has failed cannot save either
+                self._save_if_due(record, step, kl_controller, save, last=last)
+            raise
+        else:
             self._save_if_due(record, step, kl_controller, save, last=last)
+        finally:
+            record.end_step(step)
         self.stop.stop_if_requested()
         return last
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -161,14 +161,6 @@ class RunRecord:
     def measured(self) -> dict[str, float]:
         """The metrics of the current step so far."""
         return self._metrics.reduce()
-
-    @contextmanager
-    def ending(self, step: int) -> Iterator[None]:
-        """End the step after the block, which saves and validates, also if one of these fails."""
-        try:
-            yield
-        finally:
-            self.end_step(step)
 
     @property
     def row(self) -> dict[str, float]:
