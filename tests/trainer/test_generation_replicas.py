@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
-import quadriga.rollout
-from fake_rollout import FakeRollout, Fault
 from quadriga.config.commands import GenerateConfig
 from quadriga.config.loading import load_config
-from quadriga.rollout.guard import GuardedRollout
 from quadriga.trainer import replicas as rollout
 from quadriga.trainer.evaluation import generate as ranks
 from quadriga.trainer.evaluation.generate import run_generation
@@ -106,56 +101,3 @@ def test_a_replica_that_is_lost_in_the_middle_loses_no_response(
     assert (replicas.all[0].loss is None) == (restarts == 1)
     last = [replica for replica, _ in requests[-4:]]
     assert (0 in last) == (restarts == 1)
-
-
-# The other one is a fault of a weight sync.
-IN_THE_MIDDLE = sorted({*get_args(Fault)} - {"weight left out"})
-
-
-FEW = ("n=1", "max_response_length=2", "rollout.deadline_s=600")
-
-
-def build_fakes(patch: pytest.MonkeyPatch, second: Mapping[str, object]) -> list[FakeRollout]:
-    """Let ranks have fake engines; `second`: the fault of every second one. Returns them."""
-    built: list[FakeRollout] = []
-
-    def build(name, model, **settings):
-        own = second if len(built) % 2 else {}
-        built.append(FakeRollout(model.path, **own))
-        return built[-1]
-
-    patch.setattr(quadriga.rollout, "build_rollout", build)
-    return built
-
-
-@pytest.fixture(scope="module")
-def of_fakes(tiny_task, tmp_path_factory) -> bytes:
-    """The file of one fake engine without a fault."""
-    path = tmp_path_factory.mktemp("fake") / "answers.jsonl"
-    with pytest.MonkeyPatch.context() as patch:
-        build_fakes(patch, {})
-        run_generation(load_config(GenerateConfig, given(tiny_task, *FEW, f"output={path}")))
-    return path.read_bytes()
-
-
-@pytest.mark.parametrize("fault", IN_THE_MIDDLE)
-def test_every_fault_of_an_engine_in_the_middle_loses_no_response(
-    generate, of_fakes, started, monkeypatch, caplog, fault
-):
-    """The second of two engines answers one request, and has the fault from the next one on."""
-    within = GuardedRollout._within
-
-    def soon(self, deadline, method, run):
-        """The engine with the fault has no time; the other one may be slow on a busy machine."""
-        of_fault = self.engine._fault in ("wedges", "slow")
-        is_late = of_fault and self.engine._calls >= self.engine._after
-        return within(self, 0.2 if is_late else deadline, method, run)
-
-    monkeypatch.setattr(GuardedRollout, "_within", soon)
-    built = build_fakes(monkeypatch, {"fault": fault, "after": 1})
-    assert generate(*TWO, *FEW, output="two.jsonl").read_bytes() == of_fakes
-    (replicas,) = started
-    assert [replica.loss is None for replica in replicas.all] == [True, False]
-    assert "replica 1 of the rollout is lost, 1 of 2 are left" in caplog.text
-    for engine in built:
-        engine.close()  # the thread of a call that is late ends

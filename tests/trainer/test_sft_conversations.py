@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fine_tuning_cases import six_steps
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from quadriga.config.commands import SFTConfig
@@ -42,21 +43,16 @@ def files(tmp_path) -> tuple[Path, Path]:
 @pytest.fixture
 def settings(tiny_task, files, tmp_path) -> list[str]:
     train, val = files
-    return [
-        f"model.path={tiny_task.model}",
+    return six_steps("sft", tiny_task, tmp_path).given(
+        "run",
         f"data.train_files=[{train}]",
         f"data.val_files=[{val}]",
         "data.messages_key=messages",
         "data.train_batch_size=8",
         "data.shuffle=false",
-        "optim.lr=3e-3",
         "trainer.total_training_steps=3",
         "trainer.test_freq=1",
-        "trainer.backend=local",
-        "trainer.threads_per_worker=1",
-        "trainer.loggers=[jsonl]",
-        f"trainer.default_local_dir={tmp_path / 'run'}",
-    ]
+    )
 
 
 def naive_loss(model, data: SFTDataset, rows) -> torch.Tensor:

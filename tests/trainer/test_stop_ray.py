@@ -42,7 +42,6 @@ def test_a_controller_that_is_killed_leaves_no_process_after_10_s(
     print(f"no process left after {seconds:.1f} s")
 
 
-@pytest.mark.nightly
 def test_a_run_that_is_stopped_saves_a_checkpoint_and_leaves_no_process(
     train_overrides, tmp_path
 ) -> None:
