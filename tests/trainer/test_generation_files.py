@@ -17,6 +17,7 @@ from quadriga.config.loading import load_config
 from quadriga.errors import ConfigError, InputError, RolloutError
 from quadriga.observability import jsonl
 from quadriga.protocol import DataProto
+from quadriga.trainer import replicas
 from quadriga.trainer.evaluation import generate as generation
 from quadriga.trainer.evaluation.generate import check_versions, run_generation
 from quadriga.trainer.evaluation.response_file import ResponseFile
@@ -201,3 +202,53 @@ def test_responses_of_other_weights_are_refused():
     with pytest.raises(RolloutError, match=r"'sglang' generated with weights of version 7"):
         check_versions(batch, "sglang")
     check_versions(batch[:1], "sglang")
+
+
+# Replicas: each response once, also after losses.
+
+TWO = (
+    "trainer.backend=local", "trainer.n_gpus_per_node=2", "rollout.replicas.enable=true",
+    "rollout.replicas.request_rows=4",
+)  # fmt: skip
+
+
+@pytest.fixture
+def requests(monkeypatch) -> list[tuple[int, int]]:
+    """(replica, rows) of every request."""
+    found: list[tuple[int, int]] = []
+    ask = replicas._Call._ask
+
+    def noted(self, members, replica):
+        found.append((replica.number, sum(len(member.rows) for member in members)))
+        ask(self, members, replica)
+
+    monkeypatch.setattr(replicas._Call, "_ask", noted)
+    return found
+
+
+def test_replicas_write_the_file_of_one_rank(generate, whole, requests):
+    assert generate(*TWO).read_bytes() == whole
+    assert {replica for replica, _ in requests} == {0, 1}
+    assert sum(rows for _, rows in requests) == 16 * 3
+    assert all(rows == 3 for _, rows in requests)  # the samples of a prompt are one request
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_replica_that_is_lost_in_the_middle_loses_no_response(
+    generate, whole, requests, monkeypatch, restarts
+):
+    original, batches = generation.FolderReplicas.generate_sequences, []
+
+    def disturbed(self, prompts):
+        batches.append(self.replicas)
+        if len(batches) == 2:
+            self.replicas.all[0].group.shutdown()
+        return original(self, prompts)
+
+    monkeypatch.setattr(generation.FolderReplicas, "generate_sequences", disturbed)
+    assert generate(*TWO, f"rollout.replicas.restarts={restarts}").read_bytes() == whole
+    # It is noticed in the second batch, and replica 0 is started again before the third.
+    assert [replica.starts for replica in batches[0].all] == [1 + restarts, 1]
+    assert (batches[0].all[0].loss is None) == (restarts == 1)
+    last = [replica for replica, _ in requests[-4:]]
+    assert (0 in last) == (restarts == 1)
