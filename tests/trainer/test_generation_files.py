@@ -9,17 +9,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from quadriga.config.commands import GenerateConfig
 from quadriga.config.loading import load_config
-from quadriga.errors import ConfigError, InputError, RolloutError
+from quadriga.errors import ConfigError, InputError
 from quadriga.observability import jsonl
-from quadriga.protocol import DataProto
 from quadriga.trainer import replicas
 from quadriga.trainer.evaluation import generate as generation
-from quadriga.trainer.evaluation.generate import check_versions, run_generation
+from quadriga.trainer.evaluation.generate import run_generation
 from quadriga.trainer.evaluation.response_file import ResponseFile
 
 
@@ -195,13 +193,6 @@ def test_a_full_disk_keeps_what_was_written(generate, whole, monkeypatch, tmp_pa
             generate()
     assert (tmp_path / "answers.jsonl").read_bytes() == b"".join(whole.splitlines(True)[:8])
     assert generate().read_bytes() == whole
-
-
-def test_responses_of_other_weights_are_refused():
-    batch = DataProto.from_dict({"weight_version": torch.tensor([-1, 7, -1])})
-    with pytest.raises(RolloutError, match=r"'sglang' generated with weights of version 7"):
-        check_versions(batch, "sglang")
-    check_versions(batch[:1], "sglang")
 
 
 # Replicas: each response once, also after losses.

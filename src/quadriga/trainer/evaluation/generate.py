@@ -17,7 +17,7 @@ from quadriga.config.role_ranks import trainer_settings
 from quadriga.config.schema import ActorRolloutRefConfig, RolloutConfig, RolloutEngineConfig
 from quadriga.data.images import TAG
 from quadriga.data.rows import Row
-from quadriga.errors import ConfigError, RolloutError
+from quadriga.errors import ConfigError
 from quadriga.models.folder import check_model_folder
 from quadriga.observability.console import RunConsole
 from quadriga.observability.jsonl import JsonObject
@@ -39,6 +39,7 @@ from quadriga.trainer.roles.placement import Role
 from quadriga.trainer.roles.workers import threads_per_rank
 from quadriga.trainer.worker_groups import (
     StartedGroups,
+    VersionedRollout,
     close_on_error,
     one_pool,
     open_backend,
@@ -217,24 +218,6 @@ def generate(
             console.log(loader.batches_done, {})
 
 
-def check_versions(batch: DataProto, engine: str) -> None:
-    """Check that responses come from the weights of the model folder, whose version is -1.
-
-    A server that runs already may hold weights of a training run.
-
-    Raises:
-        RolloutError: they have another version.
-    """
-    versions = sorted({int(version) for version in batch.batch[fields.WEIGHT_VERSION]} - {-1})
-    if versions:
-        raise RolloutError(
-            f"rollout engine {engine!r} generated with weights of version {versions[0]}, which a "
-            "training run has sent, and not with those of model.path; start the server again with "
-            "the model, or remove rollout.options.url",
-            engine=engine,
-        )
-
-
 def _generate_batch(
     config: GenerationConfig,
     group: GeneratingGroup,
@@ -243,7 +226,6 @@ def _generate_batch(
 ) -> list[ResponseRow]:
     expanded = stages.expand_prompts(prompts, n=config.n, seed=config.seed, seed_by_index=True)
     batch = stages.generate(expanded.batch, group, "train").batch
-    check_versions(batch, config.rollout.name)
     pairs = zip(batch.batch[fields.RESPONSES], batch.batch[fields.RESPONSE_MASK], strict=True)
     ids = [row[mask.bool()].tolist() for row, mask in pairs]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -331,6 +313,7 @@ def rollout_group(config: GenerationConfig) -> Iterator[GeneratingGroup]:
             group.init_model()
             rollout = group
     try:
-        yield rollout
+        # A server that runs already may hold weights of a training run.
+        yield VersionedRollout(rollout, lambda: FROM_FOLDER)
     finally:
         StartedGroups(backend, groups).close()
