@@ -76,13 +76,9 @@ ROWS = [
 
 def test_responses_of_files_by_hand(evaluate, tmp_path) -> None:
     """2, 1 and 2 of 4 responses are correct; the majorities are 7, 2, and 3 tied with 4."""
-    found = {s.data_source: s for s in evaluate(ROWS, "resamples=50").summaries}
-    assert {name: e.value for name, e in found[GSM].metrics.items()} == pytest.approx(
-        {"mean@4": 0.375, "pass@1": 0.375, "pass@2": (5 / 6 + 0.5) / 2, "pass@4": 1.0,
-         "best@2": (5 / 6 + 0.5) / 2, "best@4": 1.0, "maj@4": 0.5}
-    )  # fmt: skip
-    assert found[OWN].metrics["maj@4"].value == 0.5
-    assert found["overall"].metrics["mean@4"].value == pytest.approx(5 / 12)
+    found = {s.data_source: s.metrics for s in evaluate(ROWS, "resamples=50").summaries}
+    assert (found[GSM]["maj@4"].value, found[OWN]["maj@4"].value) == (0.5, 0.5)
+    assert found["overall"]["mean@4"].value == pytest.approx(5 / 12)
     written = results_in(tmp_path / "eval")
     assert [source["data_source"] for source in written["sources"]] == [GSM, OWN, "overall"]
     mean = written["sources"][0]["metrics"]["mean@4"]
@@ -118,7 +114,9 @@ def test_the_rule_of_the_user_scores_and_names_the_answer(evaluate, tmp_path) ->
         evaluate(rows, f"reward.path={tmp_path / 'rule.py'}", "reward.on_failure=fail")
 
 
-def test_an_evaluation_of_a_model_equals_that_of_its_responses(of_model, tmp_path) -> None:
+def test_an_evaluation_of_a_model_equals_that_of_its_responses(
+    of_model, tmp_path, monkeypatch
+) -> None:
     folder = of_model()
     names = {"config.yaml", "responses.jsonl", "responses.jsonl.inputs.json", "results.json",
              "results.png", "samples.jsonl"}  # fmt: skip
@@ -129,14 +127,10 @@ def test_an_evaluation_of_a_model_equals_that_of_its_responses(of_model, tmp_pat
             [f"response_files={folder / 'responses.jsonl'}", f"output={tmp_path / 'again'}"],
         )
     ).folder
-    assert results_in(again)["sources"] == results_in(folder)["sources"]
+    first = results_in(folder)["sources"]
+    assert results_in(again)["sources"] == first
     assert (again / "samples.jsonl").read_bytes() == (folder / "samples.jsonl").read_bytes()
-
-
-def test_a_changed_rule_scores_the_responses_that_are_there(
-    of_model, tmp_path, monkeypatch
-) -> None:
-    first = results_in(of_model())["sources"]
+    # A changed rule scores the responses that are there.
     monkeypatch.setattr(generation, "rollout_group", lambda _: pytest.fail("ranks were started"))
     (tmp_path / "rule.py").write_text(RULE)
     second = results_in(of_model(f"reward.path={tmp_path / 'rule.py'}", "pass_at=[1]"))["sources"]
