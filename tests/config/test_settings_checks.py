@@ -101,10 +101,6 @@ def test_defaults_pass():
             f"{MINI}=24 does not divide data.train_batch_size=64 (64 = 2 × 24 + 16)",
         ),
         (
-            [f"{N}=2", f"{MINI}=1", "trainer.nnodes=2", "trainer.n_gpus_per_node=2"],
-            f"{MINI}=1 × rollout.n = 1 × 2 = 2 sequences do not divide over 4 ranks",
-        ),
-        (
             ["algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=3"],
             "critic.ppo_mini_batch_size=3 does not divide data.train_batch_size=64",
         ),
@@ -114,7 +110,6 @@ def test_defaults_pass():
         ),
         (["algorithm.filter_groups.enable=true"], "every prompt group has one response"),
         ([f"{SAMPLING}.temperature=0", f"{N}=8"], "is greedy: all n=8 responses to a prompt"),
-        ([f"{SAMPLING}.top_k=0"], "top_k=0 must be -1 (all tokens) or at least 1"),
         (
             ["algorithm.overlong.enable=true", "algorithm.overlong.buffer_length=600"],
             "buffer_length=600 is longer than data.max_response_length=512",
@@ -167,10 +162,6 @@ def test_conflicting_settings(overrides, words):
             "algorithm.adv_estimator=grop",
             "got 'grop'; did you mean grpo?",
         ),
-        (
-            "actor_rollout_ref.actor.policy_loss.name=x",
-            "policy_loss.name must be one of ",
-        ),
         ("actor_rollout_ref.actor.loss_agg_mode=token_mean", "did you mean token-mean?"),
         ("actor_rollout_ref.actor.kl_loss_type=k9", "k3+, low_var_kl+, full, got 'k9'"),
         ("algorithm.kl_penalty=full", "abs+, k3+, low_var_kl+, got 'full'"),
@@ -183,7 +174,6 @@ def test_conflicting_settings(overrides, words):
             "trainer.backend=rya",
             "trainer.backend must be one of ray, local, got 'rya'; did you mean",
         ),
-        ("trainer.device=3", "trainer.device must be one of auto, cpu, cuda, npu, got '3'"),
         ("critic.engine.reduce_dtype=auto", "must be one of float32, bfloat16, float16, got"),
     ],
 )
@@ -201,7 +191,6 @@ def test_unknown_names_and_choices_name_the_nearest(override, words):
         ("critic.optim.betas=[0.9,1.0]", "betas[1] must be at least 0 and below 1, got 1.0"),
         ("critic.optim.lr=nan", "critic.optim.lr must be a finite number, got nan"),
         ("trainer.device_memory_gb=inf", "device_memory_gb must be a finite number, got inf"),
-        ("actor_rollout_ref.rollout.n=0", "rollout.n must be at least 1, got 0"),
         ("data.seed=-1", "data.seed must be at least 0, got -1"),
     ],
 )
@@ -225,8 +214,6 @@ def test_generate_settings():
     words = error_of(check_generate_settings, GenerateConfig, ["n=3"])
     assert "n=3 greedy responses (sampling.temperature=0) would all be equal" in words
     check_generate_settings(load_config(GenerateConfig, ["n=3", "sampling.temperature=1"]))
-    words = error_of(check_generate_settings, GenerateConfig, ["n=0"])
-    assert "n must be at least 1, got 0" in words
 
 
 def test_a_settings_object_made_in_python_is_checked_too():
