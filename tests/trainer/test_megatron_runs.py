@@ -26,7 +26,10 @@ RULE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return len(solution_str) % 3
 """
-ON_CPU = """
+ON_CPU = f"""
+import sys
+
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 import megatron_on_cpu
 
 megatron_on_cpu.install()

@@ -113,6 +113,7 @@ def halved(log_prob_BT, advantages_BT, *, scale=1.0):
 """
 
 
+@pytest.mark.usefixtures("restored_tables")
 @pytest.mark.parametrize(
     "own",
     [False, pytest.param(True, marks=pytest.mark.nightly)],
