@@ -19,7 +19,10 @@ from quadriga.config.commands import DemoConfig
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 
 ENGINE = "actor_rollout_ref.actor.engine"
-ON_CPU = """
+ON_CPU = f"""
+import sys
+
+sys.path.append({str(Path(__file__).parents[1])!r})
 import megatron_on_cpu
 
 megatron_on_cpu.install()

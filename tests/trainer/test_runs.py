@@ -119,7 +119,7 @@ def halved(log_prob_BT, advantages_BT, *, scale=1.0):
     [False, pytest.param(True, marks=pytest.mark.nightly)],
     ids=["built-in", "file of the user, KL over the vocabulary"],
 )
-def test_two_ranks_compute_the_steps_of_one_rank(run, tmp_path, own) -> None:
+def test_two_ranks_compute_the_steps_of_one_rank(run, tmp_path, own, restored_tables) -> None:
     """The built-in algorithm takes two optimizer steps per step; that of the user balances single
     sequences."""
     names = ["reward/mean", "actor/loss", "actor/grad_norm", "critic/advantages/max_abs"]
