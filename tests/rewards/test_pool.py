@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.errors import ConfigError
 from quadriga.rewards.functions import FunctionRef
 from quadriga.rewards.outcome import Sample
 from quadriga.rewards.pool import RewardPool
@@ -57,12 +56,6 @@ def test_a_function_that_cannot_be_loaded_fails_only_its_sample():
     with closing(RewardPool(1)) as pool:
         [outcome] = pool.run([sample("no_such_function")])
     assert outcome.status == "raised" and "no_such_function" in outcome.detail
-
-
-@pytest.mark.parametrize(("processes", "timeout"), [(0, 1.0), (1, 0.0)])
-def test_arguments_are_checked(processes, timeout):
-    with pytest.raises(ConfigError):
-        RewardPool(processes, timeout)
 
 
 def test_an_interrupted_batch_leaves_no_outcomes_for_the_next(monkeypatch):

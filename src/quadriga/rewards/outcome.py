@@ -190,18 +190,17 @@ def parts_of(settings: RewardConfig) -> tuple[RewardPart, ...]:
             "part: reward.parts={own: {path: …}}",
             key="reward.parts",
         )
-    return tuple(_part(name, value) for name, value in settings.parts.items())
-
-
-def _part(name: str, value: Mapping[str, object]) -> RewardPart:
-    key = f"reward.parts.{name}"
-    settings = build(_PartSettings, value, prefix=f"{key}.")
-    if settings.path is None and "name" in value:
-        raise ConfigError(
-            f"{key}.name selects a function in the file {key}.path, which is not set", key=key
-        )
-    function = load_reward_function(settings.path, settings.name) if settings.path else None
-    return RewardPart(name, settings.weight, function)
+    parts = []
+    for name, value in settings.parts.items():
+        key = f"reward.parts.{name}"
+        part = build(_PartSettings, value, prefix=f"{key}.")
+        if part.path is None and "name" in value:
+            raise ConfigError(
+                f"{key}.name selects a function in the file {key}.path, which is not set", key=key
+            )
+        function = load_reward_function(part.path, part.name) if part.path else None
+        parts.append(RewardPart(name, part.weight, function))
+    return tuple(parts)
 
 
 def combined(parts: Sequence[RewardPart], outcomes: Sequence[Outcome]) -> Outcome:

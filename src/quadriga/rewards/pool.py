@@ -9,9 +9,9 @@ creates a pool needs no `if __name__ == "__main__"` guard.
 The messages between the pool and one process, and the deadline by which each must be received:
 
     pool                     process
-     │ ◄── Report(-1, pid) ────  │   it has imported quadriga                  start_timeout_s
+     │ ◄── Report(-1, pid) ────  │   it has imported quadriga                  120 s
      │ ─── (number, Sample) ──►  │
-     │ ◄── Report(number, pid) ─ │   it has imported the file of the function  start_timeout_s
+     │ ◄── Report(number, pid) ─ │   it has imported the file of the function  120 s
      │ ◄── … with the Outcome ── │   the function has returned or raised       timeout_s
      │ ─── (number, Sample) ──►  │
                   ⋮
@@ -47,10 +47,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Pipe, wait
 
-from quadriga.errors import ConfigError, WorkerDiedError
+from quadriga.errors import WorkerDiedError
 from quadriga.rewards.outcome import CRASHED, TIMED_OUT, Outcome, Report, Sample
 
 _START_ATTEMPTS = 3
+_START_S = 120.0  # time to start a process, and to import the file of a function
 _CALL_ATTEMPTS = 3  # processes that may end before they call the function of one sample
 
 
@@ -58,7 +59,7 @@ class RewardPool:
     """`num_processes` processes that score samples.
 
     The deadline of a sample, `timeout_s`, begins when its function is called. Starting a process
-    and importing the file of a function have their own deadline, `start_timeout_s`. A process and
+    and importing the file of a function have their own deadline, 120 s. A process and
     each of its children can allocate `memory_gb` GiB; None: no limit. Processes are started by the
     first `run` and are reused for later batches. They end with `close`, when the pool is garbage
     collected, or when the process that created the pool ends, even if it is killed.
@@ -68,16 +69,9 @@ class RewardPool:
         self,
         num_processes: int,
         timeout_s: float = 10.0,
-        start_timeout_s: float = 120.0,
         memory_gb: float | None = None,
     ) -> None:
-        if num_processes < 1 or timeout_s <= 0:
-            raise ConfigError(
-                "a reward pool needs at least 1 process and a deadline above 0 s, "
-                f"got {num_processes} processes and {timeout_s} s"
-            )
         self.timeout_s = timeout_s
-        self.start_timeout_s = start_timeout_s
         self.memory_gb = memory_gb
         self._num_processes = num_processes
         self._numbers = itertools.count()
@@ -99,7 +93,7 @@ class RewardPool:
                 self._hand_out(waiting, numbered)
                 for process in self._ready():
                     number = process.number
-                    outcome = process.finish(self.timeout_s, self.start_timeout_s)
+                    outcome = process.finish(self.timeout_s)
                     if isinstance(outcome, NotCalled):
                         # The process ended before it called the function: what ended it belongs
                         # to an earlier sample, such as a thread that the function has left.
@@ -126,10 +120,10 @@ class RewardPool:
         idle = [process for process in self._processes if not process.busy]
         while waiting and (idle or len(self._processes) < self._num_processes):
             if not idle:
-                idle.append(_start(self.start_timeout_s, self.memory_gb))
+                idle.append(_start(self.memory_gb))
                 self._processes.append(idle[-1])
             number = waiting.popleft()
-            idle.pop().give(number, numbered[number], self.start_timeout_s)
+            idle.pop().give(number, numbered[number])
 
     def _ready(self) -> list[PoolProcess]:
         """Wait for a message, the end of a process or a deadline; return these processes."""
@@ -152,11 +146,11 @@ def _kill(processes: list[PoolProcess], owner: int) -> None:
     processes.clear()
 
 
-def _start(start_timeout_s: float, memory_gb: float | None) -> PoolProcess:
+def _start(memory_gb: float | None) -> PoolProcess:
     """Start a process and wait until it is ready for samples."""
     for _ in range(_START_ATTEMPTS):
         process = PoolProcess(memory_gb)
-        if process.wait_until_ready(start_timeout_s):
+        if process.wait_until_ready():
             return process
         process.kill()
     raise WorkerDiedError(
@@ -218,27 +212,27 @@ class PoolProcess:
         self.number = -1
         self.deadline = 0.0
 
-    def wait_until_ready(self, timeout_s: float) -> bool:
-        """Return whether the process has reported that it is ready, within the time."""
+    def wait_until_ready(self) -> bool:
+        """Return whether the process has reported that it is ready, in time."""
         try:
-            if self.connection.poll(timeout_s):
+            if self.connection.poll(_START_S):
                 self.process = Report.decode(self.connection.recv_bytes(_MAX_REPORT)).process
                 return True
         except (EOFError, OSError, ValueError):
             pass  # it ended before it was ready
         return False
 
-    def give(self, number: int, sample: Sample, start_timeout_s: float) -> None:
+    def give(self, number: int, sample: Sample) -> None:
         """Send a sample to this idle process."""
         self.number = number
         self.busy = True
         self.called = False
-        self.deadline = time.monotonic() + start_timeout_s
+        self.deadline = time.monotonic() + _START_S
         with contextlib.suppress(OSError):
             # An error means that it ended while it was idle: `finish` reads the end of its pipe.
             self.connection.send((number, sample))
 
-    def finish(self, timeout_s: float, start_timeout_s: float) -> Outcome | NotCalled | None:
+    def finish(self, timeout_s: float) -> Outcome | NotCalled | None:
         """Return the outcome of the sample, or None while the function is running."""
         try:
             if self.connection.poll():
@@ -250,7 +244,7 @@ class PoolProcess:
             return self._fail(Outcome(CRASHED, detail=f"its process sent {error}"))
         if time.monotonic() < self.deadline:
             return None
-        exceeded = f"{timeout_s:g} s" if self.called else f"{start_timeout_s:g} s for its import"
+        exceeded = f"{timeout_s:g} s" if self.called else f"{_START_S:g} s for its import"
         return self._fail(Outcome(TIMED_OUT, detail=f"exceeded its deadline of {exceeded}"))
 
     def _accept(self, report: Report, timeout_s: float) -> Outcome | None:

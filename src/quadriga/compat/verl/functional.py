@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -147,13 +147,9 @@ def set_expandable_segments(enable: bool) -> None:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"expandable_segments:{enable}"
 
 
-class _TrainerSettings(Protocol):
-    device: str
-
-
 def auto_set_device(config: object) -> None:
     """Set `config.trainer.device` to the device type of this process, unless it is "cpu"."""
-    trainer: _TrainerSettings | None = getattr(config, "trainer", None)
+    trainer: Any = getattr(config, "trainer", None)  # a section of any kind
     if trainer is not None and getattr(trainer, "device", "auto") != "cpu":
         trainer.device = get_device_name()
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -373,13 +373,7 @@ def dummy_direct_rollout_call(worker_group: GroupInfo, *args: object, **kwargs: 
     dispatch.refuse_direct_call(_view(worker_group), *args, **kwargs)
 
 
-class ExecuteName(TypedDict):
-    """The name of the group's method that runs calls of an execute mode."""
-
-    execute_fn_name: str
-
-
-def get_predefined_execute_fn(execute_mode: ExecuteMode) -> ExecuteName:
+def get_predefined_execute_fn(execute_mode: ExecuteMode) -> dict[str, str]:
     """Return the name of the group's method that runs calls of this mode.
 
     It is `execute_` and the name of the mode: `execute_first_half` for `Execute.FIRST_HALF`.

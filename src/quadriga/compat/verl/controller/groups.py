@@ -28,7 +28,6 @@ from quadriga.compat.verl.controller import decorator
 from quadriga.compat.verl.controller.decorator import (
     PADDING,
     Columns,
-    ExecuteName,
     attributes_of,
     collect_later,
     columns_of,
@@ -272,12 +271,12 @@ class WorkerGroup(metaclass=_IsGroup):
     def _execute_function(self, mode: ModeOfMethod, method: str) -> Callable[..., object]:
         """Return the function of this group that runs calls of a mode."""
         execute = Execute["RANK_ZERO"] if mode.dispatch.ranks else mode.execute
-        name: ExecuteName = get_predefined_execute_fn(execute)
-        function: Callable[..., object] | None = getattr(self, name["execute_fn_name"], None)
+        name = get_predefined_execute_fn(execute)["execute_fn_name"]
+        function: Callable[..., object] | None = getattr(self, name, None)
         if function is None:
             raise DispatchError(
                 f"{method} is registered with {execute!r}, but {type(self).__name__} has no method "
-                f"{name['execute_fn_name']!r}. Define it, or give the mode its ranks with "
+                f"{name!r}. Define it, or give the mode its ranks with "
                 "update_execute_mode."
             )
         return function

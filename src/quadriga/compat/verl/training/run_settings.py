@@ -214,27 +214,17 @@ def pools_of(
     shared = next((mapping[role] for role in _POLICY if role in mapping), None)
     if shared is not None:
         mapping = {added.role: shared for added in added_roles(config)} | mapping
-    options: dict[str, object] = {
-        "use_gpu": use_gpu(device),
-        "max_colocate_count": manager.max_colocate_count,
-    }
-
-    def pools(spec: Mapping[str, list[int]], roles: Mapping[Role, str]) -> QuadrigaPools:
-        return QuadrigaPools(spec, roles, pool_options=options)
-
-    given = pools(manager.resource_pool_spec, mapping)
+    spec, count = manager.resource_pool_spec, manager.max_colocate_count
+    options: dict[str, object] = {"use_gpu": use_gpu(device), "max_colocate_count": count}
+    given = QuadrigaPools(spec, mapping, pool_options=options)
     used = uses_by_pool(config, given)
-    unused = [name for name in manager.resource_pool_spec if name not in used]
-    if not unused:
-        return given
-    print(
-        f"pools without a role of this run, which are not created: {', '.join(unused)}",
-        file=sys.stderr,
-    )
-    return pools(
-        {name: ranks for name, ranks in manager.resource_pool_spec.items() if name in used},
-        {role: name for role, name in mapping.items() if name in used},
-    )
+    if unused := [name for name in spec if name not in used]:
+        told = f"pools without a role of this run, which are not created: {', '.join(unused)}"
+        print(told, file=sys.stderr)
+        spec = {name: ranks for name, ranks in spec.items() if name in used}
+        mapping = {role: name for role, name in mapping.items() if name in used}
+        given = QuadrigaPools(spec, mapping, pool_options=options)
+    return given
 
 
 _TENSOR = "reward_tensor"

@@ -85,12 +85,10 @@ def call_hooks(runner: TaskRunner, config: VerlConfig) -> tuple[type, PoolManage
             f"{chosen!r}"
         )
     policy_class, group_class = chosen
-    runner.add_critic_worker(config)
-    runner.add_reward_model_resource_pool(config)
-    runner.add_teacher_model_resource_pool(config)
-    runner.add_ref_policy_worker(config, policy_class)
-    for name in added:
-        getattr(runner, name)(config)
+    values = {"config": config, "ref_policy_cls": policy_class}
+    for name in (*HOOKS, *added):
+        if name not in ("add_actor_rollout_worker", "init_resource_pool_mgr"):
+            getattr(runner, name)(*(values[a] for a in HOOKS.get(name, ("config",))))
     if not any(role in runner.role_worker_mapping for role in _POLICY):
         raise ConfigError(
             f"{type(runner).__name__} has chosen no class for the policy; set "
