@@ -27,7 +27,6 @@ from quadriga.algorithms.tensors import (
     require_group_size,
     require_same_shape,
     reverse_discounted_sum,
-    row_blocks,
     to_bool_mask,
     unpack_left,
     whiten_selected,
@@ -63,10 +62,7 @@ def sequence_scores(token_level_rewards_BT: Tensor, response_mask_BT: Tensor) ->
     mask = to_bool_mask(response_mask_BT)
     require_same_shape("response_mask", mask, token_level_rewards=token_level_rewards_BT)
     rewards = as_float(token_level_rewards_BT.detach())
-    # Blocks of rows: the masked copy of a block stays in cache until it is summed.
-    pairs = zip(row_blocks(rewards), row_blocks(mask), strict=True)
-    sums = [torch.where(kept, values, 0).sum(-1) for values, kept in pairs]
-    scores_B = torch.cat(sums).double()
+    scores_B = torch.where(mask, rewards, 0).sum(-1).double()
     # NaN and infinity survive the sum, so B sums are checked instead of B·T rewards.
     if not bool(torch.isfinite(scores_B).all()):
         require_finite(token_level_rewards=masked_copy(rewards, mask))

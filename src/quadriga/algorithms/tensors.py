@@ -17,10 +17,6 @@ from torch import Tensor
 
 from quadriga.errors import GroupError, MaskError, NonFiniteError, ShapeError
 
-# Elements per block where several passes follow each other (512 kB of float32): few enough that a
-# CPU's cache still holds the block in the next pass.
-_CACHED = 2**17
-
 
 def require_same_shape(name: str, like: Tensor, **tensors: Tensor) -> None:
     """Raise `ShapeError` unless every tensor in `tensors` has the shape of `like`.
@@ -68,7 +64,8 @@ def to_bool_mask(mask: Tensor, name: str = "response_mask") -> Tensor:
         result = mask != 0
         valid = bool((mask == result).all())
     else:
-        result, valid = _integers_to_bool(mask)
+        low, high = torch.aminmax(mask)
+        result, valid = mask.bool(), int(low) >= 0 and int(high) <= 1
     if not valid:
         wrong = (mask != result.to(mask.dtype)).reshape(mask.shape[0], -1)
         row = int(wrong.any(-1).nonzero()[0])
@@ -80,27 +77,6 @@ def to_bool_mask(mask: Tensor, name: str = "response_mask") -> Tensor:
             value=value,
         )
     return result
-
-
-def _integers_to_bool(mask: Tensor) -> tuple[Tensor, bool]:
-    """Return (mask != 0, whether every value is 0 or 1), reading `mask` from memory once.
-
-    Works block by block, so that the conversion finds the block in cache after `aminmax`.
-    """
-    flags = torch.empty(mask.shape, dtype=torch.bool, device=mask.device)
-    valid = True
-    for block, flags_of_block in zip(row_blocks(mask), row_blocks(flags), strict=True):
-        low, high = torch.aminmax(block)
-        valid = valid and int(low) >= 0 and int(high) <= 1
-        flags_of_block.copy_(block)
-    return flags, valid
-
-
-def row_blocks(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Split a CPU tensor into views of a few rows that fit the cache; elsewhere return one view."""
-    if tensor.device.type != "cpu" or tensor.numel() <= _CACHED:
-        return (tensor,)
-    return torch.split(tensor, max(1, _CACHED * len(tensor) // tensor.numel()))
 
 
 def require_finite(mask: Tensor | None = None, **tensors: Tensor) -> None:

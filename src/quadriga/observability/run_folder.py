@@ -98,24 +98,20 @@ class RunFolder:
         except OSError as error:
             raise cannot_write(folder.path, error) from error
         try:
-            folder._begin(to_yaml(config), resume=resume, overwrite=overwrite, restart=restart)
-        except BaseException:
+            # A second time, under the lock: another run may have written here since the first.
+            folder.check(resume=resume, overwrite=overwrite, restart=restart, locked=True)
+            if overwrite and not resume:
+                folder.empty()
+            elif folder.holds_run and not resume:
+                _log.warning("%s has no checkpoint: its run begins again from step 1", folder.path)
+                folder._remove(_OF_STEPS)
+            folder.config.write_text(to_yaml(config))
+        except BaseException as error:
             folder.close()
+            if isinstance(error, OSError):
+                raise cannot_write(folder.path, error) from error
             raise
         return folder
-
-    def _begin(self, settings: str, *, resume: bool, overwrite: bool, restart: bool) -> None:
-        # A second time, under the lock: another run may have written here since the first check.
-        self.check(resume=resume, overwrite=overwrite, restart=restart, locked=True)
-        try:
-            if overwrite and not resume:
-                self.empty()
-            elif self.holds_run and not resume:
-                _log.warning("%s has no checkpoint: its run begins again from step 1", self.path)
-                self._remove(_OF_STEPS)
-            self.config.write_text(settings)
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
 
     def close(self) -> None:
         """Release the lock. A second call does nothing."""
