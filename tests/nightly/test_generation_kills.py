@@ -70,18 +70,6 @@ def whole(task) -> bytes:
     return output.read_bytes()
 
 
-def test_a_process_that_is_killed_three_times_is_continued(task, whole, tmp_path) -> None:
-    output = tmp_path / "answers.jsonl"
-    for rows in (5, 17, 31):
-        process = subprocess.Popen(command(task, output), stderr=subprocess.PIPE)
-        after_rows(process, output, rows)
-        process.kill()
-        assert end(process)[0] == -signal.SIGKILL
-        assert rows <= lines(output) < PROMPTS
-    subprocess.run(command(task, output), check=True, timeout=DEADLINE_S, capture_output=True)
-    assert output.read_bytes() == whole
-
-
 def test_a_rank_that_is_killed_is_named_and_the_command_continues(task, whole, tmp_path) -> None:
     output = tmp_path / "answers.jsonl"
     ray = ("trainer.backend=ray", "trainer.n_gpus_per_node=2", "trainer.num_cpus=2")

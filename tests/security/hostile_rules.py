@@ -124,28 +124,16 @@ def return_much(solution_str, **_):
     return 4.0
 
 
-def close_everything(solution_str, **_):
+BREAKS = {
+    "stop_itself": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "kill_itself": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "read_invalid_memory": lambda: ctypes.string_at(1),
+}
+
+
+def break_the_process(solution_str, extra_info, **_):
     if solution_str == "1":
-        os.closerange(0, 1024)
-    return int(solution_str)
-
-
-def stop_itself(solution_str, **_):
-    if solution_str == "1":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    return int(solution_str)
-
-
-def kill_itself(solution_str, **_):
-    if solution_str == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return int(solution_str)
-
-
-def overflow(solution_str, **_):
-    """Exhaust the stack of C, which ends the process."""
-    if solution_str == "1":
-        ctypes.string_at(1)
+        BREAKS[extra_info]()
     return int(solution_str)
 
 

@@ -228,25 +228,14 @@ def test_library_may_not_load_kernels_by_itself(folder, kernels, monkeypatch):
     assert hub_kernels._kernels_enabled
 
 
-def change_weight(folder, name, change):
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors[name])
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
-def set_values(tensor, *values):
-    tensor.view(-1)[: len(values)] = torch.tensor(values)
-
-
 @LOADERS
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_weights_that_are_not_finite_are_named(folder, load, dtype):
-    inf, nan = float("inf"), float("nan")
-    change_weight(folder, "model.norm.weight", lambda t: set_values(t, nan, nan, -inf))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][:3] = torch.tensor([float("nan"), float("nan"), -float("inf")])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     text = refused(load, folder, "are not finite", dtype=dtype)
     assert text.endswith("model.norm.weight has 2 NaN and 1 infinite values of 32")
-    change_weight(folder, "model.embed_tokens.weight", lambda t: set_values(t, 1.0, inf))
-    assert "1 other tensors" in refused(load, folder, "0 NaN and 1 infinite", dtype=dtype)
 
 
 SIZES = [

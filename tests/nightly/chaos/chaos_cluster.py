@@ -56,17 +56,14 @@ class ThreeNodes:
         store = {"object_store_memory": STORE_BYTES}
         head = {"num_cpus": CPUS[0], "include_dashboard": False, **store}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
-        self._others = [self._cluster.add_node(num_cpus=cpus, **store) for cpus in CPUS[1:]]
+        for cpus in CPUS[1:]:
+            self._cluster.add_node(num_cpus=cpus, **store)
         self._cluster.wait_for_nodes()
         # The driver and its workers need no delays of their own.
         os.environ.pop(DELAY)
         ray.init(address=self._cluster.address, logging_level=logging.ERROR, log_to_driver=False)
         self._session = Path(ray._private.worker._global_node.get_session_dir_path())
         self._processes = psutil.Process().children(recursive=True)
-
-    def raylet_pids(self) -> list[int]:
-        """The raylets of the nodes that do not hold the driver."""
-        return [node.all_processes["raylet"][0].process.pid for node in self._others]
 
     def used_bytes(self) -> dict[str, int]:
         """Bytes of referenced objects for each node, in memory and spilled to disk.

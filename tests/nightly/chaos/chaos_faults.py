@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import numpy as np
 from chaos_cluster import ThreeNodes, send_signal, stopped
 from chaos_model import as_batch, random_rows
 from chaos_world import CALL_S, Generation, Slot, StepEnded, World
@@ -23,7 +22,6 @@ from quadriga.errors import (
     WorkerDiedError,
     WorkerMethodError,
 )
-from quadriga.protocol import parallel_put
 
 PAUSE_S = 1.0
 """Seconds between two faults."""
@@ -199,24 +197,6 @@ def cancel(faults: Faults, slot: Slot, generation: Generation, rng: random.Rando
         generation.group.pid.options(timeout=CALL_S)()
 
 
-def slow_node(faults: Faults, slot: Slot, generation: Generation, rng: random.Random) -> None:
-    """Stop a node's raylet most of the time for some seconds: its store and its links are slow."""
-    pid = rng.choice(faults.nodes.raylet_pids())
-    for _ in range(rng.randint(4, 10)):
-        with stopped(pid):
-            time.sleep(0.3)
-        time.sleep(0.1)
-
-
-def full_store(faults: Faults, slot: Slot, generation: Generation, rng: random.Random) -> None:
-    """Fill the object stores of the driver's node and of the group's nodes for some seconds."""
-    with faults.world.operation(f"fill from {slot.name}", frozenset({generation}), 2 * CALL_S):
-        held = generation.group.hold.options(timeout=2 * CALL_S)(rng.randint(10, 25))
-        arrays = parallel_put([np.full(2**20, i) for i in range(rng.randint(4, 8))])
-    time.sleep(rng.uniform(1.0, 3.0))
-    del held, arrays
-
-
 def check_order(faults: Faults, slot: Slot, generation: Generation, rng: random.Random) -> None:
     """Every rank has received the calls of all threads in the same order."""
     with faults.world.operation(f"notes of {slot.name}", frozenset({generation})):
@@ -239,8 +219,6 @@ FAULTS: dict[Callable[[Faults, Slot, Generation, random.Random], None], int] = {
     stop_beyond_deadline: 2,
     raise_through_future: 3,
     cancel: 3,
-    slow_node: 3,
-    full_store: 3,
     check_order: 5,
 }
 """Every fault with its weight."""

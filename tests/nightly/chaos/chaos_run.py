@@ -4,19 +4,18 @@
     python tests/nightly/chaos/chaos_run.py --seconds 60 --seed 7
 
 Three worker groups of 2, 3 and 2 ranks run on two nodes. The ranks of the third have coroutine
-methods. Controller threads run random programs on
-them, and one more thread injects faults. Every value is compared with a single-process model. The
-invariants:
+methods. Controller threads run random programs on them, and one more thread injects faults. Every
+value is compared with a single-process model. The invariants:
 
 - No operation takes longer than its deadline and 10 s.
 - Every value equals that of the model.
 - Every error is a QuadrigaError, is explained by a fault, and names role, rank and method.
 - All ranks run the calls of all threads in one order.
-- After the end no process or reference to an object is left. Bytes that Ray keeps
-  although no process refers to them are noted.
+- After the end no process or reference to an object is left. Bytes that Ray keeps although no
+  process refers to them are noted.
 
-One line of progress is printed every 10 s, and a JSON report at the end. The exit code is 1 if an
-invariant was violated. All random choices follow from the seed; their timing does not.
+A JSON report is printed at the end. The exit code is 1 if an invariant was violated. All random
+choices follow from the seed; their timing does not.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ from quadriga.backends import get_backend
 THREADS = 3
 LINK = 8.0
 """MB/s between two nodes."""
-PROGRESS_S = 10.0
 FIRST_STEPS = 3
 """Steps before the object stores are measured, which load what Ray loads once."""
 
@@ -65,15 +63,10 @@ def run_threads(
     threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in targets]
     for thread in threads:
         thread.start()
-    end = time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0:
-        time.sleep(min(PROGRESS_S, left))
-        print(world.report.progress, file=sys.stderr, flush=True)
+    time.sleep(seconds)
     world.finished.set()
-    # The watchdog ends the run if one of them does not return.
-    while any(thread.is_alive() for thread in threads):
-        for thread in threads:
-            thread.join(PROGRESS_S / len(threads))
+    for thread in threads:  # the watchdog ends the run if one of them does not return
+        thread.join()
 
 
 def finish(world: World, faults: Faults, nodes: ThreeNodes, base: dict[str, int]) -> None:

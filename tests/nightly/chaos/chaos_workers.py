@@ -87,13 +87,6 @@ class ChaosWorker(Worker):
         self.raise_while_others_wait(rank, gate)
         return data
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def hold(self, megabytes: int) -> DataProto:
-        """Return a batch of that size, to fill the object store."""
-        return DataProto.from_dict(
-            {f"x{i}": torch.full((1, 2**18), float(i)) for i in range(megabytes)}
-        )
-
 
 class CoroutineWorker(ChaosWorker):
     """The same with coroutine methods. They return a buffer that the next call overwrites."""

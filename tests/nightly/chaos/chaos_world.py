@@ -104,15 +104,6 @@ class Report:
         """Seconds since the start of the run."""
         return time.monotonic() - self.began
 
-    @property
-    def progress(self) -> str:
-        """One line for the terminal."""
-        total = sum(self.operations.values())
-        return (
-            f"{self.elapsed_s:6.0f} s  {total} operations  {sum(self.faults.values())} faults  "
-            f"{sum(self.errors.values())} explained errors  {len(self.violations)} violations"
-        )
-
     def as_json(self) -> str:
         """The whole report."""
         with self._lock:
