@@ -6,7 +6,6 @@ import pytest
 
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, InputError
-from quadriga.observability.jsonl import Sample, SampleLog, read_samples
 from quadriga.observability.run_folder import RunFolder
 
 
@@ -58,12 +57,3 @@ def test_a_file_at_the_path_is_refused(tmp_path):
         RunFolder.open(tmp_path / "run", TrainConfig())
     with pytest.raises(InputError, match="cannot write"):
         RunFolder.open(tmp_path / "run" / "deeper", TrainConfig())
-
-
-def test_samples_survive_a_round_trip(tmp_path):
-    log = SampleLog(tmp_path / "samples.jsonl")
-    first = Sample(step=1, split="train", prompt="2 + 2?", response="4", reward=1.0)
-    second = Sample(step=2, split="val", prompt="é", response="", reward=0.0, ground_truth="5")
-    log.write([first, second])
-    log.close()
-    assert read_samples(tmp_path / "samples.jsonl") == [first, second]

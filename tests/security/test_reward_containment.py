@@ -193,7 +193,10 @@ def test_what_a_function_returns_is_bounded():
     assert len(outcomes[2].detail) < 2100  # an exception with a message of 10 million characters
 
 
-@pytest.mark.parametrize("how", ["kill_itself", "read_invalid_memory", "stop_itself"])
+@pytest.mark.parametrize(
+    "how",
+    ["kill_itself", "read_invalid_memory", pytest.param("stop_itself", marks=pytest.mark.nightly)],
+)
 def test_a_process_that_breaks_is_replaced(how):
     outcomes = run("break_the_process", 2, info=how, timeout_s=2)
     assert outcomes[0].status in ("crashed", "timed_out")

@@ -31,14 +31,15 @@ def cluster() -> Iterator[None]:
 class Starter:
     """start(cls, *args, ranks=2, group=RayWorkerGroup, **options) -> a worker group."""
 
-    def __init__(self):
-        self.started = []
+    def __init__(self, pools=""):
+        self.started, self.pools = [], pools
 
     def __call__(self, cls, *args, ranks=2, group=None, **options):
         import ray
         from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
-        pool = RayResourcePool([ranks], use_gpu=False, max_colocate_count=1)
+        name = {"name_prefix": self.pools} if self.pools else {}
+        pool = RayResourcePool([ranks], use_gpu=False, max_colocate_count=1, **name)
         self.started.append(pool)
         held = cls
         if not isinstance(cls, RayClassWithInitArgs):
@@ -70,12 +71,14 @@ def start_for_module(cluster: None) -> Iterator[Starter]:
     starter.end()
 
 
-@pytest.fixture(scope="module")
-def calculators(start_for_module: Starter) -> object:
-    """Two ranks of `Calculator`, for the programs of a module: to start a group takes seconds."""
+@pytest.fixture(scope="session")
+def calculators(cluster: None) -> Iterator[object]:
+    """Two ranks of `Calculator`, for the programs of all modules: to start a group takes seconds."""
     from program_workers import Calculator
 
-    return start_for_module(Calculator)
+    starter = Starter("shared_calculators")  # a name that lets the pool outlive a module
+    yield starter(Calculator)
+    starter.end()
 
 
 @pytest.fixture(scope="session")
