@@ -138,8 +138,10 @@ def break_the_process(solution_str, extra_info, **_):
 
 
 class _Silent(BaseException):
+    """An exception whose message ends the process."""
+
     def __str__(self):
-        raise RuntimeError("no message")
+        raise SystemExit(0)
 
 
 def raise_anything(solution_str, **_):
@@ -156,19 +158,6 @@ def exit_at_two(solution_str, **_):
     if solution_str == "2":
         os._exit(0)
     return int(solution_str)
-
-
-class ExitsAsText(Exception):
-    """An exception whose message ends the process."""
-
-    def __str__(self):
-        raise SystemExit(0)
-
-
-def raise_an_exit_as_text(solution_str, **_):
-    if solution_str == "2":
-        raise ExitsAsText
-    return float(solution_str)
 
 
 def return_half_a_pair(solution_str, **_):

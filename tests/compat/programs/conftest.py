@@ -73,7 +73,7 @@ def start_for_module(cluster: None) -> Iterator[Starter]:
 
 @pytest.fixture(scope="session")
 def calculators(cluster: None) -> Iterator[object]:
-    """Two ranks of `Calculator`, for the programs of all modules: to start a group takes seconds."""
+    """Two ranks of `Calculator` for all modules: to start a group takes seconds."""
     from program_workers import Calculator
 
     starter = Starter("shared_calculators")  # a name that lets the pool outlive a module
