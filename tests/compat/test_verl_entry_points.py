@@ -81,27 +81,6 @@ class Later(TaskRunner):
     run = later
 
 
-HOOKS = [
-    ({"add_z_worker": later}, r"Own\.add_z_worker is a coroutine function, .* nothing awaits"),
-    ({"add_z_resource_pool": 5}, r"Own\.add_z_resource_pool must be a method, got 5"),
-    ({"add_critic_worker": lambda self: None}, r"calls add_critic_worker\(config\), but Own"),
-    ({"add_ref_policy_worker": lambda self, config: None}, r"add_ref_policy_worker\(config, ref_"),
-]
-
-
-@pytest.mark.parametrize(("hook", "message"), HOOKS)
-def test_hooks_are_checked_before_one_is_called(hook, message):
-    called = []
-
-    class Base(TaskRunner):
-        def add_actor_rollout_worker(self, config):
-            called.append(config)
-
-    with pytest.raises(ConfigError, match=message):
-        type("Own", (Base,), hook)().run({})
-    assert called == []
-
-
 def test_a_policy_without_a_class_is_refused():
     class Own(TaskRunner):
         def add_actor_rollout_worker(self, config):
