@@ -50,7 +50,6 @@ from multiprocessing.connection import Pipe, wait
 from quadriga.errors import WorkerDiedError
 from quadriga.rewards.outcome import CRASHED, TIMED_OUT, Outcome, Report, Sample
 
-_START_ATTEMPTS = 3
 _START_S = 120.0  # time to start a process, and to import the file of a function
 _CALL_ATTEMPTS = 3  # processes that may end before they call the function of one sample
 
@@ -148,15 +147,12 @@ def _kill(processes: list[PoolProcess], owner: int) -> None:
 
 def _start(memory_gb: float | None) -> PoolProcess:
     """Start a process and wait until it is ready for samples."""
-    for _ in range(_START_ATTEMPTS):
-        process = PoolProcess(memory_gb)
-        if process.wait_until_ready():
-            return process
+    process = PoolProcess(memory_gb)
+    if not process.wait_until_ready():
         process.kill()
-    raise WorkerDiedError(
-        f"could not start a process for reward functions in {_START_ATTEMPTS} attempts; the last "
-        f"process ended with exit code {process.popen.returncode}"
-    )
+        code = process.popen.returncode
+        raise WorkerDiedError(f"a reward process ended at its start, exit code {code}")
+    return process
 
 
 _EXIT_S = 5.0  # time for a process to exit after it has closed its pipe
