@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import socket
 import sys
@@ -45,6 +46,22 @@ def spawn_ranks(main, ranks: int, *args, limit: float) -> None:
     Raises `TimeoutError` after `limit` seconds; then no process is left.
     """
     run_ranks(ranks, _run_as_rank, main, ranks, args, wait_s=limit)
+
+
+def fork_ranks(main, ranks: int, *args, limit: float, modules=()) -> None:
+    """As `spawn_ranks`, in forks of one process, which imports `modules` and those of `main`.
+
+    So nothing is imported more than once.
+    """
+    run_ranks(1, _fork, main, ranks, args, modules, wait_s=limit)
+
+
+def _fork(_: int, main, ranks: int, args, modules, port: int) -> None:
+    for name in modules:
+        importlib.import_module(name)
+    mp.start_processes(
+        _run_and_exit, (_run_as_rank, main, ranks, args, port), nprocs=ranks, start_method="fork"
+    )
 
 
 def _run_as_rank(rank: int, main, ranks: int, args, port: int) -> None:

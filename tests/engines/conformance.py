@@ -6,7 +6,6 @@ if their numbers are those of the FSDP engine on one rank.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -212,13 +211,8 @@ def observe(subject: Subject, root: Path, load_from: Path | None = None) -> dict
     return found
 
 
-def rank_main(number: int, ranks: int, root: str, subjects: list[Subject], port: int) -> None:
+def rank_main(number: int, ranks: int, root: str, subjects: list[Subject]) -> None:
     """Observe the subjects one after another in one process group."""
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(number), "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
     if any(subject.settings.get("name") == "megatron" for subject in subjects):
         import megatron_on_cpu
 
@@ -233,4 +227,3 @@ def rank_main(number: int, ranks: int, root: str, subjects: list[Subject], port:
             from megatron.core import parallel_state
 
             parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()

@@ -10,6 +10,7 @@ import torch
 from head_cases import Folders
 
 from quadriga.models.tiny import write_tiny_model
+from rank_groups import fork_ranks
 
 torch.set_num_threads(1)
 
@@ -38,7 +39,7 @@ def work(model_folder, folders, tmp_path_factory):
     engine = cases.trainable(model_folder)
     cases.step(engine)
     engine.save(folder / "one_rank")
-    cases.run_two_ranks(cases.rank_main, folders, str(folder))
+    fork_ranks(cases.rank_main, 2, folders, str(folder), limit=170)
     return folder
 
 

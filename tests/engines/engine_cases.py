@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.models.tiny import TinyModel
-from rank_groups import run_ranks as run_ranks, run_two_ranks as run_two_ranks
+from rank_groups import run_ranks as run_ranks
 
 if TYPE_CHECKING:
     from head_cases import Folders
@@ -147,18 +146,11 @@ def damage_shard(engine: FSDPEngine) -> None:
     engine.optimizer.step = damaged_step
 
 
-def rank_main(rank: int, folders: Folders, work: str, port: int) -> None:
+def rank_main(rank: int, ranks: int, folders: Folders, work: str) -> None:
     """Compute the gradients of every case; then load what one rank saved, step, and save."""
     import head_cases
 
     folder = folders.policy
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
     batch = make_batch()
 
     def own_rows(cut: int):
@@ -190,4 +182,3 @@ def rank_main(rank: int, folders: Folders, work: str, port: int) -> None:
     if rank == 0:
         found = {"gradients": gathered, "metrics": metrics, "heads": heads, "skipped": skipped}
         torch.save(found, f"{work}/results.pt")
-    torch.distributed.destroy_process_group()

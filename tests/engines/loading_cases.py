@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ from quadriga.models import weights as reader
 from quadriga.models.loading import load_value_model
 from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.models.weights import WeightNames
-from rank_groups import run_ranks
+from rank_groups import fork_ranks
 
 # 0.7 million parameters. 3 does not divide 970, so that shards on 3 ranks are uneven.
 SHAPE = TinyModel(hidden_size=96, num_layers=2, num_heads=6, num_kv_heads=2, intermediate_size=970)
@@ -194,12 +193,7 @@ def absent_folder(root: str, rank: int) -> str:
     return error_of(lambda: build(root, Case("untied" if rank != 1 else "absent")))
 
 
-def rank_main(rank: int, ranks: int, root: str, port: int) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
+def rank_main(rank: int, ranks: int, root: str) -> None:
     reader.PIECE_BYTES = PIECE_BYTES
     found = Found()
     for case in CASES:
@@ -211,12 +205,11 @@ def rank_main(rank: int, ranks: int, root: str, port: int) -> None:
     found.errors["disk"] = failing_reads(root, rank)
     found.errors["absent"] = absent_folder(root, rank)
     torch.save(found, f"{root}/found_{ranks}_{rank}.pt")
-    torch.distributed.destroy_process_group()
 
 
 def run(root: Path, ranks: int) -> list[Found]:
     """Return what each of `ranks` processes found."""
-    run_ranks(ranks, rank_main, ranks, str(root), wait_s=WAIT_S)
+    fork_ranks(rank_main, ranks, str(root), limit=WAIT_S)
     # The files were written by `rank_main`; they hold dataclasses, which need pickle.
     files = [root / f"found_{ranks}_{rank}.pt" for rank in range(ranks)]
     return [torch.load(file, weights_only=False) for file in files]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import engine_cases as cases
 import torch
 
@@ -46,13 +44,8 @@ def steps(engine: FSDPEngine, rows: dict[str, torch.Tensor], count: int = STEPS)
     return [engine.train_step(rows, loss)["grad_norm"] for _ in range(count)]
 
 
-def rank_main(rank: int, ranks: int, folder: str, results: str, port: int) -> None:
+def rank_main(rank: int, ranks: int, folder: str, results: str) -> None:
     """Make the steps on `ranks` ranks, and save a checkpoint after each optimizer's."""
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }  # fmt: skip
     first, last = CUTS[ranks][rank : rank + 2]
     rows = cases.rows_of(cases.make_batch(), first, last)
     found = {}
@@ -70,4 +63,3 @@ def rank_main(rank: int, ranks: int, folder: str, results: str, port: int) -> No
         engine.save(f"{results}/{ranks} {name}")
     if rank == 0:
         torch.save(found, f"{results}/{ranks}.pt")
-    torch.distributed.destroy_process_group()

@@ -7,7 +7,6 @@ of a sum in float64 can change them by 6e-8. `wide` lets them compute these in f
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -236,17 +235,8 @@ def result_of(folder: str, case: Case, degrees: Degrees, part: int, parts: int, 
         return weights(engine), metrics, before
 
 
-def join_group(rank: int, ranks: int, port: int) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }  # fmt: skip
-
-
-def rank_main(rank: int, ranks: int, folders, wanted, results: str, port: int) -> None:
+def rank_main(rank: int, ranks: int, folders, wanted, results: str) -> None:
     """Make the updates of `wanted`: (case, degrees, settings), in `ranks` processes."""
-    join_group(rank, ranks, port)
     found = {}
     for case, degrees, settings in wanted:
         size = math.prod(degrees)
@@ -257,7 +247,6 @@ def rank_main(rank: int, ranks: int, folders, wanted, results: str, port: int) -
         found[STATES] = states(rank, ranks, folders, Path(results).parent / STATES)
     if rank == 0:
         torch.save(found, results)
-    torch.distributed.destroy_process_group()
 
 
 STATES = "states"
@@ -286,9 +275,3 @@ def states(rank: int, ranks: int, folders, work: Path) -> dict[str, object]:
         found["after"] = weights(engine)
         found["base"] = engine.without_adapters().forward(rows)["log_probs"]
     return found
-
-
-def fork_ranks(rank: int, ranks: int, folders, wanted, results: str, port: int) -> None:
-    """Run `rank_main` in processes that need not import anything again."""
-    args = (ranks, folders, wanted, results, port)
-    torch.multiprocessing.start_processes(rank_main, args, nprocs=ranks, start_method="fork")

@@ -21,7 +21,7 @@ def kernels_on_a_cpu(monkeypatch):
     kernel = cases.compiled_for_cpu()
     monkeypatch.setattr(kernels, "varlen_attn", cases.naive_flash)
     monkeypatch.setattr(flex_module, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(kernels, "compiled", lambda signature: kernel)
+    monkeypatch.setattr(kernels, "compiled", lambda: kernel)
 
 
 def small_folder(model_type, folder):

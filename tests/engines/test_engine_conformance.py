@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import conformance
-import engine_cases as cases
 import pytest
 import torch
 from conformance import STEPS, Subject
 from transformers import AutoModelForCausalLM
+
+from rank_groups import fork_ranks
 
 RANKS = 4
 WAIT_S = 560
@@ -29,12 +30,12 @@ OFFLOAD = {"param_offload": True, "optimizer_offload": True}
 WHOLE_EXPERTS = SPLIT_TOKENS | {"expert_tensor_parallel_size": 1}
 
 SUBJECTS = [
-    Subject("fsdp"),
     megatron("tp2 pp2 interleaved tied", "qwen2 tied deep", **TENSOR, **INTERLEAVED),
     megatron("tp2 sp dp2 offloaded", **SPLIT_TOKENS, **OFFLOAD),
     megatron("tp2 sp ep2 dp2", "qwen3_moe", **SPLIT_TOKENS, **EXPERTS),
 ]
 NIGHTLY = [
+    Subject("fsdp"),
     Subject("fsdp values", head="value"),
     megatron("window tp2 sp cp2", "mistral", **SPLIT_TOKENS, **CONTEXT),
     megatron("dp4"),
@@ -88,7 +89,10 @@ class Observed:
             key: conformance.observe(Subject(f"reference {key[0]} {key[1]}", *key), root)
             for key in dict.fromkeys((s.family, s.head) for s in subjects)
         }
-        cases.run_ranks(RANKS, conformance.rank_main, RANKS, str(root), subjects, wait_s=wait_s)
+        fork_ranks(
+            conformance.rank_main, RANKS, str(root), subjects, limit=wait_s,
+            modules=["megatron_on_cpu"],
+        )  # fmt: skip
         self.root = root
         self.found = {
             s.name: torch.load(root / f"{s.name}.pt", weights_only=False) for s in subjects

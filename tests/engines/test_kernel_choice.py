@@ -117,7 +117,7 @@ def test_a_mask_of_another_form_is_told_apart():
 def test_every_kernel_passes_the_comparison(monkeypatch):
     monkeypatch.setattr(kernels, "varlen_attn", cases.naive_flash)
     monkeypatch.setattr(flex_module, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(kernels, "compiled", lambda signature: flex_module.flex_attention)
+    monkeypatch.setattr(kernels, "compiled", lambda: flex_module.flex_attention)
     small = replace(FLOAT32, size=12, value_size=8)
     for changes in ({}, {"mask": "window"}, {"dtype": torch.bfloat16}, {"part": True}):
         assert kernel_problem("varlen", replace(small, **changes), cases.CPU) is None

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
-from quadriga.engines.loading import check_trained_part
 from quadriga.errors import CheckpointError, ConfigError, ModelError
 from quadriga.models.adapters import is_adapter
 from quadriga.models.tiny import write_tiny_model
@@ -250,15 +249,6 @@ def test_dropout_is_on_in_updates_only(model_folder):
         engine.train_step(batch, loss)
     assert not torch.equal(outputs[0], outputs[1])
     assert torch.equal(log_probs(engine), log_probs(engine))
-
-
-def test_a_head_that_is_new_cannot_be_frozen(model_folder):
-    frozen = ("score*",)
-    with pytest.raises(ConfigError, match=r"matches score\..*, which the folder .* does not have"):
-        build(model_folder, LoraConfig(), freeze=frozen, head="value")
-    with pytest.raises(ConfigError, match=r"matches score\..*, which the folder .* does not have"):
-        check_trained_part(ModelConfig(path=model_folder, freeze=frozen), "value")
-    check_trained_part(ModelConfig(path=model_folder, freeze=("model.embed_tokens.*",)), "value")
 
 
 def test_a_value_model_with_adapters_trains_its_head(model_folder):

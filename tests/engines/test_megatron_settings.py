@@ -112,7 +112,9 @@ def test_a_second_engine_of_a_process_has_the_same_ranks(monkeypatch):
     monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
     assert ranks.join_ranks(Sizes()).sizes == Sizes()
     monkeypatch.setattr(ranks, "world_size", lambda: 2)
-    with pytest.raises(ConfigError, match=r"context_parallel_size=2, but another .* has 1"):
+    with pytest.raises(
+        ConfigError, match=r"are \(1, 1, 2, 1, 1\), but another .* has \(1, 1, 1, 1, 1\)"
+    ):
         ranks.join_ranks(Sizes(context=2))
 
 

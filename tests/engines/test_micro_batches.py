@@ -8,7 +8,6 @@ import torch
 from quadriga.config.schema import EngineConfig
 from quadriga.engines import micro_batches as planning
 from quadriga.engines.micro_batches import (
-    equal_counts_over_ranks,
     micro_batches_of_ranks,
     plan_micro_batches,
     select_rows,
@@ -138,12 +137,13 @@ def test_micro_batches_have_equal_costs_and_the_most_expensive_one_is_first():
 def test_a_rank_matches_the_micro_batches_of_the_others_if_its_groups_allow_it(monkeypatch):
     batch = rows_of([(group, 10, 5) for group in range(3) for _ in range(2)])
 
-    def plan(least: int) -> list[torch.Tensor]:
-        return plan_micro_batches(batch, size=None, max_tokens=60, share_prompts=True, least=least)
+    engine = EngineConfig(max_tokens_per_micro_batch=60)
 
     def counts(others: int) -> list[int | None]:
         monkeypatch.setattr(planning, "max_over_ranks", lambda own, device: max(own, others))
-        found = equal_counts_over_ranks(plan, torch.device("cpu"))
+        found = micro_batches_of_ranks(
+            batch, None, engine, torch.device("cpu"), share_prompts=True, cost=TOKENS
+        )
         return [None if rows is None else len(rows) for rows in found]
 
     assert counts(1) == [6]

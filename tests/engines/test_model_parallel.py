@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import engine_cases
 import parallel_cases as cases
 import pytest
 import torch
@@ -22,6 +21,7 @@ from quadriga.engines.tensor_parallel import (
     check_model_parallel,
 )
 from quadriga.errors import ConfigError
+from rank_groups import fork_ranks
 
 FOUR_RANKS = [
     (Case("llama"), (2, 2, 1), ()),
@@ -60,7 +60,7 @@ def one_rank(model_folders, tmp_path_factory):
 @pytest.fixture(scope="module")
 def on_four_ranks(model_folders, one_rank):
     results = str(one_rank[0] / "found.pt")
-    engine_cases.run_ranks(1, cases.fork_ranks, 4, model_folders, FOUR_RANKS, results)
+    fork_ranks(cases.rank_main, 4, model_folders, FOUR_RANKS, results, limit=170)
     # The file was written by `rank_main`; its keys are dataclasses, which need pickle.
     return torch.load(results, weights_only=False)
 

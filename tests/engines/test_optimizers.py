@@ -20,6 +20,7 @@ from quadriga.engines.loading import simulated_model
 from quadriga.engines.optimizers import check_optimizer_packages
 from quadriga.engines.optimizers.sharded import rule_of_each
 from quadriga.errors import CheckpointError, ConfigError, NonFiniteError
+from rank_groups import fork_ranks
 
 NEEDS_TORCHAO = pytest.mark.skipif(not cases.has_torchao(), reason="torchao is not installed")
 NAMES = [
@@ -41,7 +42,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module", params=[2, 3])
 def several(request, folder, tmp_path_factory):
     results = tmp_path_factory.mktemp("ranks")
-    engine_cases.run_ranks(request.param, cases.rank_main, request.param, folder, str(results))
+    fork_ranks(cases.rank_main, request.param, folder, str(results), limit=120)
     found = torch.load(results / f"{request.param}.pt", weights_only=True)
     return found, results, request.param
 

@@ -439,10 +439,14 @@ def in_local_folders(config: ModelConfig) -> ModelConfig:
     )
 
 
-class OffloadedTensors:
-    """Tensors whose device memory is free until `reload`.
+Copies = list[tuple[torch.UntypedStorage, Tensor | None, int]]
+"""Storages of the device, each with its values on the host (None: zeros) and its bytes."""
 
-    The storages are emptied in place. Several objects refer to the storage of one parameter (the
+
+class DeviceMemory:
+    """Which states of an engine are on the host.
+
+    Storages are emptied in place. Several objects refer to the storage of one parameter (the
     module, FSDP's flat shard, the optimizer's view), and moving only one of them would leave the
     memory allocated for the others:
 
@@ -453,30 +457,49 @@ class OffloadedTensors:
     After `reload` all of them refer to the same storage as before, with the same values.
 
     Args:
-        freed: whether the values are not needed again. They are zeros after `reload`.
+        device: the device of the engine. From a CPU nothing is offloaded.
+        tensors: returns the tensors of a state that exist.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], *, freed: bool = False) -> None:
-        storages: dict[int, torch.UntypedStorage] = {}
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            # Memory that numpy or a mapped file shares belongs to the CPU and cannot be emptied.
-            if storage.nbytes() and storage.resizable():
-                storages.setdefault(storage.data_ptr(), storage)
-        self._copies = [(s, None if freed else _to_host(s), s.nbytes()) for s in storages.values()]
-        self.num_bytes = sum(size for *_, size in self._copies)
-        for storage, *_ in self._copies:
-            storage.resize_(0)
+    def __init__(self, device: torch.device, tensors: Callable[[State], Iterable[Tensor]]) -> None:
+        self.enabled = device.type != "cpu"
+        self.offloaded: dict[State, Copies] = {}
+        self._device = device
+        self._tensors = tensors
 
-    def reload(self) -> None:
-        """Allocate the storages again and copy the values back."""
-        for storage, host, size in self._copies:
-            storage.resize_(size)
-            if host is None:
-                _bytes_of(storage).zero_()
-            else:
-                _bytes_of(storage).copy_(host, non_blocking=True)
-        self._copies = []
+    def offload(self, *states: State) -> None:
+        """Move those of the states to the host that are on the device."""
+        for state in states:
+            if not self.enabled or state in self.offloaded:
+                continue
+            found = {s.data_ptr(): s for s in (t.untyped_storage() for t in self._tensors(state))}
+            # Memory that numpy or a mapped file shares belongs to the CPU and cannot be emptied.
+            storages = [s for s in found.values() if s.nbytes() and s.resizable()]
+            freed = state == "gradients"  # they are not needed again
+            copies = [(s, None if freed else _to_host(s), s.nbytes()) for s in storages]
+            self.offloaded[state] = copies
+            for storage in storages:
+                storage.resize_(0)
+
+    def reload(self, *states: State) -> list[State]:
+        """Move those of the states to the device that are on the host, and return them."""
+        on_host = [state for state in states if state in self.offloaded]
+        for state in on_host:
+            for storage, host, size in self.offloaded.pop(state):
+                storage.resize_(size)
+                if host is None:
+                    _bytes_of(storage).zero_()
+                else:
+                    _bytes_of(storage).copy_(host, non_blocking=True)
+        return on_host
+
+    def return_freed(self) -> None:
+        """Return the freed memory to the driver.
+
+        The allocator of torch keeps it otherwise, and only this process's tensors can use it.
+        """
+        if self._device.type != "cpu":
+            getattr(torch, self._device.type).empty_cache()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
@@ -489,45 +512,3 @@ def _to_host(storage: torch.UntypedStorage) -> Tensor:
     # storage may be emptied, or its host copy dropped, before the copy has run.
     host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type != "cpu")
     return host.copy_(_bytes_of(storage), non_blocking=True)
-
-
-class DeviceMemory:
-    """Which states of an engine are on the host.
-
-    Args:
-        device: the device of the engine. From a CPU nothing is offloaded.
-        tensors: returns the tensors of a state that exist.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        tensors: Callable[[State], Iterable[Tensor]],
-    ) -> None:
-        self.enabled = device.type != "cpu"
-        self.offloaded: dict[State, OffloadedTensors] = {}
-        self._device = device
-        self._tensors = tensors
-
-    def offload(self, *states: State) -> None:
-        """Move those of the states to the host that are on the device."""
-        for state in states:
-            if self.enabled and state not in self.offloaded:
-                self.offloaded[state] = OffloadedTensors(
-                    self._tensors(state), freed=state == "gradients"
-                )
-
-    def reload(self, *states: State) -> list[State]:
-        """Move those of the states to the device that are on the host, and return them."""
-        on_host = [state for state in states if state in self.offloaded]
-        for state in on_host:
-            self.offloaded.pop(state).reload()
-        return on_host
-
-    def return_freed(self) -> None:
-        """Return the freed memory to the driver.
-
-        The allocator of torch keeps it otherwise, and only this process's tensors can use it.
-        """
-        if self._device.type != "cpu":
-            getattr(torch, self._device.type).empty_cache()

@@ -28,7 +28,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,6 @@ from quadriga.engines.tensor_parallel import check_model_parallel, divide_layers
 from quadriga.engines.token_model import TokenModel
 from quadriga.engines.trained_part import (
     TrainedPart,
-    check_new_trained,
     fill_new,
     merged_weights,
     select_trained,
@@ -80,7 +79,7 @@ from quadriga.models.weights import (
     stored_tensors,
 )
 from quadriga.parallel.device import compute_dtype
-from quadriga.parallel.distributed import gather_over_ranks, rank
+from quadriga.parallel.distributed import gather_over_ranks, on_all_ranks, rank
 from quadriga.parallel.model_ranks import ModelRanks, ShardMeshes
 from quadriga.parallel.node_memory import folder_in_memory
 
@@ -202,9 +201,6 @@ def check_trained_part(
     if not (config.lora.enabled or config.freeze or chosen):
         return
     model = simulated_model(config, head, torch.float32, trained=True)
-    if config.freeze and head != "lm":
-        new = {name for name, _ in model.named_parameters() if name.startswith(VALUE_HEAD_PREFIX)}
-        check_new_trained(model, new - stored_tensors(local_folder(config.path)).keys(), config)
     if optim is not None and chosen:
         check_fits_parameters(model, optim.name, optim_key)
 
@@ -227,7 +223,6 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 _log = logging.getLogger(__name__)
-ResultT = TypeVar("ResultT")
 Counts = dict[tuple[str, object], NotFinite]
 """(weight, which part of it) -> its elements that are not finite."""
 
@@ -555,7 +550,7 @@ def _prepared(
         ModelError: on any rank, the folder does not hold a suitable model.
     """
     prepared = _with_folder_weights(config, head, dtype, trained=trained)
-    own_reason = None if isinstance(prepared, tuple) else str(prepared)
+    own_reason = prepared if isinstance(prepared, str) else None
     reasons = [reason for reason in gather_over_ranks(own_reason) if reason is not None]
     if isinstance(prepared, tuple) and not reasons:
         return *prepared, prepared[1].part
@@ -584,12 +579,12 @@ def whole_load_reason(config: ModelConfig, head: HeadKind, trained: bool) -> str
         return ""
     local = replace(config, path=str(folder))
     found = _with_folder_weights(local, head, torch.float32, trained=trained)
-    return "" if isinstance(found, tuple) else str(found)
+    return found if isinstance(found, str) else ""
 
 
 def _with_folder_weights(
     config: ModelConfig, head: HeadKind, dtype: torch.dtype, *, trained: bool
-) -> tuple[PreTrainedModel, FolderWeights] | str | ModelError:
+) -> tuple[PreTrainedModel, FolderWeights] | str:
     """Return the model without parameters and its weights, or the reason for loading it whole.
 
     An error is a reason too: loading the model whole raises the same, or knows more.
@@ -602,10 +597,8 @@ def _with_folder_weights(
             return names.reason
         # After the names are matched, because adapters change names.
         part = select_trained(model, config, dtype) if trained else TrainedPart()
-        if trained and config.freeze:
-            check_new_trained(model, names.new, config)
     except ModelError as error:
-        return error
+        return str(error)
     return model, FolderWeights(Path(config.path), names, config.use_shm, part)
 
 
@@ -625,24 +618,3 @@ def names_in_folder(
 def _allocated(device: torch.device, place: torch.device, tensor: Tensor) -> Tensor:
     """Return a buffer on `device`, and memory in `place` for a parameter that has none."""
     return torch.empty_like(tensor, device=place) if tensor.is_meta else tensor.to(device)
-
-
-def on_all_ranks(work: Callable[[], ResultT]) -> ResultT:
-    """Return the result of `work`, after all ranks have theirs.
-
-    Raises:
-        ModelError: `work` raised it on this rank or on another one.
-    """
-    error: ModelError | None = None
-    try:
-        result = work()
-    except ModelError as raised:
-        error = raised
-    errors = gather_over_ranks(error)
-    if error is not None:
-        raise error
-    for other, raised_there in enumerate(errors):
-        if raised_there is not None:
-            path = getattr(raised_there, "path", None)
-            raise ModelError(f"rank {other} cannot load the model: {raised_there}", path=path)
-    return result

@@ -17,17 +17,17 @@ The outputs of all ranks are joined, so that each rank has all of them and compu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quadriga.config.schema import EngineConfig
-from quadriga.errors import ConfigError, FieldError
+from quadriga.errors import FieldError
 from quadriga.parallel.balancing import RowCosts, Rows, token_budget_micro_batches
 from quadriga.parallel.costs import TOKENS, CostModel
+from quadriga.parallel.device import on_device
 from quadriga.parallel.distributed import max_over_ranks
 from quadriga.parallel.model_ranks import ModelRanks
 from quadriga.parallel.packing import PackedBatch, first_row_with_same_prompt
@@ -81,15 +81,7 @@ def plan_micro_batches(
             further prompt is computed twice.
         stages: make at least this number of micro-batches, if packed rows are split by tokens and
             there are as many rows. A stage of a pipeline that waits costs more than a prompt.
-
-    Raises:
-        ConfigError: `size` or `max_tokens` is below 1.
     """
-    if (max_tokens is not None and max_tokens < 1) or (size is not None and size < 1):
-        raise ConfigError(
-            f"a micro-batch of {size} rows or {max_tokens} tokens would be empty; set "
-            "ppo_micro_batch_size_per_gpu or max_tokens_per_micro_batch to at least 1"
-        )
     rows = batch[fields.RESPONSE_MASK].any(1).nonzero()[:, 0].cpu()
     if not len(rows):
         return []
@@ -118,7 +110,9 @@ def micro_batches_of_ranks(
     stages: int = 1,
     multiple_of: int = 1,
 ) -> list[Tensor | None]:
-    """Return the row indices of each micro-batch of an engine, as many on every rank.
+    """Return the row indices of each micro-batch of an engine, as many on every rank, at least one.
+
+    None is a dummy micro-batch. Waits for: the other ranks, which must call this together.
 
     Args:
         size: a micro-batch has at most this number of rows. None: any number. With
@@ -126,34 +120,9 @@ def micro_batches_of_ranks(
         share_prompts, cost, stages: see `plan_micro_batches`.
         multiple_of: of which the number is a multiple.
     """
-    plan = partial(
-        plan_micro_batches,
-        batch,
-        size=size,
-        max_tokens=config.micro_batch_tokens if config.use_dynamic_bsz else None,
-        share_prompts=share_prompts,
-        cost=cost,
-        stages=stages,
-    )
-    return equal_counts_over_ranks(plan, device, multiple_of=multiple_of)
 
-
-def equal_counts_over_ranks(
-    plan: Callable[..., list[Tensor]], device: torch.device, *, multiple_of: int = 1
-) -> list[Tensor | None]:
-    """Plan the micro-batches of this rank so that all ranks have the same number, at least one.
-
-    FSDP's collectives must match. Waits for: the other ranks, which must call this together.
-
-    Args:
-        plan: returns the micro-batches of this rank, at least `least` of them if it can.
-        multiple_of: of which the number is a multiple.
-
-    Returns:
-        The row indices of each micro-batch; None for a dummy micro-batch.
-    """
-    # Three ranks whose rows make 2, 3 and 0 micro-batches; each forward and backward gathers the
-    # parameters of every unit from all ranks:
+    # FSDP's collectives must match. Three ranks whose rows make 2, 3 and 0 micro-batches; each
+    # forward and backward gathers the parameters of every unit from all ranks:
     #
     #   rank 0   [rows] [rows] [rows]     the rows of two micro-batches, in smaller ones
     #   rank 1   [rows] [rows] [rows]
@@ -161,11 +130,22 @@ def equal_counts_over_ranks(
     #
     # If rank 0 had two prompt groups only, its third micro-batch would be None: a third one would
     # compute a prompt twice.
-    micro_batches = plan(least=1)
+    def plan(least: int) -> list[Tensor]:
+        return plan_micro_batches(
+            batch,
+            size=size,
+            max_tokens=config.micro_batch_tokens if config.use_dynamic_bsz else None,
+            share_prompts=share_prompts,
+            cost=cost,
+            least=least,
+            stages=stages,
+        )
+
+    micro_batches = plan(1)
     count = max_over_ranks(max(len(micro_batches), 1), device)
     count = -(-count // multiple_of) * multiple_of
     if len(micro_batches) < count:
-        micro_batches = plan(least=count)
+        micro_batches = plan(count)
     return [*micro_batches, *[None] * (count - len(micro_batches))]
 
 
@@ -340,14 +320,7 @@ class TokenSlice:
 
     def to(self, device: torch.device) -> TokenSlice:
         """Return the same slice with its tensors on `device`."""
-        return replace(
-            self,
-            input_ids=self.input_ids.to(device, non_blocking=True),
-            position_ids=self.position_ids.to(device, non_blocking=True),
-            predictors=self.predictors.to(device, non_blocking=True),
-            labels=self.labels.to(device, non_blocking=True),
-            order=self.order.to(device, non_blocking=True),
-        )
+        return on_device(self, device)
 
     def join(self, outputs: Tensor) -> Tensor:
         """Return the outputs of all targets, from those of the own: [k, C] -> [K, C]."""

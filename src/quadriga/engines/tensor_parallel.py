@@ -40,7 +40,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from quadriga.config.schema import EngineConfig, ModelConfig
@@ -129,16 +128,10 @@ class TensorPlan:
         return 0 if style == "colwise" else None
 
 
-def base_model(model: PreTrainedModel) -> nn.Module:
-    """Return the part of a model that a plan names, without its head."""
-    inner = getattr(model, model.base_model_prefix, model)
-    assert isinstance(inner, nn.Module)
-    return inner
-
-
 def decoder_parts(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     """Return (name in the base model, module) of each decoder layer."""
-    layers = base_model(model).get_submodule("layers")
+    base: nn.Module = getattr(model, model.base_model_prefix, model)
+    layers = base.get_submodule("layers")
     return [(f"layers.{index}", layer) for index, layer in layers.named_children()]
 
 
@@ -267,35 +260,27 @@ def _use_own_part(module: nn.Module, adds_bias: bool) -> None:
     vars(module)["_adds_bias"] = adds_bias
 
 
-def _exchange_around(block: nn.Module, ranks: Subgroup) -> RemovableHandle:
+def _exchange_around(block: nn.Module, ranks: Subgroup) -> None:
     """Let a block compute the tokens of all ranks, and return its part of the sums."""
 
     def gather(
         module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]]:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        assert isinstance(hidden, Tensor)
+        whole = gather_tokens(hidden[0], ranks)[None]  # [1, n / t, D] -> [1, n, D]
         if args:
-            return (_gathered(args[0], ranks), *args[1:]), {**kwargs}
-        return args, {**kwargs, "hidden_states": _gathered(kwargs["hidden_states"], ranks)}
+            return (whole, *args[1:]), {**kwargs}
+        return args, {**kwargs, "hidden_states": whole}
 
     def add(module: nn.Module, args: object, output: object) -> object:
-        if isinstance(output, tuple):
-            return (_summed(output[0], ranks), *output[1:])
-        return _summed(output, ranks)
+        hidden, *others = output if isinstance(output, tuple) else (output,)
+        assert isinstance(hidden, Tensor)
+        own = sum_tokens(hidden[0], ranks)[None]  # [1, n, D] -> [1, n / t, D]
+        return (own, *others) if isinstance(output, tuple) else own
 
     block.register_forward_pre_hook(gather, with_kwargs=True)
-    return block.register_forward_hook(add)
-
-
-def _gathered(hidden: object, ranks: Subgroup) -> Tensor:
-    """Return the tokens of all ranks: [1, n / t, D] -> [1, n, D]."""
-    assert isinstance(hidden, Tensor)
-    return gather_tokens(hidden[0], ranks)[None]
-
-
-def _summed(hidden: object, ranks: Subgroup) -> Tensor:
-    """Return the sums of the own tokens: [1, n, D] -> [1, n / t, D]."""
-    assert isinstance(hidden, Tensor)
-    return sum_tokens(hidden[0], ranks)[None]
+    block.register_forward_hook(add)
 
 
 def _divide_experts(experts: nn.Module, ranks: Subgroup) -> None:
@@ -368,7 +353,9 @@ def check_model_parallel(
 
 def _check_sequence(config: PreTrainedConfig, engine: EngineConfig, key: str) -> None:
     size, tensor = engine.sequence_parallel_size, engine.tensor_parallel_size
-    heads, key_heads = heads_of(config, tensor)
+    heads = int(config.num_attention_heads)
+    key_heads = int(getattr(config, "num_key_value_heads", None) or heads) // tensor
+    heads //= tensor
     whose = "attention heads" + (" of each tensor rank" if tensor > 1 else "")
     whose += f" of model_type {config.model_type!r}"
     setting, instead = f"{key}.sequence_parallel_size={size}", f"{key}.context_parallel_size={size}"
@@ -387,23 +374,11 @@ def _check_sequence(config: PreTrainedConfig, engine: EngineConfig, key: str) ->
         )
 
 
-def heads_of(config: PreTrainedConfig, tensor_ranks: int) -> tuple[int, int]:
-    """Return the attention heads and the key heads that one rank of tensor parallelism has."""
-    heads = int(config.num_attention_heads)
-    key_heads = getattr(config, "num_key_value_heads", None)
-    return heads // tensor_ranks, int(key_heads or heads) // tensor_ranks
-
-
-def _rope_types(config: PreTrainedConfig) -> Iterator[str]:
-    """Yield the kinds of rotary positions; a config can have one for each kind of layers."""
-    found = getattr(config.get_text_config(), "rope_parameters", None)
-    pending = [found] if isinstance(found, Mapping) else []
-    while pending:
-        for name, value in pending.pop().items():
-            if isinstance(value, Mapping):
-                pending.append(value)
-            elif name in ("rope_type", "type"):
-                yield str(value)
+def _rope_types(config: PreTrainedConfig) -> list[str]:
+    """Return the kinds of rotary positions; a config can have one for each kind of layers."""
+    found = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    each = [found, *(value for value in found.values() if isinstance(value, Mapping))]
+    return [str(kind) for part in each if (kind := part.get("rope_type") or part.get("type"))]
 
 
 def check_model(model: ModelConfig, engine: EngineConfig, key: str) -> None:

@@ -416,8 +416,9 @@ class TokenModel:
         if takes_images(config):
             mask = rows[fields.ATTENTION_MASK]
             arguments.update(image_arguments(config, cpu.input_ids, mask, images, self.device))
-        row, column = aligned.predictors
-        return ModelInputs(arguments, aligned.labels, lambda x: x[row, column], aligned.unpack)
+        return ModelInputs(
+            arguments, aligned.labels, lambda x: x[aligned.row, aligned.column], aligned.unpack
+        )
 
 
 @dataclass(frozen=True)

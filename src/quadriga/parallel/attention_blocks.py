@@ -25,6 +25,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from quadriga.parallel.device import on_device
+
 # The example of `packing.py`: rows 0 and 1 share the prompt (11 12), row 2 has its own.
 #
 #   packed index   0   1   2   3   4   5   6   7   8   9  10
@@ -89,14 +91,6 @@ class AttentionBlock:
     first_query: Tensor | None = None
     mask: Tensor | None = None
 
-    def to(self, device: torch.device) -> AttentionBlock:
-        """Return the same block with its tensors on `device`."""
-        tensors = (self.queries, self.keys, self.first_query, self.mask)
-        moved = [t if t is None else t.to(device, non_blocking=True) for t in tensors]
-        queries, keys, first_query, mask = moved
-        assert queries is not None and keys is not None
-        return AttentionBlock(queries, keys, first_query, mask)
-
     def query_columns(self) -> Tensor:
         """Return the columns [b or 1, Lq] of the query slots in their own rows."""
         device = self.queries.device
@@ -120,8 +114,8 @@ class AttentionBlocks:
 
     def to(self, device: torch.device) -> AttentionBlocks:
         """Return the same blocks with their tensors on `device`."""
-        blocks = tuple(block.to(device) for block in self.blocks)
-        return AttentionBlocks(blocks, self.slot_of_token.to(device, non_blocking=True))
+        blocks = tuple(on_device(block, device) for block in self.blocks)
+        return on_device(replace(self, blocks=blocks), device)
 
 
 @dataclass(frozen=True)
@@ -178,9 +172,7 @@ class QueryColumns:
         return QueryColumns(found, first, first + counts)
 
 
-def query_blocks(
-    rows: PackedRows, tokens: range, rows_per_block: int = ROWS_PER_BLOCK
-) -> AttentionBlocks:
+def query_blocks(rows: PackedRows, tokens: range) -> AttentionBlocks:
     """Arrange a range of the packed tokens as queries against their whole rows.
 
     The queries have their index in the range; the keys have their packed index.
@@ -191,7 +183,7 @@ def query_blocks(
     first_of_row[queries.rows] = queries.first
     blocks, slots = list[AttentionBlock](), 0
     by_length = torch.argsort(queries.end, descending=True, stable=True)
-    for chosen in torch.split(by_length, rows_per_block):
+    for chosen in torch.split(by_length, ROWS_PER_BLOCK):
         of_block = queries.rows[chosen]
         block = _query_block(rows, of_block, queries.first[chosen], queries.end[chosen])
         own = (block.queries - tokens.start).clamp(min=0)  # padding has the packed index 0
@@ -236,7 +228,10 @@ def similar_length_blocks(rows: PackedRows) -> AttentionBlocks:
         tokens = rows.token_index[block_rows, : int(causal_length[block_rows].max())]
         add(AttentionBlock(tokens, tokens), 0, block_rows)
     for block_rows in _split_by_length(response, rows.length, rows.length - rows.prompt_length):
-        add(_response_block(rows, block_rows), 1, block_rows)
+        block = _query_block(
+            rows, block_rows, rows.prompt_length[block_rows], rows.length[block_rows]
+        )
+        add(block, 1, block_rows)
 
     # A response token in column c is query number c − prompt_length of its row's responses.
     in_causal = first_slot[0, rows.row] + rows.column
@@ -294,11 +289,6 @@ def _split_by_length(chosen: Tensor, keys: Tensor, queries: Tensor | None) -> li
         blocks.append(order[begin[stop] : stop])
         stop = begin[stop]
     return blocks[::-1]
-
-
-def _response_block(rows: PackedRows, block_rows: Tensor) -> AttentionBlock:
-    """Return the block with the response tokens of `block_rows` as queries, whole rows as keys."""
-    return _query_block(rows, block_rows, rows.prompt_length[block_rows], rows.length[block_rows])
 
 
 def _query_block(

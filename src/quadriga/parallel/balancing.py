@@ -13,7 +13,7 @@ The functions see lengths and costs only. Shapes: n items or B rows. Numpy only.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,40 +28,8 @@ Lengths = NDArray[np.float64]
 Table = NDArray[np.int64]
 """[k partitions, width]: indices of items, -1 where a partition has fewer items than others."""
 
-# Up to this many items × partitions, differencing item by item in plain Python is cheap, and its
-# result is hard to improve.
-_SMALL = 4096
-# With more than `_MANY` partitions, a spread below `_TOLERANCE` times the mean counts as balanced:
-# 0.02 % of a step is not worth a further search.
 _TOLERANCE = 2e-4
-_MANY = 32
-
-
-def initial_partitions(lengths: Lengths, k: int, equal_size: bool) -> Iterator[Table]:
-    """Yield partitions to improve on, and stop at one that needs no alternative.
-
-    `equal_size` requires that k divides n.
-    """
-    if len(lengths) % k == 0:
-        blocks = difference_blocks(lengths, k)
-        yield blocks
-        if equal_size or (spread(lengths, blocks) <= tolerated_spread(lengths.sum() / k, k)):
-            return
-    yield longest_first(lengths, k)
-    if len(lengths) * k <= _SMALL:
-        yield difference_items(lengths, k)
-
-
-def spread(lengths: Lengths, table: Table) -> float:
-    """Return the largest minus the smallest sum of a partition."""
-    # Index -1 selects the appended 0, so gaps add nothing.
-    sums = np.append(lengths, 0.0)[table].sum(1)
-    return float(sums.max() - sums.min())
-
-
-def tolerated_spread(mean: float, k: int) -> float:
-    """Return the spread below which k partitions with this mean sum count as balanced."""
-    return _TOLERANCE * float(mean) if k > _MANY else 0.0
+"""A spread below this times the mean counts as balanced: 0.02 % of a step is not worth a search."""
 
 
 def difference_blocks(lengths: Lengths, k: int) -> Table:
@@ -96,35 +64,6 @@ def difference_blocks(lengths: Lengths, k: int) -> Table:
     return queue[0][3]
 
 
-def difference_items(lengths: Lengths, k: int) -> Table:
-    """Apply the differencing of Karmarkar and Karp item by item; partitions may differ in size.
-
-    A state is k sums in descending order. At first each item is a state of its own. The two states
-    with the largest spread are joined, the largest sum with the smallest, until one state is left.
-    """
-    # Lengths 8 7 6 5 4, k = 2. The states, and their spread in brackets:
-    #
-    #   8 0 [8]    7 0 [7]    6 0 [6]    5 0 [5]    4 0 [4]
-    #   join 8 0 and 7 0:     8+0, 0+7  ->   8  7 [1]
-    #   join 6 0 and 5 0:     6+0, 0+5  ->   6  5 [1]
-    #   join 4 0 and 8 7:     4+7, 0+8  ->  11  8 [3]
-    #   join 11 8 and 6 5:   11+5, 8+6  ->  16 14 [2]    partitions 4 7 5 and 8 6
-    #
-    # Longest first gives 8+5+4 = 17 and 7+6 = 13. `exchange_items` turns 16 and 14 into 15 and 15.
-    empty: list[tuple[float, list[int]]] = [(0.0, [])] * (k - 1)
-    queue = [(-value, i, [(value, [i]), *empty]) for i, value in enumerate(lengths.tolist())]
-    heapq.heapify(queue)
-    number = len(queue)
-    while len(queue) > 1:
-        _, _, a = heapq.heappop(queue)
-        _, _, b = heapq.heappop(queue)
-        joined = [(x[0] + y[0], x[1] + y[1]) for x, y in zip(a, reversed(b), strict=True)]
-        joined.sort(key=lambda partition: -partition[0])
-        heapq.heappush(queue, (joined[-1][0] - joined[0][0], number, joined))
-        number += 1
-    return _as_table(_fill_empty([items for _, items in queue[0][2]], lengths))
-
-
 def longest_first(lengths: Lengths, k: int) -> Table:
     """Assign items in descending order of length, each to the partition with the smallest sum.
 
@@ -139,24 +78,6 @@ def longest_first(lengths: Lengths, k: int) -> Table:
         total, number = heap[0]
         partitions[number].append(index)
         heapq.heapreplace(heap, (total + values[index], number))
-    return _as_table(partitions)
-
-
-def _fill_empty(partitions: list[list[int]], lengths: Lengths) -> list[list[int]]:
-    """Move the shortest item of the partition with most items to each empty partition.
-
-    A partition stays empty only if there are items of length 0.
-    """
-    for partition in partitions:
-        if not partition:
-            fullest = max(partitions, key=len)
-            shortest = min(fullest, key=lambda i: lengths[i])
-            fullest.remove(shortest)
-            partition.append(shortest)
-    return partitions
-
-
-def _as_table(partitions: list[list[int]]) -> Table:
     width = max(map(len, partitions))
     padded = [partition + [-1] * (width - len(partition)) for partition in partitions]
     return np.array(padded, dtype=np.int64)
@@ -172,12 +93,12 @@ def exchange_items(lengths: Lengths, table: Table) -> None:
     """Exchange items between partitions, in place, as long as the spread falls.
 
     An item may also be exchanged for a gap (-1), which moves it. If the heaviest partition gains
-    nothing in its pair, it and the lightest are tried against every other partition. If that fails
-    too, the partitions are as balanced as single exchanges can make them.
+    nothing in its pair, it is tried against every other partition. If that fails too, single
+    exchanges cannot lower it.
     """
-    # Lengths 8 7 6 5 4 with the partitions of `difference_items`, heavy 4 7 5 = 16 and
-    # light 8 6 = 14 (a gap counts 0). Half the difference of the sums is 1. Giving a for b changes
-    # it to |a − b − 1|, so the best exchange has a − b closest to 1:
+    # Lengths 8 7 6 5 4 in two partitions, heavy 4 7 5 = 16 and light 8 6 = 14 (a gap counts 0).
+    # Half the difference of the sums is 1. Giving a for b changes it to |a − b − 1|, so the best
+    # exchange has a − b closest to 1:
     #
     #   |a − b − 1|    b = 8   b = 6   gap
     #        a = 4        5       3      3
@@ -186,7 +107,7 @@ def exchange_items(lengths: Lengths, table: Table) -> None:
     items = np.append(lengths, 0.0)[table]
     sums = items.sum(1)
     pairs = len(sums) // 2
-    tolerated = tolerated_spread(sums.mean(), len(sums))
+    tolerated = _TOLERANCE * float(sums.mean())
     for round_number in range(_MAX_ROUNDS):
         order = np.argsort(sums, kind="stable")
         spread = sums[order[-1]] - sums[order[0]]
@@ -198,7 +119,7 @@ def exchange_items(lengths: Lengths, table: Table) -> None:
         if better[0]:
             heavy, light = heavy[better], light[better]
             _apply(items, sums, table, heavy, given[better], light, taken[better])
-        elif spread <= tolerated or not _exchange_extremes(items, sums, table, order, columns):
+        elif spread <= tolerated or not _lower_heaviest(items, sums, table, order, columns):
             return
 
 
@@ -225,32 +146,24 @@ def _best_exchanges(
     return columns[given], columns[taken], better
 
 
-def _exchange_extremes(
+def _lower_heaviest(
     items: Lengths,
     sums: Lengths,
     table: Table,
     order: NDArray[np.int64],
     columns: NDArray[np.int64],
 ) -> bool:
-    """Lower the heaviest partition, or else raise the lightest. Return whether one was changed.
-
-    Each is tried against every other partition, and the best one of these exchanges is made.
-    """
+    """Make the best exchange of the heaviest partition, if there is one; return whether."""
     others = order[:-1]
     heaviest = np.full(len(others), order[-1])
-    for heavy, light in ((heaviest, others), (order[1:], np.full(len(others), order[0]))):
-        given, taken, better = _best_exchanges(items, sums, heavy, light, columns)
-        if better.any():
-            moved = items[heavy, given] - items[light, taken]
-            # Lowering the heaviest: the larger of the two new sums counts. Raising the lightest:
-            # the smaller one counts.
-            worst = np.maximum(sums[heavy] - moved, sums[light] + moved)
-            if light is not others:
-                worst = -np.minimum(sums[heavy] - moved, sums[light] + moved)
-            best = np.array([np.where(better, worst, np.inf).argmin()])
-            _apply(items, sums, table, heavy[best], given[best], light[best], taken[best])
-            return True
-    return False
+    given, taken, better = _best_exchanges(items, sums, heaviest, others, columns)
+    if not better.any():
+        return False
+    moved = items[heaviest, given] - items[others, taken]
+    larger = np.maximum(sums[heaviest] - moved, sums[others] + moved)  # of the two new sums
+    best = np.array([np.where(better, larger, np.inf).argmin()])
+    _apply(items, sums, table, heaviest[best], given[best], others[best], taken[best])
+    return True
 
 
 def _apply(
@@ -285,8 +198,7 @@ def get_seqlen_balanced_partitions(
 ) -> list[list[int]]:
     """Split the indices 0 … n-1 into `k_partitions` partitions of about equal total length.
 
-    Takes the best of two or three initial partitions (differencing of sorted blocks; longest
-    first; for small inputs, Karmarkar and Karp's differencing item by item), and then exchanges
+    Starts with partitions by differencing (of equal size) or longest first, and then exchanges
     items between heavy and light partitions until no exchange helps.
 
     Args:
@@ -299,13 +211,13 @@ def get_seqlen_balanced_partitions(
         The same input gives the same output.
 
     Raises:
-        LengthError: there are fewer items than partitions, n is not divisible by k_partitions
-            although `equal_size` is set, or a length is negative or not finite.
+        LengthError: there are fewer items than partitions, or n is not divisible by k_partitions
+            although `equal_size` is set.
     """
     lengths = np.asarray(seqlen_list, dtype=np.float64).ravel()
     _check(lengths, k_partitions, equal_size)
-    candidates = initial_partitions(lengths, k_partitions, equal_size)
-    table = min(candidates, key=lambda candidate: spread(lengths, candidate))
+    first = difference_blocks if equal_size else longest_first
+    table = first(lengths, k_partitions)
     exchange_items(lengths, table)
     return [sorted(index for index in row if index >= 0) for row in table.tolist()]
 
@@ -338,12 +250,6 @@ def _check(lengths: NDArray[np.float64], k: int, equal_size: bool) -> None:
             f"{count // k} × {k} + {count % k}); pad the batch or allow unequal sizes.",
             items=count,
             parts=k,
-        )
-    if not np.isfinite(lengths).all() or (lengths < 0).any():
-        row = int(np.flatnonzero(~(np.isfinite(lengths) & (lengths >= 0)))[0])
-        raise LengthError(
-            f"Length {lengths[row]} of sequence {row} is not a finite number of at least 0.",
-            row=row,
         )
 
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import psutil
 import torch
 
 from quadriga.config.schema import DtypeName, RunConfig
 from quadriga.errors import ConfigError, PlacementError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    RecordT = TypeVar("RecordT", bound=DataclassInstance)
 
 DeviceType = Literal["cpu", "cuda", "npu"]
 """A device type of torch that Quadriga runs on."""
@@ -122,6 +128,13 @@ def compute_dtype(name: ComputeDtypeName, device: torch.device) -> torch.dtype:
     if name not in DTYPES:
         raise ConfigError(f"dtype is {name!r}; expected auto, {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def on_device(record: RecordT, device: torch.device) -> RecordT:
+    """Return a dataclass with its tensors on `device`. Records inside it are left alone."""
+    tensors = {n: x for n, x in vars(record).items() if isinstance(x, torch.Tensor)}
+    moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+    return replace(record, **moved)
 
 
 def used_memory(device: torch.device) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
@@ -23,7 +23,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # not in its __al
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from quadriga.errors import CollectiveError, ConfigError
+from quadriga.errors import CollectiveError, ConfigError, ModelError
 from quadriga.parallel.device import collective_backend, torch_device
 
 ValueT = TypeVar("ValueT")
@@ -302,6 +302,27 @@ def gather_over_ranks(value: ValueT) -> list[ValueT]:
     gathered = [value] * world_size()
     dist.all_gather_object(gathered, value)
     return gathered
+
+
+def on_all_ranks(work: Callable[[], ValueT]) -> ValueT:
+    """Return the result of `work`, after all ranks have theirs.
+
+    Raises:
+        ModelError: `work` raised it on this rank or on another one.
+    """
+    error: ModelError | None = None
+    try:
+        result = work()
+    except ModelError as raised:
+        error = raised
+    errors = gather_over_ranks(error)
+    if error is not None:
+        raise error
+    for other, raised_there in enumerate(errors):
+        if raised_there is not None:
+            path = getattr(raised_there, "path", None)
+            raise ModelError(f"rank {other} cannot load the model: {raised_there}", path=path)
+    return result
 
 
 def sum_metrics_over_ranks(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal
 
-from quadriga.errors import ConfigError, ShapeError
+from quadriga.errors import ShapeError
 
 Span = tuple[int, int]
 """(start, stop): the indices from `start`, without `stop`."""
@@ -149,18 +149,6 @@ class StoredTensor:
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
-    def __post_init__(self) -> None:
-        for piece in self.pieces:
-            if shape_of(piece.box) != shape_of(piece.at):
-                raise ShapeError(
-                    f"tensor {self.name!r}: box {piece.box} of weight {piece.weight!r} and box "
-                    f"{piece.at} of the tensor must have the same sizes"
-                )
-
-    def named(self, name: str) -> StoredTensor:
-        """Return the same tensor under another name."""
-        return replace(self, name=name)
-
     def narrow(self, dim: int, start: int, stop: int) -> StoredTensor:
         """Return the part with the indices from `start`, without `stop`, of one dimension."""
         shape = (*self.shape[:dim], stop - start, *self.shape[dim + 1 :])
@@ -174,22 +162,8 @@ class StoredTensor:
         return StoredTensor(self.name, shape, tuple(pieces))
 
     def pad(self, dim: int, size: int) -> StoredTensor:
-        """Return the tensor with `size` indices in one dimension; those behind are padding.
-
-        Raises:
-            ShapeError: the tensor is larger.
-        """
-        if size < self.shape[dim]:
-            raise ShapeError(
-                f"tensor {self.name!r} has {self.shape[dim]} indices in dimension {dim}, which "
-                f"cannot be padded to {size}"
-            )
+        """Return the tensor with `size` indices in one dimension; those behind are padding."""
         return replace(self, shape=(*self.shape[:dim], size, *self.shape[dim + 1 :]))
-
-
-def stored_whole(weight: Weight) -> StoredTensor:
-    """Return a tensor that is one whole weight, under its name."""
-    return stored_box(weight.name, whole(weight.shape))
 
 
 def stored_box(name: str, box: Box) -> StoredTensor:
@@ -222,21 +196,11 @@ class Layout:
             the two ranks are one process.
         tied: name → name of the weight with which it shares its storage. A tied name is not in
             `weights`.
-
-    Raises:
-        ShapeError: a piece lies outside its weight, or is of a weight that is not in `weights`.
     """
 
     weights: Mapping[str, Weight]
     ranks: Mapping[int, tuple[StoredTensor, ...]]
     tied: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for rank, piece in self.pieces():
-            weight = self.weights.get(piece.weight)
-            if weight is None or not _inside(piece.box, weight.shape):
-                known = "which is no weight" if weight is None else f"of shape {weight.shape}"
-                raise ShapeError(f"rank {rank} stores box {piece.box} of {piece.weight!r}, {known}")
 
     def pieces(self) -> Iterator[tuple[int, Piece]]:
         """Yield (rank, piece) of every piece."""
@@ -253,12 +217,6 @@ class Layout:
     def num_bytes(self) -> int:
         """The bytes of one copy of all weights: M in the formulas of `grouping`."""
         return sum(weight.num_bytes for weight in self.weights.values())
-
-
-def _inside(box: Box, shape: tuple[int, ...]) -> bool:
-    return len(box) == len(shape) and all(
-        0 <= start <= stop <= size for (start, stop), size in zip(box, shape, strict=True)
-    )
 
 
 def by_name(weights: Iterable[Weight]) -> dict[str, Weight]:
@@ -302,7 +260,7 @@ class Stored:
 
     def parts(self, weights: Mapping[str, Weight]) -> list[StoredTensor]:
         """Return the parts that the tensor fuses, before they are split over ranks."""
-        whole_weights = [stored_whole(weights[name]) for name in self.weights]
+        whole_weights = [stored_box(name, whole(weights[name].shape)) for name in self.weights]
         if not self.boxes:
             return whole_weights
         parts = []
@@ -329,11 +287,6 @@ class Degrees:
     replicas: int = 1
     pipeline: int = 1
     spread: int = 1
-
-    def __post_init__(self) -> None:
-        wrong = {name: value for name, value in vars(self).items() if value < 1}
-        if wrong:
-            raise ConfigError(f"a parallel degree must be at least 1, got {wrong}")
 
     @property
     def world_size(self) -> int:
@@ -396,7 +349,7 @@ def replicated_layout(
 ) -> Layout:
     """Return the layout in which each rank has every weight, whole and under its own name."""
     known = by_name(weights)
-    tensors = tuple(map(stored_whole, known.values()))
+    tensors = tuple(stored_box(weight.name, whole(weight.shape)) for weight in known.values())
     return Layout(known, dict.fromkeys(ranks, tensors), tied or {})
 
 
@@ -405,36 +358,29 @@ def parallel_layout(model: Model, degrees: Degrees) -> Layout:
 
     Raises:
         ShapeError: a dimension does not divide by the tensor-parallel ranks.
-        ConfigError: the number of experts does not divide by the expert-parallel ranks.
     """
     experts = len({stored.expert for stored in model.stored} - {None})
-    parts = max(degrees.expert, degrees.spread)
-    if experts % parts:
-        raise ConfigError(f"{experts} experts do not divide by {parts} expert-parallel ranks")
-    per_rank = experts // parts
+    per_rank = experts // max(degrees.expert, degrees.spread)
     ranks: dict[int, tuple[StoredTensor, ...]] = {}
     for rank in range(degrees.world_size):
         place, (own, _) = degrees.place(rank), degrees.expert_place(rank)
         split = (degrees.tensor, place.tensor)
         of_experts = (1, 0) if degrees.spread > 1 else split
-        ranks[rank] = tuple(
-            _sharded(
-                _tensor_parallel(model, stored, *(split if stored.expert is None else of_experts)),
-                degrees,
-                place,
+        tensors = []
+        for stored in model.stored:
+            if stored.stage not in (None, place.stage):
+                continue
+            if stored.expert is not None and stored.expert // per_rank != own:
+                continue
+            tensor = _tensor_parallel(
+                model, stored, *(split if stored.expert is None else of_experts)
             )
-            for stored in model.stored
-            if stored.stage in (None, place.stage)
-            and (stored.expert is None or stored.expert // per_rank == own)
-        )
+            if degrees.shard > 1 and tensor.shape:  # FSDP
+                span = torch_chunk(tensor.shape[0], degrees.shard, place.shard)
+                tensor = tensor.narrow(0, *span)
+            tensors.append(tensor)
+        ranks[rank] = tuple(tensors)
     return Layout(model.weights, ranks, model.tied)
-
-
-def _sharded(tensor: StoredTensor, degrees: Degrees, place: Place) -> StoredTensor:
-    """Return the FSDP shard of a rank's tensor."""
-    if degrees.shard == 1 or not tensor.shape:
-        return tensor
-    return tensor.narrow(0, *torch_chunk(tensor.shape[0], degrees.shard, place.shard))
 
 
 def _tensor_parallel(model: Model, stored: Stored, ranks: int, index: int) -> StoredTensor:
@@ -452,7 +398,7 @@ def _tensor_parallel(model: Model, stored: Stored, ranks: int, index: int) -> St
             for part, unit in zip(parts, units, strict=True)
         ]
     if len(parts) == 1:
-        return parts[0].named(stored.name)
+        return replace(parts[0], name=stored.name)
     return concatenated(stored.name, parts, stored.split or 0)
 
 

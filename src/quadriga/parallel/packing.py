@@ -21,8 +21,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quadriga.errors import ProtocolError, ShapeError
+from quadriga.errors import ProtocolError
 from quadriga.parallel.attention_blocks import PackedRows
+from quadriga.parallel.device import on_device
 
 
 @dataclass(frozen=True)
@@ -128,11 +129,7 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> PackedBatch:
         """Return the same batch with every tensor but those of `rows` on `device`."""
-        if self.input_ids.device == device:
-            return self
-        names = ("input_ids", "position_ids", "predictors", "labels", "target_index")
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
-        return replace(self, **moved)
+        return on_device(self, device)
 
 
 def in_equal_slices(packed: PackedBatch, count: int) -> PackedBatch:
@@ -202,10 +199,8 @@ def pack_rows(
             function of the weights, because a prompt's hidden states do not depend on what follows.
 
     Raises:
-        ShapeError: the three shapes disagree, or there is no prompt column.
         ProtocolError: a target has no token before it, or `attention_mask` is 0 at a target.
     """
-    _check_shapes(input_ids, attention_mask, response_mask)
     prompt_width = input_ids.shape[1] - response_mask.shape[1]
     valid = attention_mask.bool()
     position_BS = valid.long().cumsum(1) - 1
@@ -260,20 +255,6 @@ def _packed_rows(
     return rows, kept
 
 
-def _check_shapes(input_ids: Tensor, attention_mask: Tensor, response_mask: Tensor) -> None:
-    fits = input_ids.shape == attention_mask.shape and input_ids.ndim == response_mask.ndim == 2
-    if not fits or len(input_ids) != len(response_mask):
-        raise ShapeError(
-            "input_ids and attention_mask must be [B, P + R] and response_mask [B, R]; got "
-            f"{tuple(input_ids.shape)}, {tuple(attention_mask.shape)}, {tuple(response_mask.shape)}"
-        )
-    if input_ids.shape[1] <= response_mask.shape[1]:
-        raise ShapeError(
-            f"input_ids has {input_ids.shape[1]} columns and response_mask "
-            f"{response_mask.shape[1]}, so no column is left for the prompt"
-        )
-
-
 # The example of `packing.py`. "·" is padding, P = R = 3, L = 6:
 #
 #            input_ids               response_mask     aligned input_ids     position of a token
@@ -295,14 +276,15 @@ class AlignedBatch:
 
     Attributes:
         input_ids: [B, L] int64, 0 at padding.
-        predictors: (row, column) of the token that predicts each target, both [K] int64.
+        row, column: [K] int64, of the token that predicts each target.
         labels: [K] int64, the token ids of the targets.
         target_index: [K] int64, the flat index b * R + t of target k.
         shape: (B, R).
     """
 
     input_ids: Tensor
-    predictors: tuple[Tensor, Tensor]
+    row: Tensor
+    column: Tensor
     labels: Tensor
     target_index: Tensor
     shape: tuple[int, int]
@@ -313,10 +295,7 @@ class AlignedBatch:
 
     def to(self, device: torch.device) -> AlignedBatch:
         """Return the same batch with every tensor on `device`."""
-        row, column = self.predictors
-        tensors = (self.input_ids, row, column, self.labels, self.target_index)
-        input_ids, row, column, labels, index = (t.to(device, non_blocking=True) for t in tensors)
-        return AlignedBatch(input_ids, (row, column), labels, index, self.shape)
+        return on_device(self, device)
 
 
 def left_align(input_ids: Tensor, attention_mask: Tensor, response_mask: Tensor) -> AlignedBatch:
@@ -335,7 +314,8 @@ def left_align(input_ids: Tensor, attention_mask: Tensor, response_mask: Tensor)
     targets = find_targets(input_ids, valid, position_BS, response_mask)
     return AlignedBatch(
         input_ids=aligned,
-        predictors=(targets.row, targets.position - 1),
+        row=targets.row,
+        column=targets.position - 1,
         labels=targets.labels,
         target_index=targets.flat_index,
         shape=targets.shape,

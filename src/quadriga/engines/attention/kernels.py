@@ -27,7 +27,6 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
-from types import FunctionType
 from typing import Literal
 
 import torch
@@ -389,9 +388,6 @@ FlexAttention = Callable[..., tuple[Tensor, AuxOutput]]
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(score, batch, head, query index, key index) -> the score to use."""
 
-Signature = tuple[torch.dtype, int, int, int, int, bool, bool]
-"""What a kernel is compiled for: dtype, heads, key heads, D, Dv, caps, whether it returns sums."""
-
 BLOCK = 128
 """Tokens of a block."""
 
@@ -484,8 +480,7 @@ def _run(
             q, k, v, is_causal=True, scale=scoring.scaling, enable_gqa=grouped
         )
         return out, q.new_empty(q.shape[:3], dtype=torch.float32)
-    sizes = (q.shape[1], k.shape[1], q.shape[3], v.shape[3])
-    out, extra = compiled((q.dtype, *sizes, softcap is not None, with_sum))(
+    out, extra = compiled()(
         q, k, v,
         score_mod=None if softcap is None else _soft_cap(softcap, q.dtype, q.device),
         block_mask=rows.block_mask(scoring.mask),
@@ -497,39 +492,18 @@ def _run(
 
 
 @cache
-def compiled(signature: Signature) -> FlexAttention:
-    """Return the kernel that is compiled for calls of one signature, for any number of tokens.
-
-    Torch keeps at most 8 compiled forms of a code object, and the models of a process (policy,
-    reference, critic) would share them. So each signature has a copy of the code. Each needs two
-    forms, with and without gradients.
+def compiled() -> FlexAttention:
+    """Return flex attention, compiled for any number of tokens.
 
     Without compilation, torch 2.13 computes wrong gradients of capped scores in a layer with
     activation checkpointing.
     """
-    code = _attend.__code__.replace(co_name=f"attend_{abs(hash(signature))}")
-    copy = FunctionType(code, _attend.__globals__)
+    # Torch keeps at most 8 compiled forms of a function. The models of a process (policy,
+    # reference, critic) need two for each dtype and size of heads: with and without gradients.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     # `fullgraph`: an error instead of the function itself, if a call cannot be compiled.
-    kernel: FlexAttention = torch.compile(copy, dynamic=True, fullgraph=True)
+    kernel: FlexAttention = torch.compile(flex_attention, dynamic=True, fullgraph=True)
     return kernel
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    score_mod: ScoreMod | None,
-    block_mask: BlockMask,
-    scale: float | None,
-    enable_gqa: bool,
-    return_aux: AuxRequest,
-) -> tuple[Tensor, AuxOutput]:
-    return flex_attention(
-        query, key, value,
-        score_mod=score_mod, block_mask=block_mask, scale=scale, enable_gqa=enable_gqa,
-        return_aux=return_aux,
-    )  # fmt: skip
 
 
 @cache

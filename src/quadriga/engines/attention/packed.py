@@ -130,8 +130,7 @@ def packed_attention(
     """Attend as `AttentionInterface` requires: [1, H, N, D] three times -> ([1, N, H, D], None).
 
     Transformers passes the arguments of the model's `forward` through, `attention_rows` among
-    them. See
-    `Scoring` for the arguments; `s_aux` are the sinks.
+    them. See `Scoring` for the arguments; `s_aux` are the sinks.
     """
     ranks = attention_rows.ranks
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -196,10 +195,7 @@ def before_attention(
     sequence = ranks.sequence
     if sequence.size > 1:
         key, value = (repeated_heads(x, query.shape[1], sequence.size) for x in (key, value))
-        if query.shape[-1] == value.shape[-1]:
-            query, key, value = _exchanged_together((query, key, value), ranks)
-        else:
-            query, key, value = (exchange_heads(x, sequence) for x in (query, key, value))
+        query, key, value = (exchange_heads(x, sequence) for x in (query, key, value))
     return query, gather_tokens(key, ranks.context), gather_tokens(value, ranks.context)
 
 
@@ -209,13 +205,3 @@ def repeated_heads(x: Tensor, heads: int, size: int) -> Tensor:
     times = size // math.gcd(x.shape[1], size)
     assert heads % size == 0 and heads % (x.shape[1] * times) == 0, (heads, x.shape[1], size)
     return x if times == 1 else x.repeat_interleave(times, 1)
-
-
-def _exchanged_together(tensors: tuple[Tensor, ...], ranks: ModelRanks) -> tuple[Tensor, ...]:
-    """Return `exchange_heads` of several tensors, in one collective."""
-    size = ranks.sequence.size
-    heads = [x.shape[1] // size for x in tensors]
-    # The heads of rank 0 of each tensor, then those of rank 1, …
-    parts = [x.reshape(len(x), size, x.shape[1] // size, x.shape[2]) for x in tensors]
-    joined = exchange_heads(torch.cat(parts, 2).flatten(1, 2), ranks.sequence)
-    return tuple(torch.split(joined, heads, 1))

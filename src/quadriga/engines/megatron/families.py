@@ -140,15 +140,6 @@ def head_size(config: PreTrainedConfig) -> int:
     return found
 
 
-def windows(config: PreTrainedConfig) -> list[int | None]:
-    """Return for each layer how many tokens back it attends to. None: to all."""
-    size: int | None = getattr(config, "sliding_window", None)
-    if not getattr(config, "use_sliding_window", True):
-        size = None
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return [size if kind == "sliding_attention" else None for kind in kinds]
-
-
 def padded_vocabulary(config: PreTrainedConfig, tensor_ranks: int) -> int:
     """Return the rows of the embedding with padding, so that tensor-parallel ranks divide them."""
     size: int = config.vocab_size

@@ -51,10 +51,10 @@ from quadriga.engines.megatron.families import (
     head_size,
     padded_vocabulary,
     rope_type,
-    windows,
 )
 from quadriga.engines.megatron.ranks import Ranks
 from quadriga.engines.micro_batches import TokenSlice
+from quadriga.engines.sequence_cost import model_shape
 from quadriga.models.log_probs import linear_log_probs
 from quadriga.parallel.packing import PackedBatch, in_equal_slices, pack_rows
 from quadriga.protocol import fields
@@ -169,7 +169,9 @@ def block_parts(
     parts = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
-    attention.core_attention = partial(PackedAttention, in_flight, windows(config))
+    attention.core_attention = partial(
+        PackedAttention, in_flight, list(model_shape(config).windows)
+    )
     if family.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
@@ -203,13 +205,8 @@ class MicroBatch:
 
     def outputs(self, columns_KC: Tensor, head: HeadKind) -> Outputs:
         """Return the outputs [B, R] from one column for each."""
-        names = self.output_names(head, entropy=self.entropy)
+        names = [VALUES] if head != "lm" else [LOG_PROBS, *[ENTROPY] * self.entropy]
         return {name: self.packed.unpack(columns_KC[:, i]) for i, name in enumerate(names)}
-
-    @staticmethod
-    def output_names(head: HeadKind, *, entropy: bool) -> list[str]:
-        """Return the names of the outputs, in the order of their columns."""
-        return [VALUES] if head != "lm" else [LOG_PROBS, *[ENTROPY] * entropy]
 
 
 class Stage(GPTModel):  # type: ignore[misc]  # Megatron-core has no types

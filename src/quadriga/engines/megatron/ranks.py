@@ -140,19 +140,19 @@ def layout_of_process() -> RankLayout | None:
 
 
 def _check_same(sizes: Sizes) -> None:
-    state, expert_tensor = parallel_state, 1 if sizes.spread_experts else sizes.tensor
-    found = {
-        "tensor": state.get_tensor_model_parallel_world_size(),
-        "pipeline": state.get_pipeline_model_parallel_world_size(),
-        "context": state.get_context_parallel_world_size(),
-        "expert": state.get_expert_model_parallel_world_size(),
-        "expert_tensor": state.get_expert_tensor_parallel_world_size(),
-    }
+    state = parallel_state
+    expert_tensor = 1 if sizes.spread_experts else sizes.tensor
     wanted = (sizes.tensor, sizes.pipeline, sizes.context, sizes.expert, expert_tensor)
-    for (name, size), own in zip(found.items(), wanted, strict=True):
-        if size != own:
-            raise ConfigError(
-                f"engine.{name}_parallel_size={own}, but another Megatron engine of this process "
-                f"has {size}, and all of them have the same ranks; set both equal, or give the "
-                "roles ranks of their own"
-            )
+    found = (
+        state.get_tensor_model_parallel_world_size(),
+        state.get_pipeline_model_parallel_world_size(),
+        state.get_context_parallel_world_size(),
+        state.get_expert_model_parallel_world_size(),
+        state.get_expert_tensor_parallel_world_size(),
+    )
+    if wanted != found:
+        raise ConfigError(
+            f"engine: the ranks of tensor, pipeline, context, expert and expert tensor parallelism "
+            f"are {wanted}, but another Megatron engine of this process has {found}, and all of "
+            "them have the same ranks; set both equal, or give the roles ranks of their own"
+        )

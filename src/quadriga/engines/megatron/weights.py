@@ -28,21 +28,20 @@ from quadriga.engines.loading import (
     export_model,
     exported_tokenizer,
     names_in_folder,
-    on_all_ranks,
     tied_names,
 )
 from quadriga.engines.megatron.families import (
     Sizes,
     family_of,
     head_size,
-    windows,
 )
 from quadriga.engines.megatron.ranks import Ranks
+from quadriga.engines.sequence_cost import model_shape
 from quadriga.errors import ModelError
 from quadriga.models.loading import model_errors
 from quadriga.models.score_head import check_reward_model
 from quadriga.models.weights import Source, TensorReader, count_not_finite
-from quadriga.parallel.distributed import rank, world_size
+from quadriga.parallel.distributed import on_all_ranks, rank, world_size
 from quadriga.parallel.layouts import (
     Box,
     Degrees,
@@ -452,7 +451,7 @@ class FolderModel:
         )
         calls = {
             replace(one, mask="causal" if window is None else "window")
-            for window in windows(self.config)
+            for window in model_shape(self.config).windows
         }
         return kernels_of(lambda: calls, setting, device, device.type)
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -42,40 +42,6 @@ from quadriga.parallel.model_ranks import TENSOR
 
 Named = Sequence[tuple[str, nn.Parameter]]
 """(name, parameter) pairs. A parameter is a DTensor after sharding."""
-
-
-class UpdateRule(Protocol):
-    """Updates the parameters that it was built with, in their order."""
-
-    @property
-    def named(self) -> Named:
-        """The parameters of this rule."""
-        ...
-
-    def update(self, gradients: Sequence[Tensor | None], rate: float) -> None:
-        """Update the parameters. All ranks that share a copy of the parameters call it together.
-
-        Args:
-            gradients: of this rank's shards, in the order of `named`. None: a parameter that the
-                loss does not depend on, which does not change.
-            rate: the learning rate of this step.
-        """
-        ...
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the state as `<kind>.<parameter>`, sharded like the parameters; zeros at first."""
-        ...
-
-    def load_tensors(self, state: Mapping[str, Tensor], updates: Mapping[str, int]) -> None:
-        """Set the state, as `tensors` returns it.
-
-        `updates`: parameter -> the number of its updates, those without a gradient left out.
-        """
-        ...
-
-    def existing(self) -> Iterator[Tensor]:
-        """Yield the tensors of the state that exist on this rank: none before the first update."""
-        ...
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -113,7 +79,10 @@ MOMENTS: tuple[MomentName, ...] = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW:
-    """Torch's AdamW, fused where the device has the kernel. See `UpdateRule`."""
+    """Torch's AdamW, fused where the device has the kernel.
+
+    A rule updates the parameters that it was built with, `named`, in their order.
+    """
 
     def __init__(self, named: Named, config: OptimConfig) -> None:
         self.named = named
@@ -127,6 +96,13 @@ class AdamW:
         return torch.optim.AdamW(self._shards, fused=fused, **settings)
 
     def update(self, gradients: Sequence[Tensor | None], rate: float) -> None:
+        """Update the parameters. All ranks that share a copy of the parameters call it together.
+
+        Args:
+            gradients: of this rank's shards, in the order of `named`. None: a parameter that the
+                loss does not depend on, which does not change.
+            rate: the learning rate of this step.
+        """
         for shard, (_, parameter), gradient in zip(
             self._shards, self.named, gradients, strict=True
         ):
@@ -144,6 +120,7 @@ class AdamW:
         self._adamw.step()
 
     def tensors(self) -> dict[str, Tensor]:
+        """Return the state as `<kind>.<parameter>`, sharded like the parameters; zeros at first."""
         state: dict[str, Tensor] = {}
         for (name, parameter), shard in zip(self.named, self._shards, strict=True):
             # `get`: torch's dict would make an entry without moments for a missing shard.
@@ -154,6 +131,10 @@ class AdamW:
         return state
 
     def load_tensors(self, state: Mapping[str, Tensor], updates: Mapping[str, int]) -> None:
+        """Set the state, as `tensors` returns it.
+
+        `updates`: parameter -> the number of its updates, those without a gradient left out.
+        """
         # AdamW's own step count of a parameter drives its bias correction. The fused kernel needs
         # that count on the device of the shard, the other one on the CPU.
         on_device = bool(self._adamw.defaults["fused"])
@@ -165,6 +146,7 @@ class AdamW:
             }
 
     def existing(self) -> Iterator[Tensor]:
+        """Yield the tensors of the state that exist on this rank: none before the first update."""
         for moments in self._adamw.state.values():
             yield from (moments[key] for key in MOMENTS)
 
@@ -279,7 +261,7 @@ RMS_OF_ADAMW = 0.2
 
 
 class Muon:
-    """Muon over parameter shards of hidden matrices. See `UpdateRule`.
+    """Muon over parameter shards of hidden matrices; the methods are those of `AdamW`.
 
     A matrix [A, B] is sharded by rows, and Newton-Schulz needs all of them (`whole_matrices`). The
     parameter [E, A, B] of E experts is E matrices. Its shards hold whole experts, so each rank
@@ -362,6 +344,8 @@ class Muon:
     def existing(self) -> Iterator[Tensor]:
         yield from self._moments.values()
 
+
+UpdateRule = AdamW | Muon
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic polynomial in K. Jordan et al., "Muon: An optimizer for hidden layers in neural
