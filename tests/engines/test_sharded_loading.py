@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MambaConfig, Qwen3MoeConfig, ZambaConfig
 
 from quadriga.config.schema import EngineConfig, ModelConfig
-from quadriga.engines import loading
+from quadriga.engines import fsdp
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.sharding import decoder_layers
 from quadriga.errors import ModelError
+from quadriga.parallel import distributed
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +100,8 @@ def test_a_device_without_memory_for_a_whole_unit_is_an_error_of_all_ranks(root,
     def failing(*args, **kwargs):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(loading, "gather_over_ranks", lambda x: agreed.append(x) or [x])
-    monkeypatch.setattr(loading, "shard_model", failing)
+    monkeypatch.setattr(distributed, "gather_over_ranks", lambda x: agreed.append(x) or [x])
+    monkeypatch.setattr(fsdp, "shard_model", failing)
     with cases.whole_models(), pytest.raises(ModelError, match="cannot be loaded: out of memory"):
         FSDPEngine(ModelConfig(path=str(root / "untied")), EngineConfig())
     assert isinstance(agreed[-1], ModelError)

@@ -44,7 +44,7 @@ def problems(draw: st.DrawFn) -> tuple[list[int], int, bool]:
     return draw(st.lists(st.integers(0, top), min_size=count, max_size=count)), k, equal
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems())
 def test_every_index_is_in_exactly_one_partition(problem: tuple[list[int], int, bool]) -> None:
     lengths, k, equal = problem
@@ -106,7 +106,7 @@ def test_invalid_inputs_are_rejected(
         get_seqlen_balanced_partitions(lengths, k, equal)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.integers(0, 100), min_size=1, max_size=60),
     st.integers(100, 400),

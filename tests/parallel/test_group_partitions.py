@@ -50,7 +50,7 @@ def ranks_of_groups(costs: RowCosts, parts: list[list[int]]) -> list[int]:
     return [len(ranks) for ranks in found.values()]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(batches(), st.integers(1, 8))
 def test_every_row_is_in_one_partition_and_the_counts_are_equal(batch, parts) -> None:
     costs, _ = batch
@@ -63,7 +63,7 @@ def test_every_row_is_in_one_partition_and_the_counts_are_equal(batch, parts) ->
     assert partitions == partition_groups(costs, range(len(costs)), parts)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(batches(), st.integers(1, 8))
 def test_groups_are_split_only_if_they_do_not_fit(batch, parts) -> None:
     """Whole if every partition has enough slots for the largest group. Otherwise a split needs a
@@ -78,7 +78,7 @@ def test_groups_are_split_only_if_they_do_not_fit(batch, parts) -> None:
     assert sum(pieces) <= len(groups) + parts - 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(batches(), st.integers(1, 8))
 def test_rows_of_a_group_are_neighbours_and_rows_without_targets_come_last(batch, parts) -> None:
     costs, _ = batch

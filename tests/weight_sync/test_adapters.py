@@ -139,7 +139,6 @@ class TestOneProcess:
     def test_an_engine_without_adapters_is_refused(self, both):
         trainer, target = both
         trainer._part = replace(trainer._part, adapter=None)
-        trainer._weights.part = trainer._part
         with pytest.raises(ConfigError, match=r"the trained model has none; set model\.lora or"):
             WeightSync(trainer, target).run(1)
 

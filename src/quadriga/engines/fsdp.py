@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from quadriga.checkpoint.shards import Block, check_all_taken
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
@@ -24,7 +27,13 @@ from quadriga.engines.base import (
     TrainEngine,
     WeightPart,
 )
-from quadriga.engines.loading import load_sharded
+from quadriga.engines.loading import (
+    export_model,
+    exported_tokenizer,
+    prepared_model,
+    saved_buffer_names,
+    tied_names,
+)
 from quadriga.engines.micro_batches import dummy_batch, select_rows
 from quadriga.engines.optimizers.rules import local_shard
 from quadriga.engines.optimizers.sharded import build_optimizer
@@ -32,17 +41,34 @@ from quadriga.engines.sharding import (
     MIN_UNIT_PARAMETERS,
     forget_failed_pass,
     fsdp_units,
+    shard_model,
     unsharded_bytes,
 )
+from quadriga.engines.tensor_parallel import check_model_parallel, divide_layers
 from quadriga.engines.token_model import TokenModel
-from quadriga.engines.trained_part import check_frozen, dropout_on, frozen_scalars
+from quadriga.engines.trained_part import check_frozen, dropout_on, frozen_scalars, merged_weights
 from quadriga.errors import ConfigError
-from quadriga.models.images import MultiModalRows, check_images, image_tokens_of
+from quadriga.models.adapters import export_adapter, is_adapter, scaled_part
+from quadriga.models.images import (
+    MultiModalRows,
+    check_images,
+    copy_processor,
+    image_tokens_of,
+)
+from quadriga.models.loading import model_errors, report_attention
+from quadriga.models.score_head import check_reward_model
 from quadriga.parallel.device import compute_dtype
-from quadriga.parallel.distributed import SHARD
+from quadriga.parallel.distributed import SHARD, on_all_ranks, rank
 from quadriga.parallel.model_ranks import model_ranks, shard_meshes
 from quadriga.protocol import fields
 
+if TYPE_CHECKING:
+    from quadriga.engines.sharding import ShardedModel
+
+ADAPTER_FOLDER = "adapter"
+"""Folder of the adapter alone, in the export of a merged model."""
+
+_log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 
 
@@ -73,34 +99,86 @@ class FSDPEngine(TrainEngine):
         super().__init__(model, engine, optim, head=head, device=device, total_steps=total_steps)
 
     def _build(self, optim: OptimConfig | None) -> None:
-        engine, meshes = self.config, shard_meshes(self.config, self.device)
-        ranks = model_ranks(engine, self.device.type)
+        model, engine, device = self.model_config, self.config, self.device
+        trained = optim is not None
+        if model.lora.enabled and not trained:
+            raise ConfigError(
+                "model.lora is for a model that is trained, and this one is frozen; remove it, or "
+                "set model.path to a merged model",
+                key="model.lora",
+            )
+        if self.head == "score" and not trained:
+            trusted = model.trust_remote_code
+            on_all_ranks(lambda: check_reward_model(model.path, trust_remote_code=trusted))
+        self._tokenizer_path = exported_tokenizer(model)
+        meshes, ranks = shard_meshes(engine, device), model_ranks(engine, device.type)
         self.reports = ranks.is_first
-        self._weights = load_sharded(
-            self.model_config,
-            engine,
+        dtype, reduced = (compute_dtype(d, device) for d in (engine.dtype, engine.reduce_dtype))
+        module, weights, self._part = prepared_model(model, self.head, dtype, trained=trained)
+        check_model_parallel(module.config, engine, "engine", packed=self._packed)
+        # Before the model is sharded, which changes its class and its parameters.
+        self._token_model = TokenModel(
+            module,
             self.head,
-            self.device,
-            trained=optim is not None,
+            device,
             packed=self._packed,
-            min_unit_parameters=self._min_unit_parameters,
+            fused=engine.fused_head,
+            micro_batch_tokens=engine.max_tokens_per_micro_batch,
+            attention=engine.attention,
+            dtype=dtype,
+            probe=False,
             ranks=ranks,
-            meshes=meshes,
         )
-        self.module, self._part = self._weights.module, self._weights.part
-        self._token_model = self._weights.token_model
-        self.shares_prompts, self.cost = self._token_model.packed, self._token_model.cost
+        self._report_attention(whole=weights is None)
+        self._tied, self._saved_buffers = tied_names(module), saved_buffer_names(module)
+
+        def shard() -> ShardedModel:
+            with model_errors(Path(model.path), "model"):
+                if meshes.tensor is not None:
+                    divide_layers(module, ranks, meshes.tensor)
+                return shard_model(
+                    module,
+                    meshes,
+                    compute_dtype=dtype,
+                    reduce_dtype=reduced,
+                    reshard_after_forward=engine.reshard_after_forward,
+                    on_host=engine.offload_policy,
+                    min_unit_parameters=self._min_unit_parameters,
+                )
+
+        # FSDP moves a model that was loaded whole to the device unit by unit.
+        self.module = on_all_ranks(shard)
         self._units = fsdp_units(self.module)
-        early, dtypes = engine.reduce_each_micro_batch, (engine.dtype, engine.reduce_dtype)
+        if weights is not None:
+            weights.read_into(self.module, device, on_host=engine.offload_policy)
+        self._token_model.probe()
+        self._end_pass(failed=False)  # the probe may have gathered parameters
+        self.shares_prompts, self.cost = self._token_model.packed, self._token_model.cost
+        early = engine.reduce_each_micro_batch
         if early is None:
-            kept = unsharded_bytes(self.module, *(compute_dtype(d, self.device) for d in dtypes))
-            early = kept > sharding.MAX_UNSHARDED_BYTES
+            early = unsharded_bytes(self.module, dtype, reduced) > sharding.MAX_UNSHARDED_BYTES
         self.reduces_each_micro_batch = early
         if optim is not None:
             group = meshes.whole.get_group(SHARD)
             self.optimizer = build_optimizer(
-                self.module, optim, self.total_steps, shard_group=group, device=self.device
+                self.module, optim, self.total_steps, shard_group=group, device=device
             )
+
+    def _report_attention(self, *, whole: bool) -> None:
+        """Warn if the engine computes another attention than `attn_implementation` asks for.
+
+        `whole`: the model was loaded whole, and has said what it supports.
+        """
+        model, asked = self.model_config, self.model_config.attn_implementation
+        if not self._token_model.packed:
+            if not whole:
+                report_attention(self._token_model.model, model.path, asked)
+        elif asked != ModelConfig().attn_implementation and rank() == 0:
+            _log.warning(
+                "attn_implementation=%s of the model in %s has no effect in this engine, because "
+                "it packs rows; engine.attention=%s chooses their kernel",
+                asked, model.path, self.config.attention,
+            )  # fmt: skip
 
     # Computation
 
@@ -157,18 +235,77 @@ class FSDPEngine(TrainEngine):
 
     def state_stream(self) -> Iterator[tuple[str, Tensor]]:
         with self._on_device("parameters"):
-            yield from self._weights.stream(adapted=self._token_model.adapted)
+            yield from self._with_tied(self._merged(self._whole))
 
     def shard_stream(self, part: WeightPart = "merged") -> OwnWeights:
+        # Adapters are merged into the shards. Only adapters are gathered.
         with self._on_device("parameters"):
             if part == "merged":
-                yield from self._weights.shard_stream(adapted=self._token_model.adapted)
-            else:
-                yield from self._weights.unmerged_stream(base=part == "unmerged")
+                yield from self._with_tied(self._merged(self._moved))
+                return
+            adapter = self._part.adapter
+            if adapter is None:
+                raise ConfigError(
+                    "the rollout engine holds adapters, but the trained model has none; set "
+                    "model.lora or rollout.load_adapters=false",
+                    key="actor_rollout_ref.rollout.load_adapters",
+                )
+            if part == "unmerged":
+                base = merged_weights(self._shards(), adapter, self._moved, adapted=False)
+                yield from self._with_tied(base)
+            for name, shard in self._shards():
+                if is_adapter(name):
+                    yield scaled_part(name, self._whole(shard), adapter)
 
     def save_hf(self, folder: str | Path) -> None:
+        adapter, base = self._part.adapter, self.model_config.path
+        # A head that is trained too is not in an adapter, which would then not be complete.
+        alone = adapter if self._token_model.adapted and self.head == "lm" else None
+
+        def write_more(folder: Path) -> None:
+            copy_processor(base, folder)
+            if alone is not None:
+                export_adapter(folder / ADAPTER_FOLDER, parts, alone, base)
+
         with self._on_device("parameters"):
-            self._weights.export(folder, adapted=self._token_model.adapted)
+            parts = {n: self._whole(p) for n, p in self._shards() if alone and is_adapter(n)}
+            export_model(
+                folder,
+                self._merged(self._whole),
+                self.module,
+                self.model_config,
+                self.head,
+                self._tokenizer_path,
+                write_more,
+            )
+
+    def _shards(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters, and the buffers that are saved, by their names in the model."""
+        for name, parameter in self.module.named_parameters():
+            yield name, parameter.detach()
+        for name, buffer in self.module.named_buffers():
+            if name in self._saved_buffers:
+                yield name, buffer
+
+    def _merged(self, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (checkpoint name, tensor) once for each weight, adapters merged unless off."""
+        adapted = self._token_model.adapted
+        return merged_weights(self._shards(), self._part.adapter, whole, adapted=adapted)
+
+    def _with_tied(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in stream:
+            yield name, tensor
+            for alias in self._tied.get(name, ()):
+                yield alias, tensor
+
+    def _moved(self, shard: Tensor) -> Tensor:
+        """Return a shard on the device, where collectives run."""
+        return shard.to(self.device)
+
+    def _whole(self, shard: Tensor) -> Tensor:
+        """Return the whole tensor of a shard, on the device. All ranks call it."""
+        moved = self._moved(shard)
+        return moved.full_tensor() if isinstance(moved, DTensor) else moved
 
     def without_adapters(self) -> FSDPEngine:
         if self._part.adapter is None:
@@ -179,7 +316,9 @@ class FSDPEngine(TrainEngine):
         return base
 
     def _state(self, *, save: bool) -> dict[str, Tensor]:
-        state = {f"model.{name}": tensor for name, tensor in self._weights.trained_shards()}
+        # A checkpoint does not hold what is frozen.
+        frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+        state = {f"model.{name}": t for name, t in self._shards() if name not in frozen}
         moments = {} if self.optimizer is None else self.optimizer.tensors()
         return state | {f"optimizer.{name}": tensor for name, tensor in moments.items()}
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -32,38 +32,30 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from quadriga.checkpoint.hf_export import export_hf
 from quadriga.checkpoint.shards import Block, block_of
-from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.config.schema import ModelConfig, OptimConfig
 from quadriga.engines.activation_checkpointing import checkpoint_layers
 from quadriga.engines.base import HeadKind
 from quadriga.engines.optimizers.sharded import check_fits_parameters
-from quadriga.engines.sharding import fsdp_units, shard_model
-from quadriga.engines.tensor_parallel import check_model_parallel, divide_layers
-from quadriga.engines.token_model import TokenModel
 from quadriga.engines.trained_part import (
     TrainedPart,
     fill_new,
-    merged_weights,
     select_trained,
 )
-from quadriga.errors import ConfigError, ModelError
-from quadriga.models.adapters import base_name, export_adapter, is_adapter, scaled_part
+from quadriga.errors import ModelError
+from quadriga.models.adapters import base_name
 from quadriga.models.folder import has_tokenizer, local_folder
-from quadriga.models.images import copy_processor
 from quadriga.models.loading import (
     VALUE_HEAD_PREFIX,
     load_causal_lm,
     load_value_model,
     model_errors,
     model_without_weights,
-    report_attention,
 )
 from quadriga.models.score_head import (
-    check_reward_model,
     classifier_name,
     padding_token,
     without_bias,
@@ -78,9 +70,7 @@ from quadriga.models.weights import (
     stored_dtypes,
     stored_tensors,
 )
-from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import gather_over_ranks, on_all_ranks, rank
-from quadriga.parallel.model_ranks import ModelRanks, ShardMeshes
 from quadriga.parallel.node_memory import folder_in_memory
 
 if TYPE_CHECKING:
@@ -298,125 +288,6 @@ def check_finite_over_ranks(folder: Path, own: Counts) -> None:
     check_all_finite(folder, totals)
 
 
-ADAPTER_FOLDER = "adapter"
-"""Folder of the adapter alone, in the export of a merged model."""
-
-
-@dataclass
-class ModelWeights:
-    """A sharded model with its weights. Whole tensors are gathered one at a time, by all ranks.
-
-    Attributes:
-        module: the model.
-        token_model: the model as a function of micro-batches.
-        part: which part of the model is trained.
-        tied: see `tied_names`.
-        saved_buffers: see `saved_buffer_names`.
-        config: of the model, with local folders.
-        device: where collectives run.
-    """
-
-    module: ShardedModel
-    token_model: TokenModel
-    part: TrainedPart
-    tied: dict[str, list[str]]
-    saved_buffers: set[str]
-    config: ModelConfig
-    head: HeadKind
-    device: torch.device
-
-    def __post_init__(self) -> None:
-        self.tokenizer_path = exported_tokenizer(self.config)
-
-    def shards(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters, and the buffers that are saved, by their names in the model."""
-        for name, parameter in self.module.named_parameters():
-            yield name, parameter.detach()
-        for name, buffer in self.module.named_buffers():
-            if name in self.saved_buffers:
-                yield name, buffer
-
-    def trained_shards(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield `shards` without those that are frozen, which a checkpoint does not hold."""
-        frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
-        return ((name, tensor) for name, tensor in self.shards() if name not in frozen)
-
-    def whole(self, tensor: Tensor) -> Tensor:
-        """Return the whole tensor of a shard, on the device."""
-        # A shard in host memory is copied to the device, where collectives run.
-        shard = self._on_device(tensor)
-        return shard.full_tensor() if isinstance(shard, DTensor) else shard
-
-    def full(self, *, adapted: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield (checkpoint name, whole tensor) once for each weight; adapters are merged.
-
-        `adapted`: False for the weights of the base model.
-        """
-        return merged_weights(self.shards(), self.part.adapter, self.whole, adapted=adapted)
-
-    def stream(self, *, adapted: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield `full` with every name of tied weights."""
-        return self._with_tied(self.full(adapted=adapted))
-
-    def shard_stream(self, *, adapted: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield `stream`, with the shards of this rank as `DTensor`s in place of whole tensors.
-
-        Adapters are merged into the shards. Only adapters are gathered.
-        """
-        adapter = self.part.adapter
-        merged = merged_weights(self.shards(), adapter, self._on_device, adapted=adapted)
-        return self._with_tied(merged)
-
-    def unmerged_stream(self, *, base: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield A and B of every adapter whole, as `scaled_part` names them.
-
-        Before them, if `base`, the weights of the base model as `shard_stream` yields them.
-
-        Raises `ConfigError` if the model has no adapters.
-        """
-        adapter = self.part.adapter
-        if adapter is None:
-            raise ConfigError(
-                "the rollout engine holds adapters, but the trained model has none; set model.lora "
-                "or rollout.load_adapters=false",
-                key="actor_rollout_ref.rollout.load_adapters",
-            )
-        if base:
-            yield from self.shard_stream(adapted=False)
-        for name, shard in self.shards():
-            if is_adapter(name):
-                yield scaled_part(name, self.whole(shard), adapter)
-
-    def _on_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device)
-
-    def _with_tied(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in stream:
-            yield name, tensor
-            for alias in self.tied.get(name, ()):
-                yield alias, tensor
-
-    def export(self, folder: str | Path, *, adapted: bool) -> None:
-        """Write a Hugging Face folder of the merged model, with the adapter alone inside it.
-
-        Raises `ModelError` if the tokenizer that the model was loaded with cannot be loaded.
-        """
-        adapter, base = self.part.adapter, self.config.path
-        # A head that is trained too is not in an adapter, which would then not be complete.
-        alone = adapter if adapted and self.head == "lm" else None
-        parts = {name: self.whole(p) for name, p in self.shards() if alone and is_adapter(name)}
-
-        def write_more(folder: Path) -> None:
-            copy_processor(base, folder)
-            if alone is not None:
-                export_adapter(folder / ADAPTER_FOLDER, parts, alone, base)
-
-        weights = self.full(adapted=adapted)
-        export_model(
-            folder, weights, self.module, self.config, self.head, self.tokenizer_path, write_more
-        )
-
-
 def export_model(
     folder: str | Path,
     weights: Iterable[tuple[str, Tensor]],
@@ -448,96 +319,7 @@ def export_model(
     )
 
 
-def load_sharded(
-    model: ModelConfig,
-    engine: EngineConfig,
-    head: HeadKind,
-    device: torch.device,
-    *,
-    trained: bool,
-    packed: bool | None,
-    min_unit_parameters: int,
-    ranks: ModelRanks,
-    meshes: ShardMeshes,
-) -> ModelWeights:
-    """Load and shard the model of an engine. All ranks must call it.
-
-    Raises:
-        ModelError: on any rank, the folder does not hold a suitable model.
-        ConfigError: the model does not support what the settings of the engine ask for.
-    """
-    if model.lora.enabled and not trained:
-        raise ConfigError(
-            "model.lora is for a model that is trained, and this one is frozen; remove it, or set "
-            "model.path to a merged model",
-            key="model.lora",
-        )
-    if head == "score" and not trained:
-        trusted = model.trust_remote_code
-        on_all_ranks(lambda: check_reward_model(model.path, trust_remote_code=trusted))
-    dtype = compute_dtype(engine.dtype, device)
-    module, weights, part = _prepared(model, head, dtype, trained=trained)
-    check_model_parallel(module.config, engine, "engine", packed=packed)
-    # Before the model is sharded, which changes its class and its parameters.
-    token_model = TokenModel(
-        module,
-        head,
-        device,
-        packed=packed,
-        fused=engine.fused_head,
-        micro_batch_tokens=engine.max_tokens_per_micro_batch,
-        attention=engine.attention,
-        dtype=dtype,
-        probe=False,
-        ranks=ranks,
-    )
-    _report_attention(token_model, model, engine, reported=weights is None)
-    tied, saved_buffers = tied_names(module), saved_buffer_names(module)
-
-    def shard() -> ShardedModel:
-        with model_errors(Path(model.path), "model"):
-            if meshes.tensor is not None:
-                divide_layers(module, ranks, meshes.tensor)
-            return shard_model(
-                module,
-                meshes,
-                compute_dtype=dtype,
-                reduce_dtype=compute_dtype(engine.reduce_dtype, device),
-                reshard_after_forward=engine.reshard_after_forward,
-                on_host=engine.offload_policy,
-                min_unit_parameters=min_unit_parameters,
-            )
-
-    # FSDP moves a model that was loaded whole to the device unit by unit.
-    sharded = on_all_ranks(shard)
-    if weights is not None:
-        weights.read_into(sharded, device, on_host=engine.offload_policy)
-    token_model.probe()
-    for unit in fsdp_units(sharded):
-        unit.reshard()  # the probe may have gathered parameters
-    return ModelWeights(sharded, token_model, part, tied, saved_buffers, model, head, device)
-
-
-def _report_attention(
-    token_model: TokenModel, model: ModelConfig, engine: EngineConfig, *, reported: bool
-) -> None:
-    """Warn if the engine computes another attention than `attn_implementation` asks for.
-
-    `reported`: a model that was loaded whole has said what it supports.
-    """
-    asked = model.attn_implementation
-    if not token_model.packed:
-        if not reported:
-            report_attention(token_model.model, model.path, asked)
-    elif asked != ModelConfig().attn_implementation and rank() == 0:
-        _log.warning(
-            "attn_implementation=%s of the model in %s has no effect in this engine, because it "
-            "packs rows; engine.attention=%s chooses their kernel",
-            asked, model.path, engine.attention,
-        )  # fmt: skip
-
-
-def _prepared(
+def prepared_model(
     config: ModelConfig, head: HeadKind, dtype: torch.dtype, *, trained: bool
 ) -> tuple[PreTrainedModel, FolderWeights | None, TrainedPart]:
     """Return a model to be sharded, the weights that are to be read after that, and what is
