@@ -25,6 +25,7 @@ from quadriga.workers.reward_model import update_pairs
 # A larger eps than usual: Adam divides gradients by their size, and 1e-8 / 1e-8 has no digits.
 OPTIM = OptimConfig(lr=1e-3, eps=1e-4, lr_scheduler="linear", lr_warmup_steps=2, grad_clip=0.5)
 STEPS = 3
+weights = cases.weights
 SIZES = {
     "vocab_size": 211,  # does not divide by the ranks
     "hidden_size": 32,
@@ -129,10 +130,6 @@ def pair_step(engine: TrainEngine, micro_batch_size: int | None) -> dict[str, fl
     data = DataProto.from_dict(tensors=rows | {"margins": torch.full([len(chosen)], 0.25)})
     report = update_pairs(engine, data, micro_batch_size, forward_rows=micro_batch_size)
     return report.meta_info["metrics"]
-
-
-def weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in engine.state_stream()}
 
 
 def build(subject: Subject, root: Path) -> TrainEngine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
@@ -74,8 +75,27 @@ def gradients(engine: FSDPEngine, rows: dict[str, torch.Tensor], micro: int | No
     return found, metrics
 
 
+def weights(engine) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in engine.state_stream()}
+
+
+def same_weights(engine, other) -> bool:
+    """Whether two engines have equal weights, to the bit."""
+    found, expected = weights(engine), weights(other)
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in expected
+    )
+
+
 def rows_of(batch, first: int, last: int):
     return {name: field[first:last] for name, field in batch.items()}
+
+
+def write_gpt2(folder) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 200, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.2))
+    model.save_pretrained(folder)
 
 
 CASES = [

@@ -30,6 +30,7 @@ from quadriga.protocol import DataProto
 from quadriga.workers.reward_model import update_pairs
 from quadriga.workers.updates import update_policy
 
+weights = cases.weights
 Degrees = tuple[int, int, int]
 """(tensor, sequence, context)."""
 
@@ -214,10 +215,6 @@ def pair_rows() -> dict[str, torch.Tensor]:
         "attention_mask": batch["attention_mask"],
         "response_mask": mask * (later == 1),
     }
-
-
-def weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.state_stream()}
 
 
 def largest_difference(found, expected) -> float:

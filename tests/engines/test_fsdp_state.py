@@ -21,15 +21,11 @@ from quadriga.errors import (
 )
 from quadriga.models.loading import load_causal_lm
 
-build, step = cases.trainable, cases.step
+build, step, weights = cases.trainable, cases.step, cases.weights
 
 
 def total(outputs, micro):
     return outputs["log_probs"].sum(), {"rows": len(micro["weight"])}
-
-
-def weights(engine):
-    return {name: tensor.clone() for name, tensor in engine.state_stream()}
 
 
 def test_resumed_run_equals_uninterrupted_run(model_folder, tmp_path):
@@ -146,8 +142,7 @@ def test_a_step_after_one_that_failed_equals_the_first_one(model_folder, where, 
     Failure(engine, where).happen()
     engine.reduces_each_micro_batch = plain.reduces_each_micro_batch
     assert cases.step(engine) == cases.step(plain)
-    found, expected = weights(engine), weights(plain)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert cases.same_weights(engine, plain)
 
 
 def test_steps_equal_torch_adamw(model_folder):

@@ -1,4 +1,4 @@
-"""Offloaded states hold no device memory, and nothing else changes.
+"""Offloaded states hold no device memory, states on the host stay there, and numbers are the same.
 
 The CPU stands in for the device. What is measured is the size of the storages, whichever object
 refers to them.
@@ -7,11 +7,14 @@ refers to them.
 from __future__ import annotations
 
 import engine_cases as cases
+import optimizer_cases as optimizers
+import pytest
 import torch
 
 from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines.base import DeviceMemory
 from quadriga.engines.fsdp import FSDPEngine
+from quadriga.engines.optimizers.rules import local_shard
 
 
 def offloading(folder: str):
@@ -53,8 +56,7 @@ def test_steps_with_offload_equal_steps_without(model_folder):
         assert bool(offloaded._memory.offloaded) == (index != 1)
     batch = cases.make_batch()
     assert torch.equal(offloaded.forward(batch)["log_probs"], plain.forward(batch)["log_probs"])
-    expected = dict(plain.state_stream())
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in offloaded.state_stream())
+    assert cases.same_weights(offloaded, plain)
 
 
 def test_reload_leaves_on_the_host_what_the_settings_keep_there(model_folder):
@@ -79,3 +81,80 @@ def test_views_of_one_storage_are_copied_once_and_stay_views():
     memory.reload("moments")
     whole[2] = 9
     assert view.tolist() == [9, 3]
+
+
+NAMES = [
+    pytest.param(name, marks=pytest.mark.skipif(
+        name == "adamw_8bit" and not optimizers.has_torchao(), reason="torchao is not installed"
+    ))
+    for name in optimizers.NAMES
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def gpt2_folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gpt2")
+    cases.write_gpt2(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("reduces", [True, False])
+def test_steps_on_the_host_equal_steps_on_the_device(name, reduces, gpt2_folder, tmp_path):
+    rows = cases.make_batch()
+    plain, hosted = (
+        optimizers.build(gpt2_folder, name, use_dynamic_bsz=True, max_tokens_per_micro_batch=24,
+                         reduce_each_micro_batch=reduces, offload_policy=on_host)
+        for on_host in (False, True)
+    )  # fmt: skip
+    assert optimizers.steps(hosted, rows, 2) == optimizers.steps(plain, rows, 2)
+    hosted.save(tmp_path)
+    plain.load(tmp_path)
+    assert optimizers.steps(hosted, rows, 1) == optimizers.steps(plain, rows, 1)
+    expected = cases.weights(plain)
+    assert all(
+        torch.equal(tensor, expected[name]) for name, tensor in cases.weights(hosted).items()
+    )
+    one, other = (engine.forward(rows)["log_probs"] for engine in (hosted, plain))
+    assert torch.equal(one, other)
+
+
+def test_what_is_on_the_host_is_not_offloaded_again(gpt2_folder):
+    engine = optimizers.build(gpt2_folder, "adamw", offload_policy=True)
+    optimizers.steps(engine, cases.make_batch(), 1)
+    engine._memory.enabled = True  # the CPU stands in for a device
+    shards = [local_shard(p.detach()) for p in engine.module.parameters()]
+    moments = list(engine.optimizer.existing_moments())
+    engine.offload()
+    assert all(t.untyped_storage().nbytes() for t in [*shards, *moments])
+    engine.reload()
+
+
+def test_moments_are_on_the_device_during_an_optimizer_step_only(gpt2_folder):
+    engine = optimizers.build(gpt2_folder, "adamw", optimizer_offload=True)
+    rows = cases.make_batch()
+    optimizers.steps(engine, rows, 1)
+    engine._memory.enabled = True
+    engine._memory.offload("moments")
+    moments = list(engine.optimizer.existing_moments())
+
+    def on_device():
+        return sum(moment.untyped_storage().nbytes() for moment in moments)
+
+    found = {}
+    accumulate, step = engine._accumulate, engine.optimizer.step
+
+    def backward(*args):
+        for metrics in accumulate(*args):
+            found["backward"] = on_device()
+            yield metrics
+
+    def update():
+        found["step"] = on_device()
+        return step()
+
+    engine._accumulate, engine.optimizer.step = backward, update
+    optimizers.steps(engine, rows, 1)
+    parameters = sum(local_shard(p.detach()).nbytes for p in engine.module.parameters())
+    assert found == {"backward": 0, "step": 2 * parameters}
+    assert on_device() == 0

@@ -22,6 +22,7 @@ from quadriga.engines.optimizers.sharded import rule_of_each
 from quadriga.errors import CheckpointError, ConfigError, NonFiniteError
 from rank_groups import fork_ranks
 
+weights = engine_cases.weights
 NEEDS_TORCHAO = pytest.mark.skipif(not cases.has_torchao(), reason="torchao is not installed")
 NAMES = [
     pytest.param(name, marks=NEEDS_TORCHAO if name == "adamw_8bit" else ()) for name in cases.NAMES
@@ -45,10 +46,6 @@ def several(request, folder, tmp_path_factory):
     fork_ranks(cases.rank_main, request.param, folder, str(results), limit=120)
     found = torch.load(results / f"{request.param}.pt", weights_only=True)
     return found, results, request.param
-
-
-def weights(engine):
-    return {name: tensor.clone() for name, tensor in engine.state_stream()}
 
 
 def state(engine):

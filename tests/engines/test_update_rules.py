@@ -1,4 +1,4 @@
-"""The formulas of the update rules, on plain parameters against independent references."""
+"""The formulas of the update rules against independent references, and learning rates by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from quadriga.engines.optimizers.rules import (
     block_size,
     newton_schulz,
 )
-from quadriga.engines.optimizers.sharded import ShardedOptimizer, state_bytes
+from quadriga.engines.optimizers.sharded import (
+    ShardedOptimizer,
+    learning_rate,
+    state_bytes,
+)
 
 CPU = torch.device("cpu")
 SHAPES = [(6, 4), (4, 6), (5, 5), (3, 4, 6)]
@@ -151,3 +155,30 @@ def test_a_parameter_whose_first_gradient_comes_after_a_resume_is_updated_as_wit
         step(resumed, weights, number)
     assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
     assert resumed.scalars() == whole.scalars() and whole.scalars()["updates"] == {"late": 2}
+
+
+def rates(total=6, **settings):
+    return [learning_rate(step, OptimConfig(lr=1.0, **settings), total) for step in range(total)]
+
+
+def test_constant_schedule():
+    assert rates() == [1.0] * 6
+    assert rates(lr_warmup_steps=3) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
+
+
+def test_linear_schedule():
+    assert rates(lr_scheduler="linear") == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.0])
+    assert rates(lr_scheduler="linear", lr_warmup_steps=1, min_lr_ratio=0.2) == pytest.approx(
+        [0.5, 1.0, 0.8, 0.6, 0.4, 0.2]
+    )
+
+
+def test_cosine_schedule():
+    assert rates(5, lr_scheduler="cosine") == pytest.approx(
+        [1.0, 0.85355, 0.5, 0.14645, 0.0], abs=1e-5
+    )
+
+
+def test_rate_stays_at_its_minimum_after_the_last_step():
+    config = OptimConfig(lr=1.0, lr_scheduler="linear", min_lr_ratio=0.1)
+    assert learning_rate(99, config, 6) == pytest.approx(0.1)
