@@ -29,9 +29,10 @@ def rows_of(lengths: list[tuple[int, int, int]]) -> dict[str, torch.Tensor]:
 
 
 def computed_tokens(batch, micro_batches, *, packed: bool) -> list[int]:
-    compute = pack_rows if packed else left_align
-    parts = [select_rows(batch, rows, torch.device("cpu")) for rows in micro_batches]
-    return [compute(*part.values()).input_ids.numel() for part in parts]
+    parts = [select_rows(batch, rows, torch.device("cpu")).values() for rows in micro_batches]
+    return [
+        (pack_rows(*part).input_ids if packed else left_align(*part)[0]).numel() for part in parts
+    ]
 
 
 def test_example_in_the_code():

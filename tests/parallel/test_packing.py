@@ -24,9 +24,9 @@ def test_packed_batch_has_each_token_once():
     assert packed.input_ids.tolist() == [[11, 12, 21, 22, 31, 13, 14, 15, 41, 42, 43]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 2, 0, 1, 2, 3, 4, 5]]
     assert packed.predictors.tolist() == [1, 2, 1, 7, 9]
-    assert packed.labels.tolist() == [21, 22, 31, 41, 43]
-    assert packed.target_index.tolist() == [0, 1, 3, 6, 8]
-    unpacked = packed.unpack(torch.tensor([1.0, 2, 3, 4, 5]))
+    assert packed.targets.labels.tolist() == [21, 22, 31, 41, 43]
+    assert packed.targets.index.tolist() == [0, 1, 3, 6, 8]
+    unpacked = packed.targets.unpack(torch.tensor([1.0, 2, 3, 4, 5]))
     assert unpacked.tolist() == [[1, 2, 0], [3, 0, 0], [4, 0, 5]]
 
 

@@ -27,7 +27,6 @@ from quadriga.config.schema import EngineConfig
 from quadriga.errors import FieldError
 from quadriga.parallel.balancing import RowCosts, Rows, token_budget_micro_batches
 from quadriga.parallel.costs import TOKENS, CostModel
-from quadriga.parallel.device import on_device
 from quadriga.parallel.distributed import max_over_ranks
 from quadriga.parallel.model_ranks import ModelRanks
 from quadriga.parallel.packing import PackedBatch, first_row_with_same_prompt
@@ -303,7 +302,7 @@ class TokenSlice:
         order = torch.argsort(slice_of_target, stable=True)
         counts = torch.bincount(slice_of_target, minlength=count).tolist()
         chosen = torch.split(order, counts)[own]
-        predictors, labels = packed.predictors[chosen] - own * size, packed.labels[chosen]
+        predictors, labels = packed.predictors[chosen] - own * size, packed.targets.labels[chosen]
         if not len(chosen):
             predictors = labels = torch.zeros(1, dtype=torch.int64, device=order.device)
         wide = size * ranks.tensor.size
@@ -317,10 +316,6 @@ class TokenSlice:
             order,
             ranks,
         )
-
-    def to(self, device: torch.device) -> TokenSlice:
-        """Return the same slice with its tensors on `device`."""
-        return on_device(self, device)
 
     def join(self, outputs: Tensor) -> Tensor:
         """Return the outputs of all targets, from those of the own: [k, C] -> [K, C]."""

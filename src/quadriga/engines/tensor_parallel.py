@@ -359,18 +359,13 @@ def _check_sequence(config: PreTrainedConfig, engine: EngineConfig, key: str) ->
     whose = "attention heads" + (" of each tensor rank" if tensor > 1 else "")
     whose += f" of model_type {config.model_type!r}"
     setting, instead = f"{key}.sequence_parallel_size={size}", f"{key}.context_parallel_size={size}"
-    if heads % size:
-        raise _cannot(
-            key,
-            f"{setting} does not divide the {heads} {whose} ({_division(heads, size)}); choose a "
-            f"divisor, or set {instead} instead",
-        )
-    repeated = key_heads * (size // math.gcd(key_heads, size))
+    repeated = key_heads * (size // math.gcd(key_heads, size))  # a multiple of `size`
     if heads % repeated:
         raise _cannot(
             key,
-            f"{setting}: {key_heads} key heads repeated to {repeated}, so that they divide over "
-            f"{size} ranks, do not divide the {heads} {whose}; set {instead} instead",
+            f"{setting} does not divide the {heads} {whose} ({_division(heads, size)}), or they do "
+            f"not divide by its {key_heads} key heads repeated to {repeated}; choose a divisor, or "
+            f"set {instead} instead",
         )
 
 

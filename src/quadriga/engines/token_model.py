@@ -42,6 +42,7 @@ from quadriga.models.architectures import takes_images
 from quadriga.models.cpu_linear import CpuLinear
 from quadriga.models.images import GRIDS, PIXELS, MultiModalRows, image_tokens_of
 from quadriga.models.log_probs import linear_full_kl, linear_log_probs, log_probs_and_entropy
+from quadriga.parallel.device import on_device
 from quadriga.parallel.model_ranks import ModelRanks
 from quadriga.parallel.packing import PackedBatch, in_equal_slices, left_align, pack_rows
 from quadriga.protocol import fields
@@ -377,11 +378,11 @@ class TokenModel:
         own: PackedBatch | TokenSlice
         if self.ranks.all.size > 1:
             packed = in_equal_slices(packed, self.ranks.all.size)
-            part = TokenSlice.of(packed, self.ranks).to(self.device)
-            packed, own, join = packed.to(self.device), part, part.join
+            part = on_device(TokenSlice.of(packed, self.ranks), self.device)
+            packed, own, labels, join = packed.to(self.device), part, part.labels, part.join
         else:
             packed = own = packed.to(self.device)
-            join = identity
+            labels, join = packed.targets.labels, identity
         arguments: dict[str, Tensor | AttentionRows] = {
             "input_ids": own.input_ids,
             "position_ids": own.position_ids,
@@ -401,23 +402,23 @@ class TokenModel:
             arguments["logits_to_keep"] = own.predictors
         return ModelInputs(
             arguments,
-            own.labels,
+            labels,
             lambda x: x[0] if self.head == "lm" else x[0, own.predictors],
-            packed.unpack,
+            packed.targets.unpack,
             join,
         )
 
     def _padded_inputs(self, rows: Batch, images: MultiModalRows | None) -> ModelInputs:
-        cpu = left_align(
-            rows[fields.INPUT_IDS], rows[fields.ATTENTION_MASK], rows[fields.RESPONSE_MASK]
-        )
-        aligned, config = cpu.to(self.device), self.model.config
-        arguments: dict[str, Tensor | AttentionRows] = {"input_ids": aligned.input_ids}
+        config, mask = self.model.config, rows[fields.ATTENTION_MASK]
+        ids, targets = left_align(rows[fields.INPUT_IDS], mask, rows[fields.RESPONSE_MASK])
+        arguments: dict[str, Tensor | AttentionRows] = {
+            "input_ids": ids.to(self.device, non_blocking=True)
+        }
         if takes_images(config):
-            mask = rows[fields.ATTENTION_MASK]
-            arguments.update(image_arguments(config, cpu.input_ids, mask, images, self.device))
+            arguments.update(image_arguments(config, ids, mask, images, self.device))
+        found = on_device(targets, self.device)
         return ModelInputs(
-            arguments, aligned.labels, lambda x: x[aligned.row, aligned.column], aligned.unpack
+            arguments, found.labels, lambda x: x[found.row, found.position - 1], found.unpack
         )
 
 

@@ -34,15 +34,21 @@ class Targets:
         row: [K] int64, the row of the batch.
         position: [K] int64, the number of tokens of the row that come before the target.
         labels: [K] int64, the token ids.
-        flat_index: [K] int64, b * R + t for the target at [b, t] of the response mask.
+        index: [K] int64, b * R + t for the target at [b, t] of the response mask.
         shape: (B, R).
     """
 
     row: Tensor
     position: Tensor
     labels: Tensor
-    flat_index: Tensor
+    index: Tensor
     shape: tuple[int, int]
+
+    def unpack(self, values_K: Tensor) -> Tensor:
+        """Scatter [K] values to [B, R], with 0 where there is no target. Differentiable."""
+        rows, columns = self.shape
+        flat = values_K.new_zeros(rows * columns)
+        return flat.index_put((self.index,), values_K).view(rows, columns)
 
 
 def find_targets(
@@ -73,15 +79,6 @@ def find_targets(
     return Targets(row, position, input_ids[row, column], row * width + target, shape)
 
 
-def scatter_targets(values_K: Tensor, target_index: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Scatter [K] values to `shape` [B, R], with 0 where there is no target. Differentiable.
-
-    `target_index` [K] int64 is the flat index b * R + t of each target.
-    """
-    flat = values_K.new_zeros(shape[0] * shape[1])
-    return flat.index_put((target_index,), values_K).view(shape)
-
-
 # Example: two samples of the prompt (11 12) and one of (13 14 15). "·" is padding, P = R = 3.
 #
 #            input_ids               attention_mask     response_mask
@@ -99,7 +96,7 @@ def scatter_targets(values_K: Tensor, target_index: Tensor, shape: tuple[int, in
 #
 #   label           21  22  31  41  43
 #   predictor        1   2   1   7   9    token 12 (index 1) predicts 21 in row 0 and 31 in row 1
-#   target_index     0   1   3   6   8    b · R + t, the position of the target in [B, R]
+#   index            0   1   3   6   8    b · R + t, the position of the target in [B, R]
 
 
 @dataclass(frozen=True)
@@ -110,26 +107,18 @@ class PackedBatch:
         input_ids, position_ids: [1, N] int64.
         rows: which tokens make up each row. Always on the CPU.
         predictors: [K] int64, the packed index of the token whose output predicts target k.
-        labels: [K] int64, the token id of target k.
-        target_index: [K] int64, the flat index b * R + t of target k.
-        shape: (B, R).
+        targets: of all rows.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     rows: PackedRows
     predictors: Tensor
-    labels: Tensor
-    target_index: Tensor
-    shape: tuple[int, int]
-
-    def unpack(self, values_K: Tensor) -> Tensor:
-        """Scatter [K] values to [B, R], with 0 where there is no target. Differentiable."""
-        return scatter_targets(values_K, self.target_index, self.shape)
+    targets: Targets
 
     def to(self, device: torch.device) -> PackedBatch:
         """Return the same batch with every tensor but those of `rows` on `device`."""
-        return on_device(self, device)
+        return replace(on_device(self, device), targets=on_device(self.targets, device))
 
 
 def in_equal_slices(packed: PackedBatch, count: int) -> PackedBatch:
@@ -215,9 +204,7 @@ def pack_rows(
         position_ids=rows.column[None],
         rows=rows,
         predictors=rows.token_index[targets.row, targets.position - 1],
-        labels=targets.labels,
-        target_index=targets.flat_index,
-        shape=targets.shape,
+        targets=targets,
     )
 
 
@@ -267,39 +254,16 @@ def _packed_rows(
 #   label             21  22  31  41  43
 #   row                0   0   1   2   2
 #   predictor column   1   2   1   2   4    position of the label minus 1
-#   target_index       0   1   3   6   8    b · R + t, the position of the target in [B, R]
+#   index              0   1   3   6   8    b · R + t, the position of the target in [B, R]
 
 
-@dataclass(frozen=True)
-class AlignedBatch:
-    """Rows that start at column 0.
-
-    Attributes:
-        input_ids: [B, L] int64, 0 at padding.
-        row, column: [K] int64, of the token that predicts each target.
-        labels: [K] int64, the token ids of the targets.
-        target_index: [K] int64, the flat index b * R + t of target k.
-        shape: (B, R).
-    """
-
-    input_ids: Tensor
-    row: Tensor
-    column: Tensor
-    labels: Tensor
-    target_index: Tensor
-    shape: tuple[int, int]
-
-    def unpack(self, values_K: Tensor) -> Tensor:
-        """Scatter [K] values to [B, R], with 0 where there is no target. Differentiable."""
-        return scatter_targets(values_K, self.target_index, self.shape)
-
-    def to(self, device: torch.device) -> AlignedBatch:
-        """Return the same batch with every tensor on `device`."""
-        return on_device(self, device)
-
-
-def left_align(input_ids: Tensor, attention_mask: Tensor, response_mask: Tensor) -> AlignedBatch:
+def left_align(
+    input_ids: Tensor, attention_mask: Tensor, response_mask: Tensor
+) -> tuple[Tensor, Targets]:
     """Move the tokens of [B, P + R] rows (left-padded prompts, then responses) to column 0.
+
+    Returns the token ids [B, L], 0 at padding, and the targets. The token that predicts a target is
+    in the column before its position.
 
     Raises:
         ProtocolError: a target has no token before it, or `attention_mask` is 0 at a target.
@@ -311,12 +275,4 @@ def left_align(input_ids: Tensor, attention_mask: Tensor, response_mask: Tensor)
     aligned = input_ids.new_zeros(len(valid), longest)
     aligned[row, position_BS[row, column]] = input_ids[row, column]
 
-    targets = find_targets(input_ids, valid, position_BS, response_mask)
-    return AlignedBatch(
-        input_ids=aligned,
-        row=targets.row,
-        column=targets.position - 1,
-        labels=targets.labels,
-        target_index=targets.flat_index,
-        shape=targets.shape,
-    )
+    return aligned, find_targets(input_ids, valid, position_BS, response_mask)

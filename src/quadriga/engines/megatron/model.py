@@ -56,6 +56,7 @@ from quadriga.engines.megatron.ranks import Ranks
 from quadriga.engines.micro_batches import TokenSlice
 from quadriga.engines.sequence_cost import model_shape
 from quadriga.models.log_probs import linear_log_probs
+from quadriga.parallel.device import on_device
 from quadriga.parallel.packing import PackedBatch, in_equal_slices, pack_rows
 from quadriga.protocol import fields
 
@@ -201,12 +202,12 @@ class MicroBatch:
         # Tensor-parallel ranks divide the tokens of a context-parallel rank once more.
         packed = in_equal_slices(packed, ranks.sizes.context * ranks.sizes.tensor)
         own = TokenSlice.of(packed, ranks.of_tokens)
-        return MicroBatch(packed.to(device), own.to(device), temperature, entropy)
+        return MicroBatch(packed.to(device), on_device(own, device), temperature, entropy)
 
     def outputs(self, columns_KC: Tensor, head: HeadKind) -> Outputs:
         """Return the outputs [B, R] from one column for each."""
         names = [VALUES] if head != "lm" else [LOG_PROBS, *[ENTROPY] * self.entropy]
-        return {name: self.packed.unpack(columns_KC[:, i]) for i, name in enumerate(names)}
+        return {name: self.packed.targets.unpack(columns_KC[:, i]) for i, name in enumerate(names)}
 
 
 class Stage(GPTModel):  # type: ignore[misc]  # Megatron-core has no types

@@ -396,13 +396,6 @@ class FolderModel:
             )
         sources: dict[str, Source | None] = dict(names.stored)
         sources |= dict.fromkeys(names.new)
-        missing = weights.keys() - sources.keys()
-        if missing:
-            raise ModelError(
-                f"the weights in {folder} lack {len(missing)} tensors of the model, among them "
-                f"{min(missing)!r}",
-                path=str(folder),
-            )
         return FolderModel(
             config, module, settings, head, weights, tied, sources, exported_tokenizer(settings)
         )
