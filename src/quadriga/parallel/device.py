@@ -33,7 +33,7 @@ DTYPES: Mapping[ComputeDtypeName, torch.dtype] = {
 """Name -> dtype, without "auto"."""
 
 # Accelerator ranks also get gloo, because small Python objects are gathered on the CPU.
-_COLLECTIVE_BACKENDS: Mapping[DeviceType, str] = {
+_COLLECTIVE_BACKENDS: Mapping[str, str] = {
     "cpu": "gloo",
     "cuda": "cpu:gloo,cuda:nccl",
     "npu": "cpu:gloo,npu:hccl",
@@ -64,35 +64,13 @@ def ranks_are_elsewhere(trainer: RunConfig) -> bool:
     return trainer.backend == "ray" and (trainer.nnodes > 1 or "RAY_ADDRESS" in os.environ)
 
 
-def resolve_device_name(name: str) -> DeviceType:
-    """Return `name`, or the best device type of this process if `name` is "auto".
-
-    Raises:
-        ConfigError: `name` is not a known device type.
-        PlacementError: this process cannot see such a device.
-    """
-    available = get_device_name()
-    if name == "auto":
-        return available
-    known = next((kind for kind in _COLLECTIVE_BACKENDS if kind == name), None)
-    if known is None:
-        raise ConfigError(f"trainer.device is {name!r}; expected auto, cpu, cuda or npu")
-    if known not in ("cpu", available):
-        raise PlacementError(
-            f"device {name!r} was requested, but the best device that this process can see is "
-            f"{available!r}; set trainer.device=auto or make the device visible",
-            wanted=name,
-            available=available,
-        )
-    return known
-
-
 def torch_device(name: str, local_rank: int = 0) -> torch.device:
     """Return the torch device of the rank with number `local_rank` on its node.
 
-    The process may see one device or all devices of the node.
+    The process may see one device or all devices of the node. Raises what `collective_backend`
+    raises.
     """
-    name = resolve_device_name(name)
+    _check_visible(name)
     if name == "cpu":
         return torch.device("cpu")
     # Local rank 3 of 4: the process sees all 4 devices -> 3 % 4 = 3, the fourth device;
@@ -102,19 +80,24 @@ def torch_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def collective_backend(name: str) -> str:
-    """Return the `backend` argument of `torch.distributed.init_process_group` for a device type."""
-    return _COLLECTIVE_BACKENDS[resolve_device_name(name)]
-
-
-def set_threads(count: int) -> None:
-    """Set the number of CPU threads that one operator may use in this process.
+    """Return the `backend` argument of `torch.distributed.init_process_group` for a device type.
 
     Raises:
-        ConfigError: `count` is below 1.
+        PlacementError: this process cannot see such a device.
     """
-    if count < 1:
-        raise ConfigError(f"threads per worker must be at least 1, got {count}")
-    torch.set_num_threads(count)
+    _check_visible(name)
+    return _COLLECTIVE_BACKENDS[name]
+
+
+def _check_visible(name: str) -> None:
+    available = get_device_name()
+    if name not in ("cpu", available):
+        raise PlacementError(
+            f"device {name!r} was requested, but the best device that this process can see is "
+            f"{available!r}; set trainer.device=auto or make the device visible",
+            wanted=name,
+            available=available,
+        )
 
 
 def compute_dtype(name: ComputeDtypeName, device: torch.device) -> torch.dtype:

@@ -134,12 +134,12 @@ def prepare_rank(runtime: RankRuntime) -> str:
 
     from quadriga.algorithms.user_files import load_user_file
     from quadriga.observability.quiet import silence_libraries
-    from quadriga.parallel.device import get_device_name, set_threads
+    from quadriga.parallel.device import get_device_name
     from quadriga.parallel.distributed import init_distributed
 
     silence_libraries()
     if runtime.threads is not None:
-        set_threads(runtime.threads)
+        torch.set_num_threads(runtime.threads)
     # Every rank uses the same seed: a value head with random initial weights must be equal on all
     # ranks before it is sharded.
     torch.manual_seed(runtime.seed)
