@@ -93,8 +93,8 @@ def exchange_items(lengths: Lengths, table: Table) -> None:
     """Exchange items between partitions, in place, as long as the spread falls.
 
     An item may also be exchanged for a gap (-1), which moves it. If the heaviest partition gains
-    nothing in its pair, it is tried against every other partition. If that fails too, single
-    exchanges cannot lower it.
+    nothing in its pair, it and the lightest are tried against every other partition. If that fails
+    too, the partitions are as balanced as single exchanges can make them.
     """
     # Lengths 8 7 6 5 4 in two partitions, heavy 4 7 5 = 16 and light 8 6 = 14 (a gap counts 0).
     # Half the difference of the sums is 1. Giving a for b changes it to |a − b − 1|, so the best
@@ -119,7 +119,7 @@ def exchange_items(lengths: Lengths, table: Table) -> None:
         if better[0]:
             heavy, light = heavy[better], light[better]
             _apply(items, sums, table, heavy, given[better], light, taken[better])
-        elif spread <= tolerated or not _lower_heaviest(items, sums, table, order, columns):
+        elif spread <= tolerated or not _exchange_extremes(items, sums, table, order, columns):
             return
 
 
@@ -146,24 +146,30 @@ def _best_exchanges(
     return columns[given], columns[taken], better
 
 
-def _lower_heaviest(
+def _exchange_extremes(
     items: Lengths,
     sums: Lengths,
     table: Table,
     order: NDArray[np.int64],
     columns: NDArray[np.int64],
 ) -> bool:
-    """Make the best exchange of the heaviest partition, if there is one; return whether."""
-    others = order[:-1]
-    heaviest = np.full(len(others), order[-1])
-    given, taken, better = _best_exchanges(items, sums, heaviest, others, columns)
-    if not better.any():
-        return False
-    moved = items[heaviest, given] - items[others, taken]
-    larger = np.maximum(sums[heaviest] - moved, sums[others] + moved)  # of the two new sums
-    best = np.array([np.where(better, larger, np.inf).argmin()])
-    _apply(items, sums, table, heaviest[best], given[best], others[best], taken[best])
-    return True
+    """Lower the heaviest partition, or else raise the lightest. Return whether one was changed.
+
+    Each is tried against every other partition, and the best one of these exchanges is made.
+    """
+    heaviest, lightest = (np.full(len(order) - 1, order[i]) for i in (-1, 0))
+    for heavy, light in ((heaviest, order[:-1]), (order[1:], lightest)):
+        given, taken, better = _best_exchanges(items, sums, heavy, light, columns)
+        if better.any():
+            moved = items[heavy, given] - items[light, taken]
+            new = np.stack([sums[heavy] - moved, sums[light] + moved])
+            # Lowering the heaviest: the larger of the two new sums counts. Raising the lightest:
+            # the smaller one counts.
+            worst = new.max(0) if heavy is heaviest else -new.min(0)
+            best = np.array([np.where(better, worst, np.inf).argmin()])
+            _apply(items, sums, table, heavy[best], given[best], light[best], taken[best])
+            return True
+    return False
 
 
 def _apply(
