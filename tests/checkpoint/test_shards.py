@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quadriga.checkpoint import shards
 from quadriga.checkpoint.files import digest_file, write_tensors
 from quadriga.checkpoint.shards import (
     Block,
@@ -28,53 +27,37 @@ FULL = torch.arange(35.0).view(7, 5)
 
 
 def rows_block(first, last):
-    return shards.Block(FULL[first:last].clone(), (7, 5), (first, 0), True)
+    return Block(FULL[first:last].clone(), (7, 5), (first, 0), True)
 
 
-@pytest.fixture
-def simulated(monkeypatch):
-    """A dict rank → block; `block_of` returns the block of a rank that is in it."""
-    blocks = {}
-    original = shards.block_of
-
-    def block_of(tensor, rank):
-        return blocks.get(rank) or original(tensor, rank)
-
-    monkeypatch.setattr(shards, "block_of", block_of)
-    return blocks
-
-
-def write(folder, simulated, cuts):
+def write(folder, cuts):
     for rank, (first, last) in enumerate(pairwise(cuts)):
-        simulated[rank] = rows_block(first, last)
-        shards.write_shard(folder, {"w": FULL}, {}, shards.Origin(3, rank, len(cuts) - 1))
-    simulated.clear()
+        write_shard(folder, {"w": rows_block(first, last)}, {}, Origin(3, rank, len(cuts) - 1))
 
 
 @pytest.mark.parametrize("cuts", [[0, 7], [0, 4, 7], [0, 3, 6, 7, 7]])
 @pytest.mark.parametrize("wanted", [(0, 7), (0, 4), (4, 7), (2, 5), (7, 7)])
-def test_blocks_can_be_read_with_any_other_sharding(tmp_path, simulated, cuts, wanted):
-    write(tmp_path, simulated, cuts)
+def test_blocks_can_be_read_with_any_other_sharding(tmp_path, cuts, wanted):
+    write(tmp_path, cuts)
     block = rows_block(*wanted)
     block.data.fill_(-1)
-    simulated[0] = block
-    shards.read_blocks(tmp_path, {"w": FULL}, rank=0)
+    read_blocks(tmp_path, {"w": block}, rank=0)
     assert torch.equal(block.data, FULL[slice(*wanted)])
 
 
-def test_a_missing_file_of_a_rank_is_named(tmp_path, simulated):
-    write(tmp_path, simulated, [0, 4, 7])
+def test_a_missing_file_of_a_rank_is_named(tmp_path):
+    write(tmp_path, [0, 4, 7])
     (tmp_path / "shard_00001.json").unlink()
     with pytest.raises(CheckpointError, match=r"shard_00001\.json is missing"):
-        shards.read_blocks(tmp_path, {"w": FULL.clone()}, rank=0)
+        read_blocks(tmp_path, {"w": FULL.clone()}, rank=0)
 
 
 def test_a_checkpoint_of_another_model_is_an_error(tmp_path):
-    shards.write_shard(tmp_path, {"w": FULL}, {}, shards.Origin(3, 0, 1))
+    write_shard(tmp_path, {"w": FULL}, {}, Origin(3, 0, 1))
     with pytest.raises(CheckpointError, match=r"'w' has shape \[7, 5\], the model has \[5, 7\]"):
-        shards.read_blocks(tmp_path, {"w": torch.zeros(5, 7)}, rank=0)
+        read_blocks(tmp_path, {"w": torch.zeros(5, 7)}, rank=0)
     with pytest.raises(CheckpointError, match="'other'"):
-        shards.read_blocks(tmp_path, {"other": torch.zeros(2)}, rank=0)
+        read_blocks(tmp_path, {"other": torch.zeros(2)}, rank=0)
 
 
 WRONG_INDEXES = {

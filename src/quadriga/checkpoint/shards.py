@@ -39,8 +39,6 @@ from quadriga.checkpoint.files import SavedFile, read_json, write_json, write_te
 from quadriga.errors import CheckpointError
 from quadriga.observability.jsonl import JsonObject
 
-FORMAT = 2
-
 
 @dataclass(frozen=True)
 class Block:
@@ -122,7 +120,6 @@ def write_shard(
     data = {key: b.data for key, b in kept.items()}
     written = write_tensors(folder / f"{name}.safetensors", data, origin.as_texts())
     index = {
-        "format": FORMAT,
         **asdict(origin),
         "blocks": {n: {"shape": b.shape, "offset": b.offset} for n, b in kept.items()},
         "extra": dict(extra),
@@ -183,12 +180,6 @@ def _origin_words(origin: Origin | None) -> str:
 def _read_index(folder: Path, rank: int) -> ShardIndex:
     raw = read_json(folder / f"{_shard_name(rank)}.json")
     path = folder / f"{_shard_name(rank)}.safetensors"
-    if raw.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {raw.get('format')!r}, but this version reads format {FORMAT} "
-            "only; resume it with the version that wrote it, or start a new run",
-            path=str(path),
-        )
     if not path.is_file():
         raise CheckpointError(f"{path} is missing, but its index exists", path=str(path))
     try:
