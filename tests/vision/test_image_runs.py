@@ -18,8 +18,6 @@ from quadriga.models import load_tokenizer
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.rollout.sglang.options import SGLang
 from quadriga.rollout.vllm.options import VLLM
-from quadriga.trainer import checkpoints as resuming
-from quadriga.trainer.evaluation import response_file as inputs
 from quadriga.trainer.evaluation.generate import run_generation
 from quadriga.trainer.ingredients import image_rules
 from quadriga.trainer.main import run_training
@@ -78,23 +76,6 @@ def test_a_run_trains_on_rows_with_and_without_images(overrides, tmp_path):
     assert answers[0].prompt[0]["content"] == "<image>which colour has it?"
     assert len(answers[0].responses) == 1
     assert "image encoder" in train_plan(config, "cpu").missing[0]
-
-
-def test_a_changed_image_file_is_a_change_of_the_data(overrides, files, folder, tmp_path):
-    copied = shutil.copytree(files, tmp_path / "copied")
-    data = f"data_files=[{copied / 'rows.jsonl'}]"
-    generation = load_config(GenerateConfig, [f"model.path={folder}", data])
-    train = f"data.train_files=[{copied / 'rows.jsonl'}]"
-    run = load_config(TrainConfig, [*overrides, train])
-    read = (lambda: resuming.inputs_of(run)), (lambda: inputs.inputs_of(generation))
-    saved = [of_command() for of_command in read]
-    assert saved == [of_command() for of_command in read]
-    (copied / "red.png").write_bytes(cases.png("green"))
-    own = [of_command() for of_command in read]
-    changes = resuming.Changes.between(saved[0], own[0])
-    assert changes.data == ["the content of the images of data.train_files is another one"]
-    assert not changes.model and not changes.other
-    assert "images of data_files is another one" in inputs.changes(saved[1], own[1])
 
 
 def test_token_ids_that_are_kept_follow_the_size_of_an_image(folder, files, tmp_path, monkeypatch):

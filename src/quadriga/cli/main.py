@@ -114,7 +114,7 @@ class Invocation:
         if self.command.settings is None:
             imported(self.command.target)()
             return
-        from quadriga.config.writing import to_yaml
+        from quadriga.config.loading import to_yaml
 
         config = self._load(self.command.settings)
         if self.print_config:

@@ -23,10 +23,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from quadriga.compat.verl_table import LEAVE, Row
 from quadriga.config.convert import build
-from quadriga.config.loading import check_interpolations, check_override, read_settings_file
+from quadriga.config.loading import (
+    Plain,
+    check_interpolations,
+    check_override,
+    read_settings_file,
+    remember_given,
+)
 from quadriga.config.paths import expand_home
 from quadriga.config.secrets import mask_secrets
-from quadriga.config.writing import Plain, remember_given
 from quadriga.errors import ConfigError, nearest_name
 
 if TYPE_CHECKING:

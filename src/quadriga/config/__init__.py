@@ -2,10 +2,9 @@
 
     schema      `quadriga train`: all sections as frozen dataclasses, with defaults and ranges
     commands    the settings of the other commands
-    loading     `load_config`: defaults, then a YAML file, then overrides `key=value`
+    loading     `load_config`: defaults, then a YAML file, then overrides `key=value`; `to_yaml`
     convert     plain values → dataclasses, with strict types, ranges and "did you mean", and the
                 text of `--help`
-    writing     settings → plain values and YAML
     secrets     what is masked in settings, logs and errors
     paths       `~` at the beginning of a path
     role_ranks  which ranks each role uses

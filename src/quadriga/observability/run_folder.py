@@ -88,7 +88,7 @@ class RunFolder:
         neither a checkpoint nor a model. Otherwise `ConfigError` is raised. `ConfigError` is also
         raised if another run writes there now. Raises `InputError` if the folder cannot be written.
         """
-        from quadriga.config.writing import to_yaml
+        from quadriga.config.loading import to_yaml
 
         folder = cls(Path(path).absolute())
         folder.check(resume=resume, overwrite=overwrite, restart=restart)

@@ -26,9 +26,9 @@ from quadriga.checkpoint.folders import (
     verify_checkpoint,
 )
 from quadriga.config.commands import RMConfig, SFTConfig
+from quadriga.config.loading import setting_leaves, to_yaml
 from quadriga.config.role_ranks import has_reward_model
-from quadriga.config.schema import ModelConfig, RunConfig, TrainConfig
-from quadriga.config.writing import setting_leaves, to_yaml
+from quadriga.config.schema import RunConfig, TrainConfig
 from quadriga.errors import CheckpointError, QuadrigaError
 from quadriga.models.folder import local_folder
 from quadriga.observability.run_folder import CHECKPOINTS
@@ -48,10 +48,9 @@ AnyRun = TrainConfig | SFTConfig | RMConfig
 _ARGUMENTS = "data.chat_template_kwargs"  # each of its names is a key of its own
 # What decides on the rows and their order. The position in the data means nothing without them.
 _DATA = (
-    "content of data.train_files", "content of the images of data.train_files",
-    "data.train_batch_size", "data.shuffle", "data.seed", "data.prompt_key", "data.response_key",
-    "data.messages_key", "data.chosen_key", "data.rejected_key", "data.image_key",
-    "data.max_prompt_length", "data.max_length", _ARGUMENTS, "data.filter_overlong_prompts",
+    "content of data.train_files", "data.train_batch_size", "data.shuffle", "data.seed",
+    "data.prompt_key", "data.response_key", "data.messages_key", "data.chosen_key",
+    "data.rejected_key", "data.image_key", "data.max_prompt_length", "data.max_length", _ARGUMENTS, "data.filter_overlong_prompts",
     "data.train_weights", "content of data.dataset.path", "data.dataset.name",
     "content of data.sampler.path", "data.sampler.name", "trainer.seed",
 )  # fmt: skip
@@ -132,22 +131,19 @@ def read_state(checkpoint: Path) -> ControllerState:
 def inputs_of(config: AnyRun) -> dict[str, object]:
     """Return what the steps of a run depend on: the settings by dotted key, and the contents of
     files as digests. Secrets are masked and `${…}` are unresolved, as in `config.yaml`."""
-    data = config.data
     files: dict[str, Sequence[str | None]] = {
-        "data.train_files": data.train_files,
-        "data.val_files": data.val_files,
+        "data.train_files": config.data.train_files,
+        "data.val_files": config.data.val_files,
     }
     found: dict[str, object] = dict(setting_leaves(yaml.safe_load(to_yaml(config))))
     if isinstance(config, TrainConfig):
-        policy, critic = config.actor_rollout_ref.model, config.critic.model
-        models = {"actor_rollout_ref.model": policy, "critic.model": critic}
+        models = {
+            "actor_rollout_ref.model": config.actor_rollout_ref.model,
+            "critic.model": config.critic.model,
+        }
         files["algorithm.user_files"] = config.algorithm.user_files
         files["data.dataset.path"] = [config.data.dataset.path]
         files["data.sampler.path"] = [config.data.sampler.path]
-        # The rows of a dataset class of the user name images in a way that is not known here.
-        for key in ("train_files", "val_files") if config.data.dataset.path is None else ():
-            images = images_digest(policy, getattr(data, key), config.data.image_key)
-            found[f"content of the images of data.{key}"] = images
         # A role of the user in its place has a section of another class.
         path = config.reward_model.model.path if has_reward_model(config) else ""
         found["config.json of reward_model.model.path"] = _file_digest("config.json", path)
@@ -178,26 +174,6 @@ def contents_digest(files: Sequence[str]) -> str:
     """
     contents = [digest_file(Path(file)) if Path(file).is_file() else "" for file in files]
     return digest_json({"contents": contents})
-
-
-def images_digest(model: ModelConfig, files: Sequence[str], image_key: str | None) -> str:
-    """Return one digest for the image files that the rows of data files name.
-
-    It is that of no file for a model of text. Images in the data files themselves do not count.
-
-    Raises:
-        DataError: a data file cannot be read.
-    """
-    from quadriga.data.images import image_files
-    from quadriga.models.images import image_tokens
-
-    if not (image_key and files and model.path) or (
-        image_tokens(model.path, trust_remote_code=model.trust_remote_code) is None
-    ):
-        return contents_digest(())
-    paths = (Path(file) for file in files)
-    named = (image for path in paths if path.is_file() for image in image_files(path, image_key))
-    return contents_digest([str(image) for image in named])
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ GUARDS = (
     ),
     Guard(
         "values of variables in config.yaml",
-        "config/writing.py",
+        "config/loading.py",
         "                OmegaConf.update(written, key, text)\n",
         "                pass\n",
         f"{SECRETS}::test_values_of_variables_are_not_written",

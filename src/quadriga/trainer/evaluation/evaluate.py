@@ -21,8 +21,8 @@ from rich.table import Table
 
 from quadriga.checkpoint.files import read_json, write_json
 from quadriga.config.commands import EvalConfig
+from quadriga.config.loading import to_yaml
 from quadriga.config.secrets import mask_secrets
-from quadriga.config.writing import to_yaml
 from quadriga.errors import ConfigError
 from quadriga.files import cannot_write, replacing
 from quadriga.observability.jsonl import JsonlFile, JsonObject

@@ -23,7 +23,7 @@ import yaml
 
 from quadriga.checkpoint.files import digest_file, digest_json, read_json, write_json
 from quadriga.config.commands import GenerateConfig, GenerationConfig
-from quadriga.config.writing import setting_leaves, to_yaml
+from quadriga.config.loading import setting_leaves, to_yaml
 from quadriga.errors import ConfigError, InputError
 from quadriga.files import cannot_write, replacing
 from quadriga.models.folder import local_folder
@@ -32,7 +32,6 @@ from quadriga.observability.run_folder import RunLock
 from quadriga.trainer.checkpoints import (
     changed_words,
     contents_digest,
-    images_digest,
 )
 
 
@@ -203,9 +202,7 @@ def inputs_of(config: GenerationConfig) -> Inputs:
     left_out = (*_WITHOUT_EFFECT, *_OF_SCORES)
     kept: Inputs = {key: value for key, value in settings if not key.startswith(left_out)}
     model = config.model
-    images = images_digest(model, config.data_files, config.image_key)
     kept["content of data_files"] = contents_digest(config.data_files)
-    kept["content of the images of data_files"] = images
     if isinstance(config, GenerateConfig) and config.images:
         kept["content of images"] = contents_digest(config.images)
     for name, path in (("path", model.path), ("tokenizer_path", model.tokenizer_path)):
