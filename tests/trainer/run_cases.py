@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -94,17 +93,3 @@ def trained(overrides, **arguments) -> list[dict[str, float]]:
     finally:
         trainer.close()
     return timeless(list(read_jsonl(f"{config.trainer.default_local_dir}/metrics.jsonl")))
-
-
-def fail_in_step_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each run fail before it logs step 2."""
-    from quadriga.trainer.record import RunRecord
-
-    original = RunRecord.end_step
-
-    def end_step(self: RunRecord, step: int) -> None:
-        if step == 2:
-            raise RuntimeError("in step 2")
-        original(self, step)
-
-    monkeypatch.setattr(RunRecord, "end_step", end_step)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
-from run_cases import fail_in_step_two, timeless
+from run_cases import timeless
 
 from quadriga.config.commands import GenerateConfig
 from quadriga.config.loading import load_config
-from quadriga.errors import ConfigError
-from quadriga.observability.jsonl import read_jsonl
 
 USER_REWARD = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -148,32 +145,3 @@ def test_two_ranks_compute_the_steps_of_one_rank(run, tmp_path, own, restored_ta
         assert [row.get(name) for row in two[1:]] == pytest.approx(
             [row.get(name) for row in one[1:]], abs=2e-4
         ), name
-
-
-def test_a_run_that_died_before_its_first_checkpoint_begins_again(
-    run, tmp_path, monkeypatch, caplog
-) -> None:
-    settings = ("trainer.resume_mode=auto", "trainer.total_training_steps=3",
-                "trainer.loggers=[jsonl,tensorboard]")  # fmt: skip
-    fail_in_step_two(monkeypatch)
-    with pytest.raises(RuntimeError, match="in step 2"):
-        run(*settings)
-    folder = tmp_path / "run"
-    assert [row["step"] for row in read_jsonl(folder / "metrics.jsonl")] == [0, 1]
-    with pytest.raises(ConfigError, match="already holds a run"):
-        run(*settings, "trainer.resume_mode=disable")
-    monkeypatch.undo()
-    assert [row["step"] for row in run(*settings)] == [0, 1, 2, 3]
-    assert f"{folder} has no checkpoint: its run begins again from step 1" in caplog.text
-    assert len(list((folder / "tensorboard").iterdir())) == 1
-    samples = [(row["step"], row["split"]) for row in read_jsonl(folder / "samples.jsonl")]
-    assert samples == [
-        (step, split)
-        for step, split in [(0, "val"), (1, "train"), (2, "train"), (3, "train"), (3, "val")]
-        for _ in range(8)
-    ]
-    shutil.rmtree(folder / "checkpoints")
-    with pytest.raises(ConfigError, match=r"a checkpoint to resume but with .*run/model; with"):
-        run(*settings)
-    assert (folder / "model/config.json").is_file()
-    assert len(list(read_jsonl(folder / "metrics.jsonl"))) == 4
