@@ -80,8 +80,8 @@ def limit(needed: float) -> str:
 
 
 STARTS = {
-    "rm": "fine_tuning.one_group.open_backend",
-    "sft": "fine_tuning.one_group.open_backend",
+    "rm": "fine_tuning.sft.open_backend",
+    "sft": "fine_tuning.sft.open_backend",
     "generate": "evaluation.generate.rollout_group",
 }
 

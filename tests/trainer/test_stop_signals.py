@@ -95,7 +95,7 @@ def test_a_run_that_is_stopped_can_be_resumed(
 @pytest.mark.parametrize(
     ("place", "steps"),
     [
-        ("quadriga.trainer.fine_tuning.one_group.OneGroupTrainer.init_workers", []),
+        ("quadriga.trainer.fine_tuning.sft.OneGroupTrainer.init_workers", []),
         ("quadriga.trainer.record.RunRecord.log_validation", [1]),
         ("quadriga.workers.actor_rollout_ref.SFTWorker.export_hf", [1, 2]),
     ],

@@ -1,6 +1,5 @@
 """Training on given conversations.
 
-sft            supervised fine-tuning
-rm             a reward model from pairs of responses
-conversations  the data of fine-tuning, its end tokens and its loss
+sft   supervised fine-tuning, and the loop of a run with one worker group
+rm    a reward model from pairs of responses
 """

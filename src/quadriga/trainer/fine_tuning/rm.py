@@ -14,7 +14,7 @@ from quadriga.config.paths import absolute_paths
 from quadriga.data.pairs import MARGINS, PairDataset, PairLengths
 from quadriga.models.folder import local_folder
 from quadriga.protocol import DataProto, fields, pad_dataproto_to_divisor, unpad_dataproto
-from quadriga.trainer.fine_tuning.one_group import FineTuned, OneGroupTrainer, Validate
+from quadriga.trainer.fine_tuning.sft import FineTuned, OneGroupTrainer, Validate
 from quadriga.trainer.preflight import check_fine_tuning_config
 from quadriga.trainer.record import RunRecord
 from quadriga.trainer.roles.placement import Role
