@@ -446,11 +446,11 @@ def start_group(
 
 
 class VersionedRollout:
-    """The rollout of a run: what it generates comes from the weights of the run.
+    """The rollout of a run: what it generates comes from the weights that the actor has.
 
     Args:
         rollout: the worker group that generates.
-        actor_version: returns the version of the actor's weights, or -1, that of a model folder.
+        actor_version: returns the version of the actor's weights.
     """
 
     def __init__(self, rollout: GeneratingGroup, actor_version: Callable[[], int]) -> None:
@@ -476,9 +476,9 @@ class VersionedRollout:
             versions = sorted(set(found_B[wrong].tolist()))
             raise RolloutOutputError(
                 f"{len(wrong)} of {len(found_B)} responses, row {wrong[0]} first, were sampled by "
-                f"weights of version {', '.join(map(str, versions))}, but the run has version "
+                f"weights of version {', '.join(map(str, versions))}, but the actor has version "
                 f"{expected}; the last weight sync did not reach every rank of the rollout, or "
-                "another program has updated its engine: start a server again with the model",
+                "another program updates its engine",
                 fault="weight version",
                 row=wrong[0],
                 version=versions[0],

@@ -17,7 +17,7 @@ from quadriga.config.role_ranks import trainer_settings
 from quadriga.config.schema import ActorRolloutRefConfig, RolloutConfig, RolloutEngineConfig
 from quadriga.data.images import TAG
 from quadriga.data.rows import Row
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, RolloutError
 from quadriga.models.folder import check_model_folder
 from quadriga.observability.console import RunConsole
 from quadriga.observability.jsonl import JsonObject
@@ -39,7 +39,6 @@ from quadriga.trainer.roles.placement import Role
 from quadriga.trainer.roles.workers import threads_per_rank
 from quadriga.trainer.worker_groups import (
     StartedGroups,
-    VersionedRollout,
     close_on_error,
     one_pool,
     open_backend,
@@ -226,6 +225,12 @@ def _generate_batch(
 ) -> list[ResponseRow]:
     expanded = stages.expand_prompts(prompts, n=config.n, seed=config.seed, seed_by_index=True)
     batch = stages.generate(expanded.batch, group, "train").batch
+    versions = {*batch.batch[fields.WEIGHT_VERSION].tolist()} - {FROM_FOLDER}
+    if versions:  # a server that runs already may hold weights of a training run
+        raise RolloutError(
+            f"rollout engine {config.rollout.name!r} generated with weights of version "
+            f"{min(versions)} of a training run; start the server again with model.path"
+        )
     pairs = zip(batch.batch[fields.RESPONSES], batch.batch[fields.RESPONSE_MASK], strict=True)
     ids = [row[mask.bool()].tolist() for row, mask in pairs]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -313,7 +318,6 @@ def rollout_group(config: GenerationConfig) -> Iterator[GeneratingGroup]:
             group.init_model()
             rollout = group
     try:
-        # A server that runs already may hold weights of a training run.
-        yield VersionedRollout(rollout, lambda: FROM_FOLDER)
+        yield rollout
     finally:
         StartedGroups(backend, groups).close()
