@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.cli.main import COMMANDS, PLANNED, main
+from quadriga.cli.main import COMMANDS, PLANNED
 from quadriga.config.commands import EvalConfig, SFTConfig
 from quadriga.config.convert import is_settings, walk_keys
 from quadriga.config.loading import load_config, to_yaml
@@ -95,12 +95,6 @@ def test_lists_of_paths_and_the_parts_of_the_reward(home):
         load_config(TrainConfig, ["data.train_files=[~/a.parquet]"])
 
 
-def test_a_program_that_builds_its_settings_has_the_same_paths(home):
-    assert DataConfig(train_files=["~/a.parquet"]).train_files == [str(home / "a.parquet")]
-    trainer = dataclasses.replace(TrainerConfig(), default_local_dir="~/run")
-    assert trainer.default_local_dir == str(home / "run")
-
-
 def test_names_that_are_no_paths_of_the_home_folder_stay(tmp_path):
     for path in ("hf://owner/~name", "a/~/b", "", "~no such user/b", "https://h/~u"):
         assert ModelConfig(path=path).path == path
@@ -137,10 +131,3 @@ def test_a_changed_file_of_the_home_folder_is_a_change_for_a_resumed_run(home):
         (home / name).write_text("second")
         after = inputs_of(config)
         assert [own for own in before if before[own] != after[own]] == [key]
-
-
-def test_a_command_writes_to_the_home_folder(home, capsys):
-    sizes = ["train_size=2", "val_size=2", "sft_size=2"]
-    assert main(["data", "make", "output=~/made", *sizes]) == 0
-    assert (home / "made" / "train.parquet").is_file()
-    assert list(Path().iterdir()) == [], "no folder named ~ in the working directory"

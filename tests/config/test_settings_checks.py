@@ -101,10 +101,6 @@ def test_defaults_pass():
             f"{MINI}=24 does not divide data.train_batch_size=64 (64 = 2 × 24 + 16)",
         ),
         (
-            ["algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=3"],
-            "critic.ppo_mini_batch_size=3 does not divide data.train_batch_size=64",
-        ),
-        (
             ["algorithm.adv_estimator=grpo"],
             f"{N}=1 is too few, because algorithm.adv_estimator=grpo compares the responses",
         ),
