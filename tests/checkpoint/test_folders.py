@@ -11,7 +11,7 @@ from quadriga.checkpoint.folders import (
     begin_checkpoint,
     commit_checkpoint,
     complete_checkpoints,
-    latest_checkpoint,
+    newest_undamaged_checkpoint,
     prune_checkpoints,
     set_aside_after,
     step_folder,
@@ -43,14 +43,14 @@ def test_killed_at_every_operation_on_the_disk(tmp_path, monkeypatch, step):
                 moments += 1
             else:
                 break
-        found = latest_checkpoint(root)
+        found = newest_undamaged_checkpoint(root)[0]
         content = verify_checkpoint(found)["content"]
         assert content in (1.0, 2.0)
         for part in range(2):
             stored = files_of(found / "actor" / f"{part}.safetensors")
             assert torch.equal(stored, torch.full((3,), content))
         save(root, 7, 3.0)
-        assert latest_checkpoint(root) == step_folder(root, 7)
+        assert newest_undamaged_checkpoint(root)[0] == step_folder(root, 7)
         assert list(root.glob("*.partial")) == [], "what was killed takes no disk for ever"
     assert moments > 10
 
@@ -62,7 +62,7 @@ def test_a_killed_deletion_of_an_old_checkpoint_leaves_nothing_for_ever(tmp_path
         with monkeypatch.context() as patch, pytest.raises(KilledError):
             kill_at(patch, moment)
             prune_checkpoints(tmp_path, 1)
-        assert latest_checkpoint(tmp_path) == step_folder(tmp_path, 2)
+        assert newest_undamaged_checkpoint(tmp_path)[0] == step_folder(tmp_path, 2)
     save(tmp_path, 3, 1.0)
     assert prune_checkpoints(tmp_path, 1) == [step_folder(tmp_path, 2)]
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_3"]

@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 from run_cases import metrics_of_run, two_steps
 
-from quadriga.checkpoint.folders import complete_checkpoints, latest_checkpoint, read_marker
+from quadriga.checkpoint.folders import (
+    complete_checkpoints,
+    newest_undamaged_checkpoint,
+    read_marker,
+)
 from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
@@ -80,7 +84,7 @@ def test_the_user_can_insist(first, run, caplog) -> None:
     rows = run(*RESUME, *change)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert "data.train_batch_size: 8 → 4" in caplog.text
-    info = read_marker(latest_checkpoint(first / "checkpoints"))
+    info = read_marker(newest_undamaged_checkpoint(first / "checkpoints")[0])
     assert info["loader"]["batches_done"] == 1, "changed data begins at the start of the epoch"
 
 

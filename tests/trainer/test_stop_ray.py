@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from run_process import RunProcess, started_run
 
-from quadriga.checkpoint.folders import latest_checkpoint, verify_checkpoint
+from quadriga.checkpoint.folders import newest_undamaged_checkpoint, verify_checkpoint
 from quadriga.observability.jsonl import read_jsonl
 
 pytestmark = pytest.mark.nightly
@@ -50,6 +50,6 @@ def test_a_run_that_is_stopped_saves_a_checkpoint_and_leaves_no_process(
         run.popen.send_signal(signal.SIGTERM)
         assert run.popen.wait(timeout=60) == 128 + signal.SIGTERM
         run.seconds_until_empty(timeout_s=15)
-    found = latest_checkpoint(tmp_path / "run" / "checkpoints")
+    found = newest_undamaged_checkpoint(tmp_path / "run" / "checkpoints")[0]
     assert verify_checkpoint(found)["step"] == steps_done(tmp_path / "run")
     assert not (tmp_path / "run" / "run.lock").exists()

@@ -13,7 +13,7 @@ from fine_tuning_cases import six_steps
 
 from quadriga.checkpoint.folders import (
     complete_checkpoints,
-    latest_checkpoint,
+    newest_undamaged_checkpoint,
     read_marker,
     verify_checkpoint,
 )
@@ -82,7 +82,7 @@ def test_a_run_that_is_stopped_can_be_resumed(
     assert main(overrides) == 128 + number
     folder = tmp_path / "run"
     assert not (folder / "run.lock").exists()
-    found = latest_checkpoint(folder / "checkpoints")
+    found = newest_undamaged_checkpoint(folder / "checkpoints")[0]
     if not save:
         assert found is None
         return

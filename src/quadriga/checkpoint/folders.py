@@ -192,12 +192,6 @@ def complete_checkpoints(root: str | Path) -> list[tuple[int, Path]]:
     return sorted(found.items())
 
 
-def latest_checkpoint(root: str | Path) -> Path | None:
-    """Return the complete checkpoint of the highest step, or None."""
-    found = complete_checkpoints(root)
-    return found[-1][1] if found else None
-
-
 def set_aside_after(root: str | Path, step: int) -> list[Path]:
     """Rename the checkpoints of later steps, so that they are neither found nor pruned.
 
