@@ -133,7 +133,7 @@ class Invocation:
             from quadriga.compat.verl_table import TRAIN
 
             if self.file is not None:
-                raise ConfigError("--verl and --config are two settings files", key="--verl")
+                raise ConfigError("--verl and --config: two files; pass one", key="--verl")
             translation = read_verl(settings, TRAIN, self.verl, overrides)
             print(translation.report(), file=sys.stderr)
             return translation.config
