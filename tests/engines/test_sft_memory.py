@@ -16,7 +16,7 @@ from quadriga.engines.fsdp import FSDPEngine
 from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.protocol import fields
 from quadriga.trainer.fine_tuning.sft import load_sft_rows
-from quadriga.trainer.memory.plan import sft_plan
+from quadriga.trainer.memory import sft_plan
 
 VOCABULARY = 2000
 

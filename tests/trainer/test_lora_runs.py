@@ -13,7 +13,7 @@ from quadriga.config.commands import SFTConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, InputError
-from quadriga.trainer.memory.plan import train_plan
+from quadriga.trainer.memory import train_plan
 from quadriga.trainer.preflight import check_fine_tuning_config
 
 LORA = ("actor_rollout_ref.model.lora.rank=4", "actor_rollout_ref.actor.optim.lr=1e-2")

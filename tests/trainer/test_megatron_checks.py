@@ -15,7 +15,7 @@ from quadriga.models.context_window import LongestSequence
 from quadriga.models.loading import load_causal_lm
 from quadriga.trainer.checks.data import check_token_budget
 from quadriga.trainer.checks.settings import stage_problems
-from quadriga.trainer.memory.plan import train_plan
+from quadriga.trainer.memory import train_plan
 from quadriga.trainer.preflight import check_train_config
 
 ACTOR, REF = "actor_rollout_ref.actor.engine", "actor_rollout_ref.ref.engine"

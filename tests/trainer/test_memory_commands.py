@@ -13,14 +13,12 @@ from quadriga.config.loading import load_config
 from quadriga.data.conversations import ConversationLengths
 from quadriga.data.pairs import PairLengths
 from quadriga.errors import ConfigError
+from quadriga.trainer import memory
 from quadriga.trainer.evaluation import generate
 from quadriga.trainer.evaluation.generate import load_prompts
 from quadriga.trainer.fine_tuning.rm import load_pairs
 from quadriga.trainer.fine_tuning.sft import load_sft_rows
-from quadriga.trainer.memory import check as memory_check, plan as memory
-from quadriga.trainer.memory.check import RunMemory
-from quadriga.trainer.memory.machine import GIB
-from quadriga.trainer.memory.plan import generation_plan, rm_plan, sft_plan
+from quadriga.trainer.memory import GIB, RunMemory, generation_plan, rm_plan, sft_plan
 
 
 def pair(chosen, rejected, question="3 + 4"):
@@ -227,7 +225,7 @@ SEVEN_BILLION = {
 
 def test_hosts_that_are_too_small_are_refused(tmp_path, monkeypatch):
     """A model of 7.8 billion parameters on one device of 80 GB and a host of 24 GiB."""
-    monkeypatch.setattr(memory_check, "available_memory", lambda: 24 * GIB)
+    monkeypatch.setattr(memory, "available_memory", lambda: 24 * GIB)
     Qwen2Config(**SEVEN_BILLION).save_pretrained(tmp_path)
     given = (f"model.path={tmp_path}", "trainer.device=cuda", "trainer.device_memory_gb=60")
     lengths = ConversationLengths(rows=64, longest=256, targets=128, share=0.5)

@@ -21,7 +21,7 @@ from quadriga.rollout.vllm.options import VLLM
 from quadriga.trainer.evaluation.generate import run_generation
 from quadriga.trainer.ingredients import image_rules
 from quadriga.trainer.main import run_training
-from quadriga.trainer.memory.plan import train_plan
+from quadriga.trainer.memory import train_plan
 
 RULE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

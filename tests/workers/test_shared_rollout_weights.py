@@ -10,7 +10,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import RolloutError
 from quadriga.protocol import DataProto, fields
-from quadriga.trainer.memory.plan import train_plan
+from quadriga.trainer.memory import train_plan
 from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
 from quadriga.workers.generation import generation_inputs
 from quadriga.workers.runtime import RankRuntime

@@ -110,7 +110,7 @@ def show_training_plan(config: TrainConfig) -> None:
     print(plan.text(with_critic=needs_critic(config)))
     print(StepPlan.of(config).text())
     if config.actor_rollout_ref.model.path:
-        from quadriga.trainer.memory.check import RunMemory
+        from quadriga.trainer.memory import RunMemory
 
         check_models_of_engines(role_engines(config))
         print(RunMemory(config).text())
@@ -134,14 +134,14 @@ def show_fine_tuning_plan(config: SFTConfig | RMConfig) -> None:
     check_trained_part(config.model, "score" if kind == "pairs" else "lm", config.optim)
     if isinstance(config, RMConfig):
         from quadriga.trainer.fine_tuning.rm import load_pairs
-        from quadriga.trainer.memory.check import RunMemory
+        from quadriga.trainer.memory import RunMemory
 
         pairs = load_pairs(config)
         count, memory = len(pairs.train), RunMemory(config, pairs.lengths).text()
         longest = f"{pairs.lengths.longest} tokens, and one more is added"
     else:
         from quadriga.trainer.fine_tuning.sft import load_sft_rows
-        from quadriga.trainer.memory.check import RunMemory
+        from quadriga.trainer.memory import RunMemory
 
         loaded = load_sft_rows(config)
         own = loaded.val_conversations and loaded.val_conversations.lengths
@@ -158,8 +158,7 @@ def show_fine_tuning_plan(config: SFTConfig | RMConfig) -> None:
 def show_generation_plan(config: GenerateConfig) -> None:
     """Print the batches and the memory of generation."""
     from quadriga.trainer.checks.settings import check_generate_settings
-    from quadriga.trainer.memory.check import RunMemory
-    from quadriga.trainer.memory.plan import generated_rows
+    from quadriga.trainer.memory import RunMemory, generated_rows
     from quadriga.trainer.preflight import require_model_path
 
     check_generate_settings(config)

@@ -64,12 +64,10 @@ class Rollout:
 
     Attributes:
         engine: "module:class" of the `RolloutEngine`, which is imported when it is built.
-        memory_function: "module:function" of `memory`, called with (settings, model, use).
         computes_images: it generates from prompts with images.
     """
 
     engine: ClassVar[str] = ""
-    memory_function: ClassVar[str] = ""
     computes_images: ClassVar[bool] = False
     sampling_settings: ClassVar[frozenset[SamplingSetting]] = ALL_SETTINGS
     filter_order: ClassVar[FilterOrder] = "top_k, top_p, min_p"
@@ -147,16 +145,16 @@ class Rollout:
         """Return whether the engine can compute with the adapters of a model beside its weights."""
         return False
 
-    def memory(self, model: ModelConfig, use: GenerationUse) -> EngineMemory | None:
-        """Return what the engine holds and adds on a rank; None: it is not known.
+    def memory(self, model: ModelConfig, use: GenerationUse) -> EngineMemory:
+        """Return what the engine holds and adds on a rank. By default it is not known.
 
         Raises:
             ModelError: the folder has no config of a causal language model.
         """
-        if not self.memory_function:
-            return None
-        found: EngineMemory = imported(self.memory_function)(self.settings, model, use)
-        return found
+        from quadriga.models.memory import EngineMemory
+
+        missing = f"rollout (engine {self.settings.name})"
+        return EngineMemory({}, {"generate": {}}, missing=missing)
 
     def build(
         self,

@@ -1,8 +1,8 @@
-"""How a run uses a rollout engine: what its memory depends on.
+"""How a run uses a rollout engine, and the memory of an engine that reserves it when it starts.
 
-`Rollout.memory(model, use)` of each engine returns its `EngineMemory`. vLLM and SGLang
-allocate their keys and values once, and keep them while the actor trains, unless
-`rollout.take_turns` releases them. On an accelerator they take a share of the device:
+`Rollout.memory(model, use)` of each engine returns its `EngineMemory`. vLLM and SGLang allocate
+their keys and values once, and keep them while the actor trains, unless `rollout.take_turns`
+releases them. On an accelerator they take a share of the device:
 
     engine   share of the device                 weights   keys and values   activations   context
     vllm     gpu_memory_utilization              in it     the rest of it    in it         in it
@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from quadriga.config.schema import DtypeName, ModelConfig, SamplingConfig
+import torch
+
+from quadriga.config.schema import ModelConfig, RolloutEngineConfig, SamplingConfig
 from quadriga.models.loading import model_without_weights
-from quadriga.models.memory import META
+from quadriga.models.memory import META, EngineMemory, stored_bytes
 from quadriga.parallel.device import compute_dtype
 
 if TYPE_CHECKING:
@@ -48,19 +50,63 @@ class GenerationUse:
     device: int | None = None
 
 
-def rollout_on_meta(model: ModelConfig, dtype: DtypeName, device_type: str) -> PreTrainedModel:
+def rollout_on_meta(
+    rollout: RolloutEngineConfig, model: ModelConfig, device_type: str
+) -> PreTrainedModel:
     """Return the model of a rollout without weights."""
-    import torch
-
+    device = torch.device("cpu") if device_type == "cpu" else META
     return model_without_weights(
         model.path,
         value_head=False,
-        dtype=compute_dtype(dtype, torch.device("cpu") if device_type == "cpu" else META),
+        dtype=compute_dtype(rollout.dtype, device),
         attn_implementation=model.attn_implementation,
         trust_remote_code=model.trust_remote_code,
     )
 
 
-def rest_of_share(share: float, device: int | None, used: int) -> int:
-    """Return what a share of the device leaves for keys and values."""
-    return 0 if device is None else max(0, math.ceil(share * device) - used)
+def reserved_memory(
+    rollout: RolloutEngineConfig,
+    model: ModelConfig,
+    use: GenerationUse,
+    limit: tuple[str, float],
+    unit: Literal["share", "MiB", "tokens"],
+    *,
+    ranks: int,
+    processes: int = 0,
+) -> EngineMemory:
+    """Return the weights, and the keys and values that an engine reserves.
+
+    Args:
+        limit: the option that says how many keys and values, and its value.
+        unit: of the value. A share of the device holds the weights, too.
+        ranks: devices over which the model is split.
+        processes: of the engine that use the device, beside the rank. 0: it is in the process of
+            the rank, and its context and activations are in its share.
+    """
+    (setting, value), on_cpu, cache = limit, use.device_type == "cpu", 0
+    module = rollout_on_meta(rollout, model, use.device_type)
+    weights = math.ceil(stored_bytes(module.state_dict().values()) / ranks)
+    missing = f"activations{'' if on_cpu else ' and CUDA graphs'} of {rollout.name}"
+    if unit == "MiB":
+        cache = int(value) << 20
+    elif unit == "tokens":
+        config = module.config.get_text_config()
+        heads = config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        width = (getattr(config, "num_key_value_heads", None) or heads) * size
+        of_token = 2 * config.num_hidden_layers * width * module.dtype.itemsize
+        cache = math.ceil(of_token * value / ranks)
+    elif use.device is None:
+        missing = f"keys and values of {rollout.name}, {value:g} of the device"
+    else:
+        context = 0 if processes else CONTEXT_BYTES
+        cache = max(0, math.ceil(value * use.device) - weights - context)
+        missing = missing if processes else ""
+    return EngineMemory(
+        {"weights": weights, "KV cache": cache},
+        {"generate": {}},
+        weights,
+        missing=missing,
+        processes=processes,
+        limit=(f"options.{setting}", value),
+    )

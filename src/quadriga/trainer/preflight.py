@@ -94,7 +94,7 @@ def check_train_config(
         _check_models(placed)
     check_run_folder(config)
     if not own_policy:
-        from quadriga.trainer.memory.check import RunMemory
+        from quadriga.trainer.memory import RunMemory
 
         RunMemory(placed).check()
     return config, placed, plan

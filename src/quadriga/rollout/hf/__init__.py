@@ -19,14 +19,20 @@ from quadriga.rollout import Rollout
 if TYPE_CHECKING:
     import torch
 
+    from quadriga.models.memory import EngineMemory
     from quadriga.rollout.base import RolloutEngine
+    from quadriga.rollout.memory import GenerationUse
 
 
 class HF(Rollout):
     """The reference, which needs no further package."""
 
-    memory_function = "quadriga.rollout.hf.memory:generation_memory"
     computes_images = True
+
+    def memory(self, model: ModelConfig, use: GenerationUse) -> EngineMemory:
+        from quadriga.rollout.hf.memory import generation_memory
+
+        return generation_memory(self.settings, model, use)
 
     def build(
         self,

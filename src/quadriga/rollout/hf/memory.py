@@ -47,7 +47,7 @@ def generation_memory(
     Raises:
         ModelError: the folder has no config of a causal language model.
     """
-    module = rollout_on_meta(model, rollout.dtype, use.device_type)
+    module = rollout_on_meta(rollout, model, use.device_type)
     weights = stored_bytes(module.state_dict().values())
     found = EngineMemory(
         {"weights": weights}, {}, host=weights, loading=weights, shares_weights=True

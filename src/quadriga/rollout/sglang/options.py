@@ -10,12 +10,13 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from quadriga.config.convert import build
 from quadriga.config.schema import (
     Count,
+    ModelConfig,
     Natural,
     Options,
     Positive,
@@ -31,6 +32,10 @@ from quadriga.rollout.abilities import (
     RolloutAbilities,
     SamplingSetting,
 )
+
+if TYPE_CHECKING:
+    from quadriga.models.memory import EngineMemory
+    from quadriga.rollout.memory import GenerationUse
 
 KEY = "actor_rollout_ref.rollout.options"
 """The setting that holds the options, for messages."""
@@ -165,8 +170,6 @@ class SGLang(Rollout):
     """See `Rollout`."""
 
     engine = "quadriga.rollout.sglang.engine:SGLangRollout"
-    memory_function = "quadriga.rollout.sglang.memory:sglang_memory"
-
     filter_order = "joint"
 
     def __init__(self, settings: RolloutEngineConfig) -> None:
@@ -206,6 +209,27 @@ class SGLang(Rollout):
                 "memory must not be released; remove one of them",
                 key="actor_rollout_ref.rollout.take_turns",
             )
+
+    def memory(self, model: ModelConfig, use: GenerationUse) -> EngineMemory:
+        from quadriga.models.memory import EngineMemory
+        from quadriga.rollout.memory import reserved_memory
+
+        options, on_cpu = self.options, use.device_type == "cpu"
+        if options.url is not None:
+            return EngineMemory({}, {"generate": {}}, missing=f"the SGLang at {options.url}")
+        name, default = "mem_fraction_static", MEM_FRACTION_STATIC
+        if on_cpu:
+            name, default = "max_total_tokens", CPU_TOKENS
+        value: Any = options.server_args.get(name, default)
+        return reserved_memory(
+            self.settings,
+            model,
+            use,
+            (f"server_args.{name}", float(value)),
+            "tokens" if on_cpu else "share",
+            ranks=options.tensor_parallel,
+            processes=3 if on_cpu else 1,  # its host, scheduler and detokenizer, or its scheduler
+        )
 
     def not_reproduced(self, sampling: SamplingConfig) -> str:
         if sampling.temperature > 0 and not self.options.seeds:

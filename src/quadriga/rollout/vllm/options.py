@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, Gt, Le
@@ -28,6 +28,8 @@ from quadriga.rollout.abilities import ALL_SETTINGS
 
 if TYPE_CHECKING:
     from quadriga.models.context_window import ContextWindow, LongestSequence
+    from quadriga.models.memory import EngineMemory
+    from quadriga.rollout.memory import GenerationUse
 
 TESTED_VERSION = "0.32.0"
 """The version of vLLM that the tests run with."""
@@ -100,7 +102,6 @@ class VLLM(Rollout):
     """See `Rollout`."""
 
     engine = "quadriga.rollout.vllm.engine:VLLMRollout"
-    memory_function = "quadriga.rollout.vllm.memory:vllm_memory"
 
     def __init__(self, settings: RolloutEngineConfig) -> None:
         super().__init__(settings)
@@ -125,6 +126,19 @@ class VLLM(Rollout):
                 f"is {self.options.sleep_level}, but the memory of the rollout is not released "
                 f"without {ROLLOUT_KEY}.take_turns=true; set it, or remove sleep_level",
             )
+
+    def memory(self, model: ModelConfig, use: GenerationUse) -> EngineMemory:
+        from quadriga.rollout.memory import reserved_memory
+
+        options, ranks = self.options, self.options.tensor_parallel_size
+        cache_mb = options.kv_cache_mb or (CPU_CACHE_MB if use.device_type == "cpu" else None)
+        if cache_mb is not None:
+            limit = ("kv_cache_mb", cache_mb)
+            found = reserved_memory(self.settings, model, use, limit, "MiB", ranks=ranks)
+        else:
+            share = ("gpu_memory_utilization", options.gpu_memory_utilization)
+            found = reserved_memory(self.settings, model, use, share, "share", ranks=ranks)
+        return found if options.sleep_level == 1 else replace(found, host=0)
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
         check_temperature(sampling.temperature)

@@ -44,7 +44,7 @@ class RMTrainer(OneGroupTrainer[RMConfig, "PairTrainingGroup"]):
     saved_as = Role.RewardModel
 
     def __init__(self, config: RMConfig) -> None:
-        from quadriga.trainer.memory.check import RunMemory  # imports torch
+        from quadriga.trainer.memory import RunMemory  # imports torch
 
         given, config = config, absolute_paths(config)
         pairs = load_pairs(config)

@@ -236,7 +236,7 @@ class SFTTrainer(OneGroupTrainer[SFTConfig, "SFTGroup"]):
     def __init__(self, config: SFTConfig) -> None:
         from quadriga.data import PromptLoader
         from quadriga.rewards import RewardManager
-        from quadriga.trainer.memory.check import RunMemory  # imports torch
+        from quadriga.trainer.memory import RunMemory  # imports torch
 
         given, config = config, absolute_paths(config)
         rows = load_sft_rows(config)

@@ -11,20 +11,24 @@ their parameters and optimizer states, unless the settings offload them:
 
 vLLM and SGLang also keep their keys and values all the time. With `rollout.take_turns` the rollout
 has nothing on an accelerator while others compute. A run fits if its largest phase fits.
+
+`RunMemory` prints the table of a command, and refuses a run that does not fit.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
-from quadriga.config.commands import GenerationConfig, RMConfig, SFTConfig
+from quadriga.config.commands import GenerationConfig, RanksConfig, RMConfig, SFTConfig
 from quadriga.config.plan import batch_plan
 from quadriga.config.role_ranks import (
     RolePool,
@@ -36,22 +40,22 @@ from quadriga.config.role_ranks import (
 from quadriga.config.schema import (
     EngineConfig,
     ModelConfig,
+    OptimConfig,
     RolloutConfig,
-    RolloutEngineConfig,
+    RunConfig,
     TrainConfig,
 )
 from quadriga.data.pairs import PairLengths
-from quadriga.engines import ENGINES, engine_memory
-from quadriga.engines.base import HeadKind
+from quadriga.engines import engine_memory
 from quadriga.engines.memory import Rows, TrainingUse
+from quadriga.errors import ConfigError, ModelError
 from quadriga.models.images import image_tokens
 from quadriga.models.memory import Bytes, EngineMemory, largest
-from quadriga.parallel.device import compute_dtype
+from quadriga.parallel.device import compute_dtype, planned_device, ranks_are_elsewhere
 from quadriga.rollout import rollout_of
 from quadriga.rollout.memory import CONTEXT_BYTES, GenerationUse
-from quadriga.trainer.memory.machine import GIB, device_limit
+from quadriga.trainer.checks.settings import role_engines
 from quadriga.trainer.roles.workers import (
-    critic_model,
     needs_reference,
     reads_ref_log_prob,
     takes_old_log_probs_from_update,
@@ -63,6 +67,7 @@ if TYPE_CHECKING:
     from quadriga.data import PromptDataset
     from quadriga.data.conversations import ConversationLengths
 
+GIB = 2**30
 PROCESS_BYTES = {"cpu": GIB // 2, "accelerator": CONTEXT_BYTES}
 """What a rank needs beside tensors: Python and libraries; on an accelerator the context of the
 device and the buffers of its collectives. Rounded figures, not measured for each machine."""
@@ -77,9 +82,9 @@ _PASSES = {
 _STATES = "optimizer states"
 
 
-def gib(size: int, digits: int = 3) -> str:
+def gib(size: int) -> str:
     """Return bytes in GiB: "79.2", "0.0132"."""
-    return f"{size / GIB:.{digits}g}"
+    return f"{size / GIB:.3g}"
 
 
 @dataclass(frozen=True)
@@ -127,14 +132,38 @@ class PoolMemory:
         return max(self.totals.items(), key=lambda item: item[1])
 
     @property
-    def arithmetic(self) -> str:
-        """The sum of the largest phase: "update of the actor = 3 (actor gradients) + …"."""
+    def missing(self) -> list[str]:
+        """What is not counted, in words."""
+        found = [
+            f"activations of the {role} ({engine.missing})"
+            for role, engine in self.engines.items()
+            if engine.missing
+        ]
+        rollout = self.generation.missing if self.generation else ""
+        return [*found, rollout] if rollout else found
+
+    def text(self) -> str:
+        """Return the ranks' roles and the sum of the largest phase, with its largest parts:
+        "actor, rollout: update of the actor = 3 (actor gradients) + …"."""
         phase, total = self.largest
-        held = sorted(self.phases[phase].items(), key=lambda item: -item[1])
-        shown = [(what, size) for what, size in held if 50 * size >= total]
+        shown = Counter(self.phases[phase]).most_common(3)
         rest = total - sum(size for _, size in shown)
-        parts = [*shown, *([("other", rest)] if rest else [])]
-        return f"{phase} = " + " + ".join(f"{gib(size)} ({what})" for what, size in parts)
+        parts = [*shown, ("other", rest)] if rest else shown
+        summands = " + ".join(f"{gib(size)} ({what})" for what, size in parts)
+        return f"{', '.join(self.pool.roles)}: {phase} = {summands}"
+
+    def table(self) -> list[str]:
+        """Return a row for what is held, with a column for each phase."""
+        whats = dict.fromkeys(what for held in self.phases.values() for what in held)
+        rows = [(", ".join(self.pool.roles), list(self.phases))]
+        for what in whats:
+            sizes = [held.get(what, 0) for held in self.phases.values()]
+            if any(sizes):
+                rows.append((what, [gib(size) if size else "" for size in sizes]))
+        rows.append(("all", [gib(size) for size in self.totals.values()]))
+        widths = [max(10, len(phase) + 2) for phase in self.phases]
+        lines = [f"  {title:<28}" + "".join(map(str.rjust, row, widths)) for title, row in rows]
+        return [*lines, f"  {'largest phase':<28}{self.largest[0]}"]
 
     @property
     def host(self) -> int:
@@ -142,21 +171,15 @@ class PoolMemory:
         keep there, or models that are loaded whole."""
         if not self._on_accelerator:
             return 0
-
-        def kept(*released: str) -> int:
-            return sum(
-                engine.host
-                + sum(engine.held.values())
-                - (0 if role in released else sum(self._held(role).values()))
-                for role, engine in self.engines.items()
-            )
-
-        engines, most = list(self.engines.values()), kept()
+        whole = {role: e.host + sum(e.held.values()) for role, e in self.engines.items()}
+        kept = {role: size - sum(self._held(role).values()) for role, size in whole.items()}
+        most, loading = sum(kept.values()), [e.loading for e in self.engines.values()]
         if self.generation:
-            engines.append(self.generation)
-            if self._turns:
-                most = max(kept(ACTOR, REF), most + self.generation.host)
-        return PROCESS_BYTES["accelerator"] + max(most, *(engine.loading for engine in engines))
+            loading.append(self.generation.loading)
+            if self._turns:  # while the rollout generates, and while it is released
+                away = {role: size for role, size in whole.items() if role in (ACTOR, REF)}
+                most = max(sum((kept | away).values()), most + self.generation.host)
+        return PROCESS_BYTES["accelerator"] + max(most, *loading)
 
     @property
     def _on_accelerator(self) -> bool:
@@ -273,12 +296,17 @@ def _sum(*parts: Bytes) -> Bytes:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The memory of a run. `missing`: what is not counted, in words."""
+    """The memory of a run. `uncounted`: what no engine counts, in words."""
 
     device_type: str
     pools: tuple[PoolMemory, ...]
     ranks_per_node: int
-    missing: tuple[str, ...] = ()
+    uncounted: tuple[str, ...] = ()
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What is not counted, in words."""
+        return (*self.uncounted, *(what for pool in self.pools for what in pool.missing))
 
     @property
     def needed(self) -> int:
@@ -321,67 +349,35 @@ def train_plan(config: TrainConfig, device_type: str) -> MemoryPlan:
         ModelError: a model folder has no config of a suitable model.
     """
     uses, added, policy = uses_of_run(config), added_keys(config), config.actor_rollout_ref
-    missing = _uncounted_images(policy.model)
-    missing += [f"the added role {use}" for use in uses if use in added]
+    uncounted = _uncounted_images(policy.model)
+    uncounted += [f"the added role {use}" for use in uses if use in added]
+    trained = {found.role: found for found in role_engines(config) if found.role not in added}
     pools = []
     for pool in role_pools(config, uses):
-        engines, settings = {}, {}
-        for role in (role for role in _PASSES if role in pool.roles and role not in added):
+        engines, ranks = {}, len(pool.ranks)
+        for role in (role for role in trained if role in pool.roles):
             # Adapters that are off make the actor the reference.
             if role == REF and base_is_in_actor(config) and ACTOR in pool.roles:
                 continue
-            settings[role] = _engine_settings(config, role)
-            if settings[role].name not in ENGINES:
-                missing.append(f"{role} (engine {settings[role].name})")
-                continue
-            model, use = _training_use(config, role, len(pool.ranks), device_type)
-            engines[role] = engine_memory(model, settings[role], use)
-            missing += _uncounted(role, engines[role])
-        generation = None
-        if ROLLOUT in pool.roles:
-            generation = _train_generation(config, len(pool.ranks), device_type, missing)
+            found = trained[role]
+            use = TrainingUse(
+                found.head, ranks, device_type, update_rows(config, role),
+                evaluated_rows(config, role, found.engine, ranks), found.optim or OptimConfig(),
+            )  # fmt: skip
+            engines[role] = engine_memory(found.model, found.engine, use)
         pools.append(
             PoolMemory(
-                pool, device_type, engines, settings, generation, policy.rollout,
-                full_kl=policy.actor.reads_full_kl,
+                pool, device_type, engines, {role: trained[role].engine for role in engines},
+                _train_generation(config, ranks, device_type) if ROLLOUT in pool.roles else None,
+                policy.rollout, full_kl=policy.actor.reads_full_kl,
             )
         )  # fmt: skip
-    return MemoryPlan(device_type, tuple(pools), config.trainer.n_gpus_per_node, tuple(missing))
-
-
-def _uncounted(role: str, engine: EngineMemory) -> list[str]:
-    return [f"activations of the {role} ({engine.missing})"] if engine.missing else []
+    return MemoryPlan(device_type, tuple(pools), config.trainer.n_gpus_per_node, tuple(uncounted))
 
 
 def _uncounted_images(model: ModelConfig) -> list[str]:
     takes = model.path and image_tokens(model.path, trust_remote_code=model.trust_remote_code)
     return ["activations of the image encoder, whose parameters are counted"] if takes else []
-
-
-def _engine_settings(config: TrainConfig, role: str) -> EngineConfig:
-    policy = config.actor_rollout_ref
-    if role == REWARD_MODEL:  # a role of a user in its place has a section of another class
-        return config.reward_model.engine
-    return {
-        ACTOR: policy.actor.engine,
-        REF: policy.ref.engine,
-        CRITIC: config.critic.engine,
-    }[role]
-
-
-def _training_use(
-    config: TrainConfig, role: str, ranks: int, device_type: str
-) -> tuple[ModelConfig, TrainingUse]:
-    policy = config.actor_rollout_ref
-    head: HeadKind = "lm"
-    model, optim = policy.model, policy.actor.optim
-    if role == CRITIC:
-        model, head, optim = critic_model(config), "value", config.critic.optim
-    if role == REWARD_MODEL:
-        model, head = config.reward_model.model, "score"
-    update = update_rows(config, role)
-    evaluate = evaluated_rows(config, role, ranks)
-    return model, TrainingUse(head, ranks, device_type, update, evaluate, optim)
 
 
 def update_rows(config: TrainConfig, role: str) -> Rows | None:
@@ -397,9 +393,9 @@ def update_rows(config: TrainConfig, role: str) -> Rows | None:
     return replace(rows, entropy=entropy_use(actor, old_from_update=in_update))
 
 
-def evaluated_rows(config: TrainConfig, role: str, ranks: int) -> Rows | None:
+def evaluated_rows(config: TrainConfig, role: str, engine: EngineConfig, ranks: int) -> Rows | None:
     """Return the rows of a rank in a pass of a role without gradients; None if it has none."""
-    actor, engine = config.actor_rollout_ref.actor, _engine_settings(config, role)
+    actor = config.actor_rollout_ref.actor
     base = base_is_in_actor(config) and needs_reference(config)
     own_pass = role == ACTOR and not takes_old_log_probs_from_update(config)
     if role == ACTOR and not own_pass and not base:
@@ -425,39 +421,23 @@ def _rows(config: TrainConfig, count: int, micro_batch: int | None) -> Rows:
     )
 
 
-def _train_generation(
-    config: TrainConfig, ranks: int, device_type: str, missing: list[str]
-) -> EngineMemory | None:
+def _train_generation(config: TrainConfig, ranks: int, device_type: str) -> EngineMemory:
+    """Return the memory of the batch that needs most: of training or of validation."""
     policy, data = config.actor_rollout_ref, config.data
     rollout, limit = policy.rollout, device_limit(config.trainer, device_type)
     batches = [(batch_plan(config).sequences, rollout.n, rollout.sampling)]
     if data.val_files:
         rows = data.val_batch_size * rollout.val_n
         batches.append((rows, rollout.val_n, rollout.val_sampling))
-    uses, device = [], None if limit is None else limit.size
+    found = []
     for rows, samples, sampling in batches:
         count = rollout.rows_at_once(rows, ranks)
-        uses.append(
-            GenerationUse(
-                count, math.ceil(count / samples), data.max_prompt_length,
-                data.max_response_length, sampling, device_type, device,
-            )
+        use = GenerationUse(
+            count, math.ceil(count / samples), data.max_prompt_length, data.max_response_length,
+            sampling, device_type, limit and limit.size,
         )  # fmt: skip
-    return _generation(rollout, policy.model, uses, missing)
-
-
-def _generation(
-    rollout: RolloutEngineConfig, model: ModelConfig, uses: list[GenerationUse], missing: list[str]
-) -> EngineMemory | None:
-    """Return the batch that needs most memory, and note what is not counted."""
-    found = [rollout_of(rollout).memory(model, use) for use in uses]
-    known = [memory for memory in found if memory is not None]
-    if not known:
-        missing.append(f"rollout (engine {rollout.name})")
-        return None
-    memory = max(known, key=lambda memory: memory.peak("generate"))
-    missing += [memory.missing] if memory.missing else []
-    return memory
+        found.append(rollout_of(rollout).memory(policy.model, use))
+    return max(found, key=lambda memory: memory.peak("generate"))
 
 
 def _one_pool(trainer: Any, *roles: str) -> RolePool:
@@ -491,19 +471,19 @@ def sft_plan(
         evaluate = sft_rows(engine, evaluated, count, size)
     use = TrainingUse("lm", ranks, device_type, update, evaluate, config.optim)
     actor = engine_memory(config.model, engine, use)
-    missing, generation, rollout = _uncounted(ACTOR, actor), None, RolloutConfig(dtype=engine.dtype)
+    generation, rollout = None, RolloutConfig(dtype=engine.dtype)
     if prompts is not None:
         count = min(rollout.micro_batch_size, math.ceil(len(prompts) / ranks))
         generated = GenerationUse(
             count, count, prompts.longest, trainer.max_response_length, trainer.val_sampling,
             device_type,
         )  # fmt: skip
-        generation = _generation(rollout, config.model, [generated], missing)
+        generation = rollout_of(rollout).memory(config.model, generated)
     table = PoolMemory(
         pool, device_type, {ACTOR: actor}, {ACTOR: engine}, generation, rollout,
         syncs=prompts is not None, evaluation="loss of the validation",
     )  # fmt: skip
-    return MemoryPlan(device_type, (table,), trainer.n_gpus_per_node, tuple(missing))
+    return MemoryPlan(device_type, (table,), trainer.n_gpus_per_node)
 
 
 def sft_rows(
@@ -537,8 +517,7 @@ def rm_plan(config: RMConfig, device_type: str, lengths: PairLengths) -> MemoryP
     use = TrainingUse("score", len(pool.ranks), device_type, update, evaluate, config.optim)
     memory = engine_memory(config.model, engine, use)
     table = PoolMemory(pool, device_type, {REWARD_MODEL: memory}, {REWARD_MODEL: engine})
-    missing = tuple(_uncounted(REWARD_MODEL, memory))
-    return MemoryPlan(device_type, (table,), config.trainer.n_gpus_per_node, missing)
+    return MemoryPlan(device_type, (table,), config.trainer.n_gpus_per_node)
 
 
 def generation_plan(
@@ -550,16 +529,17 @@ def generation_plan(
     Raises:
         ModelError: the model folder has no config of a causal language model.
     """
-    trainer, missing = config.trainer, _uncounted_images(config.model)
+    trainer = config.trainer
     _, rows, longest = generated_rows(config, prompts)
     limit = device_limit(trainer_settings(trainer), device_type)
     use = GenerationUse(
         rows, math.ceil(rows / config.n), longest, config.max_response_length, config.sampling,
-        device_type, None if limit is None else limit.size,
+        device_type, limit and limit.size,
     )  # fmt: skip
-    generation = _generation(config.rollout, config.model, [use], missing)
+    generation = rollout_of(config.rollout).memory(config.model, use)
     table = PoolMemory(_one_pool(trainer, ROLLOUT), device_type, {}, {}, generation)
-    return MemoryPlan(device_type, (table,), trainer.n_gpus_per_node, tuple(missing))
+    uncounted = tuple(_uncounted_images(config.model))
+    return MemoryPlan(device_type, (table,), trainer.n_gpus_per_node, uncounted)
 
 
 def generated_rows(config: GenerationConfig, prompts: PromptDataset | None) -> tuple[int, int, int]:
@@ -574,3 +554,235 @@ def generated_rows(config: GenerationConfig, prompts: PromptDataset | None) -> t
     copies = max(1, ranks // rollout_of(config.rollout).ranks_of_copy)
     rows = count * config.n
     return math.ceil(rows / copies), config.rollout.rows_at_once(rows, copies), longest
+
+
+# The table, and the refusal of a run that does not fit.
+
+
+@dataclass(frozen=True)
+class DeviceLimit:
+    """How much memory ranks can use.
+
+    Attributes:
+        size: bytes; of one rank on an accelerator, of all ranks of a node on a CPU.
+        source: what says so.
+    """
+
+    size: int
+    source: str
+
+
+def device_limit(trainer: RunConfig, device_type: str) -> DeviceLimit | None:
+    """Return the memory that ranks can use. None: it is not known on this machine."""
+    if trainer.device_memory_gb is not None:
+        return DeviceLimit(int(trainer.device_memory_gb * GIB), "trainer.device_memory_gb")
+    if device_type == "cpu":
+        # Other nodes are taken to be like this one.
+        return DeviceLimit(available_memory(), "available on this machine")
+    module = getattr(torch, device_type, None)
+    if module is None or not module.is_available():
+        return None
+    properties = module.get_device_properties(0)
+    return DeviceLimit(int(properties.total_memory), str(properties.name))
+
+
+# Files of the limit, of the use, and of the part of the use that the kernel gives up when needed,
+# for version 2 and version 1 of control groups.
+_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def available_memory(
+    groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> int:
+    """Return the bytes that new processes of this machine, or of its control group, can use."""
+    # A line of /proc/self/cgroup is number:controllers:path, with number 0 in version 2. In a
+    # container the path can be one of the host, and the files are in the top folder.
+    lines = own.read_text().splitlines() if own.is_file() else []
+    parts = [line.split(":", 2) for line in lines if line.count(":") >= 2]
+    paths = [path.lstrip("/") for _, kind, path in parts if kind in ("", "memory")]
+    folders = [top / path for top in (groups, groups / "memory") for path in (*paths, "")]
+    limits = [left for folder in folders if (left := _left(folder)) is not None]
+    return min([int(psutil.virtual_memory().available), *limits])
+
+
+def _left(folder: Path) -> int | None:
+    """Return the limit of a control group less its use; None if it has no limit."""
+    for limit, use, reclaimable in _FILES:
+        files = [folder / limit, folder / use]
+        texts = [file.read_text().strip() for file in files if file.is_file()]
+        if len(texts) == 2 and texts[0].isdecimal():  # "max" is no limit
+            statistics = folder / "memory.stat"
+            rows = statistics.read_text().splitlines() if statistics.is_file() else []
+            kept = dict(row.split(maxsplit=1) for row in rows)
+            return max(0, int(texts[0]) - int(texts[1]) + int(kept.get(reclaimable, 0)))
+    return None
+
+
+_POLICY = "actor_rollout_ref"
+_COMMANDS: dict[type, tuple[Callable[..., MemoryPlan], str, tuple[str, ...]]] = {
+    TrainConfig: (
+        train_plan,
+        "plan",
+        (_POLICY, *(f"{_POLICY}.{role}" for role in ("actor", "ref", "rollout")), "critic",
+         "reward_model"),
+    ),
+    SFTConfig: (sft_plan, "plan sft", ("", "data")),
+    RMConfig: (rm_plan, "plan rm", ("", "data")),
+    GenerationConfig: (generation_plan, "plan generate", ("", "rollout")),
+}  # fmt: skip
+"""Settings -> the function that plans a run, the words after `quadriga` that show the plan, and the
+sections of the settings in which a remedy is looked for."""
+_TRIALS: dict[str, Any] = {
+    "model.gradient_checkpointing": True,
+    "engine.offload_policy": True,
+    "optim.name": "adamw_8bit",
+    "take_turns": True,
+    "engine.max_tokens_per_micro_batch": 1,
+    "ppo_micro_batch_size_per_gpu": 1,
+    "micro_batch_size_per_gpu": 1,
+    "micro_batch_size": 1,
+    "max_response_length": 1,
+}
+"""Name of a setting in a section -> the value with which it needs least memory."""
+_ABSENT = object()
+
+
+class RunMemory:
+    """The memory of the run of a command.
+
+    Args:
+        data: what the function that plans the run needs beside the settings and the device.
+    """
+
+    def __init__(
+        self, config: TrainConfig | SFTConfig | RMConfig | GenerationConfig, *data: object
+    ) -> None:
+        self._config, self._data = config, data
+        ranks = config.trainer
+        self._trainer = trainer_settings(ranks) if isinstance(ranks, RanksConfig) else ranks
+        self._plan, self._command, self._sections = next(
+            found for kind, found in _COMMANDS.items() if isinstance(config, kind)
+        )
+
+    def check(self) -> None:
+        """Check that the run fits the memory of its ranks and their hosts, where that is known.
+
+        Raises:
+            ConfigError: it does not fit. The message has the arithmetic, and says what to change.
+        """
+        device_type = planned_device(self._trainer)
+        if not self._trainer.check_memory or device_type is None:
+            return
+        short, remedies = self._shortage(self._plan(self._config, device_type, *self._data))
+        if short:
+            raise ConfigError(
+                f"{short}; {'; or '.join(remedies)}; `quadriga {self._command}` shows all parts, "
+                "and trainer.check_memory=false starts the run anyway",
+                key="trainer.check_memory",
+            )
+
+    def text(self) -> str:
+        """Return the plan as a table, and whether it fits.
+
+        Raises:
+            ModelError: the model folder has no config of a suitable model.
+        """
+        plan = self._plan(self._config, planned_device(self._trainer) or "cuda", *self._data)
+        lines = [f"memory of one rank in GiB, device {plan.device_type}"]
+        lines += [line for pool in plan.pools for line in pool.table()]
+        if plan.missing:
+            lines.append(f"  not counted: {'; '.join(plan.missing)}")
+        if plan.device_type != "cpu":
+            lines.append(f"  host memory of a node: {gib(plan.host)} GiB")
+        limit = device_limit(self._trainer, plan.device_type)
+        if limit is None:
+            lines.append("  memory of the device: unknown; set trainer.device_memory_gb")
+            return "\n".join(lines)
+        lines.append(f"  {gib(limit.size)} GiB: {limit.source}")
+        short, remedies = self._shortage(plan)
+        if short:
+            lines += [f"  {short}", *(f"    {text}" for text in remedies)]
+        elif plan.missing:
+            left = gib(limit.size - plan.needed)
+            lines.append(f"  what is counted fits; {left} GiB are left for what is not")
+        else:
+            lines.append("  the run fits")
+        return "\n".join(lines)
+
+    def _shortage(self, plan: MemoryPlan) -> tuple[str, list[str]]:
+        """Return why a plan does not fit, and what to change; ("", []) if it fits."""
+        limit, on_cpu = device_limit(self._trainer, plan.device_type), plan.device_type == "cpu"
+        if limit is not None and plan.needed > limit.size:
+            parts = " + ".join(
+                f"{count} × {gib(pool.largest[1])} ({pool.text()})" for pool, count in plan.fullest
+            )
+            return (
+                f"the run needs {gib(plan.needed)} GiB on a {'node' if on_cpu else 'device'}: "
+                f"ranks × GiB = {parts}; this is {gib(plan.needed - limit.size)} GiB more than "
+                f"the {gib(limit.size)} GiB there are ({limit.source})",
+                self._remedies(plan),
+            )
+        if on_cpu or ranks_are_elsewhere(self._trainer) or plan.host <= available_memory():
+            return "", []
+        return (
+            f"the ranks of a node need {gib(plan.host)} GiB of host memory for processes, "
+            f"offloaded states and models while they are loaded, but {gib(available_memory())} "
+            "GiB are available on this machine",
+            ["keep states on the devices, use fewer ranks of a node (trainer.n_gpus_per_node), or "
+             "hosts with more memory"],
+        )  # fmt: skip
+
+    def _remedies(self, plan: MemoryPlan) -> list[str]:
+        """Return at most three changes, most effective first. All of them lower what is needed."""
+        found = []
+        for key, now, trial in self._candidates(plan):
+            try:
+                config = _changed(self._config, key, trial)
+                needed = self._plan(config, plan.device_type, *self._data).needed
+            except (ConfigError, ModelError):  # no layers to checkpoint, other ranks
+                continue
+            if needed < plan.needed:
+                saved = f"saves {gib(plan.needed - needed)} GiB"
+                if isinstance(now, bool | str) or now is None:
+                    text = f"set {key}={str(trial).lower()} ({saved})"
+                else:
+                    text = f"lower {key}={now:g} ({trial:g} {saved})"
+                found.append((needed, text))
+        best = [text for _, text in sorted(found)[:3]]
+        more = "shard over more ranks, or use a smaller model"
+        if plan.device_type == "cpu":
+            more = "use fewer ranks of a node, or a smaller model"
+        return best if len(best) == 3 else [*best, more]
+
+    def _candidates(self, plan: MemoryPlan) -> Iterator[tuple[str, Any, Any]]:
+        """Yield settings, with their values, and other values that can lower what is needed."""
+        for section in self._sections:
+            for name, trial in _TRIALS.items():
+                key = f"{section}.{name}".lstrip(".")
+                now = _value(self._config, key)
+                if now not in (_ABSENT, trial) and (name != "optim.name" or now == "adamw"):
+                    yield key, now, trial
+        for pool in plan.pools:
+            if pool.generation is not None and pool.generation.limit is not None:
+                name, value = pool.generation.limit
+                section = next(s for s in self._sections if s.endswith("rollout"))
+                yield f"{section}.{name}", value, type(value)(value / 2)
+
+
+def _value(config: Any, key: str) -> Any:
+    for name in key.split("."):
+        mapping = isinstance(config, Mapping)
+        config = config.get(name, _ABSENT) if mapping else getattr(config, name, _ABSENT)
+    return config
+
+
+def _changed(config: Any, key: str, value: object) -> Any:
+    """Return the same settings with another value at a dotted key."""
+    name, _, rest = key.partition(".")
+    if rest:
+        value = _changed(_value(config, name), rest, value)
+    change = {name: value}
+    return {**config, **change} if isinstance(config, Mapping) else replace(config, **change)
