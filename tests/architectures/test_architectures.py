@@ -41,21 +41,26 @@ def batch():
 def test_training_and_generation_equal_the_naive_loop(model_type, changes, batch, tmp_path):
     model = small_model(model_type, changes)
     model.save_pretrained(tmp_path)
-    check_training(model, ARCHITECTURES[model_type].rows, str(tmp_path), batch)
-    check_generation(model, str(tmp_path), batch)
+    trained = check_training(model, ARCHITECTURES[model_type].rows, str(tmp_path), batch)
+    check_generation(model, trained, str(tmp_path), batch)
 
 
 def check_training(model, rows, folder, batch):
-    """Log-probabilities and gradients, with and without packing, with activation checkpointing."""
+    """Log-probabilities and gradients, with and without packing, with activation checkpointing.
+
+    Returns:
+        The model that training uses by default.
+    """
     model.requires_grad_(True)
     expected = naive_loop.target_log_probs(model, batch)
     weights = torch.linspace(-1, 1, expected.numel()).view_as(expected)
     (expected * weights).sum().backward()
-    forms = [False, True] if rows == "packed" else [False]
-    for packed in forms:
+    models = []
+    for packed in [False, None] if rows == "packed" else [None]:
         config = ModelConfig(path=folder, gradient_checkpointing=has_checkpointing(model))
         trained = load_model(config, "lm", torch.float32, trained=True)
         token_model = TokenModel(trained, "lm", CPU, packed=packed)
+        models.append(token_model)
         found = token_model(batch, temperature=1.0, entropy=False)["log_probs"]
         assert torch.allclose(found, expected, atol=TOLERANCE), f"packed={packed}"
         (found * weights).sum().backward()
@@ -65,16 +70,19 @@ def check_training(model, rows, folder, batch):
             if other.grad is not None:
                 scale = float(other.grad.abs().max())
                 assert torch.allclose(one.grad, other.grad, atol=2e-3 * scale + 1e-4), name
-    default = TokenModel(load_model(config, "lm", torch.float32, trained=False), "lm", CPU)
+    default = models[-1]
     assert default.packed is (rows == "packed")
+    if default.packed:  # the attention kernels know no other masks
+        assert {call.mask for call in default._attention_calls()} <= {"causal", "window", "chunk"}
     model.requires_grad_(False)
+    return default
 
 
 def has_checkpointing(model):
     return any(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
 
 
-def check_generation(model, folder, batch):
+def check_generation(model, token_model, folder, batch):
     """Greedy tokens, their log-probabilities, and those that training computes for them."""
     rollout = build_rollout("hf", ModelConfig(path=folder), micro_batch_size=4)
     sampling = SamplingParams(RESPONSE_WIDTH, END_TOKENS, pad_token_id=0, temperature=0.0)
@@ -89,16 +97,11 @@ def check_generation(model, folder, batch):
     mask = out.response_mask.bool()
     with torch.no_grad():
         log_p = torch.stack(naive_loop.response_log_probs(model, generated))
-        token_model = TokenModel(load_model_again(folder), "lm", CPU)
         trained = token_model(generated, temperature=1.0, entropy=False)["log_probs"]
     best, token = log_p.max(-1)
     assert torch.equal(out.response_ids[mask], token[mask])
     assert torch.allclose(out.rollout_log_probs[mask], best[mask], atol=TOLERANCE)
     assert torch.allclose(out.rollout_log_probs, trained, atol=TOLERANCE)
-
-
-def load_model_again(folder):
-    return load_model(ModelConfig(path=folder), "lm", torch.float32, trained=False)
 
 
 def test_every_causal_architecture_of_transformers_is_supported_or_refused():

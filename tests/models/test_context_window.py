@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 from quadriga.errors import ModelError
 from quadriga.models import check_context_window
-from quadriga.models.context_window import LongestSequence, context_window
+from quadriga.models.limits import LongestSequence, context_window
 
 
 def rope(kind, **settings):

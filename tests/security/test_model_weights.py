@@ -26,7 +26,7 @@ from quadriga.models import (
     load_value_model,
     write_tiny_model,
 )
-from quadriga.models.context_window import LongestSequence
+from quadriga.models.limits import LongestSequence
 
 pytestmark = pytest.mark.timeout(60)
 

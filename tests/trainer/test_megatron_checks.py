@@ -11,7 +11,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import EngineConfig, TrainConfig
 from quadriga.engines.megatron import settings as megatron_settings
 from quadriga.errors import ConfigError, InputError
-from quadriga.models.context_window import LongestSequence
+from quadriga.models.limits import LongestSequence
 from quadriga.models.loading import load_causal_lm
 from quadriga.trainer.checks.data import check_token_budget
 from quadriga.trainer.checks.settings import stage_problems

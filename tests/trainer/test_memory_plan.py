@@ -217,8 +217,8 @@ def test_a_rank_that_needs_more_than_its_device_has_is_refused(settings):
     RunMemory(settings(*device, enough)).check()
     text = refusal(settings(*device, less))
     found = re.search(
-        rf"the run needs (\S*) GiB on a device: .* \(actor, rollout: {phase} = .*; this is 1e-06 GiB "
-        "more than",
+        rf"the run needs (\S*) GiB on a device: .* \(actor, rollout: {phase} = .*; "
+        "this is 1e-06 GiB more than",
         text,
     )
     assert found and float(found[1]) == pytest.approx(needed / GIB, rel=0.01), text

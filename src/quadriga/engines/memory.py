@@ -19,7 +19,7 @@ gradients and the optimizer's state are in host memory, which on a CPU is the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -186,10 +186,7 @@ def count_pass(
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter)
         try:
-            found = pass_memory(
-                module, engine, rows, head=use.head, device_type=use.device_type,
-                backward=backward, stages=stages,
-            )  # fmt: skip
+            _COUNTED[key] = pass_memory(module, engine, use, rows, backward, stages)
         except QuadrigaError:
             raise
         except Exception as error:  # a model whose code reads numbers fails in any way; reported
@@ -197,44 +194,36 @@ def count_pass(
         finally:
             for parameter in trained:
                 parameter.grad = None
-        if len(_COUNTED) > 64:
-            _COUNTED.clear()
-        _COUNTED[key] = found
     return _COUNTED[key]
 
 
 def pass_memory(
     module: PreTrainedModel,
     engine: EngineConfig,
+    use: TrainingUse,
     rows: Rows,
-    *,
-    head: HeadKind,
-    device_type: str,
     backward: bool,
-    stages: int = 1,
+    stages: int,
 ) -> PassMemory:
     """Compute the largest micro-batch of `rows` with a model on the meta device."""
-    with kernels_of(device_type, entropies_have_gradients=rows.entropy == "gradient"):
+    with kernels_of(use.device_type, entropies_have_gradients=rows.entropy == "gradient"):
         model = TokenModel(
             module,
-            head,
+            use.head,
             META,
             fused=engine.fused_head,
             micro_batch_tokens=engine.max_tokens_per_micro_batch,
             attention=engine.attention,
             dtype=next(module.parameters()).dtype,
-            device_type=device_type,
+            device_type=use.device_type,
             ranks=ModelRanks.simulated(engine),
         )
         tokens = engine.micro_batch_tokens if engine.use_dynamic_bsz else None
         batch = rows.for_micro_batches(tokens).batch(module.config.get_text_config().vocab_size)
         micro_batches = plan_micro_batches(
-            batch,
-            size=rows.micro_batch,
-            max_tokens=tokens,
-            share_prompts=model.packed,
+            batch, size=rows.micro_batch, max_tokens=tokens, share_prompts=model.packed,
             stages=stages,
-        )
+        )  # fmt: skip
         micro = select_rows(batch, micro_batches[0], torch.device("cpu"))  # the largest one
         counter, inside = AllocationCounter(), []
         hook = module.register_forward_hook(lambda *_: inside.append(counter.peak))
@@ -302,8 +291,7 @@ def fsdp_memory(
     if update is not None:
         adds |= {"backward": units.backward(update), "step": units.step()}
     if units.hosted:
-        host = sum(held.values()) + (units.shard_bytes(units.trained) if update else 0)
-        held = {}
+        host, held = sum(held.values()) + units.shard_bytes(_trained(units.all)), {}
     whole = whole_load_reason(model, use.head, update is not None)
     return EngineMemory(
         held=held | {"buffers of the model": sum(b.nbytes for b in module.buffers())},
@@ -318,6 +306,10 @@ def fsdp_memory(
 
 def _elements(parameters: Iterable[nn.Parameter]) -> int:
     return sum(parameter.numel() for parameter in parameters)
+
+
+def _trained(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [parameter for parameter in parameters if parameter.requires_grad]
 
 
 class _Units:
@@ -341,57 +333,45 @@ class _Units:
         self.dtype = compute_dtype(engine.dtype, use.device)
         self.reduce_dtype = compute_dtype(engine.reduce_dtype, use.device)
         self.kept_dtype = torch.promote_types(self.dtype, torch.float32)
-        ranks = use.ranks // engine.tensor_parallel_size
-        self.shards = ranks if engine.fsdp_size == -1 else engine.fsdp_size
-        self.trained = [p for p in self.all if p.requires_grad] if use.update else []
-        rules = rule_of_each(module, use.optim.name) if use.update else {}
+        tensor = engine.tensor_parallel_size
+        self.shards = use.ranks // tensor if engine.fsdp_size == -1 else engine.fsdp_size
+        self.copies = {id(p): 1 if id(p) in in_layers else tensor for p in self.all}
         named = dict(module.named_parameters())
-        # Rows of the root are divided twice: ⌈⌈n / t⌉ / s⌉ = ⌈n / (t · s)⌉.
-        self._parts = {
-            id(p): self.shards * (1 if id(p) in in_layers else engine.tensor_parallel_size)
-            for p in self.all
-        }
-        self._rules = [(named[name], rule) for name, rule in rules.items()]
+        self.rules = [(named[n], rule) for n, rule in rule_of_each(module, use.optim.name).items()]
+
+    def _rows(self, p: nn.Parameter, ranks: int) -> tuple[int, ...]:
+        """Return the shape of the largest of `ranks` parts: 3 of 5 rows on 2 ranks.
+
+        Rows of the root are divided twice: ⌈⌈n / t⌉ / s⌉ = ⌈n / (t · s)⌉.
+        """
+        return (math.ceil(len(p) / (ranks * self.copies[id(p)])), *p.shape[1:]) if p.dim() else ()
 
     def _shard(self, p: nn.Parameter) -> tuple[int, ...]:
-        """Return the shape of the largest shard: 3 of 5 rows on 2 ranks."""
-        return (math.ceil(len(p) / self._parts[id(p)]), *p.shape[1:]) if p.dim() else ()
+        return self._rows(p, self.shards)
 
-    def learning(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the trained ones of the parameters."""
-        trained = {id(p) for p in self.trained}
-        return [p for p in parameters if id(p) in trained]
-
-    def shard_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
+    def shard_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         """Return the bytes of the shards of the rank with most rows."""
-        trained = {id(p) for p in self.trained}
         return sum(
             math.prod(self._shard(p))
-            * (self.kept_dtype if id(p) in trained else self.dtype).itemsize
+            * (self.kept_dtype if p.requires_grad else self.dtype).itemsize
             for p in parameters
         )
 
     def held(self) -> dict[str, int]:
         """Return the shards, and the optimizer's state of the rank with the largest shards."""
         found = {"parameters": self.shard_bytes(self.all)}
-        if self.trained:
+        if self.rules:
             found["optimizer states"] = sum(
-                state_bytes(rule, self._rows(p), (self._shard(p) or (1,))[0], self.kept_dtype)
-                for p, rule in self._rules
+                state_bytes(rule, self._rows(p, 1), (self._shard(p) or (1,))[0], self.kept_dtype)
+                for p, rule in self.rules
             )
         return found
-
-    def _rows(self, p: nn.Parameter) -> tuple[int, ...]:
-        """Return the shape of a parameter with the rows that `shards` ranks share."""
-        return (
-            (math.ceil(len(p) * self.shards / self._parts[id(p)]), *p.shape[1:]) if p.dim() else ()
-        )
 
     def step(self) -> Bytes:
         """Return what the update of the parameters needs: gradient shards and its buffers."""
         # AdamW is fused: it allocates nothing.
         found = [0]
-        for p, rule in self._rules:
+        for p, rule in self.rules:
             if rule == "adamw_8bit" and self.on_cpu:
                 found.append(math.prod(self._shard(p)) * EIGHT_BIT_STEP_BYTES)
             if rule == "muon":
@@ -402,8 +382,8 @@ class _Units:
         """Return what Muon allocates for a matrix, or for the experts of a shard."""
         dtype = self.kept_dtype if self.on_cpu else torch.bfloat16
         experts = p.dim() == 3
-        matrix = torch.empty(self._shard(p) if experts else self._rows(p), dtype=dtype, device=META)
-        counter = AllocationCounter()
+        shape = self._shard(p) if experts else self._rows(p, 1)
+        matrix, counter = torch.empty(shape, dtype=dtype, device=META), AllocationCounter()
         with counter:
             newton_schulz(matrix)
         # Each rank of a round has a whole matrix: the shards of all of its matrices are as large as
@@ -414,7 +394,7 @@ class _Units:
     @property
     def _gradient_shards(self) -> int:
         """The bytes of reduced gradients on the device."""
-        return 0 if self.hosted else self.shard_bytes(self.trained)
+        return 0 if self.hosted else self.shard_bytes(_trained(self.all))
 
     def gathered(self, frees: bool) -> int:
         """Return the bytes of gathered parameters. `frees`: a layer's are freed after its pass."""
@@ -432,7 +412,8 @@ class _Units:
         """Return what a forward pass adds to the gathered parameters."""
         # FSDP frees the buffer of a gather with the next gather, or at the end of the model's pass.
         units = self.layers or [self.root]
-        buffer = max(self._whole(u) if self._parts[id(u[0])] > 1 else 0 for u in units)
+        divided = [u for u in units if self.shards * self.copies[id(u[0])] > 1]
+        buffer = max(map(self._whole, divided), default=0)
         # Shards in host memory are copied to the device in their own dtype first.
         copied = max(map(self.shard_bytes, units)) if self.hosted else 0
         return max(found.forward, found.inside + buffer + copied)
@@ -446,7 +427,7 @@ class _Units:
 
     def backward(self, found: PassMemory) -> Bytes:
         """Return the largest moment of the forward and the backward pass."""
-        whole = _elements(self.trained) * self.reduce_dtype.itemsize
+        whole = _elements(_trained(self.all)) * self.reduce_dtype.itemsize
         early = self.engine.reduce_each_micro_batch
         if early is None:
             early = self._whole(self.all) + whole > sharding.MAX_UNSHARDED_BYTES
@@ -457,9 +438,9 @@ class _Units:
         complete = self._gradient_shards if reduces else whole
         earlier = complete if found.several else 0
         moments = [(gathered, earlier, max(self.forward(found), found.peak), 0)]
-        in_root = self.learning(self.root)
+        in_root = _trained(self.root)
         if self.layers:  # one is reduced while others go backward
-            layer = max(map(self.learning, self.layers), key=_elements)
+            layer = max(map(_trained, self.layers), key=_elements)
             new = self._whole(in_root) + self._whole(layer)
             if not reduces and self.dtype == self.reduce_dtype:
                 new = 0  # a gradient is added in place to an earlier one of its own dtype

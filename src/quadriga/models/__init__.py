@@ -2,8 +2,7 @@
 
 - `folder`: check a model folder without loading weights; its end tokens.
 - `architectures`: which architectures are supported, and in which form each is computed.
-- `context_window`: how many tokens a model can compute.
-- `vocabulary`: whether the embedding has a row for every token id.
+- `limits`: how many tokens a model can compute, and whether its embedding has a row for every id.
 - `loading`: tokenizers, causal language models and value models from a folder.
 - `score_head`: the head of a reward model. `adapters`: LoRA, in PEFT's layers and format.
 - `weights`: read parts of a folder's tensors; their names in the model, and their dtypes.
@@ -24,10 +23,13 @@ from typing import TYPE_CHECKING
 from quadriga.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from quadriga.models.context_window import check_context_window as check_context_window
     from quadriga.models.folder import (
         check_model_folder as check_model_folder,
         end_token_ids as end_token_ids,
+    )
+    from quadriga.models.limits import (
+        check_context_window as check_context_window,
+        check_vocabulary as check_vocabulary,
     )
     from quadriga.models.loading import (
         load_causal_lm as load_causal_lm,
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
         train_tokenizer as train_tokenizer,
         write_tiny_model as write_tiny_model,
     )
-    from quadriga.models.vocabulary import check_vocabulary as check_vocabulary
     from quadriga.observability.quiet import quiet_libraries as quiet_libraries
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)

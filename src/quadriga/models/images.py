@@ -24,7 +24,8 @@ from torch import Tensor
 
 from quadriga.errors import ConfigError, FieldError, ModelError
 from quadriga.models.architectures import takes_images
-from quadriga.models.folder import check_model_folder, local_folder
+from quadriga.models.folder import local_folder
+from quadriga.models.limits import folder_config
 from quadriga.protocol import DataProto, fields
 
 if TYPE_CHECKING:
@@ -87,11 +88,7 @@ def image_tokens(path: str | Path, *, trust_remote_code: bool = False) -> ImageT
     Raises:
         ModelError: the folder is not a model folder.
     """
-    from quadriga.models.loading import read_config
-
-    folder = local_folder(path, weights=False)
-    check_model_folder(folder, weights=False, tokenizer=False, trust_remote_code=trust_remote_code)
-    return image_tokens_of(read_config(folder, trust_remote_code=trust_remote_code))
+    return image_tokens_of(folder_config(local_folder(path, weights=False), trust_remote_code))
 
 
 def load_image_processor(path: str | Path, *, trust_remote_code: bool = False) -> ImageProcessor:

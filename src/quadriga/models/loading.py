@@ -94,9 +94,8 @@ def load_causal_lm(
         ModelError: the folder has no causal language model, or weights are missing.
     """
     config = _config(local_folder(path), attn_implementation, trust_remote_code)
-    model, missing = _load(
-        _lm_class(config), path, dtype, config, attn_implementation, trust_remote_code, use_shm
-    )
+    model, missing = _load(_lm_class(config), config, path, dtype, trust_remote_code, use_shm)
+    report_attention(model, path, attn_implementation)
     _check_no_missing(path, missing, "model in its config.json")
     return model
 
@@ -121,9 +120,8 @@ def load_value_model(
     """
     config = _config(local_folder(path), attn_implementation, trust_remote_code)
     kind = _with_value_head(config, path)
-    model, missing = _load(
-        kind, path, dtype, config, attn_implementation, trust_remote_code, use_shm
-    )
+    model, missing = _load(kind, config, path, dtype, trust_remote_code, use_shm)
+    report_attention(model, path, attn_implementation)
     head = _value_head(model, path)
     new_head = {name for name in missing if name.startswith(VALUE_HEAD_PREFIX)}
     _check_no_missing(path, missing - new_head, "backbone")
@@ -281,10 +279,9 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
 
 def _load(
     auto_class: AutoModelClass,
+    config: PretrainedConfig,
     path: str | Path,
     dtype: Dtype,
-    config: PretrainedConfig,
-    attn_implementation: str,
     trust_remote_code: bool,
     use_shm: bool,
 ) -> tuple[PreTrainedModel, set[str]]:
@@ -306,7 +303,6 @@ def _load(
             config=config,
         )
     model.config.name_or_path = str(folder)  # `source` is gone
-    report_attention(model, folder, attn_implementation)
     # Buffers are not checked: Gemma 4 has limits of clipping in them, which may be infinite.
     weights = ((name, parameter.detach()) for name, parameter in model.named_parameters())
     check_all_finite(folder, {name: count_not_finite(weight) for name, weight in weights})

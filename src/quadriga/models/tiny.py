@@ -34,8 +34,6 @@ CHAT_TEMPLATE = (
 # punctuation with the space before it, other white space. BPE merges only inside a piece.
 _PIECES = r"####| ?\p{L}+|\d| ?[^\s\p{L}\d]|\s"
 
-_MAX_PARAMETERS = 10**9
-
 
 @dataclass(frozen=True)
 class TinyModel:
@@ -45,8 +43,7 @@ class TinyModel:
     within minutes. With the defaults of transformers (0.02, tied) it needs several times the steps.
 
     Raises:
-        ModelError: the heads do not divide the hidden size, or the key-value heads the heads; or
-            the model is not tiny: it would have more than 10^9 parameters.
+        ModelError: the heads do not divide the hidden size, or the key-value heads the heads.
     """
 
     hidden_size: int = 192
@@ -64,15 +61,6 @@ class TinyModel:
             raise ModelError(
                 f"hidden_size {self.hidden_size} must be a multiple of num_heads "
                 f"{self.num_heads}, and num_heads of num_kv_heads {self.num_kv_heads}"
-            )
-        # The projections of queries and outputs, and the three matrices of the MLP.
-        layer = self.hidden_size * (2 * self.hidden_size + 3 * self.intermediate_size)
-        count = self.num_layers * layer + self.vocab_size * self.hidden_size
-        if count > _MAX_PARAMETERS:
-            raise ModelError(
-                f"a model with hidden_size {self.hidden_size}, num_layers {self.num_layers}, "
-                f"intermediate_size {self.intermediate_size} and vocab_size {self.vocab_size} has "
-                f"at least {count} parameters; a tiny model has at most {_MAX_PARAMETERS}"
             )
 
 

@@ -38,7 +38,6 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -339,7 +338,7 @@ def match_names(
     state: dict[str, Tensor] = model.state_dict()
     rules = get_model_conversion_mapping(model)
     found: dict[str, Source] = {}
-    experts: dict[str, _Experts] = {}
+    experts: dict[str, tuple[WeightConverter, dict[str, list[StoredTensor]]]] = {}
     # In this order, because a rule can wait for the name of another rule, and experts are numbered.
     for name in sorted(tensors, key=dot_natural_key):
         tensor = tensors[name]
@@ -348,7 +347,8 @@ def match_names(
             rule = _rule_of(pattern, rules)
             if rule is None or tensor.dtype not in DTYPES:
                 return WeightNames(reason=f"transformers converts {name}")
-            experts.setdefault(target, _Experts(rule)).add(pattern, tensor)
+            _, of_pattern = experts.setdefault(target, (rule, {}))
+            of_pattern.setdefault(pattern, []).append(tensor)
         elif target in state:
             if target in found:
                 return WeightNames(reason=f"two tensors are named {target} in the model")
@@ -357,23 +357,11 @@ def match_names(
                 return WeightNames(reason=f"{name} is {sizes}, not {list(state[target].shape)}")
             found[target] = tensor
     for target in experts.keys() & state.keys():
-        of_layer, shape = experts[target], tuple(state[target].shape)
-        joined = joined_tensor(of_layer.rule, of_layer.found, shape)
+        joined = joined_tensor(*experts[target], tuple(state[target].shape))
         if joined is None or target in found:
             return WeightNames(reason=f"the tensors of the experts do not make up {target}")
         found[target] = joined
     return _with_tied_names(model, state, found, new_prefix)
-
-
-@dataclass
-class _Experts:
-    """The tensors of a parameter that holds all experts of a layer, by the patterns of the rule."""
-
-    rule: WeightConverter
-    found: dict[str, list[StoredTensor]] = field(default_factory=dict)
-
-    def add(self, pattern: str, tensor: StoredTensor) -> None:
-        self.found.setdefault(pattern, []).append(tensor)
 
 
 def _rule_of(pattern: str, rules: Sequence[WeightTransform]) -> WeightConverter | None:
@@ -438,16 +426,6 @@ def _with_tied_names(
     return WeightNames(first_names, frozenset(new))
 
 
-# Dtypes of weights that can be trained, by their names in safetensors files. Quantized weights have
-# other dtypes; their layers are exported in the folder's most frequent dtype.
-_FLOATS = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
-
-
 @dataclass(frozen=True)
 class StoredDtypes:
     """The dtypes of the weights of a folder.
@@ -478,16 +456,16 @@ class StoredDtypes:
 
 
 def stored_dtypes(path: str | Path) -> StoredDtypes:
-    """Read the dtypes of the weights in a model folder. Reads headers only."""
+    """Read the dtypes of the weights in a model folder. Reads headers only.
+
+    Quantized weights have dtypes that are left out; their layers are exported in the default dtype.
+    """
     by_name: dict[str, torch.dtype] = {}
     elements: Counter[torch.dtype] = Counter()
-    for file in sorted(local_folder(path).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  # not a dict
-                header = tensors.get_slice(name)
-                dtype = _FLOATS.get(header.get_dtype())
-                if dtype is not None:
-                    by_name[name] = dtype
-                    elements[dtype] += torch.Size(header.get_shape()).numel()
+    for name, tensor in stored_tensors(local_folder(path)).items():
+        dtype = DTYPES.get(tensor.dtype)
+        if dtype is not None and dtype.is_floating_point:
+            by_name[name] = dtype
+            elements[dtype] += math.prod(tensor.shape)
     most = elements.most_common(1)
     return StoredDtypes(by_name, most[0][0] if most else None)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         RolloutConfig,
         SamplingConfig,
     )
-    from quadriga.models.context_window import LongestSequence
+    from quadriga.models.limits import LongestSequence
     from quadriga.models.memory import EngineMemory
     from quadriga.rollout.base import RolloutEngine
     from quadriga.rollout.memory import GenerationUse

@@ -66,8 +66,8 @@ class RewardModelWorker(EngineWorker[RewardModelConfig]):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the tokenizers, and the model with its head."""
-        from quadriga.models.context_window import context_window
         from quadriga.models.folder import local_folder
+        from quadriga.models.limits import context_window
         from quadriga.models.loading import read_config
         from quadriga.models.score_head import padding_token
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from quadriga.config.schema import DtypeName, ModelConfig, RolloutEngineConfig
 from quadriga.models.architectures import architecture_of, is_listed
-from quadriga.models.context_window import context_window
 from quadriga.models.images import MultiModalRows, check_images, image_tokens_of
+from quadriga.models.limits import context_window
 from quadriga.models.loading import load_causal_lm
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device

@@ -14,9 +14,9 @@ from transformers import PreTrainedConfig
 
 from quadriga.config.schema import ModelConfig
 from quadriga.errors import ModelError, RolloutOutputError
-from quadriga.models.context_window import context_window
 from quadriga.models.folder import local_folder
 from quadriga.models.images import MultiModalRows
+from quadriga.models.limits import context_window
 from quadriga.models.loading import load_causal_lm, read_config
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device, rank

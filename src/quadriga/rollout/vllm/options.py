@@ -27,7 +27,7 @@ from quadriga.rollout import ROLLOUT_KEY, Rollout
 from quadriga.rollout.abilities import ALL_SETTINGS
 
 if TYPE_CHECKING:
-    from quadriga.models.context_window import ContextWindow, LongestSequence
+    from quadriga.models.limits import ContextWindow, LongestSequence
     from quadriga.models.memory import EngineMemory
     from quadriga.rollout.memory import GenerationUse
 
@@ -145,7 +145,7 @@ class VLLM(Rollout):
         super().check_sampling(sampling)
 
     def check_window(self, model: ModelConfig, longest: LongestSequence) -> None:
-        from quadriga.models.context_window import window_of
+        from quadriga.models.limits import window_of
 
         found = window_of(model.path, trust_remote_code=model.trust_remote_code)
         window = engine_window(self.options, model.path, found)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from quadriga.config.schema import ModelConfig
 from quadriga.errors import ConfigError, ModelError, RolloutError
 from quadriga.models.adapters import Adapter, plan_adapter
-from quadriga.models.context_window import context_window
 from quadriga.models.folder import local_folder
+from quadriga.models.limits import context_window
 from quadriga.models.loading import model_without_weights
 from quadriga.parallel.distributed import init_distributed, rank, world_size
 from quadriga.rollout.vllm.options import (

@@ -20,9 +20,13 @@ from quadriga.config.schema import (
     TrainConfig,
 )
 from quadriga.errors import ConfigError
-from quadriga.models.context_window import LongestSequence, check_context_window
 from quadriga.models.images import image_tokens
-from quadriga.models.vocabulary import check_stop_tokens, check_vocabulary
+from quadriga.models.limits import (
+    LongestSequence,
+    check_context_window,
+    check_stop_tokens,
+    check_vocabulary,
+)
 from quadriga.protocol.fields import RAW_PROMPT
 from quadriga.rollout import REFERENCE, rollout_of
 from quadriga.trainer.checks.settings import Problems, refuse

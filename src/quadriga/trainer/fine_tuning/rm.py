@@ -116,7 +116,7 @@ def load_pairs(config: RMConfig) -> Pairs:
     Raises:
         InputError: a file, a row or the model does not fit.
     """
-    from quadriga.models.context_window import LongestSequence
+    from quadriga.models.limits import LongestSequence
     from quadriga.models.score_head import padding_token
     from quadriga.trainer.checks.data import check_fine_tuning_data
     from quadriga.workers.reward_model import tokenizer_of

@@ -338,7 +338,7 @@ def load_sft_rows(config: SFTConfig) -> SFTRows:
         InputError: a file, a row or the model does not fit.
     """
     from quadriga.data import PromptDataset, SFTDataset
-    from quadriga.models.context_window import LongestSequence
+    from quadriga.models.limits import LongestSequence
     from quadriga.workers.reward_model import tokenizer_of
 
     data, tokenizer = config.data, tokenizer_of(config.model)
