@@ -12,7 +12,7 @@ from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.models import load_causal_lm
 from quadriga.models.tiny import TinyModel, write_tiny_model
-from quadriga.models.weights import StoredDtypes, stored_dtypes
+from quadriga.models.weights import StoredDtypes
 
 SHAPE = TinyModel(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=48)
 
@@ -27,13 +27,6 @@ def folder(tmp_path):
     weights["model.norm.weight"] = weights["model.norm.weight"].float()
     save_file(weights, file, metadata={"format": "pt"})
     return path
-
-
-def test_dtypes_are_read_from_the_headers(folder):
-    found = stored_dtypes(folder)
-    assert found.default == torch.bfloat16
-    assert found.by_name["model.norm.weight"] == torch.float32
-    assert found.by_name["lm_head.weight"] == torch.bfloat16
 
 
 def test_cast_keeps_integers_and_gives_new_weights_the_default():

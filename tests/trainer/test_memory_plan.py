@@ -258,15 +258,6 @@ def test_remedies_are_those_of_the_pool_that_needs_most(settings, tmp_path):
     assert "actor_rollout_ref" not in text
 
 
-def test_the_pass_of_a_reward_model_is_made_smaller_by_its_own_settings(settings, tmp_path):
-    path = f"reward_model.model.path={write_llama(tmp_path / 'scores', 512)}"
-    config = settings("reward_model.enable=true", path, "data.val_files=[]",
-                      "trainer.device_memory_gb=0.51")  # fmt: skip
-    text = refusal(config)
-    assert "(actor, rollout, reward_model: scores = " in text
-    assert "lower reward_model.engine.max_tokens_per_micro_batch=16384 (" in text
-
-
 def test_a_host_that_is_too_small_is_refused(settings, monkeypatch):
     monkeypatch.setattr(memory, "available_memory", lambda: 2**29)
     config = settings(*GPU, f"{ENGINE}.optimizer_offload=true")
@@ -278,16 +269,12 @@ def test_a_host_that_is_too_small_is_refused(settings, monkeypatch):
     RunMemory(nodes).check()  # the memory of other machines is not known
 
 
-def test_the_command_shows_the_table(tiny_task, tmp_path, capsys, pools):
+def test_the_command_shows_the_table(tiny_task, tmp_path, capsys):
     assert main(["plan", *two_steps(tiny_task, tmp_path)]) == 0
     out = capsys.readouterr().out
     for row in ("actor parameters", "actor optimizer states", "processes",
                 "actor activations", "rollout KV cache", UPDATE, "the run fits"):  # fmt: skip
         assert row in out
-    few = f"{ROLLOUT}.micro_batch_size=1"
-    _, less = limits(pools(few)[0].largest[1])
-    assert main(["plan", *two_steps(tiny_task, tmp_path), less, few]) == 0
-    assert f"lower {ENGINE}.max_tokens_per_micro_batch" in capsys.readouterr().out
 
 
 def test_the_table_names_what_is_not_counted(settings, monkeypatch):

@@ -22,7 +22,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -119,7 +118,6 @@ class AllocationCounter(TorchDispatchMode):
         self.live = 0
         self.peak = 0
         self._sizes: dict[int, int] = {}
-        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(
         self,
@@ -148,11 +146,10 @@ class AllocationCounter(TorchDispatchMode):
         self._sizes[key] = storage.nbytes() if counted else 0
         self.live += self._sizes[key]
         # The address can belong to another storage once this one is gone.
-        self._references[key] = weakref.ref(storage, partial(self._forget, key))
+        weakref.finalize(storage, self._forget, key)
 
-    def _forget(self, key: int, _: object) -> None:
-        self.live -= self._sizes.pop(key, 0)
-        self._references.pop(key, None)
+    def _forget(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
 
 
 def _meta_tensors(*trees: object) -> Iterator[Tensor]:
