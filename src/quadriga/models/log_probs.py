@@ -394,23 +394,9 @@ def linear_full_kl(
         chunk_elements: logits of a chunk (at least one token). None: a size that suits the device.
 
     Raises:
-        ShapeError: the shapes of the four tensors do not match.
         AlgorithmError: the temperature is not above 0.
     """
-    _check_weight(hidden_ND, weight_VD)
-    _check_weight(ref_hidden_NE, ref_weight_VE)
-    for name, ref, like in (
-        ("ref_hidden", ref_hidden_NE, hidden_ND),
-        ("ref_weight", ref_weight_VE, weight_VD),
-    ):
-        if len(ref) != len(like):
-            raise ShapeError(
-                f"`{name}` has {len(ref)} rows, but the policy's has {len(like)}; both models must "
-                "have the same tokens and the same vocabulary.",
-                tensor=name,
-                expected=len(like),
-                got=len(ref),
-            )
+    assert len(ref_hidden_NE) == len(hidden_ND) and len(ref_weight_VE) == len(weight_VD)
     _check_temperature(temperature)
     elements = chunk_elements or (_CPU_CHUNK if _has_cpu_tiles(hidden_ND) else _ACCELERATOR_CHUNK)
     kl: Tensor = _LinearFullKL.apply(  # type: ignore[no-untyped-call]  # torch has no annotations
