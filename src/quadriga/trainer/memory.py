@@ -434,7 +434,7 @@ def _train_generation(config: TrainConfig, ranks: int, device_type: str) -> Engi
         count = rollout.rows_at_once(rows, ranks)
         use = GenerationUse(
             count, math.ceil(count / samples), data.max_prompt_length, data.max_response_length,
-            sampling, device_type, limit and limit.size,
+            sampling, device_type, limit.size if limit else None,
         )  # fmt: skip
         found.append(rollout_of(rollout).memory(policy.model, use))
     return max(found, key=lambda memory: memory.peak("generate"))
@@ -534,7 +534,7 @@ def generation_plan(
     limit = device_limit(trainer_settings(trainer), device_type)
     use = GenerationUse(
         rows, math.ceil(rows / config.n), longest, config.max_response_length, config.sampling,
-        device_type, limit and limit.size,
+        device_type, limit.size if limit else None,
     )  # fmt: skip
     generation = rollout_of(config.rollout).memory(config.model, use)
     table = PoolMemory(_one_pool(trainer, ROLLOUT), device_type, {}, {}, generation)
