@@ -25,7 +25,6 @@ from torch import Tensor
 from quadriga.errors import ConfigError, FieldError, ModelError
 from quadriga.models.architectures import takes_images
 from quadriga.models.folder import local_folder
-from quadriga.models.limits import folder_config
 from quadriga.protocol import DataProto, fields
 
 if TYPE_CHECKING:
@@ -88,6 +87,8 @@ def image_tokens(path: str | Path, *, trust_remote_code: bool = False) -> ImageT
     Raises:
         ModelError: the folder is not a model folder.
     """
+    from quadriga.models.loading import folder_config
+
     return image_tokens_of(folder_config(local_folder(path, weights=False), trust_remote_code))
 
 

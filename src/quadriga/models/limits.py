@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.errors import ConfigError, ModelError
-from quadriga.models.folder import check_model_folder, local_folder
+from quadriga.models.folder import local_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -28,18 +28,6 @@ _STRETCHED = ("linear", "yarn", "llama3")
 # Rotary embeddings whose frequencies change once one row of a batch is longer than this limit. The
 # numbers of the other rows then change as well, so rows longer than the limit are refused.
 _CHANGING = ("dynamic", "longrope")
-
-
-def folder_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
-    """Return the config of a model folder, which needs no weights.
-
-    Raises:
-        ModelError: the folder is not a model folder.
-    """
-    from quadriga.models.loading import read_config
-
-    check_model_folder(folder, weights=False, tokenizer=False, trust_remote_code=trust_remote_code)
-    return read_config(folder, trust_remote_code=trust_remote_code)
 
 
 @dataclass(frozen=True)
@@ -63,6 +51,8 @@ def window_of(path: str | Path, *, trust_remote_code: bool = False) -> ContextWi
     Raises:
         ModelError: the folder is not a model folder.
     """
+    from quadriga.models.loading import folder_config
+
     return context_window(folder_config(local_folder(path), trust_remote_code))
 
 
@@ -168,6 +158,8 @@ def check_vocabulary(
     Raises:
         ModelError: names the token, its id and the rows of the embedding.
     """
+    from quadriga.models.loading import folder_config
+
     folder = local_folder(path)
     rows: int = folder_config(folder, trust_remote_code).get_text_config().vocab_size
     largest = max(largest_id, *_ids_that_occur(tokenizer))
@@ -198,6 +190,7 @@ def check_stop_tokens(
     if not stop_token_ids:
         return
     from quadriga.models.images import image_tokens_of
+    from quadriga.models.loading import folder_config
 
     folder = local_folder(path)
     config = folder_config(folder, trust_remote_code)

@@ -264,6 +264,16 @@ def _config(
     return config
 
 
+def folder_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
+    """Return the config of a model folder, which needs no weights.
+
+    Raises:
+        ModelError: the folder is not a model folder.
+    """
+    check_model_folder(folder, weights=False, tokenizer=False, trust_remote_code=trust_remote_code)
+    return read_config(folder, trust_remote_code=trust_remote_code)
+
+
 def read_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
     """Read the config of a folder that `check_model_folder` has checked.
 
