@@ -83,7 +83,7 @@ class Fake:
 
     def update(self, body, payload):
         assert self.session
-        if body["load_format"] == "quadriga.rollout.sglang.scheduler.answer":
+        if body["load_format"] == "quadriga.rollout.sglang.weights.answer":
             question = json.loads(bytes(pickle.loads(payload)[0][1].tolist()))
             held = {
                 name: ("float32", str(tensor_digest(self.weights[name])))

@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
 # An engine that applies some filters only, has no seeds and does not show its weights.
 LIMITED = replace(
     full_abilities(293),
-    log_probs={"policy": "unfiltered", "temperature_1": "at temperature 1"},
+    log_probs=frozenset({"policy"}),
     settings=frozenset({"temperature", "top_k", "top_p", "ignore_eos"}),
     seeded=False,
     batch_invariant=False,

@@ -34,7 +34,6 @@ from quadriga.errors import (
 )
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams, tensor_digest
-from quadriga.rollout.sglang.client import Client
 
 SAMPLING = SamplingParams(max_new_tokens=3, eos_token_ids=(2,), pad_token_id=0)
 SQUARE = "model.layers.0.self_attn.q_proj.weight"
@@ -145,9 +144,6 @@ def test_requests_weights_and_memory(start):
     with pytest.raises(RolloutError, match="call resume"):
         generate(engine)
     engine.resume()
-    engine.pause_generation()
-    engine.continue_generation()
-    engine.abort()
     folder = engine._client._transport.folder
     engine.close()
     assert not folder.exists()
@@ -180,8 +176,8 @@ def test_bad_input_never_reaches_sglang(engine):
         engine.score(*batch((5, -1)))
     with pytest.raises(RolloutAbilityError, match="min_new_tokens"):
         generate(engine, replace(SAMPLING, min_new_tokens=2))
-    with pytest.raises(RolloutAbilityError, match="log-probabilities"):
-        generate(engine, replace(SAMPLING, top_k=5, log_probs="sampled"))
+    with pytest.raises(RolloutAbilityError, match="'sampled' log-probabilities; request policy"):
+        generate(engine, replace(SAMPLING, log_probs="sampled"))
     for name, weight in (("no.such", torch.ones(3)), (NORM, torch.ones(3))):
         with pytest.raises(ModelError, match=name):
             engine.update_weights([(name, weight)], 5)
@@ -222,20 +218,14 @@ def test_a_server_that_runs_already(model_folder, tmp_path):
         with pytest.raises(RolloutError, match="right key"):
             build(api_key="wrong")
         engine = build(api_key="right")
-        ends = engine._own_ends
-        assert engine.version == 6
-        assert ends and not engine.abilities.exposes_weights
-        sampling = replace(SAMPLING, eos_token_ids=tuple(ends))
-        assert generate(engine, sampling).weight_versions.tolist() == [6] * 5
+        assert engine.version == 6 and not engine.abilities.exposes_weights
+        assert generate(engine).weight_versions.tolist() == [6] * 5
         engine.update_weights([(NORM, torch.zeros(32))], 7)
-        assert generate(engine, sampling).weight_versions.tolist() == [7] * 5
+        assert generate(engine).weight_versions.tolist() == [7] * 5
         assert engine.received_digests() == {NORM: tensor_digest(torch.zeros(32))}
-        with pytest.raises(RolloutAbilityError, match="ends responses with them too"):
-            generate(engine, replace(sampling, eos_token_ids=(150,)))
-        generate(engine, replace(sampling, eos_token_ids=()))
         fake.version = "8"
         with pytest.raises(RolloutOutputError, match="does another program update"):
-            generate(engine, sampling)
+            generate(engine)
         engine.close()
         server.shutdown()
         thread.join()
@@ -244,30 +234,6 @@ def test_a_server_that_runs_already(model_folder, tmp_path):
 
 
 # An SGLang that ends, stops or starts again
-
-
-def test_a_pause_lasts_over_updates_and_restarts(start, monkeypatch):
-    paths = []
-    call = Client.call
-
-    def recorded(self, path, *rest):
-        paths.append(path)
-        return call(self, path, *rest)
-
-    monkeypatch.setattr(Client, "call", recorded)
-    engine = start(restarts=1)
-    engine.pause_generation("in_place")
-    engine.update_weights(noise(engine).items(), 1)
-    assert "/continue_generation" not in paths
-    paths.clear()
-    engine._client._transport.close()
-    engine.update_weights(noise(engine).items(), 2)  # SGLang is started again
-    assert engine.restarts == 1
-    assert paths[-1] == "/pause_generation" and "/continue_generation" not in paths
-    engine.continue_generation()
-    paths.clear()
-    engine.update_weights(noise(engine).items(), 3)
-    assert paths[-1] == "/continue_generation"
 
 
 def test_an_end_is_a_typed_error_with_the_log(start):
@@ -333,7 +299,7 @@ def test_shared_memory_of_killed_processes_is_removed(start, tmp_path):
     if not folder.is_dir():
         pytest.skip("this system has no /dev/shm")
     engine = start(faults={"shared memory": True})
-    name = folder / f"sglang_loads_{engine._client._transport.pid}"
+    name = folder / f"sglang_loads_{engine._client._transport._process.pid}"
     semaphore = Path((tmp_path / "semaphore").read_text())
     assert name.exists() and semaphore.exists()
     engine.close()
@@ -367,7 +333,7 @@ def test_a_killed_rank_leaves_no_process(interpreter, model_folder, tmp_path):
     (tmp_path / "own").mkdir()
     program = (
         "import pathlib, time\n"
-        "from quadriga.rollout.sglang.transports import HostTransport\n"
+        "from quadriga.rollout.sglang.client import HostTransport\n"
         f"folder = pathlib.Path({str(tmp_path / 'own')!r})\n"
         f"host = HostTransport({interpreter!r}, folder, {{}}, {{'args': {arguments!r}}})\n"
         "host.wait_until_ready(60)\n"

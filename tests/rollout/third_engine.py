@@ -7,7 +7,6 @@ from transformers import AutoModelForCausalLM
 
 from quadriga.rollout import Rollout, register_rollout
 from quadriga.rollout.base import RolloutEngine, RolloutOutput
-from quadriga.rollout.checks import check_request
 
 
 class Third(Rollout):
@@ -32,7 +31,7 @@ class ThirdRollout(RolloutEngine):
 
     def generate(self, prompt_ids, attention_mask, sampling, sample_seeds):
         self._check_generates("generate")
-        check_request(self.name, self.abilities, prompt_ids, attention_mask, sampling, sample_seeds)
+        self.check_request(prompt_ids, attention_mask, sampling, sample_seeds)
         shape = len(prompt_ids), sampling.max_new_tokens
         ids, mask = torch.full(shape, sampling.pad_token_id), torch.zeros(shape).long()
         log_probs, reasons = torch.zeros(shape), []

@@ -2,9 +2,9 @@
 
 - this file: `Rollout`, what the trainer knows of an engine before it is started; the table
   `ROLLOUTS` of all engines, and `register_rollout`, which adds one.
-- `base`: `RolloutEngine`, a started engine; its output, and the digest of a weight.
+- `base`: `RolloutEngine`, a started engine; checks of its requests, and the digest of a weight.
 - `abilities`: how tokens are sampled, and what an engine can do of it.
-- `checks`: of a request and of an output. `guard`: both, around any engine.
+- `guard`: checks of requests and outputs, and a deadline, around any engine.
 - `responses`: lists of tokens as one output, and stop strings.
 - `hf`: generation in this process with a Hugging Face model.
 - `vllm`: generation in this process with vLLM, from an environment of its own.
@@ -24,10 +24,9 @@ from quadriga.config.schema import RolloutEngineConfig
 from quadriga.errors import ConfigError, unknown_name
 from quadriga.lazy import imported
 from quadriga.rollout.abilities import (
+    ALL_LOG_PROBS,
     ALL_SETTINGS,
     FilterOrder,
-    LogProbCondition,
-    LogProbKind,
     RolloutAbilities,
     SamplingParams,
     SamplingSetting,
@@ -77,13 +76,10 @@ class Rollout:
 
     def abilities(self, vocabulary: int, window: int | None) -> RolloutAbilities:
         """Return what the engine can do with a model of this vocabulary and context window."""
-        always: LogProbCondition = "always"
-        kinds: dict[LogProbKind, LogProbCondition]
-        kinds = {"policy": always, "sampled": always, "temperature_1": always}
         return RolloutAbilities(
             vocabulary=vocabulary,
             window=window,
-            log_probs=kinds,
+            log_probs=ALL_LOG_PROBS,
             settings=self.sampling_settings,
             filter_order=self.filter_order,
             seeded=True,

@@ -7,8 +7,7 @@ number in place of the one that was requested. Importing this file imports no to
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from quadriga.errors import ConfigError, RolloutAbilityError
@@ -21,6 +20,7 @@ LogProbKind = Literal["policy", "sampled", "temperature_1"]
   renormalised. It is 0 for each token if greedy.
 - `temperature_1`: of the logits as they are.
 """
+ALL_LOG_PROBS: frozenset[LogProbKind] = frozenset(get_args(LogProbKind))
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,6 @@ class SamplingParams:
     log_probs: LogProbKind = "policy"
 
     def __post_init__(self) -> None:
-        kinds = get_args(LogProbKind)
         problems = {
             "max_new_tokens must be at least 1": self.max_new_tokens < 1,
             "temperature must be 0 (greedy) or above": not 0 <= self.temperature < math.inf,
@@ -88,7 +87,9 @@ class SamplingParams:
             "stop_strings must be a tuple of strings that are not empty": (
                 isinstance(self.stop_strings, str) or not all(self.stop_strings)
             ),
-            f"log_probs must be one of {', '.join(kinds)}": self.log_probs not in kinds,
+            f"log_probs must be one of {', '.join(sorted(ALL_LOG_PROBS))}": (
+                self.log_probs not in ALL_LOG_PROBS
+            ),
         }
         for problem, found in problems.items():
             if found:
@@ -105,24 +106,6 @@ class SamplingParams:
         eos = () if self.ignore_eos else self.eos_token_ids
         return tuple(dict.fromkeys((*eos, *self.stop_token_ids)))
 
-    @property
-    def filters(self) -> tuple[str, ...]:
-        """The names of the settings that exclude tokens from the draw."""
-        excludes = {
-            "top_k": self.top_k != -1,
-            "top_p": self.top_p < 1,
-            "min_p": self.min_p > 0,
-            "min_new_tokens": self.min_new_tokens > 0 and bool(self.end_token_ids),
-            "excluded_token_ids": bool(self.excluded_token_ids),
-        }
-        return tuple(name for name, active in excludes.items() if active)
-
-
-LogProbCondition = Literal["always", "unfiltered", "at temperature 1"]
-"""When an engine can give one kind of log-probabilities.
-
-"unfiltered": `SamplingParams.filters` is empty. "at temperature 1": the temperature is 1, or 0.
-"""
 
 SamplingSetting = Literal[
     "temperature",
@@ -159,7 +142,7 @@ class RolloutAbilities:
     Attributes:
         vocabulary: token ids are below this number.
         window: the most tokens of prompt and response together; None if there is no limit.
-        log_probs: for each kind, when the engine can give it. A kind that is missing: never.
+        log_probs: the kinds that the engine can give.
         settings: the settings that it applies at values other than their default.
         filter_order: how several filters act together.
         seeded: equal prompt, seed and weights give an equal response in an equal batch.
@@ -170,21 +153,12 @@ class RolloutAbilities:
 
     vocabulary: int
     window: int | None
-    log_probs: Mapping[LogProbKind, LogProbCondition]
+    log_probs: frozenset[LogProbKind]
     settings: frozenset[SamplingSetting]
     filter_order: FilterOrder
     seeded: bool
     batch_invariant: bool
     exposes_weights: bool
-
-    def gives_log_probs(self, sampling: SamplingParams) -> bool:
-        """Return whether the engine can give `sampling.log_probs` with these settings."""
-        condition = self.log_probs.get(sampling.log_probs)
-        if condition == "unfiltered":
-            return not sampling.filters
-        return condition == "always" or (
-            condition == "at temperature 1" and sampling.temperature in (0, 1)
-        )
 
     def check(self, sampling: SamplingParams, engine: str) -> None:
         """Check that the engine can do what `sampling` asks.
@@ -205,19 +179,11 @@ class RolloutAbilities:
                     engine=engine,
                     setting=setting,
                 )
-        if not self.gives_log_probs(sampling):
-            kind = sampling.log_probs
+        if sampling.log_probs not in self.log_probs:
             raise RolloutAbilityError(
-                f"rollout engine {engine!r} cannot give {kind!r} log-probabilities with "
-                f"temperature {sampling.temperature} and the filters "
-                f"{', '.join(sampling.filters) or 'none'}; it gives them: "
-                f"{self.log_probs.get(kind, 'never')}. Change these settings, request "
-                f"{self._possible(sampling)}, or use another engine (rollout.name)",
+                f"rollout engine {engine!r} cannot give {sampling.log_probs!r} log-probabilities; "
+                f"request {' or '.join(sorted(self.log_probs))}, or use another engine "
+                "(rollout.name)",
                 engine=engine,
                 setting="log_probs",
             )
-
-    def _possible(self, sampling: SamplingParams) -> str:
-        """Name the kinds that the engine can give with these settings."""
-        kinds = [k for k in self.log_probs if self.gives_log_probs(replace(sampling, log_probs=k))]
-        return " or ".join(repr(kind) for kind in kinds) or "no log-probabilities of this engine"

@@ -1,4 +1,4 @@
-"""`RolloutEngine`, a started engine; its inputs and outputs, and the digest of a weight.
+"""`RolloutEngine`, a started engine; checks of its inputs, and the digest of a weight.
 
 Shapes: B rows, P prompt columns, R = `max_new_tokens` response columns, T columns of a sequence.
 """
@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from quadriga.errors import ModelError, RolloutAbilityError, RolloutError
+from quadriga.errors import (
+    ModelError,
+    RolloutAbilityError,
+    RolloutError,
+    RolloutInputError,
+    ShapeError,
+)
 from quadriga.parallel.distributed import rank
 from quadriga.rollout.abilities import (
     LogProbKind as LogProbKind,
@@ -137,6 +143,84 @@ class RolloutEngine(ABC):
         Raises:
             ShapeError, RolloutInputError, RolloutError: as `generate`.
         """
+
+    # Checks of requests
+
+    def check_request(
+        self, prompt_ids: Tensor, attention_mask: Tensor, sampling: SamplingParams, seeds: Tensor
+    ) -> None:
+        """Check the arguments of `generate`.
+
+        Raises:
+            ShapeError: the three shapes disagree.
+            RolloutInputError: a prompt is empty, is not left-padded, does not leave space for
+                `max_new_tokens` in the window, or has an id outside the vocabulary; or a stop token
+                is outside the vocabulary. Attributes: `engine`, `row`.
+            RolloutAbilityError: the engine cannot do what `sampling` asks.
+        """
+        if seeds.shape != prompt_ids.shape[:1]:
+            raise ShapeError(
+                f"rollout engine {self.name!r}: sample_seeds must be [B], one seed for each of the "
+                f"{len(prompt_ids)} prompts; got {list(seeds.shape)}"
+            )
+        self.check_sequences(prompt_ids, attention_mask, sampling.max_new_tokens)
+        self.abilities.check(sampling, self.name)
+        vocabulary = self.abilities.vocabulary
+        outside = [i for i in sampling.stop_token_ids if i >= vocabulary]
+        if outside:
+            raise self._wrong_input(
+                f"stop_token_ids {outside} are outside the vocabulary of {vocabulary} tokens, so "
+                "they could never end a response; remove them"
+            )
+        right = (attention_mask.diff(dim=1) < 0).any(1)
+        self._refuse(right, "is padded on the right or inside; pad prompts on the left only")
+
+    def check_sequences(self, ids: Tensor, attention_mask: Tensor, new_tokens: int = 0) -> None:
+        """Check token ids and their mask, [B, T], with space in the window for `new_tokens` more.
+
+        Raises:
+            ShapeError, RolloutInputError: as `check_request`.
+        """
+        if ids.ndim != 2 or attention_mask.shape != ids.shape:
+            raise ShapeError(
+                f"rollout engine {self.name!r}: token ids and attention mask must have one shape "
+                f"[B, T]; got {list(ids.shape)} and {list(attention_mask.shape)}"
+            )
+        if ids.is_floating_point() or attention_mask.is_floating_point():
+            got = f"{ids.dtype} and {attention_mask.dtype}"
+            raise self._wrong_input(f"token ids and attention mask must be integers; got {got}")
+        valid, vocabulary = attention_mask.bool(), self.abilities.vocabulary
+        lengths = valid.sum(1)
+        before = torch.nn.functional.pad(valid, (1, 0))[:, :-1]
+        apart = (valid & ~before).sum(1) > 1
+        self._refuse(lengths == 0, "is empty; it needs at least one token")
+        self._refuse(apart, "has padding between its tokens; its tokens must be adjacent")
+        outside = valid & ((ids < 0) | (ids >= vocabulary))
+        self._refuse(
+            outside.any(1),
+            f"has the token id {next(iter(ids[outside].tolist()), None)}, which is outside the "
+            f"vocabulary of {vocabulary} tokens; use the tokenizer of the model",
+        )
+        window, longest = self.abilities.window, max(lengths.tolist(), default=0)
+        if window is not None and longest + new_tokens > window:
+            more = f" and max_new_tokens is {new_tokens}, together {longest + new_tokens}"
+            self._refuse(
+                lengths == longest,
+                f"has {longest} tokens{more if new_tokens else ''}, but the window has {window}; "
+                f"shorten the sequence{' or the response' if new_tokens else ''} by "
+                f"{longest + new_tokens - window}",
+            )
+
+    def _refuse(self, wrong_B: Tensor, problem: str) -> None:
+        """Raise `RolloutInputError` for the first row that is wrong."""
+        if wrong_B.any():
+            row = int(wrong_B.nonzero()[0])
+            raise self._wrong_input(f"the sequence in row {row} {problem}", row)
+
+    def _wrong_input(self, problem: str, row: int | None = None) -> RolloutInputError:
+        return RolloutInputError(
+            f"rollout engine {self.name!r}: {problem}", engine=self.name, row=row
+        )
 
     # Weights
 

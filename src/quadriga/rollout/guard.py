@@ -1,7 +1,16 @@
 """A guard around any rollout engine: it checks requests and outputs, and ends a wait at a deadline.
 
 An engine may run in other processes and answer over a network, so its outputs are checked before
-training reads them. A violation is a `RolloutOutputError`, whose attribute `fault` names it.
+training reads them. A violation is a `RolloutOutputError`, whose attribute `fault` names it:
+
+- `row count`, `shape`, `dtype`: of the tensors, or the number of finish reasons.
+- `mask`: a row of the response mask is not ones followed by zeros, or is empty.
+- `token id`: a token is outside the vocabulary, or one of `excluded_token_ids`.
+- `padding`: something other than the padding token behind the end of a response.
+- `log-probability`: NaN, infinite or above 0; or not 0 at padding.
+- `end`: an end token inside a response.
+- `finish reason`: it disagrees with the last token or with the length.
+- `weight version`: other weights than the engine held during the call.
 
 consumes      a request, and the engine's output
 produces      the same output, checked; or a typed error
@@ -17,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from typing import Concatenate, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
 from quadriga.errors import (
@@ -34,11 +44,12 @@ from quadriga.rollout.base import (
     UpdateForm,
     tensor_digest,
 )
-from quadriga.rollout.checks import OutputCheck, check_request, check_sequences
 
 ResultT = TypeVar("ResultT")
 ErrorT = TypeVar("ErrorT", bound=RolloutError)
 P = ParamSpec("P")
+_ROUNDING = 1e-3
+"""Nats by which rounding may bring the log-probability of a certain token above 0."""
 _Stream = Iterable[tuple[str, Tensor]]
 
 
@@ -92,7 +103,7 @@ class GuardedRollout(RolloutEngine):
         images: MultiModalRows | None = None,
     ) -> RolloutOutput:
         request = prompt_ids, attention_mask, sampling, sample_seeds
-        check_request(self.name, self.abilities, *request)
+        self.check_request(*request)
         if self._syncing is not None:
             raise self._failure(
                 RolloutError,
@@ -110,7 +121,7 @@ class GuardedRollout(RolloutEngine):
         return out
 
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
-        check_sequences(self.name, self.abilities, ids, attention_mask)
+        self.check_sequences(ids, attention_mask)
         scores = self._call("score", lambda: self.engine.score(ids, attention_mask))
         OutputCheck(self.name, self.rank).check_scores(scores, attention_mask)
         return scores
@@ -222,4 +233,108 @@ class GuardedRollout(RolloutEngine):
             rank=self.rank,
             method=method,
             **details,
+        )
+
+
+class OutputCheck:
+    """Checks the output of an engine. `engine` and `rank` are for messages."""
+
+    def __init__(self, engine: str, rank: int | None = None) -> None:
+        self._engine = engine
+        self._rank = rank
+
+    def check(
+        self,
+        out: RolloutOutput,
+        rows: int,
+        sampling: SamplingParams,
+        vocabulary: int,
+        versions: range,
+    ) -> None:
+        """Check the output of `generate` for `rows` rows.
+
+        Args:
+            versions: the versions of the weights that may have sampled a row.
+
+        Raises:
+            RolloutOutputError: the output breaks the protocol. Attribute `fault`; see the module.
+        """
+        width = sampling.max_new_tokens
+        self._form("response_ids", out.response_ids, (rows, width), torch.int64)
+        self._form("response_mask", out.response_mask, (rows, width), torch.int64)
+        self._form("rollout_log_probs", out.rollout_log_probs, (rows, width), torch.float32)
+        self._form("weight_versions", out.weight_versions, (rows,), torch.int64)
+        reasons, found = out.finish_reason, out.weight_versions
+        if len(reasons) != rows:
+            problem = f"has {len(reasons)} finish reasons for {rows} rows"
+            raise self._error("row count", None, problem)
+        ids, mask = out.response_ids, out.response_mask.bool()
+        lengths, columns = mask.sum(1), torch.arange(width)
+        excluded = torch.isin(ids, torch.tensor(sampling.excluded_token_ids).long())
+        ends = torch.isin(ids, torch.tensor(sampling.end_token_ids).long())
+        last = columns == (lengths - 1)[:, None]
+        ended = (ends & last).any(1)
+        stopped = torch.tensor([reason == "stop" for reason in reasons]).bool()
+        by_length = torch.tensor([reason == "length" for reason in reasons]).bool()
+        may_stop = ended | bool(sampling.stop_strings)
+        right_reason = (stopped & may_stop) | (by_length & (lengths == width) & ~ended)
+        held = (found >= versions.start) & (found < versions.stop)
+        wrong = [*found[~held].tolist(), None][0]
+        self._require("mask", mask == (columns < lengths[:, None]), "is not ones, then zeros")
+        self._require("mask", out.response_mask <= 1, "has numbers above 1")
+        self._require("mask", lengths > 0, "is empty, but a response has at least one token")
+        known = (ids >= 0) & (ids < vocabulary)
+        self._require("token id", known | ~mask, f"has a token outside the {vocabulary} tokens")
+        self._require("token id", ~(excluded & mask), "has a token of `excluded_token_ids`")
+        padding = f"has other tokens than {sampling.pad_token_id}, the padding, behind its end"
+        self._require("padding", (ids == sampling.pad_token_id) | mask, padding)
+        self._require_log_probs(out.rollout_log_probs, mask)
+        self._require("end", ~(ends & mask & ~last), "has an end token before its last token")
+        reason = f"has a finish reason that disagrees with its last token or its length of {width}"
+        self._require("finish reason", right_reason, reason)
+        names = " or ".join(map(str, versions))
+        version = f"has version {wrong}, but the engine held version {names}"
+        self._require("weight version", held, version)
+
+    def check_scores(self, scores: Tensor, attention_mask: Tensor) -> None:
+        """Check the result of `score`. It raises as `check`."""
+        self._form("scores", scores, tuple(attention_mask.shape), torch.float32)
+        self._require_log_probs(scores, attention_mask.bool())
+
+    def _form(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        if len(tensor) != shape[0]:
+            fault = "row count"
+        elif tuple(tensor.shape) != shape:
+            fault = "shape"
+        elif tensor.dtype != dtype:
+            fault = "dtype"
+        else:
+            return
+        found = f"{list(tensor.shape)} of {tensor.dtype}"
+        raise self._error(fault, None, f"has {name} {found} instead of {list(shape)} of {dtype}")
+
+    def _require_log_probs(self, log_probs: Tensor, mask: Tensor) -> None:
+        for right, problem in (
+            (log_probs.isfinite(), "that are not finite"),
+            (log_probs <= _ROUNDING, "above 0"),
+            ((log_probs == 0) | mask, "at padding"),
+        ):
+            self._require("log-probability", right, f"has log-probabilities {problem}")
+
+    def _require(self, fault: str, right: Tensor, problem: str) -> None:
+        """Raise for the first row of `right`, [B] or [B, R], that is not True."""
+        wrong = ~right.view(len(right), -1).all(1) if len(right) else right
+        if wrong.any():
+            raise self._error(fault, int(wrong.nonzero()[0]), problem)
+
+    def _error(self, fault: str, row: int | None, problem: str) -> RolloutOutputError:
+        where = "" if self._rank is None else f" on rank {self._rank}"
+        what = "its output" if row is None else f"row {row} of its output"
+        return RolloutOutputError(
+            f"rollout engine {self._engine!r}{where}: {what} {problem} ({fault}). No training is "
+            "done on it; the engine is faulty, or of a version that is not supported",
+            engine=self._engine,
+            rank=self._rank,
+            fault=fault,
+            row=row,
         )

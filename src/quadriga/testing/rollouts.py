@@ -155,17 +155,11 @@ class RolloutUnderTest:
         ids, mask = left_padded(prompts)
         return self.engine.generate(ids, mask, sampling, torch.tensor(list(seeds)).long())
 
-    def possible(self, sampling: SamplingParams) -> SamplingParams:
-        """Return `sampling` with a kind of log-probabilities that the engine can give."""
-        abilities = self.engine.abilities
-        choices = [replace(sampling, log_probs=kind) for kind in abilities.log_probs]
-        return next((c for c in choices if abilities.gives_log_probs(c)), sampling)
-
     def refuses(self, sampling: SamplingParams) -> bool:
         """Return whether the engine declares that it cannot do this; if so, check its error."""
         abilities = self.engine.abilities
         changed = {n for n in ALL_SETTINGS if getattr(sampling, n) != getattr(SAMPLING, n)}
-        if changed <= abilities.settings and abilities.gives_log_probs(sampling):
+        if changed <= abilities.settings and sampling.log_probs in abilities.log_probs:
             return False
         what = f"undeclared: {sampling}"
         error = expect_raises(lambda: self.generate(sampling), RolloutAbilityError, what)
@@ -174,7 +168,6 @@ class RolloutUnderTest:
 
     def applied(self, sampling: SamplingParams, prompts: Prompts = PROMPTS) -> list[list[int]]:
         """Check the responses, or that the engine refuses what it does not declare."""
-        sampling = self.possible(sampling)
         if self.refuses(sampling):
             return []
         return self.check(sampling, self.generate(sampling, prompts), prompts)
@@ -278,9 +271,9 @@ def prompts(subject: RolloutUnderTest) -> None:
     order = [3, 0, 4, 1]
     other = subject.applied(GREEDY, [PROMPTS[i] for i in order])
     expect(other, [responses[i] for i in order] if responses else [], "rows in another order")
-    sampling, none = subject.possible(SAMPLING), torch.zeros(0, 4, dtype=torch.int64)
-    out = subject.engine.generate(none, none, sampling, torch.zeros(0, dtype=torch.int64))
-    subject.check(sampling, out, ())
+    none = torch.zeros(0, 4, dtype=torch.int64)
+    out = subject.engine.generate(none, none, SAMPLING, torch.zeros(0, dtype=torch.int64))
+    subject.check(SAMPLING, out, ())
     expect(tuple(subject.engine.score(none, none).shape), (0, 4), "shape of no scores")
 
 
@@ -304,7 +297,7 @@ def ends(subject: RolloutUnderTest) -> None:
     subject.applied(replace(SAMPLING, stop_token_ids=stops))
     subject.applied(replace(SAMPLING, stop_token_ids=stops, ignore_eos=True))
     if "stop_token_ids" in subject.engine.abilities.settings:
-        outside = subject.possible(replace(SAMPLING, stop_token_ids=(subject.vocabulary,)))
+        outside = replace(SAMPLING, stop_token_ids=(subject.vocabulary,))
         expect_raises(lambda: subject.generate(outside), RolloutInputError, "a stop id outside")
     for count in (1, 3, SAMPLING.max_new_tokens):
         subject.applied(replace(SAMPLING, min_new_tokens=count))
@@ -313,10 +306,10 @@ def ends(subject: RolloutUnderTest) -> None:
 
 def seeds(subject: RolloutUnderTest) -> None:
     """Seeds reproduce responses, and rows do not depend on each other, if this is declared."""
-    abilities, sampling = subject.engine.abilities, subject.possible(SAMPLING)
+    abilities = subject.engine.abilities
     rows = PROMPTS[:1] * 8
     numbers = [0, 1, 2, -1, 2**62, -(2**63), 2**63 - 1, 2**32]
-    endless = subject.possible(replace(SAMPLING, eos_token_ids=(), max_new_tokens=6))
+    endless = replace(SAMPLING, eos_token_ids=(), max_new_tokens=6)
     first = subject.check(endless, subject.generate(endless, rows, numbers), rows)
     expect(len({tuple(response) for response in first}) > 5, True, "8 seeds give over 5 responses")
     other = subject.check(endless, subject.generate(endless, rows, range(50, 58)), rows)
@@ -325,30 +318,30 @@ def seeds(subject: RolloutUnderTest) -> None:
         return
     again = subject.check(endless, subject.generate(endless, rows, numbers), rows)
     expect(again, first, "the same seeds again")
-    whole = subject.check(sampling, subject.generate(sampling, PROMPTS * 3), PROMPTS * 3)
+    whole = subject.check(SAMPLING, subject.generate(SAMPLING, PROMPTS * 3), PROMPTS * 3)
     for order in ([5, 0, 16, 3], [9]) if abilities.batch_invariant else ():
         part, numbers = [(PROMPTS * 3)[i] for i in order], [100 + i for i in order]
-        found = subject.check(sampling, subject.generate(sampling, part, numbers), part)
+        found = subject.check(SAMPLING, subject.generate(SAMPLING, part, numbers), part)
         expect(found, [whole[i] for i in order], f"rows {order} by themselves")
 
 
 def bad_input(subject: RolloutUnderTest) -> None:
     """A prompt that cannot be used is refused by a typed error, and nothing is broken."""
-    sampling, window = subject.possible(SAMPLING), subject.engine.abilities.window
+    window = subject.engine.abilities.window
     wrong: list[tuple[int, ...]] = [(), (70, subject.vocabulary), (-1, 70)]
     if window is not None:
         wrong += [(70,) * (window + 1), (70,) * (window - SAMPLING.max_new_tokens + 1)]
     for prompt in wrong:
-        run = partial(subject.generate, sampling, [(70,), prompt])
+        run = partial(subject.generate, SAMPLING, [(70,), prompt])
         error = expect_raises(run, RolloutInputError, f"a prompt of {len(prompt)} tokens")
         expect(vars(error).get("row"), 1, "attribute row")
     ids, mask = left_padded(PROMPTS[:2])
     numbers, generate = torch.tensor([1, 2]), subject.engine.generate
     for what, given, kind in (
-        ("a mask of another shape", (ids, mask[:, 1:], sampling, numbers), ShapeError),
-        ("too few seeds", (ids, mask, sampling, numbers[:1]), ShapeError),
-        ("one dimension", (ids[0], mask[0], sampling, numbers), ShapeError),
-        ("padding on the right", (ids.flip(1), mask.flip(1), sampling, numbers), RolloutInputError),
+        ("a mask of another shape", (ids, mask[:, 1:], SAMPLING, numbers), ShapeError),
+        ("too few seeds", (ids, mask, SAMPLING, numbers[:1]), ShapeError),
+        ("one dimension", (ids[0], mask[0], SAMPLING, numbers), ShapeError),
+        ("padding on the right", (ids.flip(1), mask.flip(1), SAMPLING, numbers), RolloutInputError),
     ):
         expect_raises(partial(generate, *given), kind, what)
     outside = torch.tensor([[70, subject.vocabulary]])
@@ -389,9 +382,9 @@ def update(subject: RolloutUnderTest) -> None:
 def release(subject: RolloutUnderTest) -> None:
     """A released engine refuses to generate; `resume` gives the same engine back."""
     engine, (ids, mask) = subject.engine, left_padded(PROMPTS)
-    before, sampling = engine.version, subject.possible(SAMPLING)
+    before = engine.version
     engine.release()
-    expect_raises(lambda: subject.generate(sampling), RolloutError, "generate while released")
+    expect_raises(lambda: subject.generate(SAMPLING), RolloutError, "generate while released")
     expect_raises(lambda: engine.score(ids, mask), RolloutError, "score while released")
     for _ in range(2):  # a second one does nothing
         engine.resume()
@@ -414,7 +407,7 @@ def close(subject: RolloutUnderTest) -> None:
     engine.close()
     engine.close()
     uses: tuple[Callable[[], object], ...] = (
-        lambda: subject.generate(subject.possible(SAMPLING)),
+        lambda: subject.generate(SAMPLING),
         lambda: engine.score(ids, mask),
         lambda: engine.update_weights(subject.original.items(), 12),
         engine.weights_digest,

@@ -26,12 +26,10 @@ class GeneratingGroup(Protocol):
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        ...
 
     @property
     def generate_sequences(self) -> Callable[[DataProto], DataProto]:
         """Sample one response per row."""
-        ...
 
 
 def generation_inputs(rows: DataProto, mode: SamplingMode = "train") -> DataProto:

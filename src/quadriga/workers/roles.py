@@ -49,15 +49,12 @@ class GroupMethod(Protocol[ArgumentsP, ResultT_co]):
             LengthError: the rows do not divide among the ranks.
             DispatchError: an argument cannot be split or sent.
         """
-        ...
 
     def submit(self, *args: ArgumentsP.args, **kwargs: ArgumentsP.kwargs) -> DataProtoFuture:
         """Start the call and return a future of its result without waiting."""
-        ...
 
     def options(self, timeout: float | None = None) -> GroupMethod[ArgumentsP, ResultT_co]:
         """Return the same method with a deadline of `timeout` seconds per call."""
-        ...
 
 
 class RoleGroup(Protocol):
@@ -66,13 +63,11 @@ class RoleGroup(Protocol):
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        ...
 
     @property
     def init_model(self) -> GroupMethod[[], list[None]]:
         """Load the model on every rank: `ActorRolloutRefWorker.init_model`,
         `CriticWorker.init_model`."""
-        ...
 
 
 class TrainedGroup(RoleGroup, Protocol):
@@ -82,19 +77,16 @@ class TrainedGroup(RoleGroup, Protocol):
     def save_checkpoint(self) -> GroupMethod[[str, int], list[list[SavedFile]]]:
         """Save one shard per rank under a folder, as of a step; returns the files of each rank:
         `ActorRolloutRefWorker.save_checkpoint`, `EngineWorker.save_checkpoint`."""
-        ...
 
     @property
     def load_checkpoint(self) -> GroupMethod[[str, int], list[None]]:
         """Load a folder of `save_checkpoint` that was saved at a step:
         `ActorRolloutRefWorker.load_checkpoint`, `EngineWorker.load_checkpoint`."""
-        ...
 
     @property
     def export_hf(self) -> GroupMethod[[str], list[None]]:
         """Write a Hugging Face folder: `ActorRolloutRefWorker.export_hf`,
         `EngineWorker.export_hf`."""
-        ...
 
 
 class RolloutGroup(RoleGroup, Protocol):
@@ -103,7 +95,6 @@ class RolloutGroup(RoleGroup, Protocol):
     @property
     def generate_sequences(self) -> GroupMethod[[DataProto], DataProto]:
         """Sample one response per row: `ActorRolloutRefWorker.generate_sequences`."""
-        ...
 
 
 class ActorGroup(TrainedGroup, Protocol):
@@ -112,22 +103,18 @@ class ActorGroup(TrainedGroup, Protocol):
     @property
     def compute_log_prob(self) -> GroupMethod[[DataProto], DataProto]:
         """Compute `old_log_probs` and `entropys`: `ActorRolloutRefWorker.compute_log_prob`."""
-        ...
 
     @property
     def update_actor(self) -> GroupMethod[[DataProto], DataProto]:
         """Run the optimizer steps of one batch: `ActorRolloutRefWorker.update_actor`."""
-        ...
 
     @property
     def sync_weights(self) -> GroupMethod[[], list[int]]:
         """Copy the actor's weights to the rollout engine: `ActorRolloutRefWorker.sync_weights`."""
-        ...
 
     @property
     def actor_weight_version(self) -> GroupMethod[[], int]:
         """The version of the weights: `ActorRolloutRefWorker.actor_weight_version`."""
-        ...
 
 
 class StreamMethod(Protocol[ArgumentsP, ResultT_co]):
@@ -141,7 +128,6 @@ class StreamMethod(Protocol[ArgumentsP, ResultT_co]):
         Raises:
             WorkerError: as a call of a method.
         """
-        ...
 
 
 class SendingGroup(Protocol):
@@ -151,17 +137,14 @@ class SendingGroup(Protocol):
     def send_weights(self) -> StreamMethod[[WeightNeeds], list[DataProto]]:
         """Yield the weights in rounds; an item has one bucket per rank:
         `ActorRolloutRefWorker.send_weights`."""
-        ...
 
     @property
     def offer_weights(self) -> GroupMethod[[list[WeightNeeds]], list[Ticket | None]]:
         """Return where both groups join, on rank 0: `ActorRolloutRefWorker.offer_weights`."""
-        ...
 
     @property
     def send_weights_over(self) -> GroupMethod[[Ticket], list[None]]:
         """Send all weights over the joined group: `ActorRolloutRefWorker.send_weights_over`."""
-        ...
 
 
 class ReceivingGroup(Protocol):
@@ -170,24 +153,20 @@ class ReceivingGroup(Protocol):
     @property
     def weight_needs(self) -> GroupMethod[[], list[WeightNeeds]]:
         """Return what the sender must know: `ActorRolloutRefWorker.weight_needs`."""
-        ...
 
     @property
     def receive_weights(self) -> GroupMethod[[list[DataProto]], list[None]]:
         """Copy one round to the rollout engines: `ActorRolloutRefWorker.receive_weights`."""
-        ...
 
     @property
     def receive_weights_over(self) -> GroupMethod[[Ticket], list[int]]:
         """Receive all weights over the joined group, and compare them:
         `ActorRolloutRefWorker.receive_weights_over`."""
-        ...
 
     @property
     def finish_weights(self) -> GroupMethod[[], list[int]]:
         """Compare digests; return the weight version of each rank:
         `ActorRolloutRefWorker.finish_weights`."""
-        ...
 
 
 class TurnTakingGroup(RoleGroup, Protocol):
@@ -196,12 +175,10 @@ class TurnTakingGroup(RoleGroup, Protocol):
     @property
     def rollout_mode(self) -> GroupMethod[[], list[dict[str, float]]]:
         """Free device memory for generation: `ActorRolloutRefWorker.rollout_mode`."""
-        ...
 
     @property
     def trainer_mode(self) -> GroupMethod[[], list[dict[str, float]]]:
         """Free device memory for training: `ActorRolloutRefWorker.trainer_mode`."""
-        ...
 
 
 class RefGroup(RoleGroup, Protocol):
@@ -210,7 +187,6 @@ class RefGroup(RoleGroup, Protocol):
     @property
     def compute_ref_log_prob(self) -> GroupMethod[[DataProto], DataProto]:
         """Compute `ref_log_prob`: `ActorRolloutRefWorker.compute_ref_log_prob`."""
-        ...
 
 
 class CriticGroup(TrainedGroup, Protocol):
@@ -219,12 +195,10 @@ class CriticGroup(TrainedGroup, Protocol):
     @property
     def compute_values(self) -> GroupMethod[[DataProto], DataProto]:
         """Compute `values`: `CriticWorker.compute_values`."""
-        ...
 
     @property
     def update_critic(self) -> GroupMethod[[DataProto], DataProto]:
         """Run the optimizer steps of one batch: `CriticWorker.update_critic`."""
-        ...
 
 
 class RewardModelGroup(RoleGroup, Protocol):
@@ -233,7 +207,6 @@ class RewardModelGroup(RoleGroup, Protocol):
     @property
     def compute_rm_score(self) -> GroupMethod[[DataProto], DataProto]:
         """Compute `rm_scores`: `RewardModelWorker.compute_rm_score`."""
-        ...
 
 
 class PairTrainingGroup(TrainedGroup, Protocol):
@@ -242,12 +215,10 @@ class PairTrainingGroup(TrainedGroup, Protocol):
     @property
     def update_rm(self) -> GroupMethod[[DataProto], DataProto]:
         """Run one optimizer step on one batch of pairs: `PairTrainingWorker.update_rm`."""
-        ...
 
     @property
     def compute_pair_scores(self) -> GroupMethod[[DataProto], DataProto]:
         """Compute `rm_scores` of pairs: `PairTrainingWorker.compute_pair_scores`."""
-        ...
 
 
 class SFTGroup(RolloutGroup, TrainedGroup, Protocol):
@@ -256,17 +227,14 @@ class SFTGroup(RolloutGroup, TrainedGroup, Protocol):
     @property
     def compute_sft_log_prob(self) -> GroupMethod[[DataProto], DataProto]:
         """Compute `old_log_probs` of given responses: `SFTWorker.compute_sft_log_prob`."""
-        ...
 
     @property
     def update_sft(self) -> GroupMethod[[DataProto], DataProto]:
         """Run one optimizer step on one batch: `SFTWorker.update_sft`."""
-        ...
 
     @property
     def sync_weights(self) -> GroupMethod[[], list[int]]:
         """Copy the actor's weights to the rollout engine: `ActorRolloutRefWorker.sync_weights`."""
-        ...
 
 
 def methods_of(roles: Iterable[type]) -> list[str]:

@@ -29,7 +29,6 @@ from quadriga.rollout.base import (
     check_weight,
     integer_bits,
 )
-from quadriga.rollout.checks import check_request, check_sequences
 from quadriga.rollout.hf.generation import CachedModel, Generation, check_generation
 from quadriga.rollout.responses import StopStringsOfModel
 
@@ -88,7 +87,7 @@ class HFRollout(RolloutEngine):
         images: MultiModalRows | None = None,
     ) -> RolloutOutput:
         self._check_ready("generate")
-        check_request(self.name, self.abilities, prompt_ids, attention_mask, sampling, sample_seeds)
+        self.check_request(prompt_ids, attention_mask, sampling, sample_seeds)
         check_images(prompt_ids, attention_mask, images, image_tokens_of(self.module.config))
         count, width = len(prompt_ids), sampling.max_new_tokens
         ids = torch.full((count, width), sampling.pad_token_id, dtype=torch.int64)
@@ -112,7 +111,7 @@ class HFRollout(RolloutEngine):
 
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
         self._check_ready("score")
-        check_sequences(self.name, self.abilities, ids, attention_mask)
+        self.check_sequences(ids, attention_mask)
         check_images(ids, attention_mask, None, image_tokens_of(self.module.config))
         log_probs = torch.zeros(ids.shape)
         with torch.inference_mode():

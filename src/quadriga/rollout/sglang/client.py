@@ -1,21 +1,36 @@
-"""One SGLang over its restarts: requests side by side, weights with their version, pauses, memory.
+"""One SGLang over its restarts: requests side by side, weights with their version, memory.
 
 After a restart SGLang holds the weights of the model folder. The client then sends the weights that
 it has kept and sets their version, before the requests without an answer are sent again.
+
+Requests are messages to a host process that is started here, or HTTP to a server. Both take the
+paths and bodies of SGLang's HTTP server. Any thread may call; calls run side by side.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import http.client
+import itertools
 import json
+import os
+import subprocess
 import sys
 import tempfile
 import threading
+import urllib.error
+import urllib.request
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,33 +41,30 @@ from quadriga.errors import (
     RolloutError,
     RolloutOutputError,
     RolloutTimeoutError,
+    printable,
 )
 from quadriga.models.folder import local_folder
-from quadriga.parallel.distributed import gloo_on_loopback
+from quadriga.parallel.distributed import gloo_on_loopback, rank
 from quadriga.rollout.base import tensor_digest
-from quadriga.rollout.sglang.host import Json
+from quadriga.rollout.sglang.host import Json, end_group
 from quadriga.rollout.sglang.options import CPU_TOKENS, MEM_FRACTION_STATIC, SGLangOptions
-from quadriga.rollout.sglang.transports import (
-    Body,
-    HostTransport,
-    HTTPTransport,
-    Transport,
-    failed,
-)
-from quadriga.rollout.sglang.weights import (
-    HeldWeight,
-    Shapes,
-    buckets,
-    checked,
-    question,
-    read_answer,
-)
+from quadriga.rollout.sglang.weights import READBACK, Shapes, buckets, checked, question
 
+NAME = "sglang"
+Body = Mapping[str, Json]
 Fault = RolloutDiedError | RolloutTimeoutError
 """What a restart can cure."""
+ErrorT = TypeVar("ErrorT", bound=RolloutError)
 
+_HOST = "quadriga.rollout.sglang.host"
 _MOST_THREADS = 64
-_READBACK = "quadriga.rollout.sglang.scheduler.answer"
+_MAX_DETAIL = 2000
+_LOG_LINES, _LOG_BYTES, _LINE_LENGTH = 12, 1 << 16, 300
+_END_S = 10.0  # SIGKILL ends the processes at once, unless the system is very slow
+_OF_THE_RANK = frozenset(
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
+)
+"""Variables that describe the process group of the training, which SGLang must not join."""
 _SPARE_TOKENS = 8
 """SGLang keeps some positions of its window for itself, so it is told a longer one."""
 _CPU: Mapping[str, Json] = {
@@ -68,6 +80,228 @@ _RELEASABLE: Mapping[str, Json] = {
 _WEIGHTS = ("weights",)
 _MEMORY = (*_WEIGHTS, "kv_cache", "cuda_graph")
 """Kinds of device memory, as SGLang names them."""
+
+_Outbox = SimpleQueue[tuple[bytes, bytes] | None]
+
+
+class HostTransport:
+    """The processes of one SGLang, from start to end, and messages to its host.
+
+    Two threads write requests and read answers. They do not refer to this object, so the processes
+    end when nothing refers to it any more.
+
+    Args:
+        python: the interpreter that has SGLang.
+        folder: for temporary files of the processes, and their log; removed by `close`.
+        variables: environment variables of the host, beside those of this process.
+        settings: the first message; see `host`.
+    """
+
+    def __init__(
+        self, python: str, folder: Path, variables: Mapping[str, str], settings: Json
+    ) -> None:
+        self.folder = folder
+        environment = {k: v for k, v in os.environ.items() if k not in _OF_THE_RANK}
+        environment |= {"TMPDIR": str(folder), **variables}
+        ours, theirs = Pipe()
+        with theirs, open(folder / "log", "wb") as log:
+            self._process = subprocess.Popen(
+                [python, "-m", _HOST, str(theirs.fileno()), str(folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._numbers, self._answers = itertools.count(1), _Answers()
+        self._outbox: _Outbox = SimpleQueue()
+        # Ends the processes also if `close` is never called.
+        self.close = weakref.finalize(self, _end, self._process, self._outbox, folder)
+        for target in (partial(_write_all, self._outbox), self._answers.read_all):
+            threading.Thread(target=target, args=(ours,), daemon=True).start()
+        ours.send_bytes(json.dumps(settings).encode())
+
+    def call(self, path: str, body: Body, timeout_s: float, payload: bytes = b"") -> Json:
+        """Return the answer to one request.
+
+        Args:
+            path: of SGLang's HTTP server.
+            payload: serialized weights, for `/update_weights_from_tensor`.
+
+        Raises:
+            RolloutError: SGLang refused the request.
+            RolloutDiedError: SGLang has ended or cannot be reached.
+            RolloutTimeoutError: no answer arrived in time.
+        """
+        number = next(self._numbers)
+        future = self._answers.expect(number)
+        message = json.dumps({"id": number, "path": path, "body": dict(body)})
+        self._outbox.put((message.encode(), payload))
+        answer = self._wait(path, number, future, timeout_s)
+        if answer["status"] != 200:
+            raise refused(path, answer["body"])
+        found: Json = answer["body"]
+        return found
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Wait until SGLang has loaded the model. It raises as `call`."""
+        self._wait("start", 0, self._answers.expect(0), timeout_s)
+
+    def _wait(self, path: str, number: int, future: Future[Any], timeout_s: float) -> Any:
+        try:
+            return future.result(timeout_s)
+        except TimeoutError as error:
+            raise late(path, timeout_s, self._log()) from error
+        except EOFError as error:
+            raise failed(
+                RolloutDiedError,
+                f"its process ended before it answered {path}; {self._log()}. Correct the cause, "
+                "or set rollout.options.restarts to start it again",
+            ) from error
+        finally:
+            self._answers.futures.pop(number, None)
+
+    def _log(self) -> str:
+        """Return the last lines of the log in one line of text."""
+        try:
+            text = (self.folder / "log").read_bytes()[-_LOG_BYTES:].decode(errors="replace")
+        except OSError:
+            return "its log is gone"
+        lines = [line.strip()[:_LINE_LENGTH] for line in printable(text).splitlines()]
+        lines = [line for line in lines if line][-_LOG_LINES:]
+        return f"the last lines of its log: {' | '.join(lines)}" if lines else "its log is empty"
+
+
+class _Answers:
+    """The futures of the requests without an answer, by number. Number 0 waits for the start."""
+
+    def __init__(self) -> None:
+        self.futures: dict[int, Future[Any]] = {}
+        self._lock = threading.Lock()
+        self._ended = False
+        self.expect(0)
+
+    def expect(self, number: int) -> Future[Any]:
+        """Return the future of an answer."""
+        with self._lock:
+            future = self.futures.setdefault(number, Future())
+            if self._ended and not future.done():
+                future.set_exception(EOFError())
+        return future
+
+    def read_all(self, host: Connection) -> None:
+        """Read answers until the host closes its end, then fail the requests without one."""
+        with host, contextlib.suppress(EOFError, OSError):
+            while True:
+                message = json.loads(host.recv_bytes())
+                future = self.futures.get(message["id"])
+                if future is not None:  # its caller still waits
+                    future.set_result(message)
+        with self._lock:
+            self._ended = True
+            for future in list(self.futures.values()):
+                if not future.done():
+                    future.set_exception(EOFError())
+
+
+def _write_all(outbox: _Outbox, host: Connection) -> None:
+    with contextlib.suppress(OSError):  # the host has ended, which `read_all` sees
+        while (request := outbox.get()) is not None:
+            for part in request:
+                host.send_bytes(part)
+
+
+def _end(process: subprocess.Popen[bytes], outbox: _Outbox, folder: Path) -> None:
+    outbox.put(None)
+    end_group(process.pid, str(folder))
+    process.wait(_END_S)
+
+
+class HTTPTransport:
+    """An HTTP server of SGLang that runs already.
+
+    Args:
+        url: "http://host:port".
+        key: sent with each request as a bearer token.
+    """
+
+    def __init__(self, url: str, key: str | None) -> None:
+        self._url = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        if key is not None:
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def call(self, path: str, body: Body | None, timeout_s: float, payload: bytes = b"") -> Json:
+        """See `HostTransport.call`. None as the body is a GET request."""
+        content = None if body is None else dict(body)
+        if content is not None and payload:
+            count = content.pop("ranks")
+            assert isinstance(count, int)
+            content["serialized_named_tensors"] = [base64.b64encode(payload).decode()] * count
+        data = None if content is None else json.dumps(content).encode()
+        request = urllib.request.Request(self._url + path, data, self._headers)
+        try:
+            with self._opener.open(request, timeout=timeout_s) as response:
+                text = response.read()
+        except urllib.error.HTTPError as error:
+            hint = "; is rollout.options.api_key the right key?" if error.code == 401 else ""
+            answer = error.read().decode(errors="replace")
+            raise refused(path, f"status {error.code}{hint} {answer}") from error
+        except (OSError, http.client.HTTPException) as error:
+            if isinstance(getattr(error, "reason", error), TimeoutError):
+                raise late(path, timeout_s, "its log is on its own machine") from error
+            raise failed(
+                RolloutDiedError,
+                f"the server at {self._url} cannot be reached for {path}: {error}; start it, or "
+                "correct rollout.options.url",
+            ) from error
+        try:
+            found: Json = json.loads(text) if text else None
+        except ValueError:
+            found = text.decode(errors="replace")
+        return found
+
+    def close(self) -> None:
+        """Do nothing: the server was not started here."""
+
+
+Transport = HostTransport | HTTPTransport
+"""Sends requests to one SGLang."""
+
+
+def late(path: str, timeout_s: float, log: str) -> RolloutTimeoutError:
+    """Return the error for an answer that did not arrive in time."""
+    setting = {"start": "start_timeout_s", "/generate": "generate_timeout_s"}
+    return failed(
+        RolloutTimeoutError,
+        f"no answer to {path} within {timeout_s:g} s; {log}. If it is slow and not stuck, raise "
+        f"rollout.options.{setting.get(path, 'call_timeout_s')}; rollout.options.restarts starts "
+        "it again",
+        method=path,
+        deadline=timeout_s,
+    )
+
+
+def refused(path: str, answer: Json) -> RolloutError:
+    """Return the error for a request that SGLang did not carry out."""
+    text = answer if isinstance(answer, str) else json.dumps(answer)
+    return failed(RolloutError, f"SGLang refused {path}: {text[:_MAX_DETAIL]}", method=path)
+
+
+def failed(kind: type[ErrorT], problem: str, **details: object) -> ErrorT:
+    """Return an error of the engine on this rank."""
+    place = {"engine": NAME, "rank": rank()}
+    return kind(f"rollout engine {NAME!r} of rank {rank()}: {problem}", **place, **details)
+
+
+@dataclass(frozen=True)
+class HeldWeight:
+    """A weight in SGLang: its dtype and the `tensor_digest` of its values."""
+
+    dtype: torch.dtype
+    digest: int
 
 
 @dataclass(frozen=True)
@@ -105,10 +339,9 @@ class Launch:
 
     def _variables(self, folder: Path) -> dict[str, str]:
         """Return the environment variables of an SGLang with this folder for temporary files."""
-        original = self.options.log_probs == "temperature_1"
         variables = {
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-            "SGLANG_RETURN_ORIGINAL_LOGPROB": "1" if original else "0",
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
         }
         if not {"nnodes", "dist_init_addr"} & self.options.server_args.keys():
             # Otherwise the store of the schedulers' process group, and gloo, listen on all
@@ -134,7 +367,7 @@ class Launch:
             "sampling_backend": "pytorch",
             "enable_deterministic_inference": self.options.seeds,
             "weight_version": "-1",
-            "custom_weight_loader": [_READBACK],
+            "custom_weight_loader": [READBACK],
             "log_level": self.options.log_level,
         }
         if self.window is not None:
@@ -172,7 +405,6 @@ class Client:
         restarts: how often SGLang was started again.
         held: the weights that SGLang held when it was started, if they can be read back.
         received: the digest of each weight that SGLang has accepted, as it was sent to it last.
-        paused: the mode of a pause that a program has asked for; None: there is none.
     """
 
     def __init__(self, launch: Launch, shapes: Shapes, at_once: int) -> None:
@@ -184,8 +416,6 @@ class Client:
         self._unusable = ""
         self._closed = False
         self._released: frozenset[str] = frozenset()  # kinds of device memory
-        self._pausing = threading.RLock()
-        self.paused: str | None = None
         self.received: dict[str, int] = {}
         self.version = -1
         self.restarts = 0
@@ -204,16 +434,13 @@ class Client:
         """Return the version of the weights in a server that runs already."""
         info = server.call("/model_info", None, self._options.call_timeout_s)
         version = info.get("weight_version") if isinstance(info, dict) else None
-        if version == "default":  # the weights of its model folder
-            version = "-1"
-            self._set_version(version)
         try:
             return int(str(version))
         except ValueError:
             raise failed(
                 RolloutError,
                 f"the weights of the server at {self._options.url} have the version {version!r}, "
-                "which is not a number; start SGLang there, again if it runs",
+                "which is not a number; start it with --weight-version=-1",
             ) from None
 
     # Requests
@@ -283,8 +510,6 @@ class Client:
                     self._send(iter(self._kept.items()), self.version)
                 if self.held:
                     self._check_restarted()
-                if self.paused is not None:
-                    self.pause(self.paused)
                 return
             except (RolloutDiedError, RolloutTimeoutError) as error:
                 self._transport.close()
@@ -317,20 +542,6 @@ class Client:
     def _may_restart(self) -> bool:
         started_here = isinstance(self._transport, HostTransport)
         return started_here and not self._closed and self.restarts < self._options.restarts
-
-    # Pauses last over weight updates and restarts. Another thread may ask for them.
-
-    def pause(self, mode: str) -> None:
-        """Let SGLang generate nothing until `go_on`."""
-        with self._pausing:
-            self.call("/pause_generation", {"mode": mode})
-            self.paused = mode
-
-    def go_on(self) -> None:
-        """End the pause."""
-        with self._pausing:
-            self.paused = None
-            self.call("/continue_generation")
 
     # Weights
 
@@ -367,23 +578,18 @@ class Client:
         parts = buckets(stream, self._options.bucket_mb << 20)
         part = next(parts, None)  # the first bucket is checked before anything is changed
         sent: dict[str, int] = {}
-        with self._pausing:
-            self.call("/pause_generation", {"mode": "retract"})
-            paused = None if self.paused is None else contextlib.nullcontext()
-            with paused or self._at_the_end("/continue_generation"):
-                self.call("/begin_weight_update")
-                with self._at_the_end("/end_weight_update"):
-                    while part is not None:
-                        self._load("flattened_bucket", part.payload)
-                        sent.update(part.digests)
-                        part = next(parts, None)
-                self._set_version(str(version))
-                self.call("/flush_cache")
+        self.call("/pause_generation", {"mode": "retract"})
+        with self._at_the_end("/continue_generation"):
+            self.call("/begin_weight_update")
+            with self._at_the_end("/end_weight_update"):
+                while part is not None:
+                    self._load("flattened_bucket", part.payload)
+                    sent.update(part.digests)
+                    part = next(parts, None)
+            body: Body = {"new_version": str(version), "abort_all_requests": False}
+            self.call("/update_weight_version", body)
+            self.call("/flush_cache")
         self.received |= sent
-
-    def _set_version(self, version: str) -> None:
-        body: Body = {"new_version": version, "abort_all_requests": False}
-        self.call("/update_weight_version", body)
 
     def _load(self, load_format: str, payload: bytes) -> None:
         """Send tensors to SGLang. Its cache is flushed once, after the last bucket."""
@@ -413,8 +619,19 @@ class Client:
         file = self._transport.folder / "held.json"
         self.call("/begin_weight_update")
         with self._at_the_end("/end_weight_update"):
-            self._load(_READBACK, question(self._shapes, file))
-        return read_answer(file)
+            self._load(READBACK, question(self._shapes, file))
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+            file.unlink()
+        except FileNotFoundError:
+            content = {"error": f"there is no answer in {file}; look at the log of SGLang"}
+        if "error" in content:
+            problem = f"its weights could not be read back: {content['error']}"
+            raise failed(RolloutOutputError, problem, fault="weights", row=None)
+        return {
+            name: HeldWeight(getattr(torch, dtype), int(digest))
+            for name, (dtype, digest) in content["held"].items()
+        }
 
     # Device memory, which the trainer needs meanwhile. Without a GPU nothing is freed.
 

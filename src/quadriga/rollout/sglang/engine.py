@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,31 +21,22 @@ from quadriga.models.loading import load_causal_lm, read_config
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device, rank
 from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams, UpdateForm
-from quadriga.rollout.checks import check_request, check_sequences
 from quadriga.rollout.responses import Response, StopStringsOfModel, padded_output, token_rows
-from quadriga.rollout.sglang.client import Client, Launch
+from quadriga.rollout.sglang.client import NAME, Body, Client, Launch, failed
+from quadriga.rollout.sglang.host import Json
 from quadriga.rollout.sglang.options import SGLang
-from quadriga.rollout.sglang.requests import (
-    generate_body,
-    read_rows,
-    read_sample,
-    read_scores,
-    score_body,
-)
-from quadriga.rollout.sglang.transports import NAME, Body, failed
-from quadriga.rollout.sglang.weights import model_end_tokens, model_shapes
+from quadriga.rollout.sglang.weights import model_shapes
 
 T = TypeVar("T")
-PauseMode = Literal["abort", "retract", "in_place"]
-"""What SGLang does with responses that it is generating: end them; compute them again when it
-continues; or keep them as they are."""
+_Entry = Mapping[str, Any]
+"""The answer for one row: {"output_ids": […], "meta_info": {…}}."""
 
 
 class SGLangRollout(RolloutEngine):
     """See `RolloutEngine`; `rollout.options` are `SGLangOptions`.
 
     At most `rollout.settings.micro_batch_size` rows are generated at once. One thread may call at a
-    time; the others wait. `pause_generation`, `continue_generation` and `abort` do not wait.
+    time; the others wait.
 
     Raises:
         ModelError: the folder does not hold a causal language model, or one whose weights cannot be
@@ -74,7 +65,6 @@ class SGLangRollout(RolloutEngine):
         self._releasable = releasable or place.type == "cpu" or self._options.url is not None
         shapes = model_shapes(model)
         self._names = frozenset(shapes)
-        self._own_ends = frozenset(model_end_tokens(model)) if self._options.url else frozenset()
         self._lock = threading.Lock()
         self._stop_strings = StopStringsOfModel(model)
         rows = rollout.settings.micro_batch_size
@@ -116,8 +106,7 @@ class SGLangRollout(RolloutEngine):
     ) -> RolloutOutput:
         with self._lock:
             self._check_generates("generate", images)
-            check_request(NAME, self.abilities, prompt_ids, attention_mask, sampling, sample_seeds)
-            self._check_ends(sampling)
+            self.check_request(prompt_ids, attention_mask, sampling, sample_seeds)
             prompts, version = token_rows(prompt_ids, attention_mask), self.version
             seeds = sample_seeds.tolist() if self._options.seeds else None
 
@@ -138,25 +127,10 @@ class SGLangRollout(RolloutEngine):
                         samples[row] = Response(*of_row, "stop")
             return padded_output(samples, sampling, version)
 
-    def _check_ends(self, sampling: SamplingParams) -> None:
-        """Refuse what a server that others started cannot do: ignore end tokens of the model."""
-        ends = sampling.end_token_ids
-        missing = sorted(self._own_ends - frozenset(ends))
-        if missing and ends:  # without any end token, SGLang can ignore those of the model
-            raise self._unable(
-                f"ignore the end tokens {missing} of the model's files: the server at "
-                f"{self._options.url} ends responses with them too, but the request has the end "
-                f"tokens {list(ends)} only; add them, or let Quadriga start SGLang (without "
-                "rollout.options.url)",
-                "eos_token_ids",
-            )
-
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
         with self._lock:
             self._check_generates("score")
-            if self._client.paused is not None:  # SGLang would answer after the pause only
-                raise self._error("score", "it is paused; call continue_generation() before")
-            check_sequences(NAME, self.abilities, ids, attention_mask)
+            self.check_sequences(ids, attention_mask)
             rows = token_rows(ids, attention_mask)
             found = self._run(
                 len(rows),
@@ -175,28 +149,10 @@ class SGLangRollout(RolloutEngine):
         read: Callable[[Mapping[str, Any], int], T],
     ) -> list[T]:
         """Send requests for all rows of a batch; return what `read` makes of each row."""
-        starts, size, version = (
-            range(0, count, self._request_rows),
-            self._request_rows,
-            self.version,
-        )
-        parts = [range(start, min(start + size, count)) for start in starts]
+        size, version = self._request_rows, self.version
+        parts = [range(count)[start : start + size] for start in range(0, count, size)]
         answers = zip(parts, self._client.run([body(part) for part in parts]), strict=True)
         return [row for part, a in answers for row in read_rows(a, part, version, read)]
-
-    def pause_generation(self, mode: PauseMode = "retract") -> None:
-        """Let SGLang generate nothing until `continue_generation`, also over weight updates and
-        restarts. Another thread may call it."""
-        self._client.pause(mode)
-
-    def continue_generation(self) -> None:
-        """End a pause."""
-        self._client.go_on()
-
-    def abort(self) -> None:
-        """End all responses that are being generated; their `generate` raises
-        `RolloutOutputError`. Another thread may call it."""
-        self._client.call("/abort_request", {"abort_all": True})
 
     # Weights
 
@@ -245,6 +201,117 @@ class SGLangRollout(RolloutEngine):
         # Without the lock: a call that waits for an answer ends with SGLang.
         self._state = "closed"
         self._client.close()
+
+
+# Requests and answers of SGLang's `/generate`
+
+
+def generate_body(
+    prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int] | None
+) -> Body:
+    """Return the body of a request for one response to each prompt.
+
+    Args:
+        seeds: one for each prompt, or None if SGLang was started without seeds.
+    """
+    parameters: dict[str, Json] = {
+        "max_new_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "stop_token_ids": list(sampling.end_token_ids),
+        # With an end token, `ignore_eos` would make SGLang ignore `stop_token_ids` too. The model
+        # that it was started with has no end token of its own.
+        "ignore_eos": not sampling.end_token_ids,
+    }
+    own = [{}] * len(prompts) if seeds is None else [{"sampling_seed": seed} for seed in seeds]
+    return {
+        "input_ids": [list(prompt) for prompt in prompts],
+        "sampling_params": [{**parameters, **of_row} for of_row in own],
+        "return_logprob": True,
+        "logprob_start_len": -1,
+    }
+
+
+def score_body(sequences: Sequence[Sequence[int]]) -> Body:
+    """Return the body of a request for the log-probability of each token of the sequences."""
+    return {
+        "input_ids": [list(sequence) for sequence in sequences],
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+
+
+def read_rows(
+    answer: Any, rows: Sequence[int], version: int, read: Callable[[_Entry, int], T]
+) -> list[T]:
+    """Return what `read_sample` or `read_scores` makes of each row of an answer.
+
+    Args:
+        rows: of the batch, which the request had; also for messages.
+        version: the version of the weights that were set last.
+
+    Raises:
+        RolloutOutputError: a row is missing, was aborted, has another number of log-probabilities
+            than of tokens, or was computed by weights of another version.
+    """
+    entries = [answer] if isinstance(answer, dict) else answer
+    if not isinstance(entries, list) or len(entries) != len(rows):
+        raise _fault(rows[0], "rows", f"{str(answer)[:80]} for {len(rows)} prompts")
+    found = []
+    for row, entry in zip(rows, entries, strict=True):
+        try:
+            _check_version(entry["meta_info"], version, row)
+            found.append(read(entry, row))
+        except (LookupError, TypeError, ValueError) as error:
+            raise _fault(row, "form", f"{type(error).__name__}: {error}") from error
+    return found
+
+
+def read_sample(entry: _Entry, row: int, sampling: SamplingParams) -> Response:
+    """Return the response of a row of an answer to `generate_body`."""
+    ids = [int(token) for token in entry["output_ids"]]
+    log_probs = _log_probs(entry["meta_info"]["output_token_logprobs"], len(ids), row)
+    reason = entry["meta_info"]["finish_reason"]
+    kind = reason["type"]
+    if kind == "length" and len(ids) == sampling.max_new_tokens:
+        return Response(ids, log_probs, "length")
+    if kind == "stop" and ids and ids[-1] in sampling.end_token_ids:
+        return Response(ids, log_probs, "stop")
+    raise _fault(row, "finish reason", f"{reason!r} after {len(ids)} tokens")
+
+
+def read_scores(entry: _Entry, row: int, length: int) -> list[float]:
+    """Return the log-probabilities of a row of an answer to `score_body`: 0 at the first token."""
+    behind = entry["meta_info"]["input_token_logprobs"][1:]  # the first has none
+    return [0.0, *_log_probs(behind, length - 1, row)]
+
+
+def _check_version(info: _Entry, version: int, row: int) -> None:
+    """Check that one version sampled all tokens, and that it is the one that was set."""
+    spans = info.get("weight_versions") or []
+    versions = {str(info["weight_version"]), *(str(span["version"]) for span in spans)}
+    if versions != {str(version)}:
+        raise _fault(
+            row,
+            "weight version",
+            f"it was sampled by the weight versions {sorted(versions)}, but {version} was set; "
+            "does another program update this SGLang?",
+        )
+
+
+def _log_probs(entries: Sequence[Sequence[Any]], count: int, row: int) -> list[float]:
+    """Read [[log-probability, token id, text], …]."""
+    if len(entries) != count or not all(isinstance(entry[0], float | int) for entry in entries):
+        raise _fault(row, "log-probabilities", f"{entries!r} for {count} tokens")
+    return [float(entry[0]) for entry in entries]
+
+
+def _fault(row: int, fault: str, found: str) -> RolloutOutputError:
+    problem = f"wrong {fault} in the answer for row {row}: {found}"
+    return failed(RolloutOutputError, problem, fault=fault, row=row)
 
 
 # SGLang has its own implementation of each architecture. Some generate other numbers: 0.5.23

@@ -46,8 +46,6 @@ def main() -> None:
     from sglang.srt.entrypoints.engine import Engine
 
     if settings["device"] == "cpu" and arguments["enable_deterministic_inference"]:
-        from quadriga.rollout.sglang.scheduler import allow_seeds, run_seeded
-
         allow_seeds()
         Engine.run_scheduler_process_func = staticmethod(run_seeded)
     engine = Engine(**arguments)
@@ -141,9 +139,6 @@ def _handlers(manager: Any) -> dict[str, Handler]:
     async def flush(body: dict[str, Any], payload: bytes) -> Json:
         return _outcome(await manager.flush_cache(**body))
 
-    async def abort(body: dict[str, Any], payload: bytes) -> Json:
-        return _outcome(manager.abort_request(**body))
-
     begin, end = "BeginWeightUpdateReqInput", "EndWeightUpdateReqInput"
     release, resume = "ReleaseMemoryOccupationReqInput", "ResumeMemoryOccupationReqInput"
     return {
@@ -155,7 +150,6 @@ def _handlers(manager: Any) -> dict[str, Handler]:
         "/flush_cache": flush,
         "/pause_generation": control("pause_generation", "PauseGenerationReqInput"),
         "/continue_generation": control("continue_generation", "ContinueGenerationReqInput"),
-        "/abort_request": abort,
         "/release_memory_occupation": control("release_memory_occupation", release, None),
         "/resume_memory_occupation": control("resume_memory_occupation", resume, None),
     }
@@ -167,6 +161,29 @@ def _outcome(result: object) -> Json:
         return {"success": bool(result[0]), "message": str(result[1])}
     success = getattr(result, "success", None)
     return {"success": success is not False, "message": str(getattr(result, "message", ""))}
+
+
+# Seeds on a CPU. SGLang gives each sample a seed only in its deterministic inference, which also
+# replaces kernels of the GPU and refuses to start on a CPU. Here the seeds are kept, and the
+# kernels stay, so the response of a row can still depend on the other rows by rounding.
+
+
+def allow_seeds() -> None:
+    """Let deterministic inference start with the attention of torch."""
+    from sglang.srt.arg_groups import choices
+
+    choices.add_deterministic_attention_backend_choices(["torch_native"])
+    choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+
+
+def run_seeded(*arguments: Any, **named: Any) -> None:
+    """Run SGLang's scheduler without kernels of the GPU."""
+    from sglang.srt import batch_invariant_ops
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    allow_seeds()
+    batch_invariant_ops.enable_batch_invariant_mode = lambda: None
+    run_scheduler_process(*arguments, **named)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from quadriga.config.convert import build
@@ -25,13 +24,7 @@ from quadriga.config.schema import (
 )
 from quadriga.errors import ConfigError
 from quadriga.rollout import Rollout
-from quadriga.rollout.abilities import (
-    ALL_SETTINGS,
-    LogProbCondition,
-    LogProbKind,
-    RolloutAbilities,
-    SamplingSetting,
-)
+from quadriga.rollout.abilities import ALL_SETTINGS, RolloutAbilities, SamplingSetting
 
 if TYPE_CHECKING:
     from quadriga.models.memory import EngineMemory
@@ -47,8 +40,6 @@ rest."""
 CPU_TOKENS = 1 << 16
 """Tokens whose keys and values SGLang holds on a CPU, if `server_args` names no `max_total_tokens`.
 By default SGLang would reserve most of the memory."""
-
-StartedLogProbs = Literal["policy", "temperature_1"]
 
 _SET_BY = {
     "model_path": "model.path",
@@ -83,7 +74,6 @@ class SGLangOptions:
         api_key: the key of the server at `url`.
         python: the interpreter of the environment that holds SGLang; None: that of the rank.
         tensor_parallel: GPUs over which SGLang splits the model.
-        log_probs: the kind of log-probabilities that SGLang is started for.
         seeds: start SGLang's deterministic inference, in which each sample has a seed. It costs
             speed, and excludes min_p.
         request_rows: rows of one request, at most `rollout.micro_batch_size`. Up to 64 requests
@@ -104,7 +94,6 @@ class SGLangOptions:
     api_key: str | None = None
     python: str | None = None
     tensor_parallel: Count = 1
-    log_probs: StartedLogProbs = "policy"
     seeds: bool = False
     request_rows: Count = 32
     bucket_mb: Count = 256
@@ -128,19 +117,14 @@ class SGLangOptions:
     def _check_url(self) -> None:
         if self.url is None:
             if self.api_key is not None:
-                raise ConfigError(
-                    f"{KEY}.api_key is the key of the server at {KEY}.url, which is not set; a "
-                    "server that is started gets a key of its own. Set url, or remove api_key",
-                    key=f"{KEY}.api_key",
-                )
+                raise _wrong("api_key", "***", f"the key of the server at {KEY}.url; set url too")
             return
         parts = urlsplit(self.url)
         if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
             raise _wrong("url", self.url, 'of the form "http://host:port"')
-        # `seeds`, `log_probs` and `tensor_parallel` describe the server at the address.
-        defaults = {f.name: f.default for f in fields(SGLangOptions)} | {"server_args": {}}
+        # `seeds` and `tensor_parallel` describe the server at the address.
         for name in ("python", "restarts", "log_level", "server_args"):
-            if getattr(self, name) != defaults[name]:
+            if getattr(self, name) != getattr(SGLangOptions, name, {}):
                 raise ConfigError(
                     f"{KEY}.{name} is for an SGLang that is started here, but {KEY}.url={self.url} "
                     f"names one that runs already; remove {name} or url",
@@ -152,16 +136,6 @@ def _wrong(name: str, value: object, expected: str) -> ConfigError:
     return ConfigError(f"{KEY}.{name} must be {expected}, got {value!r}", key=f"{KEY}.{name}")
 
 
-# What SGLang returns are log-probabilities at the temperature, before the filters; started with
-# SGLANG_RETURN_ORIGINAL_LOGPROB they are at temperature 1.
-_LOG_PROBS: Mapping[StartedLogProbs, Mapping[LogProbKind, LogProbCondition]] = {
-    "policy": {
-        "policy": "always",
-        "sampled": "unfiltered",
-        "temperature_1": "at temperature 1",
-    },
-    "temperature_1": {"temperature_1": "always", "policy": "at temperature 1"},
-}
 # `min_new_tokens` of SGLang needs its tokenizer, and makes log-probabilities of neither kind.
 _UNABLE: frozenset[SamplingSetting] = frozenset({"min_new_tokens", "excluded_token_ids"})
 
@@ -182,7 +156,7 @@ class SGLang(Rollout):
         settings = ALL_SETTINGS - _UNABLE - (frozenset({"min_p"}) if seeds else frozenset())
         return replace(
             super().abilities(vocabulary, window),
-            log_probs=_LOG_PROBS[self.options.log_probs],
+            log_probs=frozenset({"policy"}),
             settings=settings,
             seeded=seeds,
             batch_invariant=False,

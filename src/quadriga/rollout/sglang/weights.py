@@ -8,13 +8,21 @@ at a multiple of 16 bytes. The third is larger than the limit and has a bucket o
 
     bucket 0   a: bytes 0 to 40    b: bytes 48 to 64
     bucket 1   c: bytes 0 to 80
+
+To read weights back, SGLang calls `answer` in its scheduler process as a loader of weights
+(`custom_weight_loader`) with a `question`. A weight of a checkpoint is a parameter of SGLang, or a
+part of one:
+
+    q_proj  [64, 64]                              the parameter has rows of padding for the
+    k_proj  [32, 64]  → qkv_proj [128, 64]        vocabulary: embed_tokens [200, 64] → [256, 64]
+    v_proj  [32, 64]    rows 0, 64, 96 on
 """
 
 from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,13 +31,20 @@ import torch
 from torch import Tensor
 
 from quadriga.config.schema import ModelConfig
-from quadriga.errors import ModelError, RolloutOutputError
-from quadriga.models.folder import local_folder, read_header, read_json, weight_file_names
+from quadriga.errors import ModelError
+from quadriga.files import atomic_write
+from quadriga.models.folder import local_folder, read_header, weight_file_names
 from quadriga.models.loading import model_without_weights
 from quadriga.rollout.base import check_weight, tensor_digest
-from quadriga.rollout.sglang.transports import NAME, failed
 
+READBACK = "quadriga.rollout.sglang.weights.answer"
 _ALIGNMENT = 16
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Parameter of SGLang -> the weights of a checkpoint that are stacked in it along dimension 0."""
+_TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Checkpoint name of a weight -> its shape."""
@@ -41,14 +56,6 @@ class Bucket:
 
     digests: Mapping[str, int]
     payload: bytes
-
-
-@dataclass(frozen=True)
-class HeldWeight:
-    """A weight in SGLang: its dtype and the `tensor_digest` of its values."""
-
-    dtype: torch.dtype
-    digest: int
 
 
 def model_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -74,24 +81,12 @@ def model_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     for name in shapes:
         if name not in stored:
             raise ModelError(
-                f"rollout engine {NAME!r}: transformers computes or renames the weight {name!r} of "
+                f"rollout engine 'sglang': transformers computes or renames the weight {name!r} of "
                 f"{type(built).__name__}, so its updates cannot be sent to SGLang under the names "
                 "of the files; use rollout.name=hf",
                 path=str(folder),
             )
     return shapes
-
-
-def model_end_tokens(model: ModelConfig) -> tuple[int, ...]:
-    """Return the end tokens that config.json and generation_config.json of the model name."""
-    folder = local_folder(model.path)
-    found: list[int] = []
-    for name in ("config.json", "generation_config.json"):
-        if (folder / name).is_file():
-            ends = read_json(folder, name).get("eos_token_id")
-            ids = ends if isinstance(ends, list) else [ends]
-            found += [token for token in ids if isinstance(token, int)]
-    return tuple(dict.fromkeys(found))
 
 
 def checked(
@@ -139,10 +134,6 @@ def _serialized(bucket: list[tuple[str, Tensor, int]], size: int) -> Bucket:
     return Bucket(digests, pickle.dumps({"flattened_tensor": flat, "metadata": table}))
 
 
-# Reading back. `scheduler.py` runs in the scheduler of a host that was started here. It is called
-# as a loader of weights, gets one tensor with a question, and writes the answer to a file.
-
-
 def question(shapes: Shapes, file: Path) -> bytes:
     """Return the serialized question for the weights of these names."""
     text = json.dumps({"file": str(file), "shapes": {n: list(s) for n, s in shapes.items()}})
@@ -151,21 +142,62 @@ def question(shapes: Shapes, file: Path) -> bytes:
     )
 
 
-def read_answer(file: Path) -> dict[str, HeldWeight]:
-    """Return the weights that SGLang holds; names that it could not locate are missing.
+def answer(model: torch.nn.Module, tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Write dtype and digest of each weight that is asked for to the file of the question.
 
-    Raises:
-        RolloutOutputError: reading back failed in SGLang.
+    With tensor parallelism each scheduler of SGLang is asked, and the answer of the last one is
+    read. A divided weight has another shape in each of them, so none reports it.
     """
+    question = json.loads(bytes(tensors[0][1].tolist()))
+    file = Path(question["file"])
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        file.unlink()
-    except FileNotFoundError:
-        content = {"error": f"there is no answer in {file}; look at the log of SGLang"}
-    if "error" in content:
-        problem = f"its weights could not be read back: {content['error']}"
-        raise failed(RolloutOutputError, problem, fault="weights", row=None)
-    return {
-        name: HeldWeight(getattr(torch, dtype), int(digest))
-        for name, (dtype, digest) in content["held"].items()
-    }
+        shapes = {name: tuple(shape) for name, shape in question["shapes"].items()}
+        parameters: dict[str, Tensor] = dict(model.named_buffers())
+        parameters.update(model.named_parameters(remove_duplicate=False))
+        held = {}
+        for name in shapes:
+            part = locate(parameters, name, shapes)
+            if part is not None:
+                held[name] = (str(part.dtype).removeprefix("torch."), str(tensor_digest(part)))
+        content: dict[str, object] = {"held": held}
+    except Exception as error:  # an exception would end the scheduler; the rank raises it
+        content = {"error": f"{type(error).__name__}: {error}"}
+    with atomic_write(file) as whole:
+        whole.write(json.dumps(content).encode())
+
+
+def locate(
+    parameters: Mapping[str, Tensor], name: str, shapes: Mapping[str, tuple[int, ...]]
+) -> Tensor | None:
+    """Return the values of the weight `name` of a checkpoint; None if its place is not known."""
+    if name in parameters:
+        return _rows(parameters[name], 0, shapes[name], exact=True)
+    for fused, parts in _FUSED.items():
+        for part in parts:
+            if f".{part}." in name:
+                whole = parameters.get(name.replace(f".{part}.", f".{fused}."))
+                siblings = [name.replace(f".{part}.", f".{other}.") for other in parts]
+                if whole is None or not all(sibling in shapes for sibling in siblings):
+                    return None
+                rows = [shapes[sibling][0] for sibling in siblings]
+                if sum(rows) != whole.shape[0]:
+                    return None
+                start = sum(rows[: parts.index(part)])
+                return _rows(whole, start, shapes[name], exact=False)
+    tied = _TIED.get(name)
+    if tied is None or tied not in parameters:
+        return None
+    return locate(parameters, tied, {tied: shapes[name]})
+
+
+def _rows(whole: Tensor, start: int, shape: tuple[int, ...], *, exact: bool) -> Tensor | None:
+    """Return `shape[0]` rows from `start` on; None if the parameter has another shape.
+
+    `exact`: the parameter holds this weight alone, perhaps with rows of padding behind it.
+    """
+    if tuple(whole.shape) == shape:
+        return whole
+    padded = exact and whole.ndim == 2 and whole.shape[0] > shape[0]
+    if whole.ndim != len(shape) or whole.shape[1:] != shape[1:] or (exact and not padded):
+        return None
+    return whole[start : start + shape[0]]

@@ -37,7 +37,6 @@ from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device, rank
 from quadriga.parallel.layouts import Box
 from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams, UpdateForm
-from quadriga.rollout.checks import check_request, check_sequences
 from quadriga.rollout.responses import (
     Response,
     StopStrings,
@@ -122,7 +121,7 @@ class VLLMRollout(RolloutEngine):
         images: MultiModalRows | None = None,
     ) -> RolloutOutput:
         self._check_generates("generate", images)
-        check_request(self.name, self.abilities, prompt_ids, attention_mask, sampling, sample_seeds)
+        self.check_request(prompt_ids, attention_mask, sampling, sample_seeds)
         check_temperature(sampling.temperature)
         with self._inside("generate"):
             stops = self._stop_strings.check(sampling.stop_strings)
@@ -132,7 +131,7 @@ class VLLMRollout(RolloutEngine):
 
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
         self._check_generates("score")
-        check_sequences(self.name, self.abilities, ids, attention_mask)
+        self.check_sequences(ids, attention_mask)
         with self._inside("score"):
             results = self._scores(token_rows(ids, attention_mask))
         log_probs = torch.zeros(ids.shape)
