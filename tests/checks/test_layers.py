@@ -134,7 +134,7 @@ def test_a_planted_import_of_a_library_is_reported(name, text):
             "from . import y\nimport quadriga.backends.ray.z",
         ),
         ("src/quadriga/config/loading.py", "import hydra\nfrom omegaconf import OmegaConf"),
-        ("src/quadriga/rollout/vllm/start.py", "import vllm"),
+        ("src/quadriga/rollout/vllm/engine.py", "import vllm"),
     ],
 )
 def test_allowed_imports_pass(name, text):

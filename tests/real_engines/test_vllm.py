@@ -110,7 +110,7 @@ class TestModels:
     def test_every_fault_of_a_sync_is_named(self, engines):
         ours, hf = engines
         right = noise(hf, 5)
-        old = {name: ours._running.weights.read(name).clone() for name in right}
+        old = {name: ours._weights.read(name).clone() for name in right}
         q, k, v = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv")
         up = "model.layers.0.mlp.up_proj.weight"
         digests = {name: tensor_digest(tensor) for name, tensor in right.items()}
@@ -159,7 +159,7 @@ class TestProcess:
         first, second = vllm(folder), vllm(folder)
         ids, mask, seeds = requests((5, 9))
         before = second.generate(ids, mask, GREEDY, seeds)
-        zero = {"lm_head.weight": torch.zeros(first._running.weights.read("lm_head.weight").shape)}
+        zero = {"lm_head.weight": torch.zeros(first._weights.read("lm_head.weight").shape)}
         first.update_weights(zero.items(), 3)
         first.close()
         after = second.generate(ids, mask, GREEDY, seeds)
@@ -188,7 +188,7 @@ class TestProcess:
     def test_an_engine_that_fails_in_the_middle_is_named_and_not_used_again(self, folder):
         engine = vllm(folder)
         ids, mask, seeds = requests((5, 9))
-        runner = engine._running.engine.model_executor.driver_worker.model_runner
+        runner = engine._engine.model_executor.driver_worker.model_runner
         with (
             mock.patch.object(runner, "execute_model", side_effect=RuntimeError("no memory")),
             pytest.raises(RolloutError, match=r"rank 0 failed in generate .*no memory") as raised,

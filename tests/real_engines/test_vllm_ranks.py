@@ -123,14 +123,14 @@ def _synced_rank(rank: int, folder: str, output: str) -> None:
     source = Source(new, mesh, tied=tied)
     vllm = GuardedRollout(engine)
     made: dict[str, tuple[int, ...]] = {}
-    write = engine._running.weights.write_box
+    write = engine._weights.write_box
 
     def noted(name, tensor):
         made[name] = tuple(tensor.shape)
         write(name, tensor)
 
-    engine._running.weights.write_box = noted
-    place = engine._running.weights._places[EMBEDDING]
+    engine._weights.write_box = noted
+    place = engine._weights._places[EMBEDDING]
     place.local().fill_(9.0)  # the padding too
     report = WeightSync(source, vllm).run(1)
     hf.update_weights([*new.items()] + [("lm_head.weight", new[EMBEDDING])] * tied, 1)
@@ -139,7 +139,7 @@ def _synced_rank(rank: int, folder: str, output: str) -> None:
     scores = [one.score(ids, mask) for one in (vllm, hf)]
     boxes = vllm.weight_boxes()
     first, stop = boxes[EMBEDDING][0]
-    engine._running.weights.write_box = lambda name, w: write(name, w + (name == STALE))
+    engine._weights.write_box = lambda name, w: write(name, w + (name == STALE))
     wrong: list[str] = []
     try:
         WeightSync(source, vllm).run(2)
@@ -155,7 +155,7 @@ def _synced_rank(rank: int, folder: str, output: str) -> None:
         "made": made,
         "first row": first,
         "padding": float(place.local()[stop - first :].abs().sum()),
-        "compiled for": engine._running.engine.vllm_config.additional_config["copies"],
+        "compiled for": engine._engine.vllm_config.additional_config["copies"],
         "stale": wrong,
     }
     vllm.close()

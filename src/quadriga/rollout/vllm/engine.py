@@ -25,16 +25,22 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from quadriga.config.schema import ModelConfig
-from quadriga.errors import QuadrigaError, RolloutError
+from quadriga.errors import ConfigError, ModelError, QuadrigaError, RolloutError
+from quadriga.models.adapters import Adapter, plan_adapter
+from quadriga.models.limits import context_window
+from quadriga.models.folder import local_folder
+from quadriga.models.loading import model_without_weights
 from quadriga.parallel.device import compute_dtype
-from quadriga.parallel.distributed import local_device, rank
+from quadriga.parallel.distributed import init_distributed, local_device, rank, world_size
 from quadriga.parallel.layouts import Box
 from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams, UpdateForm
 from quadriga.rollout.responses import (
@@ -44,8 +50,16 @@ from quadriga.rollout.responses import (
     padded_output,
     token_rows,
 )
-from quadriga.rollout.vllm.options import VLLM, check_temperature
-from quadriga.rollout.vllm.start import RunningEngine
+from quadriga.rollout.vllm.options import (
+    ADAPTER_RANKS,
+    CPU_CACHE_MB,
+    VLLM,
+    VLLMOptions,
+    check_ranks,
+    check_temperature,
+    engine_window,
+)
+from quadriga.rollout.vllm.weights import EngineWeights, adapter_request, load_adapter
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -56,6 +70,17 @@ if TYPE_CHECKING:
 
 ResultT = TypeVar("ResultT")
 _64_BITS = (1 << 64) - 1
+_CPU_STEP_TOKENS = 4096
+
+_engines_in_process = 0
+"""How many engines of this process share vLLM's process groups."""
+
+_order_of_ranks: list[int] = []
+"""The ranks of all copies, one copy after another; empty: in the order of their numbers."""
+
+
+_Copies = Sequence[tuple[int, ...]] | None
+"""The ranks that hold each copy together, in ascending order; None: neighbours."""
 
 
 class VLLMRollout(RolloutEngine):
@@ -90,25 +115,44 @@ class VLLMRollout(RolloutEngine):
         self.options = rollout.options
         self.device = local_device(device)
         dtype = compute_dtype(rollout.settings.dtype, self.device)
-        self._isolation = Isolation()
-        self._state = "closed"
-        self._releasable = releasable or self.device.type == "cpu"
-        self._running = RunningEngine(
-            rollout,
-            model,
-            self.device,
-            dtype,
-            self._isolation.inside,
-            releasable=releasable,
-            copies=copies,
+        folder = local_folder(model.path)
+        reference = model_without_weights(
+            folder, value_head=False, dtype=dtype, trust_remote_code=model.trust_remote_code
         )
-        self._state = "ready"
-        self._weights_awake = True
-        self._stop_strings = StopStringsOfModel(model)
+        window = engine_window(self.options, model.path, context_window(reference.config))
         self.abilities = replace(
-            rollout.abilities(self._running.vocabulary, self._running.window),
+            rollout.abilities(reference.config.get_text_config().vocab_size, window),
             batch_invariant=dtype == torch.float32,
         )
+        self._releasable = releasable or self.device.type == "cpu"
+        self._isolation, self._weights_awake = Isolation(), True
+        self._stop_strings = StopStringsOfModel(model)
+        planned = plan_adapter(reference, model.lora) if model.lora.enabled else None
+        self._owns_group = not dist.is_initialized()
+        init_distributed(self.device.type)
+        check_ranks(self.options, world_size())
+        arguments: dict[str, object] = {
+            "model": str(folder),
+            "trust_remote_code": model.trust_remote_code,
+            "dtype": str(dtype).removeprefix("torch."),
+            # `score` generates one token behind the window, whose log-probability is not used.
+            "max_model_len": window + 1,
+            "max_num_seqs": rollout.settings.micro_batch_size,
+            "enable_sleep_mode": releasable and self.device.type != "cpu",
+            **_adapters(planned),
+        }
+        try:
+            with self._isolation.inside():
+                self._engine = _start(self.options, self.device, copies, arguments)
+                _joined(+1)
+                held = self._engine.model_executor.driver_worker.get_model()
+                adapters = {} if planned is None else load_adapter(self._engine, held, planned)
+                group = _copy_group(self.options.tensor_parallel_size)
+                self._weights = EngineWeights(held, reference, model.path, group, adapters)
+                self._weights.check_files(folder)
+        except BaseException:
+            self.close()
+            raise
 
     # Generation
 
@@ -150,7 +194,7 @@ class VLLMRollout(RolloutEngine):
         """Sample a response for each prompt."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams as VLLMSamplingParams
 
-        _set_log_probs(self._running.engine, sampling)
+        _set_log_probs(self._engine, sampling)
         watch = stop_strings is not None
         ends = [token for token in sampling.end_token_ids if token < self.abilities.vocabulary]
         requests = [
@@ -192,7 +236,7 @@ class VLLMRollout(RolloutEngine):
         """Compute the log-probability at temperature 1 of each token but the first."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams as VLLMSamplingParams
 
-        _set_sampler(self._running.engine, "raw_logprobs", 1.0)
+        _set_sampler(self._engine, "raw_logprobs", 1.0)
         request = VLLMSamplingParams(
             temperature=0.0,
             max_tokens=1,
@@ -219,8 +263,8 @@ class VLLMRollout(RolloutEngine):
         """
         found: dict[int, ResultT] = {}
         running = {str(row): row for row in range(len(prompts))}
-        engine, adapter = self._running.engine, self._running.adapter
-        loaded = None if adapter is None else adapter.request()
+        engine = self._engine
+        loaded = adapter_request("in memory") if self._weights.adapters else None
         try:
             for row, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
                 tokens = {"prompt_token_ids": prompt}
@@ -242,13 +286,13 @@ class VLLMRollout(RolloutEngine):
 
     def weight_boxes(self) -> Mapping[str, Box]:
         self._check("weight_boxes", "ready", "released")
-        return self._running.weights.boxes()
+        return self._weights.boxes()
 
     def update_weights(
         self, stream: Iterable[tuple[str, Tensor]], version: int, form: UpdateForm = "whole"
     ) -> None:
         self._check("update_weights", "ready", "released")
-        method, held = "update_weights", self._running.weights
+        method, held = "update_weights", self._weights
         names, write = held.names_that_are_sent, held.write_box if form == "parts" else held.write
         with self._isolation.inside(), self._writing(stream, version, names) as weights:
             with self._failures(method):
@@ -259,7 +303,7 @@ class VLLMRollout(RolloutEngine):
                         write(name, tensor)
             finally:  # keys and values in the prefix cache are of the old weights
                 with self._failures(method):
-                    if self._running.engine.reset_prefix_cache() is False:
+                    if self._engine.reset_prefix_cache() is False:
                         self._state = "failed"
                         raise self._error(
                             method,
@@ -268,7 +312,7 @@ class VLLMRollout(RolloutEngine):
                         )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        weights = self._running.weights
+        weights = self._weights
         return ((name, weights.read(name)) for name in weights.names())
 
     def weights_digest(self) -> dict[str, int]:
@@ -279,18 +323,18 @@ class VLLMRollout(RolloutEngine):
 
     def weight_dtypes(self) -> Mapping[str, torch.dtype]:
         self._check("weight_dtypes", "ready", "released")
-        return self._running.weights.dtypes()
+        return self._weights.dtypes()
 
     # Memory and end
 
     def _free(self) -> None:
         with self._inside("release"):
-            self._running.engine.reset_prefix_cache()
+            self._engine.reset_prefix_cache()
             if self.device.type != "cpu":
-                self._running.engine.sleep(level=self.options.sleep_level)
+                self._engine.sleep(level=self.options.sleep_level)
                 self._weights_awake = False
         if self.options.sleep_level == 2:  # on a CPU too, where nothing is freed
-            self._unknown = frozenset(self._running.weights.names_that_are_sent())
+            self._unknown = frozenset(self._weights.names_that_are_sent())
 
     def lacks_weights(self) -> bool:
         return bool(self._unknown)
@@ -299,21 +343,27 @@ class VLLMRollout(RolloutEngine):
         with self._inside("resume"):
             if self.device.type != "cpu":
                 self._wake_weights()
-                self._running.engine.wake_up(tags=["kv_cache"])
+                self._engine.wake_up(tags=["kv_cache"])
 
     def _wake_weights(self) -> None:
         """Move the weights of a released engine back to the device. The cache stays released."""
         if not self._weights_awake:
-            self._running.engine.wake_up(tags=["weights"])
+            self._engine.wake_up(tags=["weights"])
             self._weights_awake = True
-            if self._unknown and self._running.adapter is not None:
-                self._running.adapter.clear()
+            if self._unknown:
+                self._weights.clear_adapters()
 
     def close(self) -> None:
-        if self._state != "closed":
-            self._state = "closed"
-            with self._isolation.inside():
-                self._running.close()
+        if self._state == "closed":
+            return
+        self._state = "closed"
+        with self._isolation.inside():
+            engine: LLMEngine | None = self.__dict__.pop("_engine", None)
+            if engine is not None:
+                self.__dict__.pop("_weights", None)
+                _end(engine)
+            if self._owns_group and dist.is_initialized() and not _engines_in_process:
+                dist.destroy_process_group()
 
     @contextmanager
     def _inside(self, method: str) -> Iterator[None]:
@@ -340,6 +390,175 @@ class VLLMRollout(RolloutEngine):
                 method=method,
                 version=self.version,
             ) from error
+
+
+# The start and the end of vLLM in this process
+
+
+def _copy_group(size: int) -> dist.ProcessGroup | None:
+    """Return the ranks that hold one copy of the weights together; None: this rank alone."""
+    if size == 1:
+        return None
+    from vllm.distributed import parallel_state
+
+    coordinator = parallel_state.get_tp_group()
+    group: dist.ProcessGroup = coordinator.device_group
+    return group
+
+
+def _start(
+    options: VLLMOptions, device: torch.device, copies: _Copies, given: Mapping[str, object]
+) -> LLMEngine:
+    on_cpu = device.type == "cpu"
+    if on_cpu:
+        _keep_weights_unpacked()
+    if options.tensor_parallel_size > 1:
+        _set_groups(copies)
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    cache_mb = options.kv_cache_mb or (CPU_CACHE_MB if on_cpu else None)
+    if world_size() > 1:
+        # vLLM then uses the ranks' process group and joins nothing of its own.
+        os.environ["RANK"] = str(rank())
+        os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+    arguments: dict[str, object] = {
+        **given,
+        "skip_tokenizer_init": True,
+        "kv_cache_memory_bytes": cache_mb << 20 if cache_mb else None,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "enforce_eager": on_cpu if options.enforce_eager is None else options.enforce_eager,
+        "enable_prefix_caching": options.enable_prefix_caching,
+        "logprobs_mode": "raw_logprobs",
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "distributed_executor_backend": "external_launcher" if world_size() > 1 else "uni",
+        # A batch in flight would still use the weights that are being replaced.
+        "async_scheduling": False,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        **options.engine_args,
+        **_compiled_for(copies, options.engine_args),
+    }
+    if on_cpu:
+        # vLLM draws a token after each step and discards it if the prompt is not complete. It then
+        # sets the random numbers of the row back, which a generator on a CPU cannot do.
+        least = max(_CPU_STEP_TOKENS, int(str(given["max_model_len"])))
+        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": least}
+    try:
+        engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    except (ModelError, ConfigError):
+        raise
+    except Exception as error:
+        raise RolloutError(
+            f"rollout engine 'vllm' on rank {rank()} did not start with the model in "
+            f"{given['model']}: {' '.join(str(error).split())}. Check "
+            "actor_rollout_ref.rollout.options, or set actor_rollout_ref.rollout.name=hf",
+            engine="vllm",
+            rank=rank(),
+        ) from error
+    # vLLM would end the process group of the training engine with its own.
+    engine.engine_core._finalizer.detach()
+    return engine
+
+
+def _adapters(planned: Adapter | None) -> dict[str, object]:
+    """Return the arguments for the adapters of the model."""
+    if planned is None:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": next(
+            (space for space in ADAPTER_RANKS if space >= planned.rank), planned.rank
+        ),
+        "lora_dtype": "auto",
+        # Not the output layer: on a CPU vLLM cannot score a prompt with an adapter of it.
+        "lora_target_modules": sorted({name.rpartition(".")[2] for name in planned.modules}),
+    }
+
+
+def _compiled_for(copies: _Copies, engine_args: Mapping[str, object]) -> dict[str, object]:
+    """Return the argument that keeps compiled models of other copies apart.
+
+    vLLM names a compiled model in its cache by the number of the rank, and the model has constants
+    of the rank's part of the vocabulary. With other copies the same rank has another part.
+    """
+    if not copies:
+        return {}
+    given = engine_args.get("additional_config") or {}
+    ranks = [list(copy) for copy in copies]
+    return {"additional_config": {**cast("Mapping[str, object]", given), "copies": ranks}}
+
+
+def _keep_weights_unpacked() -> None:
+    """Let vLLM compute linear layers on a CPU by torch, from the parameters themselves.
+
+    Its other kernels repack a weight and drop the parameter. Then weights cannot be read back, and
+    with tied embeddings the output head keeps a copy of the old weights. Also let its small
+    functions run uncompiled, because compiling them takes longer than a short run.
+    """
+    import vllm._custom_ops
+    from vllm.platforms import current_platform
+
+    current_platform.simple_compile_backend = "eager"
+    vllm._custom_ops._supports_onednn = False
+    from vllm.model_executor.layers import utils
+
+    utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+
+
+def _set_groups(copies: _Copies) -> None:
+    """Let the ranks of `copies` hold a copy together, where vLLM would take neighbouring ranks, and
+    communicate through their process group only.
+
+    A segment of shared memory outlives a rank that is killed. On a CPU all engines of a machine
+    would also use segments of the same name.
+    """
+    from vllm.distributed import parallel_state
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    global _order_of_ranks
+    _order_of_ranks = [rank for copy in copies or () for rank in copy]
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+    original = parallel_state.init_model_parallel_group
+    if isinstance(original, partial):
+        return  # an earlier engine of this process
+    parallel_state.init_model_parallel_group = partial(_group_of_ranks, original)
+
+
+def _group_of_ranks(
+    original: Callable[..., object], groups: list[list[int]], *args: object, **settings: object
+) -> object:
+    # With the copies (0, 2) and (1, 3), vLLM's group [0, 1] has the ranks 0 and 2.
+    order = _order_of_ranks
+    placed = [[order[rank] for rank in group] if order else group for group in groups]
+    return original(placed, *args, **{**settings, "use_message_queue_broadcaster": False})
+
+
+def _end(engine: LLMEngine) -> None:
+    """End an engine. vLLM's own `shutdown` would also end the process group of the ranks."""
+    from vllm.distributed import parallel_state
+
+    core = engine.engine_core.engine_core
+    core.structured_output_manager.clear_backend()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    del core, engine
+    if _joined(-1) == 0:
+        parallel_state.destroy_model_parallel()
+        if parallel_state._WORLD is not None:
+            parallel_state._WORLD.destroy()
+            parallel_state._WORLD = None
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _joined(change: int) -> int:
+    """Count an engine of this process and return how many there are."""
+    global _engines_in_process
+    _engines_in_process += change
+    return _engines_in_process
 
 
 # What vLLM changes in the process is undone outside its calls

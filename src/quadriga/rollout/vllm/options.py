@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -93,11 +92,6 @@ class VLLMOptions:
             )
 
 
-def parse_options(options: Mapping[str, object]) -> VLLMOptions:
-    """Return the options; raise `ConfigError` if one is unknown or out of range."""
-    return build(VLLMOptions, options, f"{ROLLOUT_KEY}.options for vllm: ")
-
-
 class VLLM(Rollout):
     """See `Rollout`."""
 
@@ -105,7 +99,7 @@ class VLLM(Rollout):
 
     def __init__(self, settings: RolloutEngineConfig) -> None:
         super().__init__(settings)
-        self.options = parse_options(settings.options)
+        self.options = build(VLLMOptions, settings.options, f"{ROLLOUT_KEY}.options for vllm: ")
 
     sampling_settings = ALL_SETTINGS - {"excluded_token_ids"}
     filter_order = "min_p, top_k, top_p"
@@ -160,22 +154,6 @@ class VLLM(Rollout):
     def loads_adapters(self, lora: LoraConfig) -> bool:
         fits = lora.rank is None or lora.rank <= ADAPTER_RANKS[-1]
         return self.options.tensor_parallel_size == 1 and fits
-
-
-def space_for_rank(rank: int) -> int:
-    """Return the rank for which vLLM must have space.
-
-    Raises:
-        ConfigError: it has not so much.
-    """
-    for space in ADAPTER_RANKS:
-        if rank <= space:
-            return space
-    raise ConfigError(
-        f"vLLM holds adapters up to rank {ADAPTER_RANKS[-1]}, and those of the model have rank "
-        f"{rank}; set {ROLLOUT_KEY}.load_adapters=false",
-        key=f"{ROLLOUT_KEY}.load_adapters",
-    )
 
 
 def check_ranks(options: VLLMOptions, ranks: int) -> None:

@@ -81,83 +81,61 @@ class AdapterPlace:
     def local(self) -> Tensor:
         """Return the part of the buffer, which shares its memory."""
         rows, columns = self.shape
-        return self._buffer()[_SLOT, 0, :rows, :columns]
+        return self.buffer()[_SLOT, 0, :rows, :columns]
 
-    def _buffer(self) -> Tensor:
-        # Looked up each time, because vLLM may replace the buffers.
+    def buffer(self) -> Tensor:
+        """Return the whole buffer. It is looked up each time, because vLLM may replace it."""
         stacked: Tensor = getattr(self.module, self.buffers)[self.index]
         return stacked
 
-    def clear(self) -> None:
-        """Fill the whole buffer with zeros."""
-        self._buffer().zero_()
 
-
-class LoadedAdapter:
-    """The adapter that all requests of one engine use. It is zero until it is written.
+def load_adapter(engine: LLMEngine, model: Module, planned: Adapter) -> dict[str, AdapterPlace]:
+    """Load an adapter of zeros, which all requests use. Return the places of A and B of its layers.
 
     Args:
         engine: started with space for adapters.
+        model: vLLM's model on this rank.
         planned: rank and layers of the adapter.
 
     Raises:
         ModelError: vLLM cannot compute one of the layers with an adapter.
     """
-
-    def __init__(self, engine: LLMEngine, planned: Adapter) -> None:
-        self._engine, self._rank = engine, planned.rank
-        found = dict(_adapter_places(self._model(), planned.rank))
-        self._places: dict[str, AdapterPlace] = {}
-        for layer in planned.modules:
-            for name in (stored_part(layer, "lora_A"), stored_part(layer, "lora_B")):
-                if name not in found:
-                    raise ModelError(
-                        f"vLLM cannot compute layer {layer!r} with an adapter; set "
-                        "actor_rollout_ref.rollout.load_adapters=false"
-                    )
-                self._places[name] = found[name]
-        self._load_zeros()
-
-    def _model(self) -> Module:
-        model: Module = self._engine.model_executor.driver_worker.get_model()
-        return model
-
-    def places(self) -> dict[str, AdapterPlace]:
-        """Return the place of A and B of every layer of the adapter, by name."""
-        return self._places
-
-    def clear(self) -> None:
-        """Fill the buffers with zeros, after their memory was dropped."""
-        for place in self._places.values():
-            place.clear()
-
-    def request(self) -> LoRARequest:
-        """Return what a request of vLLM needs to be computed with the adapter."""
-        return _request("in memory")
-
-    def _load_zeros(self) -> None:
-        # One layer suffices: vLLM sets the others to zero, and computes with all buffers.
-        first = next(iter(self._places))
+    found = dict(_adapter_places(model, planned.rank))
+    places: dict[str, AdapterPlace] = {}
+    for layer in planned.modules:
+        for name in (stored_part(layer, "lora_A"), stored_part(layer, "lora_B")):
+            if name not in found:
+                raise ModelError(
+                    f"vLLM cannot compute layer {layer!r} with an adapter; set "
+                    "actor_rollout_ref.rollout.load_adapters=false"
+                )
+            places[name] = found[name]
+    # One layer suffices: vLLM sets the others to zero, and computes with all buffers.
+    first = next(iter(places))
+    config = {
+        "peft_type": "LORA",
+        "r": planned.rank,
+        "lora_alpha": planned.rank,  # B is multiplied by the scaling before it is sent
+        "target_modules": [first.split(".")[-3]],
+        "bias": "none",
+    }
+    with tempfile.TemporaryDirectory(prefix="quadriga_adapter_") as folder:
         names = first, first.replace("lora_A", "lora_B")
-        config = {
-            "peft_type": "LORA",
-            "r": self._rank,
-            "lora_alpha": self._rank,  # B is multiplied by the scaling before it is sent
-            "target_modules": [first.split(".")[-3]],
-            "bias": "none",
-        }
-        with tempfile.TemporaryDirectory(prefix="quadriga_adapter_") as folder:
-            tensors = {name: torch.zeros(self._places[name].shape) for name in names}
-            save_file(tensors, Path(folder) / WEIGHTS_FILE)
-            (Path(folder) / CONFIG_FILE).write_text(json.dumps(config), encoding="utf-8")
-            self._engine.add_lora(_request(folder))
-        self._engine.pin_lora(_ID)
+        tensors = {name: torch.zeros(places[name].shape) for name in names}
+        save_file(tensors, Path(folder) / WEIGHTS_FILE)
+        (Path(folder) / CONFIG_FILE).write_text(json.dumps(config), encoding="utf-8")
+        engine.add_lora(adapter_request(folder))
+    engine.pin_lora(_ID)
+    return places
 
 
-def _request(path: str) -> LoRARequest:
+def adapter_request(path: str) -> LoRARequest:
+    """Return what a request of vLLM needs to be computed with the adapter.
+
+    The path is read once. Later vLLM finds the adapter by its number.
+    """
     from vllm.lora.request import LoRARequest
 
-    # The path is read once. Later vLLM finds the adapter by its number.
     return LoRARequest(_NAME, _ID, path)
 
 
@@ -224,18 +202,19 @@ class EngineWeights:
         model: Module,
         reference: PreTrainedModel,
         path: str,
-        copy_group: dist.ProcessGroup | None = None,
-        adapters: Mapping[str, AdapterPlace] | None = None,
+        copy_group: dist.ProcessGroup | None,
+        adapters: Mapping[str, AdapterPlace],
     ) -> None:
         self.path = path
         self._reference = reference
         self._group = copy_group
         self._shapes = {name: tensor.shape for name, tensor in reference.state_dict().items()}
+        self._cuts: dict[str, tuple[int, int]] = {}
         self._places = self._match(dict(_places(model)))
-        self._adapters = dict(adapters or {})
+        self.adapters = adapters
         self._written: set[str] = set()
         self._written_shapes: dict[str, tuple[int, ...]] = {
-            **{name: place.shape for name, place in self._adapters.items()},
+            **{name: place.shape for name, place in self.adapters.items()},
             **self._shapes,
         }
 
@@ -245,12 +224,13 @@ class EngineWeights:
             place = places.get(name) or places.get(self._tied_name(name))
             if place is None:
                 raise self._unknown(f"vLLM's model has no weight {name!r}")
-            if _slices(place, shape, self._ranks) is None:
+            cut = _slices(place, shape, self._ranks)
+            if cut is None:
                 raise self._unknown(
                     f"weight {name!r} has shape {list(shape)}, and vLLM holds a tensor of shape "
                     f"{list(place.local().shape)} on each of {self._ranks} ranks"
                 )
-            found[name] = place
+            found[name], self._cuts[name] = place, cut
         rest = sorted(places.keys() - found.keys())
         if rest:
             raise self._unknown(f"vLLM's model has a weight {rest[0]!r} that transformers' has not")
@@ -317,8 +297,14 @@ class EngineWeights:
 
     def _own_box(self, name: str) -> Box:
         """Return the box of a weight that this rank of a copy holds."""
-        position = 0 if self._group is None else dist.get_rank(self._group)
-        return _box(self._places[name], self._shapes[name], self._ranks, position)
+        box, (dim, count) = whole(tuple(self._shapes[name])), self._cuts[name]
+        if count == 1:
+            return box
+        # With 4 ranks and 2 slices, ranks 0 and 1 hold the first slice. The last ranks of a padded
+        # vocabulary can hold fewer rows of the weight, or none.
+        step, rows = self._places[name].local().shape[dim], self._shapes[name][dim]
+        start = min(dist.get_rank(self._group) // (self._ranks // count) * step, rows)
+        return narrowed(box, dim, start, min(start + step, rows))
 
     def write_box(self, name: str, tensor: Tensor) -> None:
         """Copy the values of this rank's box of a weight (`boxes`) to their place.
@@ -330,7 +316,7 @@ class EngineWeights:
         part = "" if self._group is None else f" on rank {dist.get_rank(self._group)} of a copy"
         shape = self._written_shapes.get(name) if place is None else shape_of(self._own_box(name))
         check_weight(name, tensor, {} if shape is None else {name: shape}, part=part)
-        local = (place or self._adapters[name]).local()
+        local = (place or self.adapters[name]).local()
         with torch.no_grad():
             local[: len(tensor)].copy_(tensor)
             local[len(tensor) :].zero_()  # padding of the vocabulary
@@ -341,13 +327,10 @@ class EngineWeights:
 
         The result can share memory with the model.
         """
-        if name in self._adapters:
-            return self._adapters[name].local()
+        if name in self.adapters:
+            return self.adapters[name].local()
         place, shape = self._places[name], self._shapes[name]
-        local = place.local()
-        slices = _slices(place, shape, self._ranks)
-        assert slices is not None, "checked in _match"
-        dim, count = slices
+        local, (dim, count) = place.local(), self._cuts[name]
         if count > 1:
             parts = [torch.empty_like(local) for _ in range(self._ranks)]
             dist.all_gather(parts, local.contiguous(), group=self._group)
@@ -357,18 +340,23 @@ class EngineWeights:
             local = torch.cat(parts[dist.get_rank(self._group) % copies :: copies], dim)
         return local[: shape[0]] if place.padded else local
 
+    def clear_adapters(self) -> None:
+        """Fill the buffers of the adapter with zeros, after their memory was dropped."""
+        for place in self.adapters.values():
+            place.buffer().zero_()
+
     def dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtype of every weight."""
         held = {name: place.parameter.dtype for name, place in self._places.items()}
-        return held | {name: place.local().dtype for name, place in self._adapters.items()}
+        return held | {name: place.local().dtype for name, place in self.adapters.items()}
 
     def names_that_are_sent(self) -> set[str]:
         """Return the names that a sync of everything sends: layers without an adapter are zero."""
-        return {*self._places, *(self._adapters.keys() & self._written)}
+        return {*self._places, *(self.adapters.keys() & self._written)}
 
     def names(self) -> tuple[str, ...]:
         """Return the names of all weights, each name of a tied weight included."""
-        return (*self._places, *self._adapters)
+        return (*self._places, *self.adapters)
 
 
 def _places(model: Module) -> Iterator[tuple[str, _Place]]:
@@ -405,20 +393,6 @@ def _slices(place: _Place, shape: torch.Size, ranks: int) -> tuple[int, int] | N
     count = shape[cut[0]] // local[cut[0]] if local[cut[0]] else 0
     fits = len(cut) == 1 and count * local[cut[0]] == shape[cut[0]] and count > 1
     return (cut[0], count) if fits and ranks % count == 0 else None
-
-
-def _box(place: _Place, shape: torch.Size, ranks: int, position: int) -> Box:
-    """Return the box of a weight that the rank at `position` of a copy holds."""
-    slices = _slices(place, shape, ranks)
-    assert slices is not None, "checked in _match"
-    dim, count = slices
-    if count == 1:
-        return whole(tuple(shape))
-    # With 4 ranks and 2 slices, ranks 0 and 1 hold the first slice. The last ranks of a padded
-    # vocabulary can hold fewer rows of the weight, or none.
-    step = place.local().shape[dim]
-    start = min(position // (ranks // count) * step, shape[dim])
-    return narrowed(whole(tuple(shape)), dim, start, min(start + step, shape[dim]))
 
 
 def _bits(tensor: Tensor) -> Tensor:
