@@ -39,8 +39,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from quadriga.parallel.distributed import init_distributed
 from quadriga.rollout.base import tensor_digest
-from quadriga.weight_sync.buckets import WeightReceiver, WeightSender
-from quadriga.weight_sync.joined import JoinedReceiver, JoinedSender
+from quadriga.weight_sync.remote import JoinedReceiver, JoinedSender, WeightReceiver, WeightSender
 from quadriga.weight_sync.sync import WeightSync, needs_of
 
 ROWS, COLUMNS = 1024, 512  # 2 MiB each
@@ -129,7 +128,7 @@ def together(rank: int, ranks: int, count: int, repeats: int, port: int, out: st
     source = sharded(rank, ranks, count)
     found: dict[str, object] = {}
     sync = WeightSync(source, Target(source.weights), bucket_bytes=BUCKET)
-    found["collective"] = measured(lambda v: sync.run(v).traffic.received, repeats)
+    found["collective"] = measured(lambda v: sync.run(v).received, repeats)
     target = Target(source.weights)
 
     def gather(version: int) -> int:
@@ -195,7 +194,7 @@ def alone(rank: int, count: int, repeats: int, out: str) -> None:
         return len(target.weights_digest()) * 0
 
     found = {
-        "one process": measured(lambda v: copying.run(v).traffic.received, repeats),
+        "one process": measured(lambda v: copying.run(v).received, repeats),
         "buckets": measured(buckets, repeats),
         "digests": measured(digests, repeats),
     }

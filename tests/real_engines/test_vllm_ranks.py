@@ -149,7 +149,7 @@ def _synced_rank(rank: int, folder: str, output: str) -> None:
         "greedy": found[0].response_ids.tolist(),
         "expected": found[1].response_ids.tolist(),
         "difference": float((scores[0] - scores[1]).abs().max()),
-        "received": report.traffic.received,
+        "received": report.received,
         "whole": sum(w.numel() * 4 for w in new.values()),
         "parts": {n: tuple(stop - start for start, stop in box) for n, box in boxes.items()},
         "made": made,

@@ -18,7 +18,7 @@ from processes import command_line
 from quadriga.errors import CollectiveError
 from quadriga.parallel import distributed
 from quadriga.parallel.distributed import data_parallel_mesh, init_distributed
-from quadriga.weight_sync.joined import served_store
+from quadriga.weight_sync.remote import served_store
 
 WAIT_S = 120
 

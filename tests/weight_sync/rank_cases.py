@@ -114,7 +114,7 @@ def divided(rank: int, mesh):
         digests = target.weights_digest()
         equal = all(digests[n] == tensor_digest(w) for n, w in weights.items())
         sizes = {n: w[slices(target.weight_boxes().get(n, ()))].numel() for n, w in weights.items()}
-        found[name] = equal, dict(target.order) == sizes, reports[1].traffic.received
+        found[name] = equal, dict(target.order) == sizes, reports[1].received
         large = target.weight_boxes()["large"][0]
         found[name] += (large[0] <= 16 * rank < large[1],)
     wrong = ShardedTarget(weights, own, change=lambda n, w: w + 1 if n == "large" else w)
@@ -201,8 +201,8 @@ def engine_main(rank: int, ranks: int, folder: str, work: str, port: int) -> Non
 
 
 def engine_sync(folder, lora):
-    """Sync a model that made a step; return (largest difference, tensors that were not sent, bytes
-    that this rank received, bytes of all names, version)."""
+    """Sync a model that made a step; return (largest difference, bytes that this rank received, bytes
+    of all names, version)."""
     torch.manual_seed(0)
     model = ModelConfig(path=folder, lora=lora)
     engine = FSDPEngine(
@@ -214,5 +214,4 @@ def engine_sync(folder, lora):
     held, sent = rollout.module.state_dict(), dict(engine.state_stream())
     assert sent.keys() == held.keys()
     largest = max(float((sent[name] - held[name]).abs().max()) for name in held)
-    missing, received = report.tensors - len(held), report.traffic.received
-    return largest, missing, received, report.num_bytes, rollout.version
+    return largest, report.received, report.num_bytes, rollout.version

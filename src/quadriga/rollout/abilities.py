@@ -120,14 +120,6 @@ SamplingSetting = Literal[
 ]
 """A setting of `SamplingParams` that an engine may be unable to apply."""
 
-FilterOrder = Literal["top_k, top_p, min_p", "min_p, top_k, top_p", "joint"]
-"""How several filters act together.
-
-In an order, each filter renormalises what the filters before it kept: with the probabilities
-.4 .3 .2 .1, top_k 2 keeps .57 .43, of which top_p 0.5 keeps the first. With "joint", each filter
-reads the probabilities before all filters: top_p 0.5 keeps .4 .3, and top_k 2 keeps the same two.
-"""
-
 _DEFAULTS = {
     f.name: f.default for f in fields(SamplingParams) if f.name in get_args(SamplingSetting)
 }
@@ -144,7 +136,6 @@ class RolloutAbilities:
         window: the most tokens of prompt and response together; None if there is no limit.
         log_probs: the kinds that the engine can give.
         settings: the settings that it applies at values other than their default.
-        filter_order: how several filters act together.
         seeded: equal prompt, seed and weights give an equal response in an equal batch.
         batch_invariant: in float32 the response of a row depends neither on the other rows nor on
             the number of replicas. Meaningful only if `seeded`, or if greedy.
@@ -155,7 +146,6 @@ class RolloutAbilities:
     window: int | None
     log_probs: frozenset[LogProbKind]
     settings: frozenset[SamplingSetting]
-    filter_order: FilterOrder
     seeded: bool
     batch_invariant: bool
     exposes_weights: bool

@@ -81,7 +81,14 @@ def compare_digests(sent: Mapping[str, int], held: Mapping[str, int], version: i
     """
     # sent  a:1  b:2       d:4
     # held  a:1  b:7  c:3         b differs, c was never sent, d is not held
-    problems = dict(_problems(sent, held))
+    problems: dict[str, str] = {}
+    for name in [*held, *(name for name in sent if name not in held)]:
+        if name not in sent:
+            problems[name] = "was never sent, so the rollout still holds an old value"
+        elif name not in held:
+            problems[name] = "was sent, but the rollout does not hold it"
+        elif sent[name] != held[name]:
+            problems[name] = "differs between trainer and rollout"
     if not problems:
         return
     listed = [f"{name!r} {problem}" for name, problem in problems.items()]
@@ -95,16 +102,6 @@ def compare_digests(sent: Mapping[str, int], held: Mapping[str, int], version: i
         tensors=names,
         version=version,
     )
-
-
-def _problems(sent: Mapping[str, int], held: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    for name in [*held, *(name for name in sent if name not in held)]:
-        if name not in sent:
-            yield name, "was never sent, so the rollout still holds an old value"
-        elif name not in held:
-            yield name, "was sent, but the rollout does not hold it"
-        elif sent[name] != held[name]:
-            yield name, "differs between trainer and rollout"
 
 
 def _held_of_part(sent: Mapping[str, int], held: Mapping[str, int]) -> dict[str, int]:
@@ -277,16 +274,6 @@ class Source:
             yield SourceReader(stream, weights, rank())
 
 
-@dataclass(frozen=True)
-class SyncReport:
-    """One sync: version, number of tensors and bytes of all, and what this rank did."""
-
-    version: int
-    tensors: int
-    num_bytes: int
-    traffic: Traffic
-
-
 class WeightSync:
     """Copies the weights of a training engine to the rollout engine of the same process.
 
@@ -318,9 +305,9 @@ class WeightSync:
         self._plan: Plan | None = None
         self._boxes: dict[str, Box] = {}  # what this rank holds of weights that are divided
 
-    def run(self, version: int) -> SyncReport:
+    def run(self, version: int) -> Traffic:
         """Copy every weight, then compare digests, and scores of probe tokens if the rollout engine
-        does not expose its weights.
+        does not expose its weights. Return what this rank did.
 
         If the target holds a weight in another dtype, the weight is rounded to that dtype before
         its digest is taken and before it is sent.
@@ -351,7 +338,8 @@ class WeightSync:
         scores = trained_scores(self._source.engine, needs.probe, version)
         self._verified.compare(sent, scores, version)
         sizes = [w.num_bytes * len(weights.names_of(n)) for n, w in weights.layout.weights.items()]
-        return SyncReport(version, len(sent), sum(sizes), transport.traffic)
+        transport.traffic.num_bytes = sum(sizes)
+        return transport.traffic
 
     def _sum_over_ranks(self, shares: Mapping[str, int]) -> dict[str, int]:
         """Return the sums over ranks, which wrap around as the digest does, in one collective."""

@@ -401,11 +401,17 @@ class Assembly:
 
 @dataclass
 class Traffic:
-    """What one rank did in one weight sync: bytes to and from other processes, and rounds."""
+    """What one rank did in one weight sync.
 
-    sent: int = 0
+    Attributes:
+        received: bytes from other processes.
+        rounds: of the plan.
+        num_bytes: of all weights.
+    """
+
     received: int = 0
     rounds: int = 0
+    num_bytes: int = 0
 
 
 @dataclass
@@ -479,7 +485,6 @@ class Transport:
                 else:
                     assert outgoing is not None, "a transfer between processes needs a channel"
                     outgoing.put(transfer, values.to(self.dtypes[transfer.weight]))
-                    self.traffic.sent += transfer.num_bytes
 
     def _receive(self, sent: _Exchange | None) -> Iterator[tuple[str, Tensor]]:
         for transfer, flat in sent.receive() if sent is not None else ():

@@ -6,6 +6,7 @@ Each way of syncing is a method that the controller calls, or a pair of them. Th
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from quadriga.engines import kind_of
@@ -18,8 +19,13 @@ if TYPE_CHECKING:
     from quadriga.config.schema import ActorRolloutRefConfig
     from quadriga.engines.base import TrainEngine
     from quadriga.rollout.base import RolloutEngine
-    from quadriga.weight_sync.buckets import WeightReceiver, WeightSender
-    from quadriga.weight_sync.joined import JoinedReceiver, JoinedSender, Ticket
+    from quadriga.weight_sync.remote import (
+        JoinedReceiver,
+        JoinedSender,
+        Ticket,
+        WeightReceiver,
+        WeightSender,
+    )
     from quadriga.weight_sync.sync import WeightNeeds, WeightSync
 
 
@@ -33,11 +39,6 @@ class PolicyWeights(Worker):
         super().__init__()
         self.weight_version = 0
         self._steps_of_version = 0  # optimizer steps of the actor before the last sync
-        self._joined_sender: JoinedSender | None = None  # over a joined process group
-        self._joined_receiver: JoinedReceiver | None = None
-        self._sync: WeightSync | None = None  # to the rollout of this process
-        self._sender: WeightSender | None = None  # to a rollout in other processes
-        self._receiver: WeightReceiver | None = None  # from an actor in other processes
 
     def _engine(self, use: Literal["actor", "ref"]) -> TrainEngine:
         """Return a training engine. Raises `WorkerError` if the worker has none."""
@@ -59,15 +60,6 @@ class PolicyWeights(Worker):
 
     def _sync_here(self) -> int:
         """Copy the weights of this version to the rollout engine of this process."""
-        from quadriga.weight_sync.sync import WeightSync
-
-        self._sync = self._sync or WeightSync(
-            self._engine("actor"),
-            self._rollout(),
-            bucket_bytes=self._bucket_bytes,
-            device=self.device,
-            in_place=self._keeps_weights_in_place(),
-        )
         self._sync.run(self.weight_version)
         return self.weight_version
 
@@ -86,10 +78,7 @@ class PolicyWeights(Worker):
     def send_weights(self, needs: WeightNeeds) -> Iterator[DataProto]:
         """Yield this rank's part of the actor's weights in buckets, for a rollout in other
         processes, which has these needs. The weight version rises."""
-        from quadriga.weight_sync.buckets import WeightSender
-
         self._count_version()
-        self._sender = self._sender or WeightSender(self._engine("actor"), self._bucket_bytes)
         yield from self._sender.send(needs, self.weight_version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -106,14 +95,14 @@ class PolicyWeights(Worker):
         Raises:
             WorkerError: a bucket was sent twice, or one is lost.
         """
-        self._weight_receiver().receive(parts)
+        self._receiver.receive(parts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def offer_weights(self, needs: list[WeightNeeds]) -> Ticket | None:
         """Return on rank 0 where the ranks of the rollout, one for each of `needs`, join those of
         the actor in a process group. The weight version rises."""
         self._count_version()
-        return self._sender_over().offer(needs, self.weight_version)
+        return self._joined_sender.offer(needs, self.weight_version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def send_weights_over(self, ticket: Ticket) -> None:
@@ -121,7 +110,7 @@ class PolicyWeights(Worker):
 
         Waits for: `receive_weights_over` on every rank of the rollout.
         """
-        self._sender_over().send(ticket)
+        self._joined_sender.send(ticket)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def receive_weights_over(self, ticket: Ticket) -> int:
@@ -130,11 +119,7 @@ class PolicyWeights(Worker):
         Raises:
             WorkerError: weights were not received, or differ; the message names them.
         """
-        from quadriga.weight_sync.joined import JoinedReceiver
-
-        joined = self._joined_receiver or JoinedReceiver(self._rollout(), device=self.device)
-        self._joined_receiver = joined
-        self.weight_version = joined.receive(ticket)
+        self.weight_version = self._joined_receiver.receive(ticket)
         return self.weight_version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -144,7 +129,7 @@ class PolicyWeights(Worker):
         Raises:
             WorkerError: weights were not received, or differ; the message names them.
         """
-        self.weight_version = self._weight_receiver().finish()
+        self.weight_version = self._receiver.finish()
         return self.weight_version
 
     def _count_version(self) -> None:
@@ -163,16 +148,40 @@ class PolicyWeights(Worker):
             return False
         return rollout.share_weights and not (rollout.take_turns or engine.param_offload)
 
-    def _sender_over(self) -> JoinedSender:
-        from quadriga.weight_sync.joined import JoinedSender
+    @cached_property
+    def _sync(self) -> WeightSync:
+        from quadriga.weight_sync.sync import WeightSync
 
-        self._joined_sender = self._joined_sender or JoinedSender(
+        return WeightSync(
+            self._engine("actor"),
+            self._rollout(),
+            bucket_bytes=self._bucket_bytes,
+            device=self.device,
+            in_place=self._keeps_weights_in_place(),
+        )
+
+    @cached_property
+    def _sender(self) -> WeightSender:
+        from quadriga.weight_sync.remote import WeightSender
+
+        return WeightSender(self._engine("actor"), self._bucket_bytes)
+
+    @cached_property
+    def _receiver(self) -> WeightReceiver:
+        from quadriga.weight_sync.remote import WeightReceiver
+
+        return WeightReceiver(self._rollout())
+
+    @cached_property
+    def _joined_sender(self) -> JoinedSender:
+        from quadriga.weight_sync.remote import JoinedSender
+
+        return JoinedSender(
             self._engine("actor"), bucket_bytes=self._bucket_bytes, device=self.device
         )
-        return self._joined_sender
 
-    def _weight_receiver(self) -> WeightReceiver:
-        from quadriga.weight_sync.buckets import WeightReceiver
+    @cached_property
+    def _joined_receiver(self) -> JoinedReceiver:
+        from quadriga.weight_sync.remote import JoinedReceiver
 
-        self._receiver = self._receiver or WeightReceiver(self._rollout())
-        return self._receiver
+        return JoinedReceiver(self._rollout(), device=self.device)

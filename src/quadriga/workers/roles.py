@@ -22,7 +22,7 @@ from quadriga.protocol import DataProto
 if TYPE_CHECKING:
     from quadriga.checkpoint.files import SavedFile
     from quadriga.protocol import DataProtoFuture
-    from quadriga.weight_sync.joined import Ticket
+    from quadriga.weight_sync.remote import Ticket
     from quadriga.weight_sync.sync import WeightNeeds
 
 ArgumentsP = ParamSpec("ArgumentsP")

@@ -144,7 +144,6 @@ class SGLang(Rollout):
     """See `Rollout`."""
 
     engine = "quadriga.rollout.sglang.engine:SGLangRollout"
-    filter_order = "joint"
 
     def __init__(self, settings: RolloutEngineConfig) -> None:
         super().__init__(settings)

@@ -102,7 +102,6 @@ class VLLM(Rollout):
         self.options = build(VLLMOptions, settings.options, f"{ROLLOUT_KEY}.options for vllm: ")
 
     sampling_settings = ALL_SETTINGS - {"excluded_token_ids"}
-    filter_order = "min_p, top_k, top_p"
 
     @property
     def ranks_of_copy(self) -> int:
