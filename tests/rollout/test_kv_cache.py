@@ -16,7 +16,6 @@ from transformers import (
 
 from quadriga.config.schema import ModelConfig
 from quadriga.rollout.base import SamplingParams
-from quadriga.rollout.hf.decode_attention import use_decode_attention
 from quadriga.rollout.hf.engine import HFRollout
 from quadriga.rollout.hf.kv_cache import (
     GrowingCacheLayer,
@@ -25,6 +24,7 @@ from quadriga.rollout.hf.kv_cache import (
     growing_cache,
     reorder_cache,
     sees_all_tokens,
+    use_decode_attention,
 )
 
 SIZES = {

@@ -19,7 +19,7 @@ from quadriga.errors import (
     ShapeError,
 )
 from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams, tensor_digest
-from quadriga.rollout.guard import GuardedRollout, OutputCheck
+from quadriga.rollout.guard import GuardedRollout
 from quadriga.testing import write_reference_model
 
 SAMPLING = SamplingParams(max_new_tokens=6, eos_token_ids=tuple(range(20, 60)), pad_token_id=0)

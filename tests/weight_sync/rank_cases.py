@@ -201,8 +201,8 @@ def engine_main(rank: int, ranks: int, folder: str, work: str, port: int) -> Non
 
 
 def engine_sync(folder, lora):
-    """Sync a model that made a step; return (largest difference, bytes that this rank received, bytes
-    of all names, version)."""
+    """Sync a model that made a step; return (largest difference, bytes that this rank received,
+    bytes of all names, version)."""
     torch.manual_seed(0)
     model = ModelConfig(path=folder, lora=lora)
     engine = FSDPEngine(

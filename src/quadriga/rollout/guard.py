@@ -115,15 +115,13 @@ class GuardedRollout(RolloutEngine):
         more = () if images is None else (images,)
         out = self._call("generate", lambda: engine.generate(*request, *more))
         versions = range(oldest, self.version + 1)
-        vocabulary = self.abilities.vocabulary
-        check = OutputCheck(self.name, self.rank)
-        check.check(out, len(prompt_ids), sampling, vocabulary, versions)
+        self.check_output(out, len(prompt_ids), sampling, versions)
         return out
 
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
         self.check_sequences(ids, attention_mask)
         scores = self._call("score", lambda: self.engine.score(ids, attention_mask))
-        OutputCheck(self.name, self.rank).check_scores(scores, attention_mask)
+        self.check_scores(scores, attention_mask)
         return scores
 
     def begin_sync(self, version: int) -> None:
@@ -235,21 +233,10 @@ class GuardedRollout(RolloutEngine):
             **details,
         )
 
+    # Checks of outputs
 
-class OutputCheck:
-    """Checks the output of an engine. `engine` and `rank` are for messages."""
-
-    def __init__(self, engine: str, rank: int | None = None) -> None:
-        self._engine = engine
-        self._rank = rank
-
-    def check(
-        self,
-        out: RolloutOutput,
-        rows: int,
-        sampling: SamplingParams,
-        vocabulary: int,
-        versions: range,
+    def check_output(
+        self, out: RolloutOutput, rows: int, sampling: SamplingParams, versions: range
     ) -> None:
         """Check the output of `generate` for `rows` rows.
 
@@ -259,7 +246,7 @@ class OutputCheck:
         Raises:
             RolloutOutputError: the output breaks the protocol. Attribute `fault`; see the module.
         """
-        width = sampling.max_new_tokens
+        width, vocabulary = sampling.max_new_tokens, self.abilities.vocabulary
         self._form("response_ids", out.response_ids, (rows, width), torch.int64)
         self._form("response_mask", out.response_mask, (rows, width), torch.int64)
         self._form("rollout_log_probs", out.rollout_log_probs, (rows, width), torch.float32)
@@ -267,7 +254,7 @@ class OutputCheck:
         reasons, found = out.finish_reason, out.weight_versions
         if len(reasons) != rows:
             problem = f"has {len(reasons)} finish reasons for {rows} rows"
-            raise self._error("row count", None, problem)
+            raise self._output_error("row count", None, problem)
         ids, mask = out.response_ids, out.response_mask.bool()
         lengths, columns = mask.sum(1), torch.arange(width)
         excluded = torch.isin(ids, torch.tensor(sampling.excluded_token_ids).long())
@@ -297,7 +284,7 @@ class OutputCheck:
         self._require("weight version", held, version)
 
     def check_scores(self, scores: Tensor, attention_mask: Tensor) -> None:
-        """Check the result of `score`. It raises as `check`."""
+        """Check the result of `score`. It raises as `check_output`."""
         self._form("scores", scores, tuple(attention_mask.shape), torch.float32)
         self._require_log_probs(scores, attention_mask.bool())
 
@@ -311,7 +298,9 @@ class OutputCheck:
         else:
             return
         found = f"{list(tensor.shape)} of {tensor.dtype}"
-        raise self._error(fault, None, f"has {name} {found} instead of {list(shape)} of {dtype}")
+        raise self._output_error(
+            fault, None, f"has {name} {found} instead of {list(shape)} of {dtype}"
+        )
 
     def _require_log_probs(self, log_probs: Tensor, mask: Tensor) -> None:
         for right, problem in (
@@ -325,16 +314,15 @@ class OutputCheck:
         """Raise for the first row of `right`, [B] or [B, R], that is not True."""
         wrong = ~right.view(len(right), -1).all(1) if len(right) else right
         if wrong.any():
-            raise self._error(fault, int(wrong.nonzero()[0]), problem)
+            raise self._output_error(fault, int(wrong.nonzero()[0]), problem)
 
-    def _error(self, fault: str, row: int | None, problem: str) -> RolloutOutputError:
-        where = "" if self._rank is None else f" on rank {self._rank}"
+    def _output_error(self, fault: str, row: int | None, problem: str) -> RolloutOutputError:
         what = "its output" if row is None else f"row {row} of its output"
-        return RolloutOutputError(
-            f"rollout engine {self._engine!r}{where}: {what} {problem} ({fault}). No training is "
-            "done on it; the engine is faulty, or of a version that is not supported",
-            engine=self._engine,
-            rank=self._rank,
+        return self._failure(
+            RolloutOutputError,
+            "generate or score",
+            f"{what} {problem} ({fault}). No training is done on it; the engine is faulty, or of a "
+            "version that is not supported",
             fault=fault,
             row=row,
         )

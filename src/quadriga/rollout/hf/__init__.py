@@ -2,8 +2,8 @@
 
 - `engine`: `HFRollout`, its states, and its weights: memory of its own, or tensors of the actor.
 - `generation`: one micro-batch, from the prefill to the last token. `sampling`: one token.
-- `kv_cache`: layers with spare columns, from which rows are removed; prompts that rows share, and
-  prompts that are repeated. `decode_attention`: attention to shared prompts.
+- `kv_cache`: layers with spare columns, from which rows are removed; prompts that rows share, with
+  attention to them, and prompts that are repeated.
 
 Importing this file imports no torch.
 """

@@ -17,12 +17,12 @@ from quadriga.errors import ModelError
 from quadriga.models.images import MultiModalRows
 from quadriga.parallel.packing import first_row_with_same_prompt
 from quadriga.rollout.abilities import SamplingParams
-from quadriga.rollout.hf.decode_attention import use_decode_attention
 from quadriga.rollout.hf.kv_cache import (
     RepeatedPrompts,
     SharedPrompts,
     growing_cache,
     reorder_cache,
+    use_decode_attention,
 )
 from quadriga.rollout.hf.sampling import draw, uniform
 from quadriga.rollout.responses import StopStrings
