@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,19 +103,14 @@ def test_the_guard_is_an_engine_and_passes_everything_on(folder):
         engine.generate(*REQUEST)
 
 
-def test_bad_requests_do_not_reach_the_engine():
-    class Unused:
-        name = "unused"
-        version = 0
-
-        def __init__(self, abilities):
-            self.abilities = abilities
-
-        def generate(self, *request):
-            raise AssertionError("the engine was touched")
-
+def guard(name):
+    """The guard of an engine without methods, with a window of 8 tokens."""
     abilities = replace(full_abilities(300), window=8)
-    engine = GuardedRollout(Unused(abilities))
+    return GuardedRollout(SimpleNamespace(name=name, abilities=abilities, version=0))
+
+
+def test_bad_requests_do_not_reach_the_engine():
+    engine = guard("untouched")
     with pytest.raises(ShapeError, match="one seed for each of the 2 prompts"):
         engine.generate(IDS, MASK, SAMPLING, SEEDS[:1])
     with pytest.raises(RolloutInputError, match=r"row 1 has 3 tokens .* together 9, .* by 1") as e:
@@ -138,7 +134,7 @@ THREE = replace(SAMPLING, max_new_tokens=3)
 
 
 def check(out, sampling=THREE):
-    OutputCheck("mine").check(out, 2, sampling, 300, range(2, 3))
+    guard("mine").check_output(out, 2, sampling, range(2, 3))
 
 
 def changed(name, row, column, value):
@@ -175,7 +171,7 @@ def test_a_right_output_passes():
     check(OUT)
     empty = RolloutOutput(*(torch.zeros(0, 3, dtype=torch.int64),) * 2, torch.zeros(0, 3), (),
                           torch.zeros(0, dtype=torch.int64))  # fmt: skip
-    OutputCheck("mine").check(empty, 0, THREE, 300, range(2, 3))
+    guard("mine").check_output(empty, 0, THREE, range(2, 3))
     # A stop string may end a response with any token.
     check(changed("response_ids", 0, 1, 6), replace(THREE, stop_strings=("x",)))
 

@@ -82,7 +82,7 @@ class GuardedRollout(RolloutEngine):
         self.engine = engine
         self.name, self.abilities = engine.name, engine.abilities
         self.deadline = deadline
-        self.rank = rank
+        self.rank, self._place = rank, "" if rank is None else f" on rank {rank}"
         self._late_method: str | None = None
         self._syncing: int | None = None  # the version of a weight sync that has not ended
         self.synced = False
@@ -224,9 +224,8 @@ class GuardedRollout(RolloutEngine):
         return answer.result()
 
     def _failure(self, kind: type[ErrorT], method: str, problem: str, **details: object) -> ErrorT:
-        place = "" if self.rank is None else f" on rank {self.rank}"
         return kind(
-            f"rollout engine {self.name!r}{place}, {method}: {problem}",
+            f"rollout engine {self.name!r}{self._place}, {method}: {problem}",
             engine=self.name,
             rank=self.rank,
             method=method,
@@ -318,11 +317,11 @@ class GuardedRollout(RolloutEngine):
 
     def _output_error(self, fault: str, row: int | None, problem: str) -> RolloutOutputError:
         what = "its output" if row is None else f"row {row} of its output"
-        return self._failure(
-            RolloutOutputError,
-            "generate or score",
-            f"{what} {problem} ({fault}). No training is done on it; the engine is faulty, or of a "
-            "version that is not supported",
+        return RolloutOutputError(
+            f"rollout engine {self.name!r}{self._place}: {what} {problem} ({fault}). No training "
+            "is done on it; the engine is faulty, or of a version that is not supported",
+            engine=self.name,
+            rank=self.rank,
             fault=fault,
             row=row,
         )

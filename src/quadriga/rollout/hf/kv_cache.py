@@ -9,8 +9,8 @@ Transformers finds `decode_attention` under `ATTENTION_NAME`. It is `sdpa` unles
 carries a `prompt_cache`, as every pass after the prefill does.
 
 Shapes: b rows, p distinct prompts of P columns, H heads, Hk key heads, `length` columns in use,
-`seen` of them that the next query can see, D head size, t columns of generated tokens. g = H / Hk heads share a key head; Dv is the size of a
-value.
+`seen` of them that the next query can see, D head size, Dv size of a value, t columns of generated
+tokens. g = H / Hk heads share a key head.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class PromptRows:
 class SharedPrompts:
     """The cache of one micro-batch that holds every prompt once.
 
-    For models that can attend to shared prompts (`decode_attention.py`). `RepeatedPrompts` has the
+    For models that can attend to shared prompts (`decode_attention`). `RepeatedPrompts` has the
     same methods, for every other model. `cache` is what the model takes; the prefill writes p
     distinct prompts to it.
     """
