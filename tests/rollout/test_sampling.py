@@ -49,37 +49,6 @@ def test_inverse_cdf(u, token):
 
 
 @pytest.mark.parametrize(
-    ("settings", "allowed"),
-    [
-        ({"top_k": 1}, {0}),
-        ({"top_k": 2}, {0, 1}),
-        ({"top_k": 9}, {0, 1, 2, 3}),
-        ({"top_p": 0.1}, {0}),
-        ({"top_p": 0.45}, {0}),
-        ({"top_p": 0.55}, {0, 1}),
-        ({"top_p": 0.81}, {0, 1, 2}),
-        ({"top_p": 0.81, "top_k": 2}, {0, 1}),
-        ({"temperature": 0.0}, {0}),
-    ],
-)
-def test_top_k_and_top_p(settings, allowed):
-    numbers = uniform_at(3, 400)
-    token, log_prob = sampling.draw(LOGITS.expand(400, 4), params(**settings), numbers, 3)
-    assert set(token.tolist()) == allowed
-    # Log-probabilities are taken before top-k and top-p.
-    assert torch.allclose(log_prob, LOGITS[0][token], atol=1e-6)
-
-
-def test_log_probs_are_at_the_sampling_temperature():
-    numbers = uniform_at(0, 4000)
-    token, log_prob = sampling.draw(LOGITS.expand(4000, 4), params(temperature=2.0), numbers, 0)
-    scaled = (LOGITS[0] / 2).log_softmax(-1)
-    assert torch.allclose(log_prob, scaled[token], atol=1e-6)
-    share = torch.bincount(token, minlength=4) / 4000
-    assert torch.allclose(share, scaled.exp(), atol=0.03)
-
-
-@pytest.mark.parametrize(
     "wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_k": 0}, {"max_new_tokens": 0}]
 )
 def test_sampling_params_out_of_range_are_rejected(wrong):

@@ -75,7 +75,7 @@ def worker_of(method: str, folder: str, rows: int):
 
 
 @patch.object(LlamaRMSNorm, "forward", norm_in_float64)
-def result_of(method: str, folder: str, rows: int, rank: int, ranks: int):
+def result_of(method: str, rows: int, folder: str, rank: int = 0, ranks: int = 1):
     """Make one update. Return the metrics of the rank, its partials, and all parameters."""
     worker = worker_of(method, folder, rows)
     worker.init_model()
@@ -89,5 +89,5 @@ def result_of(method: str, folder: str, rows: int, rank: int, ranks: int):
 
 def rank_main(rank: int, ranks: int, folder: str, files: str) -> None:
     """Make every update as one rank of a process group, and write the results to a file."""
-    found = {case: result_of(case[0], folder, case[1], rank, ranks) for case in CASES}
+    found = {case: result_of(*case, folder, rank, ranks) for case in CASES}
     torch.save(found, files.format(rank=rank))

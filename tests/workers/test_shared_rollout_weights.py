@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch.distributed.tensor import DTensor
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
-from quadriga.errors import RolloutError
-from quadriga.protocol import DataProto, fields
 from quadriga.trainer.memory import train_plan
 from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
-from quadriga.workers.generation import generation_inputs
 from quadriga.workers.runtime import RankRuntime
 
 SECTION = "actor_rollout_ref"
@@ -81,22 +77,3 @@ def test_the_plan_has_the_bytes_of_the_copy(worker, folder, overrides, expected)
     config = load_config(TrainConfig, [f"{SECTION}.model.path={folder}", *overrides])
     (pool,) = train_plan(config, "cpu").pools
     assert pool.phases["generation"].get("rollout weights", 0) == own
-
-
-def test_generation_between_an_update_and_a_sync_is_refused(worker) -> None:
-    trained = worker()
-    ids = torch.tensor([[70, 71, 72]])
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    rows = DataProto.from_dict({**batch, fields.SAMPLE_SEED: torch.tensor([1])})
-    prompts = generation_inputs(rows)
-    before = trained.generate_sequences(prompts)
-    batch["response_mask"] = torch.ones(1, 2, dtype=torch.int64)
-    trained.actor.train_step(batch, lambda out, rows: (-out["log_probs"].sum(), {}))
-    with pytest.raises(RolloutError, match=r"version 1 is no longer right; sync weights first"):
-        trained.generate_sequences(prompts)
-    assert trained.sync_weights() == 2
-    after = trained.generate_sequences(prompts)
-    assert shares(trained)
-    assert after.batch[fields.WEIGHT_VERSION].tolist() == [2]
-    name = fields.ROLLOUT_LOG_PROBS
-    assert not torch.equal(before.batch[name], after.batch[name])
