@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
 import random
@@ -154,36 +153,6 @@ class TestProcess:
         engine.close()
         assert torch.distributed.is_initialized() == group
         assert dict(os.environ) == environment
-
-    def test_two_engines_in_one_process_are_independent(self, folder):
-        first, second = vllm(folder), vllm(folder)
-        ids, mask, seeds = requests((5, 9))
-        before = second.generate(ids, mask, GREEDY, seeds)
-        zero = {"lm_head.weight": torch.zeros(first._weights.read("lm_head.weight").shape)}
-        first.update_weights(zero.items(), 3)
-        first.close()
-        after = second.generate(ids, mask, GREEDY, seeds)
-        second.close()
-        assert torch.equal(before.response_ids, after.response_ids)
-        assert (first.version, second.version) == (3, -1)
-
-    def test_more_tokens_than_one_step_and_the_cache_can_hold_change_no_response(self, folder):
-        """vLLM computes part of the prompts, and stops rows in the middle to compute them again."""
-        rows = 160
-        ids, mask, seeds = requests((70,) * rows)
-        sampling = dataclasses.replace(GREEDY, temperature=1.0)
-        small = vllm(folder, kv_cache_mb=1, engine_args={"block_size": 32})
-        together = [small.generate(ids, mask, sampling, seeds)]
-        small.close()
-        engine = vllm(folder)
-        together.append(engine.generate(ids, mask, sampling, seeds))
-        for part in torch.arange(rows).split(32):
-            alone = engine.generate(ids[part], mask[part], sampling, seeds[part])
-            for out in together:
-                assert torch.equal(alone.response_ids, out.response_ids[part])
-                found, expected = out.rollout_log_probs[part], alone.rollout_log_probs
-                torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-        engine.close()
 
     def test_an_engine_that_fails_in_the_middle_is_named_and_not_used_again(self, folder):
         engine = vllm(folder)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import io
-import pickle
-
 import pytest
 import torch
 import vision_cases as cases
 
 from group_fixtures import ray_nightly
 from quadriga.models.images import MultiModalRows
-from quadriga.protocol import DataProto, fields, pad_dataproto_to_divisor, unpad_dataproto
+from quadriga.protocol import DataProto, fields
 from quadriga.single_controller import Dispatch, Worker, register
-from quadriga.trainer import stages
-from quadriga.trainer.stages import Balance
 
 
 class Reader(Worker):
@@ -58,52 +53,7 @@ def same(data: DataProto, batch: DataProto, order: list[int]) -> bool:
     )
 
 
-def saved_and_loaded(batch):
-    content = io.BytesIO(pickle.dumps(batch))
-    return pickle.load(content)
-
-
-def through_a_file(batch, tmp_path):
-    batch.save_to_disk(tmp_path / "batch")
-    return DataProto.load_from_disk(tmp_path / "batch")
-
-
 ORDER = [5, 0, 7, 2, 1, 6, 3, 4]
-OPERATIONS = {
-    "split and concat": (lambda b: DataProto.concat(b.split(3)), list(range(8))),
-    "chunk and concat": (lambda b: DataProto.concat(b.chunk(4)[::-1]), [6, 7, 4, 5, 2, 3, 0, 1]),
-    "repeat, interleaved": (lambda b: b.repeat(2), [i for i in range(8) for _ in range(2)]),
-    "repeat, in blocks": (lambda b: b.repeat(2, interleave=False), [*range(8)] * 2),
-    "select": (lambda b: b.select_idxs(ORDER), ORDER),
-    "slice": (lambda b: b[2:5], [2, 3, 4]),
-    "padding": (lambda b: pad_dataproto_to_divisor(b, 5)[0], [*range(8), 0, 1]),
-    "unpadding": (lambda b: unpad_dataproto(pad_dataproto_to_divisor(b, 5)[0], 2), [*range(8)]),
-    "union": (lambda b: b.select(batch_keys=[fields.INPUT_IDS]).union(
-        b.select(batch_keys=[fields.POSITION_IDS], non_tensor_batch_keys=[])), [*range(8)]),
-    "pickle": (saved_and_loaded, [*range(8)]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_keeps_images_and_positions_together(batch, name):
-    operation, order = OPERATIONS[name]
-    assert same(operation(batch), batch, order)
-    assert not same(operation(batch), batch, [(i + 2) % 8 for i in order])
-
-
-def test_reorder_and_balance_keep_them_together(folder):
-    data = cases.responses(folder, cases.prompts(folder))
-    sizes = data.batch[fields.SEQUENCE_LENGTH].tolist()
-    number = {float(i): i for i in range(len(data))}
-    data.batch["number"] = torch.arange(float(len(data)))
-    balanced = stages.balance_over_ranks(data, Balance(2, shares_prompts=False)).batch
-    order = [number[value] for value in balanced.batch["number"].tolist()]
-    assert sorted(order) == list(range(8)) and order != list(range(8))
-    assert same(balanced, data, order)
-    assert [sizes[i] for i in order] == balanced.batch[fields.SEQUENCE_LENGTH].tolist()
-    moved = data.select_idxs(list(range(8)))
-    moved.reorder(torch.tensor(ORDER))
-    assert same(moved, data, ORDER)
 
 
 @ray_nightly

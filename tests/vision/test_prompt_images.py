@@ -16,7 +16,7 @@ import vision_cases as cases
 from PIL import Image
 
 from quadriga.config.schema import ModelConfig
-from quadriga.data import PromptDataset, encoded
+from quadriga.data import PromptDataset
 from quadriga.data.images import PromptImages, image_positions, read_image
 from quadriga.data.rows import Row
 from quadriga.errors import DataError
@@ -200,26 +200,6 @@ def test_a_file_that_changes_its_size_during_a_run_is_noticed(folder, tmp_path):
         DataError, match="row 0: the prompt has 4 image tokens, and its images have"
     ):
         collated(data)
-
-
-def test_large_files_keep_token_ids_with_images_in_the_cache(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(encoded, "LARGE_COUNT", 2)
-    values = [{"prompt": QUESTION, "images": [{"bytes": cases.png(c)}]} for c in ("red", "blue")]
-    pq.write_table(pa.Table.from_pylist(values), tmp_path / "a.parquet")
-    rules, tokenizer = image_rules(ModelConfig(path=str(folder)), "images"), load_tokenizer(folder)
-    cached = PromptDataset(
-        [tmp_path / "a.parquet"], tokenizer, images=rules, cache_dir=tmp_path / "cache"
-    )
-    assert len(list((tmp_path / "cache").iterdir())) == 1
-    found, expected = collated(cached), collated(cases.dataset(folder, values))
-    for name in (fields.INPUT_IDS, fields.POSITION_IDS):
-        assert torch.equal(found.batch[name], expected.batch[name])
-    for one, other in zip(
-        found.non_tensor_batch["multi_modal_inputs"],
-        expected.non_tensor_batch["multi_modal_inputs"],
-        strict=True,
-    ):
-        assert torch.equal(one["pixel_values"], other["pixel_values"])
 
 
 def test_an_image_of_16_bits_is_scaled(folder):

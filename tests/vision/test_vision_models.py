@@ -68,14 +68,6 @@ def test_prompts_with_equal_tokens_and_different_images_are_different_prompts(fo
     assert images.image_numbers().tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_a_response_goes_on_behind_the_positions_of_its_images(batch):
-    positions = batch.batch[fields.POSITION_IDS]
-    width = batch.batch[fields.PROMPTS].shape[1]
-    assert positions.shape[1] == 3
-    for row, prompt in enumerate(positions[:, :, :width]):
-        assert positions[row, :, width].tolist() == [int(prompt.max()) + 1] * 3
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_image_tokens_are_never_sampled(folder, temperature):
     model = load_causal_lm(folder)
@@ -112,16 +104,6 @@ def test_one_step_is_equal_for_every_micro_batch_and_on_two_ranks(folder, batch,
     for weights in (*steps[1:], torch.load(tmp_path / "r.pt")):
         for name, tensor in steps[0].items():
             torch.testing.assert_close(weights[name], tensor, atol=2e-5, rtol=0, msg=name)
-
-
-def test_an_export_can_be_trained_again(folder, batch, tmp_path):
-    engine = cases.trainer(folder)
-    weights = cases.step(engine, batch)
-    engine.save_hf(tmp_path / "export")
-    loaded = load_causal_lm(tmp_path / "export").state_dict()
-    assert all(torch.equal(loaded[name], t.to(loaded[name].dtype)) for name, t in weights.items())
-    again = cases.prompts(tmp_path / "export")
-    assert torch.equal(again.batch[fields.INPUT_IDS], cases.prompts(folder).batch[fields.INPUT_IDS])
 
 
 def test_adapters_are_merged_into_text_model_and_image_encoder(folder, batch, tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -96,7 +95,6 @@ def rank_main(rank: int, ranks: int, work: str, port: int) -> None:
     start(rank, ranks, port)
     found = {"syncs": syncs(ranks)}
     flat = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
-    found["sabotage"] = sabotages(flat, model_weights())
     found["divided"] = divided(rank, flat)
     end(rank, work, found)
 
@@ -156,25 +154,6 @@ def syncs(ranks: int):
             tied = torch.equal(target.weights["head"], whole["embed"])
             found[name, bucket] = (equal, tied, report, sync._plan)
     return found
-
-
-def sabotages(mesh, weights):
-    """What each mistake between transport and rollout engine raises."""
-    faults = {}
-    for kind in ("stale", "part"):
-        source = Source(sharded(weights, mesh, [Shard(0)]))
-        target = Target(weights)
-        sync = WeightSync(source, target)
-        sync.run(1)
-        for weight in source.weights.values():
-            weight.add_(1)
-        update = target.update_weights
-        target.update_weights = partial(spoil, kind, update)
-        try:
-            sync.run(2)
-        except WorkerError as error:
-            faults[kind] = (error.tensors, str(error))
-    return faults
 
 
 def spoil(kind, update, stream, version):

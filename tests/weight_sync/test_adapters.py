@@ -120,21 +120,6 @@ class TestOneProcess:
             sync.run(2)
         assert raised.value.tensors == (stored_part("model.layers.1.self_attn.k_proj", part),)
 
-    def test_a_base_that_is_lost_is_named(self, both):
-        trainer, target = both
-        target.base["model.norm.weight"] += 1
-        target.loses = "model.norm.weight"
-        with pytest.raises(WorkerError) as raised:
-            WeightSync(trainer, target).run(1)
-        assert raised.value.tensors == ("model.norm.weight",)
-
-    def test_merged_weights_are_sent_to_an_engine_without_adapters(self, both):
-        trainer, target = both
-        step(trainer)
-        assert needs_of(target.inner).part == "merged"
-        WeightSync(trainer, target.inner).run(4)
-        agree(trainer, target.inner, 4)
-
     def test_an_engine_without_adapters_is_refused(self, both):
         trainer, target = both
         trainer._part = replace(trainer._part, adapter=None)
@@ -187,16 +172,6 @@ class TestSettings:
         [
             (RolloutConfig(load_adapters=False), LoraConfig(), "the model has no adapters; set"),
             (RolloutConfig(load_adapters=True), ADAPTERS, "needs rollout.name=vllm .* name=hf;"),
-            (
-                RolloutConfig(name="sglang", load_adapters=True),
-                ADAPTERS,
-                "got name=sglang",
-            ),
-            (
-                RolloutConfig(name="vllm", load_adapters=True, options={"tensor_parallel_size": 2}),
-                ADAPTERS,
-                "tensor_parallel_size=1",
-            ),
         ],
     )
     def test_what_cannot_be_done_is_refused(self, rollout, lora, message):

@@ -57,20 +57,6 @@ def test_tensor_parallel_splits_a_padded_dimension():
 QKV = (Weight("q", (8, 1)), Weight("k", (4, 1)), Weight("v", (4, 1)))
 
 
-@pytest.mark.parametrize(
-    ("fusion", "rows"),
-    [
-        # 4 query heads and 2 key heads of 2 rows: q is 1 to 8, k is 9 to 12, v is 13 to 16.
-        ("query groups", [[1, 2, 3, 4, 9, 10, 13, 14], [5, 6, 7, 8, 11, 12, 15, 16]]),
-        ("parts", [[1, 2, 3, 4, 9, 10, 13, 14], [5, 6, 7, 8, 11, 12, 15, 16]]),
-    ],
-)
-def test_fused_projections_on_two_ranks(fusion, rows):
-    stored = Stored("qkv", ("q", "k", "v"), 0, fusion, (4, 2, 2))
-    found = arrays_of(parallel_layout(model((stored,), *QKV), Degrees(tensor=2)))
-    assert [found[rank]["qkv"].ravel().tolist() for rank in (0, 1)] == rows
-
-
 def test_fused_projections_on_one_rank_differ_in_order():
     rows = {}
     for fusion in ("parts", "query groups"):
@@ -87,17 +73,6 @@ def test_key_heads_are_repeated_where_there_are_more_ranks():
     assert [found[rank]["qkv"].ravel().tolist() for rank in range(4)] == [
         [1, 2, 9, 10, 13, 14], [3, 4, 9, 10, 13, 14],
         [5, 6, 11, 12, 15, 16], [7, 8, 11, 12, 15, 16],
-    ]  # fmt: skip
-
-
-def test_fsdp_shards_are_cut_from_tensor_parallel_shards():
-    stored = Stored("w", ("w",), 0)
-    found = arrays_of(
-        parallel_layout(model((stored,), Weight("w", (8, 1))), Degrees(tensor=2, shard=3))
-    )
-    # Rank = tensor + 2 · shard. Tensor-parallel rank 0 has 1 to 4: in three chunks 1 2, 3 4, none.
-    assert [found[rank]["w"].ravel().tolist() for rank in range(6)] == [
-        [1, 2], [5, 6], [3, 4], [7, 8], [], [],
     ]  # fmt: skip
 
 

@@ -82,19 +82,6 @@ def test_rows_of_a_fused_projection_in_a_wrong_order_are_found_in_the_first_sync
         WeightSync(engine, Hidden(model_folder, exchanged)).run(1)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", SOME[:2])
-def test_a_weight_that_becomes_stale_is_found_by_the_scores(engine, model_folder, name):
-    hidden = Hidden(model_folder)
-    sync = WeightSync(engine, hidden)
-    sync.run(1)
-    hidden.fault = without(name)
-    with pytest.raises(WorkerError, match="differ by"):
-        for version in range(2, 6):
-            train_once(engine)
-            sync.run(version)
-
-
 def test_receipts_name_a_stale_weight_at_once(engine, model_folder):
     hidden = Hidden(model_folder)
     sync = WeightSync(engine, hidden)

@@ -50,9 +50,8 @@ def test_every_pair_of_choices_gives_the_same_parameters(ranks, folder, expected
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("ranks", [2])
-def test_every_combination_gives_the_same_parameters(ranks, folder, expected, tmp_path):
-    found = differences(WAYS, ranks, folder, expected, tmp_path)
+def test_every_combination_gives_the_same_parameters(folder, expected, tmp_path):
+    found = differences(WAYS, 2, folder, expected, tmp_path)
     assert len(found) == 480
     assert {way: by for way, by in found.items() if not by <= TOLERANCE} == {}
 
