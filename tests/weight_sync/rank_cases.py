@@ -156,19 +156,6 @@ def syncs(ranks: int):
     return found
 
 
-def spoil(kind, update, stream, version):
-    def changed():
-        for name, tensor in stream:
-            if name == "wide" and kind == "stale":
-                continue
-            if name in ("wide", "norm") and kind == "part":
-                tensor = tensor.clone()
-                tensor[-1:] = 0
-            yield name, tensor
-
-    update(changed(), version)
-
-
 def engine_main(rank: int, ranks: int, folder: str, work: str, port: int) -> None:
     """Weight syncs from a real training engine to the hf rollout of each process."""
     start(rank, ranks, port)
