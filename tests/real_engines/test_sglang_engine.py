@@ -223,7 +223,7 @@ def test_a_killed_scheduler_is_replaced_with_the_right_weights(reference):
         for process in host.children():  # the scheduler, and what serves it
             process.kill()
         found = engine.generate(ids, mask, sampling, seeds)
-        assert engine.restarts == 1
+        assert engine._client.restarts == 1
         assert torch.equal(found.response_ids, hf.generate(ids, mask, sampling, seeds).response_ids)
         assert found.weight_versions.tolist() == [5] * 3
     finally:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -108,20 +109,14 @@ class StopStrings:
         return text
 
 
-class StopStringsOfModel:
-    """Makes `StopStrings` with the tokenizer of a model, which is loaded when it is needed."""
+def stop_strings_of(model: ModelConfig, strings: Sequence[str]) -> StopStrings | None:
+    """Return the check of stop strings by the tokenizer of a model; None if there are none."""
+    if not strings:
+        return None
+    path = model.tokenizer_path or model.path
+    return StopStrings(_tokenizer(path, model.trust_remote_code), strings)
 
-    def __init__(self, model: ModelConfig) -> None:
-        self._model = model
-        self._tokenizer: PreTrainedTokenizerBase | None = None
 
-    def check(self, strings: Sequence[str]) -> StopStrings | None:
-        """Return the check of the stop strings, or None if there are none."""
-        if not strings:
-            return None
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(
-                self._model.tokenizer_path or self._model.path,
-                trust_remote_code=self._model.trust_remote_code,
-            )
-        return StopStrings(self._tokenizer, strings)
+@lru_cache(maxsize=2)
+def _tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    return load_tokenizer(path, trust_remote_code=trust_remote_code)

@@ -46,15 +46,9 @@ if TYPE_CHECKING:
 
 Use = Literal["actor", "rollout", "ref"]
 
-_USES: dict[str, frozenset[Use]] = {
-    "actor": frozenset({"actor"}),
-    "rollout": frozenset({"rollout"}),
-    "ref": frozenset({"ref"}),
-    "actor_rollout": frozenset({"actor", "rollout"}),
-    "actor_ref": frozenset({"actor", "ref"}),
-    "rollout_ref": frozenset({"rollout", "ref"}),
-    "actor_rollout_ref": frozenset({"actor", "rollout", "ref"}),
-}
+_ROLES = (
+    "actor", "rollout", "ref", "actor_rollout", "actor_ref", "rollout_ref", "actor_rollout_ref",
+)  # fmt: skip
 
 
 class ActorRolloutRefWorker(PolicyWeights):
@@ -74,9 +68,9 @@ class ActorRolloutRefWorker(PolicyWeights):
         self, config: ActorRolloutRefConfig, role: str, runtime: RankRuntime | None = None
     ) -> None:
         super().__init__()
-        if role not in _USES:
+        if role not in _ROLES:
             raise ConfigError(
-                f"ActorRolloutRefWorker: role must be one of {sorted(_USES)}, got {role!r}"
+                f"ActorRolloutRefWorker: role must be one of {sorted(_ROLES)}, got {role!r}"
             )
         self.config = config
         self.role = role
@@ -87,14 +81,14 @@ class ActorRolloutRefWorker(PolicyWeights):
         self.rollout: RolloutEngine | None = None
         # Each use has a mesh of its own, because its ranks may share their rows in another way.
         for use, engine in (("actor", config.actor.engine), ("ref", self._ref_settings())):
-            if use in _USES[role]:
+            if use in role.split("_"):
                 register_engine_ranks(self, use, engine)
         if self.uses("rollout"):
             register_groups(self, "rollout", self._copies())
 
     def uses(self, use: Use) -> bool:
         """Return whether this worker is used as `use`."""
-        return use in _USES[self.role]
+        return use in self.role.split("_")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

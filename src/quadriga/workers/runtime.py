@@ -31,20 +31,6 @@ class RankRuntime:
     user_files: tuple[str, ...] = ()  # files that register estimators, losses, dispatch modes
 
 
-def register_data_ranks(worker: Worker, mesh: str, size: int) -> None:
-    """Register a mesh in which `size` neighbouring ranks receive the same rows.
-
-    The first of them returns the result. With 4 ranks and size 2: ranks 0 and 1 receive the first
-    half of the rows, ranks 2 and 3 the second, and ranks 0 and 2 return results.
-
-    Raises:
-        ConfigError: `size` does not divide the number of ranks.
-    """
-    _check_divides(worker, mesh, size)
-    part, position = divmod(worker.rank, size)
-    worker._register_dispatch_collect_info(mesh, dp_rank=part, is_collect=position == 0)
-
-
 def groups_of_copies(engine: EngineConfig | None, ranks: int, copy: int) -> list[tuple[int, ...]]:
     """Return the ranks that hold each copy of the rollout's weights together.
 
@@ -90,7 +76,7 @@ def register_engine_ranks(worker: Worker, mesh: str, engine: EngineConfig) -> No
     """Register the mesh of a training engine: which ranks receive the same rows, and which of them
     returns the result.
 
-    Ranks of the FSDP engine that compute the same rows are neighbours (`register_data_ranks`).
+    Ranks of the FSDP engine that compute the same rows are neighbours.
     Those of the Megatron engine are the tensor- and context-parallel ranks of all stages, and the
     first of them in the last stage returns the result. Their coordinates are registered for the
     MEGATRON dispatch modes too. With 8 ranks, tensor 2 and pipeline 2:
@@ -101,11 +87,12 @@ def register_engine_ranks(worker: Worker, mesh: str, engine: EngineConfig) -> No
     Raises:
         ConfigError: the ranks that receive the same rows do not divide the ranks.
     """
+    together = engine.model_parallel_size
     if not kind_of(engine).in_stages:
-        register_data_ranks(worker, mesh, engine.model_parallel_size)
+        register_groups(worker, mesh, groups_of_copies(None, worker.world_size, together))
         return
     tensor, stages = engine.tensor_parallel_size, engine.pipeline_parallel_size
-    context, together = engine.context_parallel_size, engine.model_parallel_size
+    context = engine.context_parallel_size
     _check_divides(worker, mesh, together)
     at = RankLayout.of_rank(worker.rank, tensor, context, worker.world_size // together, stages)
     worker._register_rank_layout(at)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -140,6 +140,7 @@ def loss_of_damaged(outputs: Outputs, response_mask_BT: Tensor) -> Loss | None:
     return None
 
 
+@dataclass
 class PolicyObjective:
     """Policy loss − entropy bonus + KL to the reference, for each token; then aggregated.
 
@@ -148,22 +149,12 @@ class PolicyObjective:
     the mismatch of rollout and training with `mismatch_bound` in nats.
     """
 
-    def __init__(
-        self,
-        config: ActorConfig,
-        counts: BatchCounts,
-        length_scale: float,
-        *,
-        old_from_update: bool = False,
-        mismatch_bound: float = 0.5,
-    ) -> None:
-        self.config = config
-        self.old_from_update = old_from_update
-        self.mismatch_bound = mismatch_bound
-        self.counts = counts
-        self.length_scale = length_scale
-        self.settings = loss_settings(config.policy_loss)
-        self.partials: list[Partials] = []
+    config: ActorConfig
+    counts: BatchCounts
+    length_scale: float
+    old_from_update: bool = False
+    mismatch_bound: float = 0.5
+    partials: list[Partials] = field(default_factory=list)
 
     @property
     def reads_entropy(self) -> bool:
@@ -185,7 +176,7 @@ class PolicyObjective:
             entropy_BT=outputs.get(ENTROPY),
             selected_BT=micro.get(fields.SELECTED_TOKENS),
             importance_weights_BT=micro.get(fields.ROLLOUT_IS_WEIGHTS),
-            **self.settings,
+            **loss_settings(self.config.policy_loss),
         )
         loss_BT = policy.loss_BT
         kept = mask.bool()
@@ -227,14 +218,14 @@ def loss_settings(policy_loss: PolicyLossConfig) -> Options:
     }
 
 
+@dataclass
 class ValueObjective:
     """Clipped squared error between values and returns."""
 
-    def __init__(self, config: CriticConfig, counts: BatchCounts, length_scale: float) -> None:
-        self.config = config
-        self.counts = counts
-        self.length_scale = length_scale
-        self.partials: list[Partials] = []
+    config: CriticConfig
+    counts: BatchCounts
+    length_scale: float
+    partials: list[Partials] = field(default_factory=list)
 
     def __call__(self, outputs: Outputs, micro: Mapping[str, Tensor]) -> Loss:
         mask = micro[fields.RESPONSE_MASK]
@@ -252,11 +243,11 @@ class ValueObjective:
         return self.counts.aggregate(value.loss_BT, mask, mode, self.length_scale), {}
 
 
+@dataclass
 class SupervisedObjective:
     """Mean of −log p over the response tokens of the whole mini-batch, in nats."""
 
-    def __init__(self, counts: BatchCounts) -> None:
-        self.counts = counts
+    counts: BatchCounts
 
     def __call__(self, outputs: Outputs, micro: Mapping[str, Tensor]) -> Loss:
         mask = micro[fields.RESPONSE_MASK]

@@ -30,7 +30,7 @@ from quadriga.rollout.base import (
     integer_bits,
 )
 from quadriga.rollout.hf.generation import CachedModel, Generation, check_generation
-from quadriga.rollout.responses import StopStringsOfModel
+from quadriga.rollout.responses import stop_strings_of
 
 
 class HFRollout(RolloutEngine):
@@ -74,7 +74,6 @@ class HFRollout(RolloutEngine):
             config.get_text_config().vocab_size, window.tokens if window else None
         )
         self._weights = ModelWeights(self.module)
-        self._stop_strings = StopStringsOfModel(model)
 
     # Generation
 
@@ -94,7 +93,7 @@ class HFRollout(RolloutEngine):
         mask = torch.zeros(count, width, dtype=torch.int64)
         log_probs = torch.zeros(count, width)
         stopped = torch.zeros(count, dtype=torch.bool)
-        stop_strings = self._stop_strings.check(sampling.stop_strings)
+        stop_strings = stop_strings_of(self.model, sampling.stop_strings)
         with torch.inference_mode():
             for rows in self._micro_batches(attention_mask):
                 seeds = sample_seeds[rows].to(self.device)

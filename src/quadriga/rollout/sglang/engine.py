@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,7 +20,7 @@ from quadriga.models.loading import load_causal_lm, read_config
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device, rank
 from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams, UpdateForm
-from quadriga.rollout.responses import Response, StopStringsOfModel, padded_output, token_rows
+from quadriga.rollout.responses import Response, padded_output, stop_strings_of, token_rows
 from quadriga.rollout.sglang.client import NAME, Body, Client, Launch, failed
 from quadriga.rollout.sglang.host import Json
 from quadriga.rollout.sglang.options import SGLang
@@ -35,8 +34,8 @@ _Entry = Mapping[str, Any]
 class SGLangRollout(RolloutEngine):
     """See `RolloutEngine`; `rollout.options` are `SGLangOptions`.
 
-    At most `rollout.settings.micro_batch_size` rows are generated at once. One thread may call at a
-    time; the others wait.
+    At most `rollout.settings.micro_batch_size` rows are generated at once. Another thread may call
+    `close` while one waits for an answer.
 
     Raises:
         ModelError: the folder does not hold a causal language model, or one whose weights cannot be
@@ -65,8 +64,7 @@ class SGLangRollout(RolloutEngine):
         self._releasable = releasable or place.type == "cpu" or self._options.url is not None
         shapes = model_shapes(model)
         self._names = frozenset(shapes)
-        self._lock = threading.Lock()
-        self._stop_strings = StopStringsOfModel(model)
+        self._model = model
         rows = rollout.settings.micro_batch_size
         self._request_rows = min(self._options.request_rows, rows)
         self._client = Client(launch, shapes, rows // self._request_rows)
@@ -89,11 +87,6 @@ class SGLangRollout(RolloutEngine):
     def version(self) -> int:
         return self._client.version
 
-    @property
-    def restarts(self) -> int:
-        """How often SGLang was started again."""
-        return self._client.restarts
-
     # Generation
 
     def generate(
@@ -104,43 +97,41 @@ class SGLangRollout(RolloutEngine):
         sample_seeds: Tensor,
         images: MultiModalRows | None = None,
     ) -> RolloutOutput:
-        with self._lock:
-            self._check_generates("generate", images)
-            self.check_request(prompt_ids, attention_mask, sampling, sample_seeds)
-            prompts, version = token_rows(prompt_ids, attention_mask), self.version
-            seeds = sample_seeds.tolist() if self._options.seeds else None
+        self._check_generates("generate", images)
+        self.check_request(prompt_ids, attention_mask, sampling, sample_seeds)
+        prompts, version = token_rows(prompt_ids, attention_mask), self.version
+        seeds = sample_seeds.tolist() if self._options.seeds else None
 
-            def body(rows: range) -> Body:
-                own = None if seeds is None else [seeds[row] for row in rows]
-                return generate_body([prompts[row] for row in rows], sampling, own)
+        def body(rows: range) -> Body:
+            own = None if seeds is None else [seeds[row] for row in rows]
+            return generate_body([prompts[row] for row in rows], sampling, own)
 
-            read = partial(read_sample, sampling=sampling)
-            samples = self._run(len(prompts), body, read)
-            stops = self._stop_strings.check(sampling.stop_strings)
-            if stops is not None:
-                # SGLang has no tokenizer here, so it samples on behind a stop string. The tokens up
-                # to it do not depend on the tokens behind it.
-                for row, sample in enumerate(samples):
-                    end = stops.completed_at(sample.tokens, 1)
-                    if end is not None:
-                        of_row = sample.tokens[:end], sample.log_probs[:end]
-                        samples[row] = Response(*of_row, "stop")
-            return padded_output(samples, sampling, version)
+        read = partial(read_sample, sampling=sampling)
+        samples = self._run(len(prompts), body, read)
+        stops = stop_strings_of(self._model, sampling.stop_strings)
+        if stops is not None:
+            # SGLang has no tokenizer here, so it samples on behind a stop string. The tokens up
+            # to it do not depend on the tokens behind it.
+            for row, sample in enumerate(samples):
+                end = stops.completed_at(sample.tokens, 1)
+                if end is not None:
+                    of_row = sample.tokens[:end], sample.log_probs[:end]
+                    samples[row] = Response(*of_row, "stop")
+        return padded_output(samples, sampling, version)
 
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
-        with self._lock:
-            self._check_generates("score")
-            self.check_sequences(ids, attention_mask)
-            rows = token_rows(ids, attention_mask)
-            found = self._run(
-                len(rows),
-                lambda part: score_body([rows[row] for row in part]),
-                lambda entry, row: read_scores(entry, row, len(rows[row])),
-            )
-            result = torch.zeros(ids.shape, dtype=torch.float32)
-            for row, scores in enumerate(found):
-                result[row, attention_mask[row].bool().cpu()] = torch.tensor(scores)
-            return result
+        self._check_generates("score")
+        self.check_sequences(ids, attention_mask)
+        rows = token_rows(ids, attention_mask)
+        found = self._run(
+            len(rows),
+            lambda part: score_body([rows[row] for row in part]),
+            lambda entry, row: read_scores(entry, row, len(rows[row])),
+        )
+        result = torch.zeros(ids.shape, dtype=torch.float32)
+        for row, scores in enumerate(found):
+            result[row, attention_mask[row].bool().cpu()] = torch.tensor(scores)
+        return result
 
     def _run(
         self,
@@ -159,22 +150,20 @@ class SGLangRollout(RolloutEngine):
     def update_weights(
         self, stream: Iterable[tuple[str, Tensor]], version: int, form: UpdateForm = "whole"
     ) -> None:
-        with self._lock:
-            self._check("update_weights", "ready", "released")
-            with self._writing(stream, version, lambda: self._names) as weights:
-                self._client.update(weights, version)
+        self._check("update_weights", "ready", "released")
+        with self._writing(stream, version, lambda: self._names) as weights:
+            self._client.update(weights, version)
 
     def weights_digest(self) -> dict[str, int]:
-        with self._lock:
-            self._check("weights_digest", "ready", "released")
-            if not self.abilities.exposes_weights:
-                raise self._unable("show its weights; compare scores of probe prompts", "weights")
-            held = self._client.read_back()
-            missing = sorted(self._names - held.keys())
-            if missing:
-                problem = f"it no longer has the weight {missing[0]!r}"
-                raise failed(RolloutOutputError, problem, fault="weights", row=None)
-            return {name: weight.digest for name, weight in held.items()}
+        self._check("weights_digest", "ready", "released")
+        if not self.abilities.exposes_weights:
+            raise self._unable("show its weights; compare scores of probe prompts", "weights")
+        held = self._client.read_back()
+        missing = sorted(self._names - held.keys())
+        if missing:
+            problem = f"it no longer has the weight {missing[0]!r}"
+            raise failed(RolloutOutputError, problem, fault="weights", row=None)
+        return {name: weight.digest for name, weight in held.items()}
 
     def received_digests(self) -> Mapping[str, int]:
         return self._client.received
@@ -183,14 +172,6 @@ class SGLangRollout(RolloutEngine):
         self._check("weight_dtypes", "ready", "released")
         return self._client.dtypes
 
-    def release(self) -> None:
-        with self._lock:
-            super().release()
-
-    def resume(self) -> None:
-        with self._lock:
-            super().resume()
-
     def _free(self) -> None:
         self._client.release()
 
@@ -198,7 +179,6 @@ class SGLangRollout(RolloutEngine):
         self._client.resume()
 
     def close(self) -> None:
-        # Without the lock: a call that waits for an answer ends with SGLang.
         self._state = "closed"
         self._client.close()
 

@@ -46,8 +46,8 @@ from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams, 
 from quadriga.rollout.responses import (
     Response,
     StopStrings,
-    StopStringsOfModel,
     padded_output,
+    stop_strings_of,
     token_rows,
 )
 from quadriga.rollout.vllm.options import (
@@ -126,7 +126,7 @@ class VLLMRollout(RolloutEngine):
         )
         self._releasable = releasable or self.device.type == "cpu"
         self._isolation, self._weights_awake = Isolation(), True
-        self._stop_strings = StopStringsOfModel(model)
+        self._model = model
         planned = plan_adapter(reference, model.lora) if model.lora.enabled else None
         self._owns_group = not dist.is_initialized()
         init_distributed(self.device.type)
@@ -168,7 +168,7 @@ class VLLMRollout(RolloutEngine):
         self.check_request(prompt_ids, attention_mask, sampling, sample_seeds)
         check_temperature(sampling.temperature)
         with self._inside("generate"):
-            stops = self._stop_strings.check(sampling.stop_strings)
+            stops = stop_strings_of(self._model, sampling.stop_strings)
             prompts = token_rows(prompt_ids, attention_mask)
             responses = self._sample(prompts, sampling, sample_seeds.tolist(), stops)
         return padded_output(responses, sampling, self.version)
