@@ -52,24 +52,6 @@ def built(config, dtype=torch.float32):
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-@pytest.mark.parametrize("family", SHARING)
-def test_models_whose_layers_see_all_tokens_share_prompts(family):
-    model = built(SHARING[family]())
-    assert use_decode_attention(model)
-    ids = torch.arange(6)[None]
-    with torch.no_grad():
-        found = model(ids, use_cache=False).logits
-        model.set_attn_implementation("sdpa")
-        assert torch.equal(found, model(ids, use_cache=False).logits)  # `score` is plain attention
-
-
-@pytest.mark.parametrize("family", OTHERS)
-def test_other_models_repeat_prompts(family):
-    model = built(OTHERS[family]())
-    assert not use_decode_attention(model)
-    assert model.config._attn_implementation == "sdpa"
-
-
 def prompts():
     """Seven rows of three prompts of 5, 9 and 2 tokens, not in the order of the prompts."""
     lengths = [5, 9, 2]

@@ -19,7 +19,7 @@ from quadriga.errors import (
     RolloutTimeoutError,
     ShapeError,
 )
-from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams, tensor_digest
+from quadriga.rollout.base import RolloutOutput, SamplingParams, tensor_digest
 from quadriga.rollout.guard import GuardedRollout
 from quadriga.testing import write_reference_model
 
@@ -84,23 +84,6 @@ def test_an_engine_whose_call_was_interrupted_is_not_used_again(folder, monkeypa
     with pytest.raises(RolloutError, match="was interrupted"):
         engine.score(IDS, MASK)
     engine.close()
-
-
-def test_the_guard_is_an_engine_and_passes_everything_on(folder):
-    engine = GuardedRollout(FakeRollout(folder))
-    assert isinstance(engine, RolloutEngine) and engine.name == "fake"
-    weights = {"model.norm.weight": torch.full((64,), 2.0)}
-    engine.update_weights(weights.items(), 4)
-    assert engine.version == 4 and engine.generate(*REQUEST).weight_versions.tolist() == [4, 4]
-    assert torch.equal(engine.score(IDS, MASK), engine.engine.score(IDS, MASK))
-    assert set(engine.weights_digest()) == set(engine.weight_dtypes())
-    engine.release()
-    with pytest.raises(RolloutError, match="released"):
-        engine.generate(*REQUEST)
-    engine.resume()
-    engine.close()
-    with pytest.raises(RolloutError, match="close"):
-        engine.generate(*REQUEST)
 
 
 def guard(name):

@@ -161,9 +161,3 @@ def test_weights_that_cannot_be_updated_are_refused(options, ranks, take_turns, 
         engine(options).check_updates(ranks, take_turns=take_turns)
     engine({}).check_updates(ranks, take_turns=take_turns)
     engine(options).check_updates(1, take_turns=False)
-
-
-def test_options_of_a_start_are_refused_beside_a_url():
-    with pytest.raises(ConfigError, match=r"is for an SGLang that is started here"):
-        engine({"url": URL, "log_level": "info"})
-    engine({"url": URL, "tensor_parallel": 2}).check(None)

@@ -93,14 +93,6 @@ def test_images_in_parquet_and_beside_json_lines_are_the_same(folder, tmp_path):
     assert (batch.batch[fields.INPUT_IDS] == batch.batch[fields.INPUT_IDS][0]).all()
 
 
-def test_the_column_of_the_images_has_the_name_of_the_setting(folder):
-    row = {"prompt": QUESTION, "pictures": [cases.png("red")], "images": ["unread"]}
-    rules = image_rules(ModelConfig(path=str(folder)), "pictures")
-    tokenizer = load_tokenizer(folder)
-    data = PromptDataset.from_rows([row], tokenizer, image_key="pictures", images=rules)
-    assert collated(data).non_tensor_batch[fields.MULTI_MODAL_INPUTS][0]
-
-
 def test_lengths_count_the_tokens_of_images(folder):
     large = {"prompt": QUESTION, "images": [cases.png("red", (64, 64))]}
     assert cases.dataset(folder, [large]).longest > 64
