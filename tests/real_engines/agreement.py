@@ -20,6 +20,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from quadriga.cli.make_data import run_make_data
+from quadriga.config.commands import ArithmeticDataConfig
+from quadriga.config.loading import load_config
 from quadriga.rollout.base import RolloutEngine, SamplingParams
 
 GREEDY = SamplingParams(
@@ -67,6 +70,16 @@ def write_model(name: str, folder: Path) -> str:
                 parameter += 0.1 * torch.randn(parameter.shape)
     model.save_pretrained(folder)
     return str(folder)
+
+
+def write_task(folder: Path, *more: str) -> None:
+    """Write arithmetic tasks to `folder / "data"` and a model without training to "base"."""
+    sizes = (
+        "train_size=64", "val_size=8", "sft_size=4", "max_number=5", "hidden_size=64",
+        "num_layers=2", "num_heads=2", "num_kv_heads=1", "intermediate_size=64",
+    )  # fmt: skip
+    places = f"output={folder / 'data'}", f"model_output={folder / 'base'}"
+    run_make_data(load_config(ArithmeticDataConfig, [*places, *sizes, *more]))
 
 
 def requests(lengths: Sequence[int] = (70, 3, 17)) -> tuple[Tensor, Tensor, Tensor]:

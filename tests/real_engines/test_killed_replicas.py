@@ -6,9 +6,8 @@ import importlib.util
 import threading
 
 import pytest
+from agreement import write_task
 
-from quadriga.cli.make_data import run_make_data
-from quadriga.config.commands import ArithmeticDataConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.protocol import fields
@@ -23,14 +22,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 @pytest.fixture
 def settings(tmp_path):
-    run_make_data(
-        load_config(
-            ArithmeticDataConfig,
-            [f"output={tmp_path / 'data'}", f"model_output={tmp_path / 'base'}", "train_size=64",
-             "val_size=8", "sft_size=4", "max_number=5", "hidden_size=64", "num_layers=2",
-             "num_heads=2", "num_kv_heads=1", "intermediate_size=64"],
-        )
-    )  # fmt: skip
+    write_task(tmp_path)
     return [
         f"actor_rollout_ref.model.path={tmp_path / 'base'}",
         f"data.train_files=[{tmp_path / 'data' / 'train.parquet'}]",

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from agreement import ENGINES, ENGINES_AND_MODELS, check_agreement, write_model
+from agreement import ENGINES, ENGINES_AND_MODELS, check_agreement, write_model, write_task
 
-from quadriga.cli.make_data import run_make_data
-from quadriga.config.commands import ArithmeticDataConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig, TrainConfig
 from quadriga.engines import build_engine
@@ -89,14 +87,7 @@ COPIES = {
     ],
 )
 def test_a_run_trains_on_what_its_actor_computes(tmp_path, engine, placement, steps):
-    run_make_data(
-        load_config(
-            ArithmeticDataConfig,
-            [f"output={tmp_path / 'data'}", f"model_output={tmp_path / 'base'}", "train_size=64",
-             "val_size=8", "sft_size=4", "max_number=5", "hidden_size=128", "num_layers=2",
-             "num_heads=4", "num_kv_heads=4", "intermediate_size=64"],
-        )
-    )  # fmt: skip
+    write_task(tmp_path, "hidden_size=128", "num_heads=4", "num_kv_heads=4")
     config = load_config(
         TrainConfig,
         [f"actor_rollout_ref.model.path={tmp_path / 'base'}",

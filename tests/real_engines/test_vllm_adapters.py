@@ -6,10 +6,8 @@ import importlib.util
 
 import pytest
 import torch
-from agreement import GREEDY, requests, write_model
+from agreement import GREEDY, requests, write_model, write_task
 
-from quadriga.cli.make_data import run_make_data
-from quadriga.config.commands import ArithmeticDataConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig, TrainConfig
 from quadriga.engines import build_engine
@@ -91,14 +89,7 @@ PLACEMENTS = {
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_run_trains_adapters_on_what_its_actor_computes(tmp_path, placement):
-    run_make_data(
-        load_config(
-            ArithmeticDataConfig,
-            [f"output={tmp_path / 'data'}", f"model_output={tmp_path / 'base'}", "train_size=64",
-             "val_size=8", "sft_size=4", "max_number=5", "hidden_size=64", "num_layers=2",
-             "num_heads=2", "num_kv_heads=1", "intermediate_size=64"],
-        )
-    )  # fmt: skip
+    write_task(tmp_path)
     config = load_config(
         TrainConfig,
         [f"actor_rollout_ref.model.path={tmp_path / 'base'}", "actor_rollout_ref.model.lora.rank=4",
