@@ -156,7 +156,7 @@ def _packed(
     for transfer in current.transfers:
         reader.advance(transfer.weight)  # on every rank, because it can be a collective
         if transfer.source == rank():
-            values = reader.tensor(transfer.read.tensor)[slices(transfer.read.box)]
+            values = reader.tensor[slices(transfer.read.box)]
             stop = start + transfer.num_bytes
             copy_bytes(data[start:stop], values.to(weights.dtypes[transfer.weight]))
             start = stop
@@ -206,7 +206,7 @@ class WeightReceiver:
         if complete:
             assert self._weights is not None
             stream = self._weights.with_tied(iter(complete))
-            self._verified.update(stream, headers[0].version)
+            self._verified.engine.update_weights(stream, headers[0].version)
 
     def finish(self) -> int:
         """Compare the digests of all weights, or the scores of probe tokens, and return the
@@ -377,7 +377,7 @@ class JoinedReceiver(_Joined):
         self._verified.begin(version)
         transport = self._run(ticket, ticket.senders + rank(), None)
         stream = weights.with_tied(transport.run(ticket.bucket_bytes))
-        self._verified.update(stream, version)
+        self._verified.engine.update_weights(stream, version)
         for _ in stream:  # an engine need not read to the end
             pass
         zeros = torch.zeros(len(weights.layout.weights), dtype=torch.int64, device=self._device)

@@ -167,12 +167,6 @@ class VerifiedTarget:
         if first and not self.engine.abilities.exposes_weights:
             self._before = version, self._score(version)
 
-    def update(
-        self, stream: Iterable[tuple[str, Tensor]], version: int, form: UpdateForm = "whole"
-    ) -> None:
-        """Copy new weights."""
-        self.engine.update_weights(stream, version, form)
-
     def compare(self, sent: Mapping[str, int], scores: Tensor | None, version: int) -> None:
         """Compare what the engine holds with what the training engine has, and end the sync.
 
@@ -333,7 +327,7 @@ class WeightSync:
             # Without transfers between ranks, what is received are the tensors of the source.
             if self._in_place and self._target.engine.shares_weights and not current.link_bytes:
                 form = "shared"
-            self._verified.update(received, version, form)
+            self._target.update_weights(received, version, form)
         sent = weights.digests(self._sum_over_ranks(reader.shares))
         scores = trained_scores(self._source.engine, needs.probe, version)
         self._verified.compare(sent, scores, version)

@@ -175,7 +175,8 @@ class SourceReader:
         for name, box, slot in canonical_boxes(weights.layout)[rank]:
             self._boxes.setdefault(name, []).append((box, slot))
         self._seen: set[str] = set()
-        self._name, self._tensor = "", torch.empty(0)
+        self._name, self.tensor = "", torch.empty(0)
+        """What this rank has of the weight to which it has gone."""
         self.shares = dict.fromkeys(weights.layout.weights, 0)
         """Weight → this rank's share of its digest, modulo 2^64."""
 
@@ -188,11 +189,6 @@ class SourceReader:
                     tensor=weight,
                     tensors=(weight,),
                 )
-
-    def tensor(self, name: str) -> Tensor:
-        """Return what this rank has of the weight."""
-        assert name == self._name, (name, self._name)
-        return self._tensor
 
     def finish(self) -> None:
         """Read what no transfer needed, for the digests."""
@@ -211,10 +207,10 @@ class SourceReader:
                     tensor=name,
                     tensors=(name,),
                 )
-            self._name, self._tensor = name, block_of(tensor, 0).data
+            self._name, self.tensor = name, block_of(tensor, 0).data
             shape, dtype = self._weights.layout.weights[name].shape, self._weights.dtypes[name]
             for box, slot in self._boxes.get(name, ()):
-                values = self._tensor[slices(slot.box)]
+                values = self.tensor[slices(slot.box)]
                 self.shares[name] += box_digest(values, box, shape, dtype)
             return True
         return False
@@ -479,7 +475,7 @@ class Transport:
             # On every rank and in the order of the plan: reading can be a collective.
             read.advance(transfer.weight)
             if transfer.source == self.rank:
-                values = read.tensor(transfer.read.tensor)[slices(transfer.read.box)]
+                values = read.tensor[slices(transfer.read.box)]
                 if transfer.is_local:
                     yield from self._write(transfer, values)
                 else:

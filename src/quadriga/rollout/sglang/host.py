@@ -129,30 +129,26 @@ def _handlers(manager: Any) -> dict[str, Handler]:
         )
         return _outcome(await manager.update_weights_from_tensor(request, None))
 
-    def control(method: str, request: str, *http_request: None) -> Handler:
+    def control(name: str, *http_request: None) -> Handler:
+        """Return the call of `manager.name`, "end_weight_update" with an EndWeightUpdateReqInput."""
+        words = [word.capitalize() for word in name.split("_")]
+        request = getattr(io_struct, f"{''.join(words)}ReqInput")
+
         async def call(body: dict[str, Any], payload: bytes) -> Json:
-            arguments = getattr(io_struct, request)(**body)
-            return _outcome(await getattr(manager, method)(arguments, *http_request))
+            return _outcome(await getattr(manager, name)(request(**body), *http_request))
 
         return call
 
     async def flush(body: dict[str, Any], payload: bytes) -> Json:
         return _outcome(await manager.flush_cache(**body))
 
-    begin, end = "BeginWeightUpdateReqInput", "EndWeightUpdateReqInput"
-    release, resume = "ReleaseMemoryOccupationReqInput", "ResumeMemoryOccupationReqInput"
-    return {
-        "/generate": generate,
-        "/begin_weight_update": control("begin_weight_update", begin, None),
-        "/update_weights_from_tensor": update,
-        "/end_weight_update": control("end_weight_update", end, None),
-        "/update_weight_version": control("update_weight_version", "UpdateWeightVersionReqInput"),
-        "/flush_cache": flush,
-        "/pause_generation": control("pause_generation", "PauseGenerationReqInput"),
-        "/continue_generation": control("continue_generation", "ContinueGenerationReqInput"),
-        "/release_memory_occupation": control("release_memory_occupation", release, None),
-        "/resume_memory_occupation": control("resume_memory_occupation", resume, None),
-    }
+    found = {"/generate": generate, "/update_weights_from_tensor": update, "/flush_cache": flush}
+    for name in ("update_weight_version", "pause_generation", "continue_generation"):
+        found[f"/{name}"] = control(name)
+    weights, memory = "weight_update", "memory_occupation"
+    for name in (f"begin_{weights}", f"end_{weights}", f"release_{memory}", f"resume_{memory}"):
+        found[f"/{name}"] = control(name, None)
+    return found
 
 
 def _outcome(result: object) -> Json:
