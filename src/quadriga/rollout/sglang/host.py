@@ -130,7 +130,7 @@ def _handlers(manager: Any) -> dict[str, Handler]:
         return _outcome(await manager.update_weights_from_tensor(request, None))
 
     def control(name: str, *http_request: None) -> Handler:
-        """Return the call of `manager.name`, "end_weight_update" with an EndWeightUpdateReqInput."""
+        """Return the call of a method, `end_weight_update` with an EndWeightUpdateReqInput."""
         words = [word.capitalize() for word in name.split("_")]
         request = getattr(io_struct, f"{''.join(words)}ReqInput")
 
@@ -142,11 +142,17 @@ def _handlers(manager: Any) -> dict[str, Handler]:
     async def flush(body: dict[str, Any], payload: bytes) -> Json:
         return _outcome(await manager.flush_cache(**body))
 
-    found = {"/generate": generate, "/update_weights_from_tensor": update, "/flush_cache": flush}
+    found: dict[str, Handler] = {
+        "/generate": generate,
+        "/update_weights_from_tensor": update,
+        "/flush_cache": flush,
+    }
     for name in ("update_weight_version", "pause_generation", "continue_generation"):
         found[f"/{name}"] = control(name)
-    weights, memory = "weight_update", "memory_occupation"
-    for name in (f"begin_{weights}", f"end_{weights}", f"release_{memory}", f"resume_{memory}"):
+    for name in (
+        "begin_weight_update", "end_weight_update", "release_memory_occupation",
+        "resume_memory_occupation",
+    ):  # fmt: skip
         found[f"/{name}"] = control(name, None)
     return found
 
