@@ -15,7 +15,6 @@ from quadriga.parallel.layouts import (
     Weight,
     by_name,
     parallel_layout,
-    split,
     torch_chunk,
 )
 
@@ -93,10 +92,3 @@ def test_stages_and_experts_are_on_their_ranks():
 def test_a_dimension_that_does_not_divide_is_refused():
     with pytest.raises(ShapeError, match="6 indices of dimension 0 do not divide by 4"):
         parallel_layout(model((Stored("e", ("e",), 0),), Weight("e", (6,))), Degrees(tensor=4))
-
-
-def test_boxes_of_one_element_are_not_split():
-    assert list(split((), 1)) == [()]
-    assert list(split(((2, 4), (0, 2)), 1)) == [
-        ((r, r + 1), (c, c + 1)) for r in (2, 3) for c in (0, 1)
-    ]

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import pytest
 import torch
 
 from fake_rollout import full_abilities
-from quadriga.errors import RolloutOutputError
 from quadriga.protocol import DataProto, fields
 from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams
 from quadriga.workers.generation import generate_batch, generation_inputs
@@ -66,12 +62,3 @@ def test_the_declared_fields_are_sent_and_written() -> None:
     assert set(inputs.batch.keys()) == set(GENERATE_SEQUENCES.reads)
     assert inputs.non_tensor_batch == {} and inputs.meta_info == {"sampling": "val"}
     assert set(generated().batch.keys()) == set(GENERATE_SEQUENCES.writes)
-
-
-def test_an_output_that_breaks_the_protocol_is_refused() -> None:
-    class Stale(Engine):
-        def generate(self, *request) -> RolloutOutput:
-            return replace(super().generate(*request), weight_versions=torch.tensor([5, 4]))
-
-    with pytest.raises(RolloutOutputError, match="has version 4, but the engine held version 5"):
-        generated(Stale())
