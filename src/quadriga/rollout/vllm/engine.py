@@ -36,8 +36,8 @@ from torch import Tensor
 from quadriga.config.schema import ModelConfig
 from quadriga.errors import ConfigError, ModelError, QuadrigaError, RolloutError
 from quadriga.models.adapters import Adapter, plan_adapter
-from quadriga.models.limits import context_window
 from quadriga.models.folder import local_folder
+from quadriga.models.limits import context_window
 from quadriga.models.loading import model_without_weights
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import init_distributed, local_device, rank, world_size
