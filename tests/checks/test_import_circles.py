@@ -93,14 +93,6 @@ def test_a_planted_circle_is_found(texts, circle):
             id="lazy re-exports are no edges",
         ),
         pytest.param(
-            {
-                "p__INIT": "from quadriga.p.a import A as A\nfrom quadriga.p.b import B as B\n",
-                "p__a": "from quadriga.p import B",
-                "p__b": "x = 1",
-            },
-            id="a re-exported name leads to the module that defines it",
-        ),
-        pytest.param(
             {"q__INIT": LAZY, "r__c": "from quadriga.q import A", "p__a": "A = 1", "p__b": ""},
             id="a name re-exported from another package",
         ),

@@ -151,15 +151,6 @@ def test_every_length_that_is_too_short_or_too_long_is_found(path):
     refused(path, content[:-32] + bytes(64) + content[-32:], "the header describes")
 
 
-def test_parts_of_another_file_are_found(path):
-    content = saved(sample_batch(), path)
-    other = sample_batch()
-    other.batch["x"] += 1
-    twin = saved(other, path)
-    assert len(twin) == len(content)
-    refused(path, content[:-32] + twin[-32:], "SHA-256")
-
-
 def test_other_formats_are_named_as_such(path):
     for metadata in ({"format": "pt"}, METADATA | {"version": "2"}):
         refused(path, forge({}, header={"__metadata__": metadata}), "not of DataProto.save_to_disk")

@@ -137,16 +137,6 @@ def test_a_damaged_parquet_file_is_refused_by_name(change, command, tmp_path):
         command(path)
 
 
-def test_columns_of_repeated_values_are_read(tmp_path):
-    path = tmp_path / "a.parquet"
-    columns = {"prompt": ["a", "b"] * 50, "n": list(range(100)), "l": [[["x"], []]] * 100}
-    table = pa.table(columns)
-    names = table.column_names
-    encoded = [table["prompt"].dictionary_encode(), table["n"].dictionary_encode(), table["l"]]
-    pq.write_table(pa.Table.from_arrays(encoded, names), path)
-    assert [row.values for row in read_rows([path])] == table.to_pylist()
-
-
 # Prompts of megabytes
 
 

@@ -25,8 +25,6 @@ from quadriga.checkpoint.folders import (
     complete_checkpoints,
     newest_undamaged_checkpoint,
     prune_checkpoints,
-    read_marker,
-    set_aside_after,
     step_folder,
     verify_checkpoint,
 )
@@ -34,7 +32,7 @@ from quadriga.checkpoint.shards import load_rank_state, read_scalars, save_rank_
 from quadriga.config.schema import TrainerConfig
 from quadriga.errors import CheckpointError, InputError
 from quadriga.files import HashedFile
-from quadriga.trainer.checkpoints import checkpoint_to_resume, read_state
+from quadriga.trainer.checkpoints import checkpoint_to_resume
 from quadriga.trainer.worker_groups import reported_files
 
 SHARD = "actor/shard_00000.safetensors"
@@ -229,22 +227,6 @@ def test_a_commit_fails_if_the_controller_does_not_see_what_a_rank_wrote(tmp_pat
         assert complete_checkpoints(tmp_path) == []
 
 
-def test_later_checkpoints_are_set_aside_and_not_pruned(root):
-    save(root, 3)
-    flip_a_bit(step_folder(root, 3), root)
-    for _ in range(2):
-        moved = set_aside_after(root, 1)
-        assert [p.name.partition(".")[2] for p in moved] in (
-            ["set_aside", "set_aside"],
-            ["set_aside_2"],
-        )
-        assert newest_undamaged_checkpoint(root) == (step_folder(root, 1), [])
-        save(root, 2)
-        assert prune_checkpoints(root, 2) == []
-    assert read_marker(step_folder(root, 1)) == read_state_info(1)
-    assert read_state(step_folder(root, 2)).step == 2
-
-
 def test_a_disk_that_is_full_at_any_write_leaves_a_complete_checkpoint(root, monkeypatch):
     """Each write, flush and rename fails in turn; the marker is written by the last of them."""
     left = [0]
@@ -292,7 +274,3 @@ def test_files_that_have_not_changed_are_read_once(root, monkeypatch):
     os.utime(folder / SHARD, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(CheckpointError, match="other content than was written"):
         verify_checkpoint(folder)
-
-
-def read_state_info(step):
-    return {"step": step, **INFO}

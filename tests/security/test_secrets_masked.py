@@ -177,10 +177,6 @@ def test_the_search_for_keys_takes_time_in_proportion_to_the_text():
     assert mask_secrets(text) == text
 
 
-def test_long_text_is_masked_in_time():
-    assert len(mask_secrets("a" * 2_000_000 + "://" * 100_000 + "hf_")) == 2_300_003
-
-
 # Errors
 
 

@@ -89,13 +89,6 @@ GUARDS = (
         f"{EXITS}::test_a_run_that_code_of_the_user_ends_does_not_exit_with_0",
     ),
     Guard(
-        "sys.exit(0) in a run",
-        "cli/main.py",
-        "if invocation is None:",
-        "if True:",
-        f"{EXITS}::test_a_run_that_code_of_the_user_ends_does_not_exit_with_0[sys.exit]",
-    ),
-    Guard(
         "a closed connection of the user",
         "cli/main.py",
         "if isinstance(error, BrokenPipeError) and _output_has_no_reader():",
@@ -115,13 +108,6 @@ GUARDS = (
         "with closing(self.ingredients):",
         "if True:",
         "tests/trainer/test_reward_processes.py::test_a_failed_run_ends_them",
-    ),
-    Guard(
-        "secrets in messages of the command line",
-        "cli/main.py",
-        "print(mask_secrets(text), file=sys.stderr)",
-        "print(text, file=sys.stderr)",
-        f"{SECRETS}::test_errors_of_the_command_line_are_masked",
     ),
     Guard(
         "values of variables in config.yaml",
