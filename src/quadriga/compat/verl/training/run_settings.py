@@ -70,7 +70,7 @@ def train_settings(config: VerlConfig, tell: bool = True) -> TrainConfig:
     cls = with_roles({role.key: role.settings for role in added})
     values = plain_values(config)
     if any(role.key == _REWARD_MODEL for role in added):
-        values = _without_switch(values)
+        _drop_switch(values)
     return settings_of(values, cls, {**TRAIN, **_rows(added)}, tell)
 
 
@@ -88,19 +88,12 @@ def _rows(added: tuple[AddedRole, ...]) -> dict[str, Row]:
     return rows
 
 
-def _without_switch(values: Mapping[str, object]) -> dict[str, object]:
-    """Return values without verl's switch of its own reward model, which a role replaces."""
-
-    def off(section: object) -> object:
-        return {**section, "enable": None} if isinstance(section, Mapping) else section
-
-    changed = dict(values)
-    if _REWARD_MODEL in changed:
-        changed[_REWARD_MODEL] = off(changed[_REWARD_MODEL])
-    reward = changed.get("reward")
-    if isinstance(reward, Mapping) and _REWARD_MODEL in reward:
-        changed["reward"] = {**reward, _REWARD_MODEL: off(reward[_REWARD_MODEL])}
-    return changed
+def _drop_switch(values: dict[str, object]) -> None:
+    """Remove verl's switch of its own reward model, which a role replaces, from plain values."""
+    for parent in (values, values.get("reward")):
+        section = parent.get(_REWARD_MODEL) if isinstance(parent, dict) else None
+        if isinstance(section, dict):
+            section.pop("enable", None)
 
 
 def need_reference_policy(config: VerlConfig) -> bool:
