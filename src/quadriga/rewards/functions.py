@@ -136,7 +136,7 @@ def load_reward_function(path: str | Path, name: str = "compute_score") -> Funct
         InputError: the file cannot be imported, has no such function, or the function does not
             accept the four arguments.
     """
-    file = Path(expand_home(path)).resolve()
+    file = Path(expand_home(path)).absolute()
     if file.suffix != ".py":
         raise DataError(f"reward file {file} is not a Python file (.py)", path=str(file))
     ref = FunctionRef(str(file), name)
