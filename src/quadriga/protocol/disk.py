@@ -9,8 +9,8 @@ Tensors and numeric arrays are entries of their own. Texts are entries of code p
 width as last dimension. The entry `structure` is JSON: the fields with the names of their entries,
 the rows of object arrays, and `meta_info`. The entry `sha256` is the digest of all bytes before it.
 
-The reader checks the header against the length of the file, and the digest against its bytes. It
-allocates memory for bytes that the file has, and once for each of them.
+The library of safetensors checks the header against the length of the file, and the reader checks
+the digest. Memory is allocated for bytes that the file has, and once for each of them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
@@ -45,8 +46,6 @@ from quadriga.protocol.values import (
 
 METADATA = {"format": "quadriga batch", "version": "3"}
 STRUCTURE, DIGEST = "structure", "sha256"
-MAX_HEADER = 100_000_000
-"""The limit of the safetensors library."""
 MAX_DEPTH = 100
 """Levels of lists and dicts within each other."""
 MAX_CODE = 0x10FFFF
@@ -61,7 +60,6 @@ _DTYPES = {
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
 """Name of a dtype in torch and numpy → in safetensors."""
-_NAMES = {stored: name for name, stored in _DTYPES.items()}
 _PLAIN = {str, int, float, bool, type(None)}
 _HOLDS = (
     "a batch file holds tensors (dense, jagged, TensorDict), arrays of numbers and texts, and JSON "
@@ -211,7 +209,7 @@ def load(filepath: str | Path) -> Contents:
     try:
         if not path.is_file():  # False also for a pipe, and for a name with a zero byte
             raise OSError("no batch file")
-        contents = _Reader(bytearray(path.read_bytes())).contents()
+        contents = _Reader(path).contents()
         halves.check(contents)
         return contents
     except OSError as error:
@@ -230,25 +228,23 @@ that `save` did not write may have any value in any place."""
 
 
 class _Reader:
-    """The bytes of a file whose header and digest are valid."""
+    """The entries of a file whose header and digest are valid."""
 
-    def __init__(self, data: bytearray) -> None:
-        self._data, size = data, len(data)
-        length = int.from_bytes(data[:8], "little")
-        if not 0 < length <= min(MAX_HEADER, size - 8):
-            raise ValueError(f"a header of {length} bytes: truncated, or no file of save_to_disk")
-        header = json.loads(data[8 : 8 + length])
-        if header.pop("__metadata__", None) != METADATA:
-            raise ValueError(f"not of DataProto.save_to_disk with the metadata {METADATA}")
-        self._entries = _entries(header, 8 + length, size)
-        end = size - _DIGEST_BYTES
-        if data[end:] != hashlib.sha256(memoryview(data)[:end]).digest():
+    def __init__(self, path: Path) -> None:
+        try:
+            with safe_open(path, "pt") as file:
+                if file.metadata() != METADATA:
+                    raise ValueError(f"not of DataProto.save_to_disk with the metadata {METADATA}")
+                self._entries = {name: file.get_tensor(name) for name in file.keys()}
+        except SafetensorError as error:
+            raise ValueError(f"truncated, or no file of save_to_disk: {error}") from None
+        data = memoryview(path.read_bytes())
+        if data[-_DIGEST_BYTES:] != hashlib.sha256(data[:-_DIGEST_BYTES]).digest():
             raise ValueError("its SHA-256 differs from the one that was written")
 
     def contents(self) -> Contents:
         """Return the batch. Every entry must be used, and once."""
-        start, _, (length,) = self._entries.pop(STRUCTURE)
-        structure = json.loads(self._data[start : start + length])
+        structure = json.loads(self._entries.pop(STRUCTURE).numpy().tobytes())
         del self._entries[DIGEST]
         tensors, arrays, meta = (structure[key] for key in ("tensors", "arrays", "meta_info"))
         batch = None if tensors is None else self._field(tensors)
@@ -259,13 +255,10 @@ class _Reader:
 
     def _items(self, name: str) -> Tensor:
         """Return the items of an entry, which can be read once."""
-        start, dtype, shape = self._entries.pop(name)
-        kind: torch.dtype = getattr(torch, _NAMES[dtype])
-        data = torch.empty(math.prod(shape) * kind.itemsize, dtype=torch.uint8, device="cpu")
-        data.numpy()[:] = np.frombuffer(self._data, np.uint8, len(data), start)
-        if dtype == "BOOL" and data.numel() and int(data.max()) > 1:
+        items = self._entries.pop(name)
+        if items.dtype == torch.bool and items.numel() and int(items.view(torch.uint8).max()) > 1:
             raise ValueError(f"entry {name[:80]!r} has booleans that are neither 0 nor 1")
-        return data.view(kind).reshape(shape)
+        return items.clone()  # an entry is mapped memory, which changes with the file
 
     def _field(self, raw: Json) -> Any:
         """Return the value of one field from its part of the structure."""
@@ -304,26 +297,6 @@ def _tree(fields: dict[str, Any], size: torch.Size, device: str | None) -> Tenso
         if not isinstance(value, Tensor | TensorDict) or value.shape[:known] != size[:known]:
             raise ValueError(f"entry {key[:80]!r} of a TensorDict of size {list(size)}")
     return TensorDict(fields, batch_size=size, device=device and _device(device))
-
-
-def _entries(
-    header: dict[str, Json], begin: int, size: int
-) -> dict[str, tuple[int, str, tuple[int, ...]]]:
-    """Return the place in the file, the dtype and the shape of each entry of a header.
-
-    The entries must fill the file from `begin` to `size` without gaps; `DIGEST` is the last one.
-    """
-    entries, at = {}, begin
-    for name, entry in header.items():
-        dtype, shape = entry["dtype"], entry["shape"]
-        stop = at + math.prod(shape) * getattr(torch, _NAMES[dtype]).itemsize
-        forged = any(type(n) is not int or n < 0 for n in shape)
-        if forged or entry["data_offsets"] != [at - begin, stop - begin]:
-            raise ValueError(f"entry {name[:80]!r} has another shape or place than its bytes")
-        entries[name], at = (at, dtype, tuple(shape)), stop
-    if at != size or [*entries][-1:] != [DIGEST] or entries[DIGEST][1:] != ("U8", (_DIGEST_BYTES,)):
-        raise ValueError(f"the header describes {at} bytes, the file has {size}")
-    return entries
 
 
 def _device(name: str) -> torch.device:
