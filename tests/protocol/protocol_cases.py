@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import warnings
 from typing import Any
 
 import numpy as np
@@ -85,20 +84,12 @@ def ragged(*rows: torch.Tensor) -> torch.Tensor:
     return torch.nested.nested_tensor(list(rows), layout=JAGGED)
 
 
-def complex32(*shape: int) -> torch.Tensor:
-    with warnings.catch_warnings():  # torch warns once that the dtype is experimental
-        warnings.simplefilter("ignore")
-        return torch.randn(*shape).to(torch.complex32)
-
-
 TENSORS = {
     "float32": torch.randn(4, 3),
     "float64": torch.randn(4, 3, dtype=torch.float64),
     "float16": torch.randn(4).half(),
     "bfloat16": torch.randn(4, 2, 5).bfloat16(),
     "float8": torch.randn(4, 3).to(torch.float8_e4m3fn),
-    "float4": torch.randint(0, 255, (4, 3), dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
-    "complex32": complex32(4, 2),
     "uint16": torch.tensor([1, 2, 3, 65535], dtype=torch.uint16),
     "int64": torch.randint(-9, 9, (4,)),
     "int8": torch.randint(-9, 9, (4, 2), dtype=torch.int8),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import time
 
 import numpy as np
@@ -203,69 +202,3 @@ def read_until_lost(data: DataProto) -> None:
     while time.monotonic() < deadline:
         data[:1].batch["big"]
         time.sleep(0.1)
-
-
-def store_bytes() -> int:
-    """Return the bytes in use in the object store of Ray."""
-    from ray._private.internal_api import get_memory_info_reply, get_state_from_address
-
-    address = ray.get_runtime_context().gcs_address
-    reply = get_memory_info_reply(get_state_from_address(address))
-    return int(reply.store_stats.object_store_bytes_used)
-
-
-def bytes_kept(backend: str, plane_backends) -> int:
-    return store_bytes() if backend == "ray" else plane_backends["local"].store.bytes_held
-
-
-def steady(measure) -> int:
-    """Return the measured bytes once they have not changed for two seconds."""
-    gc.collect()
-    used, since, start = measure(), time.monotonic(), time.monotonic()
-    while time.monotonic() < min(since + 2, start + 60):
-        time.sleep(0.1)
-        if (now := measure()) != used:
-            used, since = now, time.monotonic()
-    return used
-
-
-def wait_for_more(measure, baseline: int) -> int:
-    """Return the measured bytes once there are more; Ray counts a new object after a moment."""
-    deadline = time.monotonic() + 20
-    while (used := measure()) <= baseline and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return used
-
-
-def wait_until_down_to(measure, goal: int) -> int:
-    """Return the measured bytes once they are at most `goal`, after 60 s at the latest.
-
-    An owner releases an object some time after its last reference is dropped.
-    """
-    gc.collect()
-    deadline = time.monotonic() + 60
-    while (used := measure()) > goal and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return used
-
-
-@pytest.mark.nightly
-def test_200_steps_leave_no_bytes_in_the_store_of_a_backend(groups, plane_backends, backend):
-    group = groups(backend, 3)
-
-    def measure() -> int:
-        return bytes_kept(backend, plane_backends)
-
-    def step() -> None:
-        data = group.generate(prompts(3))
-        data.union(group.values(data))
-        assert data.batch["small"].tolist() == [0, 10, 20]
-
-    step()
-    baseline = steady(measure)
-    kept = group.generate(prompts(3))
-    assert wait_for_more(measure, baseline) > baseline
-    del kept
-    for _ in range(200):
-        step()
-    assert wait_until_down_to(measure, baseline) <= baseline

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,6 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from quadriga.errors import FieldError
 from quadriga.protocol import DataProto, Origin
 from quadriga.protocol.boundary import pack_argument, pack_result, unpack_argument, unpack_result
-from quadriga.protocol.values import same
 
 
 def sent(data, store):
@@ -38,27 +35,16 @@ def test_one_value_for_all_rows_of_a_nested_tensordict_is_refused(store):
         pack_argument(DataProto(meta_info={"deep": [inner]}))
 
 
-def test_structured_arrays_keep_their_fields(store):
-    kind = np.dtype([("id", "<i4"), ("score", "<f8", (2,)), ("name", "U3")], align=True)
-    array = np.zeros(3, dtype=kind)
-    array["id"], array["score"], array["name"] = [1, 2, 3], np.arange(6).reshape(3, 2), "abc"
-    data = DataProto.from_dict(non_tensors={"v": array})
-    for found in (sent(data, store), sent(sent(data, store)[[2, 0]], store)):
-        assert found.non_tensor_batch["v"].dtype == kind
-    assert sent(data, store)[[2, 0]].non_tensor_batch["v"].tobytes() == array[[2, 0]].tobytes()
-    assert same(pickle.loads(pickle.dumps(data)).non_tensor_batch["v"], array)
-
-
 @pytest.mark.parametrize(
     ("array", "kind"),
     [
         (np.array(["a", "bc"], dtype=np.dtypes.StringDType()), "StringDType"),
         (np.ma.masked_array([1.0, 2.0], [True, False]), "MaskedArray"),
         (np.ma.masked_array([1, "x"], [True, False], dtype=object), "MaskedArray"),
-        (np.array([(1, None)], dtype=[("a", "i4"), ("b", object)]), "object"),
+        (np.array([(1, 2)], dtype=[("a", "i4"), ("b", "i4")]), "'a'"),
         (np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]), "recarray"),
     ],
-    ids=["StringDType", "masked", "masked objects", "structured objects", "recarray"],
+    ids=["StringDType", "masked", "masked objects", "structured", "recarray"],
 )
 def test_arrays_that_cannot_be_sent_are_refused(store, array, kind):
     data = DataProto.from_dict(non_tensors={"v": array})

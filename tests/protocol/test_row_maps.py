@@ -29,12 +29,6 @@ def pairs(rows: RowMap) -> list[tuple[int, int]]:
     ]
 
 
-def test_concat_of_shards_has_one_segment_each():
-    joined, sources = concat([map_of(1, 3), map_of(2, 0), map_of(3, 2)])
-    assert joined.segments.tolist() == [[0, 0, 3], [1, 0, 2]]
-    assert sources == [(0, 0), (2, 0)] and len(joined) == 5
-
-
 def test_a_range_shortens_the_outer_segments_and_drops_unused_shards():
     joined, _ = concat([map_of(1, 4), map_of(2, 4), map_of(3, 4)])
     part, kept = take(joined, range(3, 6))
@@ -62,12 +56,6 @@ def test_chunk_then_concat_gives_the_same_segments():
     assert [s.uid for s in again.shards] == [1, 2] and sources == [(0, 0), (2, 1)]
     unshared, sources = concat(parts, share=False)
     assert len(unshared.shards) == 6 and pairs(unshared) == pairs(again)
-
-
-def test_consecutive_rows_become_one_segment():
-    whole, _ = concat([map_of(1, 4), map_of(2, 4)])
-    taken, _ = take(whole, np.array([2, 3, 4, 5, 0, 1, 1]))
-    assert taken.segments.tolist() == [[0, 2, 4], [1, 0, 2], [0, 0, 2], [0, 1, 2]]
 
 
 @given(st.data())

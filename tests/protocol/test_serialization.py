@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 import threading
 import warnings
@@ -155,7 +154,7 @@ def test_cuda_tensors_are_received_on_the_current_device(send):
 def test_tensors_of_an_unavailable_device_are_received_on_the_cpu(store, monkeypatch):
     """A worker with a GPU returns them to a controller without one."""
     packed = pack_result(DataProto.from_dict({"v": torch.arange(3)}), Origin("a", 0, "m"))
-    packed.tensors["v"].spec = dataclasses.replace(packed.tensors["v"].spec, device="xpu")
+    packed.tensors["v"].spec = packed.tensors["v"].spec._replace(device="xpu")
     packed.head = packed.head[0], "xpu"
     back = unpack_result(packed)
     assert back.batch["v"].device.type == "cpu" and back.batch["v"].tolist() == [0, 1, 2]

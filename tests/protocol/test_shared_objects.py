@@ -1,4 +1,4 @@
-"""Small parts of several ranks of a node are stored in one object, and each rank reads its own."""
+"""Parts of several ranks in one object, and parts that several calls send unchanged."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_small_fields import CountingStore
 
-from quadriga.protocol import DataProto
+from quadriga.protocol import DataProto, boundary
 from quadriga.protocol.boundary import pack_arguments, unpack_argument
 
 KB = 1024
@@ -39,3 +39,28 @@ def test_parts_share_objects(sizes, readers, objects):
     for sent, value in zip(packed, parts, strict=True):
         received = unpack_argument(sent)
         assert all(torch.equal(received.batch[key], value.batch[key]) for key in ("x", "y"))
+
+
+def test_an_unchanged_tensor_is_stored_once(monkeypatch):
+    x, store = torch.zeros(4, 2**18), CountingStore()
+    for write, expected in (
+        (lambda x: None, 2),  # both parts are stored
+        (lambda x: None, 0),
+        (lambda x: x.add_(1), 2),
+        (lambda x: x[3].mul_(-0.0), 1),  # a view of the second part
+        (lambda x: x.numpy().fill(-0.0), 2),  # torch does not count this write
+        (lambda x: x.data[0, 7:].fill_(0.0), 1),
+        (lambda x: None, 0),
+    ):
+        write(x)
+        before = sum(map(len, store.objects))
+        packed = pack_arguments(DataProto.from_dict({"x": x}).chunk(2), store)
+        assert sum(map(len, store.objects)) - before == expected
+        received = torch.cat([unpack_argument(part).batch["x"] for part in packed])
+        assert torch.equal(received.view(torch.int32), x.view(torch.int32))
+    monkeypatch.setattr(boundary, "SENT_BYTES", 0)
+    pack_arguments([DataProto.from_dict({"x": x})], store)
+    assert len(boundary._sent[x.untyped_storage()]) == 1
+    memories = len(boundary._sent)
+    del x
+    assert len(boundary._sent) == memories - 1

@@ -44,6 +44,7 @@ from quadriga.protocol.storage import (
     Handle,
     InProcessStore,
     LocalHandle,
+    set_process_store,
     snapshot,
     use_store,
 )
@@ -349,7 +350,7 @@ class LocalWorkerGroup(WorkerGroup):
         check_timeouts("LocalWorkerGroup", timeout=timeout)
         local = _local_places(resource_pool, sharing_with)
         backend = backend or LocalBackend()
-        use_store(backend.store)
+        set_process_store(backend.store)
         prefix = name_prefix or "local"
         classes, roles, single = self._roles_of(cls_with_init, role, binding)
         self._ports = [ReservedPort.choose()] if len(local) == 1 else []

@@ -15,16 +15,25 @@ backend.
 from __future__ import annotations
 
 import copy
+import ctypes
 import math
 import time
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, UntypedStorage
 
-from quadriga.errors import CallTimeoutError, FieldError, LengthError, ProtocolError
+from quadriga.errors import (
+    CallTimeoutError,
+    FieldError,
+    LengthError,
+    LostObjectError,
+    ProtocolError,
+)
 from quadriga.protocol import message
 from quadriga.protocol.columns import (
     Column,
@@ -70,8 +79,18 @@ node: an object of 256 KiB costs ten times as much as copying its bytes."""
 SHARED_MESSAGES = 8
 """How many messages share one object. It exists until all of their ranks have dropped it."""
 
-_Unstored = tuple[RemoteColumn, Payload, int]
-"""A column without its handle; payload and bytes of what is to be stored."""
+SENT_BYTES = 256 * 2**20
+"""A process keeps handles of at most this many bytes for calls that send the same fields again."""
+
+_Source = tuple[UntypedStorage, tuple[object, ...]]
+"""The memory of a large local tensor, and the store and the part of the memory that it views: a
+split of a batch makes a new view each time."""
+_Unstored = tuple[RemoteColumn, Payload, int, _Source | None]
+"""A column without its handle; payload and bytes of what is to be stored; where they come from."""
+_sent: WeakKeyDictionary[UntypedStorage, dict[object, Handle]] = WeakKeyDictionary()
+"""Memory of local tensors → what of it is stored. Both are released together."""
+_compare = ctypes.CDLL(None).memcmp
+_compare.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 
 
 def with_fields(value: object, names: Container[str], *, futures: bool = True) -> object:
@@ -125,11 +144,18 @@ class Packer:
                 return _remote_entry(key, column, store)
             if row_map is None:
                 row_map = RowMap.of_shard(Shard.new(contents.rows, self._origin))
-            spec, payload, nbytes = encode(local_value(column), key, narrow=not store.in_process)
+            value = local_value(column)
+            spec, payload, nbytes = encode(value, key, narrow=not store.in_process)
             if nbytes <= message.INLINE_BYTES or spec.kind == "raw" or not row_map.shards:
                 return Inline(spec, payload, nbytes)
-            unstored.append((RemoteColumn(spec, row_map, ()), payload, nbytes))
-            return unstored[-1][0]
+            made = RemoteColumn(spec, row_map, ())
+            # The handles of a result are complete only in the process that receives it.
+            source = _source(value, nbytes, store) if self._origin is CONTROLLER else None
+            if source and (handle := _unchanged(source, payload)):
+                made.handles = (handle,)
+            else:
+                unstored.append((made, payload, nbytes, source))
+            return made
 
         packed = message_of(contents, kind, attributes, entry, store.in_process)
         packed.row_map = row_map
@@ -139,7 +165,7 @@ class Packer:
             _copy_payloads(packed, store)
         if unstored:
             self._waiting.append((self.reader, unstored))
-            self._nbytes += sum(nbytes for _, _, nbytes in unstored)
+            self._nbytes += sum(nbytes for _, _, nbytes, _ in unstored)
             if self._nbytes > TOGETHER_BYTES:
                 self.store_fields()
         return packed
@@ -148,11 +174,47 @@ class Packer:
         """Put the large fields into the store. Until then the messages cannot be sent."""
         # One call for fields of messages to one node: a store may put them into one object.
         for unstored in _shared(self._waiting):
-            handles = self.store.put_many([(payload, nbytes) for _, payload, nbytes in unstored])
-            for (column, _, nbytes), handle in zip(unstored, handles, strict=True):
+            values = [(payload, nbytes) for _, payload, nbytes, _ in unstored]
+            handles = self.store.put_many(values)
+            for (column, _, nbytes, source), handle in zip(unstored, handles, strict=True):
                 column.handles = (handle,)
-                traffic.stored(nbytes)
+                if source:
+                    _keep(source, handle)
+                traffic.add(stored_bytes=nbytes, stored_objects=1)
         self._waiting, self._nbytes = [], 0
+
+
+def _source(value: object, nbytes: int, store: Store) -> _Source | None:
+    if nbytes <= SHARED_BYTES or store.in_process or type(value) is not Tensor:
+        return None
+    if value.is_nested or value.device.type != "cpu":
+        return None
+    session = getattr(store, "session", id(store))
+    return value.untyped_storage(), (session, value.storage_offset(), value.shape, value.stride())
+
+
+def _unchanged(source: _Source, payload: Any) -> Handle | None:
+    """Return the handle of the same bytes; None if they are not stored, or have changed.
+
+    They are compared because nothing counts all writes: torch counts those through tensors, but not
+    those through `x.numpy()`. Comparing takes less than half as long as storing.
+    """
+    memory, place = source
+    handle = _sent.get(memory, {}).get(place)
+    try:
+        stored: Any = None if handle is None else handle.fetch()
+    except LostObjectError:
+        return None
+    if stored is None or stored.dtype != payload.dtype:
+        return None
+    return handle if not _compare(stored.ctypes.data, payload.ctypes.data, payload.nbytes) else None
+
+
+def _keep(source: _Source, handle: Handle) -> None:
+    kept = sum(h.nbytes for handles in list(_sent.values()) for h in list(handles.values()))
+    if kept + handle.nbytes > SENT_BYTES:
+        _sent.clear()
+    _sent.setdefault(source[0], {})[source[1]] = handle
 
 
 def _copy_payloads(packed: Message, store: Store) -> None:
@@ -179,7 +241,7 @@ def _many_small_fields(packed: Message, row_map: RowMap) -> list[_Unstored]:
         for half, key, entry in found:
             if entry.nbytes > TINY_BYTES:
                 half[key] = column = RemoteColumn(entry.spec, row_map, ())
-                unstored.append((column, entry.payload, entry.nbytes))
+                unstored.append((column, entry.payload, entry.nbytes, None))
     return unstored
 
 
@@ -204,7 +266,7 @@ def _in_store(handle: Handle, store: Store) -> Handle:
         return handle
     session = getattr(store, "session", id(store))
     if handle.stored is None or handle.stored[0] != session:
-        traffic.stored(handle.nbytes)
+        traffic.add(stored_bytes=handle.nbytes, stored_objects=1)
         handle.stored = session, store.put(handle.value, handle.nbytes)
     return handle.stored[1]
 
@@ -220,7 +282,7 @@ def _shared(waiting: Sequence[tuple[str, list[_Unstored]]]) -> list[list[_Unstor
     objects: list[list[_Unstored]] = []
     last, count = "", 0
     for reader, unstored in waiting:
-        small = sum([nbytes for _, _, nbytes in unstored]) <= SHARED_BYTES
+        small = sum([nbytes for _, _, nbytes, _ in unstored]) <= SHARED_BYTES
         if small and reader and reader == last and count < SHARED_MESSAGES:
             objects[-1] += unstored
             count += 1

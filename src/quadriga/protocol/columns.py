@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TypeAlias, TypeGuard
 
 import numpy as np
@@ -167,7 +166,7 @@ class RemoteColumn:
         value, nbytes = decode(self.spec, row_map, payloads)
         with _filling:
             if self.value is None:
-                traffic.fetched(nbytes)
+                traffic.add(fetched_bytes=nbytes, fetched_fields=1)
                 self.value = value
                 self.handles = ()
 
@@ -318,7 +317,9 @@ def concat(parts: Sequence[Columns]) -> dict[str, Column]:
             values = [local_value(column) for column in fields]
             result[key] = concat_values(values, key)
             continue
-        remote = [c if is_remote(c) else snapshot_as_remote(key, local_value(c)) for c in fields]
+        remote = [
+            c if is_remote(c) else as_remote(key, clone_value(local_value(c))) for c in fields
+        ]
         spec = _common_spec([c.spec for c in remote if len(c.row_map)] or [remote[0].spec])
         # Only the values can be promoted, int64 and float32 rows to float32, or refused.
         if spec is None:
@@ -355,11 +356,11 @@ def _common_spec(specs: Sequence[FieldSpec]) -> FieldSpec | None:
         return first
     # A part without a GPU and a part with one: the result is placed on the GPU when it is read.
     device = next((spec.device for spec in specs if spec.device != "cpu"), "cpu")
-    on_device = [replace(spec, device=device) for spec in specs]
+    on_device = [spec._replace(device=device) for spec in specs]
     if all(spec == on_device[0] for spec in on_device):
         return on_device[0]
     if all(spec.kind == "array" and spec.tail == first.tail for spec in specs):
-        return replace(first, dtype=np.result_type(*[np.dtype(s.dtype) for s in specs]).str)
+        return first._replace(dtype=np.result_type(*[np.dtype(s.dtype) for s in specs]).str)
     return None
 
 
@@ -371,18 +372,13 @@ def as_remote(key: str, value: LocalValue, origin: Origin = CONTROLLER) -> Remot
     return RemoteColumn(spec, row_map, handles)
 
 
-def snapshot_as_remote(key: str, value: LocalValue, origin: Origin = CONTROLLER) -> RemoteColumn:
-    """Return a snapshot of a local value as a column over a `LocalHandle`."""
-    return as_remote(key, clone_value(value), origin)
-
-
 def without_unused_rows(key: str, column: RemoteColumn) -> RemoteColumn:
     """Return a column with local payloads, without stored rows that its row map does not name."""
     if column.spec.kind == "raw" or column.nbytes() >= sum(h.nbytes for h in column.handles):
         return column.unread()
     shards = column.row_map.shards
     origin = shards[0].origin if shards else CONTROLLER
-    return snapshot_as_remote(key, column.unread().read(key), origin)
+    return as_remote(key, column.unread().read(key), origin)
 
 
 def for_pickle(key: str, column: Column) -> RemoteColumn:
@@ -396,8 +392,3 @@ def for_pickle(key: str, column: Column) -> RemoteColumn:
     if column.has_local_payloads():
         return without_unused_rows(key, column)
     return column if is_transport_pickling() else as_remote(key, column.unread().read(key))
-
-
-def private(column: Column) -> Column:
-    """Return a deep copy of a local value; references cannot change and are shared."""
-    return column.unread() if is_remote(column) else clone_value(local_value(column))

@@ -6,9 +6,18 @@ their fields are remote. Reading a field fetches it.
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import (
+    ItemsView,
+    Iterable,
+    Iterator,
+    KeysView,
+    Mapping,
+    MutableMapping,
+    Sequence,
+    ValuesView,
+)
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -37,10 +46,9 @@ Tensors = torch.Tensor | TensorDictBase
 Entry: TypeAlias = torch.Tensor | Any
 """A tensor, or a nested `TensorDict` where the caller knows that the field is one."""
 V = TypeVar("V")
-_ABSENT = object()
 
 
-class _RemoteFields(Generic[V]):
+class _RemoteFields(MutableMapping[str, V]):
     """Named fields of one length. Reading one fetches it once; `columns` has them unread."""
 
     columns: dict[str, Column]
@@ -66,23 +74,7 @@ class _RemoteFields(Generic[V]):
             raise missing(key, self.columns, "batch")
         return key
 
-    def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self.columns else default
-
-    def pop(self, key: str, default: Any = _ABSENT) -> Any:
-        """Remove a field and return it; fetches it."""
-        if key not in self.columns and default is not _ABSENT:
-            return default
-        value = self[key]
-        del self.columns[key]
-        return value
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        if key not in self.columns:
-            self[key] = default
-        return self[key]
-
-    def update(self, other: Mapping[str, V]) -> Self:
+    def update(self, other: Mapping[str, V]) -> Self:  # type: ignore[override]  # as TensorDict
         for key in other.keys():  # noqa: SIM118  # iterating a TensorDict gives its rows
             self[key] = other[key]
         return self
@@ -129,7 +121,7 @@ class RemoteBatch(_RemoteFields[Entry]):
         return RemoteBatch(dict(self.columns), self.batch_size, self.device)
 
     def __deepcopy__(self, memo: dict[int, object]) -> RemoteBatch:
-        return RemoteBatch(_private(self.columns), self.batch_size, self.device)
+        return RemoteBatch(private(self.columns), self.batch_size, self.device)
 
     def __reduce__(self) -> tuple[object, ...]:
         device = self.device and self.device.type
@@ -195,7 +187,7 @@ class RemoteBatch(_RemoteFields[Entry]):
         """Return a real `TensorDict` of the same tensors; fetches all of them."""
         return as_tensordict(self.read_all(), self.batch_size, self.device)
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[Entry]:  # type: ignore[override]  # of rows, as a TensorDict
         return iter(self.to_tensordict())
 
     def __getattr__(self, name: str) -> Any:
@@ -236,10 +228,6 @@ class RemoteArrays(_RemoteFields[Array], dict[str, Array]):  # type: ignore[misc
     def __iter__(self) -> Iterator[str]:
         return iter(self.columns)
 
-    def popitem(self) -> tuple[str, Array]:
-        key = list(self)[-1]
-        return key, self.pop(key)
-
     def copy(self) -> RemoteArrays:
         return RemoteArrays(self.columns)
 
@@ -248,13 +236,8 @@ class RemoteArrays(_RemoteFields[Array], dict[str, Array]):  # type: ignore[misc
     def __or__(self, other: Mapping[str, Array]) -> RemoteArrays:  # type: ignore[override]
         return RemoteArrays(self.columns | dict(other))
 
-    def __eq__(self, other: object) -> bool:
-        return self.read_all() == other
-
-    __hash__ = None
-
     def __deepcopy__(self, memo: dict[int, object]) -> RemoteArrays:
-        return RemoteArrays(_private(self.columns))
+        return RemoteArrays(private(self.columns))
 
     def __reduce__(self) -> tuple[object, ...]:
         return RemoteArrays, (_pickled(self.columns),)
@@ -265,7 +248,7 @@ class RemoteArrays(_RemoteFields[Array], dict[str, Array]):  # type: ignore[misc
         )
 
 
-def _private(fields: Columns) -> dict[str, Column]:
+def private(fields: Columns) -> dict[str, Column]:
     """Return deep copies of local values; references cannot change and are shared."""
     return {
         key: c.unread() if is_remote(c) else clone_value(local_value(c))
@@ -476,13 +459,6 @@ def prefetch(batch: TensorHalf, arrays: ArrayHalf, keys: Sequence[str] | None) -
     columns.fetch([(key, column) for key, column in found if is_remote(column)])
 
 
-def deepcopy(batch: TensorHalf, arrays: ArrayHalf) -> tuple[TensorHalf, ArrayHalf]:
-    """Return private copies of all local values; references cannot change and are shared."""
-    if batch is not None:
-        batch = make_batch(batch, _private(tensor_columns(batch)), int(batch.batch_size[0]))
-    return batch, make_arrays(_private(array_columns(arrays)))
-
-
 def concat(parts: Sequence[Contents]) -> Contents:
     """Concatenate batches along their rows.
 
@@ -664,8 +640,8 @@ def table(contents: Contents) -> str:
     text = [
         "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) for line in lines
     ]
-    total = sum(map(_nbytes, fields.values()))
-    remote = sum(_nbytes(column) for column in fields.values() if _stored(column) != _LOCAL)
+    total = sum(map(nbytes, fields.values()))
+    remote = sum(nbytes(column) for column in fields.values() if _stored(column) != _LOCAL)
     head = f"{contents.rows} rows, {len(fields)} fields, {total:,} bytes, {remote:,} of them remote"
     meta = f"meta_info: {', '.join(map(str, contents.meta)) or 'nothing'}"
     return "\n".join([head, *(line.rstrip() for line in text), meta])
@@ -673,7 +649,7 @@ def table(contents: Contents) -> str:
 
 def _line(key: str, column: Column) -> tuple[str, ...]:
     shape, dtype = shape_and_dtype(column)
-    return key, shape, dtype, f"{_nbytes(column):,}", _stored(column), _writers(column)
+    return key, shape, dtype, f"{nbytes(column):,}", _stored(column), _writers(column)
 
 
 def shape_and_dtype(column: Column) -> tuple[str, str]:
@@ -688,7 +664,8 @@ def shape_and_dtype(column: Column) -> tuple[str, str]:
     return f"[{', '.join(dims)}]", dtype
 
 
-def _nbytes(column: Column) -> int:
+def nbytes(column: Column) -> int:
+    """Return the bytes of a column; fetches nothing."""
     return column.nbytes() if is_remote(column) else nbytes_of(local_value(column))
 
 
@@ -725,28 +702,3 @@ def _by_name(pairs: Iterable[tuple[str, int]]) -> str:
         f"{name}[{','.join('-'.join(map(str, pair)) for pair in ranges)}]"
         for name, ranges in found.items()
     )
-
-
-def data_info(contents: Contents) -> str:
-    """Return the fields of each half with shape and dtype, and the types in `meta_info`."""
-    lines = []
-    for name, half in (
-        ("batch", tensor_columns(contents.batch)),
-        ("non_tensor_batch", array_columns(contents.arrays)),
-    ):
-        lines.append(name)
-        for key, column in half.items():
-            _, shape, dtype, _, stored, _ = _line(key, column)
-            lines.append(f"  {key}: {shape} ({dtype}) {stored}")
-    lines += ["meta_info", *(f"  {k}: {type(v).__name__}" for k, v in contents.meta.items())]
-    return "\n".join(lines)
-
-
-def size_line(contents: Contents, prefix: str) -> str:
-    """Return the sizes of both halves in GB (2**30 bytes)."""
-    sizes = [
-        sum(map(_nbytes, half.values())) / 2**30
-        for half in (tensor_columns(contents.batch), array_columns(contents.arrays))
-    ]
-    text = f"tensors {sizes[0]:.6f} GB, non-tensors {sizes[1]:.6f} GB"
-    return f"{prefix}, {text}" if prefix else text

@@ -325,8 +325,21 @@ class DataProto:
         `dataloader_kwargs` are those of `torch.utils.data.DataLoader`; `seed` makes `shuffle=True`
         repeatable. Raises `LengthError` unless the length divides.
         """
-        chosen = mini_batch_rows(len(self), mini_batch_size, epochs, seed, dataloader_kwargs or {})
-        return (self.select_idxs(rows) for rows in chosen)
+        length, size = len(self), mini_batch_size
+        if size < 1 or length % size:
+            raise LengthError(
+                f"{length} rows do not divide into mini-batches of {size}: "
+                f"{length} = {size} × {length // max(size, 1)} + {length % max(size, 1)}"
+            )
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        loader: DataLoader[list[int]] = DataLoader(
+            cast(Any, range(length)),  # a range has the two methods that a DataLoader calls
+            batch_size=size,
+            collate_fn=list,
+            generator=generator,
+            **(dataloader_kwargs or {}),
+        )
+        return (self.select_idxs(rows) for _ in range(epochs) for rows in loader)
 
     def is_padding_enabled(self) -> bool:
         """Return True if this batch, or the process, allows calls to pad it."""
@@ -362,16 +375,24 @@ class DataProto:
         return halves.table(self.contents)
 
     def get_data_info(self) -> str:
-        """Return one line per field with shape and dtype, and the types in `meta_info`."""
-        return halves.data_info(self.contents)
+        """Return the table of `describe`."""
+        return self.describe()
 
     def print_size(self, prefix: str = "") -> None:
         """Print the size of tensors and of arrays in GB (2**30 bytes)."""
-        print(halves.size_line(self.contents, prefix))
+        parts = halves.tensor_columns(self.batch), halves.array_columns(self.non_tensor_batch)
+        tensors, arrays = (sum(map(halves.nbytes, part.values())) / 2**30 for part in parts)
+        start = f"{prefix}, " if prefix else ""
+        print(f"{start}tensors {tensors:.6f} GB, non-tensors {arrays:.6f} GB")
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        batch, arrays = halves.deepcopy(self.batch, self.non_tensor_batch)
-        copied = self.with_contents(batch, arrays, copy.deepcopy(self.meta_info, memo))
+        tensors = halves.private(halves.tensor_columns(self.batch))
+        arrays = halves.private(halves.array_columns(self.non_tensor_batch))
+        copied = self.with_contents(
+            halves.make_batch(self.batch, tensors, len(self)),
+            halves.make_arrays(arrays),
+            copy.deepcopy(self.meta_info, memo),
+        )
         vars(copied).update(copy.deepcopy(class_and_attributes(self)[1], memo))
         return copied
 
@@ -667,49 +688,12 @@ def _split_value(key: str, value: LocalValue, n_split: int) -> LocalValue:
 
 def _pieces(key: str, row: int, entries: Any, n_split: int) -> list[object]:
     """Return the columns of a row that is a list, tuple or array, as values of the same type."""
-    if not isinstance(entries, list | tuple | np.ndarray) or np.ndim(entries) == 0:
+    known = isinstance(entries, list | tuple | np.ndarray) and np.ndim(entries) > 0
+    if not known or len(entries) % n_split:
         raise LengthError(
-            f"row {row} of field '{key}' is a {type(entries).__name__} and has no columns; only "
-            "rows that are lists, tuples or arrays can be split",
+            f"row {row} of field '{key}' is no list, tuple or array whose length divides into "
+            f"{n_split} columns: {halves.show(entries)}",
             field=key,
         )
-    size, rest = divmod(len(entries), n_split)
-    if rest:
-        raise LengthError(
-            f"row {row} of field '{key}' has {len(entries)} columns, which do not divide into "
-            f"{n_split}",
-            field=key,
-        )
+    size = len(entries) // n_split
     return [entries[i * size : (i + 1) * size] for i in range(n_split)]
-
-
-def mini_batch_rows(
-    length: int, size: int, epochs: int, seed: int | None, loader_kwargs: Mapping[str, Any]
-) -> Iterator[list[int]]:
-    """Yield `length // size * epochs` lists of row numbers.
-
-    Raises `LengthError` at the call, not at the first iteration, unless `size` divides `length`.
-    """
-    if size < 1 or length % size:
-        raise LengthError(
-            f"{length} rows do not divide into mini-batches of {size}: "
-            f"{length} = {size} × {length // max(size, 1)} + {length % max(size, 1)}"
-        )
-    return _draw(length, size, epochs, seed, loader_kwargs)
-
-
-def _draw(
-    length: int, size: int, epochs: int, seed: int | None, loader_kwargs: Mapping[str, Any]
-) -> Iterator[list[int]]:
-    if length == 0:
-        return
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
-    loader: DataLoader[list[int]] = DataLoader(
-        cast(Any, range(length)),  # a range has the two methods that a DataLoader calls
-        batch_size=size,
-        collate_fn=list,
-        generator=generator,
-        **loader_kwargs,
-    )
-    for _ in range(epochs):
-        yield from loader

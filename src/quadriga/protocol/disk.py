@@ -34,8 +34,8 @@ from quadriga.protocol import contents as halves
 from quadriga.protocol.columns import local_value
 from quadriga.protocol.contents import Contents
 from quadriga.protocol.encoding import current_device, host_array
+from quadriga.protocol.storage import Array
 from quadriga.protocol.values import (
-    Array,
     build_jagged,
     dtype_name,
     is_jagged,
@@ -235,7 +235,7 @@ class _Reader:
             with safe_open(path, "pt") as file:
                 if file.metadata() != METADATA:
                     raise ValueError(f"not of DataProto.save_to_disk with the metadata {METADATA}")
-                self._entries = {name: file.get_tensor(name) for name in file.keys()}
+                self._entries = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"truncated, or no file of save_to_disk: {error}") from None
         data = memoryview(path.read_bytes())
@@ -255,7 +255,7 @@ class _Reader:
 
     def _items(self, name: str) -> Tensor:
         """Return the items of an entry, which can be read once."""
-        items = self._entries.pop(name)
+        items: Tensor = self._entries.pop(name)
         if items.dtype == torch.bool and items.numel() and int(items.view(torch.uint8).max()) > 1:
             raise ValueError(f"entry {name[:80]!r} has booleans that are neither 0 nor 1")
         return items.clone()  # an entry is mapped memory, which changes with the file

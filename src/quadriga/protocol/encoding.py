@@ -6,7 +6,6 @@ write into what it received.
 
 from __future__ import annotations
 
-import ast
 import copy
 import io
 import math
@@ -121,17 +120,9 @@ def _runs(rows: RowMap) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _array(spec: FieldSpec, rows: RowMap, payloads: Sequence[Array]) -> tuple[Array, int]:
-    out: Array = np.empty((len(rows), *spec.tail), dtype=dtype_of(spec.dtype))
-    structured = out.dtype.names is not None
-    _copy_rows(out.view(f"V{out.dtype.itemsize}") if structured else out, rows, payloads)
+    out: Array = np.empty((len(rows), *spec.tail), dtype=spec.dtype)
+    _copy_rows(out, rows, payloads)
     return out, out.nbytes
-
-
-def dtype_of(text: str) -> np.dtype[np.generic]:
-    """Return the numpy dtype of `encode.dtype_text`: "<f4", or the fields of a structure."""
-    if text.startswith("["):
-        return np.lib.format.descr_to_dtype(ast.literal_eval(text))
-    return np.dtype(text)
 
 
 def _jagged(spec: FieldSpec, rows: RowMap, payloads: Sequence[RaggedPayload]) -> tuple[Tensor, int]:
@@ -286,27 +277,16 @@ def _encode_array(value: Array, key: str) -> Encoded:
         )
     if value.dtype == object:
         return _encode_objects(value, key)
-    name = dtype_text(value.dtype, key)
-    data = np.ascontiguousarray(value).reshape(value.shape)
-    # Structured items are sent as raw bytes, so that no step depends on their fields.
-    payload = data if data.dtype.names is None else data.view(f"V{data.dtype.itemsize}")
-    return FieldSpec("array", name, data.shape[1:]), payload, int(data.nbytes)
-
-
-def dtype_text(dtype: np.dtype[np.generic], key: str) -> str:
-    """Return a numpy dtype as text that `decode.dtype_of` reads.
-
-    Raises `FieldError` for a dtype whose items are not plain bytes: variable-length strings,
-    structures that contain objects, dtypes of other libraries.
-    """
-    text = dtype.str if dtype.names is None else repr(np.lib.format.dtype_to_descr(dtype))
-    if dtype.hasobject or dtype_of(text) != dtype:
+    dtype = value.dtype
+    # Variable-length strings and dtypes of other libraries have items that are not plain bytes.
+    if dtype.hasobject or dtype.names is not None or np.dtype(dtype.str) != dtype:
         raise FieldError(
             f"field '{key}' is an array of dtype {dtype!r}, whose items cannot be sent as bytes. "
             "Convert it first: to dtype object (astype(object)), or to a dtype of numpy",
             field=key,
         )
-    return text
+    data = np.ascontiguousarray(value).reshape(value.shape)
+    return FieldSpec("array", dtype.str, data.shape[1:]), data, int(data.nbytes)
 
 
 def _encode_dense(value: Tensor, key: str) -> Encoded:

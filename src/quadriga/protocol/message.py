@@ -203,7 +203,7 @@ def _receive(key: str, entry: Inline | RemoteColumn, row_map: RowMap | None) -> 
     if entry.nbytes > INLINE_BYTES and row_map.shards:
         return RemoteColumn(entry.spec, row_map, (LocalHandle(entry.payload, entry.nbytes),))
     value, nbytes = decode(entry.spec, row_map, [entry.payload])
-    traffic.fetched(nbytes)
+    traffic.add(fetched_bytes=nbytes, fetched_fields=1)
     return value
 
 
@@ -283,13 +283,12 @@ def _entries(flat: Iterable[Flat], row_maps: list[RowMap], handle_of: HandleOf) 
 
 
 def _flat_spec(spec: FieldSpec) -> Flat:
-    if not spec.children:
-        return spec.kind, spec.dtype, tuple(spec.tail), spec.device, (), spec.ragged_dim
     children = tuple([(key, _flat_spec(child)) for key, child in spec.children])
-    return spec.kind, spec.dtype, tuple(spec.tail), spec.device, children, spec.ragged_dim
+    return *spec[:4], children, spec.ragged_dim
 
 
 def _spec(flat: Flat) -> FieldSpec:
-    kind, dtype, tail, device, children, ragged_dim = flat
-    nested = tuple([(key, _spec(child)) for key, child in children])
-    return FieldSpec(kind, dtype, tail, device, nested, ragged_dim)
+    spec = FieldSpec(*flat)
+    if spec.children:
+        spec = spec._replace(children=tuple([(key, _spec(c)) for key, c in spec.children]))
+    return spec

@@ -9,10 +9,11 @@ import copy
 import itertools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar, Token
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeGuard, runtime_checkable
 
 import numpy as np
@@ -192,28 +193,20 @@ def current_store() -> Store:
     return _context_store.get() or _process_store
 
 
-class use_store:
-    """Make `store` the current store.
+def set_process_store(store: Store) -> None:
+    """Make `store` the current store of the whole process. A worker does so at its start."""
+    global _process_store
+    _process_store = store
 
-    `use_store(store)` sets it for the whole process (a worker does so at its start).
-    `with use_store(store):` sets it within the block, for this thread and the tasks that it starts.
-    """
 
-    def __init__(self, store: Store) -> None:
-        global _process_store
-        self._store, self._before = store, _process_store
-        self._tokens: list[Token[Store | None]] = []
-        # Set here and undone by `__enter__`: only then is it known that this is a `with` block.
-        _process_store = store
-
-    def __enter__(self) -> Self:
-        global _process_store
-        _process_store = self._before
-        self._tokens.append(_context_store.set(self._store))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        _context_store.reset(self._tokens.pop())
+@contextmanager
+def use_store(store: Store) -> Iterator[None]:
+    """Make `store` the current one in a `with` block, for this thread and tasks that it starts."""
+    token = _context_store.set(store)
+    try:
+        yield
+    finally:
+        _context_store.reset(token)
 
 
 def parallel_put(objects: Sequence[StoredValue], max_workers: int | None = None) -> list[Handle]:
@@ -248,10 +241,13 @@ def is_transport_pickling() -> bool:
 
 
 @dataclass(slots=True)
-class Counts:
-    """`fetched_*`: rows copied into this process out of stored shards or messages, exactly those
+class Traffic:
+    """Counters of the bytes that this process received and stored.
+
+    `fetched_*`: rows copied into this process out of stored shards or messages, exactly those
     rows; `stored_*`: what this process put into its store; `cut_bytes`: of the fetched rows, those
-    that the node of the shard cut out and sent."""
+    that the node of the shard cut out and sent.
+    """
 
     fetched_bytes: int = 0
     fetched_fields: int = 0
@@ -259,41 +255,21 @@ class Counts:
     stored_objects: int = 0
     cut_bytes: int = 0
 
-
-class Traffic:
-    """Counters of the bytes that this process received and stored. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._counts = Counts()
-        self._lock = threading.Lock()
-
-    def fetched(self, nbytes: int) -> None:
-        """Count one received field of `nbytes`."""
-        self._add(fetched_bytes=nbytes, fetched_fields=1)
-
-    def stored(self, nbytes: int) -> None:
-        """Count one stored field of `nbytes`."""
-        self._add(stored_bytes=nbytes, stored_objects=1)
-
-    def cut(self, nbytes: int) -> None:
-        """Count rows of `nbytes` that another process cut out for this one."""
-        self._add(cut_bytes=nbytes)
-
-    def _add(self, **more: int) -> None:
-        with self._lock:
+    def add(self, **more: int) -> None:
+        """Add to the counters with these names. Thread-safe."""
+        with _counting:
             for name, number in more.items():
-                setattr(self._counts, name, getattr(self._counts, name) + number)
+                setattr(self, name, getattr(self, name) + number)
 
-    def snapshot(self) -> Counts:
+    def snapshot(self) -> Traffic:
         """Return a copy of the counts."""
-        with self._lock:
-            return replace(self._counts)
+        return replace(self)
 
-    def reset(self) -> Counts:
+    def reset(self) -> Traffic:
         """Set all counts to zero and return their previous values."""
-        with self._lock:
-            counts, self._counts = self._counts, Counts()
-            return counts
+        counts = replace(self)
+        self.add(**{name: -number for name, number in asdict(counts).items()})
+        return counts
 
     def __reduce__(self) -> str:
         # A worker class of a script is sent with the globals that it names: the receiver counts in
@@ -301,6 +277,7 @@ class Traffic:
         return "traffic"
 
 
+_counting = threading.Lock()
 traffic = Traffic()
 
 

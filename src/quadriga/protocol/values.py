@@ -22,8 +22,8 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal, TypeAlias
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -33,10 +33,9 @@ from torch import Tensor
 
 from quadriga.errors import FieldError
 from quadriga.protocol.rows import RowSelection
+from quadriga.protocol.storage import Array, Ints
 
-Array: TypeAlias = NDArray[np.generic]
 ObjectArray: TypeAlias = NDArray[np.object_]
-Ints: TypeAlias = NDArray[np.int64]
 LocalValue: TypeAlias = torch.Tensor | TensorDictBase | Array
 """The value of a field in this process. Dimension 0 is the batch."""
 
@@ -56,8 +55,7 @@ _SMALL = 2048
 """Arrays up to this many bytes are pickled as bytes: cheaper than an out-of-band buffer."""
 
 
-@dataclass(frozen=True, slots=True)
-class FieldSpec:
+class FieldSpec(NamedTuple):
     """The description of a field without its bytes.
 
     `tail`: shape without the batch dimension; for a jagged field the shape of `values` without
@@ -72,10 +70,6 @@ class FieldSpec:
     device: str = "cpu"
     children: tuple[tuple[str, FieldSpec], ...] = ()
     ragged_dim: int = 1
-
-    def __reduce__(self) -> tuple[type[FieldSpec], tuple[object, ...]]:
-        dim = () if self.ragged_dim == 1 else (self.ragged_dim,)
-        return FieldSpec, (self.kind, self.dtype, self.tail, self.device, self.children, *dim)
 
     def describe(self, length: int) -> tuple[str, str]:
         """Return shape and dtype of `length` rows as text: `("[8, *, 2]", "float32")`."""
@@ -255,15 +249,7 @@ def take_jagged(nested: Tensor, selection: RowSelection) -> Tensor:
     positions, new_offsets = row_gather(known, selection)
     index = torch.from_numpy(positions).to(values.device)
     new = torch.from_numpy(new_offsets).to(offsets.device, offsets.dtype)
-    return build_jagged(select_rows(values, index), new, ragged_dim(nested))
-
-
-def select_rows(value: Tensor, rows: Tensor) -> Tensor:
-    """Return the chosen rows of a dense tensor of any dtype; differentiable."""
-    try:
-        return value[rows]
-    except NotImplementedError:  # float4: torch cannot index it, so its bytes are indexed
-        return value.view(torch.uint8)[rows].view(value.dtype)
+    return build_jagged(values[index], new, ragged_dim(nested))
 
 
 def concat_jagged(nested: Sequence[Tensor]) -> Tensor:
@@ -294,13 +280,8 @@ def equal_jagged(a: Tensor, b: Tensor) -> bool:
 
 def same_dense(a: Tensor, b: Tensor) -> bool:
     """Return whether two dense tensors of one shape are equal; NaN equals NaN."""
-    if a.dtype == torch.complex32:
-        a, b = a.to(torch.complex64), b.to(torch.complex64)
-    try:
-        if torch.equal(a, b):
-            return True
-    except NotImplementedError:  # float4: torch cannot compare it, so its bytes are compared
-        return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    if torch.equal(a, b):
+        return True
     if not (a.is_floating_point() or a.is_complex()):
         return False
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
@@ -345,15 +326,10 @@ def take_value(value: LocalValue, selection: RowSelection) -> LocalValue:
     if isinstance(selection, range):
         part: LocalValue = value[selection.start : selection.stop]
         return part
-    if isinstance(value, TensorDictBase | Tensor):
-        index = torch.from_numpy(selection)
-        return (
-            select_rows(value, index.to(value.device))
-            if isinstance(value, Tensor)
-            else value[index]
-        )
-    rows: Array = value[selection]  # type: ignore[call-overload]  # no TensorDict here
-    return rows
+    if isinstance(value, np.ndarray):
+        return value[selection]  # type: ignore[call-overload]  # no TensorDict
+    index = torch.from_numpy(selection)
+    return value[index.to(value.device) if isinstance(value, Tensor) else index]
 
 
 def value_row(value: LocalValue, index: int) -> object:
@@ -374,20 +350,15 @@ def concat_values(values: Sequence[LocalValue], key: str) -> LocalValue:
     if len(values) == 1:
         only = values[0]
         return only.copy() if isinstance(only, np.ndarray) else clone_value(only)
-    arrays = [value for value in values if isinstance(value, np.ndarray)]
-    tensors = [value for value in values if isinstance(value, Tensor)]
+    parts: Any = list(values)  # of one type, or the functions below raise
     try:
-        if len(arrays) == len(values):
-            masked = any(isinstance(array, np.ma.MaskedArray) for array in arrays)
+        if isinstance(parts[0], np.ndarray):
+            masked = any(isinstance(part, np.ma.MaskedArray) for part in parts)
             # np.concatenate would return a masked array without its mask.
             numpy_module = np.ma if masked else np
-            joined_arrays: Array = numpy_module.concatenate(arrays, axis=0)
-            return joined_arrays
-        if any(is_jagged(value) for value in tensors):
-            return concat_jagged(_all_tensors(values, tensors))
-        if tensors:
-            return torch.cat(_all_tensors(values, tensors))
-        joined: LocalValue = torch.cat(list(values), dim=0)  # type: ignore[arg-type]  # TensorDicts
+            arrays: Array = numpy_module.concatenate(parts, axis=0)
+            return arrays
+        joined: LocalValue = (concat_jagged if any(map(is_jagged, parts)) else torch.cat)(parts)
         return joined
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         shapes = ", ".join(describe_value(value) for value in values)
@@ -396,12 +367,6 @@ def concat_values(values: Sequence[LocalValue], key: str) -> LocalValue:
             f"{shapes}",
             field=key,
         ) from error
-
-
-def _all_tensors(values: Sequence[LocalValue], tensors: list[Tensor]) -> list[Tensor]:
-    if len(tensors) != len(values):
-        raise TypeError("tensors and other values")
-    return tensors
 
 
 def describe_value(value: object) -> str:

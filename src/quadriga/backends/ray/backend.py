@@ -41,7 +41,7 @@ from quadriga.backends.ray.start import (
 )
 from quadriga.backends.ray.store import RayStore, StoreName, make_store, serve_rows, servers
 from quadriga.errors import DispatchError, PlacementError
-from quadriga.protocol.storage import use_store
+from quadriga.protocol.storage import set_process_store
 from quadriga.single_controller.backend import RankHandle, RankSet, check_timeouts
 from quadriga.single_controller.dispatch import register_reference
 from quadriga.single_controller.environment import RankEnvironment, WorkerEnv, variables_of_rank
@@ -120,7 +120,7 @@ class RayWorkerGroup(WorkerGroup):
         refuse_ray_client()
         check_timeouts("RayWorkerGroup", timeout=timeout, start_timeout=start_timeout)
         backend = backend or RayCallBackend()
-        use_store(backend.store)
+        set_process_store(backend.store)
         if ray_cls_with_init is None:
             raise DispatchError("RayWorkerGroup needs ray_cls_with_init, to know the methods.")
         cls = ray_cls_with_init

@@ -209,9 +209,9 @@ class RankProcess:
         # Imported here because these modules load numpy, whose thread pools read the environment
         # variables that `quadriga_prepare` has set by now.
         from quadriga.backends.ray.store import ResultStore
-        from quadriga.protocol.storage import use_store
+        from quadriga.protocol.storage import set_process_store
 
-        use_store(store)
+        set_process_store(store)
         self._result_store = partial(ResultStore, store)
 
 

@@ -461,7 +461,7 @@ class RowHandleOnRay(RayHandle):
                 continue
             for i, payload in zip(numbers, cast("list[Stored]", payloads), strict=True):
                 found[i] = payload
-                traffic.cut(payload_bytes(payload))
+                traffic.add(cut_bytes=payload_bytes(payload))
         return found
 
 
