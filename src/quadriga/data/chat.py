@@ -61,10 +61,8 @@ def chat_of(row: Row, prompt_key: str) -> Chat:
         received = "an empty list" if prompt == [] else type(prompt).__name__
         raise row.error(f"{prompt_key!r} must be a text or a list of messages, got {received}")
     for message in prompt:
-        valid = isinstance(message, dict) and all(
-            isinstance(message.get(key), str) for key in ("role", "content")
-        )
-        if not valid:
+        given = [message.get("role"), message.get("content")] if isinstance(message, dict) else [0]
+        if not all(isinstance(value, str) for value in given):
             raise row.error(
                 f"each message of {prompt_key!r} must be {{'role': …, 'content': …}} with texts, "
                 f"got {message!r:.120}"
@@ -83,13 +81,14 @@ def most_characters(max_tokens: int | None) -> int:
 
 def characters(chat: TemplateChat) -> int:
     """Return the number of characters of all messages of a chat."""
-    return sum(map(_characters, (message["content"] for message in chat)))
-
-
-def _characters(content: object) -> int:
-    if isinstance(content, list):
-        return sum(len(str(part.get("text", ""))) for part in content)
-    return len(str(content))
+    total = 0
+    for message in chat:
+        content = message["content"]
+        texts = [part.get("text", "") for part in content] if isinstance(content, list) else content
+        total += (
+            sum(len(str(text)) for text in texts) if texts is not content else len(str(content))
+        )
+    return total
 
 
 def encode_chats(
@@ -219,10 +218,19 @@ def _templated(
 
     Raises `ModelError`, naming the first chat that the template cannot write.
     """
-    _check_operators(tokenizer)
+    if ("operator", "**") in _tokens_of_template(tokenizer):
+        # Nothing can interrupt Python while it raises to a power.
+        raise _template_error(tokenizer, "uses the operator **, which is not allowed")
+    options: dict[str, Any] = dict(arguments)  # their types are up to the template
     try:
         with bounded(_TEMPLATE_S, _TEMPLATE_GB):
-            texts = _render(tokenizer, chats, complete, arguments)
+            written = tokenizer.apply_chat_template(
+                chats,  # type: ignore[arg-type]  # transformers types a message as dict[str, str]
+                add_generation_prompt=not complete,
+                tokenize=False,
+                **options,
+            )
+            texts = [str(text) for text in written]
     except OutOfTimeError:
         raise _template_error(tokenizer, f"takes more than {_TEMPLATE_S:g} s") from None
     except Exception as error:  # a template can raise anything, such as ZeroDivisionError
@@ -236,28 +244,6 @@ def _templated(
             what = f"turns the {characters(chat)} characters of prompt {number} into {len(text)}"
             raise _template_error(tokenizer, what)
     return texts
-
-
-def _render(
-    tokenizer: PreTrainedTokenizerBase,
-    chats: list[TemplateChat],
-    complete: bool,
-    arguments: TemplateArguments,
-) -> list[str]:
-    options: dict[str, Any] = dict(arguments)  # their types are up to the template
-    texts = tokenizer.apply_chat_template(
-        chats,  # type: ignore[arg-type]  # transformers types a message as dict[str, str]
-        add_generation_prompt=not complete,
-        tokenize=False,
-        **options,
-    )
-    return [str(text) for text in texts]
-
-
-def _check_operators(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a template with `**`: nothing can interrupt Python while it raises to a power."""
-    if ("operator", "**") in _tokens_of_template(tokenizer):
-        raise _template_error(tokenizer, "uses the operator **, which is not allowed")
 
 
 def _names_in_template(tokenizer: PreTrainedTokenizerBase) -> set[str]:
