@@ -61,8 +61,10 @@ def chat_of(row: Row, prompt_key: str) -> Chat:
         received = "an empty list" if prompt == [] else type(prompt).__name__
         raise row.error(f"{prompt_key!r} must be a text or a list of messages, got {received}")
     for message in prompt:
-        given = [message.get("role"), message.get("content")] if isinstance(message, dict) else [0]
-        if not all(isinstance(value, str) for value in given):
+        valid = isinstance(message, dict) and all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        )
+        if not valid:
             raise row.error(
                 f"each message of {prompt_key!r} must be {{'role': …, 'content': …}} with texts, "
                 f"got {message!r:.120}"
@@ -81,14 +83,13 @@ def most_characters(max_tokens: int | None) -> int:
 
 def characters(chat: TemplateChat) -> int:
     """Return the number of characters of all messages of a chat."""
-    total = 0
-    for message in chat:
-        content = message["content"]
-        texts = [part.get("text", "") for part in content] if isinstance(content, list) else content
-        total += (
-            sum(len(str(text)) for text in texts) if texts is not content else len(str(content))
-        )
-    return total
+    return sum(map(_characters, (message["content"] for message in chat)))
+
+
+def _characters(content: object) -> int:
+    if isinstance(content, list):
+        return sum(len(str(part.get("text", ""))) for part in content)
+    return len(str(content))
 
 
 def encode_chats(
