@@ -84,21 +84,6 @@ class Plane(Worker):
         return fetched, data.batch[keys[0]][:, 0].tolist()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def scribble(self, data):
-        """Write in place into everything received; return the values before that."""
-        batch, arrays = data.batch, data.non_tensor_batch
-        seen = {k: values_of(batch[k]) for k in batch.keys()}  # noqa: SIM118
-        for key in list(batch.keys()):
-            value = batch[key]
-            (value.values() if value.is_nested else value).zero_()
-        for key, value in arrays.items():
-            seen[key] = [str(v) for v in value]
-            value[:] = value[::-1].copy()
-        data.meta_info["list"].append(1)
-        data.meta_info["tensor"].add_(1)
-        return seen
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def overwrite(self, data):
         """Overwrite every field of `data` in place; return the values before that."""
         seen = {}
@@ -123,7 +108,3 @@ def overwrite(leaf):
             leaf[0].clear()
     else:
         (leaf.values() if leaf.is_nested else leaf).zero_()
-
-
-def values_of(value):
-    return (value.values() if value.is_nested else value).flatten()[-4:].tolist()

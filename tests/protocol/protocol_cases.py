@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 from typing import Any
 
@@ -123,22 +122,12 @@ class Weird:
     __hash__ = None
 
 
-def picture(mode: str = "RGB") -> Image.Image:
-    return Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3)).convert(mode)
-
-
-def picture_from_a_file() -> Image.Image:
-    file = io.BytesIO()
-    picture().save(file, "png")
-    return Image.open(io.BytesIO(file.getvalue()))
-
-
 ARRAYS = {
     "strings": np.array(["a", "", "ü" * 50, "d"], dtype=object),
     "dicts": np.array([{"a": [1, {2}]}, {}, {"n": None}, {"t": (1, 2)}], dtype=object),
     "mixed": np.array([1, None, "x", 2.5], dtype=object),
     "arrays": object_array([np.arange(i) for i in range(4)]),
-    "pictures": object_array([picture(), picture("P"), picture("L"), picture_from_a_file()]),
+    "pictures": object_array([Image.new(mode, (4, 4), 7) for mode in ("RGB", "P", "L", "RGBA")]),
     "tensors": object_array([torch.randn(2), torch.ones(1).bfloat16(), torch.tensor(1), 0]),
     "numbers": np.arange(8.0).reshape(4, 2),
     "fixed strings": np.array(["ab", "c", "", "d"]),

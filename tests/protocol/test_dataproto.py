@@ -64,29 +64,6 @@ def test_an_index_of_another_type_is_refused(form, index):
         form(six())[index]
 
 
-def test_slice_split_chunk_concat(form):
-    data = form(six())
-    assert rows_of_six(data.slice(1, 5, 3)) == [1, 4]
-    assert [rows_of_six(part) for part in data.split(4)] == [[0, 1, 2, 3], [4, 5]]
-    parts = data.chunk(3)
-    assert [rows_of_six(part) for part in parts] == [[0, 1], [2, 3], [4, 5]]
-    assert rows_of_six(DataProto.concat(parts[::-1])) == [4, 5, 2, 3, 0, 1]
-    assert parts[0].meta_info == {"temperature": 0.7}
-    parts[0].meta_info["temperature"] = 0
-    assert data.meta_info == {"temperature": 0.7}
-
-
-def test_repeat_reorder(form):
-    data = form(six())[[0, 1, 2]]
-    assert rows_of_six(data.repeat(2)) == [0, 0, 1, 1, 2, 2]
-    assert rows_of_six(data.repeat(2, interleave=False)) == [0, 1, 2, 0, 1, 2]
-    assert rows_of_six(data.repeat(0)) == []
-    assert rows_of_six(data.sample_level_repeat([2, 0, 1])) == [0, 0, 2]
-    assert rows_of_six(data.sample_level_repeat(torch.tensor([0, 1, 0]))) == [1]
-    data.reorder(torch.tensor([2, 0, 1]))
-    assert rows_of_six(data) == [2, 0, 1]
-
-
 def test_the_error_of_a_chunk_that_does_not_divide_has_the_numbers(form):
     with pytest.raises(LengthError, match=r"6 = 4 × 1 \+ 2.*add 2 rows"):
         form(six()).chunk(4)
@@ -96,6 +73,15 @@ def test_chunks_may_be_uneven_with_padding_enabled(form):
     data = form(six())
     data.meta_info[DataProtoConfig.auto_padding_key] = True
     assert [rows_of_six(part) for part in data.chunk(4)] == [[0, 1], [2, 3], [4], [5]]
+
+
+def test_parts_have_their_own_meta_info(form):
+    """tests/protocol/test_programs.py has the rows of slices, parts, repeats and permutations."""
+    data = form(six())
+    part = data.chunk(3)[1]
+    assert rows_of_six(part) == [2, 3] and part.meta_info == {"temperature": 0.7}
+    part.meta_info["temperature"] = 0
+    assert data.meta_info == {"temperature": 0.7}
 
 
 def test_padding(form):

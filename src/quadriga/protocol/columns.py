@@ -174,13 +174,13 @@ class RemoteColumn:
         """Return the bytes of these rows: exact for dense fields, in proportion for ragged ones."""
         if self.value is not None:
             return nbytes_of(self.value)
-        shards = self.row_map.shards
-        if len(self.handles) == 1 and len(self.row_map) == shards[0].rows:
-            return self.handles[0].nbytes
-        total = 0.0
-        for shard, start, stop in self.row_map.segments.tolist():
-            total += self.handles[shard].nbytes * (stop - start) / shards[shard].rows
-        return round(total)
+        shards, sizes = self.row_map.shards, [handle.nbytes for handle in self.handles]
+        return round(
+            sum(
+                sizes[shard] * (stop - start) / shards[shard].rows
+                for shard, start, stop in self.row_map.segments.tolist()
+            )
+        )
 
     def unread(self) -> RemoteColumn:
         """Return another column over the same stored values, which is read separately."""

@@ -331,6 +331,8 @@ class DataProto:
                 f"{length} rows do not divide into mini-batches of {size}: "
                 f"{length} = {size} × {length // max(size, 1)} + {length % max(size, 1)}"
             )
+        if length == 0:
+            return iter(())  # a DataLoader that shuffles refuses an empty range
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         loader: DataLoader[list[int]] = DataLoader(
             cast(Any, range(length)),  # a range has the two methods that a DataLoader calls

@@ -277,14 +277,12 @@ def from_index(index: object, length: int) -> RowSelection:
 
 def _as_array(index: object) -> Array:
     if isinstance(index, torch.Tensor):
-        array: Array = index.detach().cpu().numpy()
-        return array
+        return np.asarray(index.detach().cpu())
     if isinstance(index, np.ndarray):
         return index
     if isinstance(index, Sequence) and not isinstance(index, str | bytes):
-        if len(index) == 0:
-            return np.empty(0, dtype=np.int64)
-        return np.asarray([i.item() if isinstance(i, torch.Tensor) else i for i in index])
+        items = [i.item() if isinstance(i, torch.Tensor) else i for i in index]
+        return np.asarray(items, dtype=None if items else np.int64)
     raise ProtocolError(
         "expected an int, a slice, a list, a numpy array or a tensor as row index, "
         f"got {type(index).__name__}"

@@ -147,14 +147,8 @@ class LocalHandle:
 
 def fetch_many(handles: Sequence[Handle]) -> list[StoredValue]:
     """Return the values of any handles, in order, waiting once for each class of handle."""
-    if not handles:
-        return []
-    kinds = {type(handle) for handle in handles}
-    if len(kinds) == 1:
-        return kinds.pop().fetch_many(handles)
-    # Values may be None, so places are filled by index and not by looking for empty ones.
     found: list[StoredValue] = [None] * len(handles)
-    for kind in kinds:
+    for kind in {type(handle) for handle in handles}:
         at = [i for i, handle in enumerate(handles) if type(handle) is kind]
         for i, value in zip(at, kind.fetch_many([handles[i] for i in at]), strict=True):
             found[i] = value
