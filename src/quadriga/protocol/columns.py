@@ -174,13 +174,10 @@ class RemoteColumn:
         """Return the bytes of these rows: exact for dense fields, in proportion for ragged ones."""
         if self.value is not None:
             return nbytes_of(self.value)
-        shards, sizes = self.row_map.shards, [handle.nbytes for handle in self.handles]
-        return round(
-            sum(
-                sizes[shard] * (stop - start) / shards[shard].rows
-                for shard, start, stop in self.row_map.segments.tolist()
-            )
-        )
+        total = 0.0
+        for shard, start, stop in self.row_map.segments.tolist():
+            total += self.handles[shard].nbytes * (stop - start) / self.row_map.shards[shard].rows
+        return round(total)
 
     def unread(self) -> RemoteColumn:
         """Return another column over the same stored values, which is read separately."""
