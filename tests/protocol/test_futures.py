@@ -72,16 +72,6 @@ def test_get_with_a_limit_raises_and_may_be_called_again():
     assert len(DataProtoFuture([Done(batch())]).get(timeout=0.1)) == 4
 
 
-def test_futures_are_awaited_side_by_side():
-    async def both():
-        barrier = threading.Barrier(2, timeout=60)
-        futures = [DataProtoFuture([Together(batch(n), barrier)]) for n in (1, 2)]
-        return await asyncio.gather(*futures), await futures[0].chunk(1)[0]
-
-    (one, two), again = asyncio.run(both())
-    assert [len(one), len(two), len(again)] == [1, 2, 1]
-
-
 def test_futures_are_yielded_in_the_order_in_which_they_end():
     parts = [Later(batch()), Later(ValueError("worker")), Later(batch())]
     futures = [DataProtoFuture([part]) for part in parts]
@@ -183,8 +173,8 @@ def test_any_number_of_futures_is_awaited_at_the_same_time():
     barrier = threading.Barrier(80, timeout=60)
 
     async def wait_for_all():
-        return await asyncio.gather(
-            *[DataProtoFuture([Together(batch(), barrier)]) for _ in range(80)]
-        )
+        futures = [DataProtoFuture([Together(batch(n + 1), barrier)]) for n in range(80)]
+        return await asyncio.gather(*futures), await futures[3].chunk(4)[0]
 
-    assert len(asyncio.run(wait_for_all())) == 80
+    found, part = asyncio.run(wait_for_all())
+    assert [len(data) for data in found] == list(range(1, 81)) and len(part) == 1

@@ -79,12 +79,6 @@ def op_index(draw, rows, *batches):
     return [rows[i] for i in index], *(d.select_idxs(given_index) for d in batches)
 
 
-def op_mask(draw, rows, *batches):
-    mask = draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows)))
-    kept = [r for r, keep in zip(rows, mask, strict=True) if keep]
-    return kept, *(d[torch.tensor(mask, dtype=torch.bool)] for d in batches)
-
-
 def op_reorder(draw, rows, *batches):
     order = draw(st.permutations(range(len(rows))))
     for data in batches:
@@ -144,8 +138,7 @@ def op_pop_union(draw, rows, *batches):
     keys, arrays = ([k for k in ks if k in present] for ks in (keys, arrays))
     result = []
     for data in batches:
-        popped = data.pop(keys, arrays)
-        result.append(popped.union(data) if draw(st.just(True)) else data)
+        result.append(data.pop(keys, arrays).union(data))
     return rows, *result
 
 
@@ -186,24 +179,6 @@ def op_read(draw, rows, *batches):
         for data in batches:
             data.prefetch(list(keys))
     return rows, *batches
-
-
-def op_unfold_columns(draw, rows, *batches):
-    """`f` is split in two if it has two columns; everything else is repeated."""
-    if not rows or len(rows[0].get("f", [])) != 2 or len(rows) > 30:
-        return rows, *batches
-    cut = [{**r, "f": [half]} for r in rows for half in r["f"]]
-    return cut, *(d.unfold_column_chunks(2, ["f"]) for d in batches)
-
-
-def op_mini_batches(draw, rows, *batches):
-    sizes = [n for n in range(1, len(rows) + 1) if len(rows) % n == 0]
-    if not sizes:
-        return rows, *batches
-    size, epochs = draw(st.sampled_from(sizes)), draw(st.integers(1, 2))
-    if len(rows) * epochs > 60:
-        epochs = 1
-    return rows * epochs, *(DataProto.concat(list(d.make_iterator(size, epochs))) for d in batches)
 
 
 def op_pickle(draw, rows, *batches):

