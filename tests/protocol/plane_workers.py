@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import numpy as np
 import torch
 from tensordict import TensorDictBase
@@ -44,6 +47,15 @@ class Plane(Worker):
     def call_generate(self, group, prompts):
         """Call another group: this process then owns the results."""
         return group.generate(prompts)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_once_file_exists(self, prompts, path):
+        """Do the same as `generate` once a file exists."""
+        deadline = time.monotonic() + 30
+        while not Path(path).exists():
+            assert time.monotonic() < deadline, "the file was not created in time"
+            time.sleep(0.02)
+        return self.generate(prompts)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("pairs"))
     def receive_in_pairs(self, data):

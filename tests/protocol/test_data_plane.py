@@ -119,6 +119,15 @@ def test_submitted_calls_feed_each_other(groups, backend):
         assert traffic.snapshot().fetched_bytes == 0
 
 
+def test_the_controller_does_not_wait_for_a_future_argument(groups, tmp_path):
+    """The producer returns only after the controller has passed its result to the next call."""
+    gate = tmp_path / "gate"
+    made = groups("ray", 4).generate_once_file_exists.submit(prompts(12), str(gate))
+    read = groups("ray", 3).read.submit(made, ["big"])
+    gate.touch()
+    assert [rows[0] for _, rows in read.get()] == [0, 4, 8]
+
+
 def prompts_of_pairs() -> DataProto:
     """Return 8 rows of a large local field."""
     return DataProto.from_dict({"big": torch.arange(8.0)[:, None].repeat(1, WIDTH)})
