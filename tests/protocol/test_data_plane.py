@@ -148,6 +148,16 @@ def test_ranks_that_share_a_part_share_one_object(groups):
     assert joined.batch["big"][:, 0].tolist() == list(range(8))
 
 
+def test_a_tensor_that_is_sent_again_unchanged_is_not_stored_again(groups):
+    sent = DataProto.from_dict({"big": torch.arange(64.0)[:, None].repeat(1, WIDTH)})
+    for added, stored in ((0, 2), (0, 0), (1, 2)):
+        sent.batch["big"].add_(added)
+        traffic.reset()
+        joined = groups("ray", 4).receive_in_pairs(sent)
+        assert traffic.reset().stored_objects == stored
+        assert torch.equal(joined.batch["big"], sent.batch["big"])
+
+
 @pytest.mark.nightly
 def test_a_dead_owner_is_named(plane_backends, groups):
     host = plane_backends["ray"]
