@@ -98,7 +98,7 @@ class Plane(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def stored(self):
-        return traffic.snapshot().stored_bytes
+        return traffic.stored_bytes
 
 
 def overwrite(leaf):

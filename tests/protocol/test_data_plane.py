@@ -56,13 +56,13 @@ def test_results_stay_in_the_store_of_the_ranks_that_produced_them(groups, backe
     group = groups(backend, 4)
     traffic.reset()
     data = group.generate(prompts(12))
-    assert isinstance(data.batch, RemoteBatch) and traffic.snapshot().fetched_bytes < 4096
+    assert isinstance(data.batch, RemoteBatch) and traffic.fetched_bytes < 4096
     if backend == "ray":
         assert sum(group.stored()) >= 12 * BIG_ROW
     data.union(group.values(data))
     data.reorder(torch.arange(11, -1, -1))
     if backend == "ray":  # local ranks count in this process
-        assert traffic.snapshot().fetched_bytes < 8192
+        assert traffic.fetched_bytes < 8192
     assert data.batch["small"].tolist() == [110 - 10 * i for i in range(12)]
     assert data[:2].batch["values"][:, 7].tolist() == [11.5, 10.5]
     table = {line.split()[0]: line for line in data.describe().splitlines()}
@@ -116,7 +116,7 @@ def test_submitted_calls_feed_each_other(groups, backend):
     if backend == "ray":
         assert [n for n, _ in found] == [4 * BIG_ROW] * 3
         assert [n for n, _ in half] == [2 * BIG_ROW] * 3
-        assert traffic.snapshot().fetched_bytes == 0
+        assert traffic.fetched_bytes == 0
 
 
 def test_the_controller_does_not_wait_for_a_future_argument(groups, tmp_path):

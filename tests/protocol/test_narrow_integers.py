@@ -31,7 +31,7 @@ def send(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return what arrives, and the bytes that are stored."""
     traffic.reset()
     packed = pack_argument(DataProto.from_dict({"x": tensor}), OtherProcess())
-    stored = traffic.snapshot().stored_bytes
+    stored = traffic.stored_bytes
     found = unpack_argument(packed).batch["x"]
     assert traffic.reset().fetched_bytes == stored
     return found, stored

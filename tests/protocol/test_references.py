@@ -61,7 +61,7 @@ def test_operations_on_rows_and_fields_fetch_nothing(store):
     other.check_consistency()
     pack_argument(other.split(1))
     data.select().union(data.select(["x"], ["s"]))
-    assert traffic.snapshot().fetched_fields == 0
+    assert traffic.fetched_fields == 0
     assert isinstance(other.batch, RemoteBatch)
     assert other.batch["y"].tolist() == [3, 2]
 
@@ -70,9 +70,9 @@ def test_reading_a_field_fetches_that_field_and_only_its_rows(store, monkeypatch
     data = shard(batch(), 4)
     traffic.reset()
     assert data.batch["x"].tolist() == list(range(8))
-    assert (traffic.snapshot().fetched_bytes, traffic.snapshot().fetched_fields) == (64, 1)
+    assert (traffic.fetched_bytes, traffic.fetched_fields) == (64, 1)
     data.batch["x"]
-    assert traffic.snapshot().fetched_fields == 1
+    assert traffic.fetched_fields == 1
     part = data[[6, 1]]
     traffic.reset()
     assert part.batch["wide"].tolist() == [[24, 25, 26, 27], [4, 5, 6, 7]]
@@ -109,7 +109,7 @@ def test_threads_that_read_at_the_same_time_get_one_value(store, monkeypatch):
         found = list(pool.map(lambda _: data.batch["wide"], range(threads)))
     monkeypatch.undo()
     assert all(value is found[0] for value in found)
-    assert traffic.snapshot().fetched_bytes == 8 * 16
+    assert traffic.fetched_bytes == 8 * 16
     found[0][0] = -1
     assert data[:1].batch["wide"].tolist() == [[-1, -1, -1, -1]]
 
@@ -156,7 +156,7 @@ def test_fields_that_a_worker_does_not_read_are_returned_as_references(store):
     argument = unpack_argument(pack_argument(data))
     argument.batch["x"] *= 2
     result = unpack_result(pack_result(argument, Origin("actor", 0, "double")))
-    counts = traffic.snapshot()
+    counts = traffic
     assert counts.stored_objects == 1 and counts.stored_bytes == 64
     assert result.batch["x"].tolist() == [0, 2, 4, 6, 8, 10, 12, 14]
     assert result.batch["wide"].tolist() == batch().batch["wide"].tolist()
@@ -271,9 +271,9 @@ def test_a_future_is_split_and_passed_without_waiting(store):
     assert [p.waits for p in pending] == [0, 0, 0, 0]
     traffic.reset()
     received = unpack_argument(parts[0])
-    assert traffic.snapshot().fetched_bytes == 0
+    assert traffic.fetched_bytes == 0
     assert received.batch["wide"].tolist() == batch().batch["wide"][4:6].tolist()
-    assert traffic.snapshot().fetched_bytes == 2 * 16
+    assert traffic.fetched_bytes == 2 * 16
     assert future.get().batch["x"].tolist() == list(range(8))
 
 

@@ -31,7 +31,6 @@ from quadriga.protocol.rows import RowSelection
 from quadriga.protocol.storage import Array
 from quadriga.protocol.values import (
     LocalValue,
-    as_tensordict,
     clone_value,
     describe_value,
     dtype_name,
@@ -185,7 +184,7 @@ class RemoteBatch(_RemoteFields[Entry]):
 
     def to_tensordict(self) -> TensorDict:
         """Return a real `TensorDict` of the same tensors; fetches all of them."""
-        return as_tensordict(self.read_all(), self.batch_size, self.device)
+        return TensorDict(self.read_all(), batch_size=self.batch_size, device=self.device)
 
     def __iter__(self) -> Iterator[Entry]:  # type: ignore[override]  # of rows, as a TensorDict
         return iter(self.to_tensordict())
@@ -325,7 +324,8 @@ def tensor_half(
     """Return the tensor half of these columns: a `TensorDict` if all of them are local."""
     if any(map(is_remote, fields.values())):
         return RemoteBatch(fields, size, device)
-    return as_tensordict({key: local_value(c) for key, c in fields.items()}, size, device)
+    local = {key: local_value(column) for key, column in fields.items()}
+    return TensorDict(local, batch_size=list(size), device=device)
 
 
 def make_arrays(fields: Columns) -> ArrayHalf:

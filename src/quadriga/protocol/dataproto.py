@@ -40,7 +40,6 @@ from quadriga.protocol.rows import (
 from quadriga.protocol.storage import Array
 from quadriga.protocol.values import (
     LocalValue,
-    as_tensordict,
     describe_value,
     object_array,
     tensors_of,
@@ -573,7 +572,7 @@ def check_dicts(
             first = next(iter(tensors))
             raise halves.unequal(f"'{first}'", list(batch_size or ()), key, list(size))
         batch_size = size
-    batch = None if batch_size is None else as_tensordict(tensors, batch_size, None)
+    batch = None if batch_size is None else TensorDict(dict(tensors), batch_size=list(batch_size))
     return batch, {key: as_array(key, value) for key, value in non_tensors.items()}
 
 

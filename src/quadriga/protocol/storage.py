@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeGuard, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,15 +31,10 @@ class Origin(NamedTuple):
     method: str
     node: str = ""
 
-    def __str__(self) -> str:
-        method = f".{self.method}" if self.method else ""
-        return f"{self.role}[{self.rank}]{method}"
-
 
 CONTROLLER = Origin("controller", 0, "")
 
 
-@runtime_checkable
 class Handle(Protocol):
     """Opaque, picklable name of a stored value. Dropping the last handle releases the value."""
 
@@ -65,7 +60,6 @@ class Handle(Protocol):
         """Return `(class, arguments)` and nothing else: a module-level class and its arguments."""
 
 
-@runtime_checkable
 class Store(Protocol):
     """Keeps values that are not sent inside a call or a result.
 
@@ -254,10 +248,6 @@ class Traffic:
         with _counting:
             for name, number in more.items():
                 setattr(self, name, getattr(self, name) + number)
-
-    def snapshot(self) -> Traffic:
-        """Return a copy of the counts."""
-        return replace(self)
 
     def reset(self) -> Traffic:
         """Set all counts to zero and return their previous values."""

@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from quadriga.errors import FieldError
@@ -451,10 +451,3 @@ def _same_tensor(a: Tensor, b: Tensor) -> bool:
     if a.device != b.device:
         a, b = a.cpu(), b.cpu()
     return same_dense(a, b)
-
-
-def as_tensordict(
-    source: Mapping[str, LocalValue], batch_size: Sequence[int], device: torch.device | None
-) -> TensorDict:
-    """Return a `TensorDict` of local values whose lengths were checked before."""
-    return TensorDict(dict(source), batch_size=list(batch_size), device=device)
