@@ -268,7 +268,7 @@ traffic = Traffic()
 Array: TypeAlias = NDArray[np.generic]
 Ints: TypeAlias = NDArray[np.int64]
 Stored: TypeAlias = "Array | tuple[Array, Ints] | dict[str, Stored]"
-"""A payload (see `field_spec`), as this module sees it."""
+"""A payload (see `values`), as this module sees it."""
 
 
 def cut(payload: Stored, rows: Ints) -> Stored:

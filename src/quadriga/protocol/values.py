@@ -60,8 +60,8 @@ class FieldSpec(NamedTuple):
 
     `tail`: shape without the batch dimension; for a jagged field the shape of `values` without
     its ragged dimension, which is dimension `ragged_dim` of the field. `dtype`: name in torch, or
-    `encode.dtype_text` of the dtype in numpy. `device`: type of the device on which the tensor was
-    created ("cpu", "cuda"). `children`: fields of a nested TensorDict.
+    `str` of the dtype in numpy. `device`: type of the device on which the tensor was created
+    ("cpu", "cuda"). `children`: fields of a nested TensorDict.
     """
 
     kind: Kind
