@@ -17,7 +17,7 @@ from collections.abc import (
     ValuesView,
 )
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self, TypeAlias, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -47,10 +47,14 @@ Entry: TypeAlias = torch.Tensor | Any
 V = TypeVar("V")
 
 
-class _RemoteFields(MutableMapping[str, V]):
+class _RemoteFields(Generic[V]):
     """Named fields of one length. Reading one fetches it once; `columns` has them unread."""
 
     columns: dict[str, Column]
+    # No base class: a batch is no `Mapping`, because iterating over it gives its rows.
+    get: Any = MutableMapping.get
+    pop: Any = MutableMapping.pop
+    setdefault: Any = MutableMapping.setdefault
 
     def keys(self) -> KeysView[str]:
         return self.columns.keys()
@@ -73,7 +77,7 @@ class _RemoteFields(MutableMapping[str, V]):
             raise missing(key, self.columns, "batch")
         return key
 
-    def update(self, other: Mapping[str, V]) -> Self:  # type: ignore[override]  # as TensorDict
+    def update(self, other: Mapping[str, V]) -> Self:
         for key in other.keys():  # noqa: SIM118  # iterating a TensorDict gives its rows
             self[key] = other[key]
         return self
@@ -186,7 +190,7 @@ class RemoteBatch(_RemoteFields[Entry]):
         """Return a real `TensorDict` of the same tensors; fetches all of them."""
         return TensorDict(self.read_all(), batch_size=self.batch_size, device=self.device)
 
-    def __iter__(self) -> Iterator[Entry]:  # type: ignore[override]  # of rows, as a TensorDict
+    def __iter__(self) -> Iterator[Entry]:
         return iter(self.to_tensordict())
 
     def __getattr__(self, name: str) -> Any:
@@ -216,6 +220,10 @@ def _restore_batch(
 
 class RemoteArrays(_RemoteFields[Array], dict[str, Array]):  # type: ignore[misc]  # other views
     """A dict of numpy arrays. Its fields are in `columns`; the dict itself is empty."""
+
+    popitem: Any = MutableMapping.popitem
+    __eq__: Any = MutableMapping.__eq__
+    __hash__ = None
 
     def __init__(self, fields: Columns | Iterable[tuple[str, Column]] = ()) -> None:
         super().__init__()
