@@ -7,22 +7,17 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from test_small_fields import CountingStore
 
 from quadriga.protocol import DataProto, message, use_store
 from quadriga.protocol.boundary import pack_argument, pack_result, unpack_argument, unpack_result
-from quadriga.protocol.storage import InProcessStore, Origin, traffic
-
-
-class OtherProcess(InProcessStore):
-    """A store of values that are sent, as that of Ray."""
-
-    in_process = False
+from quadriga.protocol.storage import Origin, traffic
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtherProcess]:
+def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[CountingStore]:
     monkeypatch.setattr(message, "INLINE_BYTES", -1)
-    store = OtherProcess()
+    store = CountingStore()
     with use_store(store):
         yield store
 
@@ -30,7 +25,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtherProcess]:
 def send(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return what arrives, and the bytes that are stored."""
     traffic.reset()
-    packed = pack_argument(DataProto.from_dict({"x": tensor}), OtherProcess())
+    packed = pack_argument(DataProto.from_dict({"x": tensor}), CountingStore())
     stored = traffic.stored_bytes
     found = unpack_argument(packed).batch["x"]
     assert traffic.reset().fetched_bytes == stored
