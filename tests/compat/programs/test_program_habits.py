@@ -120,7 +120,7 @@ def test_columns_of_lists():
     assert parts.batch["x"].tolist() == [[1], [2], [3], [4]]
     assert parts.non_tensor_batch["labels"].tolist() == [["a1"], ["a2"], ["b1"], ["b2"]]
     odd = DataProto.from_dict(non_tensors={"labels": [["a"], ["b", "c"]]})
-    with pytest.raises(LengthError, match="row 0 of field 'labels' has 1 columns"):
+    with pytest.raises(LengthError, match="row 0 of field 'labels' is no list"):
         odd.unfold_column_chunks(2, split_keys=["labels"])
 
 
