@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -75,7 +74,7 @@ def write_reference_model(folder: str | Path) -> None:
     save_file(weights, file, metadata={"format": "pt"})
 
 
-class RolloutUnderTest(ExitStack):
+class RolloutUnderTest:
     """An engine on the model of a folder, and the reference for that model.
 
     Args:
@@ -85,7 +84,6 @@ class RolloutUnderTest(ExitStack):
     """
 
     def __init__(self, build: BuildRollout, folder: str, *, tolerance: float = 1e-4) -> None:
-        super().__init__()
         with quiet_libraries():
             self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32
@@ -96,7 +94,12 @@ class RolloutUnderTest(ExitStack):
         self.tolerance = tolerance
         self._logits: dict[tuple[int, ...], Tensor] = {}
         self.engine = build(folder)
-        self.callback(self.engine.close)
+
+    def __enter__(self) -> RolloutUnderTest:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.close()
 
     variants = (SAMPLING, GREEDY, replace(SAMPLING, temperature=0.6))
     """Requests whose log-probabilities are compared."""
