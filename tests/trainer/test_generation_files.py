@@ -17,8 +17,7 @@ from quadriga.errors import ConfigError, InputError
 from quadriga.observability import jsonl
 from quadriga.trainer import replicas
 from quadriga.trainer.evaluation import generate as generation
-from quadriga.trainer.evaluation.generate import run_generation
-from quadriga.trainer.evaluation.response_file import ResponseFile
+from quadriga.trainer.evaluation.generate import ResponseFile, run_generation
 
 
 def generated(task, path: Path, *more: str) -> Path:
@@ -166,10 +165,9 @@ def test_changed_data_and_weights_are_refused_and_named(generate, tiny_task, tmp
         generate(f"data_files={tiny_task.data('train')}")
 
 
-def test_two_processes_do_not_write_one_file(generate, tmp_path) -> None:
-    opened = ResponseFile.open(
-        tmp_path / "answers.jsonl", {}, total=1, batch_size=1, overwrite=False
-    )
+def test_two_processes_do_not_write_one_file(generate, tiny_task, tmp_path) -> None:
+    config = load_config(GenerateConfig, [f"model.path={tiny_task.model}"])
+    opened = ResponseFile.open(tmp_path / "answers.jsonl", config, 1, lambda: None)
     with opened, pytest.raises(ConfigError, match=r"answers\.jsonl is in use by another run"):
         generate()
     generate()

@@ -31,12 +31,13 @@ from quadriga.rewards import RewardManager
 from quadriga.rewards.outcome import SCORED, Outcome
 from quadriga.trainer.checkpoints import contents_digest
 from quadriga.trainer.checks.settings import check_eval_settings
-from quadriga.trainer.evaluation.generate import load_prompts, write_responses
-from quadriga.trainer.evaluation.response_file import (
+from quadriga.trainer.evaluation.generate import (
     Inputs,
     changes,
     inputs_of,
+    load_prompts,
     rows_of,
+    write_responses,
 )
 from quadriga.trainer.preflight import check_files, check_reward
 from quadriga.trainer.validation import (
