@@ -43,7 +43,8 @@ class TinyModel:
     within minutes. With the defaults of transformers (0.02, tied) it needs several times the steps.
 
     Raises:
-        ModelError: the heads do not divide the hidden size, or the key-value heads the heads.
+        ModelError: the heads do not divide the hidden size, or the key-value heads the heads; or
+            the model is not tiny: it would have more than 10^9 parameters.
     """
 
     hidden_size: int = 192
@@ -61,6 +62,13 @@ class TinyModel:
             raise ModelError(
                 f"hidden_size {self.hidden_size} must be a multiple of num_heads "
                 f"{self.num_heads}, and num_heads of num_kv_heads {self.num_kv_heads}"
+            )
+        # The projections of queries and outputs, and the three matrices of the MLP.
+        layer = self.hidden_size * (2 * self.hidden_size + 3 * self.intermediate_size)
+        count = self.num_layers * layer + self.vocab_size * self.hidden_size
+        if count > 10**9:
+            raise ModelError(
+                f"{self} has at least {count} parameters; a tiny model has at most 10^9"
             )
 
 
