@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final, Literal, cast
@@ -73,59 +72,53 @@ PARTIAL_BIAS: Final = "partial bias"
 """The bias of a rowwise layer, which is whole on each rank, and which only one rank adds."""
 
 
-@dataclass(frozen=True)
-class TensorPlan:
-    """The plan of one model.
+Plan = Mapping[str, Style]
+"""Pattern of a module or weight, relative to the base model → style."""
 
-    Attributes:
-        styles: pattern of a module or weight, relative to the base model → style.
+
+def tensor_plan(config: PreTrainedConfig) -> Plan:
+    """Return the plan of a config.
+
+    Raises:
+        ConfigError: the model has none, or was not compared with one rank.
     """
+    text = config.get_text_config()
+    found = getattr(text, "base_model_tp_plan", None)
+    if text.model_type not in TESTED or not found:
+        raise ConfigError(
+            f"model_type {text.model_type!r} has no plan of tensor parallelism that was compared "
+            f"with one rank; those of {', '.join(TESTED)} were. Set tensor_parallel_size=1; "
+            "sequence_parallel_size needs no plan"
+        )
+    styles = {}
+    for pattern, style in found.items():
+        if not pattern.startswith("layers."):
+            continue
+        assert style in _STYLES, (pattern, style)
+        rowwise_experts = ".experts." in pattern and style == "rowwise"
+        styles[pattern] = "experts" if rowwise_experts else _STYLES[style]
+    return styles
 
-    styles: Mapping[str, Style]
 
-    @staticmethod
-    def of(config: PreTrainedConfig) -> TensorPlan:
-        """Return the plan of a config.
+def style_of(plan: Plan, name: str) -> Style:
+    """Return the style of a module or weight by its name in the base model."""
+    return next((style for pattern, style in plan.items() if fnmatchcase(name, pattern)), "whole")
 
-        Raises:
-            ConfigError: the model has none, or was not compared with one rank.
-        """
-        text = config.get_text_config()
-        found = getattr(text, "base_model_tp_plan", None)
-        if text.model_type not in TESTED or not found:
-            raise ConfigError(
-                f"model_type {text.model_type!r} has no plan of tensor parallelism that was "
-                f"compared with one rank; those of {', '.join(TESTED)} were. Set "
-                "tensor_parallel_size=1; sequence_parallel_size needs no plan"
-            )
-        styles = {}
-        for pattern, style in found.items():
-            if not pattern.startswith("layers."):
-                continue
-            assert style in _STYLES, (pattern, style)
-            rowwise_experts = ".experts." in pattern and style == "rowwise"
-            styles[pattern] = "experts" if rowwise_experts else _STYLES[style]
-        return TensorPlan(styles)
 
-    def style(self, name: str) -> Style:
-        """Return the style of a module or weight by its name in the base model."""
-        found = (style for p, style in self.styles.items() if fnmatchcase(name, p))
-        return next(found, "whole")
-
-    def division(self, name: str) -> int | Literal["partial bias"] | None:
-        """Return the dimension in which a weight of a decoder layer is divided, by its name in the
-        base model; None: each rank has the whole weight."""
-        # layers.0.self_attn.o_proj.base_layer.weight -> style of layers.0.self_attn.o_proj
-        if self.style(name) == "experts":
-            return 0
-        module, _, leaf = base_name(name).rpartition(".")
-        layer, dot, adapter = module.partition(".lora_")
-        style = self.style(layer)
-        if dot:
-            return _ADAPTERS.get((style, f"lora_{adapter[:1]}"))
-        if style == "rowwise":
-            return 1 if leaf == "weight" else PARTIAL_BIAS
-        return 0 if style == "colwise" else None
+def division(plan: Plan, name: str) -> int | Literal["partial bias"] | None:
+    """Return the dimension in which a weight of a decoder layer is divided, by its name in the
+    base model; None: each rank has the whole weight."""
+    # layers.0.self_attn.o_proj.base_layer.weight -> style of layers.0.self_attn.o_proj
+    if style_of(plan, name) == "experts":
+        return 0
+    module, _, leaf = base_name(name).rpartition(".")
+    layer, dot, adapter = module.partition(".lora_")
+    style = style_of(plan, layer)
+    if dot:
+        return _ADAPTERS.get((style, f"lora_{adapter[:1]}"))
+    if style == "rowwise":
+        return 1 if leaf == "weight" else PARTIAL_BIAS
+    return 0 if style == "colwise" else None
 
 
 def decoder_parts(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
@@ -135,11 +128,11 @@ def decoder_parts(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     return [(f"layers.{index}", layer) for index, layer in layers.named_children()]
 
 
-def blocks_of(plan: TensorPlan, name: str, layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def blocks_of(plan: Plan, name: str, layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield (name, module) of each block of a decoder layer: its children with divided weights."""
     for child, module in layer.named_children():
         weights = (f"{name}.{child}.{weight}" for weight, _ in module.named_parameters())
-        if any(isinstance(plan.division(weight), int) for weight in weights):
+        if any(isinstance(division(plan, weight), int) for weight in weights):
             yield f"{name}.{child}", module
 
 
@@ -152,23 +145,19 @@ def check_division(model: PreTrainedModel, size: int, key: str) -> None:
     Raises:
         ConfigError: heads or a weight do not divide. The message has the arithmetic.
     """
-    plan = TensorPlan.of(model.config)
+    plan = tensor_plan(model.config)
     check_heads(model.config.get_text_config(), size, key)
     for name, layer in decoder_parts(model):
         for leaf, parameter in layer.named_parameters():
-            dim = plan.division(f"{name}.{leaf}")
+            dim = division(plan, f"{name}.{leaf}")
             if isinstance(dim, int) and parameter.shape[dim] % size:
                 length = parameter.shape[dim]
-                raise _cannot(
-                    key,
+                raise ConfigError(
                     f"{key}.tensor_parallel_size={size} does not divide dimension {dim} of "
                     f"{name}.{leaf} {tuple(parameter.shape)} ({_division(length, size)}); choose "
                     "another size",
+                    key=key,
                 )
-
-
-def _cannot(key: str, message: str) -> ConfigError:
-    return ConfigError(message, key=key)
 
 
 def _division(count: int, size: int) -> str:
@@ -185,11 +174,11 @@ def check_heads(text: PreTrainedConfig, size: int, key: str) -> None:
     heads = {"attention heads": text.num_attention_heads, "key heads": text.num_key_value_heads}
     for what, count in heads.items():
         if count % size:
-            raise _cannot(
-                key,
+            raise ConfigError(
                 f"{key}.tensor_parallel_size={size} does not divide the {count} {what} of "
                 f"model_type {text.model_type!r} ({_division(count, size)}); choose a divisor of "
                 f"{count}, and {key}.sequence_parallel_size for other ranks",
+                key=key,
             )
 
 
@@ -205,7 +194,7 @@ def divide_layers(model: PreTrainedModel, ranks: ModelRanks, mesh: DeviceMesh | 
     """
     tensor = ranks.tensor
     check_division(model, tensor.size, "engine")
-    plan = TensorPlan.of(model.config)
+    plan = tensor_plan(model.config)
     for name, layer in decoder_parts(model):
         for path, module in layer.named_modules():
             prefix = f"{name}.{path}" if path else name
@@ -213,15 +202,15 @@ def divide_layers(model: PreTrainedModel, ranks: ModelRanks, mesh: DeviceMesh | 
         for block, module in blocks_of(plan, name, layer):
             _exchange_around(module, tensor)
             for path, inner in module.named_modules():
-                if plan.styles and plan.style(f"{block}.{path}.gate_up_proj") == "experts":
+                if style_of(plan, f"{block}.{path}.gate_up_proj") == "experts":
                     _divide_experts(inner, tensor)
 
 
 def _divide_weights(
-    module: nn.Module, prefix: str, plan: TensorPlan, ranks: Subgroup, mesh: DeviceMesh | None
+    module: nn.Module, prefix: str, plan: Plan, ranks: Subgroup, mesh: DeviceMesh | None
 ) -> None:
     own = list(module.named_parameters(recurse=False))
-    divisions = [plan.division(f"{prefix}.{leaf}") for leaf, _ in own]
+    divisions = [division(plan, f"{prefix}.{leaf}") for leaf, _ in own]
     for (leaf, parameter), dim in zip(own, divisions, strict=True):
         data, placement = parameter.detach(), cast("Placement", Replicate())
         if isinstance(dim, int):
@@ -345,10 +334,10 @@ def check_model_parallel(
         )
     else:
         if engine.tensor_parallel_size > 1:
-            TensorPlan.of(config)
+            tensor_plan(config)
             check_heads(text, engine.tensor_parallel_size, key)
         return _check_sequence(text, engine, key)
-    raise _cannot(key, f"{setting}{problem}; set it to 1")
+    raise ConfigError(f"{setting}{problem}; set it to 1", key=key)
 
 
 def _check_sequence(config: PreTrainedConfig, engine: EngineConfig, key: str) -> None:
@@ -361,11 +350,11 @@ def _check_sequence(config: PreTrainedConfig, engine: EngineConfig, key: str) ->
     setting, instead = f"{key}.sequence_parallel_size={size}", f"{key}.context_parallel_size={size}"
     repeated = key_heads * (size // math.gcd(key_heads, size))  # a multiple of `size`
     if heads % repeated:
-        raise _cannot(
-            key,
+        raise ConfigError(
             f"{setting} does not divide the {heads} {whose} ({_division(heads, size)}), or they do "
             f"not divide by its {key_heads} key heads repeated to {repeated}; choose a divisor, or "
             f"set {instead} instead",
+            key=key,
         )
 
 
