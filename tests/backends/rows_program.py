@@ -1,14 +1,14 @@
-"""A cluster of three simulated nodes whose ranks read rows of each other; prints what was seen."""
+"""A cluster of three simulated nodes whose ranks read rows of each other."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
 import time
 from pathlib import Path
 
+import pytest
 import ray
 import torch
 from ray.cluster_utils import Cluster
@@ -21,7 +21,7 @@ from worker_cases import WIDTH, Reader
 from quadriga.backends.ray import RayBackend
 from quadriga.backends.ray.cluster import this_node
 from quadriga.backends.ray.store import servers
-from quadriga.errors import LostObjectError, QuadrigaError
+from quadriga.errors import LostObjectError
 from quadriga.protocol import DataProto
 from quadriga.protocol.storage import traffic
 
@@ -29,6 +29,8 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 ROW = 4 * WIDTH
 NODES = 3
 NODE = {"num_cpus": 1, "object_store_memory": 150 * 2**20}  # one rank per node
+WHOLE = [0, 0, 0], [2, 2, 2]
+"""What `permuted` returns if whole shards are fetched: each of the other nodes has a copy."""
 
 
 class Seen:
@@ -41,6 +43,10 @@ class Seen:
             self.pool, self.backend.class_with_args(Reader), role="reader", timeout=60
         )
 
+    def end(self):
+        self.group.shutdown()
+        self.pool.release()
+
     def make(self, rows):
         return self.group.make(DataProto.from_dict({"row": torch.arange(rows)}))
 
@@ -51,17 +57,15 @@ class Seen:
         return [len(p["node_ids"]) - 1 for p in get_object_locations(list(refs)).values()]
 
     def permuted(self, rows):
-        """All ranks read their part of a permuted batch."""
+        """All ranks read their part of a permuted batch. Return the rows that were cut out for
+        each, and how many nodes have a copy of each shard."""
         data = self.make(rows)
         whole = data[:]
         order = torch.arange(rows).reshape(3, -1).T.reshape(-1)
         data.reorder(order)
         found = self.group.read(data, ["one", "two", "rag"])
-        right = [row for first, _ in found for row in first] == order.tolist()
-        return {
-            "right": right, "cut rows": [cut / ROW for _, cut in found],
-            "copies": self.copies(whole),
-        }  # fmt: skip
+        assert [row for first, _ in found for row in first] == order.tolist()
+        return [cut / ROW for _, cut in found], self.copies(whole)
 
     def on_the_controller(self):
         """The controller reads one of the nine rows of a rank on another node."""
@@ -70,44 +74,43 @@ class Seen:
         data = self.make(27)
         whole = data[:]
         traffic.reset()
-        right = data[row : row + 1].batch["one"][:, -1].tolist() == [row]
-        return [right, traffic.reset().cut_bytes / ROW, max(self.copies(whole))]
-
-    def without_its_server(self):
-        """The row servers are killed: rows are still right, by fetching whole objects."""
-        for server in servers._known.values():
-            ray.kill(server)
-        found = self.permuted(9)
-        servers.stop()
-        self.group.forget()
-        return [found, self.permuted(9)["right"]]
-
-    def after_the_ranks_have_ended(self):
-        """Their rows are cut out by their nodes."""
-        data = self.make(27)
-        self.group.shutdown()
-        self.group.wait_until_ended()
-        traffic.reset()
-        found = [data[row : row + 1].batch["one"][:, -1].tolist() for row in (0, 9, 18)]
-        return [found, traffic.reset().cut_bytes / ROW]
+        assert data[row : row + 1].batch["one"][:, -1].tolist() == [row]
+        return traffic.reset().cut_bytes / ROW, max(self.copies(whole))
 
 
-def lost_node(cluster, doomed, seen):
-    """The node of rank 2 is lost, and another rank reads its rows."""
+def check_killed_servers(seen):
+    """Whole objects are fetched when the row servers were killed."""
+    for server in servers._known.values():
+        ray.kill(server)
+    assert seen.permuted(9) == WHOLE
+    servers.stop()
+    seen.group.forget()
+    seen.permuted(9)
+
+
+def check_ended_ranks(seen):
+    """The nodes of ranks that have ended cut out their rows."""
+    data = seen.make(27)
+    seen.group.shutdown()
+    seen.group.wait_until_ended()
+    traffic.reset()
+    found = [data[row : row + 1].batch["one"][:, -1].tolist() for row in (0, 9, 18)]
+    assert found == [[0.0], [9.0], [18.0]] and traffic.reset().cut_bytes / ROW >= 2
+
+
+def check_lost_node(cluster, doomed, seen):
+    """The node of a rank is lost, and the controller reads its rows: the error names the rank."""
     data = seen.make(9)
     nodes = [handle.facts.node_id for handle in seen.group._ranks.handles]
     lost = nodes.index(doomed.node_id)
     cluster.remove_node(doomed, allow_graceful=False)
     began = time.monotonic()
-    error = None
-    while error is None and time.monotonic() - began < 60:
-        try:
+    with pytest.raises(LostObjectError) as caught:
+        while time.monotonic() - began < 60:
             data[3 * lost : 3 * lost + 1].batch["one"]
             time.sleep(0.2)
-        except QuadrigaError as found:
-            error = found
-    assert isinstance(error, LostObjectError), error
-    return {"field": error.field, "rank is right": error.rank == lost, "method": error.method}
+    error = caught.value
+    assert (error.field, error.rank, error.method) == ("one", lost, "make")
 
 
 def main():
@@ -115,21 +118,23 @@ def main():
     added = [cluster.add_node(**NODE) for _ in range(NODES - 1)]
     cluster.wait_for_nodes()
     ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
-    report = {}
-    for name in ("shards", "rows"):
-        seen = Seen(name)
-        report[name] = {"permuted": seen.permuted(9), "controller": seen.on_the_controller()}
-        if name == "rows":
-            report["servers"] = len(servers._known)
-            report["killed server"] = seen.without_its_server()
-        seen.group.shutdown()
-        seen.pool.release()
+    shards = Seen("shards")
+    assert shards.permuted(9) == WHOLE and shards.on_the_controller()[0] == 0
+    shards.end()
+    # Each rank needs one row of two other nodes; `rag` has rows of half to one and a half times the
+    # bytes of a row of the others, and 8 bytes for each of its offsets.
+    rows = Seen("rows")
+    cut, copies = rows.permuted(9)
+    assert all(5 <= count < 7.1 for count in cut) and copies == [0, 0, 0]
+    assert rows.on_the_controller() == (1, 0) and len(servers._known) == NODES
+    check_killed_servers(rows)
+    rows.end()
+    # By default a few rows are cut out, and a third is not.
     auto = Seen("auto")
-    report["auto"] = {"a third": auto.permuted(9), "one row": auto.on_the_controller()}
-    report["dead ranks"] = auto.after_the_ranks_have_ended()
+    assert auto.permuted(9) == WHOLE and auto.on_the_controller() == (1, 0)
+    check_ended_ranks(auto)
     auto.pool.release()
-    report["lost node"] = lost_node(cluster, added[-1], Seen("auto"))
-    print(json.dumps(report))
+    check_lost_node(cluster, added[-1], Seen("auto"))
     ray.shutdown()
     cluster.shutdown()
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import subprocess
-import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,41 +19,6 @@ from quadriga.backends.ray import store as row_store
 from quadriga.backends.ray.store import RayStore, RowStore, make_store, servers
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto
-
-
-@pytest.fixture(scope="module")
-def seen():
-    program = Path(__file__).with_name("rows_program.py")
-    run = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, timeout=170
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(next(line for line in run.stdout.splitlines() if line.startswith("{")))
-
-
-@pytest.mark.nightly
-def test_shards_are_copied_or_rows_are_cut_out_as_the_setting_says(seen):
-    """By default a few rows are cut out, and a third is not. Each rank needs one row of two other
-    nodes; `rag` has rows of half to one and a half times the bytes of a row of the others."""
-    shards, few = seen["shards"], seen["rows"]["permuted"]
-    assert shards["permuted"]["right"] and shards["permuted"]["copies"] == [2, 2, 2]
-    assert shards["permuted"]["cut rows"] == [0, 0, 0] and shards["controller"][:2] == [True, 0]
-    assert few["right"] and few["copies"] == [0, 0, 0] and seen["servers"] == 3
-    assert all(5 <= rows < 7.1 for rows in few["cut rows"])
-    assert seen["rows"]["controller"] == [True, 1, 0]
-    assert seen["auto"]["a third"] == shards["permuted"]
-    assert seen["auto"]["one row"] == [True, 1, 0]
-
-
-@pytest.mark.nightly
-def test_rows_after_the_end_of_row_servers_ranks_and_a_node(seen):
-    """Whole shards are fetched without a server; the node of a rank that has ended cuts its rows;
-    rows of a lost node are an error that names their rank."""
-    killed, after = seen["killed server"]
-    assert killed["right"] and killed["copies"] == [2, 2, 2] and after
-    found, rows = seen["dead ranks"]
-    assert found == [[0.0], [9.0], [18.0]] and rows >= 2
-    assert seen["lost node"] == {"field": "one", "rank is right": True, "method": "make"}
 
 
 @pytest.fixture(scope="module")
