@@ -17,7 +17,7 @@ from quadriga.protocol import DataProto, Origin, use_store
 from quadriga.protocol.boundary import pack_argument, unpack_result
 from quadriga.protocol.columns import RemoteColumn
 from quadriga.protocol.contents import RemoteArrays, RemoteBatch
-from quadriga.protocol.rows import RowMap, Shard
+from quadriga.protocol.storage import RowMap, Shard
 from quadriga.protocol.values import FieldSpec
 
 

@@ -10,8 +10,7 @@ from quadriga.backends.ray import cluster, store as ray_store
 from quadriga.errors import LostObjectError
 from quadriga.protocol.columns import RemoteColumn, fetch
 from quadriga.protocol.encoding import encode
-from quadriga.protocol.rows import RowMap, Shard
-from quadriga.protocol.storage import Origin, fetch_many
+from quadriga.protocol.storage import Origin, RowMap, Shard, fetch_many
 
 MB = 2**20
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, strategies as st
 
 from quadriga.protocol import Origin
-from quadriga.protocol.rows import RowMap, Shard, concat, row_map_of
+from quadriga.protocol.storage import RowMap, Shard, concat_maps, row_map_of
 
 WRITER = Origin("actor", 0, "make")
 
@@ -30,7 +30,7 @@ def pairs(rows: RowMap) -> list[tuple[int, int]]:
 
 
 def test_a_range_shortens_the_outer_segments_and_drops_unused_shards():
-    joined, _ = concat([map_of(1, 4), map_of(2, 4), map_of(3, 4)])
+    joined, _ = concat_maps([map_of(1, 4), map_of(2, 4), map_of(3, 4)])
     part, kept = take(joined, range(3, 6))
     assert part.segments.tolist() == [[0, 3, 4], [1, 0, 2]]
     assert kept == (0, 1) and [s.uid for s in part.shards] == [1, 2]
@@ -39,29 +39,29 @@ def test_a_range_shortens_the_outer_segments_and_drops_unused_shards():
 
 
 def test_the_example_of_the_module():
-    joined, _ = concat([map_of(1, 3), map_of(2, 3)])
+    joined, _ = concat_maps([map_of(1, 3), map_of(2, 3)])
     assert joined.segments.tolist() == [[0, 0, 3], [1, 0, 3]]
     assert take(joined, range(2, 5))[0].segments.tolist() == [[0, 2, 3], [1, 0, 2]]
     taken, kept = take(joined, np.array([5, 0, 1]))
     assert taken.segments.tolist() == [[1, 2, 3], [0, 0, 2]] and kept == (0, 1)
-    again, _ = concat([take(joined, range(0, 2))[0], take(joined, range(2, 6))[0]])
+    again, _ = concat_maps([take(joined, range(0, 2))[0], take(joined, range(2, 6))[0]])
     assert again.segments.tolist() == [[0, 0, 3], [1, 0, 3]]
 
 
 def test_chunk_then_concat_gives_the_same_segments():
-    whole, _ = concat([map_of(1, 5), map_of(2, 5)])
+    whole, _ = concat_maps([map_of(1, 5), map_of(2, 5)])
     parts = [take(whole, range(a, a + 2))[0] for a in range(0, 10, 2)]
-    again, sources = concat(parts)
+    again, sources = concat_maps(parts)
     assert again.segments.tolist() == [[0, 0, 5], [1, 0, 5]]
     assert [s.uid for s in again.shards] == [1, 2] and sources == [(0, 0), (2, 1)]
-    unshared, sources = concat(parts, share=False)
+    unshared, sources = concat_maps(parts, share=False)
     assert len(unshared.shards) == 6 and pairs(unshared) == pairs(again)
 
 
 @given(st.data())
 def test_any_sequence_of_selections_agrees_with_a_list(data):
     sizes = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
-    rows, _ = concat([map_of(uid, n) for uid, n in enumerate(sizes)])
+    rows, _ = concat_maps([map_of(uid, n) for uid, n in enumerate(sizes)])
     expected = [(uid, r) for uid, n in enumerate(sizes) for r in range(n)]
     for _ in range(data.draw(st.integers(1, 4))):
         n = len(expected)

@@ -1,6 +1,6 @@
 """Batches, and how they are sent: `DataProto`, `DataProtoFuture`, field names, padding. No Ray.
 
-- `storage.py`: handles and stores. `rows.py`: row maps. `values.py`: one local value.
+- `storage.py`: handles, stores and row maps. `rows.py`: indexes. `values.py`: one local value.
 - `encoding.py`: a value as it is sent. `columns.py`: remote fields. `contents.py`: the halves of
   a batch, and the operations on them. `disk.py`: a batch in a file.
 - `message.py`, `dataproto.py`, `boundary.py`: a batch as it is sent; the container; values at the

@@ -53,13 +53,15 @@ from quadriga.protocol.dataproto import (
 )
 from quadriga.protocol.encoding import decode_leaf, encode, encode_leaf
 from quadriga.protocol.message import Inline, Message, has_raw_rows, message_of
-from quadriga.protocol.rows import RowMap, Shard, chunk_bounds
 from quadriga.protocol.storage import (
     CONTROLLER,
     Handle,
     LocalHandle,
     Origin,
+    RowMap,
+    Shard,
     Store,
+    chunk_bounds,
     current_store,
     snapshot,
     traffic,

@@ -9,18 +9,22 @@ from typing import TypeAlias, TypeGuard
 import numpy as np
 
 from quadriga.errors import LostObjectError
-from quadriga.protocol import rows
 from quadriga.protocol.encoding import decode, encode
-from quadriga.protocol.rows import Plan, RowMap, RowSelection, Shard, runs
 from quadriga.protocol.storage import (
     CONTROLLER,
     Handle,
     LocalHandle,
     Origin,
+    Plan,
+    RowMap,
     RowRequest,
+    RowSelection,
+    Shard,
+    concat_maps,
     fetch_many,
     is_row_handle,
     is_transport_pickling,
+    runs,
     traffic,
 )
 from quadriga.protocol.values import (
@@ -324,10 +328,10 @@ def concat(parts: Sequence[Columns]) -> dict[str, Column]:
             continue
         maps = tuple(id(column.row_map) for column in remote)
         if maps not in joined:
-            joined[maps] = rows.concat([column.row_map for column in remote])
+            joined[maps] = concat_maps([column.row_map for column in remote])
         row_map, sources = joined[maps]
         if len(row_map.shards) < sum(len(c.handles) for c in remote) and not _same_handles(remote):
-            row_map, sources = rows.concat([column.row_map for column in remote], share=False)
+            row_map, sources = concat_maps([column.row_map for column in remote], share=False)
         handles = tuple([remote[part].handles[shard] for part, shard in sources])
         result[key] = RemoteColumn(spec, row_map, handles)
     return result

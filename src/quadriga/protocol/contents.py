@@ -27,8 +27,7 @@ from quadriga.errors import ConflictError, FieldError, LengthError
 from quadriga.protocol import columns
 from quadriga.protocol.columns import Column, Columns, RemoteColumn, is_remote, local_value
 from quadriga.protocol.encoding import current_device
-from quadriga.protocol.rows import RowSelection
-from quadriga.protocol.storage import Array
+from quadriga.protocol.storage import Array, RowSelection
 from quadriga.protocol.values import (
     LocalValue,
     clone_value,

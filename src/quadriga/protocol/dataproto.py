@@ -27,17 +27,8 @@ from quadriga.protocol.contents import (
     Tensors,
 )
 from quadriga.protocol.message import Message, pack_for_pickle, unpack
-from quadriga.protocol.rows import (
-    RowIndex,
-    RowSelection,
-    chunk_bounds,
-    from_index,
-    from_slice,
-    padded,
-    repeated,
-    row_number,
-)
-from quadriga.protocol.storage import Array
+from quadriga.protocol.rows import RowIndex, from_index, from_slice, padded, repeated, row_number
+from quadriga.protocol.storage import Array, RowSelection, chunk_bounds
 from quadriga.protocol.values import (
     LocalValue,
     describe_value,

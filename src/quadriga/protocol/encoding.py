@@ -21,8 +21,16 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from quadriga.errors import FieldError
-from quadriga.protocol.rows import RowMap, Shard
-from quadriga.protocol.storage import CONTROLLER, Array, Ints, StoredValue, snapshot, transports
+from quadriga.protocol.storage import (
+    CONTROLLER,
+    Array,
+    Ints,
+    RowMap,
+    Shard,
+    StoredValue,
+    snapshot,
+    transports,
+)
 from quadriga.protocol.values import (
     CARRIER_OF_SIZE,
     NUMPY_KNOWS,

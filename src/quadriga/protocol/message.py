@@ -18,8 +18,15 @@ from quadriga.protocol.columns import Column, RemoteColumn, is_remote, local_val
 from quadriga.protocol.containers import PLAIN_TYPES, walk
 from quadriga.protocol.contents import Contents, MetaInfo
 from quadriga.protocol.encoding import current_device, decode, decode_leaf, encode, encode_leaf
-from quadriga.protocol.rows import RowMap, Shard, row_map_of
-from quadriga.protocol.storage import CONTROLLER, Handle, LocalHandle, traffic
+from quadriga.protocol.storage import (
+    CONTROLLER,
+    Handle,
+    LocalHandle,
+    RowMap,
+    Shard,
+    row_map_of,
+    traffic,
+)
 from quadriga.protocol.values import FieldSpec, Payload, flat_payload, payload_of
 
 INLINE_BYTES = 64 * 1024

@@ -32,8 +32,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from quadriga.errors import FieldError
-from quadriga.protocol.rows import RowSelection
-from quadriga.protocol.storage import Array, Ints
+from quadriga.protocol.storage import Array, Ints, RowSelection
 
 ObjectArray: TypeAlias = NDArray[np.object_]
 LocalValue: TypeAlias = torch.Tensor | TensorDictBase | Array

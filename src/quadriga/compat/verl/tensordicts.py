@@ -17,7 +17,8 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from quadriga.errors import ConflictError, FieldError, LengthError
 from quadriga.protocol import DataProto, union_tensor_dict
-from quadriga.protocol.rows import RowSelection, from_index, from_slice
+from quadriga.protocol.rows import from_index, from_slice
+from quadriga.protocol.storage import RowSelection
 from quadriga.protocol.values import concat_jagged, equal_jagged, is_jagged, same_dense, take_jagged
 
 Field: TypeAlias = torch.Tensor | NonTensorStack | NonTensorData
