@@ -1,7 +1,8 @@
-"""Small models of several families, whose memory is computed and measured."""
+"""Small models of several families, whose memory is computed and measured, and the measurement."""
 
 from __future__ import annotations
 
+from torch.profiler import ProfilerActivity, profile
 from transformers import FalconConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3MoeConfig
 
 SIZES = {
@@ -20,3 +21,15 @@ CONFIGS = {
         vocab_size=384, hidden_size=64, num_hidden_layers=2, num_attention_heads=4
     ),
 }
+
+
+def peak_of(call) -> int:
+    """Return the most bytes that exist at once of those that a call allocates."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        call()
+    events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak

@@ -6,6 +6,7 @@ tokens than there are, so that a layer that sees too much or too little changes 
 
 from __future__ import annotations
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -190,6 +191,14 @@ VARIANTS = [
     ("qwen2_moe", {"tie_word_embeddings": True}),
     ("stablelm", {"use_parallel_residual": True}),
 ]
+
+
+def each(names, of_each_kind):
+    """Parameters of a test: the architectures of each kind, and in `make nightly` the others."""
+    return [
+        name if name in of_each_kind else pytest.param(name, marks=pytest.mark.nightly)
+        for name in names
+    ]
 
 
 def small_config(model_type, changes=None):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import naive_loop
 import pytest
 import torch
-from small_models import VOCABULARY, small_model
+from small_models import VOCABULARY, each, small_model
 
 from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
@@ -38,12 +38,7 @@ def build(folder, **lora):
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    [
-        name if name in EACH_KIND else pytest.param(name, marks=pytest.mark.nightly)
-        for name in ARCHITECTURES
-        if name not in REFUSED
-    ],
+    "model_type", each([name for name in ARCHITECTURES if name not in REFUSED], EACH_KIND)
 )
 def test_log_probs_are_those_of_merged_weights_and_all_adapters_learn(model_type, batch, tmp_path):
     model = small_model(model_type)

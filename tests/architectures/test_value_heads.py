@@ -5,7 +5,7 @@ from __future__ import annotations
 import naive_loop
 import pytest
 import torch
-from small_models import VOCABULARY, small_model
+from small_models import VOCABULARY, each, small_model
 
 from quadriga.config.schema import ModelConfig
 from quadriga.engines.base import VALUES
@@ -30,12 +30,7 @@ def batch():
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    [
-        name if name in EACH_KIND else pytest.param(name, marks=pytest.mark.nightly)
-        for name in ARCHITECTURES
-        if name not in REFUSED
-    ],
+    "model_type", each([name for name in ARCHITECTURES if name not in REFUSED], EACH_KIND)
 )
 def test_values_are_those_of_a_head_on_the_hidden_states(model_type, batch, tmp_path):
     model = small_model(model_type)

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import torch
 from optimizer_cases import has_torchao
-from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
-from memory_models import CONFIGS, SIZES
+from memory_models import CONFIGS, SIZES, peak_of
 from quadriga.config.schema import (
     Checkpointing,
     EngineConfig,
@@ -207,18 +206,6 @@ def peak_of_step(engine, update) -> int:
     update()
     engine.optimizer.step = step
     return min(peaks)
-
-
-def peak_of(call) -> int:
-    """Return the most bytes that exist at once of those that a call allocates."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        call()
-    events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
 
 
 def measure_on_two_ranks(rank: int, folder: str, port: int) -> None:

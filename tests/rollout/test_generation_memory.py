@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     LlamaConfig,
 )
 
-from memory_models import CONFIGS as FAMILIES, SIZES
+from memory_models import CONFIGS as FAMILIES, SIZES, peak_of
 from quadriga.config.schema import ModelConfig, RolloutConfig, SamplingConfig
 from quadriga.rollout.base import SamplingParams
 from quadriga.rollout.hf import generation
@@ -36,17 +35,6 @@ def prompts(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         mask[row, ROWS.prompt - length :] = 1
     ids = torch.arange(3)[:, None] * mask + 5
     return ids.repeat_interleave(4, 0), mask.repeat_interleave(4, 0)
-
-
-def peak_of(call) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        call()
-    events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
 
 
 @pytest.mark.nightly

@@ -195,16 +195,6 @@ def test_a_refusal_leaves_the_output_and_a_complete_one_needs_no_memory(
         assert "trainer.check_memory=false" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("filtered", ["top_p=0.9", "min_p=0.1"])
-def test_filters_of_sampling_are_planned(arguments, filtered):
-    def peak(*more):
-        rows = ("batch_size=512", "max_prompt_length=2", "sampling.temperature=1")
-        config = load_config(GenerateConfig, arguments("generate", *rows, *more))
-        return generation_plan(config, "cpu").pools[0].generation.peak("generate")
-
-    assert peak(f"sampling.{filtered}") > peak()
-
-
 def test_the_rows_of_a_request_are_planned(arguments):
     def rows(*more):
         given = arguments("generate", "batch_size=256", "trainer.n_gpus_per_node=4", *more)
