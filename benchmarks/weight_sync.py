@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from quadriga.parallel.distributed import init_distributed
-from quadriga.rollout.base import tensor_digest
+from quadriga.rollout.base import RolloutEngine, tensor_digest
 from quadriga.weight_sync.remote import JoinedReceiver, JoinedSender, WeightReceiver, WeightSender
 from quadriga.weight_sync.sync import WeightSync, needs_of
 
@@ -47,10 +47,11 @@ BUCKET = 8 << 20
 Figures = dict[str, float]
 
 
-class Target:
+class Target(RolloutEngine):
     """A rollout engine without computation."""
 
     name, version = "benchmark", -1
+    generate = score = None  # never called: the weights are compared by digests
     abilities = SimpleNamespace(exposes_weights=True)
 
     def __init__(self, names: Iterable[str]) -> None:

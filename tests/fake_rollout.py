@@ -23,11 +23,9 @@ Fault = Literal[
     "wedges",
     "wrong version",
     "missing row",
-    "weight left out",
 ]
 """`dies`: the connection is reset. `fails`: the engine's library raises. `wedges`: the call does
-not return before `close`. `weight left out`: an update
-leaves one weight as it was. The others change the last row of an output."""
+not return before `close`. The others change the last row of an output."""
 
 
 class FakeRollout(HFRollout):
@@ -55,10 +53,7 @@ class FakeRollout(HFRollout):
         return self._faulty(out) if faulty and len(out.response_ids) else out
 
     def update_weights(self, stream, version):
-        weights = dict(stream)
-        if self._fault == "weight left out":
-            weights.pop(next(iter(weights)))
-        super().update_weights(weights.items(), version)
+        super().update_weights(stream, version)
         self.version = version
 
     def weights_digest(self):
