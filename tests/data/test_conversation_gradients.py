@@ -34,12 +34,8 @@ CHATML = ("<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>", "\n")
 HEADER = "<|header|>{}<|end_header|>\n\n"
 BY_HAND = {
     "ChatML": by_hand(*CHATML),
-    "Qwen": by_hand(*CHATML, first="<|im_start|>system\nBe kind.<|im_end|>\n"),
     "Llama 3": by_hand(
         HEADER.format("user"), HEADER.format("assistant"), "<|eot|>", "", first="<|begin|>"
-    ),
-    "Gemma": by_hand(
-        "<start_of_turn>user\n", "<start_of_turn>model\n", "<end_of_turn>", "\n", first="<bos>"
     ),
 }
 
@@ -72,7 +68,7 @@ def naive(folder: str, tokens: list[int], trained: list[int]):
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", BY_HAND)
 def test_loss_and_gradients_are_those_of_the_tokens_of_the_assistant(name, folder, tmp_path):
     template, special, _ = CASES[name]
     tokenizer = family(template, special)

@@ -4,6 +4,7 @@ is the same."""
 import datetime
 import json
 from decimal import Decimal
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -57,16 +58,9 @@ def files(request, tmp_path, monkeypatch):
     return paths
 
 
-def conversations(files, tokenizer, **more):
-    return SFTDataset(files, tokenizer, messages_key="messages", **more)
-
-
-def answers(files, tokenizer, **more):
-    return SFTDataset(files, tokenizer, response_key="chosen", **more)
-
-
-def pairs(files, tokenizer, **more):
-    return PairDataset(files, tokenizer, pad_token_id=0, margin_key="margin", **more)
+conversations = partial(SFTDataset, messages_key="messages")
+answers = partial(SFTDataset, response_key="chosen")
+pairs = partial(PairDataset, pad_token_id=0, margin_key="margin")
 
 
 def prompts(files, tokenizer, max_length=None, **more):

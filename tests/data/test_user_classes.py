@@ -35,26 +35,6 @@ class Short(Sampler):
 class Outside(Sampler):
     def rows(self, batch, batch_size):
         return [99] * batch_size
-
-
-class BadState(Sampler):
-    def state_dict(self):
-        return {3: object()}
-
-
-class NoRows(Sampler):
-    def rows(self, batch, batch_size):
-        return None
-
-
-class Broken(Sampler):
-    def __init__(self, dataset, seed):
-        raise ValueError("no")
-
-
-class Nothing:
-    def __init__(self, dataset, seed):
-        pass
 """
 DATASET = """
 from quadriga.data import PromptDataset
@@ -65,11 +45,6 @@ class Questions(PromptDataset):
         rows = [{"prompt": f"{file} {i}"} for file in files for i in range(3)]
         made = PromptDataset.from_rows(rows, tokenizer, max_prompt_length=config.max_prompt_length)
         self.__dict__.update(made.__dict__)
-
-
-class WithHint(Questions):
-    def __getitem__(self, index):
-        return {**super().__getitem__(index), "extra_info": {"hint": index}}
 
 
 class OfImages(Questions):

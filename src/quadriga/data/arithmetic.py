@@ -93,35 +93,26 @@ class ArithmeticTask:
     operations: tuple[str, ...] = ("+", "-")
 
     def __post_init__(self) -> None:
-        steps = f"min_steps={self.min_steps}, max_steps={self.max_steps}"
-        bounded, operations = self.max_total is not None, self.operations
-        for fits, problem in (
-            (self.max_number >= 1, f"max_number must be at least 1, got {self.max_number}"),
-            (
-                1 <= self.min_steps <= self.max_steps,
-                f"steps must satisfy 1 <= min_steps <= max_steps, got {steps}",
-            ),
+        for fits, rule in (
+            (self.max_number >= 1, "max_number must be at least 1"),
+            (1 <= self.min_steps <= self.max_steps, "1 <= min_steps <= max_steps must hold"),
             (
                 (self.max_total or self.max_number) >= self.max_number,
-                f"max_total must be at least max_number={self.max_number}, with which a story may "
-                f"start, got {self.max_total}",
+                "max_total must be at least max_number, with which a story may start",
+            ),
+            (1 <= self.phrasings <= PHRASINGS, f"phrasings must be between 1 and {PHRASINGS}"),
+            (
+                {"+"} <= set(self.operations) <= set(OPERATIONS),
+                f"operations must be a subset of {OPERATIONS} with '+'",
             ),
             (
-                1 <= self.phrasings <= PHRASINGS,
-                f"phrasings must be between 1 and {PHRASINGS}, got {self.phrasings}",
-            ),
-            (
-                set(operations) <= set(OPERATIONS) and "+" in operations,
-                f"operations must be a subset of {OPERATIONS} with '+', got {operations}",
-            ),
-            (
-                not bounded or "-" in operations,
+                self.max_total is None or "-" in self.operations,
                 "max_total needs '-' among the operations: without it a story that has reached "
                 "max_total could not continue",
             ),
         ):
             if not fits:
-                raise DataError(problem)
+                raise DataError(f"{rule}, got {self}")
 
 
 @dataclass(frozen=True)
@@ -263,35 +254,25 @@ def write_arithmetic(
     parts = make_parts(
         task or ArithmeticTask(), {k: n for k, n in sizes.items() if n or k != "rm"}, seed
     )
-    for name, file in (("rm", "rm"), ("test", "rm_test")) if rm_size else ():
-        rng = random.Random(f"{seed}/{name}/wrong")
-        _write(
-            folder,
-            file,
-            [
-                _row(problem, index, "rm", problem.solution)
-                | {"chosen": problem.solution, "rejected": _wrong_solution(problem, rng)}
-                for index, problem in enumerate(parts[name])
-            ],
-        )
+    files: dict[str, list[dict[str, object]]] = {}
     for name in ("train", "test", "sft"):
         share = sft_careful if name == "sft" else 1.0
         # A stream of its own, so that `sft_careful` changes solutions but never the problems.
         rng = random.Random(f"{seed}/{name}/careful")
-        _write(
-            folder,
-            name,
-            [
-                _row(problem, i, name, _solution(problem, careful=rng.random() < share))
-                for i, problem in enumerate(parts[name])
-            ],
-        )
-    names = ("train", "test", "sft", "rm", "rm_test") if rm_size else ("train", "test", "sft")
-    return ArithmeticFiles(*(folder / f"{name}.parquet" for name in names))
-
-
-def _write(folder: Path, name: str, rows: list[dict[str, object]]) -> None:
-    pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
+        files[name] = [
+            _row(problem, i, name, _solution(problem, careful=rng.random() < share))
+            for i, problem in enumerate(parts[name])
+        ]
+    for name, file in (("rm", "rm"), ("test", "rm_test")) if rm_size else ():
+        rng = random.Random(f"{seed}/{name}/wrong")
+        files[file] = [
+            _row(problem, index, "rm", problem.solution)
+            | {"chosen": problem.solution, "rejected": _wrong_solution(problem, rng)}
+            for index, problem in enumerate(parts[name])
+        ]
+    for name, rows in files.items():
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
+    return ArithmeticFiles(**{name: folder / f"{name}.parquet" for name in files})
 
 
 def _row(problem: Problem, index: int, split: str, answer: str) -> dict[str, object]:

@@ -219,10 +219,19 @@ def _templated(
 
     Raises `ModelError`, naming the first chat that the template cannot write.
     """
-    _check_operators(tokenizer)
+    if ("operator", "**") in _tokens_of_template(tokenizer):
+        # Nothing can interrupt Python while it raises to a power.
+        raise _template_error(tokenizer, "uses the operator **, which is not allowed")
+    options: dict[str, Any] = dict(arguments)  # their types are up to the template
     try:
         with bounded(_TEMPLATE_S, _TEMPLATE_GB):
-            texts = _render(tokenizer, chats, complete, arguments)
+            written = tokenizer.apply_chat_template(
+                chats,  # type: ignore[arg-type]  # transformers types a message as dict[str, str]
+                add_generation_prompt=not complete,
+                tokenize=False,
+                **options,
+            )
+            texts = [str(text) for text in written]
     except OutOfTimeError:
         raise _template_error(tokenizer, f"takes more than {_TEMPLATE_S:g} s") from None
     except Exception as error:  # a template can raise anything, such as ZeroDivisionError
@@ -236,28 +245,6 @@ def _templated(
             what = f"turns the {characters(chat)} characters of prompt {number} into {len(text)}"
             raise _template_error(tokenizer, what)
     return texts
-
-
-def _render(
-    tokenizer: PreTrainedTokenizerBase,
-    chats: list[TemplateChat],
-    complete: bool,
-    arguments: TemplateArguments,
-) -> list[str]:
-    options: dict[str, Any] = dict(arguments)  # their types are up to the template
-    texts = tokenizer.apply_chat_template(
-        chats,  # type: ignore[arg-type]  # transformers types a message as dict[str, str]
-        add_generation_prompt=not complete,
-        tokenize=False,
-        **options,
-    )
-    return [str(text) for text in texts]
-
-
-def _check_operators(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a template with `**`: nothing can interrupt Python while it raises to a power."""
-    if ("operator", "**") in _tokens_of_template(tokenizer):
-        raise _template_error(tokenizer, "uses the operator **, which is not allowed")
 
 
 def _names_in_template(tokenizer: PreTrainedTokenizerBase) -> set[str]:

@@ -14,6 +14,7 @@ from quadriga.data.chat import Chat, Conversation
 from quadriga.data.images import PromptImages
 from quadriga.errors import LengthError
 from quadriga.protocol import DataProto, fields
+from quadriga.protocol.values import object_array
 
 
 class PromptItem(TypedDict):
@@ -92,17 +93,15 @@ def collate_prompts(
         fields.POSITION_IDS: positions(mask),
     }
     arrays = object_arrays(items, leave_out=(fields.INPUT_IDS, fields.MULTI_MODAL_INPUTS))
-    images = [item[fields.MULTI_MODAL_INPUTS] for item in items if _has_images_field(item)]
+    images = [
+        item[fields.MULTI_MODAL_INPUTS] for item in items if fields.MULTI_MODAL_INPUTS in item
+    ]
     if images:
         inputs = [image.inputs() for image in images]
         arrays |= object_arrays([{fields.MULTI_MODAL_INPUTS: entry} for entry in inputs], ())
         of_rows = [image.positions(entry) for image, entry in zip(images, inputs, strict=True)]
         tensors[fields.POSITION_IDS] = _padded_positions(of_rows, ids.shape[1])
     return DataProto.from_dict(tensors, arrays)
-
-
-def _has_images_field(item: PromptItem) -> bool:
-    return fields.MULTI_MODAL_INPUTS in item
 
 
 def _padded_positions(rows: Sequence[npt.NDArray[np.int64]], length: int) -> torch.Tensor:
@@ -161,11 +160,7 @@ def object_arrays(
     arrays: dict[str, npt.NDArray[np.object_]] = {}
     for key in items[0]:
         if key not in leave_out:
-            # `np.array([[1, 2], [3, 4]], dtype=object)` would be 2 × 2. Assigning to an empty array
-            # keeps each list or dict as one element.
-            array = np.empty(len(items), dtype=object)
-            array[:] = [item[key] for item in items]
-            arrays[key] = array
+            arrays[key] = object_array([item[key] for item in items])
     return arrays
 
 

@@ -133,11 +133,11 @@ class PromptImages:
         Raises:
             DataError: an image has another size than when the run started.
         """
-        grids = inputs[GRIDS].tolist() if inputs else []
+        merge = self.rules.merge_size  # merge² patches become one token
+        patches = inputs[GRIDS].tolist() if inputs else []
+        grids = [(t, h // merge, w // merge) for t, h, w in patches]
         try:
-            return image_positions(
-                self.ids, self.rules.image_token, token_grids(grids, self.rules.merge_size)
-            )
+            return image_positions(self.ids, self.rules.image_token, grids)
         except ValueError as error:
             raise self.row.error(f"{error}; do not change image files during a run") from error
 
@@ -320,11 +320,6 @@ def _rgb(image: Image) -> Image:
 
 Grid = tuple[int, int, int]
 """The tokens of an image in time, height and width."""
-
-
-def token_grids(patch_grids: Sequence[Sequence[int]], merge_size: int) -> list[Grid]:
-    """Return the tokens of images of so many patches: `merge_size`² patches become one token."""
-    return [(t, h // merge_size, w // merge_size) for t, h, w in patch_grids]
 
 
 def image_positions(

@@ -112,7 +112,12 @@ class PromptLoader:
         return whole + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[DataProto]:
-        order = self._order()
+        options: Any = {"seed": self.seed, "epoch": self.epoch, "shuffle": self.shuffle}
+        order = (
+            epoch_order(len(self.dataset), **options)
+            if self.mixture is None
+            else self.mixture.order(**options)
+        )
         while self.batches_done < len(self):
             rows = self._rows(order)
             # Counted before `yield`: a state that is taken while the caller works on this batch
@@ -128,12 +133,6 @@ class PromptLoader:
         """Tell the sampler, if there is one, about a step."""
         if self.sampler is not None:
             update_sampler(self.sampler, data)
-
-    def _order(self) -> Order:
-        seed, epoch, shuffle = self.seed, self.epoch, self.shuffle
-        if self.mixture is not None:
-            return self.mixture.order(seed=seed, epoch=epoch, shuffle=shuffle)
-        return epoch_order(len(self.dataset), seed=seed, epoch=epoch, shuffle=shuffle)
 
     def _rows(self, order: Order) -> Sequence[int]:
         """Return the rows of the next batch."""
@@ -260,18 +259,14 @@ class Mixture:
             passes, within = np.divmod(np.arange(start, end), size)
             chosen = np.empty(len(passes), dtype=np.int64)
             for number in np.unique(passes):
-                of_file = _seed_of_pass(file, int(number))
+                # A number of this pass over this file, which no epoch and no other file has.
+                of_file = (1 << 48) + (file << 32) + int(number)
                 order = epoch_order(size, seed=seed, epoch=of_file, shuffle=shuffle)
                 chosen[passes == number] = order[within[passes == number]]
             rows.append(chosen + first)
             first += size
         joined = np.concatenate(rows)
         return joined[epoch_order(len(joined), seed=seed, epoch=epoch, shuffle=shuffle)]
-
-
-def _seed_of_pass(file: int, number: int) -> int:
-    """Return a number for pass `number` over a file, which no epoch and no other file has."""
-    return (1 << 48) + (file << 32) + number
 
 
 def shares(rows: int, weights: Sequence[float], epochs: int) -> list[int]:

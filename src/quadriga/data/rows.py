@@ -98,15 +98,7 @@ def read_rows(files: Sequence[str | Path]) -> list[Row]:
 
     Raises `DataError` that names the file, and the row if one row is invalid or too large.
     """
-    return [row for path in check_files(files) for row in rows_of_file(path)]
-
-
-def rows_of_file(path: Path) -> list[Row]:
-    """Return all rows of one file. Raises `DataError` as `read_rows` does."""
-    rows: list[Row] = []
-    for piece in read_pieces(path):
-        rows.extend(piece.rows)
-    return rows
+    return [row for path in check_files(files) for piece in read_pieces(path) for row in piece.rows]
 
 
 def read_pieces(path: Path) -> Iterator[Piece]:
@@ -284,8 +276,6 @@ def _json_row(line: bytes, path: str, number: int) -> Row:
         # Half of a surrogate pair ("\\ud83d") is JSON, but no tokenizer accepts it.
         if "\\u" in text:
             json.dumps(values, ensure_ascii=False).encode("utf-8")
-    except json.JSONDecodeError as error:
-        raise row.error(f"not JSON: {error}") from error
     except UnicodeError as error:
         raise row.error(f"not text in UTF-8: {error}"[:300]) from error
     except RecursionError as error:

@@ -149,16 +149,16 @@ def as_batch(value: object) -> DataProto:
     return value
 
 
-class BackendUnderTest:
+class BackendUnderTest(ExitStack):
     """A started group of two ranks with the roles `probe` and `probe_sibling` in each process.
 
     `pool_options` are passed to `backend.resource_pool`.
     """
 
     def __init__(self, backend: Backend, **pool_options: object) -> None:
+        super().__init__()
         self.backend = backend
         self.pool_options = {"use_gpu": False, "max_colocate_count": 1, **pool_options}
-        self._ends = ExitStack()
         # One role name is a prefix of the other: "probe_sibling_ask" must not be read as method
         # "sibling_ask" of the role "probe".
         roles = {
@@ -172,16 +172,10 @@ class BackendUnderTest:
     def start(self, cls: ClassWithInitArgs) -> WorkerGroup:
         """Start another group of two ranks. `__exit__` shuts it down."""
         pool = self.backend.resource_pool([RANKS], **self.pool_options)  # type: ignore[arg-type]
-        self._ends.callback(getattr(pool, "release", lambda: None))
+        self.callback(getattr(pool, "release", lambda: None))
         group: WorkerGroup = self.backend.worker_group(pool, cls)
-        self._ends.callback(group.shutdown)
+        self.callback(group.shutdown)
         return group
-
-    def __enter__(self) -> BackendUnderTest:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ends.close()
 
 
 def protocol(subject: BackendUnderTest) -> None:

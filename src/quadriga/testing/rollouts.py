@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -74,7 +75,7 @@ def write_reference_model(folder: str | Path) -> None:
     save_file(weights, file, metadata={"format": "pt"})
 
 
-class RolloutUnderTest:
+class RolloutUnderTest(ExitStack):
     """An engine on the model of a folder, and the reference for that model.
 
     Args:
@@ -84,6 +85,7 @@ class RolloutUnderTest:
     """
 
     def __init__(self, build: BuildRollout, folder: str, *, tolerance: float = 1e-4) -> None:
+        super().__init__()
         with quiet_libraries():
             self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32
@@ -94,12 +96,7 @@ class RolloutUnderTest:
         self.tolerance = tolerance
         self._logits: dict[tuple[int, ...], Tensor] = {}
         self.engine = build(folder)
-
-    def __enter__(self) -> RolloutUnderTest:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.engine.close()
+        self.callback(self.engine.close)
 
     variants = (SAMPLING, GREEDY, replace(SAMPLING, temperature=0.6))
     """Requests whose log-probabilities are compared."""
