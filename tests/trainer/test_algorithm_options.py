@@ -27,27 +27,18 @@ def check(*overrides: str) -> None:
         ([f"{LOSS}.name=sapo", f"{LOSS}.options={{tau_pos: abc}}"],
          f"{LOSS}.name=sapo does not take tau_pos=abc: .*not supported"),
         ([f"{LOSS}.name=sapo", f"{LOSS}.options={{tau_pos: 0}}"], "must be above 0"),
-        ([f"{LOSS}.name=clip_cov", f"{LOSS}.options={{clip_cov_ratio: x}}"], "clip_cov_ratio=x: "),
         ([f"{LOSS}.name=kl_cov", f"{LOSS}.options={{kl_cov_ratio: 7}}"], "is a fraction of the"),
-        ([f"{LOSS}.name=decoupled_ppo", f"{LOSS}.options={{behaviour_weight_cap: -1}}"],
-         "`behaviour_weight_cap` must be above 0"),
         ([f"{LOSS}.options={{clip_ratio_low: 0.1}}"],
          f"{LOSS}.options.clip_ratio_low=0.1 is a setting of its own; set {LOSS}.clip_ratio_low"),
         (["algorithm.options={gamma: 0.9}"],
          "algorithm.options.gamma=0.9 is a setting of its own; set algorithm.gamma"),
         (["algorithm.options={x: 1}"], "algorithm.adv_estimator=grpo does not take x=1: "),
         (["algorithm.adv_estimator=gpg", "algorithm.options={f_norm: a}"], "not take f_norm=a: "),
-        (["algorithm.adv_estimator=gpg", "algorithm.options={f_norm: 0}"], "not take f_norm=0: "),
         (["algorithm.adv_estimator=gdpo", "algorithm.reward_components=[a, b]",
           "algorithm.options={reward_weights: [1.0]}"], "does not take reward_weights="),
-        ([f"{LOSS}.name=sapo", f"{LOSS}.options={{tau_pos: nan}}"], "tau_pos=nan: nan is no numb"),
         ([f"{LOSS}.name=sapo", f"{LOSS}.options={{tau_neg: inf}}"], "above 0 and finite"),
-        ([f"{LOSS}.name=clip_cov", f"{LOSS}.options={{seed: null}}"], "seed=null: manual_seed"),
         ([f"{LOSS}.name=clip_cov", f"{LOSS}.options={{clip_cov_lb: 5, clip_cov_ub: 1}}"],
          "no covariance is between them"),
-        ([f"{LOSS}.name=kl_cov", f"{LOSS}.options={{ppo_kl_coef: -1}}"], "at least 0 and finite"),
-        ([f"{LOSS}.name=kl_cov", f"{LOSS}.options={{ppo_kl_coef: nan}}"], "nan is no number"),
-        (["algorithm.adv_estimator=gpg", "algorithm.options={f_norm: -1}"], "above 0 and finite"),
         (["algorithm.adv_estimator=gpg", "algorithm.options={f_norm: inf}"], "above 0 and finite"),
     ],
 )  # fmt: skip
@@ -60,8 +51,6 @@ def test_options_that_a_function_does_not_take_are_refused(overrides, message) -
     "overrides",
     [
         [f"{LOSS}.name=kl_cov", f"{LOSS}.options={{kl_cov_ratio: 0.1}}"],
-        [f"{LOSS}.name=sapo", f"{LOSS}.options={{tau_pos: 2}}"],
-        [f"{LOSS}.name=decoupled_ppo", f"{LOSS}.options={{behaviour_weight_cap: 2}}"],
         ["algorithm.adv_estimator=gpg", "algorithm.options={f_norm: 2.0}"],
         ["algorithm.adv_estimator=gdpo", "algorithm.reward_components=[a, b, c]",
          "algorithm.options={reward_weights: [1.0, 0.5, 0.1]}"],
@@ -79,7 +68,6 @@ from quadriga.algorithms.policy_losses import register_policy_loss
 def scaled(log_prob_BT, advantages_BT, *, factor=1.0):
     if factor > 3:
         raise ValueError("factor must be at most 3")
-    assert factor > 0, "factor must be above 0"
     return -factor * advantages_BT * log_prob_BT
 """
 
@@ -97,5 +85,3 @@ def test_options_of_a_loss_of_the_user_are_checked(user_file) -> None:
     check(f"{LOSS}.name=scaled", f"{LOSS}.options={{factor: 2}}")
     with pytest.raises(ConfigError, match=r"factor=4: .*factor must be at most 3"):
         check(f"{LOSS}.name=scaled", f"{LOSS}.options={{factor: 4}}")
-    with pytest.raises(ConfigError, match=r"factor=-1: factor must be above 0"):
-        check(f"{LOSS}.name=scaled", f"{LOSS}.options={{factor: -1}}")

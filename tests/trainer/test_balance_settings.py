@@ -12,6 +12,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ModelError
 from quadriga.parallel.costs import TOKENS
+from quadriga.trainer.dataflow import StepPlan
 from quadriga.trainer.stages import Balance, balance_of
 
 ACTOR = "actor_rollout_ref.actor"
@@ -25,7 +26,8 @@ def balance(tiny_task):
         usual = [f"actor_rollout_ref.model.path={tiny_task.model}", "data.train_batch_size=8",
                  "actor_rollout_ref.rollout.n=4", "algorithm.adv_estimator=grpo",
                  "trainer.device=cpu"]  # fmt: skip
-        return balance_of(load_config(TrainConfig, [*usual, *more]), ranks)
+        config = load_config(TrainConfig, [*usual, *more])
+        return balance_of(config, StepPlan.of(config), ranks)
 
     return _balance
 

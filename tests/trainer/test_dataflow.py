@@ -179,11 +179,11 @@ def test_worker_methods_read_what_the_engines_need_and_nothing_else() -> None:
 
 def test_stages_have_the_names_of_functions_and_methods() -> None:
     homes = (stages, ActorRolloutRefWorker, CriticWorker, SFTWorker, Sampler, RunRecord)
-    loaders = {"PromptLoader", "SFTLoader"}
+    others = {"PromptLoader", "SFTLoader", dataflow.START_PASSES.name}
     unknown = {
         stage.name for stage in all_stages() if not any(hasattr(home, stage.name) for home in homes)
     }
-    assert unknown == loaders
+    assert unknown == others
 
 
 # The declarations against a real step.
@@ -249,7 +249,8 @@ def test_a_real_step_accesses_the_declared_fields(accessed, variant: str) -> Non
 
 def test_a_real_step_runs_the_stages_in_the_declared_order(accessed) -> None:
     flow, access = accessed(*VARIANTS["gae, KL in the loss"])
-    assert list(access.order) == list(dict.fromkeys(names(flow)[1:]))
-
-
-# The names.
+    # The passes compute beside the stages that stand before them.
+    beside = {*dataflow.PASSES, dataflow.START_PASSES.name}
+    order = [name for name in dict.fromkeys(names(flow)[1:]) if name not in beside]
+    assert [name for name in access.order if name not in beside] == order
+    assert set(access.order) >= set(dataflow.PASSES)

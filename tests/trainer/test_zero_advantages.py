@@ -103,7 +103,7 @@ def test_advantages_are_estimated_before_the_passes_where_nothing_else_reads_the
     usual = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", TWO_OPTIMIZER_STEPS]
     config = load_config(TrainConfig, [*usual, *overrides])
     names = [stage.name for stage in dataflow.StepPlan.of(config).stages]
-    assert dataflow.skips_before_passes(config) == expected
+    assert dataflow.StepPlan.of(config).advantages_before_passes == expected
     assert (names.index("estimate_advantages") < names.index("balance_over_ranks")) == expected
     assert names.count("estimate_advantages") == names.count("shape_scores") == 1
 
@@ -125,7 +125,8 @@ def test_truncated_rows_are_masked_before_the_passes():
     config = load_config(TrainConfig, overrides)
     names = [stage.name for stage in dataflow.StepPlan.of(config).stages]
     assert names.index("mask_truncated") < names.index("compute_values")
-    assert not dataflow.masks_before_passes(load_config(TrainConfig, overrides[:1]))
+    plan = dataflow.StepPlan.of(load_config(TrainConfig, overrides[:1]))
+    assert not plan.masks_before_passes
 
 
 # Parity.
@@ -193,7 +194,9 @@ def test_a_run_whose_truncated_rows_are_not_computed_trains_the_same_model(outco
             "data.max_response_length=64"]  # fmt: skip
     rows, weights, tokens = outcome("early", *more)
     assert any(0 < row.get("response_length/clip_ratio", 0) < 1 for row in rows)
-    monkeypatch.setattr(dataflow, "masks_before_passes", lambda _: False)
+    plan_of = dataflow.StepPlan.of
+    late = lambda *args, **kwargs: replace(plan_of(*args, **kwargs), masks_before_passes=False)  # noqa: E731
+    monkeypatch.setattr(dataflow.StepPlan, "of", late)
     _, expected, all_tokens = outcome("late", *more)
     assert len(tokens) < len(all_tokens) and sum(tokens) < sum(all_tokens)
     for name, value in expected.items():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
-from collections import Counter
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -32,22 +31,12 @@ class UserFile:
 
 
 _LOADED: dict[str, UserFile] = {}
-_LOADS: Counter[str] = Counter()
 _RUNNING: ContextVar[str | None] = ContextVar("running_user_file", default=None)
 
 
 def running_user_file() -> str | None:
     """Return the absolute path of the user's file that is being imported, or None."""
     return _RUNNING.get()
-
-
-def loads_of(path: str) -> int:
-    """Return how often the file with this absolute path has been imported in this process.
-
-    A file that has changed is imported again. What it added earlier and does not add now is then
-    recognised by the number of that time.
-    """
-    return _LOADS[path]
 
 
 def load_user_file(path: str | Path) -> tuple[str, ...]:
@@ -89,7 +78,6 @@ def _run(file: Path, module_name: str) -> None:
         raise InputError(f"`{file}` cannot be imported.", path=str(file))
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
-    _LOADS[str(file)] += 1
     running = _RUNNING.set(str(file))
     try:
         with contained():

@@ -9,7 +9,8 @@ Stages have the names of the functions and methods that run them.
 
 Most stages run one after the other, and a stage of an added role runs directly before or after the
 one that it names. The passes (`PASSES`) run side by side, and while they run the controller scores
-and masks the responses. With stages a, b, c, d of added roles:
+and masks the responses. They stand where what they write is in the batch. With stages a, b, c, d of
+added roles:
 
     added stage                        runs
     a   before="compute_values"        before the first pass is submitted
@@ -17,8 +18,8 @@ and masks the responses. With stages a, b, c, d of added roles:
     c   after="score_responses"        the same
     d   after="compute_log_prob"       when all passes have ended
 
-    declared   compute_log_prob compute_values score_responses measure_batch shape_scores
-    result     a compute_log_prob compute_values b score_responses c measure_batch d shape_scores
+    declared   start_passes score_responses measure_batch compute_log_prob compute_values
+    result     start_passes a b score_responses c measure_batch compute_log_prob compute_values d
 """
 
 from __future__ import annotations
@@ -96,10 +97,16 @@ ESTIMATOR_FIELDS = {
 
 PASSES = (COMPUTE_LOG_PROB.name, COMPUTE_REF_LOG_PROB.name, COMPUTE_VALUES.name)
 """Calls that are submitted together, in this order."""
-AFTER_PASSES = SHAPE_SCORES.name
-"""The first stage for which the results of the passes are in the batch."""
+START_PASSES = StageFields("start_passes")
 SCORE = "score_responses"
-NOT_PLACES = ("PromptLoader", "add_baselines", "refill", "log_update", "log_samples")
+NOT_PLACES = (
+    "PromptLoader",
+    "add_baselines",
+    "refill",
+    START_PASSES.name,
+    "log_update",
+    "log_samples",
+)
 """Stages that are parts of others: no added stage can stand beside them."""
 
 
@@ -136,11 +143,25 @@ class StepPlan:
         Raises:
             ConfigError: an added stage stands where it cannot run.
         """
+        algorithm, added = config.algorithm, added_stages(config)
+        estimator = get_advantage(algorithm.adv_estimator)
+        scored_first = added_until_scores(added)
+        # Leaving out rows changes no parameter if nothing but the update reads what the passes
+        # write in them. It is of use where an estimator compares responses: a zero-variance group
+        # has advantages 0.
+        early = (
+            estimator.needs_groups
+            and skips_zero_advantages(config.actor_rollout_ref.actor)
+            and not (reads_old_log_probs(config) or estimator.needs_values)
+            and scored_first
+        )
+        # A stage of an added role after the passes may write the scores.
+        masks = algorithm.overlong.drop_truncated and scored_first
         plan = cls(
             stages=(),
-            draws_again=config.algorithm.filter_groups.refills,
-            masks_before_passes=masks_before_passes(config),
-            advantages_before_passes=skips_before_passes(config),
+            draws_again=algorithm.filter_groups.refills,
+            masks_before_passes=algorithm.filter_groups.enable or masks or early,
+            advantages_before_passes=early,
             old_log_prob_pass=not takes_old_log_probs_from_update(config),
         )
         return replace(plan, stages=_step_stages(config, plan, custom_reward))
@@ -165,25 +186,6 @@ class StepPlan:
         return "\n".join(f"{key:<23}{value}" for key, value in rows)
 
 
-def masks_before_passes(config: TrainConfig) -> bool:
-    """Return `StepPlan.masks_before_passes`."""
-    # A stage of an added role after the passes may write the scores.
-    masks = config.algorithm.overlong.drop_truncated and added_until_scores(added_stages(config))
-    return config.algorithm.filter_groups.enable or masks or skips_before_passes(config)
-
-
-def skips_before_passes(config: TrainConfig) -> bool:
-    """Return `StepPlan.advantages_before_passes`.
-
-    That changes no parameter if nothing but the update reads what the passes write in these rows.
-    It is of use where an estimator compares responses: a zero-variance group has advantages 0.
-    """
-    estimator = get_advantage(config.algorithm.adv_estimator)
-    useful = estimator.needs_groups and skips_zero_advantages(config.actor_rollout_ref.actor)
-    reads_passes = reads_old_log_probs(config) or estimator.needs_values
-    return useful and not reads_passes and added_until_scores(added_stages(config))
-
-
 def _step_stages(
     config: TrainConfig, plan: StepPlan, custom_reward: bool
 ) -> tuple[StageFields, ...]:
@@ -203,7 +205,8 @@ def _step_stages(
     stages = (
         (LOAD_PROMPTS, True),
         (EXPAND_PROMPTS, True),
-        (_greedy_branch(config, score), baselines),
+        # On greedy responses of their own, of which only the baselines reach the batch.
+        (replace(ADD_BASELINES, reads=()), baselines),
         (GENERATE_SEQUENCES, True),
         (score, plan.draws_again),
         (REFILL, plan.draws_again),
@@ -212,10 +215,11 @@ def _step_stages(
         (estimate, early),
         # After the masking, so that rows which need no computation do not count.
         (_balance_over_ranks(plan), config.trainer.balance_batch),
+        (START_PASSES, True),
+        *(() if plan.masks_before_passes else masking),
         (COMPUTE_LOG_PROB, old_pass),
         (COMPUTE_REF_LOG_PROB, reads_ref_log_prob(config)),
         (COMPUTE_VALUES, critic),
-        *(() if plan.masks_before_passes else masking),
         (SHAPE_SCORES, not early),
         (PENALISE_KL, algorithm.use_kl_in_reward),
         # Without the pass the update measures entropy and mismatch.
@@ -283,31 +287,6 @@ def _score_responses(config: TrainConfig, custom_reward: bool) -> StageFields:
         reads_if_present=(fields.DATA_SOURCE, fields.EXTRA_INFO),
         writes=(_SCORES, *components, *masks),
     )
-
-
-def _greedy_branch(config: TrainConfig, score: StageFields) -> StageFields:
-    """Greedy responses for reward baselines: stages on rows of their own, of which only the
-    baselines reach the batch of the step. Updates of added roles learn from the rows of the batch,
-    so they are left out."""
-    added = [placed for placed in added_stages(config) if placed.stage.writes]
-    parts = with_added((GENERATE_SEQUENCES, score, ADD_BASELINES), added)
-    return branch(ADD_BASELINES.name, parts, writes=ADD_BASELINES.writes)
-
-
-def branch(name: str, parts: Sequence[StageFields], writes: tuple[str, ...]) -> StageFields:
-    """Return stages that run on a copy of the batch as one stage that adds the fields `writes`.
-
-    It reads from the batch what no earlier part of the branch has written:
-
-        parts (reads → writes)    a → b,   b → c
-        branch with writes = c    a → c
-    """
-    made: set[str] = set()
-    reads: dict[str, None] = {}
-    for part in parts:
-        reads |= dict.fromkeys(key for key in part.reads if key not in made)
-        made |= set(part.writes)
-    return StageFields(name, reads=tuple(reads), writes=writes)
 
 
 def _balance_over_ranks(plan: StepPlan) -> StageFields:
@@ -384,84 +363,44 @@ def _with_roles(
     if scores_come_from_roles(stages):
         scored = StageFields(SCORE, reads=(_SCORES,))
         stages = tuple(scored if stage.name == SCORE else stage for stage in stages)
-    _check_writes(stages, [placed.name for placed in added])
     return stages
 
 
 def with_added(
     flow: Sequence[StageFields], added: Sequence[PlacedStage]
 ) -> tuple[StageFields, ...]:
-    """Return the stages of a step with those of added roles at the places where they run.
-
-    Raises:
-        ConfigError: a stage uses, while the passes compute, what they write.
-    """
+    """Return the stages of a step with those of added roles at the places where they run."""
     result: list[StageFields] = []
     passes = [stage.name for stage in flow if stage.name in PASSES]
-    computing: set[str] = set()  # what the passes that run will write
 
-    def beside(side: str, name: str) -> None:
-        for placed in added if name not in NOT_PLACES else ():
-            if getattr(placed.stage, side) == name:
-                _check_early(placed, computing)
-                put(placed.fields)
-
-    def put(stage: StageFields) -> None:
-        beside("before", stage.name)
-        result.append(stage)
-        beside("after", stage.name)
+    def beside(side: str, names: Iterable[str]) -> None:
+        for name in names:
+            for placed in added:
+                if getattr(placed.stage, side) == name:
+                    beside("before", [placed.name])
+                    result.append(placed.fields)
+                    beside("after", [placed.name])
 
     for stage in flow:
-        if stage.name in passes:
-            for name in passes if stage.name == passes[0] else ():
-                beside("before", name)
-            computing |= set(stage.writes) - {name for one in result for name in one.writes}
-            result.append(stage)
-            continue
-        if stage.name == AFTER_PASSES:
-            computing.clear()
-            for name in passes:
-                beside("after", name)
-        put(stage)
+        own = () if stage.name in (*NOT_PLACES, *PASSES) else (stage.name,)
+        beside("before", own)
+        result.append(stage)
+        beside("after", own)
+        if stage is START_PASSES:
+            beside("before", passes)
+        if passes[-1:] == [stage.name]:
+            beside("after", passes)
     return tuple(result)
-
-
-def _check_early(placed: PlacedStage, computing: set[str]) -> None:
-    stage = placed.stage
-    if early := computing & {*stage.reads, *stage.reads_if_present, *stage.writes}:
-        verb = "writes" if early <= set(stage.writes) else "reads"
-        raise ConfigError(
-            f"stage {placed.name} {verb} {', '.join(sorted(early))}, but beside {stage.neighbour} "
-            f"it runs while this is computed; place it after={PASSES[0]!r}, or "
-            f"before={AFTER_PASSES!r}"
-        )
 
 
 def _no_place(placed: PlacedStage, known: Sequence[str]) -> str:
     side, name = "before" if placed.stage.before else "after", placed.stage.neighbour
-    reason = "which this run does not have"
-    if name in NOT_PLACES:
-        reason = "beside which no stage can stand"
     near = nearest_name(name, known)
     hint = f"did you mean {near}? " if near else ""
     return (
-        f"stage {placed.name} stands {side} {name!r}, {reason}; {hint}stages: "
-        f"{', '.join(dict.fromkeys(known))}"
+        f"stage {placed.name} stands {side} {name!r}, a place that this run does not have; {hint}"
+        f"places: {', '.join(dict.fromkeys(known))}"
     )
-
-
-def _check_writes(flow: Sequence[StageFields], added: Sequence[str]) -> None:
-    """Check that what added stages write is read before another stage writes it again."""
-    for number, stage in enumerate(flow):
-        for field in stage.writes if stage.name in added else ():
-            users = (s for s in flow[number + 1 :] if field in (*s.inputs, *s.writes, *s.drops))
-            user = next(users, None)
-            if user is not None and field not in user.inputs:
-                raise ConfigError(
-                    f"stage {stage.name} writes {field}, but stage {user.name} then writes it "
-                    f"again; place {stage.name} after it, or let it write another field",
-                    field=field,
-                )
 
 
 def scores_come_from_roles(flow: Sequence[StageFields]) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from quadriga.config.schema import DataConfig, ModelConfig, TrainConfig
 from quadriga.errors import ConfigError
@@ -132,15 +132,11 @@ def check_ingredients(config: TrainConfig, given: Ingredients) -> None:
         As `check_training_data` and `check_training_samples`.
     """
     check_training_samples(config, validates=given.val_loader is not None)
-    loaders = [given.train_loader, *([] if given.val_loader is None else [given.val_loader])]
-    datasets: list[Prompts | None] = [getattr(loader, "dataset", None) for loader in loaders]
-    known = [prompts for prompts in takewhile(_knows_lengths, datasets) if prompts is not None]
+    loaders = (given.train_loader, given.val_loader)
+    datasets = [loader.dataset for loader in loaders if loader is not None]
+    known = list(takewhile(lambda dataset: hasattr(dataset, "longest"), datasets))
     if known:
-        check_training_data(config, given.tokenizer, known)
-
-
-def _knows_lengths(prompts: Prompts | None) -> bool:
-    return all(getattr(prompts, name, None) is not None for name in ("longest", "largest_id"))
+        check_training_data(config, given.tokenizer, cast("list[Prompts]", known))
 
 
 def load_prompts(

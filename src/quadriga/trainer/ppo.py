@@ -21,12 +21,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.algorithms.kl import make_kl_controller
-from quadriga.checkpoint.folders import ControllerState, Resumed
+from quadriga.checkpoint.folders import Resumed
 from quadriga.config.paths import absolute_paths
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import MismatchError
@@ -222,7 +220,7 @@ class RayPPOTrainer:
             self.step,
             last=last,
             validate=validate if due and validator.loader is not None else None,
-            save=partial(self.save, groups),
+            save=groups.save,
             kl_controller=self.kl_controller.state_dict(),
         )
 
@@ -261,7 +259,7 @@ class RayPPOTrainer:
         ranks, critic_ranks = groups.actor.world_size // actor.model_parallel_size, None
         if groups.critic is not None:
             critic_ranks = groups.critic.world_size // critic.model_parallel_size
-        return balance_of(self.config, ranks, critic_ranks)
+        return balance_of(self.config, self.plan, ranks, critic_ranks)
 
     def schedule(self) -> Iterator[DataProto]:
         """Yield one batch of prompts per step up to the last step, and count `step`."""
@@ -300,12 +298,6 @@ class RayPPOTrainer:
         if model is None:
             return self.reward_fn
         return ModelReward(self.reward_fn, model, self.config.reward_model)
-
-    def save(
-        self, groups: PPOGroups, folder: Path, state: ControllerState, max_to_keep: int | None
-    ) -> None:
-        """Write a checkpoint of every role that learns, and of the controller."""
-        groups.save(folder, state, max_to_keep)
 
     def resume(self, groups: PPOGroups) -> Resumed | None:
         """Load the checkpoint that `trainer.resume_mode` names, if there is one, and return it.

@@ -14,7 +14,7 @@ from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.convert import leaves
 from quadriga.config.paths import expand_home
 from quadriga.config.role_ranks import has_reward_model, num_ranks
-from quadriga.config.schema import ActorConfig, ModelConfig, RewardConfig, TrainConfig
+from quadriga.config.schema import ModelConfig, RewardConfig, TrainConfig
 from quadriga.engines import check_engine_folder
 from quadriga.engines.optimizers import check_optimizer_packages
 from quadriga.errors import ConfigError, DataError, ModelError
@@ -25,6 +25,7 @@ from quadriga.trainer.checkpoints import AnyRun, read_resumed
 from quadriga.trainer.checks.data import check_images_supported
 from quadriga.trainer.checks.settings import (
     RoleEngine,
+    check_algorithm_options,
     check_device,
     check_fine_tuning_engine,
     check_fine_tuning_settings,
@@ -39,8 +40,8 @@ from quadriga.trainer.roles.registry import check_roles_in_settings
 from quadriga.trainer.roles.workers import (
     POLICY_ROLES,
     check_roles,
-    check_settings_of_pools,
     settings_for_classes,
+    settings_of_pools,
 )
 
 if TYPE_CHECKING:
@@ -77,9 +78,8 @@ def check_train_config(
     check_roles_in_settings(config)
     config = placed = settings_for_classes(config, mapping)
     if manager is not None:
-        placed = check_settings_of_pools(config, manager, check_settings)
-    else:
-        check_settings(config)
+        placed = settings_of_pools(config, manager)
+    check_settings(placed)
     plan = StepPlan.of(config, custom_reward=own_reward or own_data)
     check_dataflow(plan.stages)
     check_dataflow(validation_dataflow(config, custom_reward=own_reward or own_data))
@@ -121,11 +121,7 @@ def check_settings(config: TrainConfig) -> None:
     check_optimizer_packages("actor_rollout_ref.actor.optim", config.actor_rollout_ref.actor.optim)
     check_optimizer_packages("critic.optim", config.critic.optim)
     check_trackers(config.trainer.loggers)
-    _check_skipped_rows(config.actor_rollout_ref.actor)
-    if config.algorithm.options or config.actor_rollout_ref.actor.policy_loss.options:
-        from quadriga.trainer.checks.algorithms import check_algorithm_options  # imports torch
-
-        check_algorithm_options(config)
+    check_algorithm_options(config)
 
 
 def check_engines(config: TrainConfig) -> None:
@@ -143,20 +139,6 @@ def check_engines(config: TrainConfig) -> None:
     engine.check_updates(ranks, take_turns=rollout.take_turns)
     for sampling in (rollout.sampling, rollout.val_sampling):
         engine.check_sampling(sampling)
-
-
-def _check_skipped_rows(actor: ActorConfig) -> None:
-    """Check that rows without an advantage can be left out if the settings insist on it."""
-    from quadriga.workers.updates import reads_zero_advantages  # imports torch
-
-    reason = reads_zero_advantages(actor) if actor.skip_zero_advantages else ""
-    if reason:
-        key = "actor_rollout_ref.actor"
-        raise ConfigError(
-            f"{key}.skip_zero_advantages=true cannot be kept, because rows whose advantages are "
-            f"all 0 have a gradient with {key}.{reason}; set skip_zero_advantages to null or false",
-            key=f"{key}.skip_zero_advantages",
-        )
 
 
 def check_fine_tuning_config(config: SFTConfig | RMConfig) -> None:

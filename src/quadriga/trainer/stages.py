@@ -52,7 +52,6 @@ from quadriga.config.schema import (
     TrainConfig,
 )
 from quadriga.errors import FieldError, LengthError, WorkerError
-from quadriga.observability.metrics import MetricSet
 from quadriga.parallel.balancing import RowCosts, arrange_rows
 from quadriga.parallel.costs import TOKENS, CostModel, Counts
 from quadriga.protocol import (
@@ -63,12 +62,7 @@ from quadriga.protocol import (
     unpad_dataproto,
 )
 from quadriga.protocol.contents import shape_and_dtype
-from quadriga.trainer.dataflow import (
-    ESTIMATOR_FIELDS,
-    PASSES,
-    masks_before_passes,
-    skips_before_passes,
-)
+from quadriga.trainer.dataflow import ESTIMATOR_FIELDS, PASSES, StepPlan
 from quadriga.trainer.record import Metrics, RunRecord, StageResult, named_mismatch
 from quadriga.trainer.roles.registry import PlacedStage
 from quadriga.trainer.roles.workers import needs_critic
@@ -531,8 +525,14 @@ class StageRunner:
                 role=placed.role,
                 method=stage.method,
             )
-        _check_metrics(placed, result)
-        self.record.log_role(f"{self.prefix}{placed.role}/", result)
+        try:
+            self.record.log_role(f"{self.prefix}{placed.role}/", result)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise WorkerError(
+                f"stage {placed.name} returned a metric that is no number: {error}",
+                role=placed.role,
+                method=stage.method,
+            ) from error
         if not stage.writes:
             return batch
         _check_result(placed, batch, result, len(inputs))
@@ -602,20 +602,6 @@ def _check_result(placed: PlacedStage, batch: DataProto, result: DataProto, rows
                 f"is {mask}): {declared.unit}",
                 field=key,
             )
-
-
-def _check_metrics(placed: PlacedStage, result: DataProto) -> None:
-    """Check that every metric of a result is a number, or a list with a number for each rank."""
-    for name, value in result.meta_info.get("metrics", {}).items():
-        try:
-            MetricSet().add({name: value})
-        except (TypeError, ValueError, RuntimeError):
-            raise WorkerError(
-                f"stage {placed.name} returned the metric {name!r}: {value!r:.300}, expected a "
-                "number",
-                role=placed.role,
-                method=placed.stage.method,
-            ) from None
 
 
 # The order of rows. A worker group splits a batch into equal parts of neighbouring rows, one for
@@ -740,15 +726,17 @@ class Arrangement:
         }
 
 
-def balance_of(config: TrainConfig, ranks: int, critic_ranks: int | None = None) -> Balance:
+def balance_of(
+    config: TrainConfig, plan: StepPlan, ranks: int, critic_ranks: int | None = None
+) -> Balance:
     """Return how the batches of a run are ordered. `critic_ranks`: None if there is no critic."""
     _, critic_prompts = mini_batch_prompts(config)
     unbalanced = Balance(
         ranks,
         config.trainer.balance_batch,
         mini_batch_rows=_rows_of_mini_batch(config, ranks),
-        masked=masks_before_passes(config),
-        skips=skips_before_passes(config),
+        masked=plan.masks_before_passes,
+        skips=plan.advantages_before_passes,
         critic_ranks=critic_ranks,
         critic_mini_batch_rows=critic_prompts * config.actor_rollout_ref.rollout.n,
     )

@@ -1,6 +1,6 @@
 """Checks of a run before a process is started. `trainer.preflight` calls them.
 
-- `settings.py`: settings against each other, against the registries and against the ranks.
-- `algorithms.py`: options of the policy loss and of the advantage estimator.
+- `settings.py`: settings against each other, against the registries and against the ranks; options
+  of the policy loss and of the advantage estimator.
 - `data.py`: lengths of prompts and responses, token budgets, the window of the model, images.
 """

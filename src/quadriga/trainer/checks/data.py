@@ -7,7 +7,6 @@ the settings allow.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from quadriga.config.commands import GenerationConfig, RMConfig, SFTConfig
@@ -27,7 +26,6 @@ from quadriga.models.limits import (
     check_stop_tokens,
     check_vocabulary,
 )
-from quadriga.protocol.fields import RAW_PROMPT
 from quadriga.rollout import REFERENCE, rollout_of
 from quadriga.trainer.checks.settings import Problems, refuse
 from quadriga.trainer.roles.workers import needs_critic, needs_reference, reads_ref_log_prob
@@ -36,12 +34,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from quadriga.data import SFTDataset
-    from quadriga.data.chat import Chat
     from quadriga.data.pairs import PairDataset
     from quadriga.data.user_classes import Prompts
 
-_TRIED = 2048
-"""Prompts of which one of each kind is written by the template of a reward model."""
 _IMAGES = {
     "name": "fsdp",
     "tensor_parallel_size": 1,
@@ -178,11 +173,8 @@ def _check_scored(
 ) -> None:
     """Check the inputs of the reward model, which needs one more token for each sequence.
 
-    Conversations that it encodes again have lengths that are known after generation only. Of
-    these, a prompt of each kind is tried with a short response.
+    Conversations that it encodes again have lengths that are known after generation only.
     """
-    from quadriga.data.chat import encode_chats
-    from quadriga.data.loader import items_of
     from quadriga.workers.reward_model import reads_tokens_of, tokenizer_of
 
     section = config.reward_model
@@ -194,21 +186,7 @@ def _check_scored(
         check_model_inputs(model, tokenizer, longest, datasets)
         check_token_budget("reward_model.engine", section.engine, longest)
         return
-    trusted = model.trust_remote_code
-    check_vocabulary(model.path, own, largest_id=0, trust_remote_code=trusted)
-    prompts: dict[tuple[str, ...], Chat] = {}  # roles -> a prompt with turns of these roles
-    for item in islice(items_of(datasets[0]), _TRIED):
-        prompts.setdefault(tuple(m["role"] for m in item[RAW_PROMPT]), item[RAW_PROMPT])
-    answered: list[Chat] = [[*p, {"role": "assistant", "content": "1"}] for p in prompts.values()]
-    encoded = encode_chats(own, answered, complete=True, arguments=section.chat_template_kwargs)
-    tokens = max(len(ids) for ids in encoded)
-    longest = LongestSequence(
-        tokens + 1,
-        f"a prompt with a response of one digit has {tokens} tokens of the reward model, and one "
-        "is added",
-        "lower data.max_prompt_length, beyond which prompts are left out,",
-    )
-    check_context_window(model.path, longest, trust_remote_code=trusted)
+    check_vocabulary(model.path, own, largest_id=0, trust_remote_code=model.trust_remote_code)
 
 
 def check_token_budget(key: str, engine: EngineConfig, longest: LongestSequence) -> None:
@@ -242,30 +220,20 @@ def _engines(config: TrainConfig) -> Iterator[tuple[str, EngineConfig]]:
         yield "critic.engine", config.critic.engine
 
 
-def takes_images(model: ModelConfig) -> bool:
-    """Return whether a model takes images."""
-    trusted = model.trust_remote_code
-    return bool(model.path) and image_tokens(model.path, trust_remote_code=trusted) is not None
-
-
-def check_images_supported(config: TrainConfig) -> None:
-    """Check, if the model of the policy takes images, that every role of the run can.
+def check_images_supported(config: TrainConfig | GenerationConfig) -> None:
+    """Check, if the model takes images, that every role of a run or a generation can.
 
     Raises:
         ConfigError: one cannot. Names the setting.
     """
-    if takes_images(config.actor_rollout_ref.model):
-        refuse(config, _text_only(config))
-
-
-def check_generation_takes_images(config: GenerationConfig) -> None:
-    """Check, if the model takes images, that the rollout engine of a generation can.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    if takes_images(config.model):
-        refuse(config, _text_rollout("rollout.name", config.rollout, config.model.path))
+    if isinstance(config, TrainConfig):
+        model, problems = config.actor_rollout_ref.model, _text_only(config)
+    else:
+        model = config.model
+        problems = _text_rollout("rollout.name", config.rollout, model.path)
+    trusted = model.trust_remote_code
+    if model.path and image_tokens(model.path, trust_remote_code=trusted) is not None:
+        refuse(config, problems)
 
 
 def _text_only(config: TrainConfig) -> Problems:

@@ -9,14 +9,21 @@ the first problem, with key and value before the text: "rollout.n=1 is too few, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quadriga.algorithms.advantages import ADVANTAGES
-from quadriga.algorithms.policy_losses import POLICY_LOSSES
+import torch
+
+from quadriga.algorithms.advantages import ADVANTAGES, compute_advantages, get_advantage
+from quadriga.algorithms.policy_losses import (
+    POLICY_LOSSES,
+    compute_policy_loss,
+    select_tokens,
+)
+from quadriga.algorithms.tensors import require_finite
 from quadriga.config.commands import (
     EvalConfig,
     GenerateConfig,
@@ -37,9 +44,11 @@ from quadriga.config.role_ranks import (
     role_pools,
 )
 from quadriga.config.schema import (
+    AlgorithmConfig,
     EngineConfig,
     ModelConfig,
     OptimConfig,
+    PolicyLossConfig,
     RunConfig,
     SamplingConfig,
     TrainConfig,
@@ -49,6 +58,7 @@ from quadriga.errors import ConfigError
 from quadriga.parallel.device import planned_device
 from quadriga.rollout import ROLLOUTS
 from quadriga.trainer.roles.workers import critic_model, needs_critic, needs_reference, uses_of_run
+from quadriga.workers.updates import loss_settings, reads_zero_advantages
 
 if TYPE_CHECKING:
     from quadriga.engines.base import HeadKind
@@ -268,20 +278,13 @@ def stage_problems(key: str, engine: EngineConfig, rows: int, micro_batch: int |
         count, how = math.ceil(rows / micro_batch), f"{rows} rows in micro-batches of {micro_batch}"
     else:  # cut by tokens, the rows make at least `stages` micro-batches if there are enough rows
         count, how = (rows, "rows") if engine.use_dynamic_bsz else (1, "use_dynamic_bsz=false")
-    makes = f"but a mini-batch makes {count} on each data-parallel rank ({how})"
     if count < stages:
         idle = (stages - 1) / (chunks * count + stages - 1)
         yield (
             f"{key}.pipeline_parallel_size",
-            f"needs at least {stages} micro-batches, {makes}: each stage would wait for "
-            f"({stages} - 1) / ({chunks * count} + {stages} - 1) = {idle:.0%} of a step; use "
+            f"needs at least {stages} micro-batches, but a mini-batch makes {count} on each "
+            f"data-parallel rank ({how}): each stage would wait for {idle:.0%} of a step; use "
             "smaller micro-batches, larger mini-batches or fewer stages",
-        )
-    if chunks > 1 and micro_batch is not None and count % stages:
-        yield (
-            f"{key}.virtual_pipeline_parallel_size",
-            f"needs micro-batches in rounds of {key}.pipeline_parallel_size={stages}, {makes}, and "
-            f"{count} % {stages} = {count % stages}; set another size of micro-batches, or 1",
         )
 
 
@@ -322,7 +325,15 @@ def check_train_settings(config: TrainConfig) -> None:
         refuse(config, engine_problems(found, num_ranks(config, found.role)))
         if found.optim is not None:
             refuse(config, warmup_problems(found.optim_key, found.optim))
-    for check in (_reward_model, _responses, _batches, _old_log_probs, _algorithm, _full_kl):
+    for check in (
+        _reward_model,
+        _responses,
+        _batches,
+        _old_log_probs,
+        _algorithm,
+        _skipped_rows,
+        _full_kl,
+    ):
         refuse(config, check(config))
     if (steps := config.trainer.total_training_steps) is not None:
         check_run_length(config, steps)
@@ -362,7 +373,6 @@ def check_eval_settings(config: EvalConfig) -> None:
 def _generation(config: GenerationConfig) -> Problems:
     yield from _sampling("sampling", config.sampling, config.max_response_length)
     yield from _equal_samples("n", config.n, "sampling", config.sampling)
-    yield from _not_trained("model", config.model)
 
 
 def _evaluation(config: EvalConfig) -> Problems:
@@ -449,7 +459,6 @@ def _reward_model(config: TrainConfig) -> Problems:
             "is empty: give the folder of a sequence classifier with one label, such as "
             "`quadriga rm` writes it, or set reward_model.enable=false",
         )
-    yield from _not_trained("reward_model.model", config.reward_model.model)
     if config.algorithm.reward_components and not config.reward_model.rule_weight:
         yield (
             "reward_model.rule_weight",
@@ -552,6 +561,17 @@ def _algorithm(config: TrainConfig) -> Problems:
         yield "algorithm.rollout_correction.lower", f"must be below upper={correction.upper:g}"
 
 
+def _skipped_rows(config: TrainConfig) -> Problems:
+    """Yield rows without an advantage that cannot be left out, although the settings insist."""
+    actor = config.actor_rollout_ref.actor
+    if actor.skip_zero_advantages and (reason := reads_zero_advantages(actor)):
+        yield (
+            f"{ACTOR}.skip_zero_advantages",
+            "cannot be kept, because rows whose advantages are all 0 have a gradient with "
+            f"{ACTOR}.{reason}; set it to null or false",
+        )
+
+
 def _full_kl(config: TrainConfig) -> Problems:
     """Yield engines that cannot compute the KL over the vocabulary: one worker computes the same
     tokens with both models."""
@@ -598,17 +618,6 @@ def _sft_validation(config: SFTConfig) -> Problems:
         yield "trainer.stop_at_accuracy", f"needs answers that are scored, but {conversations}"
 
 
-def _not_trained(key: str, model: ModelConfig) -> Problems:
-    """Yield adapters or frozen weights of a model that is not trained."""
-    for name, is_set in (("lora", model.lora.enabled), ("freeze", model.freeze)):
-        if is_set:
-            yield (
-                f"{key}.{name}",
-                "is for a model that is trained, and this one is not; remove it, or merge the "
-                f"adapter into a model and give this as {key}.path",
-            )
-
-
 def _run_length(config: TrainConfig, total_steps: int) -> Problems:
     warmup, with_critic = config.critic.warmup_steps, needs_critic(config)
     if with_critic and warmup >= total_steps:
@@ -638,3 +647,85 @@ def _ranks_in_words(config: TrainConfig | SFTConfig | RMConfig, role: str = "act
     if same == 1:
         return whole
     return f"{parts} data-parallel ranks = {whole} / {same} that compute the same rows"
+
+
+# Options of the policy loss and of the advantage estimator are arguments of a function, which may
+# be one of the user, so they have no types or ranges. The function is called with two responses.
+
+_TWO_RESPONSES = (2, 2)  # of two tokens
+
+
+def check_algorithm_options(config: TrainConfig) -> None:
+    """Check that the policy loss and the estimator take their options.
+
+    Raises:
+        ConfigError: names the options, and says what the function says.
+    """
+    loss, algorithm = config.actor_rollout_ref.actor.policy_loss, config.algorithm
+    key = "actor_rollout_ref.actor.policy_loss"
+    _check_options(key, f"{key}.name={loss.name}", loss, lambda: _call_loss(loss))
+    estimator = f"algorithm.adv_estimator={algorithm.adv_estimator}"
+    _check_options("algorithm", estimator, algorithm, lambda: _call_estimator(algorithm))
+
+
+def _check_options(
+    key: str, name: str, section: PolicyLossConfig | AlgorithmConfig, call: Callable[[], None]
+) -> None:
+    options = section.options
+    if not options:
+        return
+    for own in sorted(options.keys() & vars(section).keys()):  # one of the two has no effect
+        raise ConfigError(
+            f"{key}.options.{own}={as_written(options[own])} is a setting of its own; set "
+            f"{key}.{own}",
+            key=f"{key}.options.{own}",
+        )
+    try:
+        call()
+    except Exception as error:  # anything that a function of the user may raise
+        given = ", ".join(f"{name}={as_written(value)}" for name, value in options.items())
+        text = f"{key}.options: {name} does not take {given}: {error}"
+        raise ConfigError(text, key=f"{key}.options") from error
+
+
+def _call_loss(loss: PolicyLossConfig) -> None:
+    old, advantages = torch.zeros(_TWO_RESPONSES), torch.tensor([[1.0, 1.0], [-1.0, -1.0]])
+    mask = torch.ones(_TWO_RESPONSES, dtype=torch.bool)
+    settings = loss_settings(loss)
+    selected = select_tokens(
+        loss.name, old_log_prob_BT=old, advantages_BT=advantages, response_mask_BT=mask, **settings
+    )
+    compute_policy_loss(
+        loss.name,
+        log_prob_BT=torch.zeros(_TWO_RESPONSES, requires_grad=True),
+        old_log_prob_BT=old,
+        advantages_BT=advantages,
+        response_mask_BT=mask,
+        rollout_log_prob_BT=old,
+        entropy_BT=torch.ones(_TWO_RESPONSES),
+        selected_BT=selected,
+        **settings,
+    )
+
+
+def _call_estimator(config: AlgorithmConfig) -> None:
+    needs = get_advantage(config.adv_estimator).needs
+    inputs = {
+        "values_BT": torch.zeros(_TWO_RESPONSES),
+        "reward_baselines_B": torch.zeros(2),
+        "reward_components_BK": torch.eye(2, max(len(config.reward_components), 1)),
+        "old_log_prob_BT": torch.zeros(_TWO_RESPONSES),
+    }
+    advantages, returns = compute_advantages(
+        config.adv_estimator,
+        token_level_rewards_BT=torch.tensor([[0.0, 1.0], [0.0, 0.0]]),
+        response_mask_BT=torch.ones(_TWO_RESPONSES, dtype=torch.bool),
+        group_ids=["a", "a"],
+        **{name: tensor for name, tensor in inputs.items() if name in needs},
+        gamma=config.gamma,
+        lam=config.lam,
+        norm_adv_by_std=config.norm_adv_by_std,
+        whiten_advantages=config.whiten_advantages,
+        **config.options,
+    )
+    require_finite(advantages=advantages, returns=returns)

@@ -47,7 +47,7 @@ from quadriga.protocol import DataProto, fields
 from quadriga.rollout import ROLLOUTS, rollout_of
 from quadriga.trainer import stages
 from quadriga.trainer.checkpoints import changed_words, contents_digest
-from quadriga.trainer.checks.data import check_generation_data, check_generation_takes_images
+from quadriga.trainer.checks.data import check_generation_data, check_images_supported
 from quadriga.trainer.checks.settings import check_device, check_generate_settings
 from quadriga.trainer.ingredients import image_rules
 from quadriga.trainer.preflight import check_files, require_model_path
@@ -165,7 +165,7 @@ def load_prompts(
     require_model_path(model.path, "model.path")
     check_model_folder(model.path, trust_remote_code=model.trust_remote_code)
     tokenizer = tokenizer_of(model)
-    check_generation_takes_images(config)
+    check_images_supported(config)
     rules = image_rules(model, config.image_key)
     files: Sequence[str | Row] = config.data_files
     if prompt is not None:

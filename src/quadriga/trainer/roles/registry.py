@@ -12,21 +12,19 @@
     )
 
 A role that a file of `algorithm.user_files` registers takes part in the runs whose settings name
-this file. If the file has changed and is loaded again, only the roles of its new content do. A role
-that a program registers by itself takes part in every run of the program.
+this file. A role that a program registers by itself takes part in every run of the program.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import keyword
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quadriga.algorithms.user_files import load_user_file, loads_of, running_user_file
+from quadriga.algorithms.user_files import load_user_file, running_user_file
 from quadriga.config.loading import given_user_files, load_config
 from quadriga.config.role_ranks import added_keys, with_roles
 from quadriga.config.schema import TrainConfig
@@ -48,12 +46,11 @@ _BUILT_IN = (
 )
 _RESERVED = {
     *(role.key for role in _BUILT_IN),
-    *("_".join(uses) for uses in (("actor", "ref"), ("rollout", "ref"))),  # workers of the policy
+    "actor_ref",
+    "rollout_ref",  # workers of the policy
     *(field.name for field in dataclasses.fields(TrainConfig)),
     *(name.partition("/")[0] for name in METRICS),  # metrics of a role begin with its key
 } - {Role.RewardModel.key}  # a role of a user can be in place of the built-in one
-
-_KEY = re.compile("[A-Za-z][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,6 @@ class AddedRole:
     Attributes:
         worker: None if a trainer is given the class in `role_worker_mapping`.
         origin: the file that registered it, "" for a program.
-        load: how often this file had been imported then.
     """
 
     role: Role
@@ -103,12 +99,6 @@ class AddedRole:
     starts_after: tuple[Role, ...]
     starts_before: tuple[Role, ...]
     origin: str
-    load: int = 0
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the last import of its file has registered it."""
-        return not self.origin or self.load == loads_of(self.origin)
 
     @property
     def key(self) -> str:
@@ -167,7 +157,6 @@ def register_role(
         ConfigError: the role is built in or registered by another file, its key cannot be used, or
             an argument is invalid.
     """
-    origin = running_user_file() or ""
     added = AddedRole(
         role,
         worker,
@@ -175,8 +164,7 @@ def register_role(
         tuple(stages),
         tuple(starts_after),
         tuple(starts_before),
-        origin,
-        loads_of(origin),
+        origin=running_user_file() or "",
     )
     for problem in _problems(added):
         raise ConfigError(problem)
@@ -194,19 +182,18 @@ def register_again(roles: Iterable[AddedRole]) -> None:
 def registered_for(user_files: Sequence[str]) -> tuple[AddedRole, ...]:
     """Return the roles that these files have registered, and those of the program."""
     origins = {"", *(str(Path(file).resolve()) for file in user_files)}
-    return tuple(added for added in _ADDED.values() if added.origin in origins and added.is_current)
+    return tuple(added for added in _ADDED.values() if added.origin in origins)
 
 
 def added_roles(config: TrainConfig) -> tuple[AddedRole, ...]:
     """Return the added roles of a run, in the order in which they were registered.
 
     Raises:
-        UnknownNameError: the settings have a role that is not registered in this process, or not
-            any more, because its file has changed and was loaded again.
+        UnknownNameError: the settings have a role that is not registered in this process.
     """
     keys = added_keys(config)
     for key in keys:
-        if key not in _ADDED or not _ADDED[key].is_current:
+        if key not in _ADDED:
             raise UnknownNameError(
                 f"the settings have role {key}, which is not registered in this process; load its "
                 f"file first; registered: {', '.join(_ADDED) or 'none'}",
@@ -239,23 +226,18 @@ def _problems(added: AddedRole) -> Iterator[str]:
             f"role {role} is built in; to replace its worker class, pass role_worker_mapping to "
             "RayPPOTrainer; to add a role, use Role.add"
         )
-    if key in _RESERVED or not _KEY.fullmatch(key) or keyword.iskeyword(key):
-        reason = "names a section of the settings or a group of metrics"
-        if key not in _RESERVED:
-            reason = "cannot be the name of a section: letters of ASCII, digits and _"
+    if key in _RESERVED or not (key.isascii() and key.isidentifier()) or keyword.iskeyword(key):
         yield (
-            f"role {role.name} has key {key!r}, which {reason}; give it another one: "
-            f"Role.add({role.name!r}, key=…)"
+            f"role {role.name} has key {key!r}, which is no identifier, or names a section of the "
+            f"settings or a group of metrics; give it another one: Role.add({role.name!r}, key=…)"
         )
     before = _ADDED.get(key)
-    if before is not None and before.is_current:
-        by_program = not added.origin and not before.origin
-        if not by_program or before.role != role:  # a program may register its role again
-            other = "" if before.role == role else f" as role {before.role.name}"
-            yield (
-                f"role {key} is registered already{other}, by {before.origin or 'the program'}; "
-                "give the other role another name"
-            )
+    # A file that is loaded again and a program may register their role again.
+    if before is not None and (before.origin, before.role) != (added.origin, role):
+        yield (
+            f"role {key} is registered already as role {before.role.name}, by "
+            f"{before.origin or 'the program'}; give the other role another name"
+        )
     if added.settings is not None:
         yield from _settings_problems(key, added.settings)
     yield from _stage_problems(key, added.stages)

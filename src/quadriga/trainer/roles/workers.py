@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from quadriga.algorithms.advantages import get_advantage
@@ -37,7 +37,7 @@ from quadriga.single_controller import (
     Worker,
     WorkerGroup,
 )
-from quadriga.single_controller.worker import MethodRecord, registered_methods
+from quadriga.single_controller.worker import registered_methods
 from quadriga.trainer.roles.placement import ResourcePoolManager, Role
 from quadriga.trainer.roles.registry import AddedRole, added_roles, is_built_in
 from quadriga.workers.roles import (
@@ -56,17 +56,8 @@ from quadriga.workers.runtime import RankRuntime
 CRITIC = "critic"
 REWARD_MODEL = Role.RewardModel.key
 INIT, SAVE, LOAD = "init_model", "save_checkpoint", "load_checkpoint"
-_ARGUMENTS = {INIT: (), SAVE: ("path", "step"), LOAD: ("path", "step")}
-"""Methods that the trainer calls on every rank → the names of their arguments."""
-_NO_BATCH = (
-    Dispatch.ONE_TO_ALL,
-    Dispatch.ALL_TO_ALL,
-    Dispatch.DP_COMPUTE,
-    Dispatch.DP_COMPUTE_METRIC,
-    Dispatch.DP_COMPUTE_PROTO_WITH_FUNC,
-    Dispatch.DIRECT_ROLLOUT_METHOD,
-)
-"""Dispatch modes whose methods do not take one batch and return one."""
+_NO_BATCH = (Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL)
+"""Dispatch modes whose methods return a list of results in place of one batch."""
 POLICY_USES = ("actor", "rollout", "ref")
 ROLES_OF_USE: dict[str, tuple[Role, ...]] = {
     "actor": (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef),
@@ -224,27 +215,6 @@ def workers_of(pools: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     return {key: own for uses in pools.values() for key, own in worker_keys(uses).items()}
 
 
-def check_settings_of_pools(
-    config: TrainConfig,
-    manager: ResourcePoolManager,
-    check: Callable[[TrainConfig], None],
-) -> TrainConfig:
-    """Return `settings_of_pools`, after `check` of them.
-
-    Raises:
-        InputError: names the first setting that does not fit, and the pools.
-    """
-    placed = settings_of_pools(config, manager)
-    try:
-        check(placed)
-    except ConfigError as error:
-        if "(placement." not in str(error):
-            raise
-        text = f"{error}; placement is that of the pools {dict(manager.resource_pool_spec)}"
-        raise type(error)(text, **vars(error)) from None
-    return placed
-
-
 def settings_of_pools(config: TrainConfig, manager: ResourcePoolManager) -> TrainConfig:
     """Return the settings with the nodes and the placement that the pools of a program describe.
 
@@ -291,7 +261,7 @@ def start_order(workers: Mapping[str, Sequence[str]], added: Sequence[AddedRole]
     Without declarations: critic, reference, reward model, added roles, a rollout in other
     processes, and the actor last, because then the memory that the others need is known. A worker
     with several uses has the place of its last one. A worker that must come earlier than another
-    one comes directly before it:
+    one comes directly before it, and an added role waits until its predecessors have started:
 
         roles       critic, actor_rollout, judge (starts_before critic), mirror (starts_after actor)
         order       judge, critic, actor_rollout, mirror
@@ -303,7 +273,39 @@ def start_order(workers: Mapping[str, Sequence[str]], added: Sequence[AddedRole]
     Raises:
         ConfigError: the declarations have a cycle, or name a role that is not registered.
     """
-    known, own = {role.role for role in added}, {role.key for role in added}
+    earlier, own = _earlier_workers(workers, added), {role.key for role in added}
+
+    def rank(key: str) -> int:
+        return max(_ORDER.index(use if use in _ORDER else "") for use in workers[key])
+
+    ranked, order = sorted(workers, key=rank), list[str]()
+
+    def append(key: str, later: tuple[str, ...] = ()) -> None:
+        if key in later:
+            cycle = " before ".join([key, *later[: later.index(key) + 1]])
+            raise ConfigError(
+                f"the start order of the roles has a cycle: {cycle}; change starts_after or "
+                "starts_before of one of them"
+            )
+        if key not in order:
+            for other in sorted(earlier[key], key=ranked.index):
+                append(other, (key, *later))
+            order.append(key)
+
+    for key in ranked:
+        # An added role must not pull the actor to the front.
+        if key not in own or earlier[key] <= set(order):
+            append(key)
+    for key in ranked:
+        append(key)
+    return order
+
+
+def _earlier_workers(
+    workers: Mapping[str, Sequence[str]], added: Sequence[AddedRole]
+) -> dict[str, set[str]]:
+    """Return worker key → the workers that must load their models before it."""
+    known = {role.role for role in added}
     earlier: dict[str, set[str]] = {key: set() for key in workers}
     for role in added:
         declared = [(other, True) for other in role.starts_after]
@@ -318,36 +320,7 @@ def start_order(workers: Mapping[str, Sequence[str]], added: Sequence[AddedRole]
             for key in (key for key, its in workers.items() if uses & set(its)):
                 first, second = (key, role.key) if is_first else (role.key, key)
                 earlier[second].add(first)
-
-    def place(key: str, after: tuple[str, ...] = ()) -> int:
-        if key in after:
-            raise ConfigError(_cycle([*after[after.index(key) :], key][::-1], workers))
-        before = [place(other, (*after, key)) for other in earlier[key]]
-        found = max(_ORDER.index(use if use in _ORDER else "") for use in workers[key])
-        # An added role comes after its predecessors; it must not pull the actor to the front.
-        return max([found, *before]) if key in own else found
-
-    numbers = list(workers)
-    ranked = sorted(workers, key=lambda key: (place(key), numbers.index(key)))
-    order: dict[str, None] = {}
-
-    def append(key: str) -> None:
-        for other in sorted(earlier[key], key=ranked.index):
-            append(other)
-        order.setdefault(key)
-
-    for key in ranked:
-        append(key)
-    return list(order)
-
-
-def _cycle(keys: Sequence[str], workers: Mapping[str, Sequence[str]]) -> str:
-    shared = [key for key in dict.fromkeys(keys) if len(workers[key]) > 1]
-    notes = [f" ({key} is one worker with {', '.join(workers[key])})" for key in shared]
-    return (
-        f"the start order of the roles has a cycle: {' before '.join(keys)}; change starts_after "
-        f"or starts_before of one of them{''.join(notes)}"
-    )
+    return earlier
 
 
 # Worker classes.
@@ -559,93 +532,40 @@ def worker_of(
     Raises:
         ConfigError: the role has no class, or the class lacks a method or a parameter.
     """
-    cls = mapping.get(added.role, added.worker)
+    cls, key = mapping.get(added.role, added.worker), added.key
+    if cls is None:
+        raise ConfigError(
+            f"role {key} has no worker class; pass worker=… to register_role, or "
+            "role_worker_mapping"
+        )
+    methods = registered_methods(cls)
+    called = [stage.method for stage in added.stages]
+    if (SAVE in methods) != (LOAD in methods):
+        called += [SAVE, LOAD]  # a checkpoint needs both
+    if missing := [name for name in called if name not in methods]:
+        raise ConfigError(
+            f"role {key}: the trainer calls {', '.join(missing)}, but {cls.__name__} has no such "
+            "registered method; define it and mark it with @register"
+        )
+    for name in called:
+        mode = Dispatch.members.get(methods[name].dispatch_mode.name, methods[name].dispatch_mode)
+        if mode in _NO_BATCH and not methods[name].execute_mode.single:
+            raise ConfigError(
+                f"role {key}: {cls.__name__}.{name} has dispatch mode {mode.name}, which splits no "
+                "batch; use Dispatch.DP_COMPUTE_PROTO"
+            )
     given: dict[str, object] = {"runtime": runtime}
     if added.settings is not None:
-        given["config"] = getattr(config, added.key)
-    for problem in _class_problems(added, cls, given):
-        raise ConfigError(f"role {added.key} {problem}")
-    assert cls is not None
+        given["config"] = getattr(config, key)
     parameters = inspect.signature(cls).parameters
-    return ClassWithInitArgs(cls, **{name: v for name, v in given.items() if name in parameters})
-
-
-def _class_problems(
-    added: AddedRole, cls: type[Worker] | None, given: Mapping[str, object]
-) -> Iterator[str]:
-    """Yield what is wrong with the worker class of an added role. `given`: to its constructor."""
-    if cls is None:
-        yield "has no worker class; pass worker=… to register_role, or role_worker_mapping"
-    elif not (isinstance(cls, type) and issubclass(cls, Worker)):
-        yield f"needs a worker class that is a subclass of Worker, got {cls!r}"
-    else:
-        yield from _method_problems(added, cls)
-        yield from _constructor_problems(cls, given)
-
-
-def _method_problems(added: AddedRole, cls: type[Worker]) -> Iterator[str]:
-    methods = registered_methods(cls)
-    if missing := [stage.method for stage in added.stages if stage.method not in methods]:
-        yield (
-            f"has stages that call {', '.join(missing)}, but {cls.__name__} has no such registered "
-            "method; define it and mark it with @register"
-        )
-    for name in methods:
-        if any(hasattr(WorkerGroup, offered) for offered in (name, f"{added.key}_{name}")):
-            yield f"has a registered method {name}, as worker groups have; rename the method"
-    for stage in added.stages:
-        yield from _stage_problems(cls, methods[stage.method])
-    for name, arguments in _ARGUMENTS.items():
-        record = methods.get(name)
-        lists = (Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL)[: 1 if arguments else 2]
-        if record is not None and (
-            Dispatch.members.get(record.dispatch_mode.name, record.dispatch_mode) not in lists
-            or record.execute_mode.single
-            or not record.blocking
-            or not _takes(getattr(cls, name), arguments)
-        ):
-            yield (
-                f"has a method {name} that cannot be called on every rank with "
-                f"({', '.join(arguments)}); use @register(dispatch_mode=Dispatch.ONE_TO_ALL), and "
-                "these parameters"
-            )
-    for one, other in ((SAVE, LOAD), (LOAD, SAVE)):
-        if one in methods and other not in methods:
-            yield f"has {one} but no registered {other}; a checkpoint needs both"
-
-
-def _stage_problems(cls: type[Worker], record: MethodRecord) -> Iterator[str]:
-    name, mode = record.name, Dispatch.members.get(record.dispatch_mode.name, record.dispatch_mode)
-    method = getattr(cls, name)
-    where = f"has a stage that calls {cls.__name__}.{name}{inspect.signature(method)}"
-    if name in _ARGUMENTS:
-        yield f"{where}, which the trainer calls itself; a stage needs another method"
-    if mode in _NO_BATCH and not record.execute_mode.single:
-        yield f"{where} in dispatch mode {mode.name}; use Dispatch.DP_COMPUTE_PROTO"
-    if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
-        yield f"{where}, a generator; a stage needs a method that returns a batch"
-    if not _takes(method, ("data",)):
-        yield f"{where}, but gives it one argument, the batch; change its parameters"
-
-
-def _takes(function: Callable[..., object], arguments: Sequence[str]) -> bool:
-    """Whether a method can be called with these arguments by position."""
+    arguments = {name: value for name, value in given.items() if name in parameters}
     try:
-        inspect.signature(function).bind("self", *arguments)
-    except TypeError:
-        return False
-    return True
-
-
-def _constructor_problems(cls: type[Worker], given: Mapping[str, object]) -> Iterator[str]:
-    parameters = inspect.signature(cls).parameters
-    if "config" in given and "config" not in parameters:
-        yield f"has settings, but the constructor of {cls.__name__} has no parameter `config`"
-    for name, parameter in parameters.items():
-        variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if parameter.default is parameter.empty and not variable and name not in given:
-            takes = f"the constructor of {cls.__name__} needs `{name}`"
-            yield f"is wrong: {takes}, but it is given {' and '.join(given)}"
+        inspect.signature(cls).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"role {key}: the constructor of {cls.__name__} is given {' and '.join(given)}: {error}"
+        ) from None
+    return ClassWithInitArgs(cls, **arguments)
 
 
 def has_method(group: WorkerGroup, role: str, name: str) -> bool:
