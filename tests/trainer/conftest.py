@@ -46,6 +46,22 @@ def train_overrides(tiny_task: Task, tmp_path: Path) -> list[str]:
     return two_steps(tiny_task, tmp_path)
 
 
+RULE = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """Differs from response to response, so that prompt groups have different scores."""
+    digits = sum(map(ord, solution_str)) % 7 / 7
+    return {"score": digits, "form": digits, "length": float(len(solution_str))}
+'''
+
+
+@pytest.fixture(scope="session")
+def rule(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The setting of a reward that differs from response to response."""
+    file = tmp_path_factory.mktemp("rule") / "rule.py"
+    file.write_text(RULE)
+    return f"reward.path={file}"
+
+
 @pytest.fixture
 def run(train_overrides: list[str]):
     """run("a=b", …) trains with these settings and returns the metrics of each step."""

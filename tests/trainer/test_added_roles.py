@@ -82,12 +82,6 @@ def test_a_role_on_ray_computes_the_same_timeless(run_roles) -> None:
         assert row == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-def test_the_settings_reach_the_worker(run_roles) -> None:
-    one = run_roles("tally.kind=long")[1]["tally/bonus"]
-    two = run_roles("tally.kind=long", "tally.weight=2", "trainer.overwrite=true")[1]["tally/bonus"]
-    assert two == pytest.approx(2 * one)
-
-
 def lines(path: Path, *, first: int) -> list[dict[str, object]]:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return timeless([row for row in rows if row["step"] >= first])

@@ -72,11 +72,6 @@ def test_a_missing_column_of_the_rule_is_named_with_the_file(refused, tmp_path) 
     assert "the column data_source is missing" in line
 
 
-def test_an_empty_text_in_a_list_is_shown(refused) -> None:
-    line = refused("actor_rollout_ref.rollout.sampling.stop=['']")
-    assert "sampling.stop=[''] has an empty text" in line
-
-
 def test_a_device_that_this_process_cannot_see_is_named(refused, monkeypatch) -> None:
     monkeypatch.setattr("quadriga.parallel.device.get_device_name", lambda: "cpu")
     line = refused("trainer.device=cuda")
@@ -96,16 +91,14 @@ def test_a_missing_package_of_an_optimizer_is_named(refused, monkeypatch) -> Non
 
 OPTIMIZER_COMMANDS = {
     "train": "actor_rollout_ref.actor.optim",
-    "train with a critic": "critic.optim",
     "sft": "optim",
     "rm": "optim",
 }
 
 
-@pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("command", OPTIMIZER_COMMANDS)
 def test_an_optimizer_that_fits_no_parameter_is_named(
-    command, planned, train_overrides, tiny_task, capsys, tmp_path, monkeypatch
+    command, train_overrides, tiny_task, capsys, tmp_path, monkeypatch
 ) -> None:
     """Rows of 32 elements are too short for 8 bits."""
     monkeypatch.setattr(preflight, "check_optimizer_packages", lambda *_: None)
@@ -117,21 +110,16 @@ def test_an_optimizer_that_fits_no_parameter_is_named(
             "data.train_batch_size=8", f"trainer.default_local_dir={tmp_path / 'run'}",
             "trainer.backend=local",
         ]  # fmt: skip
-    words = ["plan", name] if planned else [name]
-    assert main([*words, *settings, f"{key}.name=adamw_8bit"]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert f"{key}.name=adamw_8bit fits none of the " in line
-    assert f"set {key}.name=adamw" in line
+    for words in ([name], ["plan", name]):
+        assert main([*words, *settings, f"{key}.name=adamw_8bit"]) == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert f"{key}.name=adamw_8bit fits none of the " in line
+        assert f"set {key}.name=adamw" in line
 
 
 def test_a_folder_without_a_model_is_named(refused, tmp_path) -> None:
     line = refused(f"actor_rollout_ref.model.path={tmp_path}")
     assert str(tmp_path) in line and "config.json" in line
-
-
-def test_sequences_beyond_the_context_window_are_refused(refused, tiny_task) -> None:
-    line = refused("data.max_response_length=510")
-    assert str(tiny_task.model) in line and "computes at most 512" in line
 
 
 def test_a_batch_size_that_does_not_divide_by_the_ranks_is_named(refused) -> None:
@@ -141,11 +129,6 @@ def test_a_batch_size_that_does_not_divide_by_the_ranks_is_named(refused) -> Non
         "actor_rollout_ref.actor.ppo_mini_batch_size=9",
     )  # fmt: skip
     assert "9" in line and "2" in line and "data.train_batch_size" in line
-
-
-def test_a_misspelt_setting_gives_the_nearest_name(refused) -> None:
-    line = refused("algorithm.adv_estimater=grpo")
-    assert "algorithm.adv_estimater" in line and "algorithm.adv_estimator" in line
 
 
 def test_an_empty_path_names_its_setting(refused) -> None:
@@ -158,10 +141,9 @@ def test_an_empty_path_names_its_setting(refused) -> None:
     [
         ("algorithm.adv_estimator=grpoo", "grpo"),
         ("actor_rollout_ref.actor.policy_loss.name=ppo_clp", "ppo_clip"),
-        ("actor_rollout_ref.actor.loss_agg_mode=token-meen", "token-mean"),
+        ("algorithm.adv_estimater=grpo", "algorithm.adv_estimator"),
         ("actor_rollout_ref.rollout.name=hff", "hf"),
         ("trainer.backend=rey", "ray"),
-        ("trainer.loggers=[jsonll]", "jsonl"),
     ],
 )
 def test_an_unknown_choice_gives_the_nearest_name(refused, setting, near) -> None:

@@ -109,12 +109,8 @@ def test_every_field_that_is_read_is_written_earlier() -> None:
 MOVES = [
     ("compute_log_prob", "measure_entropy", "entropys"),
     ("compute_values", "estimate_advantages", "values"),
-    ("compute_ref_log_prob", "update_actor", "ref_log_prob"),
     ("score_responses", "measure_batch", "token_level_scores"),
-    ("generate_sequences", "balance_over_ranks", "sequence_length"),
     ("expand_prompts", "generate_sequences", "sample_seed"),
-    ("shape_scores", "estimate_advantages", "token_level_rewards"),
-    ("estimate_advantages", "update_critic", "returns"),
     ("update_critic", "log_update", "partials"),
 ]
 

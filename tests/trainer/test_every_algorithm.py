@@ -1,4 +1,7 @@
-"""Every entry of every registry takes a step of a real run; settings alone select it."""
+"""Every entry of every registry takes a step of a real run; settings alone select it.
+
+`test_dataflow` runs such a step with each kind of estimator and loss.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,6 @@ from quadriga.algorithms.advantages import ADVANTAGES
 from quadriga.algorithms.policy_losses import POLICY_LOSSES
 
 ACTOR = "actor_rollout_ref.actor"
-RULE = '''
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """Differs from response to response, so that prompt groups have different scores."""
-    digits = sum(map(ord, solution_str)) % 7 / 7
-    return {"score": digits, "form": digits, "length": float(len(solution_str))}
-'''
 USER_FILE = """
 from quadriga.algorithms.advantages import register_advantage
 from quadriga.algorithms.policy_losses import register_policy_loss
@@ -34,18 +31,11 @@ def my_loss(log_prob_BT, advantages_BT, response_mask_BT):
 
 
 @pytest.fixture
-def step(run, tmp_path):
+def step(run, rule):
     """step("a=b", …) runs one training step and returns its metrics."""
-    rule = tmp_path / "rule.py"
-    rule.write_text(RULE)
 
     def _step(*more: str) -> dict[str, float]:
-        rows = run(
-            "trainer.total_training_steps=1",
-            "trainer.val_before_train=false",
-            f"reward.path={rule}",
-            *more,
-        )
+        rows = run("trainer.total_training_steps=1", "trainer.val_before_train=false", rule, *more)
         return rows[-1]
 
     return _step
@@ -63,7 +53,7 @@ def cases(names: Iterable[str], *often: str) -> list[ParameterSet]:
     return [pytest.param(n, marks=() if n in often else nightly) for n in sorted(names)]
 
 
-@pytest.mark.parametrize("name", cases(ADVANTAGES, "gae", "gdpo", "grpo", "remax"))
+@pytest.mark.parametrize("name", cases(ADVANTAGES))
 def test_every_advantage_estimator_trains(step, name) -> None:
     assert moved(step(f"algorithm.adv_estimator={name}",
                       "algorithm.reward_components=[form,length]"))  # fmt: skip
@@ -92,7 +82,7 @@ def test_algorithms_train_with_the_settings_of_their_papers(step, overrides) -> 
     assert moved(step(*overrides))
 
 
-@pytest.mark.parametrize("name", cases(POLICY_LOSSES, "clip_cov", "gspo", "ppo_clip"))
+@pytest.mark.parametrize("name", cases(POLICY_LOSSES, "gspo"))
 def test_every_policy_loss_trains(step, name) -> None:
     assert moved(step(f"{ACTOR}.policy_loss.name={name}"))
 
@@ -110,11 +100,6 @@ def test_refilling_fills_the_batch_with_complete_prompt_groups(step) -> None:
     metrics = step("algorithm.filter_groups.enable=true", "algorithm.filter_groups.mode=refill")
     assert metrics["batch/sequences"] == 16
     assert metrics["group/kept"] == 8
-
-
-@pytest.mark.nightly  # `test_dataflow` runs such a step
-def test_masking_zero_variance_groups_leaves_a_gradient(step) -> None:
-    assert moved(step("algorithm.filter_groups.enable=true"))
 
 
 @pytest.mark.usefixtures("restored_tables")

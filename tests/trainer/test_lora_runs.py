@@ -24,17 +24,10 @@ KL = (
 )
 
 
-RULE = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return len(solution_str) % 3
-"""
-
-
 @pytest.fixture
-def train_overrides(train_overrides, tmp_path):
+def train_overrides(train_overrides, rule):
     """The settings of a run whose rewards differ, although its model is random."""
-    (tmp_path / "rule.py").write_text(RULE)
-    return [*train_overrides, f"reward.path={tmp_path / 'rule.py'}", "reward.num_processes=0"]
+    return [*train_overrides, rule, "reward.num_processes=0"]
 
 
 def kl_losses(metrics):

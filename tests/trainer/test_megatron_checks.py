@@ -163,7 +163,7 @@ def test_enough_micro_batches_for_the_stages(micro_batch):
     engine = EngineConfig(name="megatron", pipeline_parallel_size=4)
     assert not list(stage_problems("engine", engine, 4, micro_batch))
     assert re.search(
-        r"makes 3 .* 50% of a step",
+        r"makes 3 .* \(4 - 1\) / \(3 \+ 4 - 1\) = 50%",
         next(stage_problems("engine", engine, 3, micro_batch))[1],
     )
 

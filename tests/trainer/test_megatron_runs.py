@@ -22,10 +22,6 @@ SAME = (
     f"{ACTOR}.optim.eps=1e-3", "critic.optim.eps=1e-3",
     "reward.num_processes=0", "actor_rollout_ref.rollout.sampling.temperature=0.7",
 )  # fmt: skip
-RULE = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return len(solution_str) % 3
-"""
 ON_CPU = f"""
 import sys
 
@@ -54,13 +50,11 @@ def megatron(*sizes: str, ranks: int = 2) -> list[str]:
 
 
 @pytest.fixture
-def train(train_overrides, tmp_path):
+def train(train_overrides, rule, tmp_path):
     """train("name", …) runs `quadriga train` in a process of its own; returns its metrics."""
     pytest.importorskip("megatron.core")
-    (tmp_path / "rule.py").write_text(RULE)
     (tmp_path / "on_cpu.py").write_text(ON_CPU)
-    files = [f"reward.path={tmp_path / 'rule.py'}",
-             f"algorithm.user_files=[{tmp_path / 'on_cpu.py'}]"]  # fmt: skip
+    files = [rule, f"algorithm.user_files=[{tmp_path / 'on_cpu.py'}]"]  # fmt: skip
 
     def _train(name: str, *more: str) -> list[dict[str, float]]:
         folder = f"trainer.default_local_dir={tmp_path / name}"

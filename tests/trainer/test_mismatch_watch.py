@@ -24,7 +24,7 @@ def watch(*overrides: str) -> MismatchWatch:
 
 
 def beyond(share: float) -> dict[str, float]:
-    return {"mismatch/beyond": share, "mismatch/abs": 0.1, "mismatch/max": 3.0}
+    return {"mismatch/beyond": share}
 
 
 def test_the_warnings_of_a_run_are_the_first_and_the_10th_and_the_100th_alarm(caplog) -> None:
@@ -36,7 +36,7 @@ def test_the_warnings_of_a_run_are_the_first_and_the_10th_and_the_100th_alarm(ca
     assert [text.partition(":")[0] for text in shown] == ["step 1", "step 10", "step 100"]
     assert "for 6.0% of the response tokens" in shown[0]
     assert "by more than 0.5 nats (actor_rollout_ref.rollout.mismatch.bound)" in shown[0]
-    assert "mean 0.1, largest 3" in shown[0] and "on_alarm=fail" in shown[0]
+    assert "on_alarm=fail" in shown[0]
 
 
 def test_the_message_names_what_to_try() -> None:
@@ -49,16 +49,10 @@ def test_the_message_names_what_to_try() -> None:
 # In runs: the rollout reports log-probabilities that are shifted by a known number. The rewards
 # differ, because rows whose advantages are 0 are not computed, and so not compared.
 
-RULE = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return sum(map(ord, solution_str)) % 7 / 7
-"""
-
 
 @pytest.fixture
-def train_overrides(train_overrides, tmp_path) -> list[str]:
-    (tmp_path / "rule.py").write_text(RULE)
-    return [*train_overrides, f"reward.path={tmp_path / 'rule.py'}", "reward.num_processes=0"]
+def train_overrides(train_overrides, rule) -> list[str]:
+    return [*train_overrides, rule, "reward.num_processes=0"]
 
 
 @pytest.fixture

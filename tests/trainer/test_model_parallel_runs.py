@@ -18,17 +18,12 @@ ROLES = (
     "actor_rollout_ref.actor.optim.eps=1e-3",
     "critic.optim.eps=1e-3",
 )
-RULE = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return len(solution_str) % 3
-"""
 TWO_RANKS = ("trainer.backend=ray", "trainer.num_cpus=2", "trainer.n_gpus_per_node=2")
 
 
 @pytest.mark.nightly
-def test_roles_divided_in_three_ways_train_as_one_rank(run, tmp_path):
-    (tmp_path / "rule.py").write_text(RULE)
-    roles = (*ROLES, f"reward.path={tmp_path / 'rule.py'}", "reward.num_processes=0")
+def test_roles_divided_in_three_ways_train_as_one_rank(run, rule, tmp_path):
+    roles = (*ROLES, rule, "reward.num_processes=0")
     one = run(*roles)
     two = run(
         *roles, *TWO_RANKS,

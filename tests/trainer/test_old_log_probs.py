@@ -21,19 +21,6 @@ SETTING = f"{ACTOR}.old_log_probs_from_update"
 LORA = "actor_rollout_ref.model.lora"
 ONE_STEP = f"{ACTOR}.ppo_mini_batch_size=null"
 
-RULE = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return sum(map(ord, solution_str)) % 7 / 7
-"""
-
-
-@pytest.fixture
-def rule(tmp_path) -> str:
-    """The setting of a reward that differs from response to response."""
-    (tmp_path / "rule.py").write_text(RULE)
-    return f"reward.path={tmp_path / 'rule.py'}"
-
-
 # Which settings choose it.
 
 
@@ -90,7 +77,7 @@ def test_a_worker_class_with_its_own_update_gets_them_from_a_pass() -> None:
 # Parity.
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "gae"])
+@pytest.mark.parametrize("estimator", [pytest.param("grpo", marks=pytest.mark.nightly), "gae"])
 def test_a_run_computes_the_same_numbers_with_one_pass_less(
     run, tmp_path, monkeypatch, rule, estimator
 ) -> None:

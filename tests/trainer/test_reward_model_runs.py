@@ -71,16 +71,9 @@ POOLS_OF_THEIR_OWN = (
 )  # fmt: skip
 
 
-RULE = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return len(solution_str) % 3
-"""
-
-
 @pytest.fixture
-def five_roles(with_model, tmp_path):
-    (tmp_path / "rule.py").write_text(RULE)
-    return (*with_model, *FIVE_ROLES, f"reward.path={tmp_path / 'rule.py'}", NO_PROCESSES)
+def five_roles(with_model, rule):
+    return (*with_model, *FIVE_ROLES, rule, NO_PROCESSES)
 
 
 @pytest.fixture
@@ -93,6 +86,7 @@ def on_one_pool(run, five_roles, tmp_path):
     return rows
 
 
+@pytest.mark.nightly
 def test_five_roles_on_pools_of_their_own_give_the_numbers_of_one_pool(
     run, five_roles, on_one_pool
 ):

@@ -74,17 +74,10 @@ def test_two_ranks_train_and_one_generates(run, together, transport) -> None:
     assert rows[-1]["actor/loss"] == pytest.approx(together[-1]["actor/loss"], abs=1e-3)
 
 
-REWARD = """
-def compute_score(data_source=None, solution_str="", ground_truth=None, extra_info=None):
-    return sum(map(ord, solution_str)) % 7 / 7
-"""
-
-
 @pytest.mark.nightly
-def test_a_critic_on_another_number_of_ranks_learns_the_same(run, tmp_path) -> None:
+def test_a_critic_on_another_number_of_ranks_learns_the_same(run, rule) -> None:
     """Its mini-batches of 2 prompts are those of one rank."""
-    (tmp_path / "reward.py").write_text(REWARD)
-    given = (*GAE, "trainer.total_training_steps=1", f"reward.path={tmp_path}/reward.py",
+    given = (*GAE, "trainer.total_training_steps=1", rule,
              "critic.ppo_mini_batch_size=2", "critic.optim.lr=1e-2")  # fmt: skip
     expected = run(*given)[-1]
     found = run(*given, "trainer.overwrite=true", "trainer.backend=ray", "trainer.num_cpus=3",

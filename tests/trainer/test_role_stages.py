@@ -178,7 +178,8 @@ SCORED = {
 
 
 @pytest.mark.parametrize(
-    "variant", ["grpo", "remax", pytest.param("gae", marks=pytest.mark.nightly)]
+    "variant",
+    ["grpo", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("remax", "gae"))],
 )
 def test_a_role_that_scores_equals_a_function_that_scores(
     train_overrides, own_roles, variant
@@ -218,7 +219,7 @@ def test_a_program_may_give_the_class_and_the_pool(train_overrides, own_roles) -
         trainer.close()
 
 
-# Updates, and results that do not fit.
+# Updates.
 
 
 class Learner(Worker):
@@ -231,20 +232,9 @@ class Learner(Worker):
             tensors={"rank": torch.tensor([self.rank])}, meta_info={"metrics": metrics}
         ).select(batch_keys=[])
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def wrong(self, data: DataProto) -> object:
-        return WRONG[0](data)
-
-
-WRONG = [None]
-
-
-def learns(method: str, *writes: str) -> None:
-    stage = RoleStage(method, reads=(fields.ADVANTAGES,), writes=writes, after="update_actor")
-    register_role(Role.add("Learner"), worker=Learner, stages=[stage])
-
 
 def test_an_update_of_a_role_logs_its_metrics(train_overrides, own_roles) -> None:
-    learns("learn")
+    stage = RoleStage("learn", reads=(fields.ADVANTAGES,), after="update_actor")
+    register_role(Role.add("Learner"), worker=Learner, stages=[stage])
     rows = trained([*train_overrides, "trainer.val_before_train=false", "data.val_files=[]"])
     assert all(row["learner/loss"] >= 0 for row in rows)

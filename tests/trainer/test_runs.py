@@ -82,19 +82,6 @@ def test_training_raises_a_reward_that_is_easy_to_raise(run, tmp_path) -> None:
     assert sum(rewards[-5:]) > 3 * sum(rewards[:5])
 
 
-@pytest.mark.parametrize("estimator", ["grpo", pytest.param("gae", marks=pytest.mark.nightly)])
-def test_ray_with_one_rank_computes_the_numbers_of_the_local_backend(
-    run, tmp_path, estimator
-) -> None:
-    more = [f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.actor.use_kl_loss=true"]
-    local = timeless(run(*more))
-    ray = timeless(run(*more, "trainer.backend=ray", "trainer.num_cpus=2",
-                       f"trainer.default_local_dir={tmp_path / 'ray'}"))  # fmt: skip
-    assert len(local) == len(ray) == 3
-    for ours, theirs in zip(local, ray, strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-6)
-
-
 OWN_FILE = """
 from quadriga.algorithms.advantages import register_advantage
 from quadriga.algorithms.policy_losses import register_policy_loss

@@ -14,7 +14,6 @@ from quadriga.config.commands import SFTConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, ModelError
-from quadriga.models import check_vocabulary
 from quadriga.trainer.ingredients import load_ingredients
 from quadriga.trainer.preflight import check_fine_tuning_config, check_train_config
 
@@ -169,31 +168,6 @@ def test_the_window_of_the_rollout_engine_counts_in_every_command(
         assert f"{key}=20" in line and "lower max_response_length" in line
 
 
-def test_a_window_of_the_engine_above_that_of_the_model_is_refused(tiny_task, vllm, model) -> None:
-    key = "actor_rollout_ref.rollout.options.max_model_len"
-    with pytest.raises(ConfigError, match=r"max_model_len=513 is above .* 512 tokens") as caught:
-        _ingredients(tiny_task, *vllm, f"{key}=513")
-    assert caught.value.key == key
-    _ingredients(tiny_task, *vllm, f"{key}=512")
-    config = json.loads((model / "config.json").read_text())
-    del config["max_position_embeddings"]
-    (model / "config.json").write_text(json.dumps(config | {"model_type": "bloom"}))
-    unlimited = f"actor_rollout_ref.model.path={model}"
-    with pytest.raises(ConfigError, match="names no context window, and vLLM needs one"):
-        _ingredients(tiny_task, *vllm, unlimited)
-    _ingredients(tiny_task, *vllm, unlimited, f"{key}=512")
-    _ingredients(tiny_task, unlimited)  # hf needs none
-
-
-def test_rows_of_demonstrations_beyond_the_window_are_refused(
-    refused, tiny_task, model, tmp_path
-) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16}))
-    line = refused(*sft(tiny_task, tmp_path, f"model.path={model}"))
-    assert "the longest conversation has" in line and "computes at most 16" in line
-
-
 @pytest.mark.parametrize(
     ("key", "more"),
     [
@@ -219,13 +193,6 @@ def test_the_reference_of_adapters_has_the_budget_of_the_actor(tiny_task, longes
     _ingredients(tiny_task, *lora, unread)
     with pytest.raises(ConfigError, match=rf"ref\.engine\.{BUDGET}=1 is below"):
         _ingredients(tiny_task, *lora[1:], unread)
-
-
-def test_an_engine_that_the_run_does_not_use_is_not_checked(tiny_task) -> None:
-    _ingredients(
-        tiny_task, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2",
-        f"critic.engine.{BUDGET}=1", f"actor_rollout_ref.ref.engine.{BUDGET}=1",
-    )  # fmt: skip
 
 
 def test_a_token_budget_below_the_longest_demonstration_is_refused(
@@ -296,18 +263,6 @@ def test_the_inputs_of_the_reward_model_are_checked(tiny_task, model, longest) -
     widen(model, special=False)
     with pytest.raises(ModelError, match="'<beyond>' of the tokenizer has the id"):
         _ingredients(tiny_task, *enabled)  # encoded again, so its window is not compared
-
-
-def test_a_special_token_that_never_occurs_may_be_beyond_the_embedding(model) -> None:
-    beyond = widen(model, special=True)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    assert beyond == max(tokenizer.get_vocab().values())
-    check_vocabulary(model, tokenizer, largest_id=beyond - 1)
-    with pytest.raises(ModelError, match="<beyond>"):
-        check_vocabulary(model, tokenizer, largest_id=beyond)
-    tokenizer.pad_token = "<beyond>"
-    with pytest.raises(ModelError, match="<beyond>"):
-        check_vocabulary(model, tokenizer, largest_id=beyond - 1)
 
 
 def test_without_a_padding_token_and_an_end_token_a_model_is_refused(

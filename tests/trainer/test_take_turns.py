@@ -130,8 +130,3 @@ class TestDroppedWeights:
         # At the start, after two updates, and before two generations that no sync precedes: the
         # first step, and the second, because the first one updates the critic only.
         assert Dropping.updates == 5
-
-    def test_without_a_release_nothing_is_sent_again(self, run):
-        copy = "actor_rollout_ref.rollout.share_weights=false"
-        run("actor_rollout_ref.rollout.name=dropping", copy)
-        assert Dropping.updates == 3

@@ -80,6 +80,22 @@ PENALISE_KL = StageFields(
 SELECT_UPDATE_TOKENS = StageFields(
     "select_update_tokens", reads=(_OLD, fields.ADVANTAGES, _MASK), writes=(fields.SELECTED_TOKENS,)
 )
+BALANCE_OVER_RANKS = StageFields(
+    "balance_over_ranks", reads=(fields.SEQUENCE_LENGTH, fields.PROMPT_LENGTH, fields.UID)
+)
+MASK_ZERO_VARIANCE_GROUPS = StageFields(
+    "mask_zero_variance_groups", reads=(_MASK, _SCORES, fields.UID), writes=(_MASK,)
+)
+CORRECT_MISMATCH = StageFields(
+    "correct_mismatch",
+    reads=(_OLD, fields.ROLLOUT_LOG_PROBS, _MASK),
+    writes=(fields.ROLLOUT_IS_WEIGHTS,),
+)
+ESTIMATE_ADVANTAGES = StageFields(
+    "estimate_advantages",
+    reads=(_REWARDS, _MASK, fields.UID),
+    writes=(fields.ADVANTAGES, fields.RETURNS),
+)
 LOG_UPDATE = StageFields("log_update", reads=(fields.PARTIALS,))
 LOG_SAMPLES = StageFields(
     "log_samples", reads=(fields.RESPONSES, _MASK, _SCORES, fields.RAW_PROMPT),
@@ -194,19 +210,29 @@ def _step_stages(
     score = _score_responses(config, custom_reward)
     if has_reward_model(config):
         score = scored_with_model(score, rules=bool(config.reward_model.rule_weight))
+    # Some stages only measure unless the settings say more.
+    mask_groups, correct = MASK_ZERO_VARIANCE_GROUPS, CORRECT_MISMATCH
+    if not algorithm.filter_groups.enable:
+        mask_groups = replace(mask_groups, writes=())
+    if not corrects_mismatch(config):
+        correct = replace(correct, writes=())
+    # The mask and the advantages say which rows need computation.
+    live = ((_MASK, plan.masks_before_passes), (fields.ADVANTAGES, plan.advantages_before_passes))
+    balance = _reading(BALANCE_OVER_RANKS, live)
+    estimator, early = get_advantage(algorithm.adv_estimator), plan.advantages_before_passes
+    inputs = [(field, name in estimator.needs) for name, field in ESTIMATOR_FIELDS.items()]
+    estimate = _reading(ESTIMATE_ADVANTAGES, inputs)
     masking = (
         (score, not plan.draws_again),
         (MEASURE_BATCH, True),
         (MASK_TRUNCATED, algorithm.overlong.drop_truncated),
-        (_mask_zero_variance_groups(config), True),
+        (mask_groups, True),
     )
-    estimate, early = _estimate_advantages(config), plan.advantages_before_passes
-    baselines = get_advantage(algorithm.adv_estimator).needs_baseline_scores
     stages = (
         (LOAD_PROMPTS, True),
         (EXPAND_PROMPTS, True),
         # On greedy responses of their own, of which only the baselines reach the batch.
-        (replace(ADD_BASELINES, reads=()), baselines),
+        (replace(ADD_BASELINES, reads=()), estimator.needs_baseline_scores),
         (GENERATE_SEQUENCES, True),
         (score, plan.draws_again),
         (REFILL, plan.draws_again),
@@ -214,7 +240,7 @@ def _step_stages(
         (SHAPE_SCORES, early),
         (estimate, early),
         # After the masking, so that rows which need no computation do not count.
-        (_balance_over_ranks(plan), config.trainer.balance_batch),
+        (balance, config.trainer.balance_batch),
         (START_PASSES, True),
         *(() if plan.masks_before_passes else masking),
         (COMPUTE_LOG_PROB, old_pass),
@@ -224,7 +250,7 @@ def _step_stages(
         (PENALISE_KL, algorithm.use_kl_in_reward),
         # Without the pass the update measures entropy and mismatch.
         (MEASURE_ENTROPY, old_pass),
-        (_correct_mismatch(config), old_pass or corrects_mismatch(config)),
+        (correct, old_pass or corrects_mismatch(config)),
         (estimate, not early),
         (SELECT_UPDATE_TOKENS, selects_tokens(config)),
         (UPDATE_CRITIC, critic),
@@ -289,42 +315,9 @@ def _score_responses(config: TrainConfig, custom_reward: bool) -> StageFields:
     )
 
 
-def _balance_over_ranks(plan: StepPlan) -> StageFields:
-    """Reads the mask and the advantages where they say which rows need computation."""
-    live = ((_MASK, plan.masks_before_passes), (fields.ADVANTAGES, plan.advantages_before_passes))
-    reads = (fields.SEQUENCE_LENGTH, fields.PROMPT_LENGTH, fields.UID)
-    return StageFields(
-        "balance_over_ranks", (*reads, *(field for field, is_read in live if is_read))
-    )
-
-
-def _mask_zero_variance_groups(config: TrainConfig) -> StageFields:
-    """Measures zero-variance prompt groups always, and masks them where the settings say so."""
-    return StageFields(
-        "mask_zero_variance_groups",
-        reads=(_MASK, _SCORES, fields.UID),
-        writes=(_MASK,) if config.algorithm.filter_groups.enable else (),
-    )
-
-
-def _correct_mismatch(config: TrainConfig) -> StageFields:
-    """Measures rollout against training always, and writes weights where the settings say so."""
-    return StageFields(
-        "correct_mismatch",
-        reads=(fields.OLD_LOG_PROBS, fields.ROLLOUT_LOG_PROBS, _MASK),
-        writes=(fields.ROLLOUT_IS_WEIGHTS,) if corrects_mismatch(config) else (),
-    )
-
-
-def _estimate_advantages(config: TrainConfig) -> StageFields:
-    """Reads the inputs that the chosen estimator asks for."""
-    needs = get_advantage(config.algorithm.adv_estimator).needs
-    inputs = tuple(field for parameter, field in ESTIMATOR_FIELDS.items() if parameter in needs)
-    return StageFields(
-        "estimate_advantages",
-        reads=(fields.TOKEN_LEVEL_REWARDS, _MASK, fields.UID, *inputs),
-        writes=(fields.ADVANTAGES, fields.RETURNS),
-    )
+def _reading(stage: StageFields, optional: Iterable[tuple[str, bool]]) -> StageFields:
+    """Return a stage that also reads those optional fields that it needs."""
+    return replace(stage, reads=(*stage.reads, *(field for field, is_read in optional if is_read)))
 
 
 def _update_actor(config: TrainConfig, old_log_prob_pass: bool) -> StageFields:

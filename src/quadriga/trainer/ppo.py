@@ -345,17 +345,11 @@ class MismatchWatch:
         if share <= settings.max_share:
             return
         self.alarms += 1
-        labels = (("abs", "mean"), ("max", "largest"), ("correlation", "correlation"))
-        found = [
-            f"{label} {metrics[MISMATCH + name]:.3g}"
-            for name, label in labels
-            if MISMATCH + name in metrics
-        ]
         text = (
             f"step {step}: for {share:.1%} of the response tokens, the log-probabilities of "
             f"rollout and training differ by more than {settings.bound:g} nats "
             f"({key}.mismatch.bound); at most {settings.max_share:.1%} may "
-            f"({key}.mismatch.max_share). Of the difference: {', '.join(found)}. Try equal dtypes "
+            f"({key}.mismatch.max_share). Try equal dtypes "
             f"({key}.dtype={rollout.dtype}, {engine}.dtype="
             f"{self.config.actor_rollout_ref.actor.engine.dtype}), no top_p, top_k and min_p, "
             f"{key}.name={REFERENCE}, or algorithm.rollout_correction.level=token"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from quadriga.backends import get_backend
 from quadriga.checkpoint.files import SavedFile
@@ -51,11 +51,11 @@ from quadriga.workers.generation import GeneratingGroup
 from quadriga.workers.roles import (
     ActorGroup,
     CriticGroup,
-    GroupMethod,
     ReceivingGroup,
     RefGroup,
     RewardModelGroup,
     SendingGroup,
+    TrainedGroup,
     TurnTakingGroup,
 )
 
@@ -229,9 +229,9 @@ class PPOGroups(StartedGroups):
             self.link.sync()
 
     @property
-    def saved(self) -> dict[str, SavingGroup]:
+    def saved(self) -> dict[str, TrainedGroup | WorkerGroup]:
         """The groups whose ranks have a state that belongs to a checkpoint, by their roles."""
-        groups: dict[str, SavingGroup] = {"actor": self.actor}
+        groups: dict[str, TrainedGroup | WorkerGroup] = {"actor": self.actor}
         if self.critic is not None:
             groups["critic"] = self.critic
         return groups | {k: group for k, group in self.added.items() if has_method(group, k, SAVE)}
@@ -257,25 +257,11 @@ class PPOGroups(StartedGroups):
             self.link.sync()
 
 
-class SavingGroup(Protocol):
-    """A worker group whose ranks have a state."""
-
-    @property
-    def save_checkpoint(self) -> GroupMethod[[str, int], list[list[SavedFile]]]:
-        """Save one shard per rank under a folder, as of a step; return the files of each rank."""
-        ...
-
-    @property
-    def load_checkpoint(self) -> GroupMethod[[str, int], list[None]]:
-        """Load what `save_checkpoint` has saved at a step."""
-        ...
-
-
 def save_roles(
     folder: Path,
     state: ControllerState,
     max_to_keep: int | None,
-    groups: Mapping[str, SavingGroup],
+    groups: Mapping[str, TrainedGroup | WorkerGroup],
 ) -> None:
     """Save groups, by the names of their roles, and the controller's state as one checkpoint.
 

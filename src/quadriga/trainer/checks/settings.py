@@ -283,7 +283,8 @@ def stage_problems(key: str, engine: EngineConfig, rows: int, micro_batch: int |
         yield (
             f"{key}.pipeline_parallel_size",
             f"needs at least {stages} micro-batches, but a mini-batch makes {count} on each "
-            f"data-parallel rank ({how}): each stage would wait for {idle:.0%} of a step; use "
+            f"data-parallel rank ({how}): each stage would wait for "
+            f"({stages} - 1) / ({chunks * count} + {stages} - 1) = {idle:.0%} of a step; use "
             "smaller micro-batches, larger mini-batches or fewer stages",
         )
 
