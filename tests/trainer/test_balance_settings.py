@@ -86,18 +86,6 @@ def test_one_rank_and_a_worker_with_a_model_of_its_own_need_no_model_folder(bala
         balance(missing)
 
 
-def test_the_metrics_count_a_prompt_once_for_each_rank_that_computes_it() -> None:
-    prompt, response = np.full(4, 10), np.array([1, 1, 1, 1])
-    live = np.ones(4, dtype=bool)
-    groups = Balance(2).arrange(["a", "a", "b", "b"], prompt, response, live)
-    assert groups.tokens.total(groups.rows[0][0]) == 12
-    apart = Balance(2, whole_groups=False).arrange(["a", "b", "b", "a"], prompt, response, live)
-    tokens = [apart.tokens.total(rank[0]) for rank in apart.rows]
-    prompts = [len({"abba"[row] for row in rank[0]}) for rank in apart.rows]
-    assert tokens == [10 * count + 2 for count in prompts]
-    assert apart.metrics()["batch/token_spread"] == 0
-
-
 def test_the_imbalance_adds_up_the_slowest_ranks_of_the_mini_batches() -> None:
     """Costs 20 and 12 in the first mini-batch, 12 and 16 in the second one: 36 / (16 + 14)."""
     prompt, response = np.full(4, 1), np.array([19, 11, 11, 15])

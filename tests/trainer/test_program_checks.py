@@ -95,14 +95,9 @@ def test_rows_need_no_rule_if_the_program_scores_them(train_overrides, tmp_path,
         assert len(made.ingredients.train_loader) == 1
 
 
-ROLLOUT = "actor_rollout_ref.rollout"
 NOT_FITTING = {
     f"{ACTOR}.engine.max_tokens_per_micro_batch=1": (ConfigError, "below the longest sequence"),
     "data.max_response_length=600": (ModelError, "computes at most 512"),
-    f"{ROLLOUT}.val_sampling.stop_token_ids=[99999]": (
-        ConfigError,
-        "stop_token_ids",
-    ),
 }
 
 
@@ -131,9 +126,6 @@ def test_a_dataset_that_does_not_know_its_lengths_is_not_compared(train_override
     unknown = replace(given, train_loader=PromptLoader(Rows(), 8), val_loader=None)
     budget = f"{ACTOR}.engine.max_tokens_per_micro_batch=1"
     RayPPOTrainer(load_config(TrainConfig, [*train_overrides, budget]), unknown).close()
-    stop = f"{ROLLOUT}.sampling.stop_token_ids=[99999]"
-    with pytest.raises(ConfigError, match="stop_token_ids"):
-        RayPPOTrainer(load_config(TrainConfig, [*train_overrides, stop]), unknown)
 
 
 def test_a_warm_up_beyond_the_steps_of_the_data_is_refused(train_overrides) -> None:

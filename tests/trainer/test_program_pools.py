@@ -25,18 +25,11 @@ def trainer_of(overrides, spec, mapping, *more):
     ("spec", "mapping", "more", "message"),
     [
         ({"a": [3]}, ONE, (), r"16 sequences do not divide over 3 ranks \(placement"),
-        ({"a": [2, 1]}, ONE, (), "do not divide over 3 ranks"),
         (
             {"a": [1], "b": [3]},
             {**ONE, Role.Critic: "b"},
             (),
             r"16 sequences do not divide over 3 ranks \(placement.critic",
-        ),
-        (
-            {"a": [2]},
-            ONE,
-            ("trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.engine.fsdp_size=4"),
-            "fsdp_size=4 must be .* or divide the 2 ranks",
         ),
         ({"a": [2]}, ONE, ("trainer.backend=local",), "runs no collectives, but actor has 2 ranks"),
         ({"a": []}, ONE, (), "pool 'a' has no ranks"),

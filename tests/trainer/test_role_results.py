@@ -44,14 +44,14 @@ def tensor(key: str, change):
 FIELDS = {
     "numbers without a fraction": (
         tensor(SCORES, torch.Tensor.long),
-        r"token_level_scores as a tensor \[5, 3\] of int64, expected \[B, R\] of float32 "
-        r"\(response_mask is \[5, 3\]\): score of the reward function",
+        r"token_level_scores \[5, 3\] of int64, expected a tensor \[B, R\] of float32 "
+        r"\(response_mask is \[5, 3\]\)",
     ),
-    "one number a row": (tensor(SCORES, lambda s: s.sum(-1)), r"tensor \[5\] of float32"),
-    "one column": (tensor(SCORES, lambda s: s[:, :1]), r"a tensor \[5, 1\] of float32"),
+    "one number a row": (tensor(SCORES, lambda s: s.sum(-1)), r"scores \[5\] of float32"),
+    "one column": (tensor(SCORES, lambda s: s[:, :1]), r"scores \[5, 1\] of float32"),
     "an array": (
         lambda data: DataProto.from_dict(non_tensors={SCORES: np.zeros((5, 3))}),
-        r"as an array \[5, 3\] of float64, expected",
+        r"scores \[5, 3\] of float64, expected",
     ),
     "a field that is missing": (tensor("gain", lambda s: s), "scores, but returned gain; make bo"),
 }  # fmt: skip

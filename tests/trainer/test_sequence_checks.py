@@ -222,25 +222,6 @@ def test_a_vocabulary_larger_than_the_embedding_is_refused_by_every_command(
         assert said in line and arithmetic in line, line
 
 
-def test_a_stop_token_outside_the_vocabulary_is_refused_by_every_command(
-    refused, train_overrides, tiny_task, tmp_path
-) -> None:
-    rows = AutoConfig.from_pretrained(tiny_task.model).vocab_size
-    ids = f"stop_token_ids=[0,{rows},99999]"
-    model, test = f"model.path={tiny_task.model}", tiny_task.data("test")
-    rollout, short = "actor_rollout_ref.rollout", ["max_response_length=4", "trainer.backend=local"]
-    for section, words in (
-        (f"{rollout}.sampling", ["train", *train_overrides]),
-        (f"{rollout}.val_sampling", ["train", *train_overrides, "trainer.val_before_train=false"]),
-        ("trainer.val_sampling", sft(tiny_task, tmp_path, f"data.val_files={test}")),
-        ("sampling", ["generate", model, "prompt='1 and 2?'", *short]),
-        ("sampling", evaluation(tiny_task, tmp_path, *short)),
-    ):
-        line = refused(*words, f"{section}.{ids}")
-        assert f"{section}.stop_token_ids names [{rows}, 99999]" in line, line
-        assert f"{rows} tokens with the ids 0 to {rows - 1}" in line, line
-
-
 def test_the_embedding_of_the_critic_is_checked(refused, train_overrides, tiny_task, model) -> None:
     """The tokenizer belongs to the actor's model; here the critic's embedding is too small."""
     config = json.loads((model / "config.json").read_text())

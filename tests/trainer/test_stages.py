@@ -91,7 +91,6 @@ def test_a_truncated_response_does_not_count_in_its_group() -> None:
     ("overrides", "weight"),
     [
         (["level=token"], 2.0),
-        (["level=geometric", "upper=1.5"], 1.5),
         (["level=token", "normalise=true"], 1.0),
         (["level=token", "upper=1.5", "mode=mask"], 0.0),
     ],
@@ -118,14 +117,6 @@ def test_balancing_keeps_groups_whole_and_counts_a_shared_prompt_once() -> None:
     assert [uid for uid, _ in groupby(two.non_tensor_batch[fields.UID])] in (
         ["a", "c", "b", "c"], ["b", "c", "a", "c"],
     )  # fmt: skip
-
-
-def test_sequences_are_balanced_one_by_one_where_prompts_are_not_shared() -> None:
-    """9 + 3 = 12, 8 + 3 = 11, 7 + 4 = 11."""
-    balance = Balance(ranks=3, whole_groups=False, shares_prompts=False)
-    data, metrics = stages.balance_over_ranks(batch(), balance)
-    assert sorted(lengths_of_ranks(data, 3)) == [[3, 8], [3, 9], [4, 7]]
-    assert metrics["batch/token_spread"] == pytest.approx(1 / 12)
 
 
 def test_masked_rows_cost_nothing() -> None:

@@ -86,13 +86,6 @@ def test_image_tokens_are_never_sampled(folder, temperature):
     assert data.batch[fields.ROLLOUT_LOG_PROBS][data.batch[fields.RESPONSE_MASK].bool()].max() < -8
 
 
-def test_an_image_token_is_no_stop_token(folder):
-    image = image_tokens(folder).image
-    with pytest.raises(ConfigError, match=rf"names \[{image}\], which is for images") as caught:
-        check_stop_tokens("sampling.stop_token_ids", [0, image], folder)
-    assert caught.value.key == "sampling.stop_token_ids"
-
-
 def test_one_step_is_equal_for_every_micro_batch_and_on_two_ranks(folder, batch, tmp_path):
     """Rank 1 has text alone, and the image encoder computes on both ranks."""
     torch.save(batch, tmp_path / "batch.pt")

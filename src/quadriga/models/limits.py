@@ -173,48 +173,6 @@ def check_vocabulary(
         )
 
 
-def check_stop_tokens(
-    key: str, stop_token_ids: Sequence[int], path: str | Path, *, trust_remote_code: bool = False
-) -> None:
-    """Check that a model can sample the tokens that end a response.
-
-    Args:
-        key: the setting that names the tokens.
-        path: the folder of the model.
-
-    Raises:
-        ConfigError: a token is outside the vocabulary, or stands for images, which are never
-            sampled.
-        ModelError: the folder is not a model folder.
-    """
-    if not stop_token_ids:
-        return
-    from quadriga.models.images import image_tokens_of
-    from quadriga.models.loading import folder_config
-
-    folder = local_folder(path)
-    config = folder_config(folder, trust_remote_code)
-    rows, images = config.get_text_config().vocab_size, image_tokens_of(config)
-    never = () if images is None else images.never_sampled
-    for why, wrong in (
-        (
-            f"outside the vocabulary of the model in {folder}, {rows} tokens with the ids 0 to "
-            f"{rows - 1}",
-            [token for token in stop_token_ids if token >= rows],
-        ),
-        (
-            f"for images in the model in {folder}, and a response never contains one",
-            [token for token in stop_token_ids if token in never],
-        ),
-    ):
-        if wrong:
-            raise ConfigError(
-                f"{key} names {wrong}, which {'are' if len(wrong) > 1 else 'is'} {why}, so no "
-                "response could end there; remove them, or set the ids of the model's tokenizer",
-                key=key,
-            )
-
-
 def _ids_that_occur(tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
     """Yield the ids of all tokens that text or the tokenizer itself can bring into a sequence.
 

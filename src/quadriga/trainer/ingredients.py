@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from quadriga.config.schema import DataConfig, ModelConfig, TrainConfig
 from quadriga.errors import ConfigError
-from quadriga.trainer.checks.data import check_training_data, check_training_samples
+from quadriga.trainer.checks.data import check_training_data
 from quadriga.trainer.dataflow import StepPlan, scores_come_from_roles, validation_dataflow
 from quadriga.trainer.stages import BatchReward
 
@@ -94,7 +94,6 @@ def load_ingredients(config: TrainConfig, reward: BatchReward | None = None) -> 
         mixture=make_mixture(config.data, train),
         sampler=sampler,
     )
-    check_training_samples(config, validates=val_loader is not None)
     check_training_data(config, tokenizer, datasets)
     reward = reward or _rules(config, tokenizer, train_loader, val_loader)
     return Ingredients(tokenizer, train_loader, val_loader, reward)
@@ -129,9 +128,8 @@ def check_ingredients(config: TrainConfig, given: Ingredients) -> None:
     A dataset of the program's own that does not know its longest prompt is not compared.
 
     Raises:
-        As `check_training_data` and `check_training_samples`.
+        As `check_training_data`.
     """
-    check_training_samples(config, validates=given.val_loader is not None)
     loaders = (given.train_loader, given.val_loader)
     datasets = [loader.dataset for loader in loaders if loader is not None]
     known = list(takewhile(lambda dataset: hasattr(dataset, "longest"), datasets))

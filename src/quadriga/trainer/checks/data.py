@@ -15,17 +15,11 @@ from quadriga.config.schema import (
     EngineConfig,
     ModelConfig,
     RolloutEngineConfig,
-    SamplingConfig,
     TrainConfig,
 )
 from quadriga.errors import ConfigError
 from quadriga.models.images import image_tokens
-from quadriga.models.limits import (
-    LongestSequence,
-    check_context_window,
-    check_stop_tokens,
-    check_vocabulary,
-)
+from quadriga.models.limits import LongestSequence, check_context_window, check_vocabulary
 from quadriga.rollout import REFERENCE, rollout_of
 from quadriga.trainer.checks.settings import Problems, refuse
 from quadriga.trainer.roles.workers import needs_critic, needs_reference, reads_ref_log_prob
@@ -72,19 +66,6 @@ def check_training_data(
         check_token_budget(key, engine, trained)
 
 
-def check_training_samples(config: TrainConfig, *, validates: bool) -> None:
-    """Check the token ids in the sampling settings of `quadriga train`. `validates`: there is
-    validation data.
-
-    Raises:
-        ConfigError: the model cannot sample one of them.
-    """
-    policy, key = config.actor_rollout_ref, "actor_rollout_ref.rollout"
-    _check_sampled(f"{key}.sampling", policy.rollout.sampling, policy.model)
-    if validates:
-        _check_sampled(f"{key}.val_sampling", policy.rollout.val_sampling, policy.model)
-
-
 def check_fine_tuning_data(
     config: SFTConfig | RMConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -107,7 +88,6 @@ def check_fine_tuning_data(
         trainer = config.trainer
         generated = longest_with_response([validation], trainer.max_response_length, "trainer.")
         check_model_inputs(config.model, tokenizer, generated, [validation])
-        _check_sampled("trainer.val_sampling", trainer.val_sampling, config.model)
 
 
 def check_generation_data(
@@ -121,13 +101,6 @@ def check_generation_data(
     longest = longest_with_response([prompts], config.max_response_length, "")
     check_model_inputs(config.model, tokenizer, longest, [prompts])
     rollout_of(config.rollout).check_window(config.model, longest)
-    _check_sampled("sampling", config.sampling, config.model)
-
-
-def _check_sampled(key: str, sampling: SamplingConfig, model: ModelConfig) -> None:
-    trusted = model.trust_remote_code
-    ids = f"{key}.stop_token_ids"
-    check_stop_tokens(ids, sampling.stop_token_ids, model.path, trust_remote_code=trusted)
 
 
 def longest_with_response(
