@@ -13,7 +13,6 @@ from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimC
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import ConfigError, FieldError, ModelError, RolloutAbilityError
 from quadriga.models.images import MultiModalRows, image_tokens
-from quadriga.models.limits import check_stop_tokens
 from quadriga.models.loading import load_causal_lm, load_value_model
 from quadriga.protocol import fields
 from quadriga.rollout.base import RolloutEngine

@@ -5,12 +5,12 @@ Reads config.json only, so settings can be checked before a worker starts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quadriga.errors import ConfigError, ModelError
+from quadriga.errors import ModelError
 from quadriga.models.folder import local_folder
 
 if TYPE_CHECKING:
