@@ -88,11 +88,11 @@ CODE = {
     "no field": ((READS, "reads=()"), "stage tally.add_bonus reads no field; name at least one"),
     "a misspelt place": (
         (AFTER, 'after="score_response"'),
-        "stands after 'score_response', a place that this run does not have; did you mean score_r",
+        "stands after 'score_response', which this run does not have; did you mean score_response",
     ),
     "a place that this run does not have": (
         (AFTER, 'before="compute_values"'),
-        "stands before 'compute_values', a place that this run does not have; ",
+        "stands before 'compute_values', which this run does not have; ",
     ),
     "two places": (
         (AFTER, f'{AFTER}, before="measure_batch"'), "must stand before or after one stage, got",

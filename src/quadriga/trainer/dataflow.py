@@ -391,8 +391,8 @@ def _no_place(placed: PlacedStage, known: Sequence[str]) -> str:
     near = nearest_name(name, known)
     hint = f"did you mean {near}? " if near else ""
     return (
-        f"stage {placed.name} stands {side} {name!r}, a place that this run does not have; {hint}"
-        f"places: {', '.join(dict.fromkeys(known))}"
+        f"stage {placed.name} stands {side} {name!r}, which this run does not have; {hint}"
+        f"stages: {', '.join(dict.fromkeys(known))}"
     )
 
 
