@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
@@ -457,9 +457,6 @@ class RayWorkerGroup(GroupOfReferences, WorkerGroup):
         )
 
     # What verl's programs read
-
-    def __iter__(self) -> Iterator[Any]:  # handles, as in `workers`
-        return iter(self.workers)
 
     @property
     def _workers(self) -> list[Any]:  # type: ignore[override]  # another group of one's own sets it
