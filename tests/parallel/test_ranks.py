@@ -55,3 +55,14 @@ def test_a_variable_of_a_launcher_that_is_no_number_is_named(monkeypatch, variab
         monkeypatch.setenv(name, value)
     with pytest.raises(CollectiveError, match=f"{variable} must be a whole number, got 'many'"):
         distributed.init_distributed("cpu")
+
+
+def test_the_engines_of_a_process_share_the_groups_of_a_mesh():
+    sizes = {"replicate": 1, "shard": 1}
+    distributed.init_distributed()
+    mesh = distributed.device_mesh("cpu", sizes)
+    assert distributed.device_mesh("cpu", sizes) is mesh
+    assert distributed.device_mesh("cpu", {"shard": 1}) is not mesh
+    torch.distributed.destroy_process_group()
+    distributed.init_distributed()
+    assert distributed.device_mesh("cpu", sizes) is not mesh

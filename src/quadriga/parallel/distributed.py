@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import lru_cache
 from typing import Protocol, TypeVar
 
 import torch
@@ -249,6 +250,26 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def device_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
+    """Arrange all ranks in a mesh with these dimensions.
+
+    The engines of a process share its meshes: each dimension is a process group, which has threads
+    and, on GPUs, buffers of its own.
+
+    Waits for: all ranks, the first time.
+    """
+    if not dist.is_initialized():
+        return _mesh.__wrapped__(None, device_type, *sizes.items())
+    return _mesh(dist.group.WORLD, device_type, *sizes.items())
+
+
+@lru_cache(maxsize=16)
+def _mesh(world: object, device_type: str, *sizes: tuple[str, int]) -> DeviceMesh:
+    """A mesh of the process group `world`."""
+    names, shape = zip(*sizes, strict=True)
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)
+
+
 def data_parallel_mesh(device: torch.device, fsdp_size: int = -1) -> DeviceMesh:
     """Arrange the ranks in a mesh: `fsdp_size` ranks share one copy of the parameters.
 
@@ -260,7 +281,7 @@ def data_parallel_mesh(device: torch.device, fsdp_size: int = -1) -> DeviceMesh:
     """
     world = world_size()
     if fsdp_size in (-1, world):
-        return init_device_mesh(device.type, (world,), mesh_dim_names=(SHARD,))
+        return device_mesh(device.type, {SHARD: world})
     if fsdp_size < 1 or world % fsdp_size:
         raise ConfigError(
             f"engine.fsdp_size is {fsdp_size}, which does not divide the {world} ranks of the "
@@ -273,8 +294,7 @@ def data_parallel_mesh(device: torch.device, fsdp_size: int = -1) -> DeviceMesh:
     #   replicate 0   rank 0    rank 1
     #   replicate 1   rank 2    rank 3
     #   replicate 2   rank 4    rank 5
-    shape = (world // fsdp_size, fsdp_size)
-    return init_device_mesh(device.type, shape, mesh_dim_names=(REPLICATE, SHARD))
+    return device_mesh(device.type, {REPLICATE: world // fsdp_size, SHARD: fsdp_size})
 
 
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:

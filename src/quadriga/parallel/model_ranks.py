@@ -21,11 +21,18 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from quadriga.config.schema import EngineConfig
 from quadriga.errors import ConfigError
-from quadriga.parallel.distributed import REPLICATE, SHARD, data_parallel_mesh, rank, world_size
+from quadriga.parallel.distributed import (
+    REPLICATE,
+    SHARD,
+    data_parallel_mesh,
+    device_mesh,
+    rank,
+    world_size,
+)
 
 DATA, CONTEXT, SEQUENCE, TENSOR = "data", "context", "sequence", "tensor"
 
@@ -109,15 +116,19 @@ def model_ranks(engine: EngineConfig, device_type: str) -> ModelRanks:
             f"engine.{engine.model_parallel_text()} ranks compute the same rows, which does not "
             f"divide the {world} ranks of the worker group"
         )
-    degrees = (
-        engine.context_parallel_size, engine.sequence_parallel_size, engine.tensor_parallel_size,
-    )  # fmt: skip
-    shape = (world // size, *degrees)
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=(DATA, CONTEXT, SEQUENCE, TENSOR))
+    mesh = device_mesh(
+        device_type,
+        {
+            DATA: world // size,
+            CONTEXT: engine.context_parallel_size,
+            SEQUENCE: engine.sequence_parallel_size,
+            TENSOR: engine.tensor_parallel_size,
+        },
+    )
     subgroups = {name: Subgroup.of(mesh, name) for name in (CONTEXT, SEQUENCE, TENSOR)}
     whole = next((found for found in subgroups.values() if found.size == size), None)
     if whole is None:
-        groups = init_device_mesh(device_type, (world // size, size), mesh_dim_names=(DATA, "all"))
+        groups = device_mesh(device_type, {DATA: world // size, "all": size})
         whole = Subgroup.of(groups, "all")
     assert whole.index == rank() % size
     return ModelRanks(whole, *subgroups.values())
@@ -158,10 +169,6 @@ def shard_meshes(engine: EngineConfig, device: torch.device) -> ShardMeshes:
     #                   rank 6     rank 7     shard 1
     parts = world_size() // tensor
     whole = data_parallel_mesh(device, size if size == -1 else size * tensor)
-    if size in (-1, parts):
-        names: tuple[str, ...] = (SHARD,)
-        shape: tuple[int, ...] = (parts,)
-    else:
-        names, shape = (REPLICATE, SHARD), (parts // size, size)
-    mesh = init_device_mesh(device.type, (*shape, tensor), mesh_dim_names=(*names, TENSOR))
-    return ShardMeshes(whole, mesh[names], mesh[TENSOR])
+    copies = {SHARD: parts} if size in (-1, parts) else {REPLICATE: parts // size, SHARD: size}
+    mesh = device_mesh(device.type, {**copies, TENSOR: tensor})
+    return ShardMeshes(whole, mesh[tuple(copies)], mesh[TENSOR])
