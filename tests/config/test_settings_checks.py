@@ -206,6 +206,12 @@ def test_sft_settings():
     assert "needs validation prompts; set data.val_files" in words
 
 
+@pytest.mark.parametrize("setting", ["model.freeze=['*']", "model.lora.rank=2"])
+def test_a_model_that_is_not_trained_has_no_adapters_and_no_frozen_weights(setting):
+    words = error_of(check_generate_settings, GenerateConfig, [setting])
+    assert setting.rsplit("=")[0].removesuffix(".rank") in words and "is not" in words
+
+
 def test_generate_settings():
     words = error_of(check_generate_settings, GenerateConfig, ["n=3"])
     assert "n=3 greedy responses (sampling.temperature=0) would all be equal" in words

@@ -36,6 +36,7 @@ def check(*overrides: str) -> None:
         (["algorithm.adv_estimator=gpg", "algorithm.options={f_norm: a}"], "not take f_norm=a: "),
         (["algorithm.adv_estimator=gdpo", "algorithm.reward_components=[a, b]",
           "algorithm.options={reward_weights: [1.0]}"], "does not take reward_weights="),
+        ([f"{LOSS}.name=sapo", f"{LOSS}.options={{tau_pos: nan}}"], "tau_pos=nan: nan is no numb"),
         ([f"{LOSS}.name=sapo", f"{LOSS}.options={{tau_neg: inf}}"], "above 0 and finite"),
         ([f"{LOSS}.name=clip_cov", f"{LOSS}.options={{clip_cov_lb: 5, clip_cov_ub: 1}}"],
          "no covariance is between them"),

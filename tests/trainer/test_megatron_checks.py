@@ -168,6 +168,24 @@ def test_enough_micro_batches_for_the_stages(micro_batch):
     )
 
 
+def test_an_interleaved_schedule_has_whole_rounds_and_a_smaller_bubble():
+    engine = EngineConfig(
+        name="megatron", pipeline_parallel_size=4, virtual_pipeline_parallel_size=2
+    )
+    assert not list(stage_problems("engine", engine, 8, 1))
+    assert not list(
+        stage_problems("engine", engine, 6, None)
+    )  # cut by tokens: filled up to whole rounds
+    assert re.search(
+        r"makes 3 .* \(4 - 1\) / \(6 \+ 4 - 1\) = 33%",
+        next(stage_problems("engine", engine, 3, 1))[1],
+    )
+    assert re.search(
+        r"in rounds of .*=4, .* makes 6 .* 6 % 4 = 2",
+        next(stage_problems("engine", engine, 6, 1))[1],
+    )
+
+
 def test_tensor_ranks_do_not_enlarge_the_token_budget():
     """Every rank computes all tokens of its rows, so the budget is that of one rank."""
     engine = EngineConfig(name="megatron", tensor_parallel_size=2, max_tokens_per_micro_batch=8)

@@ -97,6 +97,10 @@ def test_rows_need_no_rule_if_the_program_scores_them(train_overrides, tmp_path,
 
 NOT_FITTING = {
     f"{ACTOR}.engine.max_tokens_per_micro_batch=1": (ConfigError, "below the longest sequence"),
+    "actor_rollout_ref.rollout.sampling.stop_token_ids=[99999]": (
+        ConfigError,
+        "names .99999., outside the voc",
+    ),
     "data.max_response_length=600": (ModelError, "computes at most 512"),
 }
 

@@ -246,6 +246,23 @@ def test_the_inputs_of_the_reward_model_are_checked(tiny_task, model, longest) -
         _ingredients(tiny_task, *enabled)  # encoded again, so its window is not compared
 
 
+def test_a_reward_model_writes_each_kind_of_prompt_before_the_start(tiny_task, model) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'user' %}{{ raise_exception('no user, please') }}{% endif %}"
+    )
+    tokenizer.save_pretrained(model)
+    enabled = ("reward_model.enable=true", f"reward_model.model.path={model}")
+    with pytest.raises(ModelError, match="no user, please"):
+        _ingredients(tiny_task, *enabled)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content * 9 }}{% endfor %}"
+    tokenizer.save_pretrained(model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    with pytest.raises(ModelError, match=r"a prompt with a response of one digit has \d+ tokens"):
+        _ingredients(tiny_task, *enabled)
+
+
 def test_without_a_padding_token_and_an_end_token_a_model_is_refused(
     refused, train_overrides, model
 ) -> None:

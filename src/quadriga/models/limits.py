@@ -5,12 +5,12 @@ Reads config.json only, so settings can be checked before a worker starts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quadriga.errors import ModelError
+from quadriga.errors import ConfigError, ModelError
 from quadriga.models.folder import local_folder
 
 if TYPE_CHECKING:
@@ -158,10 +158,8 @@ def check_vocabulary(
     Raises:
         ModelError: names the token, its id and the rows of the embedding.
     """
-    from quadriga.models.loading import folder_config
-
     folder = local_folder(path)
-    rows: int = folder_config(folder, trust_remote_code).get_text_config().vocab_size
+    rows = _embedding_rows(folder, trust_remote_code)
     largest = max(largest_id, *_ids_that_occur(tokenizer))
     if largest >= rows:
         raise ModelError(
@@ -171,6 +169,30 @@ def check_vocabulary(
             f"save the model after resize_token_embeddings({largest + 1})",
             path=str(folder),
         )
+
+
+def check_stop_tokens(
+    key: str, stop_token_ids: Sequence[int], path: str | Path, *, trust_remote_code: bool = False
+) -> None:
+    """Check that a model can sample the tokens that end a response.
+
+    Raises:
+        ConfigError: the setting `key` names a token outside the vocabulary.
+    """
+    rows = _embedding_rows(local_folder(path), trust_remote_code) if stop_token_ids else 0
+    if wrong := [token for token in stop_token_ids if token >= rows]:
+        raise ConfigError(
+            f"{key} names {wrong}, outside the vocabulary of the model in {path}, whose ids are 0 "
+            f"to {rows - 1}, so no response could end there; set ids of the model's tokenizer",
+            key=key,
+        )
+
+
+def _embedding_rows(folder: Path, trust_remote_code: bool) -> int:
+    from quadriga.models.loading import folder_config
+
+    rows: int = folder_config(folder, trust_remote_code).get_text_config().vocab_size
+    return rows
 
 
 def _ids_that_occur(tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:

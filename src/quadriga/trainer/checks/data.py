@@ -7,6 +7,7 @@ the settings allow.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from quadriga.config.commands import GenerationConfig, RMConfig, SFTConfig
@@ -15,11 +16,18 @@ from quadriga.config.schema import (
     EngineConfig,
     ModelConfig,
     RolloutEngineConfig,
+    SamplingConfig,
     TrainConfig,
 )
 from quadriga.errors import ConfigError
 from quadriga.models.images import image_tokens
-from quadriga.models.limits import LongestSequence, check_context_window, check_vocabulary
+from quadriga.models.limits import (
+    LongestSequence,
+    check_context_window,
+    check_stop_tokens,
+    check_vocabulary,
+)
+from quadriga.protocol.fields import RAW_PROMPT
 from quadriga.rollout import REFERENCE, rollout_of
 from quadriga.trainer.checks.settings import Problems, refuse
 from quadriga.trainer.roles.workers import needs_critic, needs_reference, reads_ref_log_prob
@@ -28,9 +36,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from quadriga.data import SFTDataset
+    from quadriga.data.chat import Chat
     from quadriga.data.pairs import PairDataset
     from quadriga.data.user_classes import Prompts
 
+_TRIED = 2048
+"""Prompts of which one of each kind is written by the template of a reward model."""
 _IMAGES = {
     "name": "fsdp",
     "tensor_parallel_size": 1,
@@ -51,9 +62,13 @@ def check_training_data(
     Raises:
         ModelError: a sequence exceeds a context window, or a token id exceeds an embedding.
         ConfigError: a sequence exceeds the token budget of a micro-batch, or the window of the
-            rollout engine.
+            rollout engine, or a stop token is outside the vocabulary.
     """
     policy, response = config.actor_rollout_ref, config.data.max_response_length
+    key = "actor_rollout_ref.rollout"
+    _check_sampled(f"{key}.sampling", policy.rollout.sampling, policy.model)
+    if len(datasets) > 1:
+        _check_sampled(f"{key}.val_sampling", policy.rollout.val_sampling, policy.model)
     longest = longest_with_response(datasets, response, "data.")
     check_model_inputs(policy.model, tokenizer, longest, datasets)
     if needs_critic(config) and config.critic.model.path:
@@ -86,6 +101,7 @@ def check_fine_tuning_data(
     check_token_budget("engine", config.engine, longest)
     if validation is not None and isinstance(config, SFTConfig):
         trainer = config.trainer
+        _check_sampled("trainer.val_sampling", trainer.val_sampling, config.model)
         generated = longest_with_response([validation], trainer.max_response_length, "trainer.")
         check_model_inputs(config.model, tokenizer, generated, [validation])
 
@@ -98,9 +114,15 @@ def check_generation_data(
     Raises:
         As `check_training_data`.
     """
+    _check_sampled("sampling", config.sampling, config.model)
     longest = longest_with_response([prompts], config.max_response_length, "")
     check_model_inputs(config.model, tokenizer, longest, [prompts])
     rollout_of(config.rollout).check_window(config.model, longest)
+
+
+def _check_sampled(key: str, sampling: SamplingConfig, model: ModelConfig) -> None:
+    ids, trusted = sampling.stop_token_ids, model.trust_remote_code
+    check_stop_tokens(f"{key}.stop_token_ids", ids, model.path, trust_remote_code=trusted)
 
 
 def longest_with_response(
@@ -146,8 +168,11 @@ def _check_scored(
 ) -> None:
     """Check the inputs of the reward model, which needs one more token for each sequence.
 
-    Conversations that it encodes again have lengths that are known after generation only.
+    Conversations that it encodes again have lengths that are known after generation only. Of
+    these, a prompt of each kind is tried with a short response.
     """
+    from quadriga.data.chat import encode_chats
+    from quadriga.data.loader import items_of
     from quadriga.workers.reward_model import reads_tokens_of, tokenizer_of
 
     section = config.reward_model
@@ -159,7 +184,21 @@ def _check_scored(
         check_model_inputs(model, tokenizer, longest, datasets)
         check_token_budget("reward_model.engine", section.engine, longest)
         return
-    check_vocabulary(model.path, own, largest_id=0, trust_remote_code=model.trust_remote_code)
+    trusted = model.trust_remote_code
+    check_vocabulary(model.path, own, largest_id=0, trust_remote_code=trusted)
+    prompts: dict[tuple[str, ...], Chat] = {}  # roles -> a prompt with turns of these roles
+    for item in islice(items_of(datasets[0]), _TRIED):
+        prompts.setdefault(tuple(m["role"] for m in item[RAW_PROMPT]), item[RAW_PROMPT])
+    answered: list[Chat] = [[*p, {"role": "assistant", "content": "1"}] for p in prompts.values()]
+    encoded = encode_chats(own, answered, complete=True, arguments=section.chat_template_kwargs)
+    tokens = max(len(ids) for ids in encoded)
+    longest = LongestSequence(
+        tokens + 1,
+        f"a prompt with a response of one digit has {tokens} tokens of the reward model, and one "
+        "is added",
+        "lower data.max_prompt_length, beyond which prompts are left out,",
+    )
+    check_context_window(model.path, longest, trust_remote_code=trusted)
 
 
 def check_token_budget(key: str, engine: EngineConfig, longest: LongestSequence) -> None:

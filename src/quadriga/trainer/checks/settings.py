@@ -278,14 +278,20 @@ def stage_problems(key: str, engine: EngineConfig, rows: int, micro_batch: int |
         count, how = math.ceil(rows / micro_batch), f"{rows} rows in micro-batches of {micro_batch}"
     else:  # cut by tokens, the rows make at least `stages` micro-batches if there are enough rows
         count, how = (rows, "rows") if engine.use_dynamic_bsz else (1, "use_dynamic_bsz=false")
+    makes = f"but a mini-batch makes {count} on each data-parallel rank ({how})"
     if count < stages:
         idle = (stages - 1) / (chunks * count + stages - 1)
         yield (
             f"{key}.pipeline_parallel_size",
-            f"needs at least {stages} micro-batches, but a mini-batch makes {count} on each "
-            f"data-parallel rank ({how}): each stage would wait for "
+            f"needs at least {stages} micro-batches, {makes}: each stage would wait for "
             f"({stages} - 1) / ({chunks * count} + {stages} - 1) = {idle:.0%} of a step; use "
             "smaller micro-batches, larger mini-batches or fewer stages",
+        )
+    if chunks > 1 and micro_batch is not None and count % stages:
+        yield (
+            f"{key}.virtual_pipeline_parallel_size",
+            f"needs micro-batches in rounds of {key}.pipeline_parallel_size={stages}, {makes}, and "
+            f"{count} % {stages} = {count % stages}; set another size of micro-batches, or 1",
         )
 
 
@@ -374,6 +380,7 @@ def check_eval_settings(config: EvalConfig) -> None:
 def _generation(config: GenerationConfig) -> Problems:
     yield from _sampling("sampling", config.sampling, config.max_response_length)
     yield from _equal_samples("n", config.n, "sampling", config.sampling)
+    yield from _not_trained("model", config.model)
 
 
 def _evaluation(config: EvalConfig) -> Problems:
@@ -465,6 +472,18 @@ def _reward_model(config: TrainConfig) -> Problems:
             "reward_model.rule_weight",
             "calls no rules, whose numbers algorithm.reward_components names; remove one of them",
         )
+    yield from _not_trained("reward_model.model", config.reward_model.model)
+
+
+def _not_trained(key: str, model: ModelConfig) -> Problems:
+    """Yield adapters or frozen weights of a model that is not trained."""
+    for name, is_set in (("lora", model.lora.enabled), ("freeze", model.freeze)):
+        if is_set:
+            yield (
+                f"{key}.{name}",
+                "is for a model that is trained, and this one is not; remove it, or merge the "
+                f"adapter into a model and give this as {key}.path",
+            )
 
 
 def _responses(config: TrainConfig) -> Problems:
@@ -682,6 +701,11 @@ def _check_options(
             key=f"{key}.options.{own}",
         )
     try:
+        # Every comparison with NaN is false, so a function would take it.
+        for value in options.values():
+            for item in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(item, float) and math.isnan(item):
+                    raise ValueError("nan is no number")
         call()
     except Exception as error:  # anything that a function of the user may raise
         given = ", ".join(f"{name}={as_written(value)}" for name, value in options.items())
