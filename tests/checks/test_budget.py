@@ -24,9 +24,9 @@ LIMITS = {
     "code lines of the tests": 36_000,
 }
 STILL = {
-    LINES: 45_473,
-    "code lines without compat/verl": 41_899,
-    "code lines of the tests": 41_970,
+    LINES: 42_963,
+    "code lines without compat/verl": 39_495,
+    "code lines of the tests": 37_626,
 }
 """What is over its limit today. Numbers are lowered, never raised; a row within its limit goes."""
 
