@@ -279,7 +279,7 @@ class RayPPOTrainer:
         return Validator(
             self.config.trainer.seed,
             self.ingredients.val_loader,
-            groups.rollout,
+            groups.generator,
             self.reward_fn,
             record,
             n=self.config.actor_rollout_ref.rollout.val_n,
@@ -290,7 +290,7 @@ class RayPPOTrainer:
     def make_sampler(self, groups: PPOGroups, runner: StageRunner) -> Sampler:
         """Return the sampler of the run."""
         reward = self.training_reward()
-        return Sampler(self.config, groups.rollout, reward, self.stream, runner)
+        return Sampler(self.config, groups.generator, reward, self.stream, runner)
 
     def training_reward(self) -> BatchReward:
         """Return the reward of a training step: the rules, with the reward model if enabled."""

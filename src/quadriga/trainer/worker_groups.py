@@ -20,8 +20,8 @@ from quadriga.checkpoint.folders import (
 )
 from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import RunConfig, TrainConfig
-from quadriga.errors import CheckpointError, QuadrigaError
-from quadriga.protocol import DataProto, DataProtoFuture
+from quadriga.errors import CheckpointError, QuadrigaError, RolloutOutputError
+from quadriga.protocol import DataProto, DataProtoFuture, fields
 from quadriga.trainer.checkpoints import check_states, unchanged_handlers
 from quadriga.trainer.replicas import (
     ReplicaLink,
@@ -70,6 +70,9 @@ if TYPE_CHECKING:
         WorkerGroup,
     )
     from quadriga.weight_sync.sync import WeightNeeds
+
+ACTOR_VERSION = "actor_weight_version"
+"""The method of the policy's worker that returns the version of the actor's weights."""
 
 CLOSE_ROLLOUT = "close_rollout"
 """The method of the policy's worker that ends its rollout engine."""
@@ -178,8 +181,9 @@ class PPOGroups(StartedGroups):
     `ref` is None if no stage reads `ref_log_prob`, `critic` is None if no stage reads `values`,
     `reward_model` is None unless it is enabled,
     `turns` is None unless the engines of the policy take turns in device memory, and `link` is None
-    unless actor and rollout are in different processes. `added` has the groups of added roles by
-    their keys.
+    unless actor and rollout are in different processes. `actor_version` returns the version of the
+    actor's weights; None if the worker class of the actor has no such method. `added` has the
+    groups of added roles by their keys.
     """
 
     actor: ActorGroup
@@ -189,6 +193,7 @@ class PPOGroups(StartedGroups):
     reward_model: RewardModelGroup | None
     turns: TurnTakingGroup | None
     link: WeightLink | ReplicaLink | None
+    actor_version: Callable[[], int] | None = None
     added: Mapping[str, WorkerGroup] = field(default_factory=dict)
 
     @contextmanager
@@ -204,6 +209,13 @@ class PPOGroups(StartedGroups):
         # Not after an error: it ends the run, and a call to a failed rank would hide it.
         for metrics in filter(None, self.turns.trainer_mode()):
             add(metrics)
+
+    @property
+    def generator(self) -> GeneratingGroup:
+        """The rollout, whose responses must come from the weights that the actor has."""
+        if self.actor_version is None:
+            return self.rollout
+        return VersionedRollout(self.rollout, self.actor_version)
 
     def sync_weights(self) -> None:
         """Copy the actor's weights to the rollout, and check that all of them arrived.
@@ -380,6 +392,7 @@ def _ppo_groups(
         reward_model=view_of[REWARD_MODEL] if has_reward_model(config) else None,
         turns=actor if settings.take_turns else None,
         link=link,
+        actor_version=getattr(actor, ACTOR_VERSION, None),
         added={added.key: view_of[added.key] for added in added_roles(config)},
     )
 
@@ -416,3 +429,44 @@ def start_group(
     groups.append(group)
     group.start_worker_aliveness_check(ALIVENESS_CHECK_S)
     return group
+
+
+class VersionedRollout:
+    """The rollout of a run: what it generates comes from the weights that the actor has.
+
+    Args:
+        rollout: the worker group that generates.
+        actor_version: returns the version of the actor's weights.
+    """
+
+    def __init__(self, rollout: GeneratingGroup, actor_version: Callable[[], int]) -> None:
+        self._rollout = rollout
+        self._actor_version = actor_version
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the rollout."""
+        return self._rollout.world_size
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Call the method of the group, and compare versions.
+
+        Raises:
+            RolloutOutputError: a row has another version than the actor. Attributes: `row` (the
+                first one), `version`.
+        """
+        generated, expected = self._rollout.generate_sequences(prompts), self._actor_version()
+        found_B = generated.batch[fields.WEIGHT_VERSION]
+        wrong = (found_B != expected).nonzero().flatten().tolist()
+        if wrong:
+            versions = sorted(set(found_B[wrong].tolist()))
+            raise RolloutOutputError(
+                f"{len(wrong)} of {len(found_B)} responses, row {wrong[0]} first, were sampled by "
+                f"weights of version {', '.join(map(str, versions))}, but the actor has version "
+                f"{expected}; the last weight sync did not reach every rank of the rollout, or "
+                "another program updates its engine",
+                fault="weight version",
+                row=wrong[0],
+                version=versions[0],
+            )
+        return generated

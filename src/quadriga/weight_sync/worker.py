@@ -63,6 +63,14 @@ class PolicyWeights(Worker):
         self._sync.run(self.weight_version)
         return self.weight_version
 
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def actor_weight_version(self) -> int:
+        """Return the version that the rollout must hold to sample from the actor's weights.
+
+        After an optimizer step it is that of the next sync, which no rollout holds yet.
+        """
+        return self.weight_version + int(self._trained_since_sync())
+
     def _trained_since_sync(self) -> bool:
         return self._engine("actor").optimizer_steps != self._steps_of_version
 

@@ -112,6 +112,10 @@ class ActorGroup(TrainedGroup, Protocol):
     def sync_weights(self) -> GroupMethod[[], list[int]]:
         """Copy the actor's weights to the rollout engine: `ActorRolloutRefWorker.sync_weights`."""
 
+    @property
+    def actor_weight_version(self) -> GroupMethod[[], int]:
+        """The version of the weights: `ActorRolloutRefWorker.actor_weight_version`."""
+
 
 class StreamMethod(Protocol[ArgumentsP, ResultT_co]):
     """A generator method of a worker group. Item i of the stream joins item i of every rank."""
@@ -274,6 +278,7 @@ if TYPE_CHECKING:
         compute_ref_log_prob = joined(ActorRolloutRefWorker.compute_ref_log_prob)
         update_actor = joined(ActorRolloutRefWorker.update_actor)
         sync_weights = per_rank(ActorRolloutRefWorker.sync_weights)
+        actor_weight_version = joined(ActorRolloutRefWorker.actor_weight_version)
         save_checkpoint = per_rank(ActorRolloutRefWorker.save_checkpoint)
         load_checkpoint = per_rank(ActorRolloutRefWorker.load_checkpoint)
         export_hf = per_rank(ActorRolloutRefWorker.export_hf)
