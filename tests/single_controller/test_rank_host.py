@@ -32,7 +32,7 @@ class Steps(Worker):
         self.started.append(i)
         self.running += 1
         self.most = max(self.most, self.running)
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)  # longer than the others need to arrive
         self.running -= 1
 
 

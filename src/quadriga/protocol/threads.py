@@ -54,9 +54,7 @@ class PendingValue:
         """
         ended = timeout is None or wait_until(lambda: all(p.done() for p in pendings), timeout)
         if not ended:
-            raise CallTimeoutError(
-                f"The future has no result after {timeout:.3g} s. The call goes on."
-            )
+            raise CallTimeoutError("The future has no result in time. The call goes on.")
 
 
 def wait_until(ended: Callable[[], bool], timeout: float | None) -> bool:

@@ -21,10 +21,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.algorithms.kl import make_kl_controller
-from quadriga.checkpoint.folders import Resumed
+from quadriga.checkpoint.folders import ControllerState, Resumed
 from quadriga.config.paths import absolute_paths
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import MismatchError
@@ -220,7 +222,7 @@ class RayPPOTrainer:
             self.step,
             last=last,
             validate=validate if due and validator.loader is not None else None,
-            save=groups.save,
+            save=partial(self.save, groups),
             kl_controller=self.kl_controller.state_dict(),
         )
 
@@ -298,6 +300,12 @@ class RayPPOTrainer:
         if model is None:
             return self.reward_fn
         return ModelReward(self.reward_fn, model, self.config.reward_model)
+
+    def save(
+        self, groups: PPOGroups, folder: Path, state: ControllerState, max_to_keep: int | None
+    ) -> None:
+        """Write a checkpoint of every role that learns, and of the controller."""
+        groups.save(folder, state, max_to_keep)
 
     def resume(self, groups: PPOGroups) -> Resumed | None:
         """Load the checkpoint that `trainer.resume_mode` names, if there is one, and return it.
