@@ -1,4 +1,4 @@
-"""Every Python block of the README and of docs/ runs."""
+"""Every Python block of the README, of CONTRIBUTING and of docs/ runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NOT_RUN_AT_MOST = 5
 
 PAGES = sorted(
     path
-    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     if python_blocks(path.read_text(encoding="utf-8"))
 )
 

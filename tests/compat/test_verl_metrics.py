@@ -133,6 +133,9 @@ def test_a_reduced_metric_is_a_mean_or_the_extreme_that_its_name_says():
         "nested": 2.5,
         "one": 3.0,
     }
+    for wrong in ([None], ["1.5", "2"]):
+        with pytest.raises(FieldError, match="must hold numbers"):
+            reduce_metrics({"x": wrong})
     from verl.trainer.ppo import metric_utils, ray_trainer
 
     assert metric_utils.reduce_metrics is ray_trainer.reduce_metrics is reduce_metrics

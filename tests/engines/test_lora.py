@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
+from quadriga.engines.loading import check_trained_part
 from quadriga.errors import CheckpointError, ConfigError, ModelError
 from quadriga.models.adapters import is_adapter
 from quadriga.models.tiny import write_tiny_model
@@ -255,6 +256,15 @@ def test_weights_that_match_a_pattern_are_frozen(model_folder, tmp_path):
     again = build(model_folder, LoraConfig(), freeze=("model.embed_tokens.*", "model.layers.0.*"))
     again.load(tmp_path)
     assert all(torch.equal(weight, after[name]) for name, weight in weights(again).items())
+
+
+def test_a_head_that_is_new_cannot_be_frozen(model_folder):
+    frozen = ("score*",)
+    with pytest.raises(ConfigError, match=r"matches score\..*, which the folder .* does not have"):
+        build(model_folder, LoraConfig(), freeze=frozen, head="value")
+    with pytest.raises(ConfigError, match=r"matches score\..*, which the folder .* does not have"):
+        check_trained_part(ModelConfig(path=model_folder, freeze=frozen), "value")
+    check_trained_part(ModelConfig(path=model_folder, freeze=("model.embed_tokens.*",)), "value")
 
 
 def test_a_checkpoint_with_weights_that_are_frozen_now_is_refused(model_folder, trained, tmp_path):

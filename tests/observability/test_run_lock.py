@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, InputError
+from quadriga.observability import run_folder
 from quadriga.observability.run_folder import LOCK, RunFolder, RunLock, check_lock
 
 
@@ -125,3 +128,18 @@ def test_the_lock_of_another_run_is_not_deleted(tmp_path):
     lock.release()
     assert (tmp_path / LOCK).exists()
     other.release()
+
+
+def test_a_forked_child_does_not_hold_the_lock(tmp_path):
+    lock = RunLock.acquire(*lock_of(tmp_path))
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        os.close(lock._file)  # as if this process had been killed
+        check_lock(*lock_of(tmp_path))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        run_folder._held.clear()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from test_small_fields import CountingStore
@@ -58,9 +61,29 @@ def test_an_unchanged_tensor_is_stored_once(monkeypatch):
         assert sum(map(len, store.objects)) - before == expected
         received = torch.cat([unpack_argument(part).batch["x"] for part in packed])
         assert torch.equal(received.view(torch.int32), x.view(torch.int32))
-    monkeypatch.setattr(boundary, "SENT_BYTES", 0)
+    monkeypatch.setattr(boundary, "SENT_BYTES", 5 * 2**20)  # for the whole tensor or its parts
     pack_arguments([DataProto.from_dict({"x": x})], store)
     assert len(boundary._sent[x.untyped_storage()]) == 1
+    large = torch.zeros(6, 2**18)
+    pack_arguments([DataProto.from_dict({"x": large})], store)
+    assert large.untyped_storage() not in boundary._sent
     memories = len(boundary._sent)
     del x
     assert len(boundary._sent) == memories - 1
+
+
+def test_threads_keep_what_they_send():
+    """Each thread adds to the table that another one adds up."""
+    fields = [torch.zeros(1, 300_000) for _ in range(60)]
+
+    def send(own):
+        for field in own:
+            pack_arguments([DataProto.from_dict({"x": field})], CountingStore())
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(send, [fields[i::4] for i in range(4)]))
+    finally:
+        sys.setswitchinterval(interval)

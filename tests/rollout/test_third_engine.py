@@ -10,10 +10,11 @@ import pytest
 from quadriga import rollout
 from quadriga.algorithms import user_files
 from quadriga.config.loading import load_config
-from quadriga.config.schema import RolloutEngineConfig, SamplingConfig, TrainConfig
+from quadriga.config.schema import ModelConfig, RolloutEngineConfig, SamplingConfig, TrainConfig
 from quadriga.errors import ConfigError, RolloutAbilityError, UnknownNameError
 from quadriga.observability.jsonl import read_jsonl
-from quadriga.rollout import ROLLOUTS, Rollout, register_rollout, rollout_of
+from quadriga.rollout import ROLLOUTS, Rollout, build_rollout, register_rollout, rollout_of
+from quadriga.testing import check_rollout
 from quadriga.trainer.main import run_training
 
 ENGINE = Path(__file__).with_name("third_engine.py")
@@ -58,6 +59,11 @@ def test_an_engine_of_a_file_serves_a_run(model_folder, tmp_path, monkeypatch):
     assert len(steps) == 2
     # It samples with the weights that the actor has in each step.
     assert all(step["mismatch/abs"] < 1e-4 for step in steps), steps
+
+
+def test_it_satisfies_the_laws_that_the_page_names():
+    user_files.load_user_file(ENGINE)
+    check_rollout(lambda folder: build_rollout("third", ModelConfig(path=folder), dtype="float32"))
 
 
 def test_what_the_class_declares_is_checked_before_the_start():

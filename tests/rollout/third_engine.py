@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import torch
 from transformers import AutoModelForCausalLM
 
 from quadriga.rollout import Rollout, register_rollout
-from quadriga.rollout.base import RolloutEngine, RolloutOutput
+from quadriga.rollout.base import RolloutEngine, RolloutOutput, check_weight
 
 
 class Third(Rollout):
     """`rollout.name=third`. It draws from the whole vocabulary only."""
 
     sampling_settings = frozenset({"temperature", "ignore_eos", "stop_token_ids"})
+
+    def abilities(self, vocabulary, window):
+        return replace(super().abilities(vocabulary, window), log_probs=frozenset({"policy"}))
 
     def build(self, model, device, *, releasable, copies):
         return ThirdRollout(self, model)
@@ -37,11 +43,11 @@ class ThirdRollout(RolloutEngine):
         log_probs, reasons = torch.zeros(shape), []
         for row, seed in enumerate(sample_seeds.tolist()):
             tokens = prompt_ids[row, attention_mask[row].bool()].tolist()
-            numbers = torch.Generator().manual_seed(seed % 2**63)
+            numbers = random.Random(str(seed))  # all 64 bits of the seed count
             reasons.append("length")
             for t in range(sampling.max_new_tokens):
                 scaled = (self.logits(tokens)[-1] / (sampling.temperature or 1.0)).log_softmax(0)
-                token = int(torch.multinomial(scaled.exp(), 1, generator=numbers))
+                token = numbers.choices(range(len(scaled)), scaled.exp().tolist())[0]
                 token = int(scaled.argmax()) if sampling.greedy else token
                 tokens.append(token)
                 ids[row, t], mask[row, t], log_probs[row, t] = token, 1, scaled[token]
@@ -57,6 +63,7 @@ class ThirdRollout(RolloutEngine):
 
     def score(self, ids, attention_mask):
         self._check_generates("score")
+        self.check_sequences(ids, attention_mask)
         scores = torch.zeros(ids.shape)
         for row, valid in enumerate(attention_mask.bool()):
             tokens = ids[row, valid]
@@ -66,9 +73,12 @@ class ThirdRollout(RolloutEngine):
         return scores
 
     def update_weights(self, stream, version):
+        self._check("update_weights", "ready", "released")
         own = dict(self.weights())
+        shapes = {name: tensor.shape for name, tensor in own.items()}
         with self._writing(stream, version, lambda: own) as weights:
             for name, tensor in weights:
+                check_weight(name, tensor, shapes)
                 own[name].copy_(tensor)
 
     def weights(self):

@@ -133,17 +133,20 @@ def test_a_signal_at_any_place_leaves_a_run_that_can_be_resumed(
 FAILING = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if extra_info["split"] == "test":
-        raise RuntimeError("the server of the judge is down")
+        raise ERROR("the server of the judge is down")
     return 1.0
 """
 
 
-def test_a_reward_that_fails_in_the_last_validation_loses_no_step(run, tmp_path) -> None:
-    (tmp_path / "rule.py").write_text(FAILING)
+@pytest.mark.parametrize("raised", [RuntimeError, KeyboardInterrupt])
+def test_a_last_validation_that_fails_or_is_interrupted_loses_no_step(
+    run, tmp_path, raised
+) -> None:
+    (tmp_path / "rule.py").write_text(FAILING.replace("ERROR", raised.__name__))
     settings = [f"reward.path={tmp_path / 'rule.py'}", "reward.on_failure=fail",
                 "reward.num_processes=0", "trainer.val_before_train=false",
                 "trainer.total_training_steps=1"]  # fmt: skip
-    with pytest.raises(RewardError, match="the server of the judge is down"):
+    with pytest.raises((RewardError, KeyboardInterrupt), match="the server of the judge is down"):
         run(*settings)
     checkpoint = tmp_path / "run" / "checkpoints" / "global_step_1"
     assert not read_marker(checkpoint)["validation"]

@@ -42,6 +42,7 @@ from quadriga.engines.base import HeadKind
 from quadriga.engines.optimizers.sharded import check_fits_parameters
 from quadriga.engines.trained_part import (
     TrainedPart,
+    check_new_trained,
     fill_new,
     select_trained,
 )
@@ -191,6 +192,9 @@ def check_trained_part(
     if not (config.lora.enabled or config.freeze or chosen):
         return
     model = simulated_model(config, head, torch.float32, trained=True)
+    if config.freeze and head != "lm":
+        new = {name for name, _ in model.named_parameters() if name.startswith(VALUE_HEAD_PREFIX)}
+        check_new_trained(model, new - stored_tensors(local_folder(config.path)).keys(), config)
     if optim is not None and chosen:
         check_fits_parameters(model, optim.name, optim_key)
 
@@ -379,6 +383,8 @@ def _with_folder_weights(
             return names.reason
         # After the names are matched, because adapters change names.
         part = select_trained(model, config, dtype) if trained else TrainedPart()
+        if trained and config.freeze:
+            check_new_trained(model, names.new, config)
     except ModelError as error:
         return str(error)
     return model, FolderWeights(Path(config.path), names, config.use_shm, part)

@@ -108,6 +108,25 @@ def _freeze(model: PreTrainedModel, patterns: Iterable[str]) -> None:
         )
 
 
+def check_new_trained(model: nn.Module, new: Iterable[str], config: ModelConfig) -> None:
+    """Check that parameters which the folder does not have, and which are 0, are trained.
+
+    Args:
+        new: their names: those of a head for values or scores.
+
+    Raises:
+        ConfigError: one is frozen.
+    """
+    frozen = [name for name in new if not model.get_parameter(name).requires_grad]
+    if frozen:
+        raise ConfigError(
+            f"model.freeze={list(config.freeze)} matches {frozen[0]}, which the folder "
+            f"{config.path} does not have: it is new and 0, so its outputs would stay 0; remove "
+            "the pattern",
+            key="model.freeze",
+        )
+
+
 def fill_new(model: nn.Module, part: TrainedPart) -> None:
     """Give the adapters of a model that was loaded whole their first values, on its device."""
     for name, value in part.new.items():

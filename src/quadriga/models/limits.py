@@ -177,13 +177,21 @@ def check_stop_tokens(
     """Check that a model can sample the tokens that end a response.
 
     Raises:
-        ConfigError: the setting `key` names a token outside the vocabulary.
+        ConfigError: the setting `key` names a token outside the vocabulary, or of images.
     """
-    rows = _embedding_rows(local_folder(path), trust_remote_code) if stop_token_ids else 0
-    if wrong := [token for token in stop_token_ids if token >= rows]:
+    if not stop_token_ids:
+        return
+    from quadriga.models.images import image_tokens
+
+    folder = local_folder(path)
+    rows = _embedding_rows(folder, trust_remote_code)
+    images = image_tokens(folder, trust_remote_code=trust_remote_code)
+    never = () if images is None else images.never_sampled
+    if wrong := [token for token in stop_token_ids if token >= rows or token in never]:
         raise ConfigError(
-            f"{key} names {wrong}, outside the vocabulary of the model in {path}, whose ids are 0 "
-            f"to {rows - 1}, so no response could end there; set ids of the model's tokenizer",
+            f"{key} names {wrong}, outside the vocabulary of the model in {path} (ids 0 to "
+            f"{rows - 1}) or for images, so no response could end there; set ids of the model's "
+            "tokenizer",
             key=key,
         )
 

@@ -209,6 +209,16 @@ class RunFolder:
 
 
 LOCK = "run.lock"
+_held: set[int] = set()
+"""Files of the locks of this process. A forked child must not keep them locked."""
+
+
+def _close_in_child() -> None:
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class RunLock:
@@ -242,6 +252,7 @@ class RunLock:
                 if lock._is_at_path():
                     os.ftruncate(lock._file, 0)
                     os.pwrite(lock._file, _this_run().encode(), 0)
+                    _held.add(lock._file)
                     return lock
             except BaseException:
                 os.close(lock._file)
@@ -254,6 +265,7 @@ class RunLock:
             with contextlib.suppress(OSError):
                 if self._is_at_path():
                     self.path.unlink()
+            _held.discard(self._file)
             os.close(self._file)
             self._file = -1
 
@@ -262,6 +274,9 @@ class RunLock:
             return os.path.samestat(os.fstat(self._file), self.path.lstat())
         except FileNotFoundError:
             return False
+
+
+_ATTEMPTS = 5
 
 
 def check_lock(path: Path, owned: Path, key: str) -> None:
@@ -279,6 +294,10 @@ def check_lock(path: Path, owned: Path, key: str) -> None:
 
 def _lock(file: int, kind: int, owned: Path, key: str) -> None:
     try:
+        for _ in range(_ATTEMPTS):  # `check_lock` of another run holds the lock for a moment
+            with contextlib.suppress(BlockingIOError):
+                return fcntl.flock(file, kind | fcntl.LOCK_NB)
+            time.sleep(0.02)
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         owner = os.pread(file, 200, 0).decode(errors="replace")

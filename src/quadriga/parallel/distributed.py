@@ -11,8 +11,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import lru_cache
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -258,16 +257,19 @@ def device_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
 
     Waits for: all ranks, the first time.
     """
-    if not dist.is_initialized():
-        return _mesh.__wrapped__(None, device_type, *sizes.items())
-    return _mesh(dist.group.WORLD, device_type, *sizes.items())
+    key = (device_type, *sizes.items())
+    if not dist.is_initialized() or _meshes.get("world") is not dist.group.WORLD:
+        _meshes.clear()  # groups of a process group that was destroyed
+    if key not in _meshes:
+        names, shape = zip(*sizes.items(), strict=True)
+        _meshes[key] = init_device_mesh(device_type, shape, mesh_dim_names=names)
+        _meshes["world"] = dist.group.WORLD
+    mesh: DeviceMesh = _meshes[key]
+    return mesh
 
 
-@lru_cache(maxsize=16)
-def _mesh(world: object, device_type: str, *sizes: tuple[str, int]) -> DeviceMesh:
-    """A mesh of the process group `world`."""
-    names, shape = zip(*sizes, strict=True)
-    return init_device_mesh(device_type, shape, mesh_dim_names=names)
+_meshes: dict[object, Any] = {}
+"""Meshes of the process group "world"."""
 
 
 def data_parallel_mesh(device: torch.device, fsdp_size: int = -1) -> DeviceMesh:
@@ -315,17 +317,20 @@ def max_over_ranks(value: int, device: torch.device) -> int:
     return int(largest)
 
 
-def gather_over_ranks(value: ValueT) -> list[ValueT]:
-    """Return the values of all ranks, in the order of ranks. They must be picklable."""
+def gather_over_ranks(value: ValueT, *, group: dist.ProcessGroup | None = None) -> list[ValueT]:
+    """Return the values of all ranks, in the order of ranks. They must be picklable.
+
+    `group`: a process group of all ranks with another timeout.
+    """
     if world_size() == 1:
         return [value]
     gathered = [value] * world_size()
-    dist.all_gather_object(gathered, value)
+    dist.all_gather_object(gathered, value, group=group)
     return gathered
 
 
-def on_all_ranks(work: Callable[[], ValueT]) -> ValueT:
-    """Return the result of `work`, after all ranks have theirs.
+def on_all_ranks(work: Callable[[], ValueT], *, group: dist.ProcessGroup | None = None) -> ValueT:
+    """Return the result of `work`, after all ranks have theirs. `group`: `gather_over_ranks`.
 
     Raises:
         ModelError: `work` raised it on this rank or on another one.
@@ -335,7 +340,7 @@ def on_all_ranks(work: Callable[[], ValueT]) -> ValueT:
         result = work()
     except ModelError as raised:
         error = raised
-    errors = gather_over_ranks(error)
+    errors = gather_over_ranks(error, group=group)
     if error is not None:
         raise error
     for other, raised_there in enumerate(errors):

@@ -27,12 +27,17 @@ import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
+
+import torch.distributed as dist
 
 from quadriga.errors import ModelError
 from quadriga.parallel.device import get_device_name
 from quadriga.parallel.distributed import gather_over_ranks, init_distributed, on_all_ranks, rank
 
+READ_S = 1800.0
+"""Seconds within which the first rank of a node reads the files."""
 _SUFFIX = ".safetensors"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _READ_ONLY = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
@@ -57,7 +62,10 @@ def folder_in_memory(folder: Path) -> Iterator[Path]:
         return
     reader = nodes.index(nodes[rank()])
     with ExitStack() as stack:
-        own = on_all_ranks(lambda: _read(folder, stack) if rank() == reader else {})
+        # A group of its own, because reading can take longer than a collective of training.
+        waiting = dist.new_group(backend="gloo", timeout=timedelta(seconds=READ_S))
+        own = on_all_ranks(lambda: _read(folder, stack) if rank() == reader else {}, group=waiting)
+        dist.destroy_process_group(waiting)
         pid, numbers = gather_over_ranks((os.getpid(), own))[reader]
         files = on_all_ranks(lambda: _opened(folder, pid, numbers, stack))
         made = stack.enter_context(tempfile.TemporaryDirectory(prefix="quadriga-model-"))

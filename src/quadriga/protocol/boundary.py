@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import math
+import threading
 import time
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -90,6 +91,7 @@ split of a batch makes a new view each time."""
 _Unstored = tuple[RemoteColumn, Payload, int, _Source | None]
 """A column without its handle; payload and bytes of what is to be stored; where they come from."""
 _sent: WeakKeyDictionary[UntypedStorage, dict[object, Handle]] = WeakKeyDictionary()
+_sent_lock = threading.Lock()
 """Memory of local tensors → what of it is stored. Both are released together."""
 _compare = ctypes.CDLL(None).memcmp
 _compare.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
@@ -176,13 +178,18 @@ class Packer:
         """Put the large fields into the store. Until then the messages cannot be sent."""
         # One call for fields of messages to one node: a store may put them into one object.
         for unstored in _shared(self._waiting):
-            values = [(payload, nbytes) for _, payload, nbytes, _ in unstored]
-            handles = self.store.put_many(values)
-            for (column, _, nbytes, source), handle in zip(unstored, handles, strict=True):
-                column.handles = (handle,)
-                if source:
-                    _keep(source, handle)
-                traffic.add(stored_bytes=nbytes, stored_objects=1)
+            # What is kept is an object of its own, so that keeping it keeps nothing else.
+            together = [entry for entry in unstored if entry[3] is None]
+            alone = [[entry] for entry in unstored if entry[3] is not None]
+            for group in filter(None, [together, *alone]):
+                handles = self.store.put_many(
+                    [(payload, nbytes) for _, payload, nbytes, _ in group]
+                )
+                for (column, _, nbytes, source), handle in zip(group, handles, strict=True):
+                    column.handles = (handle,)
+                    if source:
+                        _keep(source, handle)
+                    traffic.add(stored_bytes=nbytes, stored_objects=1)
         self._waiting, self._nbytes = [], 0
 
 
@@ -202,7 +209,8 @@ def _unchanged(source: _Source, payload: Any) -> Handle | None:
     those through `x.numpy()`. Comparing takes less than half as long as storing.
     """
     memory, place = source
-    handle = _sent.get(memory, {}).get(place)
+    with _sent_lock:
+        handle = _sent.get(memory, {}).get(place)
     try:
         stored: Any = None if handle is None else handle.fetch()
     except LostObjectError:
@@ -213,10 +221,13 @@ def _unchanged(source: _Source, payload: Any) -> Handle | None:
 
 
 def _keep(source: _Source, handle: Handle) -> None:
-    kept = sum(h.nbytes for handles in list(_sent.values()) for h in list(handles.values()))
-    if kept + handle.nbytes > SENT_BYTES:
-        _sent.clear()
-    _sent.setdefault(source[0], {})[source[1]] = handle
+    if handle.nbytes > SENT_BYTES:
+        return
+    with _sent_lock:
+        kept = sum(h.nbytes for handles in _sent.values() for h in handles.values())
+        if kept + handle.nbytes > SENT_BYTES:
+            _sent.clear()
+        _sent.setdefault(source[0], {})[source[1]] = handle
 
 
 def _copy_payloads(packed: Message, store: Store) -> None:

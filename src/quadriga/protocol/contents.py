@@ -51,8 +51,14 @@ class _RemoteFields(Generic[V]):
     """Named fields of one length. Reading one fetches it once; `columns` has them unread."""
 
     columns: dict[str, Column]
+
     # No base class: a batch is no `Mapping`, because iterating over it gives its rows.
-    get: Any = MutableMapping.get
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a field, or `default` if there is no such field. A failed read is an error."""
+        if key in self:
+            return self[key]
+        return default
+
     setdefault: Any = MutableMapping.setdefault
 
     def keys(self) -> KeysView[str]:

@@ -352,6 +352,8 @@ def concat_values(values: Sequence[LocalValue], key: str) -> LocalValue:
     parts: Any = list(values)  # of one type, or the functions below raise
     try:
         if isinstance(parts[0], np.ndarray):
+            if not all(isinstance(part, np.ndarray) for part in parts):
+                raise TypeError("arrays and tensors")
             masked = any(isinstance(part, np.ma.MaskedArray) for part in parts)
             # np.concatenate would return a masked array without its mask.
             numpy_module = np.ma if masked else np

@@ -324,7 +324,8 @@ class Checkpointing:
         """Validate and save where these are due, and log the step. Then stop if a signal asks for
         it. Return whether the step is the last one of the run.
 
-        A step whose validation fails is saved, too. A run that is asked to stop does not validate.
+        A step whose validation fails or is interrupted is saved, too. A run that is asked to stop
+        validates after its last step only.
 
         Args:
             last: the step is the last one of the run, whatever the validation finds.
@@ -333,9 +334,9 @@ class Checkpointing:
             save: writes the states of the roles, and that of the controller.
         """
         try:
-            if validate is not None and not self.stop.requested:
+            if validate is not None and (last or not self.stop.requested):
                 last |= validate()
-        except Exception:
+        except BaseException:  # also a second signal, or the end of `stop_grace_s`
             with suppress(QuadrigaError):  # a rank that has failed cannot save either
                 self._save_if_due(record, step, kl_controller, save, last=last)
             raise

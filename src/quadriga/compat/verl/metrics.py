@@ -129,7 +129,9 @@ def reduce_metrics(metrics: dict[str, object]) -> dict[str, object]:
         parts = values if isinstance(values, list | tuple) else [values]
         local = [part.detach().cpu() if isinstance(part, Tensor) else part for part in parts]
         try:
-            array = np.asarray(local, dtype=np.float64)
+            array = np.asarray(local)
+            if array.size and array.dtype.kind not in "biuf":
+                raise TypeError("not numbers")
             if "max" in name or "min" in name:
                 metrics[name] = float(array.max() if "max" in name else array.min())
             else:

@@ -194,6 +194,9 @@ class SGLang(Rollout):
         if on_cpu:
             name, default = "max_total_tokens", CPU_TOKENS
         value: Any = options.server_args.get(name, default)
+        if not isinstance(value, int | float):
+            missing = f"keys and values: server_args.{name}={value} is no number"
+            return EngineMemory({}, {"generate": {}}, missing=missing)
         return reserved_memory(
             self.settings,
             model,
