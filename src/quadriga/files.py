@@ -12,6 +12,7 @@ refers to incomplete content, not even after a power failure.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import secrets
@@ -95,7 +96,6 @@ def flush(path: Path) -> None:
 def cannot_write(path: Path, error: OSError) -> InputError:
     """Return the error for a file that cannot be written: the path, the reason and what to do."""
     reason = error.strerror or str(error)
-    return InputError(
-        f"cannot write {path}: {reason}; free some space there or choose another folder",
-        path=str(path),
-    )
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "free some space there or choose" if full else "choose"
+    return InputError(f"cannot write {path}: {reason}; {remedy} another folder", path=str(path))

@@ -76,6 +76,15 @@ def test_a_failed_run_shows_the_cause_first_and_has_code_1(capsys, monkeypatch):
     assert len(err.splitlines()) < 25
 
 
+def test_the_traceback_of_a_worker_is_shown_once(capsys, monkeypatch):
+    remote = "Traceback\n  rank code\nValueError: boom"
+    error = WorkerMethodError(f"boom in update\n\nTraceback of the worker:\n{remote}",
+                              remote_traceback=remote)  # fmt: skip
+    replace_training(monkeypatch, raising(error))
+    _, _, err = run(capsys, "train")
+    assert err.count("rank code") == 1
+
+
 def test_an_error_on_the_controller_shows_the_traceback(capsys, monkeypatch):
     replace_training(monkeypatch, raising(LengthError("3 rows and 4 rows")))
     code, _, err = run(capsys, "train")

@@ -60,9 +60,7 @@ class TallyWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, step: int) -> list:
-        folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
-        return [write_tensors(folder / f"tally_{self.rank}.safetensors", {"seen": self.seen})]
+        return [write_tensors(Path(path) / f"tally_{self.rank}.safetensors", {"seen": self.seen})]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str, step: int) -> None:

@@ -322,6 +322,8 @@ def _one_screen(error: QuadrigaError) -> str:
     remote = getattr(error, "remote_traceback", None)
     frames = traceback.format_tb(error.__traceback__)[-3:]
     where = str(remote).rstrip().splitlines()[-20:] if remote else "".join(frames).splitlines()
+    if where and where[-1] in str(error):  # the message of a worker has its traceback
+        return f"error: {error}"
     return "\n".join([f"error: {error}", "", *where])
 
 

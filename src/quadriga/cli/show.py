@@ -39,8 +39,8 @@ PARTS = {
     "peft": "LoRA (extra: lora)",
     "torchao": "optim.name=adamw_8bit (extra: optim8bit)",
     "math_verify": "rewards for mathematics (extra: math)",
-    "vllm": "rollout.name=vllm (scripts/engines.sh vllm)",
-    "sglang": "rollout.name=sglang (scripts/engines.sh sglang)",
+    "vllm": "rollout.name=vllm (make engines ENGINES=vllm)",
+    "sglang": "rollout.name=sglang (make engines ENGINES=sglang)",
 }
 
 

@@ -277,6 +277,7 @@ def save_roles(
     try:
         # Each call returns when all ranks have written, so the commit sees every file.
         for role, group in groups.items():
+            (partial / role).mkdir()
             written = group.save_checkpoint(str(partial / role), state.step)
             files += reported_files(role, written)
         commit_checkpoint(partial, files, state.as_info())

@@ -233,6 +233,6 @@ def check_installed(options: SGLangOptions) -> None:
         missing = found.stderr.strip().splitlines()[-1] if found.stderr.strip() else "sglang"
         raise ConfigError(
             f"rollout engine 'sglang': {python} does not find {missing}; make an environment with "
-            f"`scripts/engines.sh sglang` and run in it, or name its interpreter in {KEY}.python",
+            f"`make engines ENGINES=sglang` and run in it, or name its interpreter in {KEY}.python",
             key="actor_rollout_ref.rollout.name",
         )

@@ -224,7 +224,7 @@ def check_installed(options: VLLMOptions) -> None:
     if found is None:
         raise ConfigError(
             f"{ROLLOUT_KEY}.name=vllm needs vLLM, which is not installed in this environment; run "
-            "scripts/engines.sh vllm and start quadriga from .venv-vllm, or set "
+            "make engines ENGINES=vllm and start quadriga from .venv-vllm, or set "
             f"{ROLLOUT_KEY}.name=hf",
             key=f"{ROLLOUT_KEY}.name",
         )
@@ -233,7 +233,7 @@ def check_installed(options: VLLMOptions) -> None:
     problem = f"vLLM {found} is installed, and version {TESTED_VERSION} is the one that was tested"
     if not options.untested_version:
         raise ConfigError(
-            f"{problem}; run scripts/engines.sh vllm, or accept it with "
+            f"{problem}; run make engines ENGINES=vllm, or accept it with "
             f"{ROLLOUT_KEY}.options.untested_version=true",
             key=f"{ROLLOUT_KEY}.options.untested_version",
         )

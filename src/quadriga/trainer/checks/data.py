@@ -138,8 +138,7 @@ def longest_with_response(
         total,
         f"the longest prompt has {prompt} tokens, and {prompt} + {prefix}max_response_length="
         f"{max_response_length} is {total} tokens",
-        f"lower {prefix}max_response_length, or max_prompt_length, beyond which prompts are left "
-        "out,",
+        f"lower {prefix}max_response_length",
     )
 
 

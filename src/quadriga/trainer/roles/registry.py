@@ -77,6 +77,12 @@ class RoleStage:
     after: str | None = None
     in_validation: bool = False
 
+    def __post_init__(self) -> None:
+        for name in ("reads", "writes", "reads_if_present"):
+            if isinstance(value := getattr(self, name), str):  # it would be a field per letter
+                raise ConfigError(f"RoleStage {self.method!r}: {name} must be a tuple of names, "
+                                  f"got {value!r}", key="algorithm.user_files")  # fmt: skip
+
     @property
     def neighbour(self) -> str:
         """The name of the stage that it stands beside."""
