@@ -585,21 +585,17 @@ def _check_result(placed: PlacedStage, batch: DataProto, result: DataProto, rows
             "for each row of the batch"
         )
     column = batch.contents.columns().get(fields.RESPONSE_MASK)
-    mask = "" if column is None else shape_and_dtype(column)[0]
-    columns = mask.partition(", ")[2]  # "12]" of "[16, 12]"
+    mask = None if column is None else shape_and_dtype(column)[0]
+    columns = (mask or "").partition(", ")[2]  # "12]" of "[16, 12]"
     for key, (shape, dtype) in found.items():
-        declared, is_array = fields.BY_NAME.get(key), key in result.non_tensor_batch
-        if declared is None:
+        declared = fields.BY_NAME.get(key)
+        if declared is None or declared.shape != "[B, R]" or mask is None:
             continue
-        fits = is_array == declared.is_array
-        if declared.shape == "[B, R]" and columns:
-            is_float = "float" in declared.dtype
-            fits &= shape.partition(", ")[2] == columns and ("float" in dtype) == is_float
-        if not fits:
+        is_float = "float" in dtype and key not in result.non_tensor_batch
+        if shape.partition(", ")[2] != columns or is_float != ("float" in declared.dtype):
             raise FieldError(
-                f"stage {placed.name} returned {key} as {'an array' if is_array else 'a tensor'} "
-                f"{shape} of {dtype}, expected {declared.shape} of {declared.dtype} (response_mask "
-                f"is {mask}): {declared.unit}",
+                f"stage {placed.name} returned {key} {shape} of {dtype}, expected a tensor "
+                f"{declared.shape} of {declared.dtype} (response_mask is {mask})",
                 field=key,
             )
 
