@@ -84,7 +84,7 @@ def test_a_device_without_memory_for_a_whole_unit_is_an_error_of_all_ranks(root,
     def failing(*args, **kwargs):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(distributed, "gather_over_ranks", lambda x: agreed.append(x) or [x])
+    monkeypatch.setattr(distributed, "gather_over_ranks", lambda x, **_: agreed.append(x) or [x])
     monkeypatch.setattr(fsdp, "shard_model", failing)
     with cases.whole_models(), pytest.raises(ModelError, match="cannot be loaded: out of memory"):
         FSDPEngine(ModelConfig(path=str(root / "untied")), EngineConfig())

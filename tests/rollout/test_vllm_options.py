@@ -37,7 +37,7 @@ def test_a_missing_installation_names_the_script_and_the_setting(monkeypatch):
         lambda: vllm().check(None),
         lambda: build_rollout("vllm", ModelConfig(path="/nowhere")),
     ):
-        with pytest.raises(ConfigError, match=r"scripts/engines\.sh vllm") as raised:
+        with pytest.raises(ConfigError, match=r"make engines ENGINES=vllm") as raised:
             check()
         assert raised.value.key == "actor_rollout_ref.rollout.name"
         assert "\n" not in str(raised.value)
