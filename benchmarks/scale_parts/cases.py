@@ -18,7 +18,7 @@ import ray
 import torch
 
 from quadriga import DataProto
-from quadriga.backends.ray import health as node_health
+from quadriga.backends.ray import health as node_health, pool as bundles
 from quadriga.backends.ray.cluster import cluster_nodes
 from quadriga.single_controller import ResourcePool
 from quadriga.single_controller.worker_group import find_death
@@ -130,12 +130,12 @@ def placement(machines: Machines, ranks: int) -> Iterator[dict[str, Step]]:
 
     def look_up() -> None:
         places = pool.bundles_of_ranks()
-        placement.local_places([(groups[node], bundle) for node, bundle in places])
+        bundles.local_places([(groups[node], bundle) for node, bundle in places])
 
     def nodes_of(group: SimpleNamespace) -> dict[int, str]:
         return dict.fromkeys(range(per_node), f"node {group.id}")
 
-    with mock.patch.object(placement, "nodes_of_bundles", nodes_of):
+    with mock.patch.object(bundles, "nodes_of_bundles", nodes_of):
         yield {"placement look-ups": look_up}
 
 

@@ -33,7 +33,7 @@ def without_guard(text: str, guard: Guard) -> str:
 def run_tests(folder: Path, tests: Sequence[str]) -> int:
     """Return the exit code of pytest: 0 if all tests pass, 1 if one fails, another if none ran."""
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-m", "", "-p", "no:cacheprovider", *tests],
         cwd=folder,
         # Without cached bytecode, which is chosen by time and size: both may stay equal.
         env={
