@@ -24,15 +24,13 @@ def any_count(file: SourceFile) -> int:
 
 
 def code_lines(file: SourceFile) -> int:
-    """The number of lines that are neither blank, nor comment, nor part of a docstring.
-
-    The docstring of an attribute, a string below an assignment (PEP 257), is one of them.
-    """
+    """The number of lines that are neither blank, nor comment, nor part of a docstring."""
+    described = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings: set[int] = set()
     for node in _statements(file.tree):
-        match node:
-            case ast.Expr(value=ast.Constant(value=str())):
-                docstrings.update(range(node.lineno, (node.end_lineno or 0) + 1))
+        if isinstance(node, described) and ast.get_docstring(node, clean=False) is not None:
+            docstring = node.body[0]
+            docstrings.update(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
     return sum(
         bool(text) and not text.startswith("#") and number not in docstrings
         for number, text in enumerate(map(str.strip, file.text.splitlines()), start=1)
