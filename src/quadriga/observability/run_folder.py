@@ -293,21 +293,21 @@ def check_lock(path: Path, owned: Path, key: str) -> None:
 
 
 def _lock(file: int, kind: int, owned: Path, key: str) -> None:
-    try:
-        for _ in range(_ATTEMPTS):  # `check_lock` of another run holds the lock for a moment
-            with contextlib.suppress(BlockingIOError):
-                return fcntl.flock(file, kind | fcntl.LOCK_NB)
+    for _ in range(_ATTEMPTS):  # `check_lock` of another run holds the lock for a moment
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
             time.sleep(0.02)
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = os.pread(file, 200, 0).decode(errors="replace")
-        raise ConfigError(
-            f"{owned} is in use by another run ({owner}); choose another {key}, or wait until that "
-            "run has ended",
-            key=key,
-        ) from None
-    except OSError:  # a file system without `flock`
-        return
+        except OSError:  # a file system without `flock`
+            return
+        else:
+            return
+    owner = os.pread(file, 200, 0).decode(errors="replace")
+    raise ConfigError(
+        f"{owned} is in use by another run ({owner}); choose another {key}, or wait until that "
+        "run has ended",
+        key=key,
+    )
 
 
 def _this_run() -> str:
