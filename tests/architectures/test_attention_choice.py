@@ -8,7 +8,7 @@ import pytest
 from small_models import small_model
 
 from quadriga.config.schema import EngineConfig, ModelConfig
-from quadriga.engines.attention.packed import ATTENTION_NAME
+from quadriga.engines.attention.kernels import ATTENTION_NAME
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.models import load_causal_lm
 

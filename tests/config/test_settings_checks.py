@@ -231,7 +231,7 @@ def test_choices_equal_the_tables_of_higher_layers():
     from quadriga.algorithms import dynamic_sampling, importance, kl
     from quadriga.algorithms.aggregation import AGGREGATIONS
     from quadriga.backends import BACKENDS
-    from quadriga.engines.optimizers.sharded import SCHEDULES
+    from quadriga.engines.optimizers import SCHEDULES
 
     assert set(get_args(LrSchedulerName)) == set(SCHEDULES)
     assert set(get_args(BackendName)) == set(BACKENDS)

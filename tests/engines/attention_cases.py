@@ -13,8 +13,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from quadriga.engines.attention.kernels import Kernel, LocalMask
-from quadriga.engines.attention.packed import AttentionRows, packed_attention
+from quadriga.engines.attention.kernels import AttentionRows, Kernel, LocalMask, packed_attention
 from quadriga.parallel.attention_blocks import PackedRows
 from quadriga.parallel.packing import pack_rows
 

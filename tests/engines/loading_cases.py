@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines import loading
 from quadriga.engines.fsdp import FSDPEngine
-from quadriga.engines.optimizers.rules import local_shard
+from quadriga.engines.optimizers import local_shard
 from quadriga.errors import ModelError
 from quadriga.models import weights as reader
 from quadriga.models.loading import load_value_model

@@ -27,7 +27,7 @@ from quadriga.config.schema import (
 from quadriga.engines.base import EntropyUse
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.memory import Rows, TrainingUse, fsdp_memory
-from quadriga.engines.optimizers.rules import local_shard
+from quadriga.engines.optimizers import local_shard
 from quadriga.models.memory import EngineMemory
 
 ROWS = Rows(count=8, prompt=32, response=48, samples=4)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
 from quadriga.config.schema import EngineConfig
-from quadriga.engines import micro_batches as planning
-from quadriga.engines.micro_batches import (
-    micro_batches_of_ranks,
-    plan_micro_batches,
-    select_rows,
-)
+from quadriga.engines import base
+from quadriga.engines.micro_batches import plan_micro_batches, select_rows
 from quadriga.parallel.costs import TOKENS, AttentionCost, CostModel
 from quadriga.parallel.packing import left_align, pack_rows
 
@@ -26,6 +24,13 @@ def rows_of(lengths: list[tuple[int, int, int]]) -> dict[str, torch.Tensor]:
         attention[row, P - prompt : P + response] = 1
         mask[row, :response] = 1
     return {"input_ids": ids, "attention_mask": attention, "response_mask": mask}
+
+
+def planned_by(settings, batch, size=None):
+    """The micro-batches of an engine with these settings, which has no model."""
+    engine = mock.Mock(base.TrainEngine, config=settings, cost=TOKENS, stages=1, round_size=1)
+    engine.device = torch.device("cpu")
+    return base.TrainEngine.micro_batches(engine, batch, micro_batch_size=size)
 
 
 def computed_tokens(batch, micro_batches, *, packed: bool) -> list[int]:
@@ -78,12 +83,10 @@ def test_no_micro_batch_exceeds_the_budget(packed, seed, size):
     ],
 )
 def test_an_engine_keeps_the_limits_of_its_settings(monkeypatch, by_tokens, size, expected):
-    monkeypatch.setattr(planning, "max_over_ranks", lambda own, device: own)
+    monkeypatch.setattr(base, "max_over_ranks", lambda own, device: own)
     batch = rows_of([(0, 10, 10), (1, 5, 5), (2, 5, 5), (3, 10, 10), (4, 5, 5), (5, 5, 5)])
     engine = EngineConfig(use_dynamic_bsz=by_tokens, max_tokens_per_micro_batch=20)
-    plan = micro_batches_of_ranks(
-        batch, size, engine, torch.device("cpu"), share_prompts=True, cost=TOKENS
-    )
+    plan = planned_by(engine, batch, size)
     assert sorted(len(rows) for rows in plan if rows is not None) == expected
 
 
@@ -141,10 +144,8 @@ def test_a_rank_matches_the_micro_batches_of_the_others_if_its_groups_allow_it(m
     engine = EngineConfig(max_tokens_per_micro_batch=60)
 
     def counts(others: int) -> list[int | None]:
-        monkeypatch.setattr(planning, "max_over_ranks", lambda own, device: max(own, others))
-        found = micro_batches_of_ranks(
-            batch, None, engine, torch.device("cpu"), share_prompts=True, cost=TOKENS
-        )
+        monkeypatch.setattr(base, "max_over_ranks", lambda own, device: max(own, others))
+        found = planned_by(engine, batch)
         return [None if rows is None else len(rows) for rows in found]
 
     assert counts(1) == [6]

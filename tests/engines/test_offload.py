@@ -14,7 +14,7 @@ import torch
 from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines.base import DeviceMemory
 from quadriga.engines.fsdp import FSDPEngine
-from quadriga.engines.optimizers.rules import local_shard
+from quadriga.engines.optimizers import local_shard
 
 
 def offloading(folder: str):

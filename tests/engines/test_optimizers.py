@@ -17,8 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, Qwen3MoeConfi
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.loading import simulated_model
-from quadriga.engines.optimizers import check_optimizer_packages
-from quadriga.engines.optimizers.sharded import rule_of_each
+from quadriga.engines.optimizers import check_optimizer_packages, rule_of_each
 from quadriga.errors import CheckpointError, ConfigError, NonFiniteError
 from rank_groups import fork_ranks
 

@@ -11,16 +11,14 @@ import torch
 from torch import nn
 
 from quadriga.config.schema import OptimConfig
-from quadriga.engines.optimizers.rules import (
+from quadriga.engines.optimizers import (
     AdamW,
     AdamW8bit,
     Muon,
-    block_size,
-    newton_schulz,
-)
-from quadriga.engines.optimizers.sharded import (
     ShardedOptimizer,
+    block_size,
     learning_rate,
+    newton_schulz,
     state_bytes,
 )
 

@@ -20,6 +20,7 @@ file imports no torch.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -136,6 +137,14 @@ def check_engine(
                 )
     if kind.check:
         imported(kind.check)(model, engine, optim, device_type, key, model_key)
+    eight_bits = optim is not None and optim.name == "adamw_8bit"
+    if eight_bits and importlib.util.find_spec("torchao") is None:
+        optim_key = key.removesuffix("engine") + "optim"
+        raise ConfigError(
+            f"{optim_key}.name=adamw_8bit needs the package torchao, which is not installed; run "
+            f"pip install 'quadriga[optim8bit]', or set {optim_key}.name=adamw",
+            key=f"{optim_key}.name",
+        )
 
 
 def check_engine_folder(model: ModelConfig, engine: EngineConfig, key: str) -> None:
@@ -166,7 +175,8 @@ def build_engine(
         ConfigError: the engine is not installed, or settings are in conflict.
         ModelError: the folder does not hold a suitable model.
     """
-    check_engine("engine", engine, model, optim)
+    device_type = str(device).partition(":")[0]
+    check_engine("engine", engine, model, optim, device_type=device_type)
     built: TrainEngine = imported(kind_of(engine).engine)(
         model, engine, optim, head=head, device=device, total_steps=total_steps
     )

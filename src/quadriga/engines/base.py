@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -18,8 +19,8 @@ from torch import Tensor
 from quadriga.checkpoint.files import SavedFile
 from quadriga.checkpoint.shards import Block, load_rank_state, read_scalars, save_rank_state
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
-from quadriga.engines.micro_batches import Batch as Batch, check_fields, micro_batches_of_ranks
-from quadriga.engines.optimizers.sharded import ShardedOptimizer, check_schedule
+from quadriga.engines.micro_batches import Batch as Batch, check_fields, plan_micro_batches
+from quadriga.engines.optimizers import ShardedOptimizer, check_schedule
 from quadriga.errors import ConfigError
 from quadriga.models.folder import local_folder
 from quadriga.models.images import MultiModalRows
@@ -27,6 +28,7 @@ from quadriga.parallel.costs import CostModel
 from quadriga.parallel.distributed import (
     init_distributed,
     local_device,
+    max_over_ranks,
     rank,
     sum_metrics_over_ranks,
     sum_over_ranks,
@@ -322,18 +324,33 @@ class TrainEngine(ABC):
         rank. All ranks have the same number of micro-batches. Waits for: the other ranks, which
         must call this together.
         """
+        # FSDP's collectives must match. Three ranks whose rows make 2, 3 and 0 micro-batches; each
+        # forward and backward gathers the parameters of every unit from all ranks:
+        #
+        #   rank 0   [rows] [rows] [rows]     the rows of two micro-batches, in smaller ones
+        #   rank 1   [rows] [rows] [rows]
+        #   rank 2   None   None   None
+        #
+        # If rank 0 had two prompt groups only, its third micro-batch would be None: a third one
+        # would compute a prompt twice.
         check_fields(batch)
         self._check_images(batch, images)
-        return micro_batches_of_ranks(
+        config = self.config
+        plan = partial(
+            plan_micro_batches,
             batch,
-            micro_batch_size,
-            self.config,
-            self.device,
+            size=micro_batch_size,
+            max_tokens=config.micro_batch_tokens if config.use_dynamic_bsz else None,
             share_prompts=self.shares_prompts,
             cost=self.cost,
             stages=self.stages,
-            multiple_of=self.round_size,
         )
+        found = plan()
+        count = max_over_ranks(max(len(found), 1), self.device)
+        count = -(-count // self.round_size) * self.round_size
+        if len(found) < count:
+            found = plan(least=count)
+        return [*found, *[None] * (count - len(found))]
 
     def global_counts(self, *counts: float | Tensor) -> list[float]:
         """Return the sum of each count over ranks. All of them are summed in one collective."""

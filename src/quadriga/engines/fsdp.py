@@ -35,8 +35,7 @@ from quadriga.engines.loading import (
     tied_names,
 )
 from quadriga.engines.micro_batches import dummy_batch, select_rows
-from quadriga.engines.optimizers.rules import local_shard
-from quadriga.engines.optimizers.sharded import build_optimizer
+from quadriga.engines.optimizers import build_optimizer, local_shard
 from quadriga.engines.sharding import (
     MIN_UNIT_PARAMETERS,
     forget_failed_pass,

@@ -39,7 +39,7 @@ from quadriga.checkpoint.shards import Block, block_of
 from quadriga.config.schema import ModelConfig, OptimConfig
 from quadriga.engines.activation_checkpointing import checkpoint_layers
 from quadriga.engines.base import HeadKind
-from quadriga.engines.optimizers.sharded import check_fits_parameters
+from quadriga.engines.optimizers import check_fits_parameters
 from quadriga.engines.trained_part import (
     TrainedPart,
     check_new_trained,

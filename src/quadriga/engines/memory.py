@@ -31,8 +31,7 @@ from quadriga.engines import sharding
 from quadriga.engines.base import EntropyUse, HeadKind
 from quadriga.engines.loading import simulated_model, whole_load_reason
 from quadriga.engines.micro_batches import plan_micro_batches, select_rows
-from quadriga.engines.optimizers.rules import newton_schulz
-from quadriga.engines.optimizers.sharded import rule_of_each, state_bytes
+from quadriga.engines.optimizers import newton_schulz, rule_of_each, state_bytes
 from quadriga.engines.tensor_parallel import divide_layers
 from quadriga.engines.token_model import TokenModel
 from quadriga.errors import QuadrigaError

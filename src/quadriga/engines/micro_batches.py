@@ -23,13 +23,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quadriga.config.schema import EngineConfig
 from quadriga.errors import FieldError
 from quadriga.parallel.balancing import RowCosts, Rows, token_budget_micro_batches
 from quadriga.parallel.costs import TOKENS, CostModel
-from quadriga.parallel.distributed import max_over_ranks
+from quadriga.parallel.device import on_device
 from quadriga.parallel.model_ranks import ModelRanks
-from quadriga.parallel.packing import PackedBatch, first_row_with_same_prompt
+from quadriga.parallel.packing import (
+    PackedBatch,
+    first_row_with_same_prompt,
+    in_equal_slices,
+    pack_rows,
+)
 from quadriga.parallel.token_exchange import join_outputs
 from quadriga.protocol import fields
 
@@ -92,60 +96,17 @@ def plan_micro_batches(
     owner = first_row_with_same_prompt(prompts, valid[:, :width]).numpy()
     lengths = valid[:, :width].sum(1).numpy(), valid[:, width:].sum(1).numpy()
     costs, tokens = (RowCosts.of(model, owner, *lengths) for model in (cost, TOKENS))
-    parts = _groups_within(costs, tokens, size, max_tokens, least, stages)
+    every = range(len(costs))
+    parts = _groups_within_rows(costs, every, size or len(costs))
+    if max_tokens is not None and (
+        size is None or any(tokens.total(part) > max_tokens for part in parts)
+    ):
+        parts = _groups_within_tokens(costs, tokens, max_tokens, max(least, stages), stages)
+        if size is not None:
+            parts = [piece for part in parts for piece in _groups_within_rows(costs, part, size)]
     # All ranks compute their first micro-batch together, then their second one. Sorted by cost,
     # micro-batches of about equal cost meet.
     return [rows[torch.tensor(part)] for part in sorted(parts, key=costs.total, reverse=True)]
-
-
-def micro_batches_of_ranks(
-    batch: Batch,
-    size: int | None,
-    config: EngineConfig,
-    device: torch.device,
-    *,
-    share_prompts: bool,
-    cost: CostModel,
-    stages: int = 1,
-    multiple_of: int = 1,
-) -> list[Tensor | None]:
-    """Return the row indices of each micro-batch of an engine, as many on every rank, at least one.
-
-    None is a dummy micro-batch. Waits for: the other ranks, which must call this together.
-
-    Args:
-        size: a micro-batch has at most this number of rows. None: any number. With
-            `use_dynamic_bsz`, it stays within the budget of tokens, too.
-        share_prompts, cost, stages: see `plan_micro_batches`.
-        multiple_of: of which the number is a multiple.
-    """
-
-    # FSDP's collectives must match. Three ranks whose rows make 2, 3 and 0 micro-batches; each
-    # forward and backward gathers the parameters of every unit from all ranks:
-    #
-    #   rank 0   [rows] [rows] [rows]     the rows of two micro-batches, in smaller ones
-    #   rank 1   [rows] [rows] [rows]
-    #   rank 2   None   None   None
-    #
-    # If rank 0 had two prompt groups only, its third micro-batch would be None: a third one would
-    # compute a prompt twice.
-    def plan(least: int) -> list[Tensor]:
-        return plan_micro_batches(
-            batch,
-            size=size,
-            max_tokens=config.micro_batch_tokens if config.use_dynamic_bsz else None,
-            share_prompts=share_prompts,
-            cost=cost,
-            least=least,
-            stages=stages,
-        )
-
-    micro_batches = plan(1)
-    count = max_over_ranks(max(len(micro_batches), 1), device)
-    count = -(-count // multiple_of) * multiple_of
-    if len(micro_batches) < count:
-        micro_batches = plan(count)
-    return [*micro_batches, *[None] * (count - len(micro_batches))]
 
 
 def _padded_micro_batches(
@@ -157,28 +118,6 @@ def _padded_micro_batches(
     order = torch.argsort(length, descending=True, stable=True)
     counts = _rows_that_fit_padded(length[order].tolist(), size, max_tokens)
     return list(torch.split(rows[order], counts))
-
-
-def _groups_within(
-    costs: RowCosts,
-    tokens: RowCosts,
-    size: int | None,
-    max_tokens: int | None,
-    least: int,
-    stages: int,
-) -> list[Rows]:
-    """Put prompt groups into micro-batches of at most `size` rows and `max_tokens` tokens."""
-    every = range(len(costs))
-    if max_tokens is None:
-        return _groups_within_rows(costs, every, size or len(costs))
-    if size is not None:
-        parts = _groups_within_rows(costs, every, size)
-        if all(tokens.total(part) <= max_tokens for part in parts):
-            return parts
-    parts = _groups_within_tokens(costs, tokens, max_tokens, max(least, stages), stages)
-    if size is None:
-        return parts
-    return [piece for part in parts for piece in _groups_within_rows(costs, part, size)]
 
 
 def _groups_within_tokens(
@@ -297,7 +236,6 @@ class TokenSlice:
         """Cut a micro-batch whose tokens divide over the ranks of the group."""
         count, own = ranks.all.size, ranks.all.index
         size = packed.input_ids.shape[1] // count
-        assert size * count == packed.input_ids.shape[1], "see in_equal_slices"
         slice_of_target = packed.predictors // size
         order = torch.argsort(slice_of_target, stable=True)
         counts = torch.bincount(slice_of_target, minlength=count).tolist()
@@ -320,5 +258,22 @@ class TokenSlice:
     def join(self, outputs: Tensor) -> Tensor:
         """Return the outputs of all targets, from those of the own: [k, C] -> [K, C]."""
         own = outputs[: self.counts[self.ranks.all.index]]
+        if self.ranks.all.size == 1:
+            return own
         joined = join_outputs(own, self.counts, self.ranks.all)
         return torch.empty_like(joined).index_copy(0, self.order, joined)
+
+
+def sliced_rows(
+    rows: Batch, slices: int, ranks: ModelRanks, device: torch.device
+) -> tuple[PackedBatch, TokenSlice]:
+    """Return rows packed, with tokens that divide into `slices`, and the part of this rank.
+
+    Their tensors are on `device`, but for those of the rows.
+    """
+    packed = pack_rows(
+        rows[fields.INPUT_IDS], rows[fields.ATTENTION_MASK], rows[fields.RESPONSE_MASK]
+    )
+    packed = in_equal_slices(packed, slices)
+    own = on_device(TokenSlice.of(packed, ranks), device)
+    return packed.to(device), own

@@ -18,6 +18,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +27,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from quadriga.algorithms.full_kl import kl_full
 from quadriga.config.schema import AttentionName
 from quadriga.engines.attention.choice import kernels_of
-from quadriga.engines.attention.kernels import AttentionCall, Kernel, KernelOf, sdpa_only
-from quadriga.engines.attention.packed import (
+from quadriga.engines.attention.kernels import (
+    AttentionCall,
     AttentionRows,
+    Kernel,
+    KernelOf,
+    sdpa_only,
     supports_packing,
     use_packed_attention,
 )
 from quadriga.engines.base import ENTROPY, FULL_KL, LOG_PROBS, VALUES, Batch, HeadKind, Outputs
-from quadriga.engines.micro_batches import TokenSlice, dummy_batch
+from quadriga.engines.micro_batches import dummy_batch, sliced_rows
 from quadriga.engines.sequence_cost import sequence_cost
 from quadriga.engines.sharding import class_name
 from quadriga.engines.trained_part import adapters_off
@@ -44,11 +48,15 @@ from quadriga.models.images import GRIDS, PIXELS, MultiModalRows, image_tokens_o
 from quadriga.models.log_probs import linear_full_kl, linear_log_probs, log_probs_and_entropy
 from quadriga.parallel.device import on_device
 from quadriga.parallel.model_ranks import ModelRanks
-from quadriga.parallel.packing import PackedBatch, in_equal_slices, left_align, pack_rows
+from quadriga.parallel.packing import left_align
 from quadriga.protocol import fields
 
 HeadFn = Callable[[Tensor, Tensor], Tensor]
 """(hidden states that the output layer receives, its weight [V, D]) -> the model's "logits"."""
+
+TargetStates = tuple[Tensor, Tensor | None]
+"""Of which outputs are computed: the logits [K, V] of the targets and None; or, with the fused
+head, their hidden states [K, D] and the weight [V, D] of the output layer."""
 
 MIN_FUSED_LOGITS = 2**26
 """Logits of a micro-batch (tokens × vocabulary) from which on the fused head is used. It costs a
@@ -285,48 +293,44 @@ class TokenModel:
         if self.head != "lm":
             values = inputs.join(inputs.select(self._run(inputs)).float())
             return {VALUES: inputs.unpack(values[:, 0])}
-        token_outputs = TokenOutputs(temperature, entropy, full_kl=reference is not None)
-        if self._fused_head is None or not (reference is None or reference.fused):
-            ref_logits = None if reference is None else reference.logits(rows, images)
-            logits = inputs.select(self._run(inputs))
-            columns = token_outputs.from_logits(logits, inputs.labels, ref_logits)
-        else:
-            ref_state = None if reference is None else reference.head_inputs(rows, images)
-            # The replaced layer returns one column for each output, so the model's "logits" are
-            # [K, number of outputs] instead of [K, V].
-            with self._fused_head.replaced_by(
-                lambda hidden, weight: token_outputs.from_hidden(
-                    inputs.select(hidden), weight, inputs.labels, ref_state
-                )
-            ):
-                columns = self._run(inputs)
-        columns = inputs.join(columns)
-        return {name: inputs.unpack(columns[:, i]) for i, name in enumerate(token_outputs.names)}
+        fused = self.fused and (reference is None or reference.fused)
+        ref = None if reference is None else reference.targets(rows, images, fused=fused)
+        # The replaced output layer returns one column for each output, so the model's "logits" are
+        # [K, number of outputs] instead of [K, V].
+        compute = partial(_columns, inputs.labels, temperature, entropy, ref)
+        columns = inputs.join(self._apply(compute, inputs, fused=fused))
+        names = [LOG_PROBS, *[ENTROPY] * entropy, *[FULL_KL] * (reference is not None)]
+        return {name: inputs.unpack(columns[:, i]) for i, name in enumerate(names)}
 
-    def logits(self, rows: Batch, images: MultiModalRows | None = None) -> Tensor:
-        """Return the logits of the targets, [K, V], without gradient."""
-        inputs = self._model_inputs(rows, images)
-        with torch.no_grad():
-            return inputs.select(self._run(inputs))
+    def targets(
+        self, rows: Batch, images: MultiModalRows | None = None, *, fused: bool
+    ) -> TargetStates:
+        """Return the targets of `rows`, without gradient.
 
-    def head_inputs(
-        self, rows: Batch, images: MultiModalRows | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the hidden states of the targets [K, D] and the head's weight [V, D].
-
-        Both are without gradient. The weight is valid until the model's weights are sharded again.
-        Requires a fused head.
+        The weight is valid until the model's weights are sharded again.
         """
+        weights: list[Tensor | None] = []
+
+        def keep(x: Tensor, weight: Tensor | None) -> Tensor:
+            weights.append(None if weight is None else weight.detach())
+            return x
+
+        with torch.no_grad():
+            return self._apply(keep, self._model_inputs(rows, images), fused=fused), weights[0]
+
+    def _apply(
+        self,
+        function: Callable[[Tensor, Tensor | None], Tensor],
+        inputs: ModelInputs,
+        *,
+        fused: bool,
+    ) -> Tensor:
+        """Return a function of the targets. With the fused head, it is computed in the model."""
+        if not fused:
+            return function(inputs.select(self._run(inputs)), None)
         assert self._fused_head is not None
-        inputs = self._model_inputs(rows, images)
-        weights: list[Tensor] = []
-
-        def keep_inputs(hidden: Tensor, weight: Tensor) -> Tensor:
-            weights.append(weight.detach())
-            return inputs.select(hidden)
-
-        with torch.no_grad(), self._fused_head.replaced_by(keep_inputs):
-            return self._run(inputs), weights[0]
+        with self._fused_head.replaced_by(lambda x, weight: function(inputs.select(x), weight)):
+            return self._run(inputs)
 
     def without_adapters(self) -> TokenModel:
         """Return the base model as a function: the same weights, with adapters off."""
@@ -370,19 +374,7 @@ class TokenModel:
         return self._packed_inputs(rows) if self.packed else self._padded_inputs(rows, images)
 
     def _packed_inputs(self, rows: Batch) -> ModelInputs:
-        packed = pack_rows(
-            rows[fields.INPUT_IDS],
-            rows[fields.ATTENTION_MASK],
-            rows[fields.RESPONSE_MASK],
-        )
-        own: PackedBatch | TokenSlice
-        if self.ranks.all.size > 1:
-            packed = in_equal_slices(packed, self.ranks.all.size)
-            part = on_device(TokenSlice.of(packed, self.ranks), self.device)
-            packed, own, labels, join = packed.to(self.device), part, part.labels, part.join
-        else:
-            packed = own = packed.to(self.device)
-            labels, join = packed.targets.labels, identity
+        packed, own = sliced_rows(rows, self.ranks.all.size, self.ranks, self.device)
         arguments: dict[str, Tensor | AttentionRows] = {
             "input_ids": own.input_ids,
             "position_ids": own.position_ids,
@@ -402,10 +394,10 @@ class TokenModel:
             arguments["logits_to_keep"] = own.predictors
         return ModelInputs(
             arguments,
-            labels,
+            own.labels,
             lambda x: x[0] if self.head == "lm" else x[0, own.predictors],
             packed.targets.unpack,
-            join,
+            own.join,
         )
 
     def _padded_inputs(self, rows: Batch, images: MultiModalRows | None) -> ModelInputs:
@@ -422,46 +414,29 @@ class TokenModel:
         )
 
 
-@dataclass(frozen=True)
-class TokenOutputs:
-    """Which outputs are computed for each target: one column each, in the order of `names`."""
+def _columns(
+    labels_K: Tensor,
+    temperature: float,
+    entropy: bool,
+    reference: TargetStates | None,
+    x: Tensor,
+    weight_VD: Tensor | None,
+) -> Tensor:
+    """Compute the outputs [K, columns] of targets; the dtype is at least float32.
 
-    temperature: float
-    entropy: bool
-    full_kl: bool
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the outputs."""
-        return [LOG_PROBS, *[ENTROPY] * self.entropy, *[FULL_KL] * self.full_kl]
-
-    def from_logits(
-        self, logits_KV: Tensor, labels_K: Tensor, ref_logits_KV: Tensor | None
-    ) -> Tensor:
-        """Compute the outputs [K, number of names] from logits. The dtype is at least float32."""
-        log_prob, entropy = log_probs_and_entropy(
-            logits_KV, labels_K, self.temperature, entropy=self.entropy
-        )
-        columns = [log_prob, entropy] if self.entropy else [log_prob]
-        if ref_logits_KV is not None:
-            columns.append(kl_full(logits_KV, ref_logits_KV, self.temperature))
-        return torch.stack(columns, -1)
-
-    def from_hidden(
-        self,
-        hidden_KD: Tensor,
-        weight_VD: Tensor,
-        labels_K: Tensor,
-        reference: tuple[Tensor, Tensor] | None,
-    ) -> Tensor:
-        """Compute the same from hidden states and the head's weight, without a [K, V] tensor.
-
-        `reference`: hidden states and weight of the reference model (`TokenModel.head_inputs`).
-        """
-        log_prob, entropy = linear_log_probs(
-            hidden_KD, weight_VD, labels_K, self.temperature, entropy=self.entropy
-        )
-        columns = [log_prob, entropy] if self.entropy else [log_prob]
-        if reference is not None:
-            columns.append(linear_full_kl(hidden_KD, weight_VD, *reference, self.temperature))
-        return torch.stack(columns, -1)
+    Args:
+        x, weight_VD: see `TargetStates`. With a weight there is no [K, V] tensor.
+        reference: the targets of the reference model, in the same form.
+    """
+    if weight_VD is None:
+        log_prob, ent = log_probs_and_entropy(x, labels_K, temperature, entropy=entropy)
+    else:
+        log_prob, ent = linear_log_probs(x, weight_VD, labels_K, temperature, entropy=entropy)
+    columns = [log_prob, ent] if entropy else [log_prob]
+    if reference is not None:
+        ref, ref_weight = reference
+        if weight_VD is None or ref_weight is None:
+            columns.append(kl_full(x, ref, temperature))
+        else:
+            columns.append(linear_full_kl(x, weight_VD, ref, ref_weight, temperature))
+    return torch.stack(columns, -1)

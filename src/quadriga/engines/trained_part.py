@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from quadriga.checkpoint.shards import block_of
 from quadriga.config.schema import ModelConfig
-from quadriga.engines.optimizers.rules import sharded_like
+from quadriga.engines.optimizers import sharded_like
 from quadriga.errors import CheckpointError, ConfigError
 from quadriga.models.adapters import (
     BASE,

@@ -16,7 +16,6 @@ from quadriga.config.paths import expand_home
 from quadriga.config.role_ranks import has_reward_model, num_ranks
 from quadriga.config.schema import ModelConfig, RewardConfig, TrainConfig
 from quadriga.engines import check_engine_folder
-from quadriga.engines.optimizers import check_optimizer_packages
 from quadriga.errors import ConfigError, DataError, ModelError
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import check_trackers
@@ -118,8 +117,6 @@ def check_settings(config: TrainConfig) -> None:
     check_train_settings(config)
     check_device(config.trainer)
     check_engines(config)
-    check_optimizer_packages("actor_rollout_ref.actor.optim", config.actor_rollout_ref.actor.optim)
-    check_optimizer_packages("critic.optim", config.critic.optim)
     check_trackers(config.trainer.loggers)
     check_algorithm_options(config)
 
@@ -150,7 +147,6 @@ def check_fine_tuning_config(config: SFTConfig | RMConfig) -> None:
     check_fine_tuning_settings(config)
     check_device(config.trainer)
     check_fine_tuning_engine(config)
-    check_optimizer_packages("optim", config.optim)
     check_files(config.data.train_files, "data.train_files", needed=True)
     check_files(config.data.val_files, "data.val_files", needed=False)
     check_folder("model", config.model)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 # collected in `partials` as totals with weights, which the controller merges.
 #
 # If an output of the model is NaN or infinite, the loss is NaN, and so is the gradient. All ranks
-# then skip the optimizer step and count it (`engines/optimizers/sharded.py`). Inputs of the update
+# then skip the optimizer step and count it (`engines/optimizers.py`). Inputs of the update
 # that are not finite raise `NonFiniteError`.
 
 _log = logging.getLogger(__name__)

@@ -27,13 +27,14 @@ from transformers.masking_utils import (
 from quadriga.config.schema import AttentionName
 from quadriga.engines.attention.kernels import (
     AttentionCall,
+    AttentionRows,
     Kernel,
     KernelOf,
     LocalMask,
     Scoring,
+    attend,
     sdpa_only,
 )
-from quadriga.engines.attention.packed import AttentionRows, attend
 from quadriga.errors import ConfigError
 from quadriga.parallel.attention_blocks import PackedRows
 from quadriga.parallel.model_ranks import ModelRanks, Subgroup

@@ -30,11 +30,10 @@ from quadriga.engines.base import (
 from quadriga.engines.megatron.families import check_sizes, megatron_model
 from quadriga.engines.megatron.model import MicroBatch, Pipeline, transformer_config
 from quadriga.engines.megatron.ranks import Ranks, join_ranks
-from quadriga.engines.megatron.settings import check_engine, sizes_of
+from quadriga.engines.megatron.settings import sizes_of
 from quadriga.engines.megatron.weights import FolderModel, OwnTensor, RankWeights
 from quadriga.engines.micro_batches import dummy_batch, select_rows
-from quadriga.engines.optimizers.rules import MOMENTS, AdamW, UpdateRule
-from quadriga.engines.optimizers.sharded import ShardedOptimizer
+from quadriga.engines.optimizers import MOMENTS, AdamW, ShardedOptimizer, UpdateRule
 from quadriga.engines.sequence_cost import sequence_cost
 from quadriga.errors import ConfigError
 from quadriga.models.images import MultiModalRows
@@ -51,7 +50,6 @@ class MegatronEngine(TrainEngine):
 
     def _build(self, optim: OptimConfig | None) -> None:
         model, engine, device = self.model_config, self.config, self.device
-        check_engine(model, engine, optim, device.type)
         self.folder = folder = FolderModel.of(model, self.head, trained=optim is not None)
         sizes = sizes_of(engine)
         check_sizes(folder.config, sizes, "engine")

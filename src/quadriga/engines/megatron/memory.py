@@ -32,7 +32,7 @@ from quadriga.engines.megatron.families import (
 )
 from quadriga.engines.megatron.settings import degrees_of, sizes_of
 from quadriga.engines.memory import PassMemory, Rows, TrainingUse, count_pass
-from quadriga.engines.optimizers.rules import MOMENTS
+from quadriga.engines.optimizers import MOMENTS
 from quadriga.models.log_probs import linear_log_probs
 from quadriga.models.memory import (
     META,

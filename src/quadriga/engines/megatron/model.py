@@ -41,8 +41,12 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import sliding_window_causal_mask_function
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from quadriga.engines.attention.kernels import KernelOf, LocalMask
-from quadriga.engines.attention.packed import AttentionRows, packed_attention
+from quadriga.engines.attention.kernels import (
+    AttentionRows,
+    KernelOf,
+    LocalMask,
+    packed_attention,
+)
 from quadriga.engines.base import ENTROPY, LOG_PROBS, VALUES, Batch, HeadKind, Outputs
 from quadriga.engines.megatron.families import (
     Family,
@@ -53,12 +57,10 @@ from quadriga.engines.megatron.families import (
     rope_type,
 )
 from quadriga.engines.megatron.ranks import Ranks
-from quadriga.engines.micro_batches import TokenSlice
+from quadriga.engines.micro_batches import TokenSlice, sliced_rows
 from quadriga.engines.sequence_cost import model_shape
 from quadriga.models.log_probs import linear_log_probs
-from quadriga.parallel.device import on_device
-from quadriga.parallel.packing import PackedBatch, in_equal_slices, pack_rows
-from quadriga.protocol import fields
+from quadriga.parallel.packing import PackedBatch
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # Version 0.16.1 asks whether it is None, and does not define it without Transformer Engine.
@@ -196,13 +198,10 @@ class MicroBatch:
         rows: Batch, ranks: Ranks, device: torch.device, *, temperature: float, entropy: bool
     ) -> MicroBatch:
         """Pack rows, and copy what is computed with to the device."""
-        packed = pack_rows(
-            rows[fields.INPUT_IDS], rows[fields.ATTENTION_MASK], rows[fields.RESPONSE_MASK]
-        )
         # Tensor-parallel ranks divide the tokens of a context-parallel rank once more.
-        packed = in_equal_slices(packed, ranks.sizes.context * ranks.sizes.tensor)
-        own = TokenSlice.of(packed, ranks.of_tokens)
-        return MicroBatch(packed.to(device), on_device(own, device), temperature, entropy)
+        slices = ranks.sizes.context * ranks.sizes.tensor
+        packed, own = sliced_rows(rows, slices, ranks.of_tokens, device)
+        return MicroBatch(packed, own, temperature, entropy)
 
     def outputs(self, columns_KC: Tensor, head: HeadKind) -> Outputs:
         """Return the outputs [B, R] from one column for each."""
