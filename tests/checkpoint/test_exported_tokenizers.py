@@ -78,10 +78,11 @@ def test_a_tokenizer_that_was_deleted_or_damaged_during_the_run_is_an_error(tmp_
 
 def test_the_folder_of_the_megatron_engine_exports_it_too(tmp_path):
     pytest.importorskip("megatron.core")
+    from quadriga.engines.base import in_local_folders
     from quadriga.engines.megatron.weights import FolderModel
 
     source = write_llama(tmp_path / "source")
-    folder = FolderModel.of(ModelConfig(path=str(source)), "lm", trained=False)
+    folder = FolderModel(in_local_folders(ModelConfig(path=str(source))), "lm", trained=False)
     zeros = ((name, torch.zeros(w.shape)) for name, w in folder.weights.items())
     folder.export(tmp_path / "out", zeros)
     assert ids(tmp_path / "out") == ids(source)

@@ -43,7 +43,7 @@ def test_ranks_have_each_element_once(family, tensor, pipeline, expert):
     if expert > 1 and FAMILIES[config.model_type].experts is None:
         pytest.skip("a family without experts has no expert parallelism")
     weights = weights_of(config)
-    model = megatron_model(config, weights, tensor_ranks=tensor, stages=pipeline)
+    model = megatron_model(config, weights, Sizes(tensor, pipeline))
     layout = parallel_layout(model, Degrees(tensor=tensor, expert=expert, pipeline=pipeline))
     boxes = {name: set() for name in weights}
     for _, piece in layout.pieces():
@@ -130,7 +130,7 @@ def test_whole_experts_divide_over_all_ranks_of_a_stage(ranks, spread, message):
             degrees_of(sizes, ranks)
         return
     config = conformance.FAMILIES["mixtral"]()
-    model = megatron_model(config, weights_of(config), tensor_ranks=2, stages=1)
+    model = megatron_model(config, weights_of(config), sizes)
     degrees = degrees_of(sizes, ranks)
     layout = parallel_layout(model, degrees)
     kept = [

@@ -22,7 +22,7 @@ from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.micro_batches import Batch as Batch, check_fields, plan_micro_batches
 from quadriga.engines.optimizers import ShardedOptimizer, check_schedule
 from quadriga.errors import ConfigError
-from quadriga.models.folder import local_folder
+from quadriga.models.folder import has_tokenizer, local_folder
 from quadriga.models.images import MultiModalRows
 from quadriga.parallel.costs import CostModel
 from quadriga.parallel.distributed import (
@@ -446,14 +446,15 @@ def in_local_folders(config: ModelConfig) -> ModelConfig:
     """Return the settings with folders in place of names of the hub (`hf://owner/name`).
 
     A name can stand for other files at the end of a run than at its start. The export takes the
-    tokenizer and the dtypes from the files that were loaded.
+    tokenizer and the dtypes from the files that were loaded. It has no tokenizer if there is none
+    now, and one that is gone by then is an error.
     """
-    tokenizer = config.tokenizer_path
-    return replace(
-        config,
-        path=str(local_folder(config.path)),
-        tokenizer_path=None if tokenizer is None else str(local_folder(tokenizer)),
-    )
+    path, tokenizer = str(local_folder(config.path)), config.tokenizer_path
+    if tokenizer is not None:
+        tokenizer = str(local_folder(tokenizer))
+    elif has_tokenizer(path):
+        tokenizer = path
+    return replace(config, path=path, tokenizer_path=tokenizer)
 
 
 Copies = list[tuple[torch.UntypedStorage, Tensor | None, int]]

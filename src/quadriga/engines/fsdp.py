@@ -29,7 +29,6 @@ from quadriga.engines.base import (
 )
 from quadriga.engines.loading import (
     export_model,
-    exported_tokenizer,
     prepared_model,
     saved_buffer_names,
     tied_names,
@@ -109,7 +108,6 @@ class FSDPEngine(TrainEngine):
         if self.head == "score" and not trained:
             trusted = model.trust_remote_code
             on_all_ranks(lambda: check_reward_model(model.path, trust_remote_code=trusted))
-        self._tokenizer_path = exported_tokenizer(model)
         meshes, ranks = shard_meshes(engine, device), model_ranks(engine, device.type)
         self.reports = ranks.is_first
         dtype, reduced = (compute_dtype(d, device) for d in (engine.dtype, engine.reduce_dtype))
@@ -274,7 +272,6 @@ class FSDPEngine(TrainEngine):
                 self.module,
                 self.model_config,
                 self.head,
-                self._tokenizer_path,
                 write_more,
             )
 

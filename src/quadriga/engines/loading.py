@@ -48,7 +48,7 @@ from quadriga.engines.trained_part import (
 )
 from quadriga.errors import ModelError
 from quadriga.models.adapters import base_name
-from quadriga.models.folder import has_tokenizer, local_folder
+from quadriga.models.folder import local_folder
 from quadriga.models.loading import (
     VALUE_HEAD_PREFIX,
     load_causal_lm,
@@ -76,16 +76,6 @@ from quadriga.parallel.node_memory import folder_in_memory
 
 if TYPE_CHECKING:
     from quadriga.engines.sharding import ShardedModel
-
-
-def exported_tokenizer(config: ModelConfig) -> str | None:
-    """Return the folder of the tokenizer that exports get; None if the model came without one.
-
-    An engine asks when it is built, so a tokenizer that is gone at the export is an error there.
-    """
-    if config.tokenizer_path is not None:
-        return config.tokenizer_path
-    return config.path if has_tokenizer(config.path) else None
 
 
 def load_model(
@@ -120,13 +110,20 @@ def empty_model(
     Raises:
         ModelError: the folder does not hold a suitable model.
     """
+    dtype = _parameter_dtype(dtype, trained=trained)
+    return _on_meta(config, head, dtype, trained=trained, buffers=True)
+
+
+def _on_meta(
+    config: ModelConfig, head: HeadKind, dtype: torch.dtype, *, trained: bool, buffers: bool
+) -> PreTrainedModel:
     model = model_without_weights(
         config.path,
         value_head=head != "lm",
-        dtype=_parameter_dtype(dtype, trained=trained),
+        dtype=dtype,
         attn_implementation=config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
-        buffers=True,
+        buffers=buffers,
     )
     return _for_engine(model, config, head, trained=trained)
 
@@ -158,14 +155,7 @@ def simulated_model(
     Raises:
         ModelError: the folder has no config of a suitable model.
     """
-    model = model_without_weights(
-        config.path,
-        value_head=head != "lm",
-        dtype=dtype,
-        attn_implementation=config.attn_implementation,
-        trust_remote_code=config.trust_remote_code,
-    )
-    _for_engine(model, config, head, trained=trained)
+    model = _on_meta(config, head, dtype, trained=trained, buffers=False)
     model.requires_grad_(trained)
     if trained:
         select_trained(model, config, dtype)
@@ -298,13 +288,12 @@ def export_model(
     module: PreTrainedModel,
     settings: ModelConfig,
     head: HeadKind,
-    tokenizer_path: str | None,
     write_more: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a Hugging Face folder with the dtypes of the folder that the model was loaded from.
 
-    All ranks exhaust `weights`; rank 0 writes. Raises `ModelError` if the tokenizer that the model
-    was loaded with cannot be loaded.
+    All ranks exhaust `weights`; rank 0 writes. Raises `ModelError` if the tokenizer of `settings`
+    cannot be loaded.
     """
     dtypes, config = stored_dtypes(settings.path), deepcopy(module.config)
     trusted = settings.trust_remote_code
@@ -316,7 +305,7 @@ def export_model(
         dtypes.cast(weights),
         dtypes.config(config),
         generation=getattr(module, "generation_config", None),
-        tokenizer_path=tokenizer_path,
+        tokenizer_path=settings.tokenizer_path,
         trust_remote_code=trusted,
         write=rank() == 0,
         extra=write_more,
@@ -342,15 +331,14 @@ def prepared_model(
         return *prepared, prepared[1].part
     if rank() == 0:
         _log.info("each rank loads the whole model in %s: %s", config.path, reasons[0])
-    return on_all_ranks(partial(_loaded_whole, config, head, dtype, trained=trained))
 
+    def load_whole() -> tuple[PreTrainedModel, TrainedPart]:
+        model = load_model(config, head, dtype, trained=trained)
+        part = select_trained(model, config, dtype) if trained else TrainedPart()
+        fill_new(model, part)
+        return model, part
 
-def _loaded_whole(
-    config: ModelConfig, head: HeadKind, dtype: torch.dtype, *, trained: bool
-) -> tuple[PreTrainedModel, None, TrainedPart]:
-    model = load_model(config, head, dtype, trained=trained)
-    part = select_trained(model, config, dtype) if trained else TrainedPart()
-    fill_new(model, part)
+    model, part = on_all_ranks(load_whole)
     return model, None, part
 
 

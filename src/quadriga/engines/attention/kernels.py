@@ -347,9 +347,12 @@ SIZE_UNIT = 8
 # The queries are the packed tokens in their order. `keys` = 0 1 2 3 0 1 4 5 6 7 8 9 10.
 
 
-@dataclass(frozen=True)
 class RowLengths:
     """The queries and the keys of each row.
+
+    Args:
+        device: of the tensors.
+        queries_of: the packed tokens that are queries; None: all.
 
     Attributes:
         query_ends: [b + 1] int32, the packed index behind the last query of each row, after a 0.
@@ -358,33 +361,19 @@ class RowLengths:
         keys: [M] int64, the packed index of each key. None: the keys are the queries.
     """
 
-    query_ends: Tensor
-    key_ends: Tensor
-    most_queries: int
-    most_keys: int
-    keys: Tensor | None
-
-    @staticmethod
-    def of(rows: PackedRows, device: torch.device, queries_of: range | None = None) -> RowLengths:
-        """Return the lengths of `rows`, with tensors on `device`.
-
-        `queries_of`: the packed tokens that are queries; None: all.
-        """
+    def __init__(
+        self, rows: PackedRows, device: torch.device, queries_of: range | None = None
+    ) -> None:
         columns = QueryColumns.of(rows, queries_of or range(len(rows.row)))
         queries, length = columns.end - columns.first, columns.end
-        tokens = rows.token_index[columns.rows]
-        keys = None
+        self.query_ends, self.key_ends = (_ends(x).to(device) for x in (queries, length))
+        # With at most one query in each row, kernels for generation would be chosen.
+        self.most_queries, self.most_keys = (max(int(x.max()), 2) for x in (queries, length))
+        self.keys: Tensor | None = None
         # Each row has as many keys as queries or more. If the sums are equal, all are equal.
         if int(length.sum()) > len(rows.row) or queries_of is not None:
-            keys = tokens[torch.arange(tokens.shape[1]) < length[:, None]].to(device)
-        return RowLengths(
-            query_ends=_ends(queries).to(device),
-            key_ends=_ends(length).to(device),
-            # With at most one query in each row, kernels for generation would be chosen.
-            most_queries=max(int(queries.max()), 2),
-            most_keys=max(int(length.max()), 2),
-            keys=keys,
-        )
+            tokens = rows.token_index[columns.rows]
+            self.keys = tokens[torch.arange(tokens.shape[1]) < length[:, None]].to(device)
 
 
 def attend_lengths(q: Tensor, k: Tensor, v: Tensor, rows: RowLengths, scoring: Scoring) -> Tensor:
@@ -627,7 +616,10 @@ class AttentionRows:
     ) -> None:
         self.kernel_of = kernel_of
         self.ranks = ModelRanks() if ranks is None else ranks
-        self.queries = query_range(len(rows.row), self.ranks)
+        self.queries: range | None = None  # the packed tokens whose queries this rank has
+        if self.ranks.context.size > 1:
+            size, index = len(rows.row) // self.ranks.context.size, self.ranks.context.index
+            self.queries = range(index * size, (index + 1) * size)
         self._rows = rows
         self._device = device
         self._split = split
@@ -643,7 +635,7 @@ class AttentionRows:
     @cached_property
     def lengths(self) -> RowLengths:
         """The arrangement of `varlen`."""
-        return RowLengths.of(self._rows, self._device, self.queries)
+        return RowLengths(self._rows, self._device, self.queries)
 
     @cached_property
     def ranges(self) -> TokenRanges:
@@ -671,13 +663,15 @@ def packed_attention(
     """
     ranks = attention_rows.ranks
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    q, k, v = before_attention(q, k, v, ranks)
-    if s_aux is not None and ranks.sequence.size > 1:  # the sinks of the heads of this rank
-        s_aux = s_aux.chunk(ranks.sequence.size)[ranks.sequence.index]
+    heads = ranks.sequence
+    if heads.size > 1:
+        k, v = (repeated_heads(x, q.shape[1], heads.size) for x in (k, v))
+        q, k, v = (token_exchange.exchange_heads(x, heads) for x in (q, k, v))
+        if s_aux is not None:  # the sinks of the heads of this rank
+            s_aux = s_aux.chunk(heads.size)[heads.index]
+    k, v = (token_exchange.gather_tokens(x, ranks.context) for x in (k, v))
     out = attend(q, k, v, attention_rows, Scoring(attention_mask, scaling, softcap, s_aux))
-    return token_exchange.exchange_tokens(out, ranks.sequence)[
-        None
-    ], None  # [N / c, H / s, D] -> [n, H, D]
+    return token_exchange.exchange_tokens(out, heads)[None], None  # [N / c, H / s, D] -> [n, H, D]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, rows: AttentionRows, scoring: Scoring) -> Tensor:
@@ -717,28 +711,6 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
     AttentionMaskInterface.register(ATTENTION_NAME, packed_mask)
     model.set_attn_implementation(ATTENTION_NAME)
-
-
-def query_range(tokens: int, ranks: ModelRanks) -> range | None:
-    """Return the packed tokens whose queries a rank has in attention; None: all of them."""
-    if ranks.context.size == 1:
-        return None
-    size = tokens // ranks.context.size
-    return range(ranks.context.index * size, (ranks.context.index + 1) * size)
-
-
-def before_attention(
-    query: Tensor, key: Tensor, value: Tensor, ranks: ModelRanks
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Exchange and gather what attention needs: [n, H, D] and [n, Hk, D] twice, as above."""
-    sequence = ranks.sequence
-    if sequence.size > 1:
-        key, value = (repeated_heads(x, query.shape[1], sequence.size) for x in (key, value))
-        query, key, value = (
-            token_exchange.exchange_heads(x, sequence) for x in (query, key, value)
-        )
-    key, value = (token_exchange.gather_tokens(x, ranks.context) for x in (key, value))
-    return query, key, value
 
 
 def repeated_heads(x: Tensor, heads: int, size: int) -> Tensor:

@@ -27,12 +27,12 @@ from quadriga.engines.base import (
     TrainEngine,
     WeightPart,
 )
-from quadriga.engines.megatron.families import check_sizes, megatron_model
+from quadriga.engines.megatron.families import check_sizes
 from quadriga.engines.megatron.model import MicroBatch, Pipeline, transformer_config
-from quadriga.engines.megatron.ranks import Ranks, join_ranks
+from quadriga.engines.megatron.ranks import join_ranks
 from quadriga.engines.megatron.settings import sizes_of
 from quadriga.engines.megatron.weights import FolderModel, OwnTensor, RankWeights
-from quadriga.engines.micro_batches import dummy_batch, select_rows
+from quadriga.engines.micro_batches import dummy_batch, select_rows, sliced_rows
 from quadriga.engines.optimizers import MOMENTS, AdamW, ShardedOptimizer, UpdateRule
 from quadriga.engines.sequence_cost import sequence_cost
 from quadriga.errors import ConfigError
@@ -50,7 +50,7 @@ class MegatronEngine(TrainEngine):
 
     def _build(self, optim: OptimConfig | None) -> None:
         model, engine, device = self.model_config, self.config, self.device
-        self.folder = folder = FolderModel.of(model, self.head, trained=optim is not None)
+        self.folder = folder = FolderModel(model, self.head, trained=optim is not None)
         sizes = sizes_of(engine)
         check_sizes(folder.config, sizes, "engine")
         self.ranks = ranks = join_ranks(sizes)
@@ -64,14 +64,7 @@ class MegatronEngine(TrainEngine):
             folder.config, transformer, ranks, self.head, kernels, device, trained=optim is not None
         )
         self._parameters = self.pipeline.parameters
-        stored = megatron_model(
-            folder.config,
-            folder.weights,
-            tensor_ranks=sizes.tensor,
-            stages=sizes.pipeline,
-            chunks=sizes.chunks,
-        )
-        self._weights = RankWeights(stored, ranks, folder.tied)
+        self._weights = RankWeights(folder, ranks)
         with torch.no_grad():
             folder.read_into(self._weights, self._parameters)
         self.cost = sequence_cost(folder.config, self.head, device.type, engine.attention)
@@ -80,7 +73,6 @@ class MegatronEngine(TrainEngine):
         self.optimizer = MegatronOptimizer(
             self._parameters,
             self._weights,
-            ranks,
             optim,
             self.total_steps,
             device=device,
@@ -137,9 +129,10 @@ class MegatronEngine(TrainEngine):
 
     def _micro_batch(self, of: Pass, rows: Tensor | None) -> MicroBatch:
         chosen = dummy_batch() if rows is None else select_rows(of.batch, rows, _CPU)
-        return MicroBatch.of(
-            chosen, self.ranks, self.device, temperature=of.temperature, entropy=of.entropy
-        )
+        # Tensor-parallel ranks divide the tokens of a context-parallel rank once more.
+        slices = self.ranks.sizes.context * self.ranks.sizes.tensor
+        packed, own = sliced_rows(chosen, slices, self.ranks.of_tokens, self.device)
+        return MicroBatch(packed, own, of.temperature, of.entropy)
 
     # Weights
 
@@ -217,7 +210,6 @@ class MegatronOptimizer(ShardedOptimizer):
         self,
         parameters: Mapping[str, nn.Parameter],
         weights: RankWeights,
-        ranks: Ranks,
         config: OptimConfig,
         total_steps: int | None,
         *,
@@ -225,7 +217,6 @@ class MegatronOptimizer(ShardedOptimizer):
         distributed: bool,
     ) -> None:
         self._parameters, self._weights = parameters, weights
-        self._ranks = ranks
         self._tensors = {own.name: own for own in weights.tensors}
         self._owners = self._choose_owners(distributed)
         self.masters = {
@@ -258,7 +249,7 @@ class MegatronOptimizer(ShardedOptimizer):
         return owners
 
     def _replicas(self, tensor: OwnTensor) -> dist.ProcessGroup:
-        return self._ranks.group("expert replicas" if tensor.of_expert else "replicas")
+        return self._weights.ranks.group("expert replicas" if tensor.of_expert else "replicas")
 
     def step(self) -> tuple[float, float]:
         """Clip the gradients and update. Returns (gradient norm, learning rate).

@@ -146,44 +146,27 @@ def padded_vocabulary(config: PreTrainedConfig, tensor_ranks: int) -> int:
     return -(-size // tensor_ranks) * tensor_ranks
 
 
-def megatron_model(
-    config: PreTrainedConfig,
-    weights: Mapping[str, Weight],
-    *,
-    tensor_ranks: int,
-    stages: int,
-    chunks: int = 1,
-) -> Model:
+def megatron_model(config: PreTrainedConfig, weights: Mapping[str, Weight], sizes: Sizes) -> Model:
     """Describe how Megatron-core stores the weights of a model.
 
     The tensors of layers have their number in the whole model, not in their stage.
 
     Args:
         weights: the weights of the model by their names in transformers, tied names left out.
-        chunks: parts of the layers of a stage. With 8 layers, 2 stages and 2 chunks, the first
-            stage has the layers 0, 1, 4 and 5.
 
     Raises:
         ModelError: a weight belongs to no tensor, or a tensor needs a weight that is missing.
     """
     tied = "lm_head.weight" not in weights and "score.weight" not in weights
-    family = family_of(config)
-    layers = config.num_hidden_layers
-    last = stages - 1
-    vocabulary = {"split": 0, "padded": padded_vocabulary(config, tensor_ranks)}
+    family, stages = family_of(config), sizes.pipeline
+    layers, last = config.num_hidden_layers, stages - 1
+    padded = padded_vocabulary(config, sizes.tensor)
     embedding = "model.embed_tokens.weight"
-    stored = [
-        Stored(
-            "embedding.word_embeddings.weight",
-            (embedding,),
-            0,
-            stage=0,
-            padded=vocabulary["padded"],
-        )
-    ]
+    stored = [Stored("embedding.word_embeddings.weight", (embedding,), 0, stage=0, padded=padded)]
     for layer in range(layers):
         found = _layer(config, family, weights, layer)
-        part = layer * stages * chunks // layers
+        # 8 layers, 2 stages of 2 chunks: the first stage has the layers 0, 1, 4 and 5.
+        part = layer * stages * sizes.chunks // layers
         stored += [replace(each, stage=part % stages) for each in found]
     stored.append(Stored("decoder.final_layernorm.weight", ("model.norm.weight",), stage=last))
     if "score.weight" in weights:
@@ -194,9 +177,7 @@ def megatron_model(
         ]
     elif not tied or stages > 1:
         head = embedding if tied else "lm_head.weight"
-        stored.append(
-            Stored("output_layer.weight", (head,), 0, stage=last, padded=vocabulary["padded"])
-        )
+        stored.append(Stored("output_layer.weight", (head,), 0, stage=last, padded=padded))
     _check_complete(config, weights, stored)
     return Model(weights, tuple(stored))
 

@@ -105,10 +105,7 @@ class _Planned:
             for name, p in self.module.named_parameters()
             if name not in tied
         }
-        stored = megatron_model(
-            self.config, weights, tensor_ranks=sizes.tensor, stages=sizes.pipeline,
-            chunks=sizes.chunks,
-        )  # fmt: skip
+        stored = megatron_model(self.config, weights, sizes)
         degrees = degrees_of(sizes, self.use.ranks)
         one = degrees if degrees.spread > 1 else replace(degrees, replicas=1)
         layout = parallel_layout(stored, one)

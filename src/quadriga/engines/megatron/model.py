@@ -47,7 +47,7 @@ from quadriga.engines.attention.kernels import (
     LocalMask,
     packed_attention,
 )
-from quadriga.engines.base import ENTROPY, LOG_PROBS, VALUES, Batch, HeadKind, Outputs
+from quadriga.engines.base import ENTROPY, LOG_PROBS, VALUES, HeadKind, Outputs
 from quadriga.engines.megatron.families import (
     Family,
     expert_count,
@@ -57,7 +57,7 @@ from quadriga.engines.megatron.families import (
     rope_type,
 )
 from quadriga.engines.megatron.ranks import Ranks
-from quadriga.engines.micro_batches import TokenSlice, sliced_rows
+from quadriga.engines.micro_batches import TokenSlice
 from quadriga.engines.sequence_cost import model_shape
 from quadriga.models.log_probs import linear_log_probs
 from quadriga.parallel.packing import PackedBatch
@@ -192,16 +192,6 @@ class MicroBatch:
     own: TokenSlice
     temperature: float
     entropy: bool
-
-    @staticmethod
-    def of(
-        rows: Batch, ranks: Ranks, device: torch.device, *, temperature: float, entropy: bool
-    ) -> MicroBatch:
-        """Pack rows, and copy what is computed with to the device."""
-        # Tensor-parallel ranks divide the tokens of a context-parallel rank once more.
-        slices = ranks.sizes.context * ranks.sizes.tensor
-        packed, own = sliced_rows(rows, slices, ranks.of_tokens, device)
-        return MicroBatch(packed, own, temperature, entropy)
 
     def outputs(self, columns_KC: Tensor, head: HeadKind) -> Outputs:
         """Return the outputs [B, R] from one column for each."""

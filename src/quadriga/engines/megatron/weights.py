@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from quadriga.checkpoint.shards import Block
 from quadriga.config.schema import AttentionName, ModelConfig
@@ -26,7 +26,6 @@ from quadriga.engines.loading import (
     check_finite_over_ranks,
     empty_model,
     export_model,
-    exported_tokenizer,
     names_in_folder,
     tied_names,
 )
@@ -34,13 +33,14 @@ from quadriga.engines.megatron.families import (
     Sizes,
     family_of,
     head_size,
+    megatron_model,
 )
 from quadriga.engines.megatron.ranks import Ranks
 from quadriga.engines.sequence_cost import model_shape
 from quadriga.errors import ModelError
 from quadriga.models.loading import model_errors
 from quadriga.models.score_head import check_reward_model
-from quadriga.models.weights import Source, TensorReader, count_not_finite
+from quadriga.models.weights import TensorReader, count_not_finite
 from quadriga.parallel.distributed import on_all_ranks, rank, world_size
 from quadriga.parallel.layouts import (
     Box,
@@ -121,13 +121,14 @@ class OwnTensor:
 class RankWeights:
     """The part of a model's weights that this rank has.
 
-    Args:
+    Attributes:
         model: how all ranks together store the weights.
         tied: name -> weight of which it is another name.
     """
 
-    def __init__(self, model: Model, ranks: Ranks, tied: Mapping[str, str]) -> None:
-        self.model, self.ranks, self.tied = model, ranks, tied
+    def __init__(self, folder: FolderModel, ranks: Ranks) -> None:
+        self.model = model = megatron_model(folder.config, folder.weights, ranks.sizes)
+        self.ranks, self.tied = ranks, folder.tied
         # Replicas have the same tensors, so the layout of one of them is enough.
         spread = ranks.degrees.spread > 1
         self._degrees = ranks.degrees if spread else replace(ranks.degrees, replicas=1)
@@ -345,47 +346,35 @@ def _layer_number(name: str) -> int | None:
     return int(parts[2]) if name.startswith("decoder.layers.") else None
 
 
-@dataclass(frozen=True)
 class FolderModel:
     """The model of a folder, without values.
 
-    Attributes:
-        config: of the model.
-        module: the model of transformers on the meta device.
+    Args:
         settings: of the folder.
         head: see `HeadKind`.
+
+    Attributes:
+        config: of the model.
         weights: the weights by their names in transformers, tied names left out.
         tied: name -> weight of which it is another name.
-        sources: weight -> where it is stored. None: it is new, and begins as zeros.
-        tokenizer_path: see `exported_tokenizer`.
+
+    Raises:
+        ModelError: the folder does not hold a model that the Megatron engine computes.
     """
 
-    config: PreTrainedConfig
-    module: PreTrainedModel
-    settings: ModelConfig
-    head: HeadKind
-    weights: Mapping[str, Weight]
-    tied: Mapping[str, str]
-    sources: Mapping[str, Source | None]
-    tokenizer_path: str | None
-
-    @staticmethod
-    def of(settings: ModelConfig, head: HeadKind, *, trained: bool) -> FolderModel:
-        """Read the headers of a folder.
-
-        Raises:
-            ModelError: it does not hold a model that the Megatron engine computes.
-        """
+    def __init__(self, settings: ModelConfig, head: HeadKind, *, trained: bool) -> None:
+        self._settings, self._head = settings, head
         folder = Path(settings.path)
         if head == "score" and not trained:
             check_reward_model(settings.path, trust_remote_code=False)
-        module = empty_model(settings, head, torch.float32, trained=False)
-        config = module.config.get_text_config()
-        family_of(config)  # raises for an architecture that Megatron-core does not compute
-        weights = {
+        # On the meta device.
+        self._module = module = empty_model(settings, head, torch.float32, trained=False)
+        self.config: PreTrainedConfig = module.config.get_text_config()
+        family_of(self.config)  # raises for an architecture that Megatron-core does not compute
+        self.weights = {
             name: Weight(name, tuple(p.shape), p.itemsize) for name, p in module.named_parameters()
         }
-        tied = {name: first for first, names in tied_names(module).items() for name in names}
+        self.tied = {n: first for first, names in tied_names(module).items() for n in names}
         with model_errors(folder, "model"):
             names = names_in_folder(settings, module, head, trained=trained)
         if names.reason:
@@ -394,11 +383,7 @@ class FolderModel:
                 "engine.name=fsdp",
                 path=str(folder),
             )
-        sources: dict[str, Source | None] = dict(names.stored)
-        sources |= dict.fromkeys(names.new)
-        return FolderModel(
-            config, module, settings, head, weights, tied, sources, exported_tokenizer(settings)
-        )
+        self._stored = names.stored  # others are new, and begin as zeros
 
     def read_into(self, weights: RankWeights, parameters: Mapping[str, Tensor]) -> None:
         """Read the parameters of this rank, and nothing else of the files. All ranks call it.
@@ -406,17 +391,16 @@ class FolderModel:
         Raises:
             ModelError: on any rank, the files cannot be read; or a weight is not finite.
         """
-        folder = Path(self.settings.path)
+        folder = Path(self._settings.path)
 
         def fill() -> Counts:
             counts: Counts = {}
             with model_errors(folder, "model"), TensorReader(folder) as reader:
 
                 def read(name: str, box: Box) -> Tensor:
-                    source = self.sources[name]
                     values = torch.zeros(shape_of(box))
-                    if source is not None:
-                        values = reader.read_box(source, box)
+                    if name in self._stored:
+                        values = reader.read_box(self._stored[name], box)
                     counts[name, box] = count_not_finite(values)
                     return values
 
@@ -453,4 +437,4 @@ class FolderModel:
 
         Raises `ModelError` if the tokenizer that the model was loaded with cannot be loaded.
         """
-        export_model(folder, weights, self.module, self.settings, self.head, self.tokenizer_path)
+        export_model(folder, weights, self._module, self._settings, self._head)
