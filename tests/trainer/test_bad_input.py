@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import sys
 import pytest
 
 from quadriga.cli.main import main
-from quadriga.trainer import preflight
 
 
 @pytest.fixture
@@ -80,11 +78,7 @@ def test_a_device_that_this_process_cannot_see_is_named(refused, monkeypatch) ->
 
 
 def test_a_missing_package_of_an_optimizer_is_named(refused, monkeypatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        "importlib.util.find_spec",
-        lambda name, package=None: None if name == "torchao" else find(name, package),
-    )
+    monkeypatch.setattr("quadriga.engines.find_spec", lambda name: None)
     key = "actor_rollout_ref.actor.optim.name"
     assert f"{key}=adamw_8bit needs the package torchao" in refused(f"{key}=adamw_8bit")
 
@@ -101,7 +95,7 @@ def test_an_optimizer_that_fits_no_parameter_is_named(
     command, train_overrides, tiny_task, capsys, tmp_path, monkeypatch
 ) -> None:
     """Rows of 32 elements are too short for 8 bits."""
-    monkeypatch.setattr(preflight, "check_optimizer_packages", lambda *_: None)
+    monkeypatch.setattr("quadriga.engines.find_spec", lambda name: name)
     name, key = command.split()[0], OPTIMIZER_COMMANDS[command]
     settings = [*train_overrides, "algorithm.adv_estimator=gae"]
     if name != "train":

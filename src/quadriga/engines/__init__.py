@@ -4,9 +4,8 @@
   settings name.
 - `base`: `TrainEngine`, which every engine extends, the types of outputs and losses, and what is
   moved to host memory.
-- `fsdp`: the engine over FSDP2. It uses `loading` (from a folder to a sharded model and back),
-  `sharding` (FSDP units), `trained_part` (adapters, frozen weights), `tensor_parallel` (divided
-  weights) and `optimizers`.
+- `fsdp`: the engine over FSDP2. It uses `loading` (from a folder to a sharded model and back; which
+  part is trained), `sharding` (FSDP units), `tensor_parallel` (divided weights) and `optimizers`.
 - `micro_batches`: which rows go together, and which of their tokens a rank computes.
 - `token_model`: one forward pass, from rows of tokens to one number for each response token. It
   uses `attention` (packed rows).
@@ -20,8 +19,8 @@ file imports no torch.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from quadriga.config.convert import as_written
@@ -138,7 +137,7 @@ def check_engine(
     if kind.check:
         imported(kind.check)(model, engine, optim, device_type, key, model_key)
     eight_bits = optim is not None and optim.name == "adamw_8bit"
-    if eight_bits and importlib.util.find_spec("torchao") is None:
+    if eight_bits and find_spec("torchao") is None:
         optim_key = key.removesuffix("engine") + "optim"
         raise ConfigError(
             f"{optim_key}.name=adamw_8bit needs the package torchao, which is not installed; run "

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quadriga.checkpoint.shards import Block, check_all_taken
+from quadriga.checkpoint.shards import Block, block_of, check_all_taken
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines import sharding
 from quadriga.engines.base import (
@@ -34,7 +35,7 @@ from quadriga.engines.loading import (
     tied_names,
 )
 from quadriga.engines.micro_batches import dummy_batch, select_rows
-from quadriga.engines.optimizers import build_optimizer, local_shard
+from quadriga.engines.optimizers import build_optimizer, local_shard, sharded_like
 from quadriga.engines.sharding import (
     MIN_UNIT_PARAMETERS,
     forget_failed_pass,
@@ -44,9 +45,17 @@ from quadriga.engines.sharding import (
 )
 from quadriga.engines.tensor_parallel import check_model_parallel, divide_layers
 from quadriga.engines.token_model import TokenModel
-from quadriga.engines.trained_part import check_frozen, dropout_on, frozen_scalars, merged_weights
-from quadriga.errors import ConfigError
-from quadriga.models.adapters import export_adapter, is_adapter, scaled_part
+from quadriga.errors import CheckpointError, ConfigError
+from quadriga.models.adapters import (
+    BASE,
+    Adapter,
+    base_name,
+    export_adapter,
+    is_adapter,
+    merged,
+    parts_of,
+    scaled_part,
+)
 from quadriga.models.images import (
     MultiModalRows,
     check_images,
@@ -56,12 +65,15 @@ from quadriga.models.images import (
 from quadriga.models.loading import model_errors, report_attention
 from quadriga.models.score_head import check_reward_model
 from quadriga.parallel.device import compute_dtype
-from quadriga.parallel.distributed import SHARD, on_all_ranks, rank
+from quadriga.parallel.distributed import SHARD, gather_over_ranks, on_all_ranks, rank
 from quadriga.parallel.model_ranks import model_ranks, shard_meshes
 from quadriga.protocol import fields
 
 if TYPE_CHECKING:
     from quadriga.engines.sharding import ShardedModel
+
+FROZEN = "frozen"
+"""Key of the sums of the frozen weights in a checkpoint."""
 
 ADAPTER_FOLDER = "adapter"
 """Folder of the adapter alone, in the export of a merged model."""
@@ -323,12 +335,42 @@ class FSDPEngine(TrainEngine):
         return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
 
     def _own_scalars(self) -> Mapping[str, object]:
-        return frozen_scalars(self._part, self.module)
+        """Return what a checkpoint holds of the frozen weights: dtype → a checksum, under `FROZEN`.
+
+        {} if nothing is frozen. A checksum is the sum of the bits of all elements, as integers
+        modulo 2**64, so it does not depend on how the weights are sharded.
+        """
+        if not self._part.frozen:
+            return {}
+        own = Counter[str]()
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                continue
+            block = block_of(parameter.detach(), rank())
+            if not block.is_first_copy or not block.data.numel():
+                continue
+            integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+            bits = block.data.contiguous().view(integers[block.data.element_size()])
+            own[str(parameter.dtype).removeprefix("torch.")] += int(bits.sum(dtype=torch.int64))
+        totals = Counter[str]()
+        for sums in gather_over_ranks(own):
+            totals.update(sums)
+        return {FROZEN: {name: value % 2**64 for name, value in totals.items()}}
 
     def _check_saved(
         self, folder: str | Path, saved: Mapping[str, object], state: Collection[str]
     ) -> None:
-        check_frozen(saved, frozen_scalars(self._part, self.module), folder)
+        before, now = saved.get(FROZEN), self._own_scalars().get(FROZEN)
+        # Another compute dtype rounds them differently, so then nothing can be compared.
+        if not (isinstance(before, dict) and isinstance(now, dict)):
+            before = now = {}
+        if before.keys() == now.keys() and before != now:
+            raise CheckpointError(
+                f"the checkpoint in {folder} holds trained weights only, and its frozen weights "
+                "were others than those of this model; set model.path (and model.freeze or "
+                "model.lora) to what they were in that run",
+                path=str(folder),
+            )
         if self._part.frozen:
             check_all_taken(folder, state, "model.")
 
@@ -364,3 +406,63 @@ def _reference_model(reference: TrainEngine | None) -> Iterator[TokenModel | Non
         )
     with reference._on_device("parameters"):
         yield reference._token_model
+
+
+def merged_weights(
+    named: Iterable[tuple[str, Tensor]],
+    adapter: Adapter | None,
+    whole: Callable[[Tensor], Tensor],
+    *,
+    adapted: bool = True,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name in the base model, whole tensor): adapted weights merged, adapters left out.
+
+    Args:
+        named: the shards of the model, by names in it.
+        whole: returns the whole tensor of a shard; all ranks call it in the same order.
+        adapted: False: the weights of the base model.
+    """
+    shards = dict(named)
+    for name, shard in shards.items():
+        if adapter is None or not (is_adapter(name) or BASE in name):
+            yield name, whole(shard)
+        elif not is_adapter(name):
+            weight = whole(shard)
+            if adapted and name.endswith(f"{BASE}.weight"):
+                a, b = (whole(shards[part]) for part in parts_of(name))
+                weight = _merged_shard(weight, a, b, adapter.scaling)
+            yield base_name(name), weight
+
+
+def _merged_shard(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Return `merged`, of DTensors with the shard of W; all ranks of a mesh call it together."""
+    if not (isinstance(weight, DTensor) and isinstance(a, DTensor) and isinstance(b, DTensor)):
+        return merged(weight, a, b, scaling)
+    block = block_of(weight, 0)
+    rows, columns = (
+        slice(first, first + size)
+        for first, size in zip(block.offset, block.data.shape, strict=True)
+    )
+    whole_a, whole_b = a.full_tensor(), b.full_tensor()
+    shard = merged(block.data, whole_a[:, columns], whole_b[rows], scaling)
+    return sharded_like(shard, weight)
+
+
+@contextmanager
+def dropout_on(model: nn.Module, adapter: Adapter | None) -> Iterator[None]:
+    """Within the block, adapters drop inputs with the probability of the settings.
+
+    The rest of the model stays in evaluation mode. Outside of an update nothing is dropped, so that
+    a log-probability is a function of the weights.
+    """
+    names = ".lora_dropout."
+    layers = []
+    if adapter is not None and adapter.dropout:
+        layers = [module for name, module in model.named_modules() if names in f"{name}."]
+    for layer in layers:
+        layer.train(True)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.train(False)

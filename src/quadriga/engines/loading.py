@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,14 +41,8 @@ from quadriga.config.schema import ModelConfig, OptimConfig
 from quadriga.engines.activation_checkpointing import checkpoint_layers
 from quadriga.engines.base import HeadKind
 from quadriga.engines.optimizers import check_fits_parameters
-from quadriga.engines.trained_part import (
-    TrainedPart,
-    check_new_trained,
-    fill_new,
-    select_trained,
-)
-from quadriga.errors import ModelError
-from quadriga.models.adapters import base_name
+from quadriga.errors import ConfigError, ModelError
+from quadriga.models.adapters import Adapter, add_adapters, base_name, is_adapter, plan_adapter
 from quadriga.models.folder import local_folder
 from quadriga.models.loading import (
     VALUE_HEAD_PREFIX,
@@ -204,6 +199,109 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return {first: rest for first, *rest in names.values()}
+
+
+# What is trained: adapters (LoRA), or all weights but those that are frozen by name. Frozen
+# parameters have the compute dtype, since they need no precision for small steps. They are neither
+# reduced nor updated, and a checkpoint does not hold them: they are those of the folder.
+
+
+@dataclass(frozen=True)
+class TrainedPart:
+    """Which part of a model is trained.
+
+    Attributes:
+        adapter: the adapters of the model, if it has any.
+        new: name in the model → first value, float32 on the CPU, of parameters that the folder
+            does not hold: those of the adapters.
+        frozen: whether any parameter is frozen.
+    """
+
+    adapter: Adapter | None = None
+    new: Mapping[str, Tensor] = field(default_factory=dict)
+    frozen: bool = False
+
+
+def select_trained(model: PreTrainedModel, config: ModelConfig, dtype: torch.dtype) -> TrainedPart:
+    """Freeze what `config` says, and add adapters, in place.
+
+    Args:
+        model: a model to be trained, loaded or on the meta device, without its adapters.
+        dtype: the compute dtype, which frozen parameters get.
+
+    Raises:
+        ConfigError: a pattern matches no weight, or nothing is left to train.
+        ModelError: the adapter is of another model.
+    """
+    part = TrainedPart()
+    if config.lora.enabled:
+        adapter = plan_adapter(model, config.lora)
+        part = TrainedPart(adapter, add_adapters(model, adapter), frozen=True)
+        for name, parameter in model.named_parameters():
+            # The head of a value model is new, so no adapter can make it fit.
+            parameter.requires_grad_(is_adapter(name) or name.startswith(VALUE_HEAD_PREFIX))
+    elif config.freeze:
+        _freeze(model, config.freeze)
+        part = TrainedPart(frozen=True)
+    for parameter in model.parameters():
+        if not parameter.is_floating_point():
+            continue
+        wide = torch.promote_types(dtype, torch.float32)
+        # FSDP reduces the gradients of a unit together, so trained parameters have one dtype.
+        kept = wide if parameter.requires_grad or not part.frozen else dtype
+        if parameter.dtype != kept:
+            parameter.data = parameter.data.to(kept)
+    return part
+
+
+def _freeze(model: PreTrainedModel, patterns: Iterable[str]) -> None:
+    # A tied weight has several names, and a pattern may mean any of them.
+    named = list(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        matched = [parameter for name, parameter in named if fnmatchcase(name, pattern)]
+        if not matched:
+            raise ConfigError(
+                f"model.freeze: no weight of {type(model).__name__} has a name like {pattern!r}; "
+                f"names are, for example, {named[0][0]} and {named[-1][0]}, and * stands for any "
+                "characters",
+                key="model.freeze",
+            )
+        for parameter in matched:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            f"model.freeze={list(patterns)} matches all {len(set(model.parameters()))} weights of "
+            f"{type(model).__name__}, so nothing would be trained; remove a pattern",
+            key="model.freeze",
+        )
+
+
+def check_new_trained(model: nn.Module, new: Iterable[str], config: ModelConfig) -> None:
+    """Check that parameters which the folder does not have, and which are 0, are trained.
+
+    Args:
+        new: their names: those of a head for values or scores.
+
+    Raises:
+        ConfigError: one is frozen.
+    """
+    frozen = [name for name in new if not model.get_parameter(name).requires_grad]
+    if frozen:
+        raise ConfigError(
+            f"model.freeze={list(config.freeze)} matches {frozen[0]}, which the folder "
+            f"{config.path} does not have: it is new and 0, so its outputs would stay 0; remove "
+            "the pattern",
+            key="model.freeze",
+        )
+
+
+def fill_new(model: nn.Module, part: TrainedPart) -> None:
+    """Give the adapters of a model that was loaded whole their first values, on its device."""
+    for name, value in part.new.items():
+        owner, _, leaf = name.rpartition(".")
+        old = model.get_parameter(name)
+        parameter = nn.Parameter(value.to(old.dtype), requires_grad=old.requires_grad)
+        setattr(model.get_submodule(owner), leaf, parameter)
 
 
 _log = logging.getLogger(__name__)

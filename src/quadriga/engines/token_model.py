@@ -40,7 +40,6 @@ from quadriga.engines.base import ENTROPY, FULL_KL, LOG_PROBS, VALUES, Batch, He
 from quadriga.engines.micro_batches import dummy_batch, sliced_rows
 from quadriga.engines.sequence_cost import sequence_cost
 from quadriga.engines.sharding import class_name
-from quadriga.engines.trained_part import adapters_off
 from quadriga.errors import ConfigError
 from quadriga.models.architectures import takes_images
 from quadriga.models.cpu_linear import CpuLinear
@@ -171,6 +170,22 @@ def _empty_image(config: PreTrainedConfig, merge_size: int) -> dict[str, Tensor]
         PIXELS: torch.zeros(merge_size**2, numbers),
         GRIDS: torch.tensor([[1, merge_size, merge_size]]),
     }
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Within the block, `model` computes what its base model computes."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    # PEFT's own switch also changes `requires_grad`, which FSDP has read once for all steps.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def identity(outputs: Tensor) -> Tensor:
