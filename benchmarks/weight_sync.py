@@ -40,7 +40,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from quadriga.parallel.distributed import init_distributed
 from quadriga.rollout.base import RolloutEngine, tensor_digest
 from quadriga.weight_sync.remote import JoinedReceiver, JoinedSender, WeightReceiver, WeightSender
-from quadriga.weight_sync.sync import WeightSync, needs_of
+from quadriga.weight_sync.sync import WeightSync
+from quadriga.weight_sync.transport import needs_of
 
 ROWS, COLUMNS = 1024, 512  # 2 MiB each
 BUCKET = 8 << 20

@@ -22,8 +22,8 @@ from quadriga.errors import (
 )
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams, tensor_digest
+from quadriga.rollout.guard import compare_digests
 from quadriga.testing import write_reference_model
-from quadriga.weight_sync.sync import compare_digests
 from rollout_laws import ROLLOUT_LAWS, RolloutUnderTest
 
 pytestmark = [

@@ -15,8 +15,10 @@ from quadriga.errors import ModelError, WorkerError
 from quadriga.models.adapters import is_stored_part
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.rollout import build_rollout
+from quadriga.rollout.guard import probe_ids
 from quadriga.trainer.main import run_training
-from quadriga.weight_sync.sync import WeightSync, probe_ids, trained_scores
+from quadriga.weight_sync.sync import WeightSync
+from quadriga.weight_sync.transport import trained_scores
 from training_step import train_once
 
 ROLLOUT = "actor_rollout_ref.rollout"

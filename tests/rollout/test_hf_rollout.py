@@ -11,7 +11,7 @@ from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.models.loading import load_causal_lm
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams
-from quadriga.rollout.hf.sampling import draw, uniform
+from quadriga.rollout.hf.generation import draw, uniform
 
 SAMPLING = SamplingParams(max_new_tokens=12, eos_token_ids=tuple(range(3, 20)), pad_token_id=0)
 

@@ -7,7 +7,7 @@ import torch
 
 from quadriga.errors import ConfigError
 from quadriga.rollout.base import SamplingParams
-from quadriga.rollout.hf import sampling
+from quadriga.rollout.hf import generation as sampling
 
 LOGITS = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
 BITS = (1 << 64) - 1

@@ -6,7 +6,7 @@ import torch
 
 from quadriga.errors import QuadrigaError, WorkerDiedError, WorkerMethodError
 from quadriga.protocol import DataProto, fields
-from quadriga.weight_sync.sync import WeightNeeds
+from quadriga.weight_sync.transport import WeightNeeds
 
 NEEDS = WeightNeeds({}, None, "node")
 

@@ -12,7 +12,7 @@ from quadriga.rollout import ROLLOUTS
 from quadriga.rollout.hf import HF
 from quadriga.rollout.hf.engine import HFRollout
 from quadriga.trainer.roles import workers as role_workers
-from quadriga.weight_sync.worker import PolicyWeights
+from quadriga.weight_sync.sync import PolicyWeights
 from quadriga.workers import ActorRolloutRefWorker
 
 TURNS = "actor_rollout_ref.rollout.take_turns"

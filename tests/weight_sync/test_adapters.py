@@ -13,10 +13,11 @@ from quadriga.errors import ConfigError, WorkerError
 from quadriga.models.adapters import is_stored_part, merged, stored_part
 from quadriga.rollout import build_rollout, check_adapters, loads_adapters
 from quadriga.rollout.base import RolloutEngine, tensor_digest
-from quadriga.rollout.guard import GuardedRollout
+from quadriga.rollout.guard import GuardedRollout, probe_ids
 from quadriga.testing import write_reference_model
 from quadriga.weight_sync.remote import WeightReceiver, WeightSender
-from quadriga.weight_sync.sync import WeightSync, needs_of, probe_ids, trained_scores
+from quadriga.weight_sync.sync import WeightSync
+from quadriga.weight_sync.transport import needs_of, trained_scores
 
 RANK = 3
 

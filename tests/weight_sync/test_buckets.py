@@ -14,7 +14,7 @@ from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams
 from quadriga.rollout.guard import GuardedRollout
 from quadriga.weight_sync.remote import WeightReceiver, WeightSender
-from quadriga.weight_sync.sync import needs_of
+from quadriga.weight_sync.transport import needs_of
 
 
 def weights():

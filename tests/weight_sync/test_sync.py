@@ -12,7 +12,8 @@ from quadriga.engines import build_engine
 from quadriga.errors import WorkerError
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import RolloutEngine, tensor_digest
-from quadriga.weight_sync.sync import WeightSync, compare_digests
+from quadriga.rollout.guard import compare_digests
+from quadriga.weight_sync.sync import WeightSync
 from training_step import train_once
 
 

@@ -22,7 +22,7 @@ from quadriga.errors import (
     ShapeError,
 )
 from quadriga.parallel.distributed import rank
-from quadriga.rollout.abilities import (
+from quadriga.rollout import (
     LogProbKind as LogProbKind,
     RolloutAbilities,
     SamplingParams as SamplingParams,
@@ -85,11 +85,14 @@ class RolloutEngine(ABC):
         name: of the engine for error messages, as in `rollout.name`.
         abilities: what this engine can do with the model that it holds.
         shares_weights: it can use the tensors of an actor in the same process as its weights.
+        holds_adapters: it computes with A and B of the adapters of the model, which it holds beside
+            the weights and names as in an adapter's file.
     """
 
     name: str
     abilities: RolloutAbilities
     shares_weights: bool = False
+    holds_adapters: bool = False
     _version = -1
     _state: State = "ready"
     _releasable = True

@@ -1,4 +1,5 @@
-"""A guard around any rollout engine: it checks requests and outputs, and ends a wait at a deadline.
+"""A guard around any rollout engine: it checks requests, outputs and new weights, and ends a wait
+at a deadline.
 
 An engine may run in other processes and answer over a network, so its outputs are checked before
 training reads them. A violation is a `RolloutOutputError`, whose attribute `fault` names it:
@@ -11,6 +12,15 @@ training reads them. A violation is a `RolloutOutputError`, whose attribute `fau
 - `end`: an end token inside a response.
 - `finish reason`: it disagrees with the last token or with the length.
 - `weight version`: other weights than the engine held during the call.
+
+After a weight sync the digest of every weight of the training engine is compared with what the
+engine holds. One whose weights cannot be read back (`abilities.exposes_weights` is False) has the
+digests of what its processes were sent. Trainer and engine then also compute the log-probabilities
+of the same random tokens. Engines with the same weights agree up to rounding: in float32 no score
+may differ by more than `EXACT_BOUND`. With fewer bits the bound of the mean is `NOISE_FACTOR` times
+the mean before the first sync, when both usually hold the weights of the model folder, and later
+that of the first sync; it is at most `ROUNDED_BOUND`. A weight whose change is smaller than the
+rounding of the scores is not found by them alone.
 
 consumes      a request, and the engine's output
 produces      the same output, checked; or a typed error
@@ -35,8 +45,10 @@ from quadriga.errors import (
     RolloutError,
     RolloutOutputError,
     RolloutTimeoutError,
+    WorkerError,
 )
 from quadriga.models.images import MultiModalRows
+from quadriga.rollout import RolloutAbilities
 from quadriga.rollout.base import (
     RolloutEngine,
     RolloutOutput,
@@ -51,6 +63,19 @@ P = ParamSpec("P")
 _ROUNDING = 1e-3
 """Nats by which rounding may bring the log-probability of a certain token above 0."""
 _Stream = Iterable[tuple[str, Tensor]]
+
+NAMED_WEIGHTS = 20
+"""An error message lists at most so many weights."""
+PROBE_ROWS, PROBE_TOKENS = 8, 32
+EXACT_BOUND = 1e-3
+"""Nats that no log-probability may differ by if the rollout engine computes in float32."""
+ROUNDED_BOUND = 0.1
+"""Nats that log-probabilities may differ by on average if it computes with fewer bits."""
+NOISE_FACTOR = 2.0
+"""How much more log-probabilities may differ on average than after the first sync."""
+LEAST_NOISE = 1e-3
+"""Nats: a mean difference in the first sync below this one counts as this one."""
+_STOPS = "The run stops, because its samples would come from other weights than the trained ones"
 
 
 def _passed_on(
@@ -81,12 +106,15 @@ class GuardedRollout(RolloutEngine):
     ) -> None:
         self.engine = engine
         self.name, self.abilities = engine.name, engine.abilities
+        self.holds_adapters = engine.holds_adapters
         self.deadline = deadline
         self.rank, self._place = rank, "" if rank is None else f" on rank {rank}"
         self._late_method: str | None = None
         self._syncing: int | None = None  # the version of a weight sync that has not ended
         self.synced = False
         """Whether the last weight sync has ended with equal weights."""
+        self._noise: float | None = None  # mean difference of scores in the first sync
+        self._before: tuple[int, Tensor] | None = None  # version and scores before that sync
         self._received: dict[str, int] = {}
         self._stream_error: BaseException | None = None  # the last error of a stream of weights
 
@@ -124,14 +152,7 @@ class GuardedRollout(RolloutEngine):
         self.check_scores(scores, attention_mask)
         return scores
 
-    def begin_sync(self, version: int) -> None:
-        """Generate nothing until `end_sync`: the engine may hold weights of two versions, or of a
-        sync that broke off."""
-        self._syncing, self.synced = version, False
-
-    def end_sync(self) -> None:
-        """Generate again: the weights of the sync that began last are right."""
-        self._syncing, self.synced = None, True
+    # Weights
 
     def update_weights(self, stream: _Stream, version: int, form: UpdateForm = "whole") -> None:
         noted, engine = self._noted(stream), self.engine
@@ -179,6 +200,82 @@ class GuardedRollout(RolloutEngine):
 
     def close(self) -> None:
         self.engine.close()
+
+    # The end of a weight sync
+
+    def begin_sync(self, version: int) -> None:
+        """Generate nothing until `end_sync`: the engine may hold weights of two versions, or of a
+        sync that broke off or was refused."""
+        self._syncing, self.synced = version, False
+        first = self._noise is None and (self._before is None or self._before[0] != version)
+        if first and not self.abilities.exposes_weights:
+            self._before = version, self._score_probe(version)
+
+    def end_sync(self, sent: Mapping[str, int], trained: Tensor | None) -> None:
+        """Compare what the engine holds with what the training engine has. Then generate again.
+
+        Args:
+            sent: the digest of each weight of the training engine.
+            trained: its log-probabilities of the probe tokens; None if the weights are exposed.
+
+        Raises:
+            WorkerError: weights differ. Attributes: `tensor` and `tensors` where they are known,
+                `version`.
+        """
+        version = self._syncing
+        assert version is not None, "`begin_sync` comes first"
+        if self.abilities.exposes_weights:
+            compare_digests(sent, self._held_of_part(sent), version)
+        else:
+            compare_digests(sent, self.received_digests(), version)
+            assert trained is not None, "the needs of the engine ask for scores"
+            self._compare_scores(trained, version)
+        self._syncing, self.synced = None, True
+
+    def _held_of_part(self, sent: Mapping[str, int]) -> dict[str, int]:
+        """Return the digests of what the engine holds that must be compared with what was sent.
+
+        It holds zeros for layers without an adapter, which are not sent. After a sync of adapters
+        alone the base model is not compared, because nothing has been written to it.
+        """
+        held = self.weights_digest()
+        if not self.holds_adapters:
+            return held
+        from quadriga.models.adapters import is_stored_part  # which imports transformers
+
+        adapters_only = all(map(is_stored_part, sent))
+        return {
+            name: digest
+            for name, digest in held.items()
+            if name in sent or not (adapters_only or is_stored_part(name))
+        }
+
+    def _compare_scores(self, trained: Tensor, version: int) -> None:
+        difference = (self._score_probe(version) - trained).abs()
+        exact = all(dtype.itemsize >= 4 for dtype in self.weight_dtypes().values())
+        found = float(difference.max() if exact else difference.mean())
+        noise = self._noise
+        if noise is None:
+            assert self._before is not None, "`begin_sync` comes first"
+            noise = max(float((self._before[1] - trained).abs().mean()), LEAST_NOISE)
+        bound = EXACT_BOUND if exact else min(ROUNDED_BOUND, NOISE_FACTOR * noise)
+        if not found <= bound:  # NaN is no agreement
+            kind = "at most" if exact else "on average"
+            raise WorkerError(
+                f"weight sync to version {version}: the log-probabilities of "
+                f"{difference.numel()} probe tokens differ by {found:.3g} nats between trainer and "
+                f"rollout, expected {kind} {bound:.3g}. {_STOPS}",
+                version=version,
+                difference=found,
+            )
+        if self._noise is None:
+            self._noise = max(found, LEAST_NOISE)
+
+    def _score_probe(self, version: int) -> Tensor:
+        ids = probe_ids(self.abilities, version)
+        return self.score(ids, torch.ones_like(ids))[:, 1:]
+
+    # Calls
 
     def _call(self, method: str, run: Callable[[], ResultT]) -> ResultT:
         """Run a method of the engine and turn the errors of its libraries into typed ones."""
@@ -325,3 +422,48 @@ class GuardedRollout(RolloutEngine):
             fault=fault,
             row=row,
         )
+
+
+def guarded(engine: RolloutEngine) -> GuardedRollout:
+    """Return an engine in its guard, a new one if it has none."""
+    return engine if isinstance(engine, GuardedRollout) else GuardedRollout(engine)
+
+
+def compare_digests(sent: Mapping[str, int], held: Mapping[str, int], version: int) -> None:
+    """Check that the rollout engine holds what the training engine has.
+
+    Raises:
+        WorkerError: a weight was not sent, is not held, or differs. Names all such weights, at most
+            `NAMED_WEIGHTS` of them. Attributes: `tensor` (the first one), `tensors`, `version`.
+    """
+    # sent  a:1  b:2       d:4
+    # held  a:1  b:7  c:3         b differs, c was never sent, d is not held
+    problems: dict[str, str] = {}
+    for name in [*held, *(name for name in sent if name not in held)]:
+        if name not in sent:
+            problems[name] = "was never sent, so the rollout still holds an old value"
+        elif name not in held:
+            problems[name] = "was sent, but the rollout does not hold it"
+        elif sent[name] != held[name]:
+            problems[name] = "differs between trainer and rollout"
+    if not problems:
+        return
+    listed = [f"{name!r} {problem}" for name, problem in problems.items()]
+    more = len(listed) - NAMED_WEIGHTS
+    text = "; ".join(listed[:NAMED_WEIGHTS]) + (f"; and {more} more" if more > 0 else "")
+    names = tuple(problems)
+    raise WorkerError(
+        f"weight sync to version {version}: {len(names)} of {len(set(sent) | set(held))} weights "
+        f"are wrong: {text}. {_STOPS}",
+        tensor=names[0],
+        tensors=names,
+        version=version,
+    )
+
+
+def probe_ids(abilities: RolloutAbilities, version: int) -> Tensor:
+    """Return [`PROBE_ROWS`, T] int64: random tokens, others for each version, T ≤ the window."""
+    columns = min(PROBE_TOKENS, abilities.window or PROBE_TOKENS)
+    generator = torch.Generator().manual_seed(version)
+    shape = (PROBE_ROWS, max(columns, 2))
+    return torch.randint(abilities.vocabulary, shape, generator=generator)

@@ -50,7 +50,7 @@ from quadriga.workers.roles import ReceivingGroup, RolloutGroup, SendingGroup
 
 if TYPE_CHECKING:
     from quadriga.single_controller import Backend, ClassWithInitArgs, ResourcePool, WorkerGroup
-    from quadriga.weight_sync.sync import WeightNeeds
+    from quadriga.weight_sync.transport import WeightNeeds
 
 _log = logging.getLogger("quadriga")
 

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
         Worker,
         WorkerGroup,
     )
-    from quadriga.weight_sync.sync import WeightNeeds
+    from quadriga.weight_sync.transport import WeightNeeds
 
 ACTOR_VERSION = "actor_weight_version"
 """The method of the policy's worker that returns the version of the actor's weights."""

@@ -57,25 +57,21 @@ from quadriga.parallel.distributed import (
 from quadriga.parallel.layouts import count, shape_of, slices, whole
 from quadriga.protocol import DataProto
 from quadriga.rollout.base import RolloutEngine
-from quadriga.weight_sync.plan import Plan, Round, Transfer, listed_names, plan
-from quadriga.weight_sync.sync import (
-    PROBE_ROWS,
-    Source,
-    VerifiedTarget,
-    WeightNeeds,
-    probe_ids,
-    trained_scores,
-    whole_on,
-)
+from quadriga.rollout.guard import PROBE_ROWS, guarded, probe_ids
+from quadriga.weight_sync.plan import Plan, Round, Transfer, listed_names
 from quadriga.weight_sync.transport import (
     Assembly,
     CollectiveChannel,
+    Source,
     SourceReader,
     SourceWeights,
     Traffic,
     Transport,
+    WeightNeeds,
     copy_bytes,
+    plan_to,
     signed,
+    trained_scores,
     typed,
 )
 
@@ -131,8 +127,7 @@ class WeightSender:
             version: the version of these weights.
         """
         weights = self._source.weights(needs)
-        if self._plan is None or self._plan.source.weights != weights.layout.weights:
-            self._plan = plan(weights.layout, whole_on(weights, [world_size()]))
+        self._plan = plan_to({world_size(): {}}, weights, self._plan)
         told = SourceWeights(replace(weights.layout, ranks={}), weights.dtypes, {})
         header = _Header(version, 0, rank(), weights=told)
         with self._source.reader(needs, weights) as reader:
@@ -167,7 +162,7 @@ class WeightReceiver:
     """Copies buckets into a rollout engine, then compares digests."""
 
     def __init__(self, target: RolloutEngine) -> None:
-        self._verified = VerifiedTarget(target)
+        self._target = guarded(target)
         self._version: int | None = None
         self._weights: SourceWeights | None = None
         self._forget()
@@ -188,7 +183,7 @@ class WeightReceiver:
             # The first round of a sync. If an earlier sync failed, nothing of it counts.
             self._version = headers[0].version
             self._forget()
-        self._verified.begin(headers[0].version)
+        self._target.begin_sync(headers[0].version)
         for sender, header in enumerate(headers):
             self._check(header, sender)
         self._index += 1
@@ -206,7 +201,7 @@ class WeightReceiver:
         if complete:
             assert self._weights is not None
             stream = self._weights.with_tied(iter(complete))
-            self._verified.engine.update_weights(stream, headers[0].version)
+            self._target.update_weights(stream, headers[0].version)
 
     def finish(self) -> int:
         """Compare the digests of all weights, or the scores of probe tokens, and return the
@@ -229,7 +224,7 @@ class WeightReceiver:
             )
         shares = [header.shares or {} for header in last]
         sums = {name: sum(own[name] for own in shares) for name in shares[0]}
-        self._verified.compare(self._weights.digests(sums), last[0].scores, version)
+        self._target.end_sync(self._weights.digests(sums), last[0].scores)
         return version
 
     def _check(self, header: _Header, sender: int) -> None:
@@ -300,9 +295,8 @@ class _Joined:
     def _run(self, ticket: Ticket, own: int, read: SourceReader | None) -> Transport:
         """Return this rank's part of a sync."""
         group, weights = self._joined(ticket, own), ticket.weights
-        if self._plan is None or self._plan.source.weights != weights.layout.weights:
-            receivers = range(ticket.senders, ticket.senders + ticket.receivers)
-            self._plan = plan(weights.layout, whole_on(weights, receivers))
+        receivers = range(ticket.senders, ticket.senders + ticket.receivers)
+        self._plan = plan_to({receiver: {} for receiver in receivers}, weights, self._plan)
         rounds = self._plan.rounds(ticket.bucket_bytes)
         channel = CollectiveChannel(group, self._device, rounds, weights.dtypes)
         transport = Transport(self._plan, own, read, channel, weights.dtypes, self._device)
@@ -365,7 +359,7 @@ class JoinedReceiver(_Joined):
 
     def __init__(self, target: RolloutEngine, *, device: str | torch.device) -> None:
         super().__init__(device)
-        self._verified = VerifiedTarget(target)
+        self._target = guarded(target)
 
     def receive(self, ticket: Ticket) -> int:
         """Receive all weights and compare them; return their version.
@@ -374,10 +368,10 @@ class JoinedReceiver(_Joined):
             WorkerError: weights were not received, or differ. Names them.
         """
         weights, version = ticket.weights, ticket.version
-        self._verified.begin(version)
+        self._target.begin_sync(version)
         transport = self._run(ticket, ticket.senders + rank(), None)
         stream = weights.with_tied(transport.run(ticket.bucket_bytes))
-        self._verified.engine.update_weights(stream, version)
+        self._target.update_weights(stream, version)
         for _ in stream:  # an engine need not read to the end
             pass
         zeros = torch.zeros(len(weights.layout.weights), dtype=torch.int64, device=self._device)
@@ -387,7 +381,7 @@ class JoinedReceiver(_Joined):
             columns = probe_ids(ticket.needs.probe, version).shape[1] - 1
             zeros = torch.zeros(PROBE_ROWS, columns, device=self._device)
             scores = self._all_reduce(zeros).cpu()
-        self._verified.compare(weights.digests(sums), scores, version)
+        self._target.end_sync(weights.digests(sums), scores)
         return version
 
 

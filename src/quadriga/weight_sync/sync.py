@@ -1,4 +1,4 @@
-"""Copy the weights of a training engine to a rollout engine, and verify that all of them arrived.
+"""The weight syncs of the policy's worker: to the rollout of its process, and to other processes.
 
 consumes      the shards of the training engine, one weight at a time (all ranks take part)
 produces      the rollout engine's weights under a new version
@@ -8,264 +8,48 @@ checks        the digest of each weight of the training engine against what the 
 weight add up to the digest of the weight, whichever ranks hold them. The sender's digest is
 computed from its own shards and not from what was sent, so a box that was lost, doubled or put into
 another place changes the result.
-
-An engine whose weights cannot be read back (`abilities.exposes_weights` is False) has the digests
-of what its processes were sent. After each sync, trainer and engine also compute the
-log-probabilities of the same random tokens. Engines with the same weights agree up to rounding: in
-float32 no score may differ by more than `EXACT_BOUND`. With fewer bits the bound of the mean is
-`NOISE_FACTOR` times the mean before the first sync, when both usually hold the weights of the model
-folder, and later that of the first sync; it is at most `ROUNDED_BOUND`. A weight whose change is
-smaller than the rounding of the scores is not found by them alone.
 """
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from quadriga.engines.base import LOG_PROBS, TrainEngine, WeightPart
-from quadriga.errors import WorkerError
-from quadriga.models.adapters import is_stored_part
+from quadriga.engines import kind_of
+from quadriga.engines.base import TrainEngine
 from quadriga.parallel.distributed import gather_over_ranks, local_device, rank, world_size
-from quadriga.parallel.layouts import (
-    Box,
-    Layout,
-    replicated_layout,
-    stored_box,
-    whole,
-)
-from quadriga.protocol import fields
-from quadriga.rollout.abilities import RolloutAbilities
+from quadriga.protocol import DataProto
 from quadriga.rollout.base import RolloutEngine, UpdateForm
-from quadriga.rollout.guard import GuardedRollout
-from quadriga.weight_sync.plan import NAMED_TENSORS, Plan, plan
+from quadriga.rollout.guard import guarded
+from quadriga.single_controller import Dispatch, Worker, register
+from quadriga.weight_sync.plan import Plan
+from quadriga.weight_sync.remote import (
+    JoinedReceiver,
+    JoinedSender,
+    Ticket,
+    WeightReceiver,
+    WeightSender,
+)
 from quadriga.weight_sync.transport import (
     CollectiveChannel,
-    SourceReader,
-    SourceWeights,
+    Source,
     Traffic,
     Transport,
-    describe,
+    WeightNeeds,
+    needs_of,
+    plan_to,
     signed,
+    trained_scores,
 )
 
+if TYPE_CHECKING:
+    from quadriga.config.schema import ActorRolloutRefConfig
+
 DEFAULT_BUCKET_BYTES = 256 << 20
-PROBE_ROWS, PROBE_TOKENS = 8, 32
-EXACT_BOUND = 1e-3
-"""Nats that no log-probability may differ by if the rollout engine computes in float32."""
-ROUNDED_BOUND = 0.1
-"""Nats that log-probabilities may differ by on average if it computes with fewer bits."""
-NOISE_FACTOR = 2.0
-"""How much more log-probabilities may differ on average than after the first sync."""
-LEAST_NOISE = 1e-3
-"""Nats: a mean difference in the first sync below this one counts as this one."""
-
-_STOPS = "The run stops, because its samples would come from other weights than the trained ones"
-
-
-# Digests
-
-
-def compare_digests(sent: Mapping[str, int], held: Mapping[str, int], version: int) -> None:
-    """Check that the rollout engine holds what the training engine has.
-
-    Raises:
-        WorkerError: a weight was not sent, is not held, or differs. Names all such weights, at most
-            `NAMED_TENSORS` of them. Attributes: `tensor` (the first one), `tensors`, `version`.
-    """
-    # sent  a:1  b:2       d:4
-    # held  a:1  b:7  c:3         b differs, c was never sent, d is not held
-    problems: dict[str, str] = {}
-    for name in [*held, *(name for name in sent if name not in held)]:
-        if name not in sent:
-            problems[name] = "was never sent, so the rollout still holds an old value"
-        elif name not in held:
-            problems[name] = "was sent, but the rollout does not hold it"
-        elif sent[name] != held[name]:
-            problems[name] = "differs between trainer and rollout"
-    if not problems:
-        return
-    listed = [f"{name!r} {problem}" for name, problem in problems.items()]
-    more = len(listed) - NAMED_TENSORS
-    text = "; ".join(listed[:NAMED_TENSORS]) + (f"; and {more} more" if more > 0 else "")
-    names = tuple(problems)
-    raise WorkerError(
-        f"weight sync to version {version}: {len(names)} of {len(set(sent) | set(held))} weights "
-        f"are wrong: {text}. {_STOPS}",
-        tensor=names[0],
-        tensors=names,
-        version=version,
-    )
-
-
-def _held_of_part(sent: Mapping[str, int], held: Mapping[str, int]) -> dict[str, int]:
-    """Return the digests of a rollout engine that a sync must compare with those it has sent.
-
-    An engine holds zeros for layers without an adapter, which are not sent. Of a sync of adapters
-    alone the base model is not compared, because nothing has been written to it.
-    """
-    adapters_only = all(map(is_stored_part, sent))
-    return {
-        name: digest
-        for name, digest in held.items()
-        if name in sent or not (adapters_only or is_stored_part(name))
-    }
-
-
-# Scores
-
-
-def probe_ids(abilities: RolloutAbilities, version: int) -> Tensor:
-    """Return [`PROBE_ROWS`, T] int64: random tokens, others for each version, T ≤ the window."""
-    columns = min(PROBE_TOKENS, abilities.window or PROBE_TOKENS)
-    generator = torch.Generator().manual_seed(version)
-    shape = (PROBE_ROWS, max(columns, 2))
-    return torch.randint(abilities.vocabulary, shape, generator=generator)
-
-
-def trained_scores(
-    engine: TrainEngine, probe: RolloutAbilities | None, version: int
-) -> Tensor | None:
-    """Return the training engine's log-probability of each probe token but the first, [B, T - 1].
-
-    None if the rollout engine needs no probe. Waits for: the other ranks of the engine.
-    """
-    if probe is None:
-        return None
-    ids = probe_ids(probe, version)
-    ones = torch.ones_like(ids)
-    batch = {
-        fields.INPUT_IDS: ids,
-        fields.ATTENTION_MASK: ones,
-        fields.RESPONSE_MASK: ones[:, 1:],
-    }
-    return engine.forward(batch, temperature=1.0)[LOG_PROBS]
-
-
-class VerifiedTarget:
-    """Updates a rollout engine, and compares it with the training engine after each sync.
-
-    From `begin` to the end of `compare` the engine generates nothing, so one with the weights of a
-    sync that broke off, or that was refused, is not used.
-    """
-
-    def __init__(self, engine: RolloutEngine) -> None:
-        self.engine = engine if isinstance(engine, GuardedRollout) else GuardedRollout(engine)
-        self._noise: float | None = None  # mean difference of scores in the first sync
-        self._before: tuple[int, Tensor] | None = None  # version and scores before that sync
-
-    def begin(self, version: int) -> None:
-        """Start a sync."""
-        self.engine.begin_sync(version)
-        first = self._noise is None and (self._before is None or self._before[0] != version)
-        if first and not self.engine.abilities.exposes_weights:
-            self._before = version, self._score(version)
-
-    def compare(self, sent: Mapping[str, int], scores: Tensor | None, version: int) -> None:
-        """Compare what the engine holds with what the training engine has, and end the sync.
-
-        Args:
-            sent: the digest of each weight of the training engine.
-            scores: of the training engine for the probe tokens; None if the rollout engine exposes
-                its weights.
-
-        Raises:
-            WorkerError: weights differ. Attributes: `tensor` and `tensors` where they are known,
-                `version`.
-        """
-        if self.engine.abilities.exposes_weights:
-            compare_digests(sent, _held_of_part(sent, self.engine.weights_digest()), version)
-        else:
-            compare_digests(sent, self.engine.received_digests(), version)
-            assert scores is not None, "the needs of the engine ask for scores"
-            self._compare_scores(scores, version)
-        self.engine.end_sync()
-
-    def _compare_scores(self, trained: Tensor, version: int) -> None:
-        difference = (self._score(version) - trained).abs()
-        exact = all(dtype.itemsize >= 4 for dtype in self.engine.weight_dtypes().values())
-        found = float(difference.max() if exact else difference.mean())
-        noise = self._noise
-        if noise is None:
-            assert self._before is not None, "`begin` comes first"
-            noise = max(float((self._before[1] - trained).abs().mean()), LEAST_NOISE)
-        bound = EXACT_BOUND if exact else min(ROUNDED_BOUND, NOISE_FACTOR * noise)
-        if not found <= bound:  # NaN is no agreement
-            kind = "at most" if exact else "on average"
-            raise WorkerError(
-                f"weight sync to version {version}: the log-probabilities of "
-                f"{difference.numel()} probe tokens differ by {found:.3g} nats between trainer and "
-                f"rollout, expected {kind} {bound:.3g}. {_STOPS}",
-                version=version,
-                difference=found,
-            )
-        if self._noise is None:
-            self._noise = max(found, LEAST_NOISE)
-
-    def _score(self, version: int) -> Tensor:
-        ids = probe_ids(self.engine.abilities, version)
-        return self.engine.score(ids, torch.ones_like(ids))[:, 1:]
-
-
-# The sync of the engines of one process
-
-
-@dataclass(frozen=True)
-class WeightNeeds:
-    """What the sender must know of a rollout engine.
-
-    Attributes:
-        dtypes: the dtype in which it holds each weight.
-        probe: its abilities, if it exposes no weights and is compared by scores.
-        node: of the rank.
-        part: what it must be sent.
-    """
-
-    dtypes: Mapping[str, torch.dtype]
-    probe: RolloutAbilities | None
-    node: str
-    part: WeightPart = "merged"
-
-
-def needs_of(target: RolloutEngine) -> WeightNeeds:
-    """Return the needs of a rollout engine.
-
-    One that holds adapters (their names are in its `weight_dtypes`) needs only these, if a sync has
-    given it the base model before.
-    """
-    abilities, dtypes = target.abilities, target.weight_dtypes()
-    part: WeightPart = "merged"
-    if any(map(is_stored_part, dtypes)):
-        synced = isinstance(target, GuardedRollout) and target.synced
-        part = "adapters" if synced and not target.lacks_weights() else "unmerged"
-    probe = None if abilities.exposes_weights else abilities
-    return WeightNeeds(dtypes, probe, socket.gethostname(), part)
-
-
-class Source:
-    """A training engine whose weights are sent. What its ranks hold is described once."""
-
-    def __init__(self, engine: TrainEngine) -> None:
-        self.engine = engine
-        self._described: dict[WeightPart, SourceWeights] = {}
-
-    def weights(self, needs: WeightNeeds) -> SourceWeights:
-        """Return what is sent to a rollout engine with these needs. All ranks call this."""
-        if needs.part not in self._described:
-            self._described[needs.part] = describe(self.engine, needs.part)
-        return self._described[needs.part].sent_as(needs.dtypes)
-
-    @contextmanager
-    def reader(self, needs: WeightNeeds, weights: SourceWeights) -> Iterator[SourceReader]:
-        """Yield a reader of `weights` on this rank."""
-        with closing(self.engine.shard_stream(needs.part)) as stream:
-            yield SourceReader(stream, weights, rank())
 
 
 class WeightSync:
@@ -290,14 +74,10 @@ class WeightSync:
         device: str | torch.device = "cpu",
         in_place: bool = False,
     ) -> None:
-        self._source = Source(source)
-        self._verified = VerifiedTarget(target)
-        self._target = self._verified.engine
-        self._bucket_bytes = bucket_bytes
+        self._source, self._target = Source(source), guarded(target)
+        self._bucket_bytes, self._in_place = bucket_bytes, in_place
         self._device = local_device(device)
-        self._in_place = in_place
         self._plan: Plan | None = None
-        self._boxes: dict[str, Box] = {}  # what this rank holds of weights that are divided
 
     def run(self, version: int) -> Traffic:
         """Copy every weight, then compare digests, and scores of probe tokens if the rollout engine
@@ -312,8 +92,10 @@ class WeightSync:
         """
         needs = needs_of(self._target)
         weights = self._source.weights(needs)
-        current = self._planned(weights)
-        self._verified.begin(version)
+        boxes = dict(self._target.weight_boxes())
+        held = dict(enumerate(gather_over_ranks(boxes)))
+        current = self._plan = plan_to(held, weights, self._plan)
+        self._target.begin_sync(version)
         channel = None
         if current.link_bytes:
             group = dist.group.WORLD
@@ -323,14 +105,14 @@ class WeightSync:
         with self._source.reader(needs, weights) as reader:
             transport = Transport(current, rank(), reader, channel, weights.dtypes, self._device)
             received = weights.with_tied(transport.run(self._bucket_bytes))
-            form: UpdateForm = "parts" if self._boxes else "whole"
+            form: UpdateForm = "parts" if boxes else "whole"
             # Without transfers between ranks, what is received are the tensors of the source.
             if self._in_place and self._target.engine.shares_weights and not current.link_bytes:
                 form = "shared"
             self._target.update_weights(received, version, form)
         sent = weights.digests(self._sum_over_ranks(reader.shares))
         scores = trained_scores(self._source.engine, needs.probe, version)
-        self._verified.compare(sent, scores, version)
+        self._target.end_sync(sent, scores)
         sizes = [w.num_bytes * len(weights.names_of(n)) for n, w in weights.layout.weights.items()]
         transport.traffic.num_bytes = sum(sizes)
         return transport.traffic
@@ -342,28 +124,151 @@ class WeightSync:
             dist.all_reduce(totals)
         return dict(zip(shares, totals.tolist(), strict=True))
 
-    def _planned(self, weights: SourceWeights) -> Plan:
-        """Return the plan; the old one while the weights are sent in the same dtypes."""
-        if self._plan is None or self._plan.source.weights != weights.layout.weights:
-            self._boxes = dict(self._target.weight_boxes())
-            held = held_by_ranks(weights, gather_over_ranks(self._boxes))
-            self._plan = plan(weights.layout, held, weights.nodes)
-        return self._plan
 
+class PolicyWeights(Worker):
+    """A worker whose actor, rollout or both take part in weight syncs.
 
-def held_by_ranks(weights: SourceWeights, boxes: Iterable[Mapping[str, Box]]) -> Layout:
-    """Return the layout of a rollout of which each rank holds these boxes, and all other weights
-    whole."""
-    known = weights.layout.weights
-    ranks = {
-        number: tuple(
-            stored_box(name, own.get(name, whole(weight.shape))) for name, weight in known.items()
+    Each way of syncing is a method that the controller calls, or a pair of them.
+    """
+
+    config: ActorRolloutRefConfig
+    device: str
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight_version = 0
+        self._steps_of_version = 0  # optimizer steps of the actor before the last sync
+
+    def _engine(self, use: Literal["actor", "ref"]) -> TrainEngine:
+        """Return a training engine. Raises `WorkerError` if the worker has none."""
+        raise NotImplementedError
+
+    def _rollout(self) -> RolloutEngine:
+        """Return the rollout engine. Raises `WorkerError` if the worker has none."""
+        raise NotImplementedError
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sync_weights(self) -> int:
+        """Copy the actor's weights to the rollout engine. Return the new weight version.
+
+        Raises:
+            WorkerError: digests differ after the copy; the message names the tensors.
+        """
+        self._count_version()
+        return self._sync_here()
+
+    def _sync_here(self) -> int:
+        """Copy the weights of this version to the rollout engine of this process."""
+        self._sync.run(self.weight_version)
+        return self.weight_version
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def actor_weight_version(self) -> int:
+        """Return the version that the rollout must hold to sample from the actor's weights.
+
+        After an optimizer step it is that of the next sync, which no rollout holds yet.
+        """
+        return self.weight_version + int(self._trained_since_sync())
+
+    def _trained_since_sync(self) -> bool:
+        return self._engine("actor").optimizer_steps != self._steps_of_version
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def send_weights(self, needs: WeightNeeds) -> Iterator[DataProto]:
+        """Yield this rank's part of the actor's weights in buckets, for a rollout in other
+        processes, which has these needs. The weight version rises."""
+        self._count_version()
+        yield from self._sender.send(needs, self.weight_version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weight_needs(self) -> WeightNeeds:
+        """Return what `send_weights` must know of the rollout engine."""
+        return needs_of(self._rollout())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def receive_weights(self, parts: list[DataProto]) -> None:
+        """Copy one round of `send_weights`, a bucket of each rank of the actor, to the rollout.
+
+        Raises:
+            WorkerError: a bucket was sent twice, or one is lost.
+        """
+        self._receiver.receive(parts)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def offer_weights(self, needs: list[WeightNeeds]) -> Ticket | None:
+        """Return on rank 0 where the ranks of the rollout, one for each of `needs`, join those of
+        the actor in a process group. The weight version rises."""
+        self._count_version()
+        return self._joined_sender.offer(needs, self.weight_version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def send_weights_over(self, ticket: Ticket) -> None:
+        """Send this rank's part of the actor's weights over the joined group.
+
+        Waits for: `receive_weights_over` on every rank of the rollout.
+        """
+        self._joined_sender.send(ticket)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def receive_weights_over(self, ticket: Ticket) -> int:
+        """Copy the weights of `send_weights_over` to the rollout engine. Return their version.
+
+        Raises:
+            WorkerError: weights were not received, or differ; the message names them.
+        """
+        self.weight_version = self._joined_receiver.receive(ticket)
+        return self.weight_version
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def finish_weights(self) -> int:
+        """Compare the digests of all weights that were received. Return their version.
+
+        Raises:
+            WorkerError: weights were not received, or differ; the message names them.
+        """
+        self.weight_version = self._receiver.finish()
+        return self.weight_version
+
+    def _count_version(self) -> None:
+        self.weight_version += 1
+        self._steps_of_version = self._engine("actor").optimizer_steps
+
+    @property
+    def _bucket_bytes(self) -> int:
+        return self.config.rollout.weight_bucket_mb << 20
+
+    def _keeps_weights_in_place(self) -> bool:
+        """Return whether the rollout may use the tensors of the actor, which then must not be moved
+        to host memory between calls."""
+        rollout, engine = self.config.rollout, self.config.actor.engine
+        if not kind_of(engine).stores_checkpoint_weights:
+            return False
+        return rollout.share_weights and not (rollout.take_turns or engine.param_offload)
+
+    @cached_property
+    def _sync(self) -> WeightSync:
+        return WeightSync(
+            self._engine("actor"),
+            self._rollout(),
+            bucket_bytes=self._bucket_bytes,
+            device=self.device,
+            in_place=self._keeps_weights_in_place(),
         )
-        for number, own in enumerate(boxes)
-    }
-    return Layout(known, ranks, weights.layout.tied)
 
+    @cached_property
+    def _sender(self) -> WeightSender:
+        return WeightSender(self._engine("actor"), self._bucket_bytes)
 
-def whole_on(weights: SourceWeights, ranks: Iterable[int]) -> Layout:
-    """Return the layout in which each of these ranks has every weight: what engines read."""
-    return replicated_layout(weights.layout.weights.values(), ranks, weights.layout.tied)
+    @cached_property
+    def _receiver(self) -> WeightReceiver:
+        return WeightReceiver(self._rollout())
+
+    @cached_property
+    def _joined_sender(self) -> JoinedSender:
+        return JoinedSender(
+            self._engine("actor"), bucket_bytes=self._bucket_bytes, device=self.device
+        )
+
+    @cached_property
+    def _joined_receiver(self) -> JoinedReceiver:
+        return JoinedReceiver(self._rollout(), device=self.device)

@@ -1,4 +1,4 @@
-"""Read the weights of a training engine, and execute a plan.
+"""Read the weights of a training engine for what a rollout engine needs, and execute a plan.
 
 A rank copies what it has, sends what others need, and receives what it lacks.
 
@@ -18,16 +18,17 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from quadriga.checkpoint.shards import block_of
-from quadriga.engines.base import OwnWeights, TrainEngine, WeightPart
+from quadriga.engines.base import LOG_PROBS, OwnWeights, TrainEngine, WeightPart
 from quadriga.errors import WorkerError
 from quadriga.parallel.distributed import Collectives, gather_over_ranks, rank
 from quadriga.parallel.layouts import (
@@ -42,7 +43,10 @@ from quadriga.parallel.layouts import (
     stored_box,
     whole,
 )
-from quadriga.rollout.base import integer_bits
+from quadriga.protocol import fields
+from quadriga.rollout import RolloutAbilities
+from quadriga.rollout.base import RolloutEngine, integer_bits
+from quadriga.rollout.guard import GuardedRollout, probe_ids
 from quadriga.weight_sync.plan import (
     Plan,
     Round,
@@ -50,6 +54,7 @@ from quadriga.weight_sync.plan import (
     Transfer,
     canonical_boxes,
     listed_names,
+    plan,
 )
 
 Dtypes = Mapping[str, torch.dtype]
@@ -108,6 +113,37 @@ class SourceWeights:
     def with_tied(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield each weight, and directly after it the names that are tied to it."""
         return ((name, tensor) for weight, tensor in stream for name in self.names_of(weight))
+
+
+@dataclass(frozen=True)
+class WeightNeeds:
+    """What the sender must know of a rollout engine.
+
+    Attributes:
+        dtypes: the dtype in which it holds each weight.
+        probe: its abilities, if it exposes no weights and is compared by scores.
+        node: of the rank.
+        part: what it must be sent.
+    """
+
+    dtypes: Mapping[str, torch.dtype]
+    probe: RolloutAbilities | None
+    node: str
+    part: WeightPart = "merged"
+
+
+def needs_of(target: RolloutEngine) -> WeightNeeds:
+    """Return the needs of a rollout engine.
+
+    One that holds adapters needs only these, if a sync has given it the base model before.
+    """
+    abilities, dtypes = target.abilities, target.weight_dtypes()
+    part: WeightPart = "merged"
+    if target.holds_adapters:
+        synced = isinstance(target, GuardedRollout) and target.synced
+        part = "adapters" if synced and not target.lacks_weights() else "unmerged"
+    probe = None if abilities.exposes_weights else abilities
+    return WeightNeeds(dtypes, probe, socket.gethostname(), part)
 
 
 def describe(engine: TrainEngine, part: WeightPart) -> SourceWeights:
@@ -207,13 +243,73 @@ class SourceReader:
                     tensor=name,
                     tensors=(name,),
                 )
-            self._name, self.tensor = name, block_of(tensor, 0).data
+            data = tensor.data  # of a tensor, or of a block
+            self._name, self.tensor = name, data.to_local() if isinstance(data, DTensor) else data
             shape, dtype = self._weights.layout.weights[name].shape, self._weights.dtypes[name]
             for box, slot in self._boxes.get(name, ()):
                 values = self.tensor[slices(slot.box)]
                 self.shares[name] += box_digest(values, box, shape, dtype)
             return True
         return False
+
+
+class Source:
+    """A training engine whose weights are sent. What its ranks hold is described once."""
+
+    def __init__(self, engine: TrainEngine) -> None:
+        self.engine = engine
+        self._described: dict[WeightPart, SourceWeights] = {}
+
+    def weights(self, needs: WeightNeeds) -> SourceWeights:
+        """Return what is sent to a rollout engine with these needs. All ranks call this."""
+        if needs.part not in self._described:
+            self._described[needs.part] = describe(self.engine, needs.part)
+        return self._described[needs.part].sent_as(needs.dtypes)
+
+    @contextmanager
+    def reader(self, needs: WeightNeeds, weights: SourceWeights) -> Iterator[SourceReader]:
+        """Yield a reader of `weights` on this rank."""
+        with closing(self.engine.shard_stream(needs.part)) as stream:
+            yield SourceReader(stream, weights, rank())
+
+
+def trained_scores(
+    engine: TrainEngine, probe: RolloutAbilities | None, version: int
+) -> Tensor | None:
+    """Return the training engine's log-probability of each probe token but the first, [B, T - 1].
+
+    None if the rollout engine needs no probe. Waits for: the other ranks of the engine.
+    """
+    if probe is None:
+        return None
+    ids = probe_ids(probe, version)
+    ones = torch.ones_like(ids)
+    batch = {
+        fields.INPUT_IDS: ids,
+        fields.ATTENTION_MASK: ones,
+        fields.RESPONSE_MASK: ones[:, 1:],
+    }
+    return engine.forward(batch, temperature=1.0)[LOG_PROBS]
+
+
+def plan_to(
+    boxes: Mapping[int, Mapping[str, Box]], weights: SourceWeights, last: Plan | None
+) -> Plan:
+    """Return the plan to ranks that hold these boxes, and all other weights whole.
+
+    Args:
+        last: the plan before. It is right as long as the weights are sent in the same dtypes.
+    """
+    known = weights.layout.weights
+    if last is not None and last.source.weights == known:
+        return last
+    ranks = {
+        number: tuple(
+            stored_box(name, own.get(name, whole(weight.shape))) for name, weight in known.items()
+        )
+        for number, own in boxes.items()
+    }
+    return plan(weights.layout, Layout(known, ranks, weights.layout.tied), weights.nodes)
 
 
 def _check_once(name: str, seen: set[str]) -> None:

@@ -22,7 +22,7 @@ from quadriga.single_controller import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from quadriga.weight_sync.worker import PolicyWeights
+from quadriga.weight_sync.sync import PolicyWeights
 from quadriga.workers.method_fields import (
     COMPUTE_LOG_PROB,
     COMPUTE_REF_LOG_PROB,

@@ -74,10 +74,9 @@ def generate_batch(
     import torch
 
     from quadriga.models.images import MultiModalRows
-    from quadriga.rollout.guard import GuardedRollout
+    from quadriga.rollout.guard import guarded
 
-    if not isinstance(engine, GuardedRollout):  # of a worker class of the user
-        engine = GuardedRollout(engine)
+    engine = guarded(engine)  # that of a worker class of the user may have no guard
     prompt_ids = prompts.batch[fields.INPUT_IDS]
     prompt_mask = prompts.batch[fields.ATTENTION_MASK]
     request = prompt_ids, prompt_mask, sampling, prompts.batch[fields.SAMPLE_SEED]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from quadriga.checkpoint.files import SavedFile
     from quadriga.protocol import DataProtoFuture
     from quadriga.weight_sync.remote import Ticket
-    from quadriga.weight_sync.sync import WeightNeeds
+    from quadriga.weight_sync.transport import WeightNeeds
 
 ArgumentsP = ParamSpec("ArgumentsP")
 ResultT = TypeVar("ResultT")

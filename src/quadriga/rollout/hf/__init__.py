@@ -1,7 +1,7 @@
 """The engine `hf`: generation in this process with a Hugging Face model.
 
 - `engine`: `HFRollout`, its states, and its weights: memory of its own, or tensors of the actor.
-- `generation`: one micro-batch, from the prefill to the last token. `sampling`: one token.
+- `generation`: one micro-batch, from the prefill to the last token, and how a token is sampled.
 - `kv_cache`: layers with spare columns, from which rows are removed; prompts that rows share, with
   attention to them, and prompts that are repeated.
 

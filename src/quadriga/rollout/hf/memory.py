@@ -24,7 +24,7 @@ from quadriga.models.memory import (
     stored_bytes,
 )
 from quadriga.rollout.base import SamplingParams
-from quadriga.rollout.hf.generation import CachedModel
+from quadriga.rollout.hf.generation import CachedModel, draw
 from quadriga.rollout.hf.kv_cache import (
     PromptRows,
     RepeatedPrompts,
@@ -32,7 +32,6 @@ from quadriga.rollout.hf.kv_cache import (
     columns_at_end,
     columns_before,
 )
-from quadriga.rollout.hf.sampling import draw
 from quadriga.rollout.memory import GenerationUse, rollout_on_meta
 
 _SIMULATED: dict[Hashable, tuple[int, int]] = {}

@@ -128,6 +128,7 @@ class VLLMRollout(RolloutEngine):
         self._isolation, self._weights_awake = Isolation(), True
         self._model = model
         planned = plan_adapter(reference, model.lora) if model.lora.enabled else None
+        self.holds_adapters = planned is not None
         self._owns_group = not dist.is_initialized()
         init_distributed(self.device.type)
         check_ranks(self.options, world_size())

@@ -22,8 +22,7 @@ from quadriga.config.schema import (
     SamplingConfig,
 )
 from quadriga.errors import ConfigError, RolloutAbilityError
-from quadriga.rollout import ROLLOUT_KEY, Rollout
-from quadriga.rollout.abilities import ALL_SETTINGS
+from quadriga.rollout import ALL_SETTINGS, ROLLOUT_KEY, Rollout
 
 if TYPE_CHECKING:
     from quadriga.models.limits import ContextWindow, LongestSequence
