@@ -219,11 +219,11 @@ def test_a_killed_scheduler_is_replaced_with_the_right_weights(reference):
         }
         for target in (hf, engine):
             target.update_weights(new.items(), 5)
-        host = psutil.Process(engine._client._transport._process.pid)
+        host = psutil.Process(engine._transport._process.pid)
         for process in host.children():  # the scheduler, and what serves it
             process.kill()
         found = engine.generate(ids, mask, sampling, seeds)
-        assert engine._client.restarts == 1
+        assert engine.restarts == 1
         assert torch.equal(found.response_ids, hf.generate(ids, mask, sampling, seeds).response_ids)
         assert found.weight_versions.tolist() == [5] * 3
     finally:
@@ -246,7 +246,7 @@ def test_nothing_listens_outside_this_machine(reference):
     engine = sglang(reference)
     try:
         engine.generate(*requests((5, 9))[:2], GREEDY, torch.arange(2))
-        found = listening(psutil.Process(engine._client._transport._process.pid))
+        found = listening(psutil.Process(engine._transport._process.pid))
         assert {address for _, address in found} <= {"127.0.0.1", "::1"}, found
     finally:
         engine.close()

@@ -160,7 +160,7 @@ class TestProcess:
         runner = engine._engine.model_executor.driver_worker.model_runner
         with (
             mock.patch.object(runner, "execute_model", side_effect=RuntimeError("no memory")),
-            pytest.raises(RolloutError, match=r"rank 0 failed in generate .*no memory") as raised,
+            pytest.raises(RolloutError, match=r"rank 0 cannot generate: .*no memory") as raised,
         ):
             engine.generate(ids, mask, GREEDY, seeds)
         assert (raised.value.engine, raised.value.rank) == ("vllm", 0)

@@ -15,6 +15,7 @@ from quadriga.config.schema import ModelConfig, RolloutConfig, SamplingConfig
 from quadriga.rollout.base import SamplingParams
 from quadriga.rollout.hf import generation
 from quadriga.rollout.hf.engine import HFRollout
+from quadriga.rollout.hf.kv_cache import cache_tensors
 from quadriga.rollout.hf.memory import generation_memory
 from quadriga.rollout.memory import GenerationUse
 
@@ -49,7 +50,7 @@ def test_the_plan_is_what_generation_allocates(family, lengths, tmp_path, monkey
     collect = generation.Generation.collect
 
     def recorded(self):
-        held.append(sum(tensor.nbytes for tensor in self.rows.tensors()))
+        held.append(sum(tensor.nbytes for tensor in cache_tensors(self.rows.cache)))
         return collect(self)
 
     monkeypatch.setattr(generation.Generation, "collect", recorded)

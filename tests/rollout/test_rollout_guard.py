@@ -89,7 +89,9 @@ def test_an_engine_whose_call_was_interrupted_is_not_used_again(folder, monkeypa
 def guard(name):
     """The guard of an engine without methods, with a window of 8 tokens."""
     abilities = replace(full_abilities(300), window=8)
-    return GuardedRollout(SimpleNamespace(name=name, abilities=abilities, version=0))
+    return GuardedRollout(
+        SimpleNamespace(name=name, abilities=abilities, version=0, holds_adapters=False)
+    )
 
 
 def test_bad_requests_do_not_reach_the_engine():

@@ -64,8 +64,8 @@ def engine(interpreter, model_folder, tmp_path_factory):
 @pytest.fixture
 def faulty(engine):
     """Set the faults of the shared engine."""
-    yield lambda faults: engine._client.call("/faults", faults)
-    engine._client.call("/faults", {})
+    yield lambda faults: engine._call("/faults", faults)
+    engine._call("/faults", {})
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def generate(engine, sampling=SAMPLING, rows=ROWS):
 
 def noise(engine, seed=0):
     random = torch.Generator().manual_seed(seed)
-    shapes = engine._client._shapes
+    shapes = engine._shapes
     return {name: torch.rand(shape, generator=random) for name, shape in shapes.items()}
 
 
@@ -144,7 +144,7 @@ def test_requests_weights_and_memory(start):
     with pytest.raises(RolloutError, match="call resume"):
         generate(engine)
     engine.resume()
-    folder = engine._client._transport.folder
+    folder = engine._transport.folder
     engine.close()
     assert not folder.exists()
     assert gone(children() - before)
@@ -182,8 +182,6 @@ def test_bad_input_never_reaches_sglang(engine):
         with pytest.raises(ModelError, match=name):
             engine.update_weights([(name, weight)], 5)
     assert generate(engine).weight_versions.tolist() == [4] * 5
-    with pytest.raises(ModelError, match="twice"):
-        engine.update_weights([(NORM, torch.ones(32))] * 2, 5)
     engine.update_weights(noise(engine).items(), 5)
 
 
@@ -243,7 +241,7 @@ def test_an_end_is_a_typed_error_with_the_log(start):
         generate(engine)
     assert (caught.value.engine, caught.value.rank) == ("sglang", 0)
     assert gone(children() - before)
-    with pytest.raises(RolloutError, match="failed before"):
+    with pytest.raises(RolloutError, match="it is failed; restart the worker"):
         generate(engine)
 
 
@@ -254,7 +252,7 @@ def test_a_restart_has_the_weights_and_repeats_the_requests(start, tmp_path, fau
     engine.update_weights(new.items(), 7)
     first = generate(engine)  # three requests
     second = generate(engine)
-    assert engine._client.restarts == 1
+    assert engine.restarts == 1
     assert len(lives(tmp_path)) == 2
     for name in ("response_ids", "rollout_log_probs", "weight_versions"):
         assert torch.equal(getattr(first, name), getattr(second, name))
@@ -273,12 +271,12 @@ def test_close_ends_a_call_that_waits(start):
     engine = start(faults={"wait at request": 1}, restarts=3)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(generate, engine)
-        while not engine._client._transport._answers.futures:
+        while not engine._transport._answers.futures:
             time.sleep(0.01)
         engine.close()
         with pytest.raises(RolloutDiedError):
             waiting.result(60)
-    assert engine._client.restarts == 0
+    assert engine.restarts == 0
 
 
 def test_shared_memory_of_killed_processes_is_removed(start, tmp_path):
@@ -286,7 +284,7 @@ def test_shared_memory_of_killed_processes_is_removed(start, tmp_path):
     if not folder.is_dir():
         pytest.skip("this system has no /dev/shm")
     engine = start(faults={"shared memory": True})
-    name = folder / f"sglang_loads_{engine._client._transport._process.pid}"
+    name = folder / f"sglang_loads_{engine._transport._process.pid}"
     semaphore = Path((tmp_path / "semaphore").read_text())
     assert name.exists() and semaphore.exists()
     engine.close()

@@ -56,9 +56,7 @@ def step(model):
 
 
 def test_the_memory_is_that_of_the_training_engine(engine, trained):
-    count = sum(p.nbytes for p in trained.parameters())
     engine.update_weights(state(trained).items(), 1, "shared")
-    assert engine._weights.shared_bytes == count
     assert addresses(engine.module) == addresses(trained)
     assert engine.version == 1
 

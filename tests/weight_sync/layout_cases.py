@@ -13,11 +13,19 @@ from quadriga.parallel.layouts import (
     Weight,
     by_name,
     parallel_layout,
-    replicated_layout,
     slices,
+    stored_box,
+    whole,
 )
 
 HEADS, GROUPS, HEAD, HIDDEN, INNER, VOCAB, EXPERTS = 8, 4, 2, 10, 16, 21, 4
+
+
+def replicated_layout(weights, ranks, tied=None):
+    """The layout in which each rank has every weight, whole and under its own name."""
+    known = by_name(weights)
+    tensors = tuple(stored_box(weight.name, whole(weight.shape)) for weight in known.values())
+    return Layout(known, dict.fromkeys(ranks, tensors), tied or {})
 
 
 def fsdp_layout(weights, shards, replicas=1, tied=None):

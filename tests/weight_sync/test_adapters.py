@@ -26,6 +26,7 @@ class HoldsAdapters(RolloutEngine):
     """The reference engine with A and B of each linear layer beside its weights."""
 
     name = "holds adapters"
+    holds_adapters = True
     generate = None
 
     def __init__(self, folder):

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
-from layout_cases import Ranks, filled, fsdp_layout, pairs, values_of
+from layout_cases import Ranks, filled, fsdp_layout, pairs, replicated_layout, values_of
 
 from quadriga.config.schema import EngineConfig
 from quadriga.errors import WorkerError
@@ -24,7 +24,6 @@ from quadriga.parallel.layouts import (
     difference,
     intersection,
     parallel_layout,
-    replicated_layout,
     split,
 )
 from quadriga.weight_sync.plan import Plan, canonical_boxes, plan

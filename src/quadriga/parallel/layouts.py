@@ -344,15 +344,6 @@ def torch_chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     return min(index * step, size), min((index + 1) * step, size)
 
 
-def replicated_layout(
-    weights: Iterable[Weight], ranks: Iterable[int], tied: Mapping[str, str] | None = None
-) -> Layout:
-    """Return the layout in which each rank has every weight, whole and under its own name."""
-    known = by_name(weights)
-    tensors = tuple(stored_box(weight.name, whole(weight.shape)) for weight in known.values())
-    return Layout(known, dict.fromkeys(ranks, tensors), tied or {})
-
-
 def parallel_layout(model: Model, degrees: Degrees) -> Layout:
     """Return the layout of a model over all ranks of `degrees`.
 

@@ -119,9 +119,6 @@ class SamplingParams:
             "stop_strings must be a tuple of strings that are not empty": (
                 isinstance(self.stop_strings, str) or not all(self.stop_strings)
             ),
-            f"log_probs must be one of {', '.join(sorted(ALL_LOG_PROBS))}": (
-                self.log_probs not in ALL_LOG_PROBS
-            ),
         }
         for problem, found in problems.items():
             if found:

@@ -161,16 +161,16 @@ class HFRollout(RolloutEngine):
 
     def _free(self) -> None:
         # Shared weights are in the memory of the training engine, which this engine cannot free.
-        if not self._weights.shared_bytes:
+        if not self._weights.shared:
             self._move(torch.device("cpu"))
 
     def _get_back(self) -> None:
-        if not self._weights.shared_bytes:
+        if not self._weights.shared:
             self._move(self.device)
 
     def close(self) -> None:
         if self._state != "closed":
-            self._weights.unshare()
+            self._weights.shared.clear()
             self._move(torch.device("meta"))  # the storages of the weights are freed
         super().close()
 
@@ -215,13 +215,8 @@ class ModelWeights:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._shared: dict[str, _Shared] = {}
-
-    @property
-    def shared_bytes(self) -> int:
-        """The bytes of the weights that are shared. Tied names count once."""
-        sizes = {s.parameter.data_ptr(): s.parameter.nbytes for s in self._shared.values()}
-        return sum(sizes.values())
+        self.shared: dict[str, _Shared] = {}
+        """The weights in foreign memory, by name."""
 
     def write(self, stream: Iterable[tuple[str, Tensor]], *, share: bool) -> None:
         """Copy the values of tensors to weights, in memory of their own.
@@ -241,31 +236,27 @@ class ModelWeights:
             if not _aliases(weights[name], tensor):
                 if shared:
                     self._replace(weights, name, tensor.detach())
-                elif name in self._shared:
+                elif name in self.shared:
                     values = torch.empty_like(weights[name]).copy_(tensor.detach())
                     self._replace(weights, name, values)
                 else:
                     with torch.no_grad():
                         weights[name].copy_(tensor)
-            elif name in self._shared:
+            elif name in self.shared:
                 shared = True
             if shared:  # its values are those of the current version
                 weight = weights[name]
-                self._shared[name] = _Shared(weight, _sample_digest(weight))
+                self.shared[name] = _Shared(weight, _sample_digest(weight))
 
     def changed(self) -> str | None:
         """Return the name of a shared weight that was changed in place since, or None."""
-        if not self._shared:
+        if not self.shared:
             return None
-        before = torch.stack([shared.digest for shared in self._shared.values()])
-        now = torch.stack([_sample_digest(shared.parameter) for shared in self._shared.values()])
+        before = torch.stack([shared.digest for shared in self.shared.values()])
+        now = torch.stack([_sample_digest(shared.parameter) for shared in self.shared.values()])
         # One comparison for all weights, because each one waits for the device.
         different = (before != now).tolist()
-        return next((n for n, found in zip(self._shared, different, strict=True) if found), None)
-
-    def unshare(self) -> None:
-        """Forget which weights are shared, at the end of the engine."""
-        self._shared.clear()
+        return next((n for n, found in zip(self.shared, different, strict=True) if found), None)
 
     def _replace(self, weights: dict[str, Tensor], name: str, new: Tensor) -> None:
         """Put `new` in every place of a parameter; tied weights have several."""
@@ -277,7 +268,7 @@ class ModelWeights:
         tied = [other for other, weight in weights.items() if weight is old]
         weights.update(dict.fromkeys(tied, parameter))
         for other in tied:
-            self._shared.pop(other, None)
+            self.shared.pop(other, None)
 
 
 def _sample_digest(weight: Tensor) -> Tensor:

@@ -298,9 +298,6 @@ class SharedPrompts:
         self.rows = PromptRows.of(prompt_of_row, len(used), bias)
         reorder_cache(self.cache, order)
 
-    def tensors(self) -> Iterator[Tensor]:
-        return _tensors(self.cache)
-
 
 # `RepeatedPrompts` copies the prompts to every row after the prefill. Its columns are the prompt
 # columns, then one for each new token. Three rows, of which 0 and 1 share a prompt; P = 3:
@@ -326,6 +323,7 @@ class RepeatedPrompts:
 
     def __init__(self, module: PreTrainedModel) -> None:
         self.cache = growing_cache(module.config)
+        self.growing = [x for x in self.cache.layers if isinstance(x, GrowingCacheLayer)]
         self.columns = 0
         """The columns in use, counted if there is padding."""
         self._module = module
@@ -352,13 +350,6 @@ class RepeatedPrompts:
         if self._mask is not None:
             self._mask = self._mask[order]
 
-    @property
-    def growing(self) -> list[GrowingCacheLayer]:
-        return [layer for layer in self.cache.layers if isinstance(layer, GrowingCacheLayer)]
-
-    def tensors(self) -> Iterator[Tensor]:
-        return _tensors(self.cache)
-
 
 def takes_bias(module: PreTrainedModel, cache: Cache) -> bool:
     """Return whether every layer takes a bias [b, 1, 1, columns] as mask, and uses it as it is."""
@@ -369,7 +360,8 @@ def takes_bias(module: PreTrainedModel, cache: Cache) -> bool:
     )
 
 
-def _tensors(cache: Cache) -> Iterator[Tensor]:
+def cache_tensors(cache: Cache) -> Iterator[Tensor]:
+    """Yield the tensors of all layers."""
     values = (value for layer in cache.layers for value in vars(layer).values())
     return (value for value in values if isinstance(value, Tensor))
 

@@ -29,6 +29,7 @@ from quadriga.rollout.hf.kv_cache import (
     PromptRows,
     RepeatedPrompts,
     SharedPrompts,
+    cache_tensors,
     columns_at_end,
     columns_before,
 )
@@ -97,7 +98,7 @@ def _simulate(module: PreTrainedModel, use: GenerationUse) -> tuple[int, int]:
             return model.forward(cache.cache, token[:, None], positions, cache.arguments())
 
         logits = run(draw(logits, sampling, numbers, 0)[0])
-        copied, held = _fill(cache, use), stored_bytes(list(cache.tensors()))
+        copied, held = _fill(cache, use), stored_bytes(list(cache_tensors(cache.cache)))
         counter.peak = 0
         token = draw(logits, sampling, numbers, 0)[0]
         sampled, counter.peak = counter.peak, 0

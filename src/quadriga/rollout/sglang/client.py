@@ -1,7 +1,4 @@
-"""One SGLang over its restarts: requests side by side, weights with their version, memory.
-
-After a restart SGLang holds the weights of the model folder. The client then sends the weights that
-it has kept and sets their version, before the requests without an answer are sent again.
+"""Start SGLang, and send requests to it.
 
 Requests are messages to a host process that is started here, or HTTP to a server. Both take the
 paths and bodies of SGLang's HTTP server. Any thread may call; calls run side by side.
@@ -22,8 +19,8 @@ import threading
 import urllib.error
 import urllib.request
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe
@@ -33,31 +30,20 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from quadriga.config.schema import ModelConfig
-from quadriga.errors import (
-    RolloutDiedError,
-    RolloutError,
-    RolloutOutputError,
-    RolloutTimeoutError,
-    printable,
-)
+from quadriga.errors import RolloutDiedError, RolloutError, RolloutTimeoutError, printable
 from quadriga.models.folder import local_folder
 from quadriga.parallel.distributed import gloo_on_loopback, rank
-from quadriga.rollout.base import tensor_digest
 from quadriga.rollout.sglang.host import Json, end_group
 from quadriga.rollout.sglang.options import CPU_TOKENS, MEM_FRACTION_STATIC, SGLangOptions
-from quadriga.rollout.sglang.weights import READBACK, Shapes, buckets, checked, question
+from quadriga.rollout.sglang.weights import READBACK
 
 NAME = "sglang"
 Body = Mapping[str, Json]
-Fault = RolloutDiedError | RolloutTimeoutError
-"""What a restart can cure."""
 ErrorT = TypeVar("ErrorT", bound=RolloutError)
 
 _HOST = "quadriga.rollout.sglang.host"
-_MOST_THREADS = 64
 _MAX_DETAIL = 2000
 _LOG_LINES, _LOG_BYTES, _LINE_LENGTH = 12, 1 << 16, 300
 _END_S = 10.0  # SIGKILL ends the processes at once, unless the system is very slow
@@ -77,9 +63,6 @@ _RELEASABLE: Mapping[str, Json] = {
     "enable_memory_saver": True,
     "enable_weights_cpu_backup": True,  # without it, `release` would lose the weights
 }
-_WEIGHTS = ("weights",)
-_MEMORY = (*_WEIGHTS, "kv_cache", "cuda_graph")
-"""Kinds of device memory, as SGLang names them."""
 
 _Outbox = SimpleQueue[tuple[bytes, bytes] | None]
 
@@ -263,6 +246,19 @@ class HTTPTransport:
             found = text.decode(errors="replace")
         return found
 
+    def weight_version(self, timeout_s: float) -> int:
+        """Return the version of the weights that the server has."""
+        info = self.call("/model_info", None, timeout_s)
+        version = info.get("weight_version") if isinstance(info, dict) else None
+        try:
+            return int(str(version))
+        except ValueError:
+            raise failed(
+                RolloutError,
+                f"the weights of the server at {self._url} have the version {version!r}, which is "
+                "not a number; start it with --weight-version=-1",
+            ) from None
+
     def close(self) -> None:
         """Do nothing: the server was not started here."""
 
@@ -294,14 +290,6 @@ def failed(kind: type[ErrorT], problem: str, **details: object) -> ErrorT:
     """Return an error of the engine on this rank."""
     place = {"engine": NAME, "rank": rank()}
     return kind(f"rollout engine {NAME!r} of rank {rank()}: {problem}", **place, **details)
-
-
-@dataclass(frozen=True)
-class HeldWeight:
-    """A weight in SGLang: its dtype and the `tensor_digest` of its values."""
-
-    dtype: torch.dtype
-    digest: int
 
 
 @dataclass(frozen=True)
@@ -368,7 +356,7 @@ class Launch:
             "enable_deterministic_inference": self.options.seeds,
             "weight_version": "-1",
             "custom_weight_loader": [READBACK],
-            "log_level": self.options.log_level,
+            "log_level": "error",
         }
         if self.window is not None:
             arguments["context_length"] = self.window + _SPARE_TOKENS
@@ -391,271 +379,3 @@ def _without_end_tokens(folder: Path, view: Path) -> Path:
         if path.name != "generation_config.json":
             (view / path.name).symlink_to(path.resolve())
     return view
-
-
-class Client:
-    """See the module.
-
-    Args:
-        shapes: the weights of the model.
-        at_once: the most requests that run side by side.
-
-    Attributes:
-        version: of the weights in SGLang; -1 for those of the folder.
-        restarts: how often SGLang was started again.
-        held: the weights that SGLang held when it was started, if they can be read back.
-        received: the digest of each weight that SGLang has accepted, as it was sent to it last.
-    """
-
-    def __init__(self, launch: Launch, shapes: Shapes, at_once: int) -> None:
-        self._launch = launch
-        self._options = launch.options
-        self._shapes = shapes
-        self._at_once = min(at_once, _MOST_THREADS)
-        self._kept: dict[str, Tensor] = {}
-        self._unusable = ""
-        self._closed = False
-        self._released: frozenset[str] = frozenset()  # kinds of device memory
-        self.received: dict[str, int] = {}
-        self.version = -1
-        self.restarts = 0
-        self._transport = launch.start()
-        self.held: dict[str, HeldWeight] = {}
-        try:
-            if isinstance(self._transport, HostTransport):
-                self.held = self.read_back()
-            else:
-                self.version = self._adopt_version(self._transport)
-        except BaseException:
-            self.close()
-            raise
-
-    def _adopt_version(self, server: HTTPTransport) -> int:
-        """Return the version of the weights in a server that runs already."""
-        info = server.call("/model_info", None, self._options.call_timeout_s)
-        version = info.get("weight_version") if isinstance(info, dict) else None
-        try:
-            return int(str(version))
-        except ValueError:
-            raise failed(
-                RolloutError,
-                f"the weights of the server at {self._options.url} have the version {version!r}, "
-                "which is not a number; start it with --weight-version=-1",
-            ) from None
-
-    # Requests
-
-    def call(self, path: str, body: Body | None = None, payload: bytes = b"") -> Json:
-        """Return the answer to a request that generates nothing.
-
-        Raises:
-            RolloutError: SGLang refused it, has ended, or did not answer in time.
-        """
-        transport = self._transport  # another thread may start SGLang again meanwhile
-        try:
-            answer = transport.call(path, body or {}, self._options.call_timeout_s, payload)
-        except (RolloutDiedError, RolloutTimeoutError):
-            transport.close()  # one that does not answer now may answer later
-            raise
-        if isinstance(answer, dict) and answer.get("success") is False:
-            problem = f"SGLang did not carry out {path}: {answer.get('message')}"
-            raise failed(RolloutError, problem, method=path)
-        return answer
-
-    def run(self, bodies: Sequence[Body]) -> list[Json]:
-        """Send `/generate` requests side by side and return their answers.
-
-        If SGLang ends or does not answer, it is started again as often as the options allow, and
-        the requests without an answer are sent again.
-
-        Raises:
-            RolloutError: a request failed and could not be repeated.
-        """
-        if self._unusable:
-            raise failed(RolloutError, self._unusable)
-        answers: dict[int, Json] = {}
-        while len(answers) < len(bodies):
-            waiting = {i: body for i, body in enumerate(bodies) if i not in answers}
-            fault = self._ask(waiting, answers)
-            if fault is not None:
-                self._recover(fault)
-        return [answers[i] for i in range(len(bodies))]
-
-    def _ask(self, bodies: Mapping[int, Body], answers: dict[int, Json]) -> Fault | None:
-        """Send requests and add their answers. Return the first fault that a restart can cure."""
-        transport, limit = self._transport, self._options.generate_timeout_s
-        faults: list[Fault] = []
-
-        def ask(i: int) -> None:
-            try:
-                if not faults:
-                    answers[i] = transport.call("/generate", bodies[i], limit)
-            except (RolloutDiedError, RolloutTimeoutError) as error:
-                faults.append(error)
-                transport.close()  # so that the other requests end before their deadlines
-
-        with ThreadPoolExecutor(min(len(bodies), self._at_once)) as pool:
-            list(pool.map(ask, bodies))
-        return faults[0] if faults else None
-
-    def _recover(self, fault: Fault) -> None:
-        """Start SGLang again with the last weights; raise `fault` if this may not be."""
-        self._transport.close()
-        while self._may_restart():
-            self.restarts += 1
-            try:
-                self._transport = self._launch.start()
-                self._released = frozenset()
-                if self._kept:
-                    self._send(iter(self._kept.items()), self.version)
-                if self.held:
-                    self._check_restarted()
-                return
-            except (RolloutDiedError, RolloutTimeoutError) as error:
-                self._transport.close()
-                fault = error
-            except RolloutError as error:
-                self._unusable = f"it failed before: {error}"
-                self._transport.close()
-                raise
-        self._unusable = f"it failed before: {fault}"
-        raise fault
-
-    def _check_restarted(self) -> None:
-        """Compare what a restarted SGLang holds with the weights that it was sent, and with the
-        first weights of the folder for the others."""
-        expected = {name: weight.digest for name, weight in self.held.items()}
-        expected |= {n: tensor_digest(w) for n, w in self._kept.items() if n in expected}
-        found = self.read_back()
-        wrong = [n for n, d in expected.items() if n not in found or found[n].digest != d]
-        if wrong:
-            raise failed(
-                RolloutOutputError,
-                f"after its restart {len(wrong)} of {len(expected)} weights differ from those of "
-                f"version {self.version}, {wrong[0]!r} first; no responses are sampled from them. "
-                "Start the run again from its last checkpoint",
-                fault="weights",
-                row=None,
-                version=self.version,
-            )
-
-    def _may_restart(self) -> bool:
-        started_here = isinstance(self._transport, HostTransport)
-        return started_here and not self._closed and self.restarts < self._options.restarts
-
-    # Weights
-
-    def update(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace weights and set their version; nothing of the old cache is used afterwards.
-
-        Raises:
-            ModelError: the model has no weight of that name and shape, or one comes twice.
-            RolloutError: SGLang refused them, has ended, or did not answer in time.
-        """
-        stream = checked(stream, self._shapes, self.dtypes)
-        if not self._options.restarts:
-            self._send(stream, version)
-            self.version = version
-            return
-        new = {name: weight.clone() for name, weight in stream}
-        self._kept |= new
-        self.version = version
-        try:
-            self._send(iter(new.items()), version)
-        except (RolloutDiedError, RolloutTimeoutError) as fault:
-            self._recover(fault)
-
-    @property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype of each weight that could be read back; the launch's dtype for the others."""
-        return {
-            name: self.held[name].dtype if name in self.held else self._launch.dtype
-            for name in self._shapes
-        }
-
-    def _send(self, stream: Iterator[tuple[str, Tensor]], version: int) -> None:
-        self._get_back(_WEIGHTS)
-        parts = buckets(stream, self._options.bucket_mb << 20)
-        part = next(parts, None)  # the first bucket is checked before anything is changed
-        sent: dict[str, int] = {}
-        self.call("/pause_generation", {"mode": "retract"})
-        with self._at_the_end("/continue_generation"):
-            self.call("/begin_weight_update")
-            with self._at_the_end("/end_weight_update"):
-                while part is not None:
-                    self._load("flattened_bucket", part.payload)
-                    sent.update(part.digests)
-                    part = next(parts, None)
-            body: Body = {"new_version": str(version), "abort_all_requests": False}
-            self.call("/update_weight_version", body)
-            self.call("/flush_cache")
-        self.received |= sent
-
-    def _load(self, load_format: str, payload: bytes) -> None:
-        """Send tensors to SGLang. Its cache is flushed once, after the last bucket."""
-        ranks = self._options.tensor_parallel
-        body: Body = {"ranks": ranks, "load_format": load_format, "flush_cache": False}
-        self.call("/update_weights_from_tensor", body, payload)
-
-    @contextlib.contextmanager
-    def _at_the_end(self, path: str) -> Iterator[None]:
-        """Call `path` after the block; an error of the block is the one to raise."""
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(RolloutError):
-                self.call(path)
-            raise
-        self.call(path)
-
-    def read_back(self) -> dict[str, HeldWeight]:
-        """Return the weights that SGLang holds; those that it cannot locate are missing.
-
-        Raises:
-            RolloutError: reading back failed.
-        """
-        assert isinstance(self._transport, HostTransport), "a server elsewhere is not read"
-        self._get_back(_WEIGHTS)
-        file = self._transport.folder / "held.json"
-        self.call("/begin_weight_update")
-        with self._at_the_end("/end_weight_update"):
-            self._load(READBACK, question(self._shapes, file))
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-            file.unlink()
-        except FileNotFoundError:
-            content = {"error": f"there is no answer in {file}; look at the log of SGLang"}
-        if "error" in content:
-            problem = f"its weights could not be read back: {content['error']}"
-            raise failed(RolloutOutputError, problem, fault="weights", row=None)
-        return {
-            name: HeldWeight(getattr(torch, dtype), int(digest))
-            for name, (dtype, digest) in content["held"].items()
-        }
-
-    # Device memory, which the trainer needs meanwhile. Without a GPU nothing is freed.
-
-    def release(self) -> None:
-        """Release all memory that is not released."""
-        tags: list[Json] = [tag for tag in _MEMORY if tag not in self._released]
-        if tags:
-            self.call("/release_memory_occupation", {"tags": tags})
-            self._released = frozenset(_MEMORY)
-
-    def resume(self) -> None:
-        """Get all device memory back. An SGLang that has ended is started again, with all of it."""
-        try:
-            self._get_back(_MEMORY)
-        except (RolloutDiedError, RolloutTimeoutError) as fault:
-            self._recover(fault)
-
-    def _get_back(self, tags: Sequence[str]) -> None:
-        missing: list[Json] = [tag for tag in tags if tag in self._released]
-        if missing:
-            self.call("/resume_memory_occupation", {"tags": missing})
-            self._released -= frozenset(tags)
-
-    def close(self) -> None:
-        """End SGLang if it was started here. Requests of other threads fail."""
-        self._closed = True
-        self._transport.close()

@@ -1,9 +1,12 @@
-"""`SGLangRollout`: the rollout protocol over SGLang."""
+"""`SGLangRollout`: the rollout protocol over one SGLang and its restarts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+import contextlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -12,23 +15,50 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from quadriga.config.schema import ModelConfig
-from quadriga.errors import ModelError, RolloutOutputError
+from quadriga.errors import (
+    ModelError,
+    RolloutDiedError,
+    RolloutError,
+    RolloutOutputError,
+    RolloutTimeoutError,
+)
 from quadriga.models.folder import local_folder
 from quadriga.models.images import MultiModalRows
 from quadriga.models.limits import context_window
 from quadriga.models.loading import load_causal_lm, read_config
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device, rank
-from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams, UpdateForm
+from quadriga.rollout.base import (
+    RolloutEngine,
+    RolloutOutput,
+    SamplingParams,
+    UpdateForm,
+    tensor_digest,
+)
 from quadriga.rollout.responses import Response, padded_output, stop_strings_of, token_rows
-from quadriga.rollout.sglang.client import NAME, Body, Client, Launch, failed
+from quadriga.rollout.sglang.client import NAME, Body, HostTransport, Launch, failed
 from quadriga.rollout.sglang.host import Json
 from quadriga.rollout.sglang.options import SGLang
-from quadriga.rollout.sglang.weights import model_shapes
+from quadriga.rollout.sglang.weights import READBACK, buckets, checked, model_shapes, question
 
 T = TypeVar("T")
 _Entry = Mapping[str, Any]
 """The answer for one row: {"output_ids": […], "meta_info": {…}}."""
+Fault = RolloutDiedError | RolloutTimeoutError
+"""What a restart can cure."""
+
+_MOST_THREADS = 64
+_WEIGHTS = ("weights",)
+_MEMORY = (*_WEIGHTS, "kv_cache", "cuda_graph")
+"""Kinds of device memory, as SGLang names them."""
+
+
+@dataclass(frozen=True)
+class HeldWeight:
+    """A weight in SGLang: its dtype and the `tensor_digest` of its values."""
+
+    dtype: torch.dtype
+    digest: int
 
 
 class SGLangRollout(RolloutEngine):
@@ -36,6 +66,12 @@ class SGLangRollout(RolloutEngine):
 
     At most `rollout.settings.micro_batch_size` rows are generated at once. Another thread may call
     `close` while one waits for an answer.
+
+    After a restart SGLang holds the weights of the model folder. It is sent the weights that were
+    kept, with their version, before the requests without an answer are sent again.
+
+    Attributes:
+        restarts: how often SGLang was started again.
 
     Raises:
         ModelError: the folder does not hold a causal language model, or one whose weights cannot be
@@ -54,38 +90,43 @@ class SGLangRollout(RolloutEngine):
         releasable: bool,
         copies: Sequence[tuple[int, ...]] | None,  # SGLang divides a copy by itself
     ) -> None:
-        self._options = rollout.options
+        self._model, self._options = model, rollout.options
         config = read_config(local_folder(model.path), trust_remote_code=model.trust_remote_code)
         found, place = context_window(config), local_device(device)
         dtype = compute_dtype(rollout.settings.dtype, place)
         window = found.tokens if found else None
-        launch = Launch(model, self._options, place, dtype, window, releasable)
+        self._launch = Launch(model, self._options, place, dtype, window, releasable)
         # An SGLang that runs already may be able to, whatever this engine was built for.
         self._releasable = releasable or place.type == "cpu" or self._options.url is not None
-        shapes = model_shapes(model)
-        self._names = frozenset(shapes)
-        self._model = model
+        self._shapes = model_shapes(model)
         rows = rollout.settings.micro_batch_size
         self._request_rows = min(self._options.request_rows, rows)
-        self._client = Client(launch, shapes, rows // self._request_rows)
-        self.abilities = replace(
-            rollout.abilities(config.get_text_config().vocab_size, window),
-            exposes_weights=self._client.held.keys() == shapes.keys(),
-        )
-        tokens = probe_length(config, window)
-        # All ranks have the same SGLang, and the comparison loads the model once more.
-        if tokens is not None and rank() == 0:
-            try:
+        self._at_once = min(rows // self._request_rows, _MOST_THREADS)
+        self._kept: dict[str, Tensor] = {}
+        self._received: dict[str, int] = {}
+        self._released: frozenset[str] = frozenset()  # kinds of device memory
+        self.restarts = 0
+        self._transport = self._launch.start()
+        # What SGLang held when it was started, if it can be read back.
+        self._held: dict[str, HeldWeight] = {}
+        try:
+            if isinstance(self._transport, HostTransport):
+                self._held = self._read_back()
+            else:
+                self._version = self._transport.weight_version(self._options.call_timeout_s)
+            self.abilities = replace(
+                rollout.abilities(config.get_text_config().vocab_size, window),
+                exposes_weights=self._held.keys() == self._shapes.keys(),
+            )
+            tokens = probe_length(config, window)
+            # All ranks have the same SGLang, and the comparison loads the model once more.
+            if tokens is not None and rank() == 0:
                 if self.version != -1:
                     raise self._error("compare", "its weights are not those of the model folder")
                 check_numbers(self.score, model, config, dtype, tokens)
-            except BaseException:
-                self._client.close()
-                raise
-
-    @property
-    def version(self) -> int:
-        return self._client.version
+        except BaseException:
+            self.close()
+            raise
 
     # Generation
 
@@ -139,11 +180,94 @@ class SGLangRollout(RolloutEngine):
         body: Callable[[range], Body],
         read: Callable[[Mapping[str, Any], int], T],
     ) -> list[T]:
-        """Send requests for all rows of a batch; return what `read` makes of each row."""
+        """Send requests for all rows of a batch; return what `read` makes of each row.
+
+        If SGLang ends or does not answer, it is started again as often as the options allow, and
+        the requests without an answer are sent again.
+        """
         size, version = self._request_rows, self.version
         parts = [range(count)[start : start + size] for start in range(0, count, size)]
-        answers = zip(parts, self._client.run([body(part) for part in parts]), strict=True)
-        return [row for part, a in answers for row in read_rows(a, part, version, read)]
+        bodies = [body(part) for part in parts]
+        answers: dict[int, Json] = {}
+        while len(answers) < len(bodies):
+            fault = self._ask(bodies, answers)
+            if fault is not None:
+                self._recover(fault)
+        rows = (read_rows(answers[i], part, version, read) for i, part in enumerate(parts))
+        return [row for of_part in rows for row in of_part]
+
+    def _ask(self, bodies: Sequence[Body], answers: dict[int, Json]) -> Fault | None:
+        """Send the requests without an answer side by side, and add their answers.
+
+        Return the first fault that a restart can cure.
+        """
+        transport, limit = self._transport, self._options.generate_timeout_s
+        faults: list[Fault] = []
+
+        def ask(i: int) -> None:
+            try:
+                if not faults:
+                    answers[i] = transport.call("/generate", bodies[i], limit)
+            except (RolloutDiedError, RolloutTimeoutError) as error:
+                faults.append(error)
+                transport.close()  # so that the other requests end before their deadlines
+
+        waiting = [i for i in range(len(bodies)) if i not in answers]
+        with ThreadPoolExecutor(min(len(waiting), self._at_once)) as pool:
+            list(pool.map(ask, waiting))
+        return faults[0] if faults else None
+
+    # Restarts
+
+    def _recover(self, fault: Fault) -> None:
+        """Start SGLang again with the last weights; raise `fault` if this may not be."""
+        self._transport.close()
+        while self._may_restart():
+            self.restarts += 1
+            try:
+                self._transport = self._launch.start()
+                self._released = frozenset()
+                if self._kept:
+                    self._send(self._kept.items(), self.version)
+                if self._held:
+                    self._check_restarted()
+                return
+            except (RolloutDiedError, RolloutTimeoutError) as error:
+                self._transport.close()
+                fault = error
+            except RolloutError:
+                self._fail()
+                raise
+        self._fail()
+        raise fault
+
+    def _fail(self) -> None:
+        self._transport.close()
+        if self._state != "closed":  # another thread may have closed the engine
+            self._state = "failed"
+
+    def _check_restarted(self) -> None:
+        """Compare what a restarted SGLang holds with the weights that it was sent, and with the
+        first weights of the folder for the others."""
+        expected = {name: weight.digest for name, weight in self._held.items()}
+        expected |= {n: tensor_digest(w) for n, w in self._kept.items() if n in expected}
+        found = self._read_back()
+        wrong = [n for n, d in expected.items() if n not in found or found[n].digest != d]
+        if wrong:
+            raise failed(
+                RolloutOutputError,
+                f"after its restart {len(wrong)} of {len(expected)} weights differ from those of "
+                f"version {self.version}, {wrong[0]!r} first; no responses are sampled from them. "
+                "Start the run again from its last checkpoint",
+                fault="weights",
+                row=None,
+                version=self.version,
+            )
+
+    def _may_restart(self) -> bool:
+        started_here = isinstance(self._transport, HostTransport)
+        may = self._state != "closed" and self.restarts < self._options.restarts
+        return started_here and may
 
     # Weights
 
@@ -151,31 +275,135 @@ class SGLangRollout(RolloutEngine):
         self, stream: Iterable[tuple[str, Tensor]], version: int, form: UpdateForm = "whole"
     ) -> None:
         self._check("update_weights", "ready", "released")
-        with self._writing(stream, version, lambda: self._names) as weights:
-            self._client.update(weights, version)
+        with self._writing(stream, version, lambda: self._shapes) as weights:
+            new: Iterable[tuple[str, Tensor]] = checked(weights, self._shapes, self.weight_dtypes())
+            if self._options.restarts:
+                kept = {name: weight.clone() for name, weight in new}
+                self._kept |= kept
+                self._version, new = version, kept.items()
+            try:
+                self._send(new, version)
+            except (RolloutDiedError, RolloutTimeoutError) as fault:
+                self._recover(fault)
 
     def weights_digest(self) -> dict[str, int]:
         self._check("weights_digest", "ready", "released")
         if not self.abilities.exposes_weights:
             raise self._unable("show its weights; compare scores of probe prompts", "weights")
-        return {name: weight.digest for name, weight in self._client.read_back().items()}
+        return {name: weight.digest for name, weight in self._read_back().items()}
 
     def received_digests(self) -> Mapping[str, int]:
-        return self._client.received
+        return self._received
 
     def weight_dtypes(self) -> Mapping[str, torch.dtype]:
+        """Return the dtype of each weight that could be read back; the launch's for the others."""
         self._check("weight_dtypes", "ready", "released")
-        return self._client.dtypes
+        return {
+            name: self._held[name].dtype if name in self._held else self._launch.dtype
+            for name in self._shapes
+        }
+
+    def _send(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self._take_back(_WEIGHTS)
+        parts = buckets(stream, self._options.bucket_mb << 20)
+        part = next(parts, None)  # the first bucket is checked before anything is changed
+        sent: dict[str, int] = {}
+        self._call("/pause_generation", {"mode": "retract"})
+        with self._at_the_end("/continue_generation"):
+            self._call("/begin_weight_update")
+            with self._at_the_end("/end_weight_update"):
+                while part is not None:
+                    self._load("flattened_bucket", part.payload)
+                    sent.update(part.digests)
+                    part = next(parts, None)
+            body: Body = {"new_version": str(version), "abort_all_requests": False}
+            self._call("/update_weight_version", body)
+            self._call("/flush_cache")
+        self._received |= sent
+
+    def _load(self, load_format: str, payload: bytes) -> None:
+        """Send tensors to SGLang. Its cache is flushed once, after the last bucket."""
+        ranks = self._options.tensor_parallel
+        body: Body = {"ranks": ranks, "load_format": load_format, "flush_cache": False}
+        self._call("/update_weights_from_tensor", body, payload)
+
+    @contextlib.contextmanager
+    def _at_the_end(self, path: str) -> Iterator[None]:
+        """Call `path` after the block; an error of the block is the one to raise."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RolloutError):
+                self._call(path)
+            raise
+        self._call(path)
+
+    def _read_back(self) -> dict[str, HeldWeight]:
+        """Return the weights that SGLang holds; those that it cannot locate are missing.
+
+        Raises:
+            RolloutError: reading back failed.
+        """
+        assert isinstance(self._transport, HostTransport), "a server elsewhere is not read"
+        self._take_back(_WEIGHTS)
+        file = self._transport.folder / "held.json"
+        self._call("/begin_weight_update")
+        with self._at_the_end("/end_weight_update"):
+            self._load(READBACK, question(self._shapes, file))
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+            file.unlink()
+        except FileNotFoundError:
+            content = {"error": f"there is no answer in {file}; look at the log of SGLang"}
+        if "error" in content:
+            problem = f"its weights could not be read back: {content['error']}"
+            raise failed(RolloutOutputError, problem, fault="weights", row=None)
+        return {
+            name: HeldWeight(getattr(torch, dtype), int(digest))
+            for name, (dtype, digest) in content["held"].items()
+        }
+
+    # Calls, device memory and end
+
+    def _call(self, path: str, body: Body | None = None, payload: bytes = b"") -> Json:
+        """Return the answer to a request that generates nothing.
+
+        Raises:
+            RolloutError: SGLang refused it, has ended, or did not answer in time.
+        """
+        transport = self._transport  # another thread may start SGLang again meanwhile
+        try:
+            answer = transport.call(path, body or {}, self._options.call_timeout_s, payload)
+        except (RolloutDiedError, RolloutTimeoutError):
+            transport.close()  # one that does not answer now may answer later
+            raise
+        if isinstance(answer, dict) and answer.get("success") is False:
+            problem = f"SGLang did not carry out {path}: {answer.get('message')}"
+            raise failed(RolloutError, problem, method=path)
+        return answer
 
     def _free(self) -> None:
-        self._client.release()
+        # The trainer needs the device memory meanwhile. Without a GPU nothing is freed.
+        self._call("/release_memory_occupation", {"tags": list(_MEMORY)})
+        self._released = frozenset(_MEMORY)
 
     def _get_back(self) -> None:
-        self._client.resume()
+        """Get all device memory back. An SGLang that has ended is started again, with all of it."""
+        try:
+            self._take_back(_MEMORY)
+        except (RolloutDiedError, RolloutTimeoutError) as fault:
+            self._recover(fault)
+
+    def _take_back(self, tags: Sequence[str]) -> None:
+        missing: list[Json] = [tag for tag in tags if tag in self._released]
+        if missing:
+            self._call("/resume_memory_occupation", {"tags": missing})
+            self._released -= frozenset(tags)
 
     def close(self) -> None:
+        """End SGLang if it was started here. Requests of other threads fail."""
         self._state = "closed"
-        self._client.close()
+        self._transport.close()
 
 
 # Requests and answers of SGLang's `/generate`

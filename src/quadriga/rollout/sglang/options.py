@@ -47,7 +47,6 @@ _SET_BY = {
     "dtype": "rollout.dtype",
     "tp_size": f"{KEY}.tensor_parallel",
     "enable_deterministic_inference": f"{KEY}.seeds",
-    "log_level": f"{KEY}.log_level",
     "device": "trainer.device",
     "enable_memory_saver": "rollout.take_turns",
     "enable_weights_cpu_backup": "rollout.take_turns",
@@ -82,8 +81,8 @@ class SGLangOptions:
             a call that generates nothing; and of one request of `request_rows` rows.
         restarts: how often SGLang may be started again after it has ended or has not answered. If
             not 0, the last weights that were sent are kept in host memory.
-        log_level: of SGLang's log, which goes to a file and is shown in errors.
-        server_args: further arguments of SGLang's `ServerArgs`.
+        server_args: further arguments of SGLang's `ServerArgs`, such as the `log_level` of the log,
+            which goes to a file and is shown in errors.
 
     Raises:
         ConfigError: values conflict.
@@ -100,7 +99,6 @@ class SGLangOptions:
     call_timeout_s: Positive = 300.0
     generate_timeout_s: Positive = 1800.0
     restarts: Natural = 0
-    log_level: str = "error"
     server_args: Options = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -122,7 +120,7 @@ class SGLangOptions:
         if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
             raise _wrong("url", self.url, 'of the form "http://host:port"')
         # `seeds` and `tensor_parallel` describe the server at the address.
-        for name in ("python", "restarts", "log_level", "server_args"):
+        for name in ("python", "restarts", "server_args"):
             if getattr(self, name) != getattr(SGLangOptions, name, {}):
                 raise ConfigError(
                     f"{KEY}.{name} is for an SGLang that is started here, but {KEY}.url={self.url} "

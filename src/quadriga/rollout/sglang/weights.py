@@ -95,14 +95,10 @@ def checked(
     """Yield weights on the CPU in the dtype of the engine, contiguous.
 
     Raises:
-        ModelError: the model has no weight of that name and shape, or one comes twice.
+        ModelError: the model has no weight of that name and shape.
     """
-    seen: set[str] = set()
     for name, weight in stream:
         check_weight(name, weight, shapes)
-        if name in seen:
-            raise ModelError(f"received weight {name!r} twice in one update")
-        seen.add(name)
         yield name, weight.detach().to("cpu", dtypes.get(name, weight.dtype)).contiguous()
 
 

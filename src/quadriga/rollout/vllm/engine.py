@@ -110,7 +110,7 @@ class VLLMRollout(RolloutEngine):
         device: str | torch.device,
         *,
         releasable: bool,
-        copies: Sequence[tuple[int, ...]] | None,
+        copies: _Copies,
     ) -> None:
         self.options = rollout.options
         self.device = local_device(device)
@@ -195,7 +195,9 @@ class VLLMRollout(RolloutEngine):
         """Sample a response for each prompt."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams as VLLMSamplingParams
 
-        _set_log_probs(self._engine, sampling)
+        scaled = sampling.log_probs == "policy" and not sampling.greedy
+        mode = "processed_logprobs" if sampling.log_probs == "sampled" else "raw_logprobs"
+        _set_sampler(self._engine, mode, sampling.temperature if scaled else 1.0)
         watch = stop_strings is not None
         ends = [token for token in sampling.end_token_ids if token < self.abilities.vocabulary]
         requests = [
@@ -382,14 +384,10 @@ class VLLMRollout(RolloutEngine):
         except Exception as error:
             self._state = "failed"
             cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise RolloutError(
-                f"rollout engine 'vllm' on rank {rank()} failed in {method} with weight version "
-                f"{self.version}: {cause}. Restart the worker; if it "
-                "happens again, lower actor_rollout_ref.rollout.micro_batch_size",
-                engine=self.name,
-                rank=rank(),
-                method=method,
-                version=self.version,
+            raise self._error(
+                method,
+                f"{cause}. Restart the worker; if it happens again, lower "
+                "actor_rollout_ref.rollout.micro_batch_size",
             ) from error
 
 
@@ -670,15 +668,6 @@ def spread_seed(seed: int) -> int:
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _64_BITS
     return (mixed ^ (mixed >> 31)) >> 1
-
-
-def _set_log_probs(engine: LLMEngine, sampling: SamplingParams) -> None:
-    if sampling.log_probs == "sampled":
-        _set_sampler(engine, "processed_logprobs", 1.0)
-    elif sampling.log_probs == "policy" and not sampling.greedy:
-        _set_sampler(engine, "raw_logprobs", sampling.temperature)
-    else:
-        _set_sampler(engine, "raw_logprobs", 1.0)
 
 
 def _set_sampler(engine: LLMEngine, mode: str, temperature: float) -> None:
