@@ -1,8 +1,7 @@
 """A program that behaves like the host of `quadriga.rollout.sglang`, with faults on request.
 
 It is run as `fake_sglang.py -m quadriga.rollout.sglang.host`. The faults are those of
-`server_args["faults"]`, or of the last request to `/faults`. `server_args["lives"]` is a file to
-which each start adds one line, so that a fault can be of the first life only.
+`server_args["faults"]`, or of the last request to `/faults`.
 
 A response repeats the last token of its prompt, once for each new token. Its log-probabilities are
 -1, -2 and so on, plus the mean of the weight `model.norm.weight`.
@@ -41,28 +40,19 @@ class Fake:
         self.session = False
         self.lock = threading.Lock()
         self.generated = 0
-        lives = Path(args["lives"])
-        with lives.open("a") as file:
-            file.write(f"{os.getpid()}\n")
-        self.life = len(lives.read_text().splitlines())
-        if self.fault("start"):
+        if self.faults.get("start"):
             print("CUDA out of memory", file=sys.stderr, flush=True)
             os._exit(1)
         folder = Path(args["model_path"])
         assert not (folder / "generation_config.json").exists()
         self.weights = load_file(folder / "model.safetensors")
-        if self.fault("shared memory"):
+        if self.faults.get("shared memory"):
             with open(f"/dev/shm/sglang_loads_{os.getpgrp()}", "wb+") as file:
                 file.truncate(4096)
                 self.shared = mmap.mmap(file.fileno(), 4096)
             self.semaphore = multiprocessing.get_context("spawn").Lock()
             name = self.semaphore._semlock.name.removeprefix("/")
-            lives.with_name("semaphore").write_text(f"/dev/shm/sem.{name}")
-
-    def fault(self, name):
-        """The value of a fault, if it is of this life."""
-        value = self.faults.get(name)
-        return value if self.life <= self.faults.get("lives", 1) else None
+            Path(self.faults["shared memory"]).write_text(f"/dev/shm/sem.{name}")
 
     def handle(self, path, body, payload):
         if path == "/faults":
@@ -78,7 +68,7 @@ class Fake:
             assert self.session
             self.session = False
         elif path == "/update_weight_version":
-            self.version = self.fault("version") or body["new_version"]
+            self.version = self.faults.get("version") or body["new_version"]
         return {"success": True, "message": ""}
 
     def update(self, body, payload):
@@ -95,7 +85,7 @@ class Fake:
         for entry in bucket["metadata"]:
             part = bucket["flattened_tensor"][entry.start_idx : entry.end_idx]
             weight = part.view(entry.dtype).view(entry.shape)
-            if entry.name == self.fault("refuse weight"):
+            if entry.name == self.faults.get("refuse weight"):
                 return {"success": False, "message": "no space"}
             self.weights[entry.name] = weight.clone()
         return {"success": True, "message": ""}
@@ -104,19 +94,19 @@ class Fake:
         with self.lock:
             self.generated += 1
             number = self.generated
-        if number == self.fault("die at request"):
+        if number == self.faults.get("die at request"):
             print("Scheduler hit an exception: no memory", file=sys.stderr, flush=True)
             os._exit(1)
-        if number == self.fault("stop at request"):
+        if number == self.faults.get("stop at request"):
             os.kill(os.getpid(), signal.SIGSTOP)
-        if number == self.fault("wait at request"):
+        if number == self.faults.get("wait at request"):
             time.sleep(600)
         sampling = body["sampling_params"]
         each = sampling if isinstance(sampling, list) else [sampling] * len(body["input_ids"])
         rows = [
             self.row(i, p, s) for i, (p, s) in enumerate(zip(body["input_ids"], each, strict=True))
         ]
-        return rows[:-1] if self.fault("missing row") else rows
+        return rows[:-1] if self.faults.get("missing row") else rows
 
     def row(self, i, prompt, sampling):
         count = sampling["max_new_tokens"]
@@ -135,7 +125,7 @@ class Fake:
             "output_token_logprobs": log_probs,
             "input_token_logprobs": scores,
         }
-        info |= self.fault("info") or {}
+        info |= self.faults.get("info") or {}
         return {"output_ids": ids, "meta_info": info}
 
 

@@ -53,10 +53,9 @@ def interpreter(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def engine(interpreter, model_folder, tmp_path_factory):
+def engine(interpreter, model_folder):
     """One engine for all tests whose faults do not end it."""
-    lives = tmp_path_factory.mktemp("shared") / "lives"
-    engine = built(interpreter, model_folder, lives)
+    engine = built(interpreter, model_folder)
     yield engine
     engine.close()
 
@@ -69,11 +68,11 @@ def faulty(engine):
 
 
 @pytest.fixture
-def start(interpreter, model_folder, tmp_path):
+def start(interpreter, model_folder):
     engines = []
 
     def start(*, faults=None, **options):
-        engines.append(built(interpreter, model_folder, tmp_path / "lives", faults, **options))
+        engines.append(built(interpreter, model_folder, faults, **options))
         return engines[-1]
 
     yield start
@@ -81,12 +80,12 @@ def start(interpreter, model_folder, tmp_path):
         engine.close()
 
 
-def built(interpreter, model_folder, lives, faults=None, **options):
+def built(interpreter, model_folder, faults=None, **options):
     return build_rollout(
         "sglang",
         ModelConfig(path=model_folder),
         python=interpreter,
-        server_args={"lives": str(lives), "faults": faults or {}},
+        server_args={"faults": faults or {}},
         request_rows=2,
         start_timeout_s=150,
         **options,
@@ -114,10 +113,6 @@ def noise(engine, seed=0):
     random = torch.Generator().manual_seed(seed)
     shapes = engine._shapes
     return {name: torch.rand(shape, generator=random) for name, shape in shapes.items()}
-
-
-def lives(tmp_path):
-    return [int(line) for line in (tmp_path / "lives").read_text().splitlines()]
 
 
 def test_requests_weights_and_memory(start):
@@ -204,7 +199,7 @@ def test_a_server_that_runs_already(model_folder, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "model.safetensors").symlink_to(Path(model_folder) / "model.safetensors")
-    args = {"weight_version": "6", "lives": str(tmp_path / "lives"), "model_path": str(folder)}
+    args = {"weight_version": "6", "model_path": str(folder)}
     fake = Fake(args)
     with http_server(fake, "right") as server:
         thread = Thread(target=server.serve_forever)
@@ -231,7 +226,7 @@ def test_a_server_that_runs_already(model_folder, tmp_path):
         build(api_key="right")
 
 
-# An SGLang that ends, stops or starts again
+# An SGLang that ends or stops
 
 
 def test_an_end_is_a_typed_error_with_the_log(start):
@@ -245,30 +240,8 @@ def test_an_end_is_a_typed_error_with_the_log(start):
         generate(engine)
 
 
-@pytest.mark.parametrize("fault", ["die at request", "stop at request"])
-def test_a_restart_has_the_weights_and_repeats_the_requests(start, tmp_path, fault):
-    engine = start(faults={fault: 4}, restarts=1, generate_timeout_s=4, bucket_mb=1)
-    new = noise(engine)
-    engine.update_weights(new.items(), 7)
-    first = generate(engine)  # three requests
-    second = generate(engine)
-    assert engine.restarts == 1
-    assert len(lives(tmp_path)) == 2
-    for name in ("response_ids", "rollout_log_probs", "weight_versions"):
-        assert torch.equal(getattr(first, name), getattr(second, name))
-    assert second.weight_versions.tolist() == [7] * 5
-    assert engine.weights_digest() == {name: tensor_digest(w) for name, w in new.items()}
-
-
-def test_restarts_have_an_end(start, tmp_path):
-    engine = start(faults={"die at request": 1, "lives": 9}, restarts=2)
-    with pytest.raises(RolloutDiedError):
-        generate(engine)
-    assert len(lives(tmp_path)) == 3
-
-
 def test_close_ends_a_call_that_waits(start):
-    engine = start(faults={"wait at request": 1}, restarts=3)
+    engine = start(faults={"wait at request": 1})
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(generate, engine)
         while not engine._transport._answers.futures:
@@ -276,14 +249,13 @@ def test_close_ends_a_call_that_waits(start):
         engine.close()
         with pytest.raises(RolloutDiedError):
             waiting.result(60)
-    assert engine.restarts == 0
 
 
 def test_shared_memory_of_killed_processes_is_removed(start, tmp_path):
     folder = Path("/dev/shm")
     if not folder.is_dir():
         pytest.skip("this system has no /dev/shm")
-    engine = start(faults={"shared memory": True})
+    engine = start(faults={"shared memory": str(tmp_path / "semaphore")})
     name = folder / f"sglang_loads_{engine._transport._process.pid}"
     semaphore = Path((tmp_path / "semaphore").read_text())
     assert name.exists() and semaphore.exists()
@@ -308,11 +280,7 @@ def test_a_start_that_fails_names_the_log(start):
 
 @pytest.mark.nightly
 def test_a_killed_rank_leaves_no_process(interpreter, model_folder, tmp_path):
-    arguments = {
-        "lives": str(tmp_path / "lives"),
-        "model_path": str(tmp_path / "model"),
-        "weight_version": "-1",
-    }
+    arguments = {"model_path": str(tmp_path / "model"), "weight_version": "-1"}
     (tmp_path / "model").mkdir()
     (tmp_path / "model/model.safetensors").symlink_to(Path(model_folder) / "model.safetensors")
     (tmp_path / "own").mkdir()

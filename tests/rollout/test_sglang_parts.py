@@ -32,7 +32,7 @@ def engine(options, name="sglang"):
         ({"bucket_mb": 0}, "at least 1"),
         ({"api_key": "x"}, "set url too"),
         ({"url": "https://a"}, "of the form"),
-        ({"url": "http://a:1", "restarts": 1}, "runs already"),
+        ({"url": "http://a:1", "server_args": {"tp_size": 1}}, "runs already"),
         ({"server_args": {"port": 1}}, "port is decided by Quadriga; remove it"),
         ({"server_args": {"enable_lora": True}}, "enable_lora is decided by Quadriga"),
         ({"python": "/no/such/python"}, "an interpreter"),

@@ -139,8 +139,7 @@ class HostTransport:
         except EOFError as error:
             raise failed(
                 RolloutDiedError,
-                f"its process ended before it answered {path}; {self._log()}. Correct the cause, "
-                "or set rollout.options.restarts to start it again",
+                f"its process ended before it answered {path}; {self._log()}",
             ) from error
         finally:
             self._answers.futures.pop(number, None)
@@ -273,8 +272,7 @@ def late(path: str, timeout_s: float, log: str) -> RolloutTimeoutError:
     return failed(
         RolloutTimeoutError,
         f"no answer to {path} within {timeout_s:g} s; {log}. If it is slow and not stuck, raise "
-        f"rollout.options.{setting.get(path, 'call_timeout_s')}; rollout.options.restarts starts "
-        "it again",
+        f"rollout.options.{setting.get(path, 'call_timeout_s')}",
         method=path,
         deadline=timeout_s,
     )
@@ -294,7 +292,7 @@ def failed(kind: type[ErrorT], problem: str, **details: object) -> ErrorT:
 
 @dataclass(frozen=True)
 class Launch:
-    """What is needed to start SGLang, again if it has ended.
+    """What is needed to start SGLang.
 
     `releasable`: its memory can be released on a GPU.
     """

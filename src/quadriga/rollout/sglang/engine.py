@@ -1,4 +1,4 @@
-"""`SGLangRollout`: the rollout protocol over one SGLang and its restarts."""
+"""`SGLangRollout`: the rollout protocol over one SGLang."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -33,7 +33,6 @@ from quadriga.rollout.base import (
     RolloutOutput,
     SamplingParams,
     UpdateForm,
-    tensor_digest,
 )
 from quadriga.rollout.responses import Response, padded_output, stop_strings_of, token_rows
 from quadriga.rollout.sglang.client import NAME, Body, HostTransport, Launch, failed
@@ -44,8 +43,6 @@ from quadriga.rollout.sglang.weights import READBACK, buckets, checked, model_sh
 T = TypeVar("T")
 _Entry = Mapping[str, Any]
 """The answer for one row: {"output_ids": […], "meta_info": {…}}."""
-Fault = RolloutDiedError | RolloutTimeoutError
-"""What a restart can cure."""
 
 _MOST_THREADS = 64
 _WEIGHTS = ("weights",)
@@ -53,25 +50,11 @@ _MEMORY = (*_WEIGHTS, "kv_cache", "cuda_graph")
 """Kinds of device memory, as SGLang names them."""
 
 
-@dataclass(frozen=True)
-class HeldWeight:
-    """A weight in SGLang: its dtype and the `tensor_digest` of its values."""
-
-    dtype: torch.dtype
-    digest: int
-
-
 class SGLangRollout(RolloutEngine):
     """See `RolloutEngine`; `rollout.options` are `SGLangOptions`.
 
     At most `rollout.settings.micro_batch_size` rows are generated at once. Another thread may call
     `close` while one waits for an answer.
-
-    After a restart SGLang holds the weights of the model folder. It is sent the weights that were
-    kept, with their version, before the requests without an answer are sent again.
-
-    Attributes:
-        restarts: how often SGLang was started again.
 
     Raises:
         ModelError: the folder does not hold a causal language model, or one whose weights cannot be
@@ -95,28 +78,27 @@ class SGLangRollout(RolloutEngine):
         found, place = context_window(config), local_device(device)
         dtype = compute_dtype(rollout.settings.dtype, place)
         window = found.tokens if found else None
-        self._launch = Launch(model, self._options, place, dtype, window, releasable)
+        launch = Launch(model, self._options, place, dtype, window, releasable)
         # An SGLang that runs already may be able to, whatever this engine was built for.
         self._releasable = releasable or place.type == "cpu" or self._options.url is not None
         self._shapes = model_shapes(model)
         rows = rollout.settings.micro_batch_size
         self._request_rows = min(self._options.request_rows, rows)
         self._at_once = min(rows // self._request_rows, _MOST_THREADS)
-        self._kept: dict[str, Tensor] = {}
         self._received: dict[str, int] = {}
         self._released: frozenset[str] = frozenset()  # kinds of device memory
-        self.restarts = 0
-        self._transport = self._launch.start()
-        # What SGLang held when it was started, if it can be read back.
-        self._held: dict[str, HeldWeight] = {}
+        self._transport = launch.start()
+        self._dtypes = dict.fromkeys(self._shapes, dtype)
         try:
+            held = {}  # what SGLang holds, as far as it can be read back
             if isinstance(self._transport, HostTransport):
-                self._held = self._read_back()
+                held = self._read_back()
+                self._dtypes |= {name: dtype for name, (dtype, _) in held.items()}
             else:
                 self._version = self._transport.weight_version(self._options.call_timeout_s)
             self.abilities = replace(
                 rollout.abilities(config.get_text_config().vocab_size, window),
-                exposes_weights=self._held.keys() == self._shapes.keys(),
+                exposes_weights=held.keys() == self._shapes.keys(),
             )
             tokens = probe_length(config, window)
             # All ranks have the same SGLang, and the comparison loads the model once more.
@@ -180,94 +162,32 @@ class SGLangRollout(RolloutEngine):
         body: Callable[[range], Body],
         read: Callable[[Mapping[str, Any], int], T],
     ) -> list[T]:
-        """Send requests for all rows of a batch; return what `read` makes of each row.
-
-        If SGLang ends or does not answer, it is started again as often as the options allow, and
-        the requests without an answer are sent again.
-        """
+        """Send requests for all rows of a batch; return what `read` makes of each row."""
         size, version = self._request_rows, self.version
-        parts = [range(count)[start : start + size] for start in range(0, count, size)]
-        bodies = [body(part) for part in parts]
-        answers: dict[int, Json] = {}
-        while len(answers) < len(bodies):
-            fault = self._ask(bodies, answers)
-            if fault is not None:
-                self._recover(fault)
-        rows = (read_rows(answers[i], part, version, read) for i, part in enumerate(parts))
-        return [row for of_part in rows for row in of_part]
-
-    def _ask(self, bodies: Sequence[Body], answers: dict[int, Json]) -> Fault | None:
-        """Send the requests without an answer side by side, and add their answers.
-
-        Return the first fault that a restart can cure.
-        """
         transport, limit = self._transport, self._options.generate_timeout_s
-        faults: list[Fault] = []
+        faults: list[RolloutError] = []
 
-        def ask(i: int) -> None:
+        def ask(rows: range) -> Json:
             try:
-                if not faults:
-                    answers[i] = transport.call("/generate", bodies[i], limit)
+                return None if faults else transport.call("/generate", body(rows), limit)
             except (RolloutDiedError, RolloutTimeoutError) as error:
                 faults.append(error)
-                transport.close()  # so that the other requests end before their deadlines
+                self._fail()  # so that the other requests end before their deadlines
+                return None
 
-        waiting = [i for i in range(len(bodies)) if i not in answers]
-        with ThreadPoolExecutor(min(len(waiting), self._at_once)) as pool:
-            list(pool.map(ask, waiting))
-        return faults[0] if faults else None
-
-    # Restarts
-
-    def _recover(self, fault: Fault) -> None:
-        """Start SGLang again with the last weights; raise `fault` if this may not be."""
-        self._transport.close()
-        while self._may_restart():
-            self.restarts += 1
-            try:
-                self._transport = self._launch.start()
-                self._released = frozenset()
-                if self._kept:
-                    self._send(self._kept.items(), self.version)
-                if self._held:
-                    self._check_restarted()
-                return
-            except (RolloutDiedError, RolloutTimeoutError) as error:
-                self._transport.close()
-                fault = error
-            except RolloutError:
-                self._fail()
-                raise
-        self._fail()
-        raise fault
+        parts = [range(count)[start : start + size] for start in range(0, count, size)]
+        with ThreadPoolExecutor(self._at_once) as pool:
+            answers = list(pool.map(ask, parts))
+        if faults:
+            raise faults[0]
+        answered = zip(parts, answers, strict=True)
+        return [row for part, a in answered for row in read_rows(a, part, version, read)]
 
     def _fail(self) -> None:
-        self._transport.close()
+        """End an SGLang that does not answer now, because it may answer later."""
         if self._state != "closed":  # another thread may have closed the engine
             self._state = "failed"
-
-    def _check_restarted(self) -> None:
-        """Compare what a restarted SGLang holds with the weights that it was sent, and with the
-        first weights of the folder for the others."""
-        expected = {name: weight.digest for name, weight in self._held.items()}
-        expected |= {n: tensor_digest(w) for n, w in self._kept.items() if n in expected}
-        found = self._read_back()
-        wrong = [n for n, d in expected.items() if n not in found or found[n].digest != d]
-        if wrong:
-            raise failed(
-                RolloutOutputError,
-                f"after its restart {len(wrong)} of {len(expected)} weights differ from those of "
-                f"version {self.version}, {wrong[0]!r} first; no responses are sampled from them. "
-                "Start the run again from its last checkpoint",
-                fault="weights",
-                row=None,
-                version=self.version,
-            )
-
-    def _may_restart(self) -> bool:
-        started_here = isinstance(self._transport, HostTransport)
-        may = self._state != "closed" and self.restarts < self._options.restarts
-        return started_here and may
+        self._transport.close()
 
     # Weights
 
@@ -276,32 +196,20 @@ class SGLangRollout(RolloutEngine):
     ) -> None:
         self._check("update_weights", "ready", "released")
         with self._writing(stream, version, lambda: self._shapes) as weights:
-            new: Iterable[tuple[str, Tensor]] = checked(weights, self._shapes, self.weight_dtypes())
-            if self._options.restarts:
-                kept = {name: weight.clone() for name, weight in new}
-                self._kept |= kept
-                self._version, new = version, kept.items()
-            try:
-                self._send(new, version)
-            except (RolloutDiedError, RolloutTimeoutError) as fault:
-                self._recover(fault)
+            self._send(checked(weights, self._shapes, self._dtypes), version)
 
     def weights_digest(self) -> dict[str, int]:
         self._check("weights_digest", "ready", "released")
         if not self.abilities.exposes_weights:
             raise self._unable("show its weights; compare scores of probe prompts", "weights")
-        return {name: weight.digest for name, weight in self._read_back().items()}
+        return {name: digest for name, (_, digest) in self._read_back().items()}
 
     def received_digests(self) -> Mapping[str, int]:
         return self._received
 
     def weight_dtypes(self) -> Mapping[str, torch.dtype]:
-        """Return the dtype of each weight that could be read back; the launch's for the others."""
         self._check("weight_dtypes", "ready", "released")
-        return {
-            name: self._held[name].dtype if name in self._held else self._launch.dtype
-            for name in self._shapes
-        }
+        return self._dtypes
 
     def _send(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._take_back(_WEIGHTS)
@@ -338,8 +246,8 @@ class SGLangRollout(RolloutEngine):
             raise
         self._call(path)
 
-    def _read_back(self) -> dict[str, HeldWeight]:
-        """Return the weights that SGLang holds; those that it cannot locate are missing.
+    def _read_back(self) -> dict[str, tuple[torch.dtype, int]]:
+        """Return dtype and `tensor_digest` of each weight that SGLang can locate.
 
         Raises:
             RolloutError: reading back failed.
@@ -359,7 +267,7 @@ class SGLangRollout(RolloutEngine):
             problem = f"its weights could not be read back: {content['error']}"
             raise failed(RolloutOutputError, problem, fault="weights", row=None)
         return {
-            name: HeldWeight(getattr(torch, dtype), int(digest))
+            name: (getattr(torch, dtype), int(digest))
             for name, (dtype, digest) in content["held"].items()
         }
 
@@ -371,11 +279,10 @@ class SGLangRollout(RolloutEngine):
         Raises:
             RolloutError: SGLang refused it, has ended, or did not answer in time.
         """
-        transport = self._transport  # another thread may start SGLang again meanwhile
         try:
-            answer = transport.call(path, body or {}, self._options.call_timeout_s, payload)
+            answer = self._transport.call(path, body or {}, self._options.call_timeout_s, payload)
         except (RolloutDiedError, RolloutTimeoutError):
-            transport.close()  # one that does not answer now may answer later
+            self._fail()
             raise
         if isinstance(answer, dict) and answer.get("success") is False:
             problem = f"SGLang did not carry out {path}: {answer.get('message')}"
@@ -388,11 +295,7 @@ class SGLangRollout(RolloutEngine):
         self._released = frozenset(_MEMORY)
 
     def _get_back(self) -> None:
-        """Get all device memory back. An SGLang that has ended is started again, with all of it."""
-        try:
-            self._take_back(_MEMORY)
-        except (RolloutDiedError, RolloutTimeoutError) as fault:
-            self._recover(fault)
+        self._take_back(_MEMORY)
 
     def _take_back(self, tags: Sequence[str]) -> None:
         missing: list[Json] = [tag for tag in tags if tag in self._released]

@@ -16,7 +16,6 @@ from quadriga.config.convert import build
 from quadriga.config.schema import (
     Count,
     ModelConfig,
-    Natural,
     Options,
     Positive,
     RolloutEngineConfig,
@@ -75,12 +74,10 @@ class SGLangOptions:
         seeds: start SGLang's deterministic inference, in which each sample has a seed. It costs
             speed, and excludes min_p.
         request_rows: rows of one request, at most `rollout.micro_batch_size`. Up to 64 requests
-            run side by side, and after a restart only those without an answer are sent again.
+            run side by side.
         bucket_mb: MiB of weights that are sent at once.
         start_timeout_s, call_timeout_s, generate_timeout_s: deadlines, in seconds, of the start; of
             a call that generates nothing; and of one request of `request_rows` rows.
-        restarts: how often SGLang may be started again after it has ended or has not answered. If
-            not 0, the last weights that were sent are kept in host memory.
         server_args: further arguments of SGLang's `ServerArgs`, such as the `log_level` of the log,
             which goes to a file and is shown in errors.
 
@@ -98,7 +95,6 @@ class SGLangOptions:
     start_timeout_s: Positive = 600.0
     call_timeout_s: Positive = 300.0
     generate_timeout_s: Positive = 1800.0
-    restarts: Natural = 0
     server_args: Options = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -120,7 +116,7 @@ class SGLangOptions:
         if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
             raise _wrong("url", self.url, 'of the form "http://host:port"')
         # `seeds` and `tensor_parallel` describe the server at the address.
-        for name in ("python", "restarts", "server_args"):
+        for name in ("python", "server_args"):
             if getattr(self, name) != getattr(SGLangOptions, name, {}):
                 raise ConfigError(
                     f"{KEY}.{name} is for an SGLang that is started here, but {KEY}.url={self.url} "
