@@ -247,32 +247,34 @@ def _check_weights(source: Layout, target: Layout) -> None:
         if sent is None:
             absent.append(name)
         elif sent.shape != weight.shape:
-            raise WorkerError(
+            raise wrong_weights(
                 f"weight {name!r} has shape {sent.shape} in the training engine and "
                 f"{weight.shape} in the rollout engine; both must load the same model folder",
-                tensor=name,
-                tensors=(name,),
+                name,
             )
     if absent:
         raise _unowned(absent)
     for alias, name in target.tied.items():
         if source.tied.get(alias, alias) != source.tied.get(name, name) and alias in source.weights:
-            raise WorkerError(
+            raise wrong_weights(
                 f"the rollout engine stores {alias!r} and {name!r} as one tensor, but the training "
                 "engine trains them as two; load both with the same setting of tied weights",
-                tensor=alias,
-                tensors=(alias, name),
+                alias,
+                name,
             )
 
 
 def _unowned(names: Sequence[str]) -> WorkerError:
-    listed = listed_names(names)
-    return WorkerError(
-        f"the rollout engine has weights of which no rank of the training engine stores all "
-        f"elements: {listed}; both must load the same model folder",
-        tensor=names[0],
-        tensors=tuple(names),
+    return wrong_weights(
+        "the rollout engine has weights of which no rank of the training engine stores all "
+        f"elements: {listed_names(names)}; both must load the same model folder",
+        *names,
     )
+
+
+def wrong_weights(problem: str, *names: str) -> WorkerError:
+    """Return the error of these weights. Attributes: `tensor` (the first one), `tensors`."""
+    return WorkerError(problem, tensor=names[0], tensors=names)
 
 
 def listed_names(names: Sequence[str]) -> str:

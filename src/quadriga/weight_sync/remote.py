@@ -61,7 +61,6 @@ from quadriga.rollout.guard import PROBE_ROWS, guarded, probe_ids
 from quadriga.weight_sync.plan import Plan, Round, Transfer, listed_names
 from quadriga.weight_sync.transport import (
     Assembly,
-    CollectiveChannel,
     Source,
     SourceReader,
     SourceWeights,
@@ -297,9 +296,7 @@ class _Joined:
         group, weights = self._joined(ticket, own), ticket.weights
         receivers = range(ticket.senders, ticket.senders + ticket.receivers)
         self._plan = plan_to({receiver: {} for receiver in receivers}, weights, self._plan)
-        rounds = self._plan.rounds(ticket.bucket_bytes)
-        channel = CollectiveChannel(group, self._device, rounds, weights.dtypes)
-        transport = Transport(self._plan, own, read, channel, weights.dtypes, self._device)
+        transport = Transport(self._plan, own, read, group, weights.dtypes, self._device)
         self.traffic = transport.traffic
         return transport
 

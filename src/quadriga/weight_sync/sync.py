@@ -35,7 +35,6 @@ from quadriga.weight_sync.remote import (
     WeightSender,
 )
 from quadriga.weight_sync.transport import (
-    CollectiveChannel,
     Source,
     Traffic,
     Transport,
@@ -96,14 +95,9 @@ class WeightSync:
         held = dict(enumerate(gather_over_ranks(boxes)))
         current = self._plan = plan_to(held, weights, self._plan)
         self._target.begin_sync(version)
-        channel = None
-        if current.link_bytes:
-            group = dist.group.WORLD
-            assert group is not None
-            rounds = current.rounds(self._bucket_bytes)
-            channel = CollectiveChannel(group, self._device, rounds, weights.dtypes)
+        group = dist.group.WORLD if current.link_bytes else None
         with self._source.reader(needs, weights) as reader:
-            transport = Transport(current, rank(), reader, channel, weights.dtypes, self._device)
+            transport = Transport(current, rank(), reader, group, weights.dtypes, self._device)
             received = weights.with_tied(transport.run(self._bucket_bytes))
             form: UpdateForm = "parts" if boxes else "whole"
             # Without transfers between ranks, what is received are the tensors of the source.

@@ -2,9 +2,9 @@
 
 A rank copies what it has, sends what others need, and receives what it lacks.
 
-consumes      the rank's weights, in the order of the plan, and a channel to the other ranks
+consumes      the rank's weights, in the order of the plan, and a group with the other ranks
 produces      the rank's target tensors, each as soon as it is complete
-waits for     the other ranks of the channel, which must execute the same plan
+waits for     the other ranks of the group, which must execute the same plan
 memory        two rounds of the plan, at most `bucket_bytes`, and the tensors that are not complete,
               which are of two rounds at most
 
@@ -17,7 +17,7 @@ plan, in order.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor
 
 from quadriga.checkpoint.shards import block_of
 from quadriga.engines.base import LOG_PROBS, OwnWeights, TrainEngine, WeightPart
-from quadriga.errors import WorkerError
 from quadriga.parallel.distributed import Collectives, gather_over_ranks, rank
 from quadriga.parallel.layouts import (
     Box,
@@ -55,6 +54,7 @@ from quadriga.weight_sync.plan import (
     canonical_boxes,
     listed_names,
     plan,
+    wrong_weights,
 )
 
 Dtypes = Mapping[str, torch.dtype]
@@ -184,11 +184,10 @@ def describe(engine: TrainEngine, part: WeightPart) -> SourceWeights:
         tied |= found_tied
         for weight in found.values():
             if weights.setdefault(weight.name, weight) != weight:
-                raise WorkerError(
+                raise wrong_weights(
                     f"weight {weight.name!r} has shape {weight.shape} on rank {number} of the "
                     f"training engine and {weights[weight.name].shape} on another rank",
-                    tensor=weight.name,
-                    rank=number,
+                    weight.name,
                 )
     return SourceWeights(Layout(weights, ranks, tied), dtypes, nodes)
 
@@ -220,11 +219,8 @@ class SourceReader:
         """Go to a weight. Every rank goes to every weight, in the order of the plan."""
         while weight != self._name:
             if not self._next():
-                raise WorkerError(
-                    f"the training engine did not yield weight {weight!r}, which it had before",
-                    tensor=weight,
-                    tensors=(weight,),
-                )
+                problem = f"did not yield weight {weight!r}, which it had before"
+                raise wrong_weights(f"the training engine {problem}", weight)
 
     def finish(self) -> None:
         """Read what no transfer needed, for the digests."""
@@ -238,11 +234,8 @@ class SourceReader:
             if name in self._weights.layout.tied:
                 continue
             if name not in self.shares:
-                raise WorkerError(
-                    f"the training engine yielded weight {name!r}, which it did not have before",
-                    tensor=name,
-                    tensors=(name,),
-                )
+                problem = f"yielded weight {name!r}, which it did not have before"
+                raise wrong_weights(f"the training engine {problem}", name)
             data = tensor.data  # of a tensor, or of a block
             self._name, self.tensor = name, data.to_local() if isinstance(data, DTensor) else data
             shape, dtype = self._weights.layout.weights[name].shape, self._weights.dtypes[name]
@@ -314,9 +307,7 @@ def plan_to(
 
 def _check_once(name: str, seen: set[str]) -> None:
     if name in seen:
-        raise WorkerError(
-            f"the training engine yielded weight {name!r} twice", tensor=name, tensors=(name,)
-        )
+        raise wrong_weights(f"the training engine yielded weight {name!r} twice", name)
     seen.add(name)
 
 
@@ -351,31 +342,7 @@ def signed(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
-# Channels
-
-
-class CollectiveChannel:
-    """An all-to-all per round. Rank r of the plan is rank r of the group.
-
-    Two buffers take turns, so that no round allocates memory.
-
-    Args:
-        group: the process group.
-        device: of the buffers: the CPU for gloo, the accelerator for NCCL.
-        rounds: all rounds that will be sent, for the size of the buffers.
-    """
-
-    def __init__(
-        self, group: Collectives, device: torch.device, rounds: Iterable[Round], dtypes: Dtypes
-    ) -> None:
-        self.group, self.dtypes, self._opened = group, dtypes, 0
-        size = max((r.staged.get(group.rank(), 0) for r in rounds), default=0) + _ALIGNMENT
-        self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
-
-    def open(self, current: Round) -> _Exchange:
-        """Start to pack a round."""
-        self._opened += 1
-        return _Exchange(self, current, self._buffers[self._opened % 2])
+# One round between processes
 
 
 class _Exchange:
@@ -387,9 +354,9 @@ class _Exchange:
     #   plan order   a→2  b→1  c→2
     #   buffer       b:0  a:4  c:12  received: 32 to 48     sizes per rank 0 4 16
 
-    def __init__(self, channel: CollectiveChannel, current: Round, buffer: Tensor) -> None:
-        self.channel = channel
-        own, ranks = channel.group.rank(), channel.group.size()
+    def __init__(self, group: Collectives, current: Round, buffer: Tensor, dtypes: Dtypes) -> None:
+        self.group, self.dtypes = group, dtypes
+        own, ranks = group.rank(), group.size()
         remote = [t for t in current.transfers if not t.is_local]
         self.incoming = sorted((t for t in remote if t.target == own), key=lambda t: t.source)
         self.sizes_out, self.sizes_in = [0] * ranks, [0] * ranks
@@ -412,7 +379,7 @@ class _Exchange:
 
     def send(self) -> None:
         """Send the round."""
-        self.work = self.channel.group.alltoall_base(
+        self.work = self.group.alltoall_base(
             self.received, self.sent, self.sizes_in, self.sizes_out
         )
 
@@ -425,7 +392,7 @@ class _Exchange:
         start = 0
         for transfer in self.incoming:
             stop = start + transfer.num_bytes
-            yield transfer, typed(self.received[start:stop], self.channel.dtypes[transfer.weight])
+            yield transfer, typed(self.received[start:stop], self.dtypes[transfer.weight])
             start = stop
 
 
@@ -475,9 +442,7 @@ class Assembly:
         """
         left = self.missing.get(name, 0) - count(box)
         if left < 0:
-            raise WorkerError(
-                f"box {box} of weight {name!r} was sent twice", tensor=name, tensors=(name,)
-            )
+            raise wrong_weights(f"box {box} of weight {name!r} was sent twice", name)
         self.missing[name] = left
         if lasting and name not in self._made and tuple(values.shape) == tuple(shape):
             self._made[name] = values.to(self._device, dtype)
@@ -514,15 +479,16 @@ class Transport:
         plan: the plan, the same on all ranks.
         rank: this rank.
         read: gives the rank's own weights; None: it only receives.
-        channel: to the other ranks; None: the plan has no transfers between processes.
+        group: rank r of the plan is rank r of it; None: no transfers between processes.
         dtypes: in which weights are sent and written.
-        device: of the tensors that are made.
+        device: of the tensors that are made, and of the buffers of the group: the CPU for gloo,
+            the accelerator for NCCL.
     """
 
     plan: Plan
     rank: int
     read: SourceReader | None
-    channel: CollectiveChannel | None
+    group: Collectives | None
     dtypes: Dtypes
     device: torch.device
     traffic: Traffic = field(default_factory=Traffic)
@@ -543,9 +509,14 @@ class Transport:
             else:  # no transfer completes it
                 dtype = self.dtypes.get(tensor.name, torch.get_default_dtype())
                 yield tensor.name, torch.zeros(tensor.shape, dtype=dtype, device=self.device)
-        before: _Exchange | None = None
-        for current in self.plan.rounds(bucket_bytes):
-            outgoing = None if self.channel is None else self.channel.open(current)
+        rounds = list(self.plan.rounds(bucket_bytes))
+        size = max((r.staged.get(self.rank, 0) for r in rounds), default=0) + _ALIGNMENT
+        # Two buffers take turns, so that no round allocates memory.
+        buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        before = outgoing = None
+        for number, current in enumerate(rounds):
+            if self.group is not None:
+                outgoing = _Exchange(self.group, current, buffers[number % 2], self.dtypes)
             yield from self._pack(current, outgoing)
             self.traffic.rounds += 1
             if outgoing is not None:
@@ -556,12 +527,8 @@ class Transport:
         if self.read is not None:
             self.read.finish()
         if missing := list(self._assembly.missing):
-            raise WorkerError(
-                f"rank {self.rank} lacks elements of {listed_names(missing)} at the end of the "
-                "weight sync",
-                tensor=missing[0],
-                tensors=tuple(missing),
-            )
+            lacks = f"rank {self.rank} lacks elements of {listed_names(missing)}"
+            raise wrong_weights(f"{lacks} at the end of the weight sync", *missing)
 
     def _pack(self, current: Round, outgoing: _Exchange | None) -> Iterator[tuple[str, Tensor]]:
         """Pack what this rank sends; yield what it completes with its own weights."""
@@ -575,7 +542,7 @@ class Transport:
                 if transfer.is_local:
                     yield from self._write(transfer, values)
                 else:
-                    assert outgoing is not None, "a transfer between processes needs a channel"
+                    assert outgoing is not None, "a transfer between processes needs a group"
                     outgoing.put(transfer, values.to(self.dtypes[transfer.weight]))
 
     def _receive(self, sent: _Exchange | None) -> Iterator[tuple[str, Tensor]]:
