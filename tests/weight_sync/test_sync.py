@@ -52,41 +52,92 @@ def test_all_weights_arrive(engine, rollout):
 
 
 class Wrapped(RolloutEngine):
-    """A rollout engine around another one."""
+    """The engine hf, which exposes its weights or not.
+
+    `lost` changes what arrives at its process, of which it has receipts. `fault` changes what its
+    model gets of that; the caller cannot see it.
+    """
 
     name = "wrapped"
     generate = score = None
 
-    def __init__(self, engine):
-        self.engine, self.abilities = engine, engine.abilities
-        self.score = engine.score
-        self.weights_digest, self.weight_dtypes = engine.weights_digest, engine.weight_dtypes
+    def __init__(self, folder, dtype="float32", *, exposes=False):
+        self.engine = build_rollout("hf", ModelConfig(path=folder), dtype=dtype)
+        self.abilities = replace(self.engine.abilities, exposes_weights=exposes)
+        self.score, self.weight_dtypes = self.engine.score, self.engine.weight_dtypes
+        self.weights_digest = self.engine.weights_digest
+        self.lost = self.fault = lambda weights: weights
+        self.digests = {}
 
     @property
     def version(self):
         return self.engine.version
 
     def update_weights(self, stream, version):
-        self.engine.update_weights(stream, version)
+        dtypes, weights = self.weight_dtypes(), self.lost(dict(stream))
+        self.digests |= {n: tensor_digest(w.to(dtypes.get(n))) for n, w in weights.items()}
+        self.engine.update_weights(self.fault(weights).items(), version)
+
+    def received_digests(self):
+        return self.digests
+
+
+LAYER = "model.layers.1."
+
+
+def without(name):
+    return lambda weights: {n: w for n, w in weights.items() if n != name}
+
+
+def exchanged(weights):
+    """The rows of k and v in each other's place, as in a fused projection of wrong order."""
+    k, v = (f"{LAYER}self_attn.{part}_proj.weight" for part in "kv")
+    other = {k: v, v: k}
+    return {other.get(name, name): w for name, w in weights.items()}
 
 
 def test_a_weight_that_was_not_sent_again_is_reported(engine, model_folder):
     """A rollout that keeps one weight of an earlier version."""
-    rollout = build_rollout("hf", ModelConfig(path=model_folder))
-    kept = "model.layers.1.mlp.down_proj.weight"
-    stale = Stale(rollout, kept)
+    stale = Wrapped(model_folder, exposes=True)
+    stale.lost = without(f"{LAYER}mlp.down_proj.weight")
     with pytest.raises(WorkerError, match=r"1 of 21 weights are wrong: .*down_proj.* differs"):
         WeightSync(engine, stale).run(1)
 
 
-class Stale(Wrapped):
-    def __init__(self, engine, kept):
-        super().__init__(engine)
-        self.kept = kept
+def test_an_engine_of_16_bits_without_a_fault_passes(engine, model_folder):
+    hidden = Wrapped(model_folder, "bfloat16")
+    sync = WeightSync(engine, hidden)
+    for version in (1, 2, 3):
+        sync.run(version)
+        held = hidden.engine.module.state_dict()
+        sent = dict(engine.state_stream())
+        assert all(torch.equal(sent[n].to(torch.bfloat16), w) for n, w in held.items())
+        train_once(engine)
 
-    def update_weights(self, stream, version):
-        sent = ((name, tensor) for name, tensor in list(stream) if name != self.kept)
-        self.engine.update_weights(sent, version)
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_a_fused_projection_in_a_wrong_order_are_found_in_the_first_sync(
+    engine, model_folder, dtype
+):
+    hidden = Wrapped(model_folder, dtype)
+    hidden.fault = exchanged
+    message = "the log-probabilities of 248 probe tokens differ by"
+    with pytest.raises(WorkerError, match=message) as caught:
+        WeightSync(engine, hidden).run(1)
+    assert caught.value.difference > 1e-3
+
+
+def test_receipts_name_a_stale_weight_at_once(engine, model_folder):
+    hidden = Wrapped(model_folder, "bfloat16")
+    sync = WeightSync(engine, hidden)
+    sync.run(1)
+    name = f"{LAYER}self_attn.k_proj.weight"
+    hidden.lost = without(name)
+    with torch.no_grad():  # a change far below the rounding of the scores
+        for weight in engine.module.parameters():
+            weight.mul_(1.01)
+    with pytest.raises(WorkerError, match=f"1 of 21 weights are wrong: '{name}' differs"):
+        sync.run(2)
 
 
 def test_a_sync_that_breaks_off_ends_the_stream_of_the_engine(engine, rollout, monkeypatch):
@@ -133,29 +184,6 @@ def test_all_wrong_weights_are_listed_up_to_a_bound():
     with pytest.raises(WorkerError, match=r"50 of 50 .* 'w19' differs .*; and 30 more") as caught:
         compare_digests(sent, dict.fromkeys(sent, -1), 3)
     assert len(caught.value.tensors) == 50 and caught.value.version == 3
-
-
-class Scored(Wrapped):
-    """An engine that does not expose its weights."""
-
-    def __init__(self, engine):
-        super().__init__(engine)
-        self.abilities = replace(engine.abilities, exposes_weights=False)
-
-
-def test_an_engine_without_digests_is_compared_by_scores(engine, rollout):
-    scored = Scored(rollout)
-    sync = WeightSync(engine, scored)
-    sync.run(1)
-    name = "model.layers.1.mlp.up_proj.weight"
-    scored.update_weights = Stale(rollout, name).update_weights
-    with torch.no_grad():
-        rollout.module.state_dict()[name].zero_()
-    with pytest.raises(
-        WorkerError, match="log-probabilities of 248 probe tokens differ by"
-    ) as caught:
-        sync.run(2)
-    assert caught.value.difference > 1e-3
 
 
 @pytest.mark.parametrize("left_out", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
