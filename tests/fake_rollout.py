@@ -17,13 +17,7 @@ from quadriga.rollout import Rollout
 from quadriga.rollout.base import RolloutOutput
 from quadriga.rollout.hf.engine import HFRollout
 
-Fault = Literal[
-    "dies",
-    "fails",
-    "wedges",
-    "wrong version",
-    "missing row",
-]
+Fault = Literal["dies", "fails", "wedges", "wrong version", "missing row"]
 """`dies`: the connection is reset. `fails`: the engine's library raises. `wedges`: the call does
 not return before `close`. The others change the last row of an output."""
 
@@ -35,7 +29,8 @@ class FakeRollout(HFRollout):
     version = -1
 
     def __init__(self, folder, *, abilities=None, fault=None, after=0):
-        super().__init__(ModelConfig(path=str(folder)), dtype="float32")
+        rollout = Rollout(RolloutEngineConfig(dtype="float32"))
+        super().__init__(rollout, ModelConfig(path=str(folder)), "cpu")
         self.abilities = abilities or self.abilities
         self._fault, self._after = fault, after
         self._calls = 0

@@ -17,7 +17,7 @@ from quadriga.errors import ModelError
 from quadriga.models import load_causal_lm, loading, write_tiny_model
 from quadriga.parallel import node_memory
 from quadriga.parallel.distributed import gather_over_ranks
-from quadriga.rollout.hf.engine import HFRollout
+from quadriga.rollout import build_rollout
 from rank_groups import fork_ranks
 
 
@@ -101,7 +101,7 @@ def test_the_setting_reaches_the_engines(folder, monkeypatch, use_shm):
     model = replace(model, path=str(folder))
     build_engine(model, EngineConfig())
     build_engine(model, EngineConfig(), head="value")
-    HFRollout(model)
+    build_rollout("hf", model)
     assert seen == [folder] * 3 * use_shm
 
 

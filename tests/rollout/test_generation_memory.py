@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    BloomConfig,
-    LlamaConfig,
-)
+from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig
 
 from memory_models import CONFIGS as FAMILIES, SIZES, peak_of
 from quadriga.config.schema import ModelConfig, RolloutConfig, SamplingConfig
+from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams
 from quadriga.rollout.hf import generation
-from quadriga.rollout.hf.engine import HFRollout
 from quadriga.rollout.hf.kv_cache import cache_tensors
 from quadriga.rollout.hf.memory import generation_memory
 from quadriga.rollout.memory import GenerationUse
@@ -45,7 +41,7 @@ def test_the_plan_is_what_generation_allocates(family, lengths, tmp_path, monkey
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(CONFIGS[family]()).save_pretrained(tmp_path)
     model = ModelConfig(path=str(tmp_path))
-    engine = HFRollout(model)
+    engine = build_rollout("hf", model)
     held = []
     collect = generation.Generation.collect
 

@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from quadriga.config.schema import ModelConfig
+from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams
-from quadriga.rollout.hf.engine import HFRollout
 from quadriga.rollout.hf.kv_cache import (
     GrowingCacheLayer,
     RepeatedPrompts,
@@ -83,7 +83,7 @@ def test_both_caches_give_the_same_tokens(family, folders, monkeypatch):
     """Many rows end early, so that rows move and prompts without rows are dropped."""
     ids, mask = prompts()
     sampling = SamplingParams(20, eos_token_ids=tuple(range(8)), pad_token_id=0)
-    engine = HFRollout(ModelConfig(path=folders(family)))
+    engine = build_rollout("hf", ModelConfig(path=folders(family)))
     assert engine._cached.shares_prompts is (family in SHARING)
     counts = []
     keep = SharedPrompts.keep_rows

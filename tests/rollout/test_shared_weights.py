@@ -55,12 +55,6 @@ def step(model):
     optimizer.step()
 
 
-def test_the_memory_is_that_of_the_training_engine(engine, trained):
-    engine.update_weights(state(trained).items(), 1, "shared")
-    assert addresses(engine.module) == addresses(trained)
-    assert engine.version == 1
-
-
 def test_an_optimizer_step_is_seen_and_its_version_is_asked_for(engine, trained):
     engine.update_weights(state(trained).items(), 1, "shared")
     before = log_probs(engine)

@@ -36,25 +36,15 @@ def test_an_engine_of_a_file_serves_a_run(model_folder, tmp_path, monkeypatch):
     data.write_text("\n".join(json.dumps(row) for row in rows * 4))
     rule = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
     (tmp_path / "rule.py").write_text(f"{rule}    return len(solution_str) % 3\n")
-    config = load_config(
-        TrainConfig,
-        [
-            f"algorithm.user_files=[{ENGINE}]",
-            "algorithm.adv_estimator=grpo",
-            "actor_rollout_ref.rollout.name=third",
-            f"actor_rollout_ref.model.path={model_folder}",
-            "actor_rollout_ref.rollout.n=2",
-            f"data.train_files=[{data}]",
-            "data.train_batch_size=4",
-            "data.max_response_length=4",
-            f"reward.path={tmp_path / 'rule.py'}",
-            "trainer.backend=local",
-            "trainer.total_training_steps=2",
-            f"trainer.default_local_dir={tmp_path / 'run'}",
-            "trainer.loggers=[jsonl]",
-        ],
-    )
-    run_training(config)
+    settings = [
+        f"algorithm.user_files=[{ENGINE}]", "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.name=third", f"actor_rollout_ref.model.path={model_folder}",
+        "actor_rollout_ref.rollout.n=2", f"data.train_files=[{data}]", "data.train_batch_size=4",
+        "data.max_response_length=4", f"reward.path={tmp_path / 'rule.py'}",
+        "trainer.backend=local", "trainer.total_training_steps=2", "trainer.loggers=[jsonl]",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    run_training(load_config(TrainConfig, settings))
     steps = list(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
     assert len(steps) == 2
     # It samples with the weights that the actor has in each step.

@@ -10,12 +10,7 @@ import pytest
 import torch
 
 from quadriga.config.loading import load_config
-from quadriga.config.schema import (
-    ModelConfig,
-    RolloutEngineConfig,
-    SamplingConfig,
-    TrainConfig,
-)
+from quadriga.config.schema import ModelConfig, RolloutEngineConfig, SamplingConfig, TrainConfig
 from quadriga.errors import ConfigError, RolloutAbilityError, UnknownSettingError
 from quadriga.rollout import build_rollout, rollout_of
 from quadriga.rollout.vllm import options, weights

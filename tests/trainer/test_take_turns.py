@@ -80,8 +80,8 @@ class Dropping(HFRollout):
     updates = 0
     last_version = -1
 
-    def __init__(self, model, **options):
-        super().__init__(model, **options)
+    def __init__(self, *settings):
+        super().__init__(*settings)
         self.lacking: set[str] = set()
 
     def release(self):
@@ -109,7 +109,7 @@ class Dropping(HFRollout):
 
 class DroppingKind(HF):
     def build(self, model, device, **others):
-        return Dropping(model, device=device, dtype=self.settings.dtype)
+        return Dropping(self, model, device)
 
 
 class TestDroppedWeights:

@@ -15,8 +15,8 @@ from quadriga.errors import ConfigError, FieldError, ModelError, RolloutAbilityE
 from quadriga.models.images import MultiModalRows, image_tokens
 from quadriga.models.loading import load_causal_lm, load_value_model
 from quadriga.protocol import fields
+from quadriga.rollout import build_rollout
 from quadriga.rollout.base import RolloutEngine
-from quadriga.rollout.hf.engine import HFRollout
 from rank_groups import run_two_ranks
 
 
@@ -74,7 +74,7 @@ def test_image_tokens_are_never_sampled(folder, temperature):
     with torch.no_grad():  # an image token is the most likely one everywhere
         model.lm_head.weight[list(tokens.never_sampled)] = 0.0
         model.lm_head.weight.mul_(0.01)
-    engine = HFRollout(ModelConfig(path=str(folder)))
+    engine = build_rollout("hf", ModelConfig(path=str(folder)))
     engine.update_weights(model.state_dict().items(), 0)
     head = engine.module.lm_head
     head.register_forward_hook(lambda m, i, out: out.index_fill(-1, torch.tensor(tokens.image), 9))

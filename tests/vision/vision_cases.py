@@ -18,7 +18,7 @@ from quadriga.engines.fsdp import FSDPEngine
 from quadriga.models.images import MultiModalRows
 from quadriga.models.loading import load_tokenizer
 from quadriga.protocol import DataProto, fields
-from quadriga.rollout.hf.engine import HFRollout
+from quadriga.rollout import build_rollout
 from quadriga.trainer import stages
 from quadriga.trainer.ingredients import image_rules
 from quadriga.workers.generation import generate_batch, sampling_params
@@ -86,7 +86,7 @@ def responses(folder: Path, batch: DataProto, engine=None, **sampling) -> DataPr
     model = ModelConfig(path=str(folder))
     params = sampling_params(SamplingConfig(**sampling), model, max_new_tokens=6)
     prompts = batch.select(meta_info_keys=[])
-    generated = generate_batch(engine or HFRollout(model), prompts, params)
+    generated = generate_batch(engine or build_rollout("hf", model), prompts, params)
     return batch.select(batch_keys=[fields.PROMPT_LENGTH], meta_info_keys=[]).union(generated)
 
 

@@ -33,7 +33,7 @@ def test_all_weights_arrive_from_every_mesh(ranks):
                 size for (_, target), size in plan.link_bytes.items() if target == rank
             )
             assert (report.received == 0) == (mesh == "whole")
-            assert (report.rounds > 5) == (bucket == 256 and mesh != "whole")
+            assert (len([*plan.rounds(bucket)]) > 5) == (bucket == 256 and mesh != "whole")
 
 
 def test_a_training_engine_sends_its_shards(found_by_ranks, model_folder):

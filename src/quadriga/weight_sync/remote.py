@@ -293,22 +293,18 @@ class _Joined:
 
     def _run(self, ticket: Ticket, own: int, read: SourceReader | None) -> Transport:
         """Return this rank's part of a sync."""
-        group, weights = self._joined(ticket, own), ticket.weights
-        receivers = range(ticket.senders, ticket.senders + ticket.receivers)
-        self._plan = plan_to({receiver: {} for receiver in receivers}, weights, self._plan)
-        transport = Transport(self._plan, own, read, group, weights.dtypes, self._device)
-        self.traffic = transport.traffic
-        return transport
-
-    def _joined(self, ticket: Ticket, own: int) -> Collectives:
-        key = (ticket.address, ticket.port, own)
+        weights, key = ticket.weights, (ticket.address, ticket.port, own)
         if self._group is None or self._key != key:
             size = ticket.senders + ticket.receivers
             self._store, self._group = joined_group(
                 self._device.type, self._store, ticket.address, ticket.port, own, size, TIMEOUT
             )
             self._key = key
-        return self._group
+        receivers = range(ticket.senders, ticket.senders + ticket.receivers)
+        self._plan = plan_to({receiver: {} for receiver in receivers}, weights, self._plan)
+        transport = Transport(self._plan, own, read, self._group, weights.dtypes, self._device)
+        self.traffic = transport.traffic
+        return transport
 
     def _all_reduce(self, values: Tensor) -> Tensor:
         assert self._group is not None

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
+from quadriga.config.schema import ActorRolloutRefConfig
 from quadriga.engines import kind_of
 from quadriga.engines.base import TrainEngine
 from quadriga.parallel.distributed import gather_over_ranks, local_device, rank, world_size
@@ -44,9 +45,6 @@ from quadriga.weight_sync.transport import (
     signed,
     trained_scores,
 )
-
-if TYPE_CHECKING:
-    from quadriga.config.schema import ActorRolloutRefConfig
 
 DEFAULT_BUCKET_BYTES = 256 << 20
 

@@ -462,12 +462,10 @@ class Traffic:
 
     Attributes:
         received: bytes from other processes.
-        rounds: of the plan.
         num_bytes: of all weights.
     """
 
     received: int = 0
-    rounds: int = 0
     num_bytes: int = 0
 
 
@@ -518,7 +516,6 @@ class Transport:
             if self.group is not None:
                 outgoing = _Exchange(self.group, current, buffers[number % 2], self.dtypes)
             yield from self._pack(current, outgoing)
-            self.traffic.rounds += 1
             if outgoing is not None:
                 outgoing.send()
             yield from self._receive(before)

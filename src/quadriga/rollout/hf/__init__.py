@@ -10,45 +10,23 @@ Importing this file imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from quadriga.config.schema import ModelConfig
 from quadriga.rollout import Rollout
 
 if TYPE_CHECKING:
-    import torch
-
     from quadriga.models.memory import EngineMemory
-    from quadriga.rollout.base import RolloutEngine
     from quadriga.rollout.memory import GenerationUse
 
 
 class HF(Rollout):
     """The reference, which needs no further package."""
 
+    engine = "quadriga.rollout.hf.engine:HFRollout"
     computes_images = True
 
     def memory(self, model: ModelConfig, use: GenerationUse) -> EngineMemory:
         from quadriga.rollout.hf.memory import generation_memory
 
         return generation_memory(self.settings, model, use)
-
-    def build(
-        self,
-        model: ModelConfig,
-        device: str | torch.device,
-        *,
-        releasable: bool,
-        copies: Sequence[tuple[int, ...]] | None,
-    ) -> RolloutEngine:
-        """See `Rollout`. hf can always release, and each rank holds a copy."""
-        from quadriga.rollout.hf.engine import HFRollout
-
-        self.check(None)
-        return HFRollout(
-            model,
-            device=device,
-            dtype=self.settings.dtype,
-            micro_batch_size=self.settings.micro_batch_size,
-        )

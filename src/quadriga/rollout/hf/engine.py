@@ -6,13 +6,13 @@ rows that have ended leave the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from quadriga.config.schema import DtypeName, ModelConfig, RolloutEngineConfig
+from quadriga.config.schema import ModelConfig
 from quadriga.models.architectures import architecture_of, is_listed
 from quadriga.models.images import MultiModalRows, check_images, image_tokens_of
 from quadriga.models.limits import context_window
@@ -34,7 +34,7 @@ from quadriga.rollout.responses import stop_strings_of
 
 
 class HFRollout(RolloutEngine):
-    """See `RolloutEngine`. `micro_batch_size` rows are generated at once.
+    """See `RolloutEngine`. `rollout.settings.micro_batch_size` rows are generated at once.
 
     Raises:
         ModelError: the folder does not hold a causal language model, or its architecture is not
@@ -46,18 +46,19 @@ class HFRollout(RolloutEngine):
 
     def __init__(
         self,
+        rollout: Rollout,
         model: ModelConfig,
+        device: str | torch.device,
         *,
-        device: str | torch.device = "cpu",
-        dtype: DtypeName = "auto",
-        micro_batch_size: int = 256,
+        releasable: bool = True,  # it always is
+        copies: Sequence[tuple[int, ...]] | None = None,  # each rank holds one
     ) -> None:
         self.model = model
         self.device = local_device(device)
-        self.micro_batch_size = micro_batch_size
+        self.micro_batch_size = rollout.settings.micro_batch_size
         self.module = load_causal_lm(
             model.path,
-            dtype=compute_dtype(dtype, self.device),
+            dtype=compute_dtype(rollout.settings.dtype, self.device),
             attn_implementation=model.attn_implementation,
             trust_remote_code=model.trust_remote_code,
             use_shm=model.use_shm,
@@ -70,7 +71,7 @@ class HFRollout(RolloutEngine):
         if not is_listed(config):
             check_generation(self._cached)
         window = context_window(config)
-        self.abilities = Rollout(RolloutEngineConfig()).abilities(
+        self.abilities = rollout.abilities(
             config.get_text_config().vocab_size, window.tokens if window else None
         )
         self._weights = ModelWeights(self.module)
@@ -148,11 +149,9 @@ class HFRollout(RolloutEngine):
         self, stream: Iterable[tuple[str, Tensor]], version: int, form: UpdateForm = "whole"
     ) -> None:
         self._check("update_weights", "ready", "released")
-        with self._writing(stream, version, self._parameters) as weights:
+        parameters = dict(self.module.named_parameters())
+        with self._writing(stream, version, lambda: parameters) as weights:
             self._weights.write(weights, share=form == "shared")
-
-    def _parameters(self) -> list[str]:
-        return [name for name, _ in self.module.named_parameters()]
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         return self.module.state_dict().items()

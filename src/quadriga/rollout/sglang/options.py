@@ -98,7 +98,10 @@ class SGLangOptions:
     server_args: Options = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._check_url()
+        if self.url is not None:
+            self._check_url(self.url)
+        elif self.api_key is not None:
+            raise _wrong("api_key", "***", f"the key of the server at {KEY}.url; set url too")
         for name in self.server_args:
             if name in _OWN or name in _SET_BY:
                 remedy = f"set {_SET_BY[name]}" if name in _SET_BY else "remove it"
@@ -107,19 +110,15 @@ class SGLangOptions:
                     key=f"{KEY}.server_args.{name}",
                 )
 
-    def _check_url(self) -> None:
-        if self.url is None:
-            if self.api_key is not None:
-                raise _wrong("api_key", "***", f"the key of the server at {KEY}.url; set url too")
-            return
-        parts = urlsplit(self.url)
+    def _check_url(self, url: str) -> None:
+        parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
-            raise _wrong("url", self.url, 'of the form "http://host:port"')
+            raise _wrong("url", url, 'of the form "http://host:port"')
         # `seeds` and `tensor_parallel` describe the server at the address.
         for name in ("python", "server_args"):
             if getattr(self, name) != getattr(SGLangOptions, name, {}):
                 raise ConfigError(
-                    f"{KEY}.{name} is for an SGLang that is started here, but {KEY}.url={self.url} "
+                    f"{KEY}.{name} is for an SGLang that is started here, but {KEY}.url={url} "
                     f"names one that runs already; remove {name} or url",
                     key=f"{KEY}.{name}",
                 )

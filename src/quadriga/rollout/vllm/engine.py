@@ -72,8 +72,8 @@ ResultT = TypeVar("ResultT")
 _64_BITS = (1 << 64) - 1
 _CPU_STEP_TOKENS = 4096
 
-_engines_in_process = 0
-"""How many engines of this process share vLLM's process groups."""
+_engines: set[int] = set()
+"""`id` of the engines of this process, which share vLLM's process groups."""
 
 _order_of_ranks: list[int] = []
 """The ranks of all copies, one copy after another; empty: in the order of their numbers."""
@@ -145,10 +145,13 @@ class VLLMRollout(RolloutEngine):
         try:
             with self._isolation.inside():
                 self._engine = _start(self.options, self.device, copies, arguments)
-                _joined(+1)
                 held = self._engine.model_executor.driver_worker.get_model()
                 adapters = {} if planned is None else load_adapter(self._engine, held, planned)
-                group = _copy_group(self.options.tensor_parallel_size)
+                group = None  # the ranks that hold one copy together; None: this rank alone
+                if self.options.tensor_parallel_size > 1:
+                    from vllm.distributed import parallel_state
+
+                    group = parallel_state.get_tp_group().device_group
                 self._weights = EngineWeights(held, reference, model.path, group, adapters)
                 self._weights.check_files(folder)
         except BaseException:
@@ -365,7 +368,7 @@ class VLLMRollout(RolloutEngine):
             if engine is not None:
                 self.__dict__.pop("_weights", None)
                 _end(engine)
-            if self._owns_group and dist.is_initialized() and not _engines_in_process:
+            if self._owns_group and dist.is_initialized() and not _engines:
                 dist.destroy_process_group()
 
     @contextmanager
@@ -392,17 +395,6 @@ class VLLMRollout(RolloutEngine):
 
 
 # The start and the end of vLLM in this process
-
-
-def _copy_group(size: int) -> dist.ProcessGroup | None:
-    """Return the ranks that hold one copy of the weights together; None: this rank alone."""
-    if size == 1:
-        return None
-    from vllm.distributed import parallel_state
-
-    coordinator = parallel_state.get_tp_group()
-    group: dist.ProcessGroup = coordinator.device_group
-    return group
 
 
 def _start(
@@ -457,6 +449,7 @@ def _start(
         ) from error
     # vLLM would end the process group of the training engine with its own.
     engine.engine_core._finalizer.detach()
+    _engines.add(id(engine))
     return engine
 
 
@@ -542,8 +535,9 @@ def _end(engine: LLMEngine) -> None:
     core.structured_output_manager.clear_backend()
     core.model_executor.shutdown()
     core.scheduler.shutdown()
+    _engines.discard(id(engine))
     del core, engine
-    if _joined(-1) == 0:
+    if not _engines:
         parallel_state.destroy_model_parallel()
         if parallel_state._WORLD is not None:
             parallel_state._WORLD.destroy()
@@ -551,13 +545,6 @@ def _end(engine: LLMEngine) -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _joined(change: int) -> int:
-    """Count an engine of this process and return how many there are."""
-    global _engines_in_process
-    _engines_in_process += change
-    return _engines_in_process
 
 
 # What vLLM changes in the process is undone outside its calls

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
@@ -124,12 +124,11 @@ class VLLM(Rollout):
 
         options, ranks = self.options, self.options.tensor_parallel_size
         cache_mb = options.kv_cache_mb or (CPU_CACHE_MB if use.device_type == "cpu" else None)
+        limit: tuple[str, float] = ("gpu_memory_utilization", options.gpu_memory_utilization)
         if cache_mb is not None:
             limit = ("kv_cache_mb", cache_mb)
-            found = reserved_memory(self.settings, model, use, limit, "MiB", ranks=ranks)
-        else:
-            share = ("gpu_memory_utilization", options.gpu_memory_utilization)
-            found = reserved_memory(self.settings, model, use, share, "share", ranks=ranks)
+        unit: Literal["share", "MiB"] = "share" if cache_mb is None else "MiB"
+        found = reserved_memory(self.settings, model, use, limit, unit, ranks=ranks)
         return found if options.sleep_level == 1 else replace(found, host=0)
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
