@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import (
@@ -58,6 +59,13 @@ ENGINES = [name for name in ("vllm", "sglang") if importlib.util.find_spec(name)
 ENGINES_AND_MODELS = [
     (engine, model) for engine in ENGINES for model in (OF_SGLANG if engine == "sglang" else MODELS)
 ]
+
+
+def needs(engine: str) -> pytest.MarkDecorator:
+    """Skip the tests of a module where an engine is not installed."""
+    return pytest.mark.skipif(
+        engine not in ENGINES, reason=f"no {engine} here; `scripts/engines.sh {engine}` installs it"
+    )
 
 
 def write_model(name: str, folder: Path) -> str:

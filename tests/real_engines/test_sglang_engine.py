@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import signal
 import socket
@@ -16,7 +15,7 @@ from unittest import mock
 import psutil
 import pytest
 import torch
-from agreement import GREEDY, OF_SGLANG, check_agreement, requests, write_model
+from agreement import GREEDY, OF_SGLANG, check_agreement, needs, requests, write_model
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
@@ -28,13 +27,7 @@ from quadriga.weight_sync.sync import WeightSync
 from rollout_laws import ROLLOUT_LAWS, RolloutUnderTest
 from training_step import train_once
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("sglang") is None,
-        reason="SGLang is not installed here; `scripts/engines.sh sglang` makes an environment",
-    ),
-    pytest.mark.timeout(900),
-]
+pytestmark = [needs("sglang"), pytest.mark.timeout(900)]
 
 # Each of these draws thousands of tokens, which takes minutes on a CPU.
 DRAWING = {"temperature", "filters", "log_probabilities", "ends", "end_of_the_model"}

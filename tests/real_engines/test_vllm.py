@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import sys
@@ -10,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from agreement import GREEDY, MODELS, check_agreement, requests, write_model
+from agreement import GREEDY, MODELS, check_agreement, needs, requests, write_model
 
 from quadriga.config.schema import ModelConfig
 from quadriga.errors import (
@@ -26,13 +25,7 @@ from quadriga.rollout.guard import compare_digests
 from quadriga.testing import write_reference_model
 from rollout_laws import ROLLOUT_LAWS, RolloutUnderTest
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None,
-        reason="vLLM is not installed here; `scripts/engines.sh vllm` makes an environment",
-    ),
-    pytest.mark.timeout(900),
-]
+pytestmark = [needs("vllm"), pytest.mark.timeout(900)]
 
 # Each of these draws thousands of tokens, which takes minutes on a busy CPU.
 DRAWING = {"temperature", "filters", "ends"}

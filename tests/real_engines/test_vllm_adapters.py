@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
-from agreement import GREEDY, requests, write_model, write_task
+from agreement import GREEDY, needs, requests, write_model, write_task
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig, TrainConfig
@@ -23,14 +21,7 @@ from training_step import train_once
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None,
-        reason="vLLM is not installed here; `scripts/engines.sh vllm` makes an environment",
-    ),
-    pytest.mark.nightly,
-    pytest.mark.timeout(1800),
-]
+pytestmark = [needs("vllm"), pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize("model", ["qwen2, tied", "llama, grouped queries"])

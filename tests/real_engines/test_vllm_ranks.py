@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
 import pytest
 import torch
 import torch.multiprocessing as multiprocessing
+from agreement import needs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -21,14 +21,7 @@ from quadriga.rollout.guard import GuardedRollout
 from quadriga.single_controller.environment import ReservedPort
 from quadriga.weight_sync.sync import WeightSync
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None,
-        reason="vLLM is not installed here; `scripts/engines.sh vllm` makes an environment",
-    ),
-    pytest.mark.timeout(900),
-    pytest.mark.nightly,
-]
+pytestmark = [needs("vllm"), pytest.mark.timeout(900), pytest.mark.nightly]
 
 SIZES = {
     "hidden_size": 128,
@@ -62,13 +55,11 @@ def run(tmp_path, monkeypatch, model, ranks, main):
     torch.manual_seed(0)
     MODELS[model]().save_pretrained(tmp_path / "model")
     port = ReservedPort.choose()
-    for name, value in {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port.port),
-        "OMP_NUM_THREADS": "1",
-    }.items():
+    variables = {
+        "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port.port), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     multiprocessing.spawn(main, (str(tmp_path / "model"), str(tmp_path)), nprocs=ranks)
     port.release()

@@ -7,7 +7,6 @@ rows that have ended leave the batch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -202,20 +201,13 @@ _SAMPLE = 1024
 """Elements of a weight that are compared. An optimizer step changes nearly all elements."""
 
 
-class _Shared(NamedTuple):
-    """A parameter in foreign memory, and the digest of its sample when it was shared."""
-
-    parameter: Tensor
-    digest: Tensor
-
-
 class ModelWeights:
     """The weights of `module`, by the names of its `state_dict`."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self.shared: dict[str, _Shared] = {}
-        """The weights in foreign memory, by name."""
+        self.shared: dict[str, tuple[Tensor, Tensor]] = {}
+        """Parameters in foreign memory, by name, and the digests of their samples when shared."""
 
     def write(self, stream: Iterable[tuple[str, Tensor]], *, share: bool) -> None:
         """Copy the values of tensors to weights, in memory of their own.
@@ -245,14 +237,14 @@ class ModelWeights:
                 shared = True
             if shared:  # its values are those of the current version
                 weight = weights[name]
-                self.shared[name] = _Shared(weight, _sample_digest(weight))
+                self.shared[name] = weight, _sample_digest(weight)
 
     def changed(self) -> str | None:
         """Return the name of a shared weight that was changed in place since, or None."""
         if not self.shared:
             return None
-        before = torch.stack([shared.digest for shared in self.shared.values()])
-        now = torch.stack([_sample_digest(shared.parameter) for shared in self.shared.values()])
+        before = torch.stack([digest for _, digest in self.shared.values()])
+        now = torch.stack([_sample_digest(parameter) for parameter, _ in self.shared.values()])
         # One comparison for all weights, because each one waits for the device.
         different = (before != now).tolist()
         return next((n for n, found in zip(self.shared, different, strict=True) if found), None)
