@@ -137,10 +137,8 @@ class HostTransport:
         except TimeoutError as error:
             raise late(path, timeout_s, self._log()) from error
         except EOFError as error:
-            raise failed(
-                RolloutDiedError,
-                f"its process ended before it answered {path}; {self._log()}",
-            ) from error
+            problem = f"its process ended before it answered {path}; {self._log()}"
+            raise failed(RolloutDiedError, f"{problem}. Correct the cause and resume") from error
         finally:
             self._answers.futures.pop(number, None)
 
