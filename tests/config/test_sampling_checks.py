@@ -11,7 +11,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import ModelConfig, SamplingConfig, TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.models.tiny import write_tiny_model
-from quadriga.rollout import SamplingParams
+from quadriga.rollout.abilities import SamplingParams
 from quadriga.trainer.checks.settings import check_generate_settings, check_train_settings
 from quadriga.workers.generation import sampling_params
 

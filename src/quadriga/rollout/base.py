@@ -22,7 +22,7 @@ from quadriga.errors import (
     ShapeError,
 )
 from quadriga.parallel.distributed import rank
-from quadriga.rollout import (
+from quadriga.rollout.abilities import (
     LogProbKind as LogProbKind,
     RolloutAbilities,
     SamplingParams as SamplingParams,

@@ -48,7 +48,7 @@ from quadriga.errors import (
     WorkerError,
 )
 from quadriga.models.images import MultiModalRows
-from quadriga.rollout import RolloutAbilities
+from quadriga.rollout.abilities import RolloutAbilities
 from quadriga.rollout.base import (
     RolloutEngine,
     RolloutOutput,

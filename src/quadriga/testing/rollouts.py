@@ -31,7 +31,7 @@ from quadriga.errors import (
 )
 from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.observability.quiet import quiet_libraries
-from quadriga.rollout import ALL_SETTINGS
+from quadriga.rollout.abilities import ALL_SETTINGS
 from quadriga.rollout.base import (
     LogProbKind,
     RolloutEngine,

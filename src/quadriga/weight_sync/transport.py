@@ -43,7 +43,7 @@ from quadriga.parallel.layouts import (
     whole,
 )
 from quadriga.protocol import fields
-from quadriga.rollout import RolloutAbilities
+from quadriga.rollout.abilities import RolloutAbilities
 from quadriga.rollout.base import RolloutEngine, integer_bits
 from quadriga.rollout.guard import GuardedRollout, probe_ids
 from quadriga.weight_sync.plan import (

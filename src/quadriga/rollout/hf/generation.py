@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from quadriga.errors import ModelError
 from quadriga.models.images import MultiModalRows
 from quadriga.parallel.packing import first_row_with_same_prompt
-from quadriga.rollout import SamplingParams
+from quadriga.rollout.abilities import SamplingParams
 from quadriga.rollout.hf.kv_cache import (
     RepeatedPrompts,
     SharedPrompts,

@@ -22,7 +22,8 @@ from quadriga.config.schema import (
     SamplingConfig,
 )
 from quadriga.errors import ConfigError
-from quadriga.rollout import ALL_SETTINGS, Rollout, RolloutAbilities, SamplingSetting
+from quadriga.rollout import Rollout
+from quadriga.rollout.abilities import ALL_SETTINGS, RolloutAbilities, SamplingSetting
 
 if TYPE_CHECKING:
     from quadriga.models.memory import EngineMemory

@@ -22,7 +22,8 @@ from quadriga.config.schema import (
     SamplingConfig,
 )
 from quadriga.errors import ConfigError, RolloutAbilityError
-from quadriga.rollout import ALL_SETTINGS, ROLLOUT_KEY, Rollout
+from quadriga.rollout import ROLLOUT_KEY, Rollout
+from quadriga.rollout.abilities import ALL_SETTINGS
 
 if TYPE_CHECKING:
     from quadriga.models.limits import ContextWindow, LongestSequence
