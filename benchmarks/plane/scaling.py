@@ -12,7 +12,8 @@ import statistics
 import time
 from typing import Any
 
-from quadriga.backends.ray.memory import FULL_EVERY_IN_CONTROLLER, collect_rarely
+from quadriga.backends.ray.calls import FULL_EVERY
+from quadriga.backends.ray.rank_process import collect_rarely
 from quadriga.protocol import DataProto, Origin, use_store
 from quadriga.protocol.boundary import pack_argument, unpack_result
 from quadriga.protocol.columns import RemoteColumn
@@ -78,7 +79,7 @@ CALLS_TIMES_RANKS = 8192
 def scaling(megabytes: int, ranks: int, times: int) -> dict[str, Any]:
     """Return microseconds per rank at 8 … `ranks` ranks, for 64 and for 1024 rows per rank."""
     found = {}
-    collect_rarely(FULL_EVERY_IN_CONTROLLER)
+    collect_rarely(FULL_EVERY)
     with use_store(NoStore()):  # type: ignore[arg-type]
         for rows in (64, 1024):
             n = 8

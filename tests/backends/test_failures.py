@@ -132,13 +132,11 @@ def test_a_watched_group_ends_waits_on_other_groups(ray_cases, ray_group, idle, 
             doomed.get()
 
 
-def test_a_process_that_left_ray_reports_no_death(ray_cases, monkeypatch):
-    from quadriga.single_controller.worker_group import find_death
-
-    assert find_death(ray_cases._ranks) is None
+def test_a_process_that_left_ray_reports_no_death(ray_cases, ray_backend, monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    assert not ray_cases._is_worker_alive(ray_cases.workers[0])
-    assert find_death(ray_cases._ranks) is None
+    ranks = ray_cases._ranks
+    assert ray_backend.dead(ranks.handles) == ranks.handles
+    assert ray_backend.death(ranks, ranks.handles[0]) is None
 
 
 SCREEN = 40

@@ -111,7 +111,7 @@ def relayed(group, other):
 
 
 PROGRAMS = [
-    late, failed, too_late, cancelled, cannot_be_pickled, failed_in_a_stream, relayed,
+    late, too_late, cancelled, cannot_be_pickled, failed_in_a_stream, relayed,
 ]  # fmt: skip
 
 
@@ -147,12 +147,9 @@ def soon(read, expected):
     return found
 
 
-DAILY = (failed, cancelled)
-
-
 @pytest.mark.parametrize(
     "program",
-    [p if p in DAILY else pytest.param(p, marks=pytest.mark.nightly) for p in PROGRAMS],
+    [failed, *(pytest.param(program, marks=pytest.mark.nightly) for program in PROGRAMS)],
 )
 def test_nothing_of_a_call_is_kept(groups, program):
     group, other = groups

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 
 import pytest
@@ -12,7 +11,14 @@ from worker_cases import Adder
 from quadriga.backends.ray import health
 from quadriga.backends.ray.cluster import RayNode
 from quadriga.errors import WorkerDiedError
-from quadriga.single_controller.backend import RankFacts, RankHandle, Watch, broken_groups, forget
+from quadriga.single_controller.backend import (
+    RankFacts,
+    RankHandle,
+    RankSet,
+    Watch,
+    broken_groups,
+    forget,
+)
 
 
 class Clock:
@@ -66,9 +72,12 @@ def test_ports_are_probed_all_at_once(listening, monkeypatch):
         refused = closed.getsockname()[1]
     found = [RayNode(f"up{i}", "127.0.0.1", listening, True, {}) for i in range(200)]
     found.append(RayNode("refused", "127.0.0.1", refused, True, {}))
+    monkeypatch.setattr(health, "cluster_nodes", lambda: found)
+    monkeypatch.setattr(health, "this_node", lambda: "here")
     began = time.monotonic()
-    result = health._connect(found)
+    result = health.probe_nodes(node.node_id for node in found)
     assert time.monotonic() - began < health.PROBE_TIMEOUT_S
+    assert result.pop("here") == "open"
     assert result.pop("refused") == "refused"
     assert len(result) == 200 and set(result.values()) == {"open"}
 
@@ -93,7 +102,6 @@ def test_a_silent_node_and_a_living_rank(ray_backend, start_on_ray, monkeypatch)
     group = start_on_ray(Adder)
     monkeypatch.setattr(health, "probe_nodes", lambda ids: dict.fromkeys(ids, "silent"))
     monkeypatch.setattr(health, "_failing", {})
-    assert all(map(ray_backend.is_alive, group._ranks.handles))
     assert ray_backend.dead(group._ranks.handles) == []
     group.shutdown()
     deadline = time.monotonic() + 30
@@ -102,32 +110,33 @@ def test_a_silent_node_and_a_living_rank(ray_backend, start_on_ray, monkeypatch)
         time.sleep(0.05)
 
 
-class Owner:
-    pass
+class Lost:
+    """A backend that finds a death at its fourth look."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def dead(self, handles):
+        self.looks += 1
+        if self.looks < 4:
+            raise RuntimeError("the control store does not respond")
+        return [None]
+
+    def death(self, ranks, handle):
+        return WorkerDiedError("a rank died")
 
 
 def test_a_watch_goes_on_after_an_error_of_its_own(caplog):
     """It is logged once, and the death that comes later is still found."""
-    found = threading.Event()
-    looks = []
-
-    def find_failure(owner):
-        looks.append(owner)
-        if len(looks) < 4:
-            raise RuntimeError("the control store does not respond")
-        found.set()
-        return WorkerDiedError("a rank died")
-
-    owner = Owner()
-    watch = Watch(owner, find_failure, 0.01)
+    ranks = RankSet(Lost(), [], {})
+    watch = Watch(ranks, 0.01)
     try:
-        assert found.wait(20)
         deadline = time.monotonic() + 20
-        while id(owner) not in broken_groups and time.monotonic() < deadline:
+        while id(ranks) not in broken_groups and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert str(broken_groups[id(owner)]) == "a rank died"
+        assert str(broken_groups[id(ranks)]) == "a rank died"
         logged = [r.getMessage() for r in caplog.records]
         assert len(logged) == 1 and "RuntimeError: the control store" in logged[0]
     finally:
         watch.stop()
-        forget(owner)
+        forget(ranks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 from worker_cases import Adder, Cases, Collective, Coroutines
@@ -95,19 +94,6 @@ def test_a_deadline_of_the_group_holds_for_futures_and_the_methods_own_error_com
     with pytest.raises(WorkerMethodError, match="KeyError"):
         group.sleep_and_fail(0.2)
     assert group.sleep.options(timeout=30)(0, 0.2) == [0]
-
-
-def test_a_long_call_is_logged_with_its_rank(monkeypatch, caplog):
-    from quadriga.backends import local as deadlines
-
-    monkeypatch.setattr(deadlines, "LOG_S", 0.1)
-    group = start(Cases, 1)
-    began = time.monotonic()
-    group.sleep(0, 0.4)
-    took = time.monotonic() - began
-    said = [record.getMessage() for record in caplog.records]
-    assert said[0].startswith("waiting for Cases.sleep on rank(s) 0 for")
-    assert len(said) <= took / 0.1
 
 
 def test_a_call_in_a_debugger_does_not_exceed_its_deadline(caplog):

@@ -11,7 +11,7 @@ import weakref
 import pytest
 from worker_cases import Adder
 
-from quadriga.backends.ray import memory
+from quadriga.backends.ray import calls, rank_process
 
 glibc = pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="no other C library has this setting"
@@ -23,7 +23,7 @@ PAGES = 6 * 16 * 2**20 // os.sysconf("SC_PAGE_SIZE")
 
 def test_the_users_choice_of_heap_limits_stays(monkeypatch):
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "65536")
-    assert not memory.keep_freed_memory()
+    assert not rank_process.keep_freed_memory()
 
 
 @glibc
@@ -40,10 +40,10 @@ def default_interval():
 
 
 def test_the_interval_of_full_collections_is_raised_once(default_interval):
-    assert memory.collect_rarely(100) and gc.get_threshold() == (700, 10, 100)
-    assert not memory.collect_rarely(1000)
+    assert rank_process.collect_rarely(100) and gc.get_threshold() == (700, 10, 100)
+    assert not rank_process.collect_rarely(1000)
     gc.set_threshold(0)  # the user's choice
-    assert not memory.collect_rarely(100)
+    assert not rank_process.collect_rarely(100)
 
 
 class Cycle:
@@ -53,24 +53,22 @@ class Cycle:
         self.me = self
 
 
-def test_a_full_collection_is_run_in_a_long_wait(default_interval):
+def test_a_full_collection_is_run_in_a_long_wait(default_interval, monkeypatch):
     """At most one in 30 seconds, and none where the user has chosen the interval."""
-    collect = memory._IdleCollector()
-    assert not collect(5.0)
-    memory.collect_rarely(memory.FULL_EVERY_IN_CONTROLLER)
+    monkeypatch.setattr(calls, "_next_collection", 0.0)
     gc.collect()
     lost = Cycle()
     watched = weakref.ref(lost)
     gc.collect()  # it is in the oldest generation now
     del lost
-    assert not collect(0.5) and watched() is not None
-    assert collect(1.5) and watched() is None
-    assert not collect(5.0)
-    gc.disable()
-    try:
-        assert not memory._IdleCollector()(5.0)
-    finally:
-        gc.enable()
+    calls._collect_in_wait(5.0)
+    gc.set_threshold(700, 10, calls.FULL_EVERY)
+    calls._collect_in_wait(0.5)
+    assert watched() is not None
+    calls._collect_in_wait(1.5)
+    assert watched() is None
+    monkeypatch.setattr(gc, "collect", lambda: pytest.fail("two in 30 seconds"))
+    calls._collect_in_wait(5.0)
 
 
 def test_the_processes_of_a_dropped_group_end(ray_backend, ray_cases):

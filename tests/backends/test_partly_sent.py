@@ -141,7 +141,7 @@ def test_a_rank_without_the_call_has_no_ticket_for_it(start_on_ray, monkeypatch)
 def test_a_generator_is_ended_if_a_later_rank_cannot_be_called(group, monkeypatch):
     with monkeypatch.context() as patched:
         refuse_rank(patched, group, 2)
-        stream = group.items.stream_unordered("item")
+        stream = group.items.stream("item")
         with pytest.raises(WorkerError, match="rank 2"):
             next(stream)
     assert group.recorded() == [["item", "closed"], ["item", "closed"], []]

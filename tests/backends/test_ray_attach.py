@@ -133,17 +133,17 @@ def test_a_deadline_that_is_no_number_of_seconds_is_refused_before_a_rank_starts
 def test_a_start_that_breaks_off_leaves_no_placement_group(ray_backend, monkeypatch):
     """An error of Ray, or Ctrl-C, while the groups of a pool are made or waited for."""
     made = []
-    make = placement._make
+    make = placement.placement_group
 
-    def second_fails(*args):
+    def second_fails(**options):
         if made:
             raise KeyboardInterrupt
-        made.append(make(*args))
+        made.append(make(**options))
         return made[-1]
 
     pool = ray_backend.resource_pool([1, 1], use_gpu=False)
     with monkeypatch.context() as patch:
-        patch.setattr(placement, "_make", second_fails)
+        patch.setattr(placement, "placement_group", second_fails)
         with pytest.raises(KeyboardInterrupt):
             ray_backend.worker_group(pool, ray_backend.class_with_args(Adder))
     deadline = time.monotonic() + 60

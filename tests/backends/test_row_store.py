@@ -16,7 +16,7 @@ from worker_cases import Reader
 from group_fixtures import Starter
 from quadriga.backends import get_backend
 from quadriga.backends.ray import store as row_store
-from quadriga.backends.ray.store import RayStore, RowStore, make_store, servers
+from quadriga.backends.ray.store import RayStore, make_store, servers
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto
 
@@ -24,7 +24,7 @@ from quadriga.protocol import DataProto
 @pytest.fixture(scope="module")
 def near(ray_backend):
     """A group on one node whose reads all go through the row server."""
-    start = Starter(get_backend("ray", store=RowStore(math.inf, near=True)))
+    start = Starter(get_backend("ray", store=RayStore(math.inf, near=True)))
     yield start(Reader, 2, timeout=60)
     start.backend.shutdown()
 
@@ -46,7 +46,7 @@ def test_a_cluster_of_one_node_that_grows_is_noticed(monkeypatch):
     nodes = [SimpleNamespace(alive=True)]
     monkeypatch.setattr(row_store, "cluster_nodes", lambda: nodes)
     monkeypatch.setattr(row_store, "this_node", lambda: "first")
-    store = RowStore()
+    store = RayStore()
     assert store.node() == ""
     nodes.append(SimpleNamespace(alive=True))
     assert store.node() == ""  # the nodes are not counted at every call

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from worker_cases import Adder, Coroutines, Mirror, Neighbour, Nested
 
-from group_fixtures import local_group
+from group_fixtures import local_group, ray_nightly
 from quadriga.backends import get_backend
 from quadriga.errors import DispatchError, UnregisteredMethodError
 from quadriga.single_controller import (
@@ -23,6 +23,7 @@ def two_roles(backend):
     }
 
 
+@ray_nightly
 def test_fused_class_with_views(start, backend):
     fused = create_colocated_worker_raw_cls(two_roles(backend))
 
@@ -40,6 +41,7 @@ def test_fused_class_with_views(start, backend):
     assert group.spawn_fused({"actor"})["actor"].add(5) == [6, 7]
 
 
+@ray_nightly
 def test_coroutines_of_colocated_roles(start, backend):
     roles = {
         "actor": backend.class_with_args(Coroutines, 1),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import ray
 import torch
-from worker_cases import Coroutines
 
 from quadriga.backends.ray import calls
 from quadriga.backends.ray.calls import pending_of, split_futures
@@ -25,7 +24,8 @@ def prompts(n: int) -> DataProto:
     return DataProto.from_dict({"row": torch.arange(n)})
 
 
-def check_rows(makers, readers):
+def test_each_rank_receives_its_rows_or_the_value_that_is_no_batch(ray_cases, always):
+    makers = readers = ray_cases
     made = makers.make_odd_twice.submit(prompts(4))  # 0 1 1 2 3 3
     expected = [([0, 10, 10], [0.0, 1.0, 1.0]), ([20, 30, 30], [2.0, 3.0, 3.0])]
     assert readers.received(made) == [("DataProto", rows) for rows in expected]
@@ -39,15 +39,6 @@ def check_rows(makers, readers):
         assert readers.same(makers.same.submit(value)) == [[value, value]] * 2
     one = DataProtoFuture(makers.same.submit(b"bytes").pending, _first)
     assert readers.same(one) == [b"bytes"] * 2
-
-
-def test_each_rank_receives_its_rows_or_the_value_that_is_no_batch(ray_cases, always):
-    check_rows(ray_cases, ray_cases)
-
-
-@pytest.mark.nightly
-def test_ranks_with_coroutines_receive_the_same(ray_cases, start_on_ray, always):
-    check_rows(ray_cases, start_on_ray(Coroutines))
 
 
 def test_a_part_of_a_value_that_is_no_batch_is_refused_by_type(ray_cases, monkeypatch):

@@ -11,7 +11,7 @@ from ray.exceptions import GetTimeoutError
 from worker_cases import Cases
 
 from group_fixtures import Starter
-from quadriga.backends.ray import calls, cluster
+from quadriga.backends.ray import calls, store
 from quadriga.backends.ray.calls import RayBatch, RayPending
 from quadriga.errors import (
     CallTimeoutError,
@@ -106,40 +106,37 @@ def test_the_deadline_of_a_call_also_ends_the_wait_of_the_rank_that_receives_it(
 
 
 class FakeRay:
-    """Stand in for `ray`: results exist at once, and are local after two pulls."""
+    """Stand in for `ray`: one result exists and is local, another is so after two requests."""
 
-    def __init__(self, refs: list[str], remote: set[str]) -> None:
-        self.remote, self.log = remote, []
+    def __init__(self) -> None:
+        self.remote, self.log = {"far"}, []
 
     def get(self, refs, timeout=None):
-        self.log.append(("get", sorted(refs), timeout))
+        self.log.append(("get", refs, timeout))
         if self.remote & set(refs):
             raise GetTimeoutError
         return [f"value of {ref}" for ref in refs]
 
-    def wait(self, refs, num_returns, timeout, fetch_local):
-        self.log.append(("wait", sorted(refs), fetch_local))
-        if not fetch_local:
-            return list(refs), []
-        pulls = sum(entry[0] == "wait" and entry[2] for entry in self.log)
-        if pulls >= 2:
+    def wait(self, refs, num_returns, timeout):
+        self.log.append(("wait", refs))
+        if len(self.log) > 3:
             self.remote.clear()
         return [r for r in refs if r not in self.remote], [r for r in refs if r in self.remote]
 
 
-def test_a_remote_result_is_pulled_by_one_request_and_read_once(monkeypatch):
+def test_a_remote_result_is_pulled_by_waiting_and_read_once(monkeypatch):
     """A `ray.get` that times out cancels its pull; a `ray.wait` does not."""
-    fake = FakeRay(["near", "far"], {"far"})
-    for module in (cluster, calls):
+    fake = FakeRay()
+    for module in (store, calls):
         monkeypatch.setattr(module, "ray", fake)
+    both = ["near", "far"]
     facts = RankFacts(0, 1, "node", 0, "", "")
-    handles = [RankHandle(None, "a", facts), RankHandle(None, "b", facts)]
-    values = RayBatch(["near", "far"], handles, "role.method").gather()
+    values = RayBatch(both, [RankHandle(None, "", facts)] * 2, "role.method").gather()
     assert values == ["value of near", "value of far"]
-    pulled = fake.log.index(("wait", ["far"], True))
-    gets = [entry for entry in fake.log[pulled:] if entry[0] == "get"]
-    assert gets == [("get", ["far"], 0)]  # after the pull: nothing cancels it
-    assert ("get", ["near"], 0) in fake.log[:pulled]
+    assert fake.log == [
+        ("get", both, calls.FIRST_WAIT_S),
+        ("wait", both), ("get", ["near"], 0), ("wait", ["far"]), ("get", ["far"], 0),
+    ]  # fmt: skip
 
 
 def test_a_sent_result_keeps_the_rest_of_its_deadline():
@@ -175,9 +172,3 @@ def test_a_future_is_done_when_a_watched_group_is_broken(running):
     finally:
         forget(owner)
     assert not running.done()
-
-
-def test_the_deadline_of_a_call_ends_the_wait_for_items_in_any_order(late, sign):
-    items = late.items_late.options(timeout=0.3).stream_unordered(sign)
-    with pytest.raises(CallTimeoutError, match=r"items_late exceeded its deadline of 0\.3 s"):
-        list(items)

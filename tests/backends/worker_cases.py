@@ -174,11 +174,6 @@ class Cases(Adder):
         self.raise_on(fails, sign)
         return data
 
-    @register(dispatch_mode=ALL)
-    def items_late(self, sign):
-        wait_for(sign)
-        yield self.rank
-
     # Rows
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)

@@ -12,7 +12,7 @@ from protocol_cases import shard
 
 from quadriga.backends import get_backend
 from quadriga.backends.local import LocalStore
-from quadriga.backends.ray.store import RowStore
+from quadriga.backends.ray.store import RayStore
 from quadriga.protocol import DataProto, DataProtoConfig, message, use_store
 
 torch.set_num_threads(1)
@@ -52,7 +52,7 @@ def plane_backends():
     backend = get_backend("ray")
     backend.start()
     # On one node nothing would be cut: `near` sends every read through the row server.
-    rows = get_backend("ray", store=RowStore(math.inf, near=True))
+    rows = get_backend("ray", store=RayStore(math.inf, near=True))
     rows.start()
     yield {"ray": backend, "rows": rows, "local": get_backend("local")}
     rows.shutdown()

@@ -249,6 +249,6 @@ def test_programs_agree(data):
                 assert local.batch[key].dtype == remote.batch[key].dtype
                 assert local.batch[key].shape[2:] == remote.batch[key].shape[2:]
             del local, remote, batch, batches, found
-            assert store.bytes_held == 0
+            assert not store.handles
     finally:
         message.INLINE_BYTES = before

@@ -164,18 +164,18 @@ def test_fields_that_a_worker_does_not_read_are_returned_as_references(store):
 
 def test_stored_values_are_released_with_their_last_handle(store):
     data = shard(batch(), 4)
-    assert store.objects_held == 4 * 5
+    assert len(store.handles) == 4 * 5
     part = data.chunk(4)[1]
     del data
-    assert store.objects_held == 5
+    assert len(store.handles) == 5
     part.pop(["rag"])
-    assert store.objects_held == 4
+    assert len(store.handles) == 4
     part.batch["wide"]
-    assert store.objects_held == 3
+    assert len(store.handles) == 3
     part.batch["x"] = torch.zeros(2)
-    assert store.objects_held == 2
+    assert len(store.handles) == 2
     del part
-    assert store.objects_held == 0
+    assert len(store.handles) == 0
 
 
 def replies(data: DataProto, ranks: int) -> list[Done]:
@@ -216,7 +216,7 @@ def test_peek_leaves_the_field_remote(store):
     data = shard(batch(), 2)
     look = data.batch.peek("x")
     look += 1
-    assert store.objects_held == 2 * 5
+    assert len(store.handles) == 2 * 5
     assert data.batch["x"].tolist() == list(range(8))
     assert data.batch.peek("x") is not data.batch["x"]
 

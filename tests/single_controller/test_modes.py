@@ -67,7 +67,7 @@ def test_records():
 
     record = registered_methods(W)["f"]
     assert (record.dispatch_mode, record.execute_mode) == (Dispatch.ONE_TO_ALL, Execute.RANK_ZERO)
-    assert (record.blocking, record.materialize_futures, record.is_coroutine) == (False, True, True)
+    assert (record.blocking, record.materialize_futures) == (False, True)
     assert registered_methods(W)["g"].dispatch_mode == Dispatch.ALL_TO_ALL
     assert start(V).g([1, 2, 3, 4]) == [-1, -2, -3, -4]
 

@@ -88,13 +88,6 @@ def test_items_of_all_ranks_are_joined_in_order(group):
     assert list(group.numbers.stream([0, 0])) == []
 
 
-def test_items_as_they_come(group):
-    items = list(group.numbers.stream_unordered([6, 2]))
-    assert [value for rank, value in items if rank == 0] == [0, 1, 2, 3, 4, 5]
-    assert [value for rank, value in items if rank == 1] == [10, 11]
-    assert items != sorted(items)  # rank 1 yields before rank 0 has ended
-
-
 def test_padding_rows_are_removed_from_each_item(group):
     items = [item.batch["row"].tolist() for item in group.rows.stream(batch(5, auto_padding=True))]
     assert items == [[0, 3], [1, 4], [2]]
@@ -116,15 +109,13 @@ def test_an_error_of_one_rank_ends_the_stream(group):
         for item in group.numbers.stream([4, 4], fail_at=2):
             received.append(item)
     assert received == [[0, 10], [1, 11]]
-    with pytest.raises(WorkerMethodError, match="KeyError"):
-        list(group.numbers.stream_unordered([4, 4], fail_at=2))
     assert group.plain() == [1, 1]
 
 
 def test_ranks_with_different_numbers_of_items_are_refused_in_order(group):
     stream = group.numbers.stream([3, 1])
     assert next(stream) == [0, 10]
-    with pytest.raises(LengthError, match=r"rank\(s\) \[1\] ended after 1 item.*stream_unordered"):
+    with pytest.raises(LengthError, match=r"rank\(s\) \[1\] ended after 1 item.*same number"):
         next(stream)
 
 

@@ -100,7 +100,7 @@ ROLES = {
 
 
 def test_classes_of_every_kind_are_workers(start, backend):
-    assert "_run" in NAMES
+    assert "_call" in NAMES
     roles = {role: backend.class_with_args(cls) for role, (cls, _) in ROLES.items()}
     group = start(None, 1, roles=roles)
     for role, (_, expected) in ROLES.items():

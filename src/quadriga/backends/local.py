@@ -3,13 +3,12 @@
 One rank supports everything, `torch.distributed` with a world size of 1 included. Several ranks are
 called one after the other, so they cannot run collectives: asking for one raises CollectiveError. A
 call cannot be interrupted, because Python cannot stop a thread from outside, and a breakpoint must
-be able to stop one for as long as the user likes. Therefore a second thread watches the calls:
+be able to stop one for as long as the user likes. Therefore a second thread looks at the call:
 
     at the deadline            it logs a warning and records the stack of the call
     when the call returns      the call raises CallTimeoutError with that stack
-    every 60 s of a call       it logs which rank the program waits for
 
-A call that is stopped in a debugger never exceeds its deadline.
+A call that a debugger holds at its deadline does not exceed it.
 
 Values in the store stay in this process. A handle holds its value, and the value is freed with the
 last handle.
@@ -23,14 +22,14 @@ import socket
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from types import FrameType
 from typing import Any, cast
+from weakref import WeakSet
 
 from quadriga.errors import (
     CallTimeoutError,
@@ -50,7 +49,13 @@ from quadriga.protocol.storage import (
 )
 from quadriga.protocol.threads import PendingValue
 from quadriga.single_controller import rank_host
-from quadriga.single_controller.backend import RankFacts, RankHandle, RankSet, check_timeouts
+from quadriga.single_controller.backend import (
+    Backend,
+    RankFacts,
+    RankHandle,
+    RankSet,
+    check_timeouts,
+)
 from quadriga.single_controller.dispatch import Call, Pending
 from quadriga.single_controller.environment import (
     LOCAL_PORT,
@@ -62,7 +67,7 @@ from quadriga.single_controller.environment import (
 )
 from quadriga.single_controller.rank_host import RankHost
 from quadriga.single_controller.resource_pool import ResourcePool
-from quadriga.single_controller.worker import ClassWithInitArgs, ColocatedClass
+from quadriga.single_controller.worker import ClassWithInitArgs
 from quadriga.single_controller.worker_group import (
     BindingPolicy,
     BoundMethod,
@@ -73,104 +78,60 @@ from quadriga.single_controller.worker_group import (
 
 logger = logging.getLogger("quadriga.controller")
 
-LOG_S = 60.0
-"""How often a long call is logged."""
-LOOK_S = 0.02
-"""How often running calls are looked at."""
 DEBUGGERS = ("bdb.py", "pdb.py", "pydevd.py", "pydevd_frame.py")
 
 
-@dataclass(eq=False)
-class _Running:
-    """One call of one rank while it runs."""
+class _Deadline(threading.Timer):
+    """Looks at a call of this thread at its deadline.
 
-    label: str
-    rank: int
-    timeout: float | None
-    thread: int
-    began: float
-    logged: float
-    stack: str | None = None
-    """The stack at the deadline; None before."""
-    debugged: bool = False
+    Consumes: nothing. Waits for: the deadline. Unblocked by: the end of the call (`cancel`).
+    """
 
-    def check(self, now: float) -> None:
-        """Record a deadline that was exceeded, or log that the program waits for this rank."""
-        late = self.timeout is not None and now - self.began >= self.timeout
-        first_late = late and self.stack is None
-        if not first_late and now - self.logged < LOG_S:
-            return
-        frame = sys._current_frames().get(self.thread)
-        self.debugged = self.debugged or _in_debugger(frame)
-        if first_late:
-            self.stack = _stack(frame)
-        self.logged = now
-        if self.debugged:
-            return
-        waited = now - self.began
-        if late:
+    def __init__(self, label: str, rank: int, timeout: float) -> None:
+        super().__init__(timeout, self._look)
+        self.daemon = True
+        self.stack = "  (it ended at that moment)"
+        self.debugged = False
+        self._called = threading.get_ident()
+        self._text = f"{label} on rank {rank} exceeded its deadline of {timeout:g} s"
+
+    def _look(self) -> None:
+        frame = sys._current_frames().get(self._called)
+        self.stack, self.debugged = _stack(frame), _in_debugger(frame)
+        if not self.debugged:
             logger.warning(
-                "%s on rank %d exceeded its deadline of %g s after %.0f s and continues, because a "
-                "local call cannot be interrupted; it is at\n%s",
-                self.label, self.rank, self.timeout, waited, _stack(frame),
-            )  # fmt: skip
-        else:
-            logger.warning("waiting for %s on rank(s) %d for %.0f s", self.label, self.rank, waited)
+                "%s and continues, because a local call cannot be interrupted; it is at\n%s",
+                self._text,
+                self.stack,
+            )
 
 
 @contextmanager
-def _deadline(host: RankHost, call: Call, timeout: float | None) -> Iterator[None]:
+def _watched(host: RankHost, call: Call, timeout: float | None) -> Iterator[None]:
     """Watch a call. Raises `CallTimeoutError` at its end if it took `timeout` seconds or more."""
-    global _watcher
+    if timeout is None:
+        yield
+        return
     began, rank = time.monotonic(), host.place.rank
-    running = _Running(call.label, rank, timeout, threading.get_ident(), began, began)
-    _running[id(running)] = running
-    if _watcher is None:
-        _watcher = threading.Thread(target=_watch, name="quadriga-deadlines", daemon=True)
-        _watcher.start()
+    deadline = _Deadline(call.label, rank, timeout)
+    deadline.start()
     try:
         yield
     finally:
-        del _running[id(running)]
+        deadline.cancel()
     took = time.monotonic() - began
-    if timeout is None or took < timeout or running.debugged:
+    if took < timeout or deadline.debugged:
         return
-    stack = running.stack or "  (it ended at that moment)"
     raise CallTimeoutError(
         f"{call.label} exceeded its deadline of {timeout:g} s on rank(s) {rank}: it took "
         f"{took:.1f} s. A local rank runs in the thread of the caller, so it was not "
-        f"interrupted.\n\nStack of rank {rank} at the deadline:\n{stack}",
+        f"interrupted.\n\nStack of rank {rank} at the deadline:\n{deadline.stack}",
         role=call.role,
         rank=rank,
         node=host.node,
         method=call.method,
-        stacks={rank: stack},
+        stacks={rank: deadline.stack},
     )
-
-
-_running: dict[int, _Running] = {}
-_watcher: threading.Thread | None = None
-
-
-def _watch() -> None:
-    """Look at running calls, for as long as the process exists.
-
-    Consumes: the calls that run. Waits for: `LOOK_S`.
-    """
-    while True:
-        time.sleep(LOOK_S)
-        for call in list(_running.values()):
-            call.check(time.monotonic())
-
-
-def _forget() -> None:
-    """Start with no call in a forked child, in which the thread of the parent does not exist."""
-    global _watcher
-    _watcher = None
-    _running.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
 
 
 def _in_debugger(frame: FrameType | None) -> bool:
@@ -192,26 +153,17 @@ def _stack(frame: FrameType | None) -> str:
 
 
 class LocalStore(InProcessStore):
-    """Keep a snapshot of each value in its handle.
-
-    `bytes_held` and `objects_held` count the values whose handles exist.
-    """
+    """Keep a snapshot of each value in its handle."""
 
     def __init__(self) -> None:
-        self.bytes_held = 0
-        self.objects_held = 0
+        self.handles: WeakSet[LocalHandle] = WeakSet()
+        """Of the values that are kept."""
 
     def put(self, value: object, nbytes: int = 0) -> Handle:
         """Store a copy of `value`."""
         handle = LocalHandle(snapshot(value), nbytes)
-        self.bytes_held += nbytes
-        self.objects_held += 1
-        weakref.finalize(handle, self._released, nbytes).atexit = False
+        self.handles.add(handle)
         return handle
-
-    def _released(self, nbytes: int) -> None:
-        self.bytes_held -= nbytes
-        self.objects_held -= 1
 
 
 @dataclass(frozen=True)
@@ -223,7 +175,7 @@ class LocalRank:
 
     def invoke(self, call: Call, timeout: float | None) -> object:
         """Run the call to its end. Raises `CallTimeoutError` if that took longer than `timeout`."""
-        with environment(self.variables), _deadline(self.host, call, timeout):
+        with environment(self.variables), _watched(self.host, call, timeout):
             return self.host.invoke(call)
 
 
@@ -231,19 +183,14 @@ class LocalRank:
 class LocalPending(PendingValue):
     """The result of a call that has ended, or its error."""
 
-    value: object = None
+    value_here: object = None
     error: Exception | None = None
-
-    @property
-    def value_here(self) -> object:
-        """The value; None if the call failed."""
-        return self.value
 
     def result(self) -> object:
         """Return the value. Raises the error of the call."""
         if self.error is not None:
             raise self.error
-        return self.value
+        return self.value_here
 
 
 @dataclass
@@ -397,7 +344,7 @@ def _build(
     return RankHandle(LocalRank(host, variables), name, facts)
 
 
-class LocalBackend:
+class LocalBackend(Backend):
     """Implement `quadriga.single_controller.backend.Backend` in one process."""
 
     name = "local"
@@ -432,7 +379,7 @@ class LocalBackend:
         self, ranks: RankSet, handle: RankHandle, call: Call, timeout: float | None
     ) -> LocalPending:
         try:
-            if not self.is_alive(handle):
+            if self.dead([handle]):
                 raise self.death(ranks, handle)
             with use_store(self.store):
                 return LocalPending(rank_of(handle).invoke(call, timeout))
@@ -443,17 +390,9 @@ class LocalBackend:
         """Return the results in order. The first rank's error is raised."""
         return [pending.result() for pending in pendings]
 
-    def share(self, packed: object, value: object) -> object:
-        """Return `packed`: nothing is sent to another process."""
-        return packed
-
-    def is_alive(self, handle: RankHandle) -> bool:
-        """Return whether the rank has its workers: until it is killed."""
-        return bool(rank_of(handle).host.workers)
-
     def dead(self, handles: Sequence[RankHandle]) -> list[RankHandle]:
-        """Return the ranks that were killed."""
-        return [handle for handle in handles if not self.is_alive(handle)]
+        """Return the ranks that were killed: they have no workers."""
+        return [handle for handle in handles if not rank_of(handle).host.workers]
 
     def death(self, ranks: RankSet, handle: RankHandle) -> WorkerError:
         """Return the error for a rank that was killed."""
@@ -464,31 +403,14 @@ class LocalBackend:
         """Drop the rank's workers."""
         rank_of(handle).host.workers.clear()
 
-    def start(self, **options: object) -> None:
-        """Do nothing: there is nothing to start."""
-
     def resource_pool(
         self, process_on_nodes: Sequence[int], name: str | None = None, **options: Any
     ) -> ResourcePool:
         """Return a pool. Options of machines (`use_gpu`, …) have no effect."""
         return ResourcePool(process_on_nodes, options.get("max_colocate_count", 1))
 
-    def check_placement(self, pools: Iterable[ResourcePool]) -> None:
-        """Do nothing: objects of one process always fit."""
-
-    def class_with_args(self, cls: type, *args: object, **kwargs: object) -> ClassWithInitArgs:
-        """Return a worker class with its arguments."""
-        return ClassWithInitArgs(cls, *args, **kwargs)
-
-    def colocate(self, classes: Mapping[str, ClassWithInitArgs]) -> ColocatedClass:
-        """Return several roles that share one process."""
-        return ColocatedClass(dict(classes))
-
     def worker_group(
         self, pool: ResourcePool | None, cls: ClassWithInitArgs, **options: Any
     ) -> LocalWorkerGroup:
         """Build the ranks of a `LocalWorkerGroup`."""
         return LocalWorkerGroup(pool, cls, backend=self, **options)
-
-    def shutdown(self) -> None:
-        """Do nothing: nothing was started."""

@@ -10,19 +10,17 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 from weakref import WeakSet
 
 from quadriga.errors import DispatchError, WorkerError
 from quadriga.single_controller.dispatch import Call, Pending, Ticket
 from quadriga.single_controller.rank_layout import GroupLayout
 from quadriga.single_controller.resource_pool import ResourcePool
-from quadriga.single_controller.worker import ClassWithInitArgs
-
-OwnerT = TypeVar("OwnerT")
+from quadriga.single_controller.worker import ClassWithInitArgs, ColocatedClass
 
 logger = logging.getLogger("quadriga.controller")
 
@@ -64,20 +62,16 @@ def raise_if_broken() -> None:
             raise error
 
 
-class Watch(Generic[OwnerT]):
-    """A thread that calls `find_failure(owner)` every `interval` seconds.
+class Watch:
+    """A thread that looks every `interval` seconds whether a rank of a group has ended.
 
     Consumes: nothing. Produces: one `report`, after which the thread ends. Waits for: the interval.
-    Unblocked by: `stop`. The thread also ends when `owner` is deleted; `find_failure` receives
-    the owner as its argument and must not hold a reference to it. If `find_failure` itself raises,
-    the thread logs that, and checks again after the interval.
+    Unblocked by: `stop`. The thread also ends when `ranks` is deleted. If a look itself raises, the
+    thread logs that, and looks again after the interval.
     """
 
-    def __init__(
-        self, owner: OwnerT, find_failure: Callable[[OwnerT], WorkerError | None], interval: float
-    ) -> None:
-        self._owner = weakref.ref(owner)
-        self._find_failure = find_failure
+    def __init__(self, ranks: RankSet, interval: float) -> None:
+        self._ranks = weakref.ref(ranks)
         self._interval = interval
         self._stopped = threading.Event()
         self._logged = float("-inf")
@@ -90,19 +84,21 @@ class Watch(Generic[OwnerT]):
 
     def _run(self) -> None:
         while not self._stopped.wait(self._interval):
-            owner = self._owner()
-            if owner is None:
+            ranks = self._ranks()
+            if ranks is None:
                 return
-            error = self._check(owner)
+            error = self._find_death(ranks)
             # `stop` may have been called while the ranks were checked.
             if error is not None and not self._stopped.is_set():
-                report(owner, error)
+                report(ranks, error)
                 return
-            del owner  # a reference held while waiting would keep the group alive
+            del ranks  # a reference held while waiting would keep the group alive
 
-    def _check(self, owner: OwnerT) -> WorkerError | None:
+    def _find_death(self, ranks: RankSet) -> WorkerError | None:
+        """Return the error for the first rank that has ended, None if all are alive."""
         try:
-            return self._find_failure(owner)
+            for handle in ranks.backend.dead(ranks.handles):
+                return ranks.backend.death(ranks, handle)
         except Exception as problem:  # a thread that ends here would leave the group unwatched
             now = time.monotonic()
             if now - self._logged >= LOG_S:
@@ -111,7 +107,7 @@ class Watch(Generic[OwnerT]):
                     "The ranks of a group could not be checked (%s: %s). The check is repeated "
                     "every %g s.", type(problem).__name__, problem, self._interval,
                 )  # fmt: skip
-            return None
+        return None
 
 
 Mesh = tuple[list[int], list[bool]]
@@ -194,7 +190,7 @@ class RankSet:
     """role → layout, for layouts that were queried."""
     broken: str | None = None
     """The reason why every further call fails, None if calls can succeed."""
-    watch: Watch[RankSet] | None = None
+    watch: Watch | None = None
     in_flight: WeakSet[Any] = field(default_factory=WeakSet)  # each backend stores its own type
     """The submissions whose results may still be waited for."""
     lock: RLock = field(default_factory=RLock)
@@ -263,12 +259,11 @@ class CallBackend(Protocol):
 
         `value` is the argument, `packed` what is sent for it.
         """
-
-    def is_alive(self, handle: RankHandle) -> bool:
-        """Return whether the process of a rank exists. Takes seconds at most."""
+        return packed
 
     def dead(self, handles: Sequence[RankHandle]) -> list[RankHandle]:
-        """Return the ranks whose process has ended. Costs one check per node, not per rank."""
+        """Return the ranks whose process has ended. Costs one check per node, not per rank, and
+        takes seconds at most."""
 
     def death(self, ranks: RankSet, handle: RankHandle) -> WorkerError | None:
         """Return the error for a rank whose process has ended.
@@ -283,7 +278,10 @@ class CallBackend(Protocol):
 
 @runtime_checkable
 class Backend(CallBackend, Protocol):
-    """A `CallBackend` that also places and starts ranks."""
+    """A `CallBackend` that also places and starts ranks.
+
+    The methods with a body are those of a backend of one process, which may inherit them.
+    """
 
     name: str
 
@@ -292,6 +290,7 @@ class Backend(CallBackend, Protocol):
 
         `num_cpus`: the number of CPUs of a backend that is started here.
         """
+        return None
 
     def resource_pool(
         self, process_on_nodes: Sequence[int], name: str | None = None, **options: object
@@ -303,12 +302,15 @@ class Backend(CallBackend, Protocol):
 
     def check_placement(self, pools: Iterable[ResourcePool]) -> None:
         """Raise PlacementError unless all pools fit on the nodes at the same time."""
+        return None
 
     def class_with_args(self, cls: type, *args: object, **kwargs: object) -> ClassWithInitArgs:
         """Combine a worker class with its arguments, in the backend's type."""
+        return ClassWithInitArgs(cls, *args, **kwargs)
 
     def colocate(self, classes: Mapping[str, ClassWithInitArgs]) -> ClassWithInitArgs:
         """Combine several roles that share one process per rank."""
+        return ColocatedClass(dict(classes))
 
     def worker_group(
         self, pool: ResourcePool | None, cls: ClassWithInitArgs, **options: object
@@ -320,3 +322,4 @@ class Backend(CallBackend, Protocol):
 
     def shutdown(self) -> None:
         """End what this backend started."""
+        return None

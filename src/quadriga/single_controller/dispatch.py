@@ -434,8 +434,6 @@ def split_by_part(
     uneven: bool = False,
 ) -> Split:
     """Split batches into max(part_of_rank) + 1 parts. Rank r receives part `part_of_rank[r]`."""
-    if not args and not kwargs:
-        return (), {}
     split = split_arguments(view, args, kwargs, max(part_of_rank) + 1, uneven)
     return _for_ranks(view, part_of_rank, split)
 

@@ -215,30 +215,20 @@ class ReservedPort:
 
         Raises `PlacementError` if none of them is free.
         """
-        if within is None:
+        for port in (0,) if within is None else range(*within):
             sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            try:
+                sock.bind(("", port))
+            except OSError:
+                sock.close()
+                continue
+            # After bind: with SO_REUSEADDR, bind would also succeed on a port that another group
+            # has reserved.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(("", 0))
             return cls(int(sock.getsockname()[1]), sock)
-        for port in range(*within):
-            reserved = cls.try_port(port)
-            if reserved is not None:
-                return reserved
-        raise PlacementError(f"No port in {list(within)} is free on this machine.", wanted=within)
-
-    @classmethod
-    def try_port(cls, port: int) -> ReservedPort | None:
-        """Reserve one port. Return None if another socket has it."""
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            sock.bind(("", port))
-        except OSError:
-            sock.close()
-            return None
-        # After bind: with SO_REUSEADDR, bind would also succeed on a port that another group has
-        # reserved.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        return cls(port, sock)
+        raise PlacementError(
+            f"No port in {list(within or ())} is free on this machine.", wanted=within
+        )
 
     def release(self) -> None:
         """Close the socket."""

@@ -84,19 +84,17 @@ def remove_padding(method: str, padding: Padding, part: int, result: BatchT) -> 
     """
     result, marked = _without_field(result, padding.field)
     padded = padding.in_part(part)
-    kept: BatchT
+    kept: BatchT = result
     if marked is not None:
         kept = result[torch.from_numpy(~marked)]
-    elif not padded:
-        kept = result
-    elif len(result) % padding.part_rows:
+    elif padded and len(result) % padding.part_rows:
         raise LengthError(
             f"{method} returned {len(result)} rows for part {part}, which had "
             f"{padding.part_rows} rows, the last {padded} of them padding. It is not known which "
             f"rows were made from padding. Keep the field {padding.field!r} of the received batch "
             "in the result, or pass a batch that divides."
         )
-    else:
+    elif padded:
         kept = result[: len(result) - len(result) // padding.part_rows * padded]
     return kept
 

@@ -109,16 +109,6 @@ class GroupLayout:
         return cls(tuple(layouts))
 
     @property
-    def dp_size(self) -> int:
-        """The data-parallel size."""
-        return self.ranks[0].dp_size
-
-    @property
-    def pp_size(self) -> int:
-        """The number of pipeline stages."""
-        return self.ranks[0].pp_size
-
-    @property
     def dp_parts(self) -> list[int]:
         """The data-parallel rank of each rank."""
         return [rank.dp_rank for rank in self.ranks]
@@ -126,13 +116,15 @@ class GroupLayout:
     @property
     def dp_collects(self) -> list[bool]:
         """For each rank whether it is tp 0, cp 0 of the last pipeline stage."""
-        last = self.pp_size - 1
-        return [r.tp_rank == 0 and r.cp_rank == 0 and r.pp_rank == last for r in self.ranks]
+        return [
+            rank.tp_rank == 0 and rank.cp_rank == 0 and rank.pp_rank == rank.pp_size - 1
+            for rank in self.ranks
+        ]
 
     @property
     def pp_as_dp_parts(self) -> list[int]:
         """`dp rank · pp size + pp rank` of each rank."""
-        return [rank.dp_rank * self.pp_size + rank.pp_rank for rank in self.ranks]
+        return [rank.dp_rank * rank.pp_size + rank.pp_rank for rank in self.ranks]
 
     @property
     def pp_as_dp_collects(self) -> list[bool]:

@@ -5,7 +5,7 @@ The check is arithmetic and runs before any process starts.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -76,14 +76,8 @@ class ResourcePool:
     def counts_of(self, start: int, count: int) -> list[int]:
         """Return how many of the bundles `start` to `start + count - 1` each node has, without
         nodes that have none: for [2, 3, 4], bundles 1 to 5, [1, 3, 1]."""
-        ends = list(accumulate(self.store))
-        counts, stop = [], start + count
-        for end in ends[bisect_right(ends, start) :]:
-            if start >= stop:
-                break
-            counts.append(min(end, stop) - start)
-            start = end
-        return counts
+        bundles = ResourcePool.bundles_of_ranks(self)[start : start + count]
+        return list(Counter(node for node, _ in bundles).values())
 
     def part(self, start: int, count: int) -> ResourcePool:
         """Return a pool of the bundles `start` to `start + count - 1`."""

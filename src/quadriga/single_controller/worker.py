@@ -6,7 +6,6 @@ process.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -44,7 +43,6 @@ class MethodRecord:
     execute_mode: ExecuteMode
     blocking: bool
     materialize_futures: bool
-    is_coroutine: bool
     reads: frozenset[str] | None = None
 
 
@@ -92,7 +90,6 @@ def register(
             execute_mode=execute_mode,
             blocking=blocking,
             materialize_futures=materialize_futures,
-            is_coroutine=inspect.iscoroutinefunction(function),
             reads=names,
         )
         setattr(function, RECORD_ATTRIBUTE, record)

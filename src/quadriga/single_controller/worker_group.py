@@ -4,7 +4,7 @@ BoundMethod.__call__          test for broken groups
   _start                      split the arguments by the dispatch mode
     build_calls               pack each distinct argument once, one Call per part
     RankSet.backend.submit    send
-  StartedCall.wait            gather, unpack and join the results
+  _call                       gather, unpack and join the results
 
 A factory of bound methods can call a function before and after each call (`with_hooks`).
 """
@@ -18,7 +18,6 @@ import types
 import uuid
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, cast
 
@@ -28,7 +27,6 @@ from quadriga.errors import (
     MeshError,
     UnregisteredMethodError,
     WorkerDiedError,
-    WorkerError,
     WorkerMethodError,
     nearest_name,
 )
@@ -57,7 +55,7 @@ from quadriga.single_controller.dispatch import (
 )
 from quadriga.single_controller.modes import Dispatch, DispatchMode, Execute
 from quadriga.single_controller.rank_layout import GroupLayout
-from quadriga.single_controller.streams import Stream
+from quadriga.single_controller.streams import joined_items
 from quadriga.single_controller.worker import (
     ClassWithInitArgs,
     MethodRecord,
@@ -112,39 +110,39 @@ class BoundMethod(Generic[P, R]):
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> DataProtoFuture:
         """Start the call and return a future of the joined result."""
-        return self._start(args, kwargs).future()
+        return _future(*self._start(args, kwargs))
 
-    def _start(self, args: Arguments, kwargs: KeywordArguments) -> StartedCall:
+    def _start(
+        self, args: Arguments, kwargs: KeywordArguments
+    ) -> tuple[Sequence[Pending], Collect]:
         """Split the arguments as the dispatch mode says and send them to the ranks.
 
-        Raises `DispatchError` for a generator method.
+        Return the results, and what joins them. Raises `DispatchError` for a generator method.
         """
-        record, ranks = self.record, self.group._ranks
         if self.is_generator:
             raise DispatchError(
                 f"{self.label} is a generator, whose items are received one by one. Call "
-                f"group.{record.name}.stream(...) or group.{record.name}.stream_unordered(...)."
+                f"group.{self.__name__}.stream(...)."
             )
-        parts, collect = _split(self, args, kwargs)
-        targets, futures = list(collect.view.ranks), record.materialize_futures
-        calls = build_calls(ranks, targets, self.role, record.name, parts, futures)
-        return StartedCall(ranks, send_calls(ranks, targets, calls, self.timeout), collect)
+        calls, collect = _calls(self, args, kwargs)
+        ranks, targets = self.group._ranks, collect.view.ranks
+        return send_calls(ranks, targets, calls, self.timeout), collect
 
     def stream(self, *args: P.args, **kwargs: P.kwargs) -> Iterator[object]:
         """Call a generator method: return an iterator over its items, joined over the ranks.
 
         Item i is what the dispatch mode makes of item i of every rank. The iterator raises the
-        first error of a rank, and LengthError if some ranks have ended and others have not.
+        first error of a rank, and LengthError if some ranks have ended and others have not. Nothing
+        is sent before the first item. Raises `DispatchError` for a method that is not a generator.
         """
-        return start_stream(self, args, kwargs).in_order()
-
-    def stream_unordered(self, *args: P.args, **kwargs: P.kwargs) -> Iterator[tuple[int, object]]:
-        """Call a generator method: return an iterator over (rank, item), as the items come.
-
-        The items of one rank are in order. Items are not joined: every executing rank contributes,
-        and rows that are padding keep their mark.
-        """
-        return start_stream(self, args, kwargs).unordered()
+        ranks = self.group._ranks
+        if not self.is_generator:
+            raise DispatchError(
+                f"{self.label} is not a generator: its method has no yield. Call it directly."
+            )
+        calls, collect = _calls(self, args, kwargs, StreamStep(uuid.uuid4().hex, "open"))
+        send = partial(send_calls, ranks, collect.view.ranks, timeout=self.timeout)
+        return joined_items(ranks.backend, send, collect.view.ranks, calls, collect)
 
     def options(self, timeout: float | None = None) -> Self:
         """Return this method with a deadline of `timeout` seconds. None: that of the group.
@@ -164,51 +162,25 @@ class BoundMethod(Generic[P, R]):
 
 
 def _call(method: BoundMethod[P, R], args: Arguments, kwargs: KeywordArguments) -> object:
-    started = method._start(args, kwargs)
-    return started.wait() if method.record.blocking else started.future()
+    pendings, collect = method._start(args, kwargs)
+    if not method.record.blocking:
+        return _future(pendings, collect)
+    return collect(unpack_results(method.group._ranks.backend.gather(pendings)))
 
 
-@dataclass(frozen=True)
-class StartedCall:
-    """A call that was sent to its ranks."""
+def _future(pendings: Sequence[Pending], collect: Collect) -> DataProtoFuture:
+    from quadriga.protocol import DataProtoFuture
 
-    ranks: RankSet
-    pendings: Sequence[Pending]
-    collect: Collect
-
-    def wait(self) -> object:
-        """Wait for every rank and join the results. Raises what a worker raised."""
-        return self.collect(unpack_results(self.ranks.backend.gather(self.pendings)))
-
-    def future(self) -> DataProtoFuture:
-        """Return a `DataProtoFuture` of the joined result."""
-        from quadriga.protocol import DataProtoFuture
-
-        return DataProtoFuture(list(self.pendings), self.collect)
+    return DataProtoFuture(list(pendings), collect)
 
 
-def start_stream(method: BoundMethod[P, R], args: Arguments, kwargs: KeywordArguments) -> Stream:
-    """Split the arguments of a generator method and return its calls. Nothing is sent yet.
-
-    Raises `DispatchError` for a method that is not a generator.
-    """
-    record, ranks = method.record, method.group._ranks
-    if not method.is_generator:
-        raise DispatchError(
-            f"{method.label} is not a generator: its method has no yield. Call it directly."
-        )
-    parts, collect = _split(method, args, kwargs)
-    step, targets = StreamStep(uuid.uuid4().hex, "open"), list(collect.view.ranks)
-    futures = record.materialize_futures
-    calls = build_calls(ranks, targets, method.role, record.name, parts, futures, step)
-    send = partial(send_calls, ranks, timeout=method.timeout)
-    return Stream(ranks.backend, send, targets, calls, collect)
-
-
-def _split(
-    method: BoundMethod[P, R], args: Arguments, kwargs: KeywordArguments
-) -> tuple[list[Part], Collector]:
-    """Return the arguments of each executing rank, and what joins the results."""
+def _calls(
+    method: BoundMethod[P, R],
+    args: Arguments,
+    kwargs: KeywordArguments,
+    step: StreamStep | None = None,
+) -> tuple[list[Call], Collector]:
+    """Return the call of each executing rank, and what joins the results."""
     # By name: `update_dispatch_mode` affects registered methods too.
     record = method.record
     dispatch = Dispatch.members.get(record.dispatch_mode.name, record.dispatch_mode)
@@ -220,7 +192,9 @@ def _split(
     if record.reads is not None:
         args, kwargs = _read_fields(record, record.reads, args, kwargs)
     parts = method.group._parts_of_call(view, dispatch, args, kwargs)
-    return parts, Collector(dispatch.collect_fn, view)
+    ranks, futures = method.group._ranks, record.materialize_futures
+    calls = build_calls(ranks, view.ranks, method.role, record.name, parts, futures, step)
+    return calls, Collector(dispatch.collect_fn, view)
 
 
 def _read_fields(
@@ -384,11 +358,13 @@ class HookedMethod(BoundMethod[P, R]):
     before: BeforeCall | None = None
     after: AfterCall | None = None
 
-    def _start(self, args: Arguments, kwargs: KeywordArguments) -> StartedCall:
+    def _start(
+        self, args: Arguments, kwargs: KeywordArguments
+    ) -> tuple[Sequence[Pending], Collect]:
         if self.before is not None:
             self.before(self.label, args, kwargs)
-        started = super()._start(args, kwargs)
-        return replace(started, collect=_ObservedCollect(started.collect, self.label, self.after))
+        pendings, collect = super()._start(args, kwargs)
+        return pendings, _ObservedCollect(collect, self.label, self.after)
 
 
 class _ObservedCollect:
@@ -531,28 +507,15 @@ class WorkerGroup:
             raise AttributeError(name)
         reraise_in_property(self, name)
         known = sorted(n for n in self._offered if not n.startswith("_"))
-        if self._left_out(name):
-            reason = (
-                ": its binding policy leaves this registered method out. Call it by name, "
-                f"call_all({name!r}, …), or change the policy."
-            )
-        else:
-            near = nearest_name(name, known)
-            hint = f" Did you mean {near}?" if near else ""
-            reason = (
-                f".{hint} Registered: {', '.join(known)}. Mark a worker's method with @register to "
-                "call it through a group."
-            )
+        near = nearest_name(name, known)
+        hint = f" Did you mean {near}?" if near else ""
         raise UnregisteredMethodError(
-            f"{self} has no registered method {name!r}{reason}", method=name, known=known
+            f"{self} has no registered method {name!r}.{hint} Registered: {', '.join(known)}. "
+            "Mark a worker's method with @register to call it through a group; a method that the "
+            f"group's binding policy leaves out is called by name, call_all({name!r}, …).",
+            method=name,
+            known=known,
         )
-
-    def _left_out(self, name: str) -> bool:
-        """Return whether the binding policy left a registered method of this name out."""
-        if self._role is not None:
-            return name in registered_methods(self.class_of(self._role))
-        methods = {role: registered_methods(cls) for role, cls in self._ranks.roles.items()}
-        return any(name == f"{role}_{method}" for role in methods for method in methods[role])
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self  # a group names processes, and a copy would name the same ones
@@ -736,7 +699,7 @@ class WorkerGroup:
 
     def is_alive(self, rank: int) -> bool:
         """Return whether the process of a rank exists."""
-        return self._ranks.backend.is_alive(self._ranks.handles[rank])
+        return not self._ranks.backend.dead([self._ranks.handles[rank]])
 
     def wait_until_alive(self, timeout: float = 300.0) -> None:
         """Wait until every rank is alive. Raises `WorkerDiedError` after `timeout` seconds."""
@@ -774,7 +737,7 @@ class WorkerGroup:
         The death of a rank ends every wait of this controller, on any group, with WorkerDiedError.
         """
         self.stop_worker_aliveness_check()
-        self._ranks.watch = Watch(self._ranks, find_death, every_n_seconds)
+        self._ranks.watch = Watch(self._ranks, every_n_seconds)
 
     def stop_worker_aliveness_check(self) -> None:
         """Stop the thread of `start_worker_aliveness_check`."""
@@ -789,10 +752,3 @@ class WorkerGroup:
         with ExitStack() as stack:  # which calls the last callback first
             for handle in reversed(self._ranks.handles):
                 stack.callback(self._ranks.backend.kill, handle)
-
-
-def find_death(ranks: RankSet) -> WorkerError | None:
-    """Return the error for the first rank that has ended, None if all are alive."""
-    for handle in ranks.backend.dead(ranks.handles):
-        return ranks.backend.death(ranks, handle)
-    return None

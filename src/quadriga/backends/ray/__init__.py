@@ -1,13 +1,11 @@
 """Worker groups on Ray. Only this package imports ray; its names load when they are first used.
 
     cluster          the connection to Ray
-    memory           the C heap and the garbage collector of a process
-    health           liveness of ranks and nodes, stacks, errors
     store            the object store of fields; rows of other nodes
+    health           liveness of ranks and nodes, stacks, errors
     pickling         calls with objects or code of the user
     calls            encode calls, send them and wait for their results
     referenced       a reference that is an argument
-    profiling        profilers of ranks
     rank_process     the process of one rank
     start            classes with their actor options, start ranks, the register center
     pool             pools and their placement groups
@@ -34,8 +32,8 @@ if TYPE_CHECKING:
         merge_resource_pool as merge_resource_pool,
         split_resource_pool as split_resource_pool,
     )
-    from quadriga.backends.ray.profiling import Nsight as Nsight, TorchProfiler as TorchProfiler
     from quadriga.backends.ray.start import (
+        Nsight as Nsight,
         RayClassWithInitArgs as RayClassWithInitArgs,
         create_colocated_worker_cls as create_colocated_worker_cls,
         create_colocated_worker_cls_fused as create_colocated_worker_cls_fused,

@@ -27,12 +27,12 @@ from quadriga.backends.ray.pool import (
     local_places,
     local_ranks,
 )
-from quadriga.backends.ray.profiling import Profiler, profiler_of_rank
-from quadriga.backends.ray.rank_process import coroutine_methods
 from quadriga.backends.ray.start import (
+    Nsight,
     RankPlan,
     RayClassWithInitArgs,
     RayColocatedClass,
+    check_profiler,
     devices_of,
     existing_actors,
     facts_of,
@@ -76,7 +76,7 @@ class RayWorkerGroup(WorkerGroup):
         device_name: "cuda" or "npu".
         worker_env: environment variables that are set before the worker's modules load: the same
             for all ranks, one mapping per rank, or a function of the rank.
-        profiler: `Nsight(...)` or `TorchProfiler(...)` for all ranks or some of them.
+        profiler: `Nsight(...)` for all ranks or some of them.
         role: the name of a class that is one role by itself, in messages.
         timeout: default deadline of a call in seconds.
         start_timeout: seconds for all `__init__`s.
@@ -105,7 +105,7 @@ class RayWorkerGroup(WorkerGroup):
         device_name: str = "cuda",
         worker_env: WorkerEnv | None = None,
         *,
-        profiler: Profiler | None = None,
+        profiler: Nsight | None = None,
         role: str | None = None,
         timeout: float | None = None,
         start_timeout: float = START_TIMEOUT_S,
@@ -150,18 +150,17 @@ class RayWorkerGroup(WorkerGroup):
             placed = _placed(cls, resource_pool, sharing_with, bin_pack, device_name, detached)
             lifetime = {"lifetime": "detached" if detached else None, "namespace": namespace}
             options = {name: value for name, value in lifetime.items() if value is not None}
-            methods = {name for each in roles.values() for name in dir(each)}
-            coroutines, plans = coroutine_methods(roles), []
+            check_profiler(profiler, len(placed))
+            plans = []
             for rank, (suffix, local, actor, variables) in enumerate(placed):
-                place = RankEnvironment(rank, len(placed), *local, group_prefix=prefix)
-                plan = RankPlan(
-                    f"{prefix}{cls.cls.__name__}_{suffix}",
-                    place,
-                    {**actor, **options},
-                    {**variables_of_rank(worker_env, rank, len(placed)), **variables},
-                )
+                actor = {**actor, **options}
                 plans.append(
-                    plan.with_profiler(profiler_of_rank(profiler, place, methods, coroutines))
+                    RankPlan(
+                        f"{prefix}{cls.cls.__name__}_{suffix}",
+                        RankEnvironment(rank, len(placed), *local, group_prefix=prefix),
+                        profiler.options_of_rank(rank, actor) if profiler else actor,
+                        {**variables_of_rank(worker_env, rank, len(placed)), **variables},
+                    )
                 )
             name, ports = cls.cls.__name__, master_port_range
             store = backend.store

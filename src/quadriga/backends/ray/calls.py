@@ -27,9 +27,10 @@ The other receivers wait for rank 0. The first failure of any result is the fail
 first asks Ray for everything at once, which is all that a short call needs. After `FIRST_WAIT_S` it
 goes on in slices:
 
-1. `ray.wait(fetch_local=False)`: which results exist? Small ones and errors are read at once.
-2. `ray.wait(fetch_local=True)`: pull the large ones from their nodes. Ray goes on with such a
-   pull between two slices, while `ray.get(timeout=…)` would cancel it at every slice.
+1. `ray.wait`: which results are here? Small ones and errors are here as soon as they exist. Large
+   ones are pulled from their nodes; Ray goes on with such a pull between two slices, while
+   `ray.get(timeout=…)` would cancel it at every slice.
+2. Read those that are here.
 3. Look at deadlines, at watched groups and, after `PROBE_S`, at the nodes.
 
 Example: ranks 0, 1 and 2 return after 0.3, 0.7 and 1.2 s of the wait. The result of rank 1 is large
@@ -38,24 +39,31 @@ and on another node; its pull takes 0.6 s. Time is in seconds from the start of 
     0.0 ─ 0.5   slice 1   rank 0 has returned, its value is read
     0.5 ─ 1.0   slice 2   rank 1 has returned, its value is remote: the pull starts at 1.0
     1.0 ─ 1.6   slice 3   rank 2 returns at 1.2; then only the pull is waited for, which ends at 1.6
+
+**Garbage.** A full collection of Python's garbage visits every container object of the process.
+torch, Ray and other libraries have half a million of them, which takes some tenths of a second, and
+with a thousand ranks the objects of every second call are enough to start one. So the controller
+starts them less often (`FULL_EVERY`), and runs one while it waits for ranks anyway. `gc.freeze()`
+would hide the objects of libraries from the collector, but also every object of the user that
+exists by then: a cycle of those would never be freed, and a dropped worker group is such a cycle.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import pickle
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, NoReturn, TypeAlias, cast, overload
+from typing import TYPE_CHECKING, NoReturn, TypeAlias, cast
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from quadriga.backends.ray.cluster import fetch
 from quadriga.backends.ray.health import (
     DEAD,
     FailedCall,
@@ -66,9 +74,7 @@ from quadriga.backends.ray.health import (
     late,
     lost_nodes,
     places,
-    rank_alive,
 )
-from quadriga.backends.ray.memory import collect_in_wait
 from quadriga.backends.ray.pickling import (
     RayShared,
     pickled_call,
@@ -79,8 +85,8 @@ from quadriga.backends.ray.store import (
     RayHandle,
     RayStore,
     Result,
-    RowHandleOnRay,
     StoreName,
+    fetch,
     is_future,
     is_plain_batch,
     make_store,
@@ -109,6 +115,13 @@ PROBE_S = 2.0
 """How often a wait asks the nodes."""
 LOG_S = 60.0
 """How often a long wait logs which ranks it waits for."""
+
+FULL_EVERY = 1000
+"""In the controller, a full garbage collection follows so many collections of the middle
+generation."""
+IDLE_AFTER_S = 1.0
+"""How long a wait must have lasted before a full collection is run in it."""
+IDLE_EVERY_S = 30.0
 
 
 @dataclass(eq=False)
@@ -186,10 +199,8 @@ class RayBatch:
                     f"An argument is the result of {self.label}, whose process has ended."
                 ) from error
             raise error
-        call = FailedCall(self.refs, self.handles, self.fields, self.label)
+        call = FailedCall(self.refs, self.handles, self.fields, self.label, self.ranks)
         first = call.first_failure(index, error)
-        if self.ranks is not None:
-            call.mark_as_broken(self.ranks, str(first).splitlines()[0])
         raise first from getattr(first, "cause", None)
 
     def look(self, now: float) -> None:
@@ -337,27 +348,6 @@ class RayPending(PendingValue):
         return pending_of, (self.ref, label, fields, left, self.index in batch.dropped)
 
 
-class RayPendings(Sequence[RayPending]):
-    """The results of one submission, by position. Each is made when it is asked for: a blocking
-    call waits for the batch and asks for none, and a thousand of them take a millisecond."""
-
-    def __init__(self, batch: RayBatch) -> None:
-        self.batch = batch
-
-    @overload
-    def __getitem__(self, index: int) -> RayPending: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[RayPending]: ...
-    def __getitem__(self, index: int | slice) -> RayPending | list[RayPending]:
-        numbers = range(len(self))[index]
-        if isinstance(numbers, range):
-            return [RayPending(self.batch, number) for number in numbers]
-        return RayPending(self.batch, numbers)
-
-    def __len__(self) -> int:
-        return len(self.batch.refs)
-
-
 def wait_for(batches: Sequence[RayBatch], timeout: float | None = None) -> None:
     """Wait until all results are known. Raises the first failure of any of them, `CallTimeoutError`
     at the earliest deadline and after `timeout` seconds, and the error of a watched group that
@@ -372,11 +362,11 @@ def wait_for(batches: Sequence[RayBatch], timeout: float | None = None) -> None:
         values = ray.get(refs, timeout=_until(missing, FIRST_WAIT_S, limit)) if refs else []
     except RayError as error:
         failed = not isinstance(error, GetTimeoutError)
-        error.__traceback__ = None  # see `cluster.fetch`
+        error.__traceback__ = None  # see `store.fetch`
     # Outside of `except`, so that a failure is not shown with Ray's time-out as its context.
     if values is None:
         try:
-            found = Slices(missing, refs, limit).wait(failed)
+            found = _in_slices(missing, limit, failed)
         except QuadrigaError as error:
             # Ray's error, which refers to this one as its cause, is in variables of the frames
             # below and may be the context. The cycle would keep the batches of every calling frame.
@@ -398,84 +388,74 @@ def _until(batches: Sequence[RayBatch], seconds: float, limit: float | None) -> 
     return max(0.0, min(seconds, min(expires) - time.monotonic())) if expires else seconds
 
 
-class Slices:
-    """A wait in slices. Consumes: references. Waits for: all of them. Unblocked by: the last value,
-    the first failure, a deadline, a lost node, a watched group that breaks."""
+def _in_slices(batches: Sequence[RayBatch], limit: float | None, failed: bool) -> dict[Ref, object]:
+    """Wait in slices. Return the value of every reference.
 
-    def __init__(self, batches: Sequence[RayBatch], refs: list[Ref], limit: float | None) -> None:
-        """`refs`: of all batches. `limit`: when the wait ends without a result, None: never."""
-        self._batches = batches
-        self._limit = limit
-        self._home = {ref: (batch, i) for batch in batches for i, ref in enumerate(batch.refs)}
-        # Each reference once: `ray.wait` refuses a list that contains one twice.
-        self._running = list(dict.fromkeys(refs))
-        self._remote: list[Ref] = []
-        """Results that exist and that are being pulled from another node."""
-        self._values: dict[Ref, object] = {}
-        self._began = time.monotonic()
-
-    def wait(self, failed: bool) -> dict[Ref, object]:
-        """Return the value of every reference. `failed`: one of the results is an error."""
-        pause = 0.0 if failed else None
-        while self._running or self._remote:
-            if pause is None:
-                # A result that exists is received even if its pull ends after the deadline.
-                pause = max(MIN_SLICE_S, _until(self._batches, SLICE_S, self._limit))
-            self._running, found = self._ready(self._running, pause, fetch_local=False)
-            self._remote += found
-            # While ranks run, their wait is the pause of the slice, and the pull only goes on.
-            pull = 0.0 if self._running else pause
-            self._remote, found = self._ready(self._remote, pull, fetch_local=True)
-            self._remote += found
-            if self._running or self._remote:
-                self._look()
-            pause = None
-        return self._values
-
-    def _ready(
-        self, refs: list[Ref], timeout: float, fetch_local: bool
-    ) -> tuple[list[Ref], list[Ref]]:
-        """Wait for references and read those that exist.
-
-        Return the references that do not exist, and of the others those that are not here.
-        """
-        if not refs:
-            return [], []
-        ready, missing = ray.wait(
-            refs, num_returns=len(refs), timeout=timeout, fetch_local=fetch_local
-        )
-        return missing, self._read(ready)
-
-    def _read(self, refs: list[Ref]) -> list[Ref]:
-        """Read what can be read now; return the references of the rest."""
-        if not refs:
-            return []
-        try:
-            self._values.update(zip(refs, fetch(refs, timeout=0), strict=True))
-            return []
-        except GetTimeoutError:
-            if len(refs) == 1:
-                return refs
-        except RayError as error:
-            if len(refs) == 1:
-                home, index = self._home[refs[0]]
-                home.raise_failure(index, error)
-        # Some of several failed or are on another node: find out which, one at a time.
-        #   [a: local, b: remote, c: failed]    a is read, b is kept for the pull, c raises
-        return [rest for ref in refs for rest in self._read([ref])]
-
-    def _look(self) -> None:
+    Consumes: references. Waits for: all of them. Unblocked by: the last value, the first failure, a
+    deadline, a lost node, a watched group that breaks. `limit`: when the wait ends without a
+    result, None: never. `failed`: one of the results is an error.
+    """
+    # Each reference once: `ray.wait` refuses a list that contains one twice.
+    home = {ref: (batch, i) for batch in batches for i, ref in enumerate(batch.refs)}
+    values: dict[Ref, object] = {}
+    running, began = list(home), time.monotonic()
+    pause = 0.0 if failed else _until(batches, SLICE_S, limit)
+    while True:
+        here, running = ray.wait(running, num_returns=len(running), timeout=pause)
+        running += _read(here, home, values)
+        if not running:
+            return values
         raise_if_broken()
         now = time.monotonic()
-        collect_in_wait(now - self._began)
-        if self._limit is not None and now >= self._limit:
-            missing = {self._home[ref][0].label for ref in (*self._running, *self._remote)}
+        _collect_in_wait(now - began)
+        if limit is not None and now >= limit:
+            missing = {home[ref][0].label for ref in running}
             raise CallTimeoutError(
                 f"The future of {', '.join(sorted(missing))} has no result in time. The call goes "
                 "on."
             )
-        for batch in self._batches:
+        for batch in batches:
             batch.look(now)
+        # A result that exists is received even if its pull ends after the deadline.
+        pause = max(MIN_SLICE_S, _until(batches, SLICE_S, limit))
+
+
+def _read(
+    refs: list[Ref], home: Mapping[Ref, tuple[RayBatch, int]], values: dict[Ref, object]
+) -> list[Ref]:
+    """Read what can be read now into `values`; return the references of the rest.
+
+    `home`: where each reference belongs. Raises the failure of a reference.
+    """
+    try:
+        values.update(zip(refs, fetch(refs, timeout=0), strict=True))
+        return []
+    except GetTimeoutError:
+        if len(refs) == 1:
+            return refs
+    except RayError as error:
+        if len(refs) == 1:
+            batch, index = home[refs[0]]
+            batch.raise_failure(index, error)
+    # Some of several failed or are not here any more: find out which, one at a time.
+    return [rest for ref in refs for rest in _read([ref], home, values)]
+
+
+_next_collection = 0.0
+
+
+def _collect_in_wait(waited: float) -> None:
+    """Run a full collection in a wait that has lasted `waited` seconds, and seldom enough.
+
+    Only where `collect_rarely` has raised the interval of full collections to that of a controller.
+    """
+    global _next_collection
+    now = time.monotonic()
+    if waited < IDLE_AFTER_S or now < _next_collection:
+        return
+    if gc.isenabled() and gc.get_threshold()[2] == FULL_EVERY:
+        _next_collection = now + IDLE_EVERY_S  # first, so that another wait does not run one too
+        gc.collect()
 
 
 MANY = 256
@@ -556,7 +536,7 @@ BIG = 100 * 1024
 """Bytes. Ray sends a smaller argument inside the call and stores a larger one once per call."""
 SAMPLED_ITEMS = 64
 """How many items of a container are measured."""
-_HANDLES = frozenset((RayHandle, RowHandleOnRay, LocalHandle))
+_HANDLES = frozenset((RayHandle, LocalHandle))
 """Handles that `_encoded_data` can write."""
 _SHORT = 1000
 """Length of a string that Python's pickler copies as fast as Ray's does."""
@@ -594,12 +574,10 @@ class RayCallBackend:
         refs = send_to_ranks(ranks, handles, calls, send)
         batch = RayBatch(refs, handles, label, timeout, ranks, fields)
         ranks.in_flight.add(batch)
-        return RayPendings(batch)
+        return [RayPending(batch, i) for i in range(len(refs))]
 
     def gather(self, pendings: Sequence[Pending]) -> list[object]:
         """Return all results. The first failure of any of them is raised as soon as it is known."""
-        if isinstance(pendings, RayPendings):
-            return list(pendings.batch.gather())
         RayPending.wait_all([p for p in pendings if isinstance(p, RayPending)])
         return [pending.result() for pending in pendings]
 
@@ -607,10 +585,6 @@ class RayCallBackend:
         """Return `packed`, or a reference to it in the store if several ranks should not each get
         a copy. Batches are small here: their fields are in the store already."""
         return shared_value(packed) if estimate(value) > BIG else packed
-
-    def is_alive(self, handle: RankHandle) -> bool:
-        """Return whether the rank's process exists: Ray's record of the actor decides."""
-        return rank_alive(handle)
 
     def dead(self, handles: Sequence[RankHandle]) -> list[RankHandle]:
         """Return those of many ranks whose process has ended, with one probe per node."""
@@ -665,9 +639,9 @@ def send_to_ranks(
                 break
     if failure is not None:
         # Not under the lock: this waits for the ranks that have received the call.
-        received = FailedCall(refs, handles[: len(refs)], (), calls[0].label)
+        received = FailedCall(refs, handles[: len(refs)], (), calls[0].label, ranks)
         try:
-            raise received.not_sent(failure[0], failure[1], ranks) from failure[1]
+            raise received.not_sent(*failure) from failure[1]
         finally:
             del failure  # it refers to this frame, and so to the arguments
     return refs
@@ -749,7 +723,7 @@ def _encoded_data(call: Call) -> bytes | tuple[bytes, list[Ref]] | None:
         if at is None:
             at = numbers[id(handle.location)] = len(refs)
             refs.append(handle.ref)
-        return type(handle) is RowHandleOnRay, at, handle.location.node, handle.nbytes, handle.index
+        return at, handle.location.node, handle.nbytes, handle.index
 
     values: list[object] = []
     for value in (*call.args, *call.kwargs.values()) if call.kwargs else call.args:

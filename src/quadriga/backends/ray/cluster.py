@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,6 @@ from weakref import WeakSet
 
 import ray
 import ray.util.client
-from ray.exceptions import RayError
 
 from quadriga.errors import ConfigError
 
@@ -84,6 +83,9 @@ class RaySession:
 
     owned: bool
 
+    def __post_init__(self) -> None:
+        _open_sessions.add(self)
+
     def close(self) -> None:
         """End this use. The last one also shuts Ray down if a session made the connection."""
         if self not in _open_sessions:
@@ -100,12 +102,6 @@ _open_sessions: WeakSet[RaySession] = WeakSet()
 def is_last(session: RaySession | None) -> bool:
     """Return whether this process has no other open session than this one."""
     return all(other is session for other in _open_sessions)
-
-
-def _opened(owned: bool) -> RaySession:
-    session = RaySession(owned)
-    _open_sessions.add(session)
-    return session
 
 
 def ensure_ray(
@@ -134,7 +130,7 @@ def ensure_ray(
     """
     refuse_ray_client(address or os.environ.get("RAY_ADDRESS"))
     if ray.is_initialized():
-        return _opened(owned=any(session.owned for session in _open_sessions))
+        return RaySession(owned=any(session.owned for session in _open_sessions))
     _open_sessions.clear()  # of a Ray that has ended
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -160,7 +156,7 @@ def ensure_ray(
     # Ray logs its token authentication at warning level on every start.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     ray.init(**settings)  # type: ignore[arg-type]  # settings of several types in one dict
-    return _opened(owned=True)
+    return RaySession(owned=True)
 
 
 def protect_token() -> None:
@@ -235,16 +231,3 @@ def this_node() -> str:
 def kill_actor(actor: RankActor) -> None:
     """End the process of an actor at once."""
     ray.kill(cast("ActorHandle[object]", actor))
-
-
-def fetch(refs: Sequence[Ref], timeout: float | None = None) -> list[object]:
-    """Return the values of references: `ray.get` for calls that may fail or be late.
-
-    Ray raises an error in a frame whose variables refer to it. Such a cycle keeps what the calling
-    frames refer to, batches too, until a full garbage collection, so that frame is left out.
-    """
-    try:
-        return list(ray.get(list(refs), timeout=timeout))
-    except RayError as error:
-        error.__traceback__ = None
-        raise

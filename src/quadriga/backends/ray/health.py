@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar, cast
 
 import ray
@@ -42,9 +42,9 @@ from quadriga.backends.ray.cluster import (
     RayNode,
     RemoteMethod,
     cluster_nodes,
-    fetch,
     this_node,
 )
+from quadriga.backends.ray.store import fetch
 from quadriga.errors import (
     CallTimeoutError,
     QuadrigaError,
@@ -80,13 +80,11 @@ NO_RESPONSE = "  (its node does not respond)"
 # Actors
 
 
-def rank_alive(handle: RankHandle) -> bool:
-    """Return whether the rank's process exists: Ray knows of no death and its node is not lost."""
-    return actor_alive(handle.native) and not lost_nodes([handle.facts.node_id])
-
-
 def dead_ranks(handles: Sequence[RankHandle]) -> list[RankHandle]:
-    """Return those of many ranks that are not alive; a node is probed once for all its ranks."""
+    """Return those of many ranks whose process has ended: Ray knows of a death or the node is lost.
+
+    A node is probed once for all its ranks.
+    """
     dead = [handle for handle in handles if not actor_alive(handle.native)]
     if dead or not ray.is_initialized():
         return dead
@@ -152,16 +150,12 @@ def probe_nodes(node_ids: Iterable[str]) -> dict[str, Probe | None]:
     result: dict[str, Probe | None] = {mine: "open"}
     if not others:
         return result
-    known = {node.node_id: node for node in cluster_nodes() if node.alive}
     result.update(dict.fromkeys(others))
-    result.update(_connect([known[node_id] for node_id in others if node_id in known]))
+    known = [node for node in cluster_nodes() if node.alive and node.node_id in others]
+    with ThreadPoolExecutor(max(1, min(len(known), PROBE_THREADS))) as threads:  # all at once
+        for node, probe in zip(known, threads.map(_probe, known), strict=True):
+            result[node.node_id] = probe
     return result
-
-
-def _connect(nodes: Sequence[RayNode]) -> dict[str, Probe]:
-    """Connect to all nodes at once."""
-    with ThreadPoolExecutor(max(1, min(len(nodes), PROBE_THREADS))) as threads:
-        return dict(zip((node.node_id for node in nodes), threads.map(_probe, nodes), strict=True))
 
 
 def _probe(node: RayNode) -> Probe:
@@ -371,8 +365,8 @@ class FailedCall:
     fields: Sequence[Sequence[Ref]]
     """The returns of fields of each task."""
     label: str
-    killed: list[RankHandle] = field(default_factory=list)
-    """Peers that were stuck in a collective."""
+    ranks: RankSet | None = None
+    """The group, whose later calls fail if peers had to be killed."""
 
     def first_failure(self, index: int, error: RayError) -> QuadrigaError:
         """Return the failure that came first, with a note on the peers that have not ended.
@@ -386,12 +380,12 @@ class FailedCall:
         if not isinstance(first, WorkerDiedError) and _from_collective(first):
             failures, running = self._await_death()
             first = min([*failures, first], key=_order)
-        note = self._release(running) if running else ""
-        if note:
+        if running:
+            note = self._release(running, str(first).splitlines()[0])
             first.args = (f"{first.args[0]}\n\n{note}",)
         return first
 
-    def not_sent(self, failed: RankHandle, error: Exception, ranks: RankSet) -> WorkerError:
+    def not_sent(self, failed: RankHandle, error: Exception) -> WorkerError:
         """Return the error for a call that this object's ranks received and one rank did not.
 
         `.remote()` of the rank `failed` raised `error`: the queue of its actor is full, or this
@@ -401,22 +395,15 @@ class FailedCall:
         running: list[RankHandle] = []
         if self.refs:
             _, running = self._failures(GRACE_S)
-        note = self._release(running) if running else ""
         first = f"{type(error).__name__}: {_first_line(error)}"
         place = f"rank {failed.facts.rank} on {failed.facts.node}"
         cause = f"{self.label} could not be sent to {place}: {first}"
-        self.mark_as_broken(ranks, cause)
+        note = self._release(running, cause) if running else ""
         received = ", ".join(str(handle.facts.rank) for handle in self.handles) or "none"
         return WorkerError(
             f"{cause}. Rank(s) that received the call: {received}.\n\n{note}".rstrip(),
             **details(failed, self.label),
         )
-
-    def mark_as_broken(self, ranks: RankSet, cause: str) -> None:
-        """Let later calls of the group fail if peers had to be killed."""
-        if self.killed:
-            killed = ", ".join(str(handle.facts.rank) for handle in self.killed)
-            ranks.broken = f"rank(s) {killed} were killed in a collective after {cause}"
 
     def _failures(self, grace: float) -> tuple[list[QuadrigaError], list[RankHandle]]:
         """Return the failures so far, and the ranks that still run the call."""
@@ -430,14 +417,11 @@ class FailedCall:
                 running.append(handle)
             except RayError as found:
                 failures.append(translate(found, handle, self.label))
-                self._read_failure_of_fields(i)
+                # The other returns too: Ray logs errors that no process reads.
+                for fields in self.fields[i] if self.fields else ():
+                    with suppress(RayError):
+                        fetch([fields], timeout=0)
         return failures, running
-
-    def _read_failure_of_fields(self, index: int) -> None:
-        """Read the other returns of a failed task: Ray logs errors that no process reads."""
-        for fields in self.fields[index] if self.fields else ():
-            with suppress(RayError):
-                fetch([fields], timeout=0)
 
     def _await_death(self) -> tuple[list[QuadrigaError], list[RankHandle]]:
         """Wait until Ray knows of a dead peer, after a collective has failed."""
@@ -451,14 +435,16 @@ class FailedCall:
                 return failures, running
             time.sleep(0.1)
 
-    def _release(self, running: list[RankHandle]) -> str:
-        """Kill peers that are stuck. Return a note on the peers."""
-        self.killed = kill_stuck_peers(running)
+    def _release(self, running: list[RankHandle], cause: str) -> str:
+        """Kill peers that are stuck. Return a note on the peers, of which there is at least one."""
+        killed = kill_stuck_peers(running)
         lines = []
-        if self.killed:
-            ranks = ", ".join(str(h.facts.rank) for h in self.killed)
+        if killed:
+            ranks = ", ".join(str(h.facts.rank) for h in killed)
             lines.append(f"Stuck in a collective and killed: rank(s) {ranks}.")
-        others = [str(h.facts.rank) for h in running if h not in self.killed]
+            if self.ranks is not None:
+                self.ranks.broken = f"rank(s) {ranks} were killed in a collective after {cause}"
+        others = [str(h.facts.rank) for h in running if h not in killed]
         if others:
             lines.append(f"Still running the same call: rank(s) {', '.join(others)}.")
         return "\n".join(lines)

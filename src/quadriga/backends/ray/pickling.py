@@ -122,34 +122,31 @@ class PickledCall(SharedArgument):
 
     def open(self) -> object:
         """Return the call."""
-        _unpickling.refs = self.refs
+        _thread.refs = self.refs
         # Buffers that Ray has received are read-only, and the method may write into its arrays.
         buffers = [b.raw() if isinstance(b, pickle.PickleBuffer) else b for b in self.buffers]
         try:
             return pickle.loads(self.data, buffers=map(bytearray, buffers))
         finally:
-            _unpickling.refs = ()
+            _thread.refs = ()
 
 
-class _Unpickling(threading.local):
-    """The references and actor handles of the call that this thread unpickles."""
+class _Thread(threading.local):
+    """What this thread pickles or unpickles."""
 
     refs: Sequence[Counted] = ()
+    """The references and actor handles of the call that is unpickled."""
+    pickles = False
+    """Whether a call is pickled."""
 
 
-class _Pickling(threading.local):
-    """Whether this thread pickles a call."""
-
-    active = False
-
-
-_unpickling, _pickling = _Unpickling(), _Pickling()
+_thread = _Thread()
 # A batch inside an object of the user is sent as its references, and not as its bytes.
-transports.append(Transport((), lambda: _pickling.active))
+transports.append(Transport((), lambda: _thread.pickles))
 
 
 def _reference(index: int) -> Counted:
-    return _unpickling.refs[index]
+    return _thread.refs[index]
 
 
 class _CallPickler(cloudpickle.Pickler):
@@ -199,11 +196,11 @@ def _pickled(value: object, label: tuple[str, str]) -> PickledCall:
     buffers: list[pickle.PickleBuffer] = []
     file = io.BytesIO()
     pickler = _CallPickler(file, buffers.append)
-    _pickling.active = True
+    _thread.pickles = True
     try:
         pickler.dump(value)  # type: ignore[no-untyped-call]  # cloudpickle has no types
     finally:
-        _pickling.active = False
+        _thread.pickles = False
     return PickledCall(label, file.getvalue(), buffers, pickler.refs)
 
 

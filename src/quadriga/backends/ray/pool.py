@@ -65,7 +65,6 @@ def place(
     strategy: Strategy,
     name: str | None,
     device_name: str,
-    timeout: float,
 ) -> list[list[PlacementGroup]]:
     """Make the placement groups of all pools: for each pool one group per node.
 
@@ -76,7 +75,7 @@ def place(
         asked for in the order of the pools    [2] may get 2 GPUs of the large node; [8] never fits
         asked for by size                      [8] gets the large node, then [2] the small one
 
-    Raises `PlacementError` after `timeout` seconds. No group is kept after an error.
+    Raises `PlacementError` after `PLACE_TIMEOUT_S`. No group is kept after an error.
     """
     parts = [
         _Part(pool, (number, node), count, pool.bundle(device_name))
@@ -85,14 +84,20 @@ def place(
     ]
     parts.sort(key=lambda part: part.size, reverse=True)
     made: dict[tuple[int, int], PlacementGroup] = {}
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + PLACE_TIMEOUT_S
     try:
         for _, same_size in groupby(parts, key=lambda part: part.size):
             batch = list(same_size)
             for part in batch:
-                made[part.place] = _make(part, strategy, name)
+                prefix = name or f"{part.pool.name_prefix}{uuid.uuid4().hex[:6]}:"
+                made[part.place] = placement_group(
+                    bundles=[dict(part.bundle) for _ in range(part.count)],
+                    strategy=strategy,
+                    name=f"{prefix}{part.place[1]}",
+                    lifetime="detached" if part.pool.detached else None,
+                )
             if not _await([made[part.place] for part in batch], batch[0].pool, deadline):
-                raise _no_room(batch[0], timeout)
+                raise _no_room(batch[0])
     except BaseException:  # Ctrl-C too: a user waits here while other jobs hold the devices
         for group in made.values():
             remove_placement_group(group)
@@ -101,17 +106,6 @@ def place(
         sort_by_node_address([made[number, node] for node in range(len(pool.store))])
         for number, pool in enumerate(pools)
     ]
-
-
-def _make(part: _Part, strategy: Strategy, name: str | None) -> PlacementGroup:
-    prefix = name or f"{part.pool.name_prefix}{uuid.uuid4().hex[:6]}:"
-    group: PlacementGroup = placement_group(
-        bundles=[dict(part.bundle) for _ in range(part.count)],
-        strategy=strategy,
-        name=f"{prefix}{part.place[1]}",
-        lifetime="detached" if part.pool.detached else None,
-    )
-    return group
 
 
 def _await(groups: list[PlacementGroup], pool: RayResourcePool, deadline: float) -> bool:
@@ -129,11 +123,11 @@ def _await(groups: list[PlacementGroup], pool: RayResourcePool, deadline: float)
     return False
 
 
-def _no_room(part: _Part, timeout: float) -> PlacementError:
+def _no_room(part: _Part) -> PlacementError:
     return PlacementError(
         f"Pool {part.pool.label!r} {part.pool.store}: its bundles were not free within "
-        f"{timeout:.0f} s. Each process asks for {part.bundle}; free now: {_free_text()}. Other "
-        "jobs, or other pools of this one, hold the rest.",
+        f"{PLACE_TIMEOUT_S:.0f} s. Each process asks for {part.bundle}; free now: {_free_text()}. "
+        "Other jobs, or other pools of this one, hold the rest.",
         pool=part.pool.label,
         wanted=part.bundle,
         available=free_resources(),
@@ -153,13 +147,10 @@ def sort_by_node_address(groups: Sequence[PlacementGroup]) -> list[PlacementGrou
         node_id = nodes_of_bundles(group)[0]
         return _address_key(addresses.get(node_id, "")), node_id
 
-    result = list(groups)
-    for size in {group.bundle_count for group in groups}:
-        slots = [i for i, group in enumerate(groups) if group.bundle_count == size]
-        ordered = sorted((groups[i] for i in slots), key=key)
-        for slot, group in zip(slots, ordered, strict=True):
-            result[slot] = group
-    return result
+    ordered: dict[int, list[PlacementGroup]] = {}
+    for group in sorted(groups, key=key, reverse=True):
+        ordered.setdefault(group.bundle_count, []).append(group)
+    return [ordered[group.bundle_count].pop() for group in groups]
 
 
 def nodes_of_bundles(group: PlacementGroup) -> Mapping[int, str]:
@@ -268,14 +259,12 @@ class RayResourcePool(ResourcePool):
         strategy: Strategy = "STRICT_PACK",
         name: str | None = None,
         device_name: str = "cuda",
-        timeout: float = PLACE_TIMEOUT_S,
     ) -> list[PlacementGroup]:
         """Return one placement group per node, in the order of the nodes' addresses.
 
         The first call makes them. A part of other pools returns all groups of these;
         `bundles_of_ranks` says which bundles it uses. Raises `PlacementError` if the nodes cannot
-        hold them, before any group is made, or if the bundles are not free within `timeout`
-        seconds.
+        hold them, before any group is made, or if the bundles are not free within two minutes.
         """
         groups: list[PlacementGroup] = []
         for root in self.roots():
@@ -285,7 +274,7 @@ class RayResourcePool(ResourcePool):
                     spread = strategy != "STRICT_PACK"
                     needs = [pool.needs(device_name, spread) for pool in pools]
                     check_feasible(needs, alive_nodes())
-                    placed = place(pools, strategy, name, device_name, timeout)
+                    placed = place(pools, strategy, name, device_name)
                     for pool, found in zip(pools, placed, strict=True):
                         pool.pgs = found
                 groups += root.pgs or []
@@ -374,14 +363,5 @@ class SubRayResourcePool(RayResourcePool):
         pieces: Sequence[tuple[RayResourcePool, int, int]],
     ) -> None:
         """`parent`: the pool with the settings. `pieces`: see `RayResourcePool`."""
-        super().__init__(
-            store,
-            parent.use_gpu,
-            parent.name_prefix,
-            parent.max_colocate_count,
-            parent.detached,
-            parent.accelerator_type,
-            parent.n_gpus_per_node,
-        )
-        self.label = parent.label
-        self.pieces = tuple(pieces)
+        vars(self).update(vars(parent), pgs=None, placed_together=(), pieces=tuple(pieces))
+        self._store = list(store)

@@ -12,12 +12,18 @@ The actor class itself is light. The user's worker class, and what it imports, i
 
 The controller sends all of these without waiting. Ray hands rank 0's address and port, the result
 of its `quadriga_prepare`, to every `quadriga_setup` as an argument.
+
+A rank keeps freed memory: glibc returns large blocks to the system as soon as they are freed, and
+every page of the next ones costs a page fault, although a training step frees and allocates the
+same sizes again. Full garbage collections are rare (see `calls`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import faulthandler
+import gc
 import importlib
 import inspect
 import os
@@ -33,8 +39,6 @@ import ray
 from ray import cloudpickle
 
 from quadriga.backends.ray.cluster import STACK_SIGNAL, node_address
-from quadriga.backends.ray.memory import FULL_EVERY_IN_RANK, collect_rarely, keep_freed_memory
-from quadriga.backends.ray.profiling import TorchProfiler
 from quadriga.protocol.threads import in_thread
 from quadriga.single_controller.backend import RankFacts
 from quadriga.single_controller.dispatch import Call, SharedArgument, Ticket, unpack_results
@@ -53,13 +57,51 @@ Sent: TypeAlias = "bytes | tuple[bytes, list[Ref]] | SharedArgument"
 that opens to it."""
 
 
+KEPT_BYTES = 256 * 2**20
+"""A process keeps up to this much free memory at the end of its heap; glibc's own rule stops at
+64 MiB."""
+_LARGEST_BLOCK = 32 * 2**20
+"""Larger blocks always come from the system: glibc allows no more."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_USERS_CHOICE = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+
+_FULL_BY_DEFAULT = 10
+FULL_EVERY = 100
+"""In a rank, a full collection follows so many collections of the middle generation."""
+
+
+def keep_freed_memory() -> bool:
+    """Have glibc keep freed memory for the next blocks.
+
+    Return False if the user's environment sets the limits of the heap, or without glibc.
+    """
+    if any(name in os.environ for name in _USERS_CHOICE):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    kept = mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
+    return bool(kept and mallopt(_M_MMAP_THRESHOLD, _LARGEST_BLOCK))
+
+
+def collect_rarely(full_every: int) -> bool:
+    """Start a full garbage collection after `full_every` collections of the middle generation.
+
+    Return False if the user has chosen an interval, which then stays.
+    """
+    young, middle, full = gc.get_threshold()
+    if full != _FULL_BY_DEFAULT or not young:
+        return False
+    gc.set_threshold(young, middle, full_every)
+    return True
+
+
 class RankProcess:
     """Host the workers of one rank. See the docstring of the module."""
 
     _host: RankHost
     _facts: RankFacts
     _result_store: Callable[[], ResultStore]
-    _profiler: TorchProfiler | None = None
     _max_concurrency: int | None = None
     """How many calls run at the same time, where Ray does not limit it."""
 
@@ -85,7 +127,7 @@ class RankProcess:
         """
         os.environ.update(variables)
         keep_freed_memory()
-        collect_rarely(FULL_EVERY_IN_RANK)
+        collect_rarely(FULL_EVERY)
         sys.path.extend(path for path in search_path if path not in sys.path)
         for module in preload:
             importlib.import_module(module)
@@ -103,7 +145,6 @@ class RankProcess:
         rendezvous: tuple[str, str],
         prepared: tuple[str, str],
         payload: tuple[object, Mapping[str, ClassWithInitArgs], RayStore],
-        profiler: TorchProfiler | None = None,
     ) -> RankFacts:
         """Build the workers.
 
@@ -114,7 +155,6 @@ class RankProcess:
                 unpickle `payload`, which imports the user's modules, before this is known.
             payload: the dispatch modes that the user has added, the roles, and the store of
                 large fields.
-            profiler: traces calls.
         """
         address, port = rendezvous
         place = replace(place, master_address=address, master_port=port)
@@ -139,13 +179,19 @@ class RankProcess:
             devices=visible_devices(),
             interleaves=isinstance(self, AsyncRankProcess),
         )
-        self._profiler = profiler
-        payload[2].readers = place.local_world_size
-        self._use_store(payload[2])
+        # Imported here because these modules load numpy, whose thread pools read the environment
+        # variables that `quadriga_prepare` has set by now.
+        from quadriga.backends.ray.store import ResultStore
+        from quadriga.protocol.storage import set_process_store
+
+        _, roles, store = payload
+        store.readers = place.local_world_size
+        set_process_store(store)
+        self._result_store = partial(ResultStore, store)
         self._host = RankHost(
             place, self._facts.node, _survives_pickling, self._max_concurrency, in_process=False
         )
-        self._host.build(payload[1])
+        self._host.build(roles)
         return self._facts
 
     def quadriga_facts(self) -> RankFacts:
@@ -166,18 +212,11 @@ class RankProcess:
 
     def _invoke(self, sent: Sent, count: int) -> tuple[object, ...]:
         store = self._result_store()
-        return store.returns(self._run(self._call(sent), store), count)
+        return store.returns(self._host.invoke(self._call(sent), store), count)
 
     def quadriga_invoke_value(self, sent: Sent) -> object:
         """Run one call; return the value itself, for a program that calls `ray.get`."""
-        return unpack_results([self._run(self._call(sent))])[0]
-
-    def _run(self, call: Call, store: ResultStore | None = None) -> object:
-        """Run one call, under the profiler if this rank has one. Return its packed result."""
-        if self._profiler is None:
-            return self._host.invoke(call, store)
-        with self._profiler.trace(call.role, call.method, self._facts.rank):
-            return self._host.invoke(call, store)
+        return unpack_results([self._host.invoke(self._call(sent))])[0]
 
     def _call(self, sent: object) -> Call:
         """Return a call from what was sent for it."""
@@ -204,15 +243,6 @@ class RankProcess:
         # Bytes are always a pickle (see `store.opened`), so a user's bytes are pickled as well.
         parts = [pickle.dumps(part) if type(part) is bytes else part for part in parts]
         return tuple(parts) if len(parts) > 1 else parts[0]
-
-    def _use_store(self, store: RayStore) -> None:
-        # Imported here because these modules load numpy, whose thread pools read the environment
-        # variables that `quadriga_prepare` has set by now.
-        from quadriga.backends.ray.store import ResultStore
-        from quadriga.protocol.storage import set_process_store
-
-        set_process_store(store)
-        self._result_store = partial(ResultStore, store)
 
 
 class AsyncRankProcess(RankProcess):
@@ -261,17 +291,17 @@ def data_call(data: bytes, refs: Sequence[Ref] = ()) -> Call:
     """
     role, method, values, names, materialize, step = pickle.loads(data)
     if tuple in set(map(type, values)):  # batches; a call without them loads no tensors
-        from quadriga.backends.ray.store import Location, RayHandle, RowHandleOnRay
+        from quadriga.backends.ray.store import Location, RayHandle
         from quadriga.protocol.message import handle_of_flat, restore
 
         locations: dict[int, Location] = {}
 
-        def handle_of(kind: bool | tuple[str, str] | None, *flat: Any) -> Handle:
-            if not isinstance(kind, bool):
+        def handle_of(kind: int | tuple[str, str] | None, *flat: Any) -> Handle:
+            if not isinstance(kind, int):
                 return handle_of_flat(kind, *flat)
-            at, node, nbytes, index = flat
-            location = locations.setdefault(at, Location(refs[at], node))
-            return (RowHandleOnRay if kind else RayHandle)(location, nbytes, index)
+            node, nbytes, index = flat
+            location = locations.setdefault(kind, Location(refs[kind], node))
+            return RayHandle(location, nbytes, index)
 
         batch = partial(restore, handle_of=handle_of)
         values = [batch(*value) if type(value) is tuple else value for value in values]
@@ -296,7 +326,7 @@ def rank_process_class(name: str, classes: Mapping[str, type]) -> type[RankProce
 
     The methods are for code that holds an actor handle and calls it directly. With several roles
     they are named `<role>_<method>`. Names that the actor class itself has are left out: a worker's
-    own `_run` is not the actor's.
+    own `_call` is not the actor's.
     """
     members: dict[str, object] = {"__module__": "quadriga.ranks", "__doc__": f"A rank of {name}."}
     methods = [
@@ -305,7 +335,11 @@ def rank_process_class(name: str, classes: Mapping[str, type]) -> type[RankProce
         for method, found in members_of(cls).items()
         if not method.startswith("__") and (inspect.isfunction(found) or inspect.ismethod(found))
     ]
-    is_async = bool(coroutine_methods(classes))
+    is_async = any(
+        inspect.iscoroutinefunction(found)
+        for cls in roles_of(dict(classes)).values()  # fused roles too
+        for found in members_of(cls).values()
+    )
     forwarder = _async_forwarder if is_async else _forwarder
     base = AsyncRankProcess if is_async else RankProcess
     for role, method in methods:
@@ -313,16 +347,6 @@ def rank_process_class(name: str, classes: Mapping[str, type]) -> type[RankProce
         if not hasattr(base, offered):
             members.setdefault(offered, forwarder(role, method))
     return type(name, (base,), members)
-
-
-def coroutine_methods(classes: Mapping[str, type]) -> set[str]:
-    """Return the coroutine methods of the classes of a group, by role, and of fused roles."""
-    return {
-        name
-        for cls in roles_of(dict(classes)).values()
-        for name, found in members_of(cls).items()
-        if inspect.iscoroutinefunction(found)
-    }
 
 
 def _forwarder(role: str, method: str) -> Callable[..., object]:

@@ -15,8 +15,8 @@ import copy
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -28,12 +28,15 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from quadriga.backends.ray.calls import RayBatch
+from quadriga.backends.ray.calls import FULL_EVERY, RayBatch
 from quadriga.backends.ray.cluster import kill_actor, node_address, this_node
-from quadriga.backends.ray.memory import FULL_EVERY_IN_CONTROLLER, collect_rarely
 from quadriga.backends.ray.pickling import send_code_of_loaded_files
-from quadriga.backends.ray.profiling import Nsight, Profiler, TorchProfiler
-from quadriga.backends.ray.rank_process import AsyncRankProcess, RankProcess, rank_process_class
+from quadriga.backends.ray.rank_process import (
+    AsyncRankProcess,
+    RankProcess,
+    collect_rarely,
+    rank_process_class,
+)
 from quadriga.backends.ray.store import make_store
 from quadriga.errors import (
     CallTimeoutError,
@@ -73,16 +76,49 @@ class RankPlan:
     """Options of the Ray actor."""
     variables: dict[str, str]
     """Environment variables of the process."""
-    profiler: TorchProfiler | None = None
-    """What traces its calls."""
 
-    def with_profiler(self, profiler: Profiler | None) -> RankPlan:
-        """Return this plan with a profiler of its calls or, for Nsight, of its process."""
-        if not isinstance(profiler, Nsight):
-            return replace(self, profiler=profiler)
-        given = cast("Mapping[str, object]", self.options.get("runtime_env") or {})
-        env = {**given, **profiler.runtime_env()}
-        return replace(self, options={**self.options, "runtime_env": env})
+
+@dataclass(frozen=True)
+class Nsight:
+    """Start ranks under `nsys profile`, through Ray's `runtime_env`. The nodes need `nsys`.
+
+    `options`: flags of `nsys profile` without their dashes (`{"t": "cuda,nvtx"}`); None: Ray's
+    default flags. `ranks`: which ranks; None: all. Reports are in the folder `nsight` of the logs
+    of the Ray session.
+    """
+
+    options: Mapping[str, str] | None = None
+    ranks: Collection[int] | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (self.options or {}).items():
+            if not isinstance(name, str) or not isinstance(value, str):
+                raise ConfigError(
+                    f"Nsight: options are flags of nsys and their values, both strings, got "
+                    f"{name!r}: {value!r}.",
+                    key="profiler",
+                )
+
+    def options_of_rank(self, rank: int, options: dict[str, object]) -> dict[str, object]:
+        """Return the actor options of one rank, with Ray's setting if the rank is profiled."""
+        if self.ranks is not None and rank not in self.ranks:
+            return options
+        given = cast("Mapping[str, object]", options.get("runtime_env") or {})
+        nsight = "default" if self.options is None else dict(self.options)
+        return {**options, "runtime_env": {**given, "nsight": nsight}}
+
+
+def check_profiler(profiler: object, world_size: int) -> None:
+    """Raise `ConfigError` for a profiler that fits no rank of a group."""
+    if profiler is None:
+        return
+    if not isinstance(profiler, Nsight):
+        raise ConfigError(f"profiler: expected Nsight(...), got {profiler!r}.", key="profiler")
+    if wrong := sorted(rank for rank in profiler.ranks or () if not 0 <= rank < world_size):
+        raise ConfigError(
+            f"profiler: rank(s) {wrong} do not exist in a group of {world_size} ranks.",
+            key="profiler",
+        )
 
 
 class UserModes:
@@ -124,7 +160,7 @@ def start_ranks(
     Raises `WorkerInitError` for the first `__init__` that raised, `ConfigError` for a name that is
     taken, `CallTimeoutError` after `timeout` seconds. No process is left after a failure.
     """
-    collect_rarely(FULL_EVERY_IN_CONTROLLER)
+    collect_rarely(FULL_EVERY)
     classes = {role: member.cls for role, member in roles.items()}
     rank_class = rank_process_class(class_name, classes)
     factory = cast("ActorFactory", ray.remote(rank_class))
@@ -144,14 +180,13 @@ def start_ranks(
             for actor, plan in zip(actors, plans, strict=True)
         ]
         ready = [
-            actor.quadriga_setup.remote(plan.place, prepared[0], mine, payload, plan.profiler)
+            actor.quadriga_setup.remote(plan.place, prepared[0], mine, payload)
             for actor, plan, mine in zip(actors, plans, prepared, strict=True)
         ]
         # The handles do not know their processes yet.
-        places = [p.place for p in plans]
         unknown = [
-            RankHandle(actor, p.name, RankFacts(at.rank, at.world_size, "?", 0, "", ""))
-            for actor, p, at in zip(actors, plans, places, strict=True)
+            RankHandle(actor, p.name, RankFacts(p.place.rank, len(plans), "?", 0, "", ""))
+            for actor, p in zip(actors, plans, strict=True)
         ]
         label = f"{next(iter(roles))}.__init__"
         facts = cast(list[RankFacts], RayBatch(ready, unknown, label, timeout).gather())
@@ -470,8 +505,6 @@ class RayColocatedClass(ColocatedClass, RayClassWithInitArgs):
             if isinstance(member, RayClassWithInitArgs):
                 self.ray_options.update(member.ray_options)
                 self.additional_resources.update(member.additional_resources)
-
-    __call__ = RayClassWithInitArgs.__call__
 
 
 def create_colocated_worker_cls(class_dict: dict[str, ClassWithInitArgs]) -> RayColocatedClass:

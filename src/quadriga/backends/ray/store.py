@@ -22,7 +22,7 @@ the caller from the start. A call asks for as many returns as its method has fil
     a method whose first result had none    1         in the first: the caller receives them once
     the next one                            2         in the second
 
-**Rows of other nodes.** A `RowStore` fetches rows from other nodes without the rest of their
+**Rows of other nodes.** A store may fetch rows from other nodes without the rest of their
 objects.
 
     reading rank ── rows 4, 17 of object A, row 3 of B ──► row server of the node of A and B
@@ -40,7 +40,6 @@ fetched, which is always possible while its owner and its node run.
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import pickle
@@ -57,7 +56,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from quadriga.backends.ray.cluster import cluster_nodes, fetch, kill_actor, this_node
+from quadriga.backends.ray.cluster import cluster_nodes, kill_actor, this_node
 from quadriga.errors import ConfigError, LostObjectError
 from quadriga.protocol.storage import (
     Handle,
@@ -93,6 +92,30 @@ FETCH_S = 900.0
 """How long stored values may take to arrive. Ray itself gives up after ten minutes on a node that
 it cannot reach, but not on one that sends too slowly."""
 
+StoreName = Literal["auto", "rows", "shards"]
+SHARE = 1 / 8
+"""The part of a remote shard up to which "auto" cuts. A whole object that one rank fetches serves
+all ranks of its node, so the parts of all of them count:
+
+    nodes   ranks of each   part of one rank   of its node    "auto"
+        2               8               1/16           1/2    whole shards
+       16               8              1/128          1/16    rows
+        8               1                1/8           1/8    rows
+"""
+_SHARES: dict[str, float] = {"auto": SHARE, "rows": math.inf, "shards": 0.0}
+ANSWER_S = 60.0
+"""How long a row server may take."""
+LOOK_S = 10.0
+"""Seconds after which the nodes of a cluster of one node are counted again."""
+LOOK_UP_AGAIN_S = 30.0
+"""How long a node without a row server is not asked again."""
+THREADS = 4
+"""How many requests a row server answers at the same time."""
+_NAMESPACE = "quadriga_rows"
+
+Cut = tuple[int, int, Ints]
+"""Number of the object in the request, number of the field in the object, rows."""
+
 _LOST = (
     ray.exceptions.ObjectLostError,
     ray.exceptions.ReferenceCountingAssertionError,
@@ -111,6 +134,19 @@ def _is_pickling() -> bool:
 
 
 transports.append(Transport((ray.ObjectRef, ray.actor.ActorHandle), _is_pickling))
+
+
+def fetch(refs: Sequence[Ref], timeout: float | None = None) -> list[object]:
+    """Return the values of references: `ray.get` for calls that may fail or be late.
+
+    Ray raises an error in a frame whose variables refer to it. Such a cycle keeps what the calling
+    frames refer to, batches too, until a full garbage collection, so that frame is left out.
+    """
+    try:
+        return list(ray.get(list(refs), timeout=timeout))
+    except RayError as error:
+        error.__traceback__ = None
+        raise
 
 
 class Location:
@@ -149,8 +185,13 @@ class RayHandle:
 
     @property
     def sends_rows(self) -> bool:
-        """Whether the node of the value is known, which a `RowStore` notes if there are several."""
+        """Whether the node of the value is known: see `RayStore.node`."""
         return bool(self.location.node)
+
+    def pays(self, share: float) -> bool:
+        """Return whether the store of this process cuts `share` of the rows out of the shard."""
+        store = current_store()
+        return isinstance(store, RayStore) and store.cuts(self.location.node, share)
 
     def fetch(self) -> object:
         """Return the value. Raises `LostObjectError` if it is lost."""
@@ -176,11 +217,42 @@ class RayHandle:
                 late=[handle.key for handle in handles if handle.ref not in here],
             ) from error
         except _LOST as error:
-            error.__traceback__ = None  # see `cluster.fetch`
+            error.__traceback__ = None  # see `fetch`
             raise LostObjectError(f"An object of Ray's store is lost: {error}") from error
         return [
             item_of(objects[ref], handle.index) for ref, handle in zip(found, handles, strict=True)
         ]
+
+    @staticmethod
+    def fetch_rows(requests: Sequence[RowRequest]) -> list[object | None]:
+        """Ask the row server of each node once; None for rows that it could not send."""
+        by_node: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            assert isinstance(request.handle, RayHandle)
+            by_node.setdefault(request.handle.location.node, []).append(number)
+        asked = {
+            node: (numbers, _ask(node, [requests[i] for i in numbers]))
+            for node, numbers in by_node.items()
+        }
+        found: list[object | None] = [None] * len(requests)
+        deadline = time.monotonic() + ANSWER_S
+        for node, (numbers, answer) in asked.items():
+            if answer is None:
+                continue
+            try:
+                (payloads,) = fetch([answer], max(0.0, deadline - time.monotonic()))
+            except RayError as error:  # GetTimeoutError is one
+                logger.warning(
+                    "The row server of node %s did not send rows (%s); whole objects are fetched.",
+                    node,
+                    type(error).__name__,
+                )
+                servers.forget(node)
+                continue
+            for i, payload in zip(numbers, cast("list[Stored]", payloads), strict=True):
+                found[i] = payload
+                traffic.add(cut_bytes=payload_bytes(payload))
+        return found
 
     @property
     def ref(self) -> Ref:
@@ -190,7 +262,7 @@ class RayHandle:
         return self.location.ref
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.location, self.nbytes, self.index)
+        return RayHandle, (self.location, self.nbytes, self.index)
 
 
 def item_of(stored: object, index: int) -> object:
@@ -202,18 +274,46 @@ def item_of(stored: object, index: int) -> object:
 
 
 class RayStore:
-    """Put values into Ray's object store. The process that puts a value owns it.
+    """Put values into Ray's object store, and have rows of remote values cut out by their node.
 
-    A reader on another node fetches whole objects. A store is pickled as its settings.
+    The process that puts a value owns it. A store is pickled as its settings.
+
+    Args:
+        share: cut if the ranks of the reading node need at most this part of the rows of a shard;
+            0: whole objects are always fetched.
+        near: cut also on the node of the reader, where reading shared memory is cheaper. It lets
+            a cluster of one node test what several nodes do.
     """
 
     in_process = False
-    handle_class: type[RayHandle] = RayHandle
-    readers = 1
+
+    def __init__(self, share: float = SHARE, near: bool = False) -> None:
+        self.share = share
+        self.near = near
+        self.readers = 1
+        """How many ranks of this group read on this node."""
+        self._node = ""
+        self._looked = -math.inf  # when the nodes were counted
 
     def node(self) -> str:
-        """Return the id of the node of this process for readers that need it, else ""."""
-        return ""
+        """Return the id of this node; "" if no reader needs it: rows are never cut, or the cluster
+        has one node.
+
+        Nodes may join, so that a cluster of one node is looked at again after `LOOK_S` seconds.
+        """
+        if self.share and not self._node and time.monotonic() - self._looked > LOOK_S:
+            self._looked = time.monotonic()
+            alone = sum(node.alive for node in cluster_nodes()) == 1
+            self._node = "" if alone and not self.near else this_node()
+        return self._node
+
+    def cuts(self, node: str, share: float) -> bool:
+        """Return whether to cut `share` of the rows out of a shard of that node."""
+        few = share * self.readers <= self.share
+        return few and bool(node) and (self.near or node != self.node())
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return RayStore, (self.share, self.near)
 
     @property
     def session(self) -> object:
@@ -223,7 +323,7 @@ class RayStore:
 
     def put(self, value: object, nbytes: int = 0) -> Handle:
         """Store one value as an object of its own."""
-        return self.handle_class(Location(ray.put(value), self.node()), nbytes)
+        return RayHandle(Location(ray.put(value), self.node()), nbytes)
 
     def put_many(self, values: Sequence[tuple[object, int]]) -> list[Handle]:
         """Store `(value, nbytes)` pairs, small values together; return the handles in order."""
@@ -234,7 +334,7 @@ class RayStore:
                 continue
             location = Location(ray.put(tuple(values[i][0] for i in bundle)), self.node())
             for index, i in enumerate(bundle):
-                handles[i] = self.handle_class(location, values[i][1], index)
+                handles[i] = RayHandle(location, values[i][1], index)
         return [handles[i] for i in range(len(values))]
 
 
@@ -304,16 +404,11 @@ class ResultStore:
         self._store = store
         self._fields: list[tuple[object, RayHandle]] = []
         # No other result may use the handles of this one, which are complete in the caller only.
-        self._session = object()
-
-    @property
-    def session(self) -> object:
-        """Identifies this result."""
-        return self._session
+        self.session = object()
 
     def put(self, value: object, nbytes: int = 0) -> Handle:
         """Keep one value for the returns of the task."""
-        handle = self._store.handle_class(Location(), nbytes)
+        handle = RayHandle(Location(), nbytes)
         self._fields.append((value, handle))
         return handle
 
@@ -397,72 +492,7 @@ def is_plain_batch(value: object) -> bool:
     return batch is not None and batch.is_plain
 
 
-# Rows of other nodes
-
-StoreName = Literal["auto", "rows", "shards"]
-SHARE = 1 / 8
-"""The part of a remote shard up to which "auto" cuts. A whole object that one rank fetches serves
-all ranks of its node, so the parts of all of them count:
-
-    nodes   ranks of each   part of one rank   of its node    "auto"
-        2               8               1/16           1/2    whole shards
-       16               8              1/128          1/16    rows
-        8               1                1/8           1/8    rows
-"""
-ANSWER_S = 60.0
-"""How long a row server may take."""
-LOOK_S = 10.0
-"""Seconds after which the nodes of a cluster of one node are counted again."""
-LOOK_UP_AGAIN_S = 30.0
-"""How long a node without a row server is not asked again."""
-THREADS = 4
-"""How many requests a row server answers at the same time."""
-_NAMESPACE = "quadriga_rows"
-
-Cut = tuple[int, int, Ints]
-"""Number of the object in the request, number of the field in the object, rows."""
-
-
-class RowHandleOnRay(RayHandle):
-    """A handle of `RowStore`: a whole value, or some rows of it."""
-
-    __slots__ = ()
-
-    def pays(self, share: float) -> bool:
-        """Return whether the store of this process cuts `share` of the rows out of the shard."""
-        store = current_store()
-        return isinstance(store, RowStore) and store.cuts(self.location.node, share)
-
-    @staticmethod
-    def fetch_rows(requests: Sequence[RowRequest]) -> list[object | None]:
-        """Ask the row server of each node once; None for rows that it could not send."""
-        by_node: dict[str, list[int]] = {}
-        for number, request in enumerate(requests):
-            assert isinstance(request.handle, RowHandleOnRay)
-            by_node.setdefault(request.handle.location.node, []).append(number)
-        asked = {
-            node: (numbers, _ask(node, [requests[i] for i in numbers]))
-            for node, numbers in by_node.items()
-        }
-        found: list[object | None] = [None] * len(requests)
-        deadline = time.monotonic() + ANSWER_S
-        for node, (numbers, answer) in asked.items():
-            if answer is None:
-                continue
-            try:
-                (payloads,) = fetch([answer], max(0.0, deadline - time.monotonic()))
-            except RayError as error:  # GetTimeoutError is one
-                logger.warning(
-                    "The row server of node %s did not send rows (%s); whole objects are fetched.",
-                    node,
-                    type(error).__name__,
-                )
-                servers.forget(node)
-                continue
-            for i, payload in zip(numbers, cast("list[Stored]", payloads), strict=True):
-                found[i] = payload
-                traffic.add(cut_bytes=payload_bytes(payload))
-        return found
+# Row servers
 
 
 def _ask(node: str, requests: Sequence[RowRequest]) -> Ref | None:
@@ -474,70 +504,21 @@ def _ask(node: str, requests: Sequence[RowRequest]) -> Ref | None:
     cuts: list[Cut] = []
     for request in requests:
         handle = request.handle
-        assert isinstance(handle, RowHandleOnRay)
+        assert isinstance(handle, RayHandle)
         cuts.append((numbers.setdefault(handle.ref, len(numbers)), handle.index, request.rows))
     # In a list, the references are not fetched to the row server before its method runs.
     return server.cut.remote(list(numbers), cuts)
-
-
-class RowStore(RayStore):
-    """Put values into Ray's object store, and have rows of remote values cut out by their node.
-
-    Args:
-        share: cut if the ranks of the reading node need at most this part of the rows of a shard.
-        near: cut also on the node of the reader, where reading shared memory is cheaper. It lets
-            a cluster of one node test what several nodes do.
-    """
-
-    handle_class = RowHandleOnRay
-
-    def __init__(self, share: float = SHARE, near: bool = False) -> None:
-        self.share = share
-        self.near = near
-        self.readers = 1
-        """How many ranks of this group read on this node."""
-        self._node = ""
-        self._looked = -math.inf  # when the nodes were counted
-
-    def node(self) -> str:
-        """Return the id of this node; "" in a cluster of one node, which has no other reader.
-
-        Nodes may join, so that a cluster of one node is looked at again after `LOOK_S` seconds.
-        """
-        if not self._node and time.monotonic() - self._looked > LOOK_S:
-            self._looked = time.monotonic()
-            alone = sum(node.alive for node in cluster_nodes()) == 1
-            self._node = "" if alone and not self.near else this_node()
-        return self._node
-
-    def __copy__(self) -> RowStore:
-        return RowStore(self.share, self.near)
-
-    def cuts(self, node: str, share: float) -> bool:
-        """Return whether to cut `share` of the rows out of a shard of that node."""
-        few = share * self.readers <= self.share
-        return few and bool(node) and (self.near or node != self.node())
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return RowStore, (self.share, self.near)
 
 
 def make_store(name: StoreName | RayStore) -> RayStore:
     """Return the store of a setting, or a new one like a given store.
 
     Raises `ConfigError` for an unknown name.
-
-    "auto": `RowStore` with `SHARE`. "rows": rows are always cut on other nodes. "shards": whole
-    objects are always fetched.
     """
     if isinstance(name, RayStore):
-        return copy.copy(name)
-    if name == "auto":
-        return RowStore()
-    if name == "rows":
-        return RowStore(math.inf)
-    if name == "shards":
-        return RayStore()
+        return RayStore(name.share, name.near)
+    if name in _SHARES:
+        return RayStore(_SHARES[name])
     raise ConfigError(
         f'store={name!r}: expected "auto", "rows" or "shards". "auto" fetches a few rows of '
         "another node without the rest of their shards, and whole shards otherwise.",
@@ -545,12 +526,9 @@ def make_store(name: StoreName | RayStore) -> RayStore:
     )
 
 
-# Row servers
-
-
 def serve_rows(store: RayStore, nodes: Iterable[str]) -> None:
     """Start the row servers of these nodes and of this one, if readers with this store ask them."""
-    if isinstance(store, RowStore) and store.node():
+    if store.node():
         servers.start({*nodes, this_node()})
 
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from quadriga import single_controller
 from quadriga.backends.ray import (
+    Nsight,
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup as QuadrigaGroup,
 )
 from quadriga.backends.ray.cluster import ensure_ray
-from quadriga.backends.ray.profiling import Nsight
 from quadriga.backends.ray.start import RayColocatedClass, classes_of
 from quadriga.compat.verl.controller import decorator
 from quadriga.compat.verl.controller.decorator import (
