@@ -14,12 +14,9 @@ from safetensors.torch import load_file
 from quadriga.checkpoint.files import digest_file, write_tensors
 from quadriga.checkpoint.shards import (
     Block,
-    Origin,
     load_rank_state,
-    read_blocks,
     read_scalars,
     save_rank_state,
-    write_shard,
 )
 from quadriga.errors import CheckpointError
 
@@ -32,7 +29,8 @@ def rows_block(first, last):
 
 def write(folder, cuts):
     for rank, (first, last) in enumerate(pairwise(cuts)):
-        write_shard(folder, {"w": rows_block(first, last)}, {}, Origin(3, rank, len(cuts) - 1))
+        blocks = {"w": rows_block(first, last)}
+        save_rank_state(folder, blocks, {}, rank=rank, world_size=len(cuts) - 1)
 
 
 @pytest.mark.parametrize("cuts", [[0, 7], [0, 4, 7], [0, 3, 6, 7, 7]])
@@ -41,7 +39,7 @@ def test_blocks_can_be_read_with_any_other_sharding(tmp_path, cuts, wanted):
     write(tmp_path, cuts)
     block = rows_block(*wanted)
     block.data.fill_(-1)
-    read_blocks(tmp_path, {"w": block}, rank=0)
+    load_rank_state(tmp_path, {"w": block}, rank=0)
     assert torch.equal(block.data, FULL[slice(*wanted)])
 
 
@@ -49,15 +47,15 @@ def test_a_missing_file_of_a_rank_is_named(tmp_path):
     write(tmp_path, [0, 4, 7])
     (tmp_path / "shard_00001.json").unlink()
     with pytest.raises(CheckpointError, match=r"shard_00001\.json is missing"):
-        read_blocks(tmp_path, {"w": FULL.clone()}, rank=0)
+        load_rank_state(tmp_path, {"w": FULL.clone()}, rank=0)
 
 
 def test_a_checkpoint_of_another_model_is_an_error(tmp_path):
-    write_shard(tmp_path, {"w": FULL}, {}, Origin(3, 0, 1))
+    save_rank_state(tmp_path, {"w": FULL}, {}, rank=0, world_size=1)
     with pytest.raises(CheckpointError, match=r"'w' has shape \[7, 5\], the model has \[5, 7\]"):
-        read_blocks(tmp_path, {"w": torch.zeros(5, 7)}, rank=0)
+        load_rank_state(tmp_path, {"w": torch.zeros(5, 7)}, rank=0)
     with pytest.raises(CheckpointError, match="'other'"):
-        read_blocks(tmp_path, {"other": torch.zeros(2)}, rank=0)
+        load_rank_state(tmp_path, {"other": torch.zeros(2)}, rank=0)
 
 
 WRONG_INDEXES = {
@@ -101,13 +99,13 @@ def rows(*numbers: int, name: str = "w") -> dict[str, Block]:
 
 
 def test_blocks_are_read_by_any_division_of_the_tensor(tmp_path):
-    write_shard(tmp_path, rows(0, 2), {}, Origin(1, 0, 2))
-    write_shard(tmp_path, rows(1, 3), {}, Origin(1, 1, 2))
+    for rank, blocks in enumerate((rows(0, 2), rows(1, 3))):
+        save_rank_state(tmp_path, blocks, {}, rank=rank, world_size=2)
     found = torch.zeros(4, 3)
-    read_blocks(tmp_path, {"w": found}, rank=0)
+    load_rank_state(tmp_path, {"w": found}, rank=0)
     assert torch.equal(found, WHOLE)
     part = Block(torch.zeros(2, 3), (4, 3), (1, 0), False)
-    read_blocks(tmp_path, {"w#7": part}, rank=0)
+    load_rank_state(tmp_path, {"w#7": part}, rank=0)
     assert torch.equal(part.data, WHOLE[1:3])
 
 

@@ -53,7 +53,7 @@ MODULE_NAMES = {
     ),
     "quadriga.observability.trackers": ("TRACKERS", "Tracker", "Trackers", "register_tracker"),
     "quadriga.observability.run_folder": ("RunFolder",),
-    "quadriga.observability.jsonl": ("Sample", "SampleLog", "read_samples"),
+    "quadriga.observability.jsonl": ("Sample", "JsonlFile", "read_samples"),
     "quadriga.observability.quiet": ("silence_libraries",),
 }  # fmt: skip
 

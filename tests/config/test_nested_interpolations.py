@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quadriga.compat.verl_settings import read_verl
-from quadriga.compat.verl_table import TRAIN
+from quadriga.compat.verl_settings import TRAIN, read_verl
 from quadriga.config.loading import MAX_NESTED, check_interpolations, load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError

@@ -98,8 +98,8 @@ def test_an_unknown_tracker_names_the_nearest_and_none_is_created(tmp_path):
     with pytest.raises(UnknownNameError) as caught:
         Trackers.open(["jsonl", "tensorbord"], run_info(tmp_path))
     assert str(caught.value) == (
-        "trainer.loggers: no tracker 'tensorbord'; known: console, jsonl, tensorboard, "
-        "wandb; did you mean tensorboard?"
+        "there is no tracker for trainer.loggers 'tensorbord'; known: console, jsonl, "
+        "tensorboard, wandb; did you mean 'tensorboard'?"
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +19,7 @@ from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import is_secret_name, mask_logs, mask_secrets, mask_values
 from quadriga.errors import ConfigError, DataError
 from quadriga.observability.console import RunConsole
-from quadriga.observability.jsonl import Sample, SampleLog
+from quadriga.observability.jsonl import JsonlFile, Sample
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import RunInfo, Trackers, register_tracker
 from quadriga.protocol import DataProto
@@ -263,9 +264,8 @@ def test_failures_of_reward_functions_are_masked(caplog):
 
 
 def test_samples_are_masked(tmp_path):
-    log = SampleLog(tmp_path / "samples.jsonl")
-    log.write([Sample(1, "train", f"a {VALUE}", f"b {VALUE}", 1.0, {"x": [VALUE]})])
-    log.close()
+    sample = Sample(1, "train", f"a {VALUE}", f"b {VALUE}", 1.0, {"x": [VALUE]})
+    JsonlFile(tmp_path / "samples.jsonl").write(asdict(sample))
     text = (tmp_path / "samples.jsonl").read_text()
     assert VALUE not in text and text.count("***") == 3
 

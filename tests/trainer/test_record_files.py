@@ -7,7 +7,7 @@ import pytest
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.observability import trackers
-from quadriga.observability.jsonl import SampleLog
+from quadriga.observability.jsonl import JsonlFile
 from quadriga.trainer import record
 from quadriga.trainer.record import RunRecord
 
@@ -27,7 +27,7 @@ class Broken:
 def test_a_tracker_that_fails_leaves_no_file_open(tmp_path, monkeypatch, fails_at):
     files: list[str] = []
 
-    class Log(SampleLog):
+    class Log(JsonlFile):
         def __init__(self, path):
             files.append("opened")
             super().__init__(path)
@@ -36,7 +36,7 @@ def test_a_tracker_that_fails_leaves_no_file_open(tmp_path, monkeypatch, fails_a
             files.append("closed")
             super().close()
 
-    monkeypatch.setattr(record, "SampleLog", Log)
+    monkeypatch.setattr(record, "JsonlFile", Log)
     monkeypatch.setitem(trackers.TRACKERS, "mine", lambda run: Broken(fails_at))
     settings = [f"trainer.default_local_dir={tmp_path}/run", "trainer.loggers=[mine]"]
     with (

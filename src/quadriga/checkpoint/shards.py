@@ -102,32 +102,6 @@ def _shard_name(rank: int) -> str:
     return f"shard_{rank:05d}"
 
 
-def write_shard(
-    folder: Path,
-    tensors: Mapping[str, Tensor] | Mapping[str, Block],
-    extra: Mapping[str, object],
-    origin: Origin,
-) -> list[SavedFile]:
-    """Write this rank's blocks of `tensors`, and `extra` (JSON values) into its index.
-
-    Returns:
-        The two files.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    name = _shard_name(origin.rank)
-    blocks = {key: block_of(tensor, origin.rank) for key, tensor in tensors.items()}
-    kept = {key: b for key, b in blocks.items() if b.is_first_copy and b.data.numel()}
-    data = {key: b.data for key, b in kept.items()}
-    written = write_tensors(folder / f"{name}.safetensors", data, origin.as_texts())
-    index = {
-        **asdict(origin),
-        "blocks": {n: {"shape": b.shape, "offset": b.offset} for n, b in kept.items()},
-        "extra": dict(extra),
-    }
-    # The index is written after the tensors, so an index never describes a missing file.
-    return [written, write_json(folder / f"{name}.json", index)]
-
-
 @dataclass(frozen=True)
 class ShardIndex:
     """The index of what one rank wrote: of each block, the shape of its tensor and its offset."""
@@ -212,38 +186,6 @@ def open_tensors(path: Path, origin: Origin) -> Iterator[Any]:
         yield file
 
 
-def read_blocks(
-    folder: Path,
-    tensors: Mapping[str, Tensor] | Mapping[str, Block],
-    *,
-    rank: int,
-    step: int | None = None,
-) -> None:
-    """Fill `tensors` in place from the files of all ranks; of a DTensor, this rank's block.
-
-    Raises:
-        CheckpointError: a tensor is missing, incomplete or of another shape, or a file is of
-            another step or rank; see `read_indexes`.
-    """
-    indexes = read_indexes(folder, step=step)
-    with ExitStack() as stack, torch.no_grad():
-        files = [stack.enter_context(open_tensors(i.path, i.origin)) for i in indexes]
-        for name, tensor in tensors.items():
-            block = block_of(tensor, rank)
-            found = 0
-            for index, file in zip(indexes, files, strict=True):
-                for stored in index.of_tensor.get(tensor_name(name), ()):
-                    found += _copy_overlap(file, stored, index, block)
-            # Stored blocks do not overlap each other, so the number of copied elements tells
-            # whether the whole block was filled.
-            if found != block.data.numel():
-                raise CheckpointError(
-                    f"{folder} holds {found} of the {block.data.numel()} elements of {name!r} that "
-                    f"rank {rank} needs; the checkpoint is incomplete or of another model",
-                    path=str(folder),
-                )
-
-
 def _copy_overlap(file: Any, name: str, index: ShardIndex, block: Block) -> int:
     """Copy the overlap of a stored block and this rank's block; return its number of elements.
 
@@ -289,8 +231,18 @@ def save_rank_state(
     folder, origin = Path(folder), Origin(step, rank, world_size)
     folder.mkdir(parents=True, exist_ok=True)
     random_file = write_tensors(_random_file(folder, rank), random_tensors(), origin.as_texts())
-    extra = {"scalars": dict(scalars), "random": random_scalars()}
-    return [random_file, *write_shard(folder, tensors, extra, origin)]
+    name = _shard_name(rank)
+    blocks = {key: block_of(tensor, rank) for key, tensor in tensors.items()}
+    kept = {key: b for key, b in blocks.items() if b.is_first_copy and b.data.numel()}
+    data = {key: b.data for key, b in kept.items()}
+    written = write_tensors(folder / f"{name}.safetensors", data, origin.as_texts())
+    index = {
+        **asdict(origin),
+        "blocks": {n: {"shape": b.shape, "offset": b.offset} for n, b in kept.items()},
+        "extra": {"scalars": dict(scalars), "random": random_scalars()},
+    }
+    # The index is written after the tensors, so an index never describes a missing file.
+    return [random_file, written, write_json(folder / f"{name}.json", index)]
 
 
 def read_scalars(folder: str | Path, *, step: int | None = None) -> JsonObject:
@@ -327,17 +279,34 @@ def load_rank_state(
     rank: int,
     step: int | None = None,
 ) -> None:
-    """Fill `tensors` in place, and restore the random states.
+    """Fill `tensors` in place from the files of all ranks, and restore the random states.
 
-    If fewer ranks wrote the checkpoint, the additional ranks keep their current random states.
+    Of a DTensor, this rank's block is filled. If fewer ranks wrote the checkpoint, the additional
+    ranks keep their current random states.
 
     Raises:
-        CheckpointError: the folder is missing, incomplete or of another model, or it holds a file
-            of another step than `step` (None: than its first file) or of another rank.
+        CheckpointError: the folder is missing or incomplete, a tensor is missing or of another
+            shape, or a file is of another step than `step` (None: than the first file) or of
+            another rank.
     """
     folder = Path(folder)
     indexes = read_indexes(folder, step=step)
-    read_blocks(folder, tensors, rank=rank, step=step)
+    with ExitStack() as stack, torch.no_grad():
+        files = [stack.enter_context(open_tensors(i.path, i.origin)) for i in indexes]
+        for name, tensor in tensors.items():
+            block = block_of(tensor, rank)
+            found = 0
+            for index, file in zip(indexes, files, strict=True):
+                for stored in index.of_tensor.get(tensor_name(name), ()):
+                    found += _copy_overlap(file, stored, index, block)
+            # Stored blocks do not overlap each other, so the number of copied elements tells
+            # whether the whole block was filled.
+            if found != block.data.numel():
+                raise CheckpointError(
+                    f"{folder} holds {found} of the {block.data.numel()} elements of {name!r} that "
+                    f"rank {rank} needs; the checkpoint is incomplete or of another model",
+                    path=str(folder),
+                )
     if rank < len(indexes):
         with open_tensors(_random_file(folder, rank), indexes[rank].origin) as file:
             states = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -129,8 +129,7 @@ class Invocation:
         if overrides and overrides[0] in self.command.variants:
             settings, overrides = self.command.variants[overrides[0]], overrides[1:]
         if self.verl is not None:
-            from quadriga.compat.verl_settings import read_verl
-            from quadriga.compat.verl_table import TRAIN
+            from quadriga.compat.verl_settings import TRAIN, read_verl
 
             if self.file is not None:
                 raise ConfigError("--verl and --config: two files; pass one", key="--verl")

@@ -182,6 +182,8 @@ def unknown_setting(cls: type, key: str, where: str = "") -> UnknownSettingError
     kind = dict(walk_keys(cls)).get(section)
     if not near and is_settings(kind):
         hint = f"; section {section} has {', '.join(field_types(kind))}"
+    elif not near and "." in key and key.partition(".")[0] not in field_types(cls):
+        hint += "; a role of yours has its settings once algorithm.user_files names its file"
     return UnknownSettingError(f"{where}no setting {cut(key)}{hint}", key=key, nearest=near)
 
 
@@ -389,28 +391,22 @@ def as_written(value: object) -> str:
 
 @functools.cache
 def _comments(cls: object) -> dict[str, str]:
-    """Return field name → comment on its line, else above it, with those of inherited fields."""
-    comments: dict[str, str] = {}
-    bases = cls.__mro__ if isinstance(cls, type) else ()
-    for base in reversed(bases):
-        if dataclasses.is_dataclass(base):
-            comments |= _own_comments(base)
-    return comments
+    """Return field name → comment on its line, else above it, with those of inherited fields.
 
-
-def _own_comments(cls: type) -> dict[str, str]:
-    """Return the comments of the fields that a class itself declares; {} without its source."""
-    try:
-        source = inspect.getsource(cls)
-    except OSError:
-        return {}
+    A class whose source cannot be read has none.
+    """
     comments: dict[str, str] = {}
-    above: list[str] = []
-    for line in source.splitlines():
-        if (comment := _ABOVE.match(line)) is not None:
-            above.append(comment["comment"])
+    for base in reversed(cls.__mro__ if isinstance(cls, type) else ()):
+        try:
+            lines = inspect.getsource(base).splitlines() if is_settings(base) else []
+        except OSError:
             continue
-        if (field := _FIELD.match(line)) is not None:
-            comments[field["name"]] = field["comment"] or " ".join(above)
-        above = []
+        above: list[str] = []
+        for line in lines:
+            if (comment := _ABOVE.match(line)) is not None:
+                above.append(comment["comment"])
+                continue
+            if (field := _FIELD.match(line)) is not None:
+                comments[field["name"]] = field["comment"] or " ".join(above)
+            above = []
     return comments

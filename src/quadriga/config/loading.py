@@ -71,16 +71,8 @@ def load_config(cls: type[T], overrides: Iterable[str] = (), file: str | Path | 
         UnknownSettingError: a key does not exist; the message names the nearest one.
         ConfigError: a value is of the wrong type, or an override or the file cannot be read.
     """
-    values = {} if file is None else read_settings_file(Path(expand_home(file)))
-    if "${" not in str(values):
-        # The file is built by itself first, so that the message of an error in it begins with its
-        # name. A `${…}` in it may refer to an override, so it is checked only at the end.
-        build(cls, values, f"{file}: ")
-    tree = OmegaConf.create(values)
-    parser = OverridesParser.create()
-    for text in overrides:
-        _apply(tree, cls, *_parse(parser, cls, text))
-    given = _plain_dict(tree)
+    tree = _given(cls, overrides, file)
+    given = plain_dict(tree)
     config = build(cls, _resolve(cls, tree, given))
     remember_given(config, given)
     return config
@@ -95,14 +87,8 @@ def given_user_files(overrides: Iterable[str], file: str | Path | None = None) -
     Raises:
         ConfigError: the setting is no list of texts, or an override or the file cannot be read.
     """
-    tree = OmegaConf.create({} if file is None else read_settings_file(Path(expand_home(file))))
-    parser = OverridesParser.create()
-    for text in overrides:
-        try:
-            _apply(tree, TrainConfig, *_parse(parser, TrainConfig, text))
-        except UnknownSettingError:
-            continue
-    given = _plain_dict(tree)
+    tree = _given(TrainConfig, overrides, file, all_known=False)
+    given = plain_dict(tree)
     section = given.get("algorithm")
     if not isinstance(section, dict) or "user_files" not in section:
         return []
@@ -116,7 +102,32 @@ def given_user_files(overrides: Iterable[str], file: str | Path | None = None) -
     return build(TrainConfig, {"algorithm": {"user_files": files}}).algorithm.user_files
 
 
-def _plain_dict(tree: DictConfig, *, resolve: bool = False) -> dict[str, Plain]:
+def _given(
+    cls: type[DataclassInstance],
+    overrides: Iterable[str],
+    file: str | Path | None,
+    *,
+    all_known: bool = True,
+) -> DictConfig:
+    """Return the values of a file and of overrides. `all_known`: each key must be a setting."""
+    values = {} if file is None else read_settings_file(Path(expand_home(file)))
+    if all_known and "${" not in str(values):
+        # The file is built by itself first, so that the message of an error in it begins with its
+        # name. A `${…}` in it may refer to an override, so it is checked only at the end.
+        build(cls, values, f"{file}: ")
+    tree = OmegaConf.create(values)
+    parser = OverridesParser.create()
+    for text in overrides:
+        try:
+            _apply(tree, cls, *_parse(parser, cls, text))
+        except UnknownSettingError:
+            if all_known:
+                raise
+    return tree
+
+
+def plain_dict(tree: object, *, resolve: bool = False) -> dict[str, Plain]:
+    """Return a node of OmegaConf as plain values. `resolve`: with each `${…}` resolved."""
     plain = OmegaConf.to_container(tree, resolve=resolve)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
@@ -195,7 +206,7 @@ def _resolve(
         return given
     check_interpolations(given)
     with _resolving(cls):
-        return _plain_dict(_with_defaults(cls, tree), resolve=True)
+        return plain_dict(_with_defaults(cls, tree), resolve=True)
 
 
 def _with_defaults(cls: type[DataclassInstance], tree: DictConfig) -> DictConfig:
@@ -361,47 +372,37 @@ def _text_of(path: Path) -> str:
     return text
 
 
-class _Counter:
-    """Counts the values of a YAML text with aliases expanded, event by event.
+def _check_structure(text: str) -> None:
+    """Raise `YAMLError` if the values are nested too deeply, or too many with aliases expanded.
 
-    Neither the depth of the text nor its aliases cost memory. An anchor has the size of the values
-    below it, and an alias the size of its anchor:
+    They are counted event by event, so neither the depth of the text nor its aliases cost memory.
+    An anchor has the size of the values below it, and an alias the size of its anchor:
 
         a: &a [1, 2]      &a = 3 (a list and two numbers)
         b: &b [*a, *a]    &b = 1 + 3 + 3 = 7
         c: [*b, *b]       1 + 7 + 7 = 15
     """
-
-    def __init__(self) -> None:
-        self.total = 0
-        self.sizes: dict[str, int] = {}
-        self.open: list[tuple[str | None, int]] = []  # anchor, and the total before the node
-
-    def add(self, event: yaml.Event) -> None:
-        """Count one event. Raises `YAMLError` for an alias inside its own anchor."""
-        if isinstance(event, yaml.AliasEvent):
-            if any(anchor == event.anchor for anchor, _ in self.open):
-                raise yaml.YAMLError(f"the alias *{event.anchor} is inside the value it stands for")
-            self.total += self.sizes.get(event.anchor, 0)
-        elif isinstance(event, yaml.CollectionStartEvent):
-            self.open.append((event.anchor, self.total))
-            self.total += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, before = self.open.pop()
-            self.sizes[anchor or ""] = self.total - before
-        elif isinstance(event, yaml.ScalarEvent):
-            self.total += 1
-            self.sizes[event.anchor or ""] = 1
-
-
-def _check_structure(text: str) -> None:
-    """Raise `YAMLError` if the values are nested too deeply, or too many with aliases expanded."""
-    counter = _Counter()
+    total = 0
+    sizes: dict[str, int] = {}
+    unfinished: list[tuple[str, int]] = []  # anchor, and the total before the node
     for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-        counter.add(event)
-        if len(counter.open) > MAX_DEPTH:
+        name = getattr(event, "anchor", None) or ""
+        if isinstance(event, yaml.AliasEvent):
+            if any(anchor == name for anchor, _ in unfinished):
+                raise yaml.YAMLError(f"the alias *{name} is inside the value it stands for")
+            total += sizes.get(name, 0)
+        elif isinstance(event, yaml.CollectionStartEvent):
+            unfinished.append((name, total))
+            total += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = unfinished.pop()
+            sizes[anchor] = total - before
+        elif isinstance(event, yaml.ScalarEvent):
+            total += 1
+            sizes[name] = 1
+        if len(unfinished) > MAX_DEPTH:
             raise yaml.YAMLError(f"values are nested more than {MAX_DEPTH} deep")
-        if counter.total > MAX_VALUES:
+        if total > MAX_VALUES:
             raise yaml.YAMLError(f"it stands for more than {MAX_VALUES} values")
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,22 +153,6 @@ class Sample:
     ground_truth: object = None
     data_source: str | None = None
     response_tokens: int | None = None
-
-
-class SampleLog:
-    """Appends samples to a JSON-lines file. Raises `InputError` if it cannot be written."""
-
-    def __init__(self, path: str | Path) -> None:
-        self._file = JsonlFile(path)
-
-    def write(self, samples: Iterable[Sample]) -> None:
-        """Append samples, one line each."""
-        for sample in samples:
-            self._file.write(dataclasses.asdict(sample))
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 def read_samples(path: str | Path) -> list[Sample]:

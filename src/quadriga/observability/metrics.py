@@ -200,21 +200,16 @@ class Timer:
     a span includes the spans inside it.
     """
 
-    def __init__(
-        self,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        start = self._clock()
+        start = time.perf_counter()
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def times(self) -> dict[str, float]:
         """Return `time/<span>` → seconds since the last `take`."""

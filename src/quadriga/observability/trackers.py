@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from quadriga.config.secrets import mask_secrets
-from quadriga.errors import ConfigError, UnknownNameError, nearest_name
+from quadriga.errors import ConfigError, unknown_name
 from quadriga.files import cannot_write
 from quadriga.observability.console import RunConsole
 from quadriga.observability.jsonl import JsonlFile, JsonObject, read_jsonl
@@ -156,14 +156,7 @@ def check_trackers(names: Iterable[str]) -> None:
     """
     for name in names:
         if name not in TRACKERS:
-            near = nearest_name(name, TRACKERS)
-            hint = f"; did you mean {near}?" if near else ""
-            raise UnknownNameError(
-                f"trainer.loggers: no tracker {name!r}; known: {', '.join(sorted(TRACKERS))}{hint}",
-                name=name,
-                known=sorted(TRACKERS),
-                nearest=near,
-            )
+            raise unknown_name("tracker for trainer.loggers", name, sorted(TRACKERS))
         if name == "wandb" and importlib.util.find_spec("wandb") is None:
             raise ConfigError(
                 "trainer.loggers contains 'wandb', but the package wandb is not installed; "

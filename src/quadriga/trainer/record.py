@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -15,7 +16,7 @@ from quadriga.checkpoint.folders import Resumed, restore_folder, set_aside_after
 from quadriga.config.commands import RMConfig, RMTrainerConfig, SFTConfig
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import mask_secrets
-from quadriga.observability.jsonl import Sample, SampleLog
+from quadriga.observability.jsonl import JsonlFile, Sample
 from quadriga.observability.metrics import MetricSet, Timer
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import RunInfo, Trackers, plot_learning_curve
@@ -94,7 +95,7 @@ class RunRecord:
                 set_aside_after(self.folder.checkpoints, step)
                 self.folder.forget_after(step)
                 restore_folder(self.folder.model)
-            self._samples = SampleLog(self.folder.samples)
+            self._samples = JsonlFile(self.folder.samples)
             opened.callback(self._samples.close)
             info = RunInfo(
                 self.folder,
@@ -211,7 +212,8 @@ class RunRecord:
         """
         kept = batch.slice(0, min(self.samples_kept - written, len(batch)))
         if len(kept):
-            self._samples.write(read_samples(kept, step, split, self.tokenizer))
+            for sample in read_samples(kept, step, split, self.tokenizer):
+                self._samples.write(asdict(sample))
         return len(kept)
 
     def _closing_table(self) -> None:

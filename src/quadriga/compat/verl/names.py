@@ -16,7 +16,7 @@ BALANCING, TABLES = f"{COMPAT}.balancing", f"{COMPAT}.tensordicts"
 FUNCTIONS, METRICS, TENSORS = f"{COMPAT}.functional", f"{COMPAT}.metrics", f"{COMPAT}.tensors"
 CONFIG = f"{COMPAT}.config"
 DECORATOR, WORKER = f"{COMPAT}.controller.decorator", f"{COMPAT}.controller.worker"
-GROUPS, POOLS = f"{COMPAT}.controller.groups", f"{COMPAT}.controller.pools"
+GROUPS = f"{COMPAT}.controller.groups"
 TRAINER, SETTINGS = f"{COMPAT}.training.trainer", f"{COMPAT}.training.run_settings"
 SHARDING = f"{COMPAT}.training.sharding_managers"
 SFT = "quadriga.trainer.fine_tuning.sft"
@@ -31,9 +31,9 @@ MODULES: dict[str, tuple[str, ...]] = {
     "verl.single_controller.base.megatron.worker": (WORKER,),
     "verl.single_controller.base.worker": (WORKER, CONTROLLER, FUNCTIONS),
     "verl.single_controller.base.worker_group": (GROUPS, DECORATOR, CONTROLLER),
-    "verl.single_controller.ray": (GROUPS, WORKER, POOLS, RAY),
+    "verl.single_controller.ray": (GROUPS, WORKER, RAY),
     "verl.single_controller.ray.base": (
-        *(GROUPS, WORKER, POOLS, RAY, DECORATOR, CONTROLLER, PROTOCOL, FUNCTIONS),
+        *(GROUPS, WORKER, RAY, DECORATOR, CONTROLLER, PROTOCOL, FUNCTIONS),
     ),
     "verl.trainer": (),
     "verl.trainer.config": (CONFIG,),
@@ -48,7 +48,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "verl.trainer.ppo.core_algos": (ALGOS, LOSSES),
     "verl.trainer.ppo.metric_utils": (METRICS, FUNCTIONS),
     "verl.trainer.ppo.ray_trainer": (
-        *(TRAINER, ALGOS, METRICS, BALANCING, POOLS, GROUPS, WORKER, SETTINGS, RAY, FUNCTIONS),
+        *(TRAINER, ALGOS, METRICS, BALANCING, GROUPS, WORKER, SETTINGS, RAY, FUNCTIONS),
         *(PROTOCOL, TENSORS),
     ),
     "verl.trainer.ppo.utils": (WORKER, SETTINGS, ALGOS),

@@ -1,4 +1,4 @@
-"""verl's worker groups: calls return Ray's object references, and names are bound verl's way.
+"""verl's worker groups and resource pools: names are bound verl's way, calls return references.
 
 WorkerGroup._bind_worker_method(cls, func_generator)     for each registered method of `cls`
   func_generator(group, name, dispatch_fn, collect_fn, execute_fn, blocking)
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 from quadriga import single_controller
 from quadriga.backends.ray import (
@@ -23,6 +23,7 @@ from quadriga.backends.ray import (
     RayWorkerGroup as QuadrigaGroup,
 )
 from quadriga.backends.ray.cluster import ensure_ray
+from quadriga.backends.ray.pool import alive_nodes, sort_by_node_address
 from quadriga.backends.ray.start import RayColocatedClass, classes_of
 from quadriga.compat.verl.controller import decorator
 from quadriga.compat.verl.controller.decorator import (
@@ -42,7 +43,7 @@ from quadriga.compat.verl.controller.references import (
     submit_values,
     values_of,
 )
-from quadriga.errors import DispatchError, WorkerDiedError
+from quadriga.errors import DispatchError, PlacementError, WorkerDiedError
 from quadriga.protocol import DataProto
 from quadriga.single_controller import ClassWithInitArgs, GroupLayout, RankLayout
 from quadriga.single_controller.backend import RankSet
@@ -55,6 +56,7 @@ from quadriga.single_controller.modes import (
     NotGiven,
     inline_dispatch_mode,
 )
+from quadriga.single_controller.resource_pool import check_feasible
 from quadriga.single_controller.worker import registered_methods
 from quadriga.single_controller.worker_group import Part, bind_all, build_calls, transposed
 
@@ -647,3 +649,87 @@ def nsight_of(options: Mapping[str, object], steps: int) -> Nsight:
     if "capture-range" in flags:
         flags.setdefault("capture-range-end", f"repeat-shutdown:{6 * steps}")
     return Nsight(flags)
+
+
+RoleT = TypeVar("RoleT")
+
+sort_placement_group_by_node_ip = sort_by_node_address
+
+
+class PlacementGroup(Protocol):
+    """The attribute of Ray's placement groups that is used here."""
+
+    @property
+    def bundle_count(self) -> int: ...
+
+
+@dataclass
+class ResourcePoolManager(Generic[RoleT]):
+    """Create resource pools by name, and find the pool of a role.
+
+    `resource_pool_spec`: pool name → ranks per node. `mapping`: role → pool name.
+    """
+
+    resource_pool_spec: dict[str, list[int]]
+    mapping: Mapping[RoleT, str]
+    max_colocate_count: int = 3
+    resource_pool_dict: dict[str, RayResourcePool] = field(default_factory=dict)
+
+    def create_resource_pool(self) -> None:
+        """Create every pool.
+
+        Raises `PlacementError` unless all fit on the nodes at the same time.
+        """
+        ensure_ray()  # as Ray's own functions do, if the program has not called ray.init
+        pools = {
+            name: RayResourcePool(
+                ranks,
+                use_gpu=True,
+                name_prefix=name,
+                max_colocate_count=self.max_colocate_count,
+            )
+            for name, ranks in self.resource_pool_spec.items()
+        }
+        check_feasible([pool.needs() for pool in pools.values()], alive_nodes())
+        self.resource_pool_dict.update(pools)
+
+    def get_resource_pool(self, role: RoleT) -> RayResourcePool:
+        """Return the pool of a role."""
+        return self.resource_pool_dict[self.mapping[role]]
+
+    def get_n_gpus(self) -> int:
+        """Return the number of ranks in all pools."""
+        return sum(map(sum, self.resource_pool_spec.values()))
+
+
+def extract_pg_from_exist(
+    resource_pools: Mapping[str, RayResourcePool],
+    src_role_names: Sequence[str],
+    resource_pool: RayResourcePool,
+) -> list[PlacementGroup]:
+    """Choose placement groups of existing pools, one for each node of `resource_pool`.
+
+    Only pools of `src_role_names` are considered. Raises `PlacementError` if their placement groups
+    do not have enough bundles.
+    """
+    # Largest first: resource_pool.store [1, 3] with groups of 4 and 2 bundles gives node 1
+    # (3 ranks) the group of 4, then node 0 (1 rank) the group of 2; returned in node order.
+    found = [
+        group
+        for name, pool in resource_pools.items()
+        if name in src_role_names
+        for group in pool.get_placement_groups()
+    ]
+    found.sort(key=lambda group: group.bundle_count, reverse=True)
+    wanted = sorted(enumerate(resource_pool.store), key=lambda pair: pair[1], reverse=True)
+    chosen: dict[int, PlacementGroup] = {}
+    for (index, count), group in zip(wanted, found, strict=False):
+        if count <= group.bundle_count:
+            chosen[index] = group
+    if len(chosen) < len(wanted):
+        raise PlacementError(
+            f"{resource_pool!r} needs placement groups with {resource_pool.store} bundles; those "
+            f"of {list(src_role_names)} have {[g.bundle_count for g in found]}. Use larger pools.",
+            wanted=resource_pool.store,
+        )
+    return [chosen[index] for index in range(len(wanted))]

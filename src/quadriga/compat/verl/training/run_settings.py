@@ -18,10 +18,9 @@ import torch
 from quadriga.algorithms.advantages import get_advantage
 from quadriga.algorithms.policy_losses import ALIASES, POLICY_LOSSES
 from quadriga.compat.verl.config import VerlConfig, setting
-from quadriga.compat.verl.controller.pools import ResourcePoolManager
+from quadriga.compat.verl.controller.groups import ResourcePoolManager
 from quadriga.compat.verl.policy_losses import POLICY_LOSS_REGISTRY
-from quadriga.compat.verl_settings import plain_values, translate
-from quadriga.compat.verl_table import ESTIMATOR, TRAIN, Row, to
+from quadriga.compat.verl_settings import ESTIMATOR, TRAIN, Row, plain_values, to, translate
 from quadriga.config.commands import EvalConfig, GenerateConfig, SFTConfig
 from quadriga.config.role_ranks import with_roles
 from quadriga.config.schema import TrainConfig

@@ -20,8 +20,7 @@ from quadriga.algorithms.user_files import load_user_files
 from quadriga.backends.ray import RayWorkerGroup as QuadrigaRayWorkerGroup
 from quadriga.backends.ray.cluster import ensure_ray
 from quadriga.compat.verl.config import VerlConfig, setting
-from quadriga.compat.verl.controller.groups import RayWorkerGroup
-from quadriga.compat.verl.controller.pools import ResourcePoolManager
+from quadriga.compat.verl.controller.groups import RayWorkerGroup, ResourcePoolManager
 from quadriga.compat.verl.controller.references import init_parameters, run_in_actor, write_timeline
 from quadriga.compat.verl.training.run_settings import (
     check_called,
@@ -35,8 +34,7 @@ from quadriga.compat.verl.training.run_settings import (
     train_settings,
     worker_classes,
 )
-from quadriga.compat.verl_settings import plain_values
-from quadriga.compat.verl_table import EVAL, GENERATE, SFT
+from quadriga.compat.verl_settings import EVAL, GENERATE, SFT, plain_values
 from quadriga.config.commands import EvalConfig, GenerateConfig, SFTConfig
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import mask_secrets
