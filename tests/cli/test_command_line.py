@@ -96,7 +96,8 @@ def test_an_error_on_the_controller_shows_the_traceback(capsys, monkeypatch):
 def test_interrupting_has_code_130(capsys, monkeypatch):
     replace_training(monkeypatch, raising(KeyboardInterrupt()))
     code, _, err = run(capsys, "train")
-    assert (code, err) == (130, "stopped\n")
+    how = "the same command continues with trainer.resume_mode=auto"
+    assert (code, err) == (130, f"stopped; {how}\n")
 
 
 def test_other_exceptions_are_raised(monkeypatch):
@@ -126,6 +127,7 @@ def test_help_lists_every_setting_with_its_default(capsys, name):
         (["train", "--lr=3"], "unknown option --lr=3; write settings as key=value"),
         ([], "required: command"),
         (["data"], "required: command"),
+        (["doctor", "x"], "doctor has no settings, got x"),
     ],
 )
 def test_invalid_command_lines_have_code_2(capsys, arguments, words):

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 MAX_LINE = 2000  # characters of the one line for wrong input
+_RESUMED = ("train", "sft", "rm")  # commands whose runs can be resumed
 _TRAINER, _SHOW = "quadriga.trainer", "quadriga.cli.show"
 
 
@@ -60,11 +61,6 @@ class Command:
     target: str
     settings: type[DataclassInstance] | None = None
     variants: Mapping[str, type[DataclassInstance]] = field(default_factory=dict)
-
-    @property
-    def ends_with_output(self) -> bool:
-        """Whether the command has done everything else before it prints."""
-        return self.target.startswith(f"{_SHOW}:")
 
 
 PLANNED: dict[str, type[DataclassInstance]] = {
@@ -172,7 +168,9 @@ def _run(arguments: Sequence[str]) -> int:
         return _report(_one_screen(error), 1)
     except KeyboardInterrupt as error:
         number = signal.SIGTERM if signal.SIGTERM in error.args else signal.SIGINT
-        return _report("stopped", 128 + number)
+        resumes = invocation is not None and invocation.command.name in _RESUMED
+        how = "; the same command continues with trainer.resume_mode=auto" if resumes else ""
+        return _report(f"stopped{how}", 128 + number)
     except SystemExit as error:
         if invocation is None:  # help was asked for, or the command line is not valid
             raise
@@ -207,7 +205,8 @@ def _end_without_reader(invocation: Invocation | None) -> int:
     # Python flushes standard output once more at exit; without a valid target it would report the
     # error again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if invocation is None or invocation.print_config or invocation.command.ends_with_output:
+    # A command of `show` has done everything else before it prints.
+    if invocation is None or invocation.print_config or invocation.command.target.startswith(_SHOW):
         return 0
     return _report(
         "error: the command ended early, because the reader of standard output has exited; write "
@@ -243,6 +242,8 @@ def parse(arguments: Sequence[str]) -> Invocation:
     options = [text for text in rest if text.startswith("-")]
     if options:
         parser.error(f"unknown option {options[0]}; write settings as key=value")
+    if rest and known.command.settings is None:
+        parser.error(f"{known.command.name} has no settings, got {rest[0]}")
     return Invocation(
         command=known.command,
         overrides=(*known.overrides, *rest),

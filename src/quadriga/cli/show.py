@@ -132,16 +132,16 @@ def show_fine_tuning_plan(config: SFTConfig | RMConfig) -> None:
         print(f"memory                 set model.path and data.train_files, whose {kind} it needs")
         return
     check_trained_part(config.model, "score" if kind == "pairs" else "lm", config.optim)
+    from quadriga.trainer.memory import RunMemory
+
     if isinstance(config, RMConfig):
         from quadriga.trainer.fine_tuning.rm import load_pairs
-        from quadriga.trainer.memory import RunMemory
 
         pairs = load_pairs(config)
         count, memory = len(pairs.train), RunMemory(config, pairs.lengths).text()
         longest = f"{pairs.lengths.longest} tokens, and one more is added"
     else:
         from quadriga.trainer.fine_tuning.sft import load_sft_rows
-        from quadriga.trainer.memory import RunMemory
 
         loaded = load_sft_rows(config)
         own = loaded.val_conversations and loaded.val_conversations.lengths

@@ -74,11 +74,6 @@ class Becomes:
     def __str__(self) -> str:
         return f"{self.verl_key}={self.verl_value} → {self.key}={self.value}"
 
-    @property
-    def changed(self) -> bool:
-        """Whether the key or the value differs from verl's."""
-        return (self.verl_key, self.verl_value) != (self.key, self.value)
-
 
 @dataclass(frozen=True)
 class Translation(Generic[T]):
@@ -104,7 +99,9 @@ class Translation(Generic[T]):
         Of a file with many ignored settings, only their numbers are given, by section.
         """
         lines = [f"{len(self.becomes)} settings of verl were translated"]
-        lines += [f"  {b}" for b in self.becomes if b.verl_key in self.chosen and b.changed]
+        for b in self.becomes:
+            if b.verl_key in self.chosen and (b.verl_key, b.verl_value) != (b.key, b.value):
+                lines.append(f"  {b}")
         given = [key for key in self.ignored if key.partition("=")[0] in self.chosen]
         rest = [key for key in self.ignored if key not in given]
         for source, shown in (("command line", given), ("file", _by_section(rest))):

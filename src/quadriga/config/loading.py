@@ -210,7 +210,7 @@ def _resolve(
 
 
 def _with_defaults(cls: type[DataclassInstance], tree: DictConfig) -> DictConfig:
-    merged = OmegaConf.merge(OmegaConf.create(to_plain(cls())), tree)
+    merged = OmegaConf.merge(OmegaConf.create(_values_of(cls())), tree)
     assert isinstance(merged, DictConfig)
     return merged
 
@@ -418,11 +418,6 @@ def _unreadable(path: Path, reason: str) -> ConfigError:
 # which `dataclasses.replace` would lose.
 _interpolated: dict[str, list[tuple[Plain, Plain]]] = {}
 _REMEMBERED = 16  # interpolations of one key that are kept, those of the latest loads
-
-
-def to_plain(config: DataclassInstance) -> dict[str, Plain]:
-    """Return settings as nested plain values, with secrets masked and tuples as lists."""
-    return mask_values(_values_of(config))
 
 
 def to_yaml(config: DataclassInstance) -> str:

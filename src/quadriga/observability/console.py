@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import IO
 
 from rich.console import Console
-from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -49,13 +48,15 @@ class RunConsole:
         self._began = clock()
         self._first_step: int | None = None
         self._latest: dict[str, float] = {}
-        self._live: Live | None = None
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=12),
             MofNCompleteColumn(),
             TextColumn("{task.fields[numbers]}"),
             console=self.console,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
         )
         self._task = self._progress.add_task(title, total=total_steps, numbers="")
 
@@ -79,9 +80,8 @@ class RunConsole:
 
     def close(self) -> None:
         """Stop updating the progress line; it stays on the terminal."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        if self._progress.live.is_started:
+            self._progress.stop()
 
     def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         """Close the progress line, then print a table of two columns."""
@@ -93,17 +93,10 @@ class RunConsole:
 
     def _draw(self, step: int) -> None:
         self._progress.update(self._task, completed=step, numbers=self._numbers(step))
-        if self._live is None:
-            self._live = Live(
-                self._progress.get_renderable(),
-                console=self.console,
-                auto_refresh=False,
-                redirect_stdout=False,
-                redirect_stderr=False,
-            )
-            self._live.start()
+        if not self._progress.live.is_started:
+            self._progress.start()
             self.console.show_cursor(True)  # `start` hid it, and a debugger prompt needs it
-        self._live.update(self._progress.get_renderable(), refresh=True)
+        self._progress.refresh()
 
     def _is_printed(self, step: int, metrics: Mapping[str, float]) -> bool:
         every = max(1, self.total_steps // PLAIN_LINES)

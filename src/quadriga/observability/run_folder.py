@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import getpass
 import logging
 import os
 import shutil
@@ -311,9 +310,6 @@ def _lock(file: int, kind: int, owned: Path, key: str) -> None:
 
 
 def _this_run() -> str:
-    try:
-        user = getpass.getuser()
-    except (OSError, KeyError):  # a container without an entry for the user
-        user = str(os.getuid())
+    user = os.environ.get("USER") or os.getuid()
     began = time.strftime("%Y-%m-%d %H:%M:%S")
     return f"process {os.getpid()} of {user} on {socket.gethostname()}, since {began}"

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -144,17 +144,13 @@ def _check_method(runner: TaskRunner, name: str, arguments: tuple[str, ...]) -> 
 
 def check_plain(cls: type, name: str, method: object) -> None:
     """Check that a call of a method runs its body. Raises `ConfigError` that names the method."""
-    kinds: dict[str, Callable[[object], bool]] = {
-        "a coroutine function": inspect.iscoroutinefunction,
-        "an asynchronous generator function": inspect.isasyncgenfunction,
-        "a generator function": inspect.isgeneratorfunction,
-    }
-    for kind, applies in kinds.items():
-        if applies(method):
-            raise ConfigError(
-                f"{cls.__name__}.{name} is {kind}, whose body would not run, because nothing "
-                "awaits or iterates it; write it as a plain function"
-            )
+    awaited = inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
+    if awaited or inspect.isgeneratorfunction(method):
+        kind = "coroutine" if awaited else "generator"
+        raise ConfigError(
+            f"{cls.__name__}.{name} is a {kind} function, whose body would not run, because "
+            "nothing awaits or iterates it; write it as a plain function"
+        )
 
 
 RUNTIME_ENV = {
