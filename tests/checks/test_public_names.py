@@ -95,10 +95,9 @@ def test_names_of_the_package():
     assert {*quadriga.__all__, "__version__"} == PACKAGE_NAMES
 
 
-@pytest.mark.parametrize("name", sorted(PACKAGE_NAMES))
-def test_package_names_load(name):
-    assert getattr(quadriga, name) is not None
-    assert name in dir(quadriga)
+def test_package_names_load():
+    assert [name for name in PACKAGE_NAMES if getattr(quadriga, name, None) is None] == []
+    assert set(dir(quadriga)) >= PACKAGE_NAMES
 
 
 def test_an_unknown_name_is_an_attribute_error():
@@ -106,48 +105,42 @@ def test_an_unknown_name_is_an_attribute_error():
         _ = quadriga.Data
 
 
-@pytest.mark.parametrize("module", sorted(MODULE_NAMES))
-def test_names_of_modules(module):
+@pytest.mark.parametrize("owner", sorted(MODULE_NAMES | METHODS))
+def test_names_of_modules_and_classes(owner):
+    module, _, cls = owner.partition(":")
     loaded = importlib.import_module(module)
-    assert [name for name in MODULE_NAMES[module] if not hasattr(loaded, name)] == []
-
-
-@pytest.mark.parametrize("owner", sorted(METHODS))
-def test_names_of_classes(owner):
-    module, _, name = owner.partition(":")
-    cls = getattr(importlib.import_module(module), name)
-    assert [method for method in METHODS[owner] if not hasattr(cls, method)] == []
+    found = getattr(loaded, cls) if cls else loaded
+    assert [name for name in (MODULE_NAMES | METHODS)[owner] if not hasattr(found, name)] == []
 
 
 HEAVY = ("torch", "ray", "transformers", "tensordict", "matplotlib", "pandas", "tensorboard")
 LIGHT = ("rich", "hydra", "omegaconf", "numpy", "yaml")
 
 
-def imported_by(module: str, watched: tuple[str, ...]) -> str:
-    """The watched libraries that are in sys.modules after `import module` in a new process."""
-    code = f"import sys, {module}; print([m for m in {watched!r} if m in sys.modules])"
+def imported_by(modules: str, watched: tuple[str, ...]) -> str:
+    """The watched libraries that are in sys.modules after `import {modules}` in a new process."""
+    code = f"import sys, {modules}; print([m for m in {watched!r} if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("module", ["quadriga", "quadriga.errors", "quadriga.config.schema"])
-def test_the_package_imports_no_library(module):
-    assert imported_by(module, HEAVY + LIGHT) == "[]"
+def test_the_package_imports_no_library():
+    modules = "quadriga, quadriga.errors, quadriga.config.schema"
+    assert imported_by(modules, HEAVY + LIGHT) == "[]"
 
 
-@pytest.mark.parametrize(
-    "module", ["quadriga.config.loading", "quadriga.cli.main", "quadriga.observability.trackers"]
-)
-def test_settings_and_commands_import_nothing_heavy(module):
-    assert imported_by(module, HEAVY) == "[]"
+def test_settings_and_commands_import_nothing_heavy():
+    modules = "quadriga.config.loading, quadriga.cli.main, quadriga.observability.trackers"
+    assert imported_by(modules, HEAVY) == "[]"
 
 
-@pytest.mark.parametrize("module", ["actor_rollout_ref", "critic", "reward_model"])
-def test_workers_import_transformers_after_their_class(module):
+def test_workers_import_transformers_after_their_class():
     """A rank loads its class before it lowers the log levels of transformers and torchao."""
-    assert imported_by(f"quadriga.workers.{module}", ("transformers", "torchao")) == "[]"
+    names = ("actor_rollout_ref", "critic", "reward_model")
+    modules = ", ".join(f"quadriga.workers.{name}" for name in names)
+    assert imported_by(modules, ("transformers", "torchao")) == "[]"
 
 
 def test_an_imported_library_is_reported():

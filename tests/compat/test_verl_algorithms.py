@@ -12,28 +12,11 @@ import torch
 import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
 from quadriga.algorithms.advantages import ADVANTAGES, compute_advantages
 from quadriga.compat.verl.core_algos import ADV_ESTIMATOR_REGISTRY
-from quadriga.errors import InputError, UnknownNameError
+from quadriga.errors import UnknownNameError
 
 REWARDS = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.5, 0.0, 0.0], [0.0, 0.0, 2.0]])
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 1]])
 INDEX = np.array(["p", "p", "q", "q"], dtype=object)
-
-
-def test_advantages_by_hand():
-    from verl.trainer.ppo import core_algos
-
-    adv, returns = core_algos.compute_grpo_outcome_advantage(REWARDS, MASK, INDEX)
-    half = 0.5 / (0.5**0.5 + 1e-6)
-    assert torch.allclose(adv[0], torch.tensor([half, half, 0.0]))
-    assert torch.equal(adv, returns)
-    plain, _ = core_algos.compute_rloo_outcome_advantage(REWARDS, MASK, INDEX)
-    assert plain[:, 0].tolist() == [1.0, -1.0, -1.5, 1.5]
-    gae, _ = core_algos.compute_gae_advantage_return(REWARDS, torch.zeros(4, 3), MASK, 1.0, 0.9)
-    ours, _ = compute_advantages(
-        "gae", token_level_rewards_BT=REWARDS, response_mask_BT=MASK,
-        values_BT=torch.zeros(4, 3), gamma=1.0, lam=0.9,
-    )  # fmt: skip
-    assert torch.equal(gae, ours)
 
 
 def test_epsilon_is_added_to_the_standard_deviation():
@@ -72,7 +55,7 @@ def test_a_batch_with_rewards_of_greedy_responses(name):
 
 
 def test_an_estimator_with_verls_signature_works_in_quadrigas_trainer():
-    from verl.trainer.ppo.core_algos import get_adv_estimator_fn, register_adv_est
+    from verl.trainer.ppo.core_algos import register_adv_est
 
     @register_adv_est("mine")
     def mine(token_level_rewards, response_mask, index, config=None, **kwargs):
@@ -83,7 +66,6 @@ def test_an_estimator_with_verls_signature_works_in_quadrigas_trainer():
         return advantages, advantages
 
     try:
-        assert get_adv_estimator_fn("mine") is mine
         adv, _ = compute_advantages(
             "mine", token_level_rewards_BT=REWARDS, response_mask_BT=MASK, group_ids=INDEX
         )
@@ -93,12 +75,8 @@ def test_an_estimator_with_verls_signature_works_in_quadrigas_trainer():
             gamma=0.5, lam=0.9, norm_adv_by_std=True,
         )  # fmt: skip
         assert torch.equal(half, adv / 2)
-        with pytest.raises(InputError, match="registered already"):
-            register_adv_est("mine")(lambda: None)
     finally:
         del ADVANTAGES["mine"], ADV_ESTIMATOR_REGISTRY["mine"]
-    with pytest.raises(UnknownNameError, match="No advantage estimator 'theirs'"):
-        get_adv_estimator_fn("theirs")
 
 
 def test_losses_and_kl():

@@ -54,14 +54,6 @@ def test_a_wrong_kl_is_not_implemented_as_in_verl():
         core_algos.get_kl_controller(settings)
 
 
-def test_a_union_of_equal_values_of_two_dtypes_keeps_the_first():
-    mask = torch.tensor([[1, 0], [1, 1]])
-    of = [DataProto.from_dict({"mask": tensor}) for tensor in (mask, mask.float(), mask + 0.5)]
-    assert of[0].union(of[1]).batch["mask"].dtype == torch.int64
-    with pytest.raises(ConflictError, match="'mask'"):
-        of[0].union(of[2])
-
-
 def test_a_model_of_text_has_no_processor(tmp_path):
     from verl.utils import hf_processor
 

@@ -100,19 +100,9 @@ def test_a_file_is_translated(file, monkeypatch):
 
 
 def test_overrides_of_the_command_line_win_and_may_add_keys(file):
-    translation = read_verl(
-        TrainConfig,
-        TRAIN,
-        file,
-        [
-            "data.train_batch_size=64",
-            "+data.val_files=[v.parquet]",
-            "trainer.val_before_train=False",
-        ],
-    )
-    data = translation.config.data
+    given = ["data.train_batch_size=64", "+data.val_files=[v.parquet]"]
+    data = read_verl(TrainConfig, TRAIN, file, given).config.data
     assert (data.train_batch_size, data.val_files) == (64, ["v.parquet"])
-    assert translation.config.trainer.val_before_train is False
 
 
 def test_a_typo_of_the_command_line_is_refused(file):
@@ -153,10 +143,6 @@ def test_what_is_ignored_is_listed(file):
         ("reward_model.enable=true", "scores with rules"),
         ("data.train_batch_size=many", r"data\.train_batch_size"),
         ("trainer.logger=5", r"trainer\.loggers must be .*, got 5; .* verl is trainer\.logger"),
-        (
-            "actor_rollout_ref.actor.clip_ratio=wide",
-            r"must be a number, .*; the key of verl is act",
-        ),
         ("trainer.resume_mode=resume_path", r"needs trainer\.resume_from_path, .* got None"),
         ("trainer=none", r"^trainer of verl is a section .* got 'none'; set .* trainer\."),
         ("actor_rollout_ref.rollout.val_kwargs=4", r"^actor.*val_kwargs of verl is a section"),
@@ -228,9 +214,6 @@ actor_rollout_ref:
       tensor_model_parallel_size: 2
       pipeline_model_parallel_size: 4
       virtual_pipeline_model_parallel_size: 2
-      expert_model_parallel_size: 1
-      expert_tensor_parallel_size: null
-      context_parallel_size: 1
       sequence_parallel: true
       use_distributed_optimizer: false
       grad_offload: true

@@ -1,62 +1,20 @@
-"""The built-in modes, meshes and backends satisfy the laws of the kit; faulty ones do not."""
+"""The backends satisfy the laws of the kit, and those with a fault do not."""
 
 from __future__ import annotations
 
 import pytest
-from mode_laws import MODE_LAWS, ModeUnderTest, SimulatedGroup, check_mode
 
 from quadriga.backends import get_backend
 from quadriga.backends.local import LocalBackend, LocalPending
-from quadriga.protocol import DataProto, pad_dataproto_to_divisor
-from quadriga.single_controller import (
-    Dispatch,
-    make_nd_compute_dataproto_dispatch_fn,
-    uneven_dispatch_mode,
-)
-from quadriga.single_controller.modes import DispatchMode, inline_dispatch_mode
+from quadriga.errors import DispatchError, LengthError
 from quadriga.testing import (
     BACKEND_LAWS,
     BackendUnderTest,
     LawBroken,
     backends,
-    check_all,
     check_backend,
 )
-
-
-def plain(name, carries, **options):
-    return ModeUnderTest(Dispatch[name], SimulatedGroup(4), carries, **options)
-
-
-UNEVEN = DispatchMode("UNEVEN", **uneven_dispatch_mode())
-SUBJECTS = [
-    plain("ONE_TO_ALL", "same"),
-    plain("RANK_ZERO", "same"),
-    plain("ALL_TO_ALL", "list"),
-    plain("DP_COMPUTE", "list"),
-    plain("DP_COMPUTE_PROTO", "batch"),
-    plain("DP_COMPUTE_METRIC", "metric"),
-    ModeUnderTest(UNEVEN, SimulatedGroup(4), uneven=True),
-]
-
-
-@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda s: s.mode.name)
-def test_modes(subject):
-    check_all(MODE_LAWS, subject, subject.mode.name)
-
-
-def test_a_mesh():
-    """Ranks 0 and 1 share a part, and one of them returns it; the parts are in another order."""
-    mode = inline_dispatch_mode(make_nd_compute_dataproto_dispatch_fn("mesh"))
-    meshes = {"mesh": ([1, 1, 0, 0], [True, False, True, False])}
-    check_mode(mode, parts=2, meshes=meshes)
-    with pytest.raises(LawBroken):
-        check_mode(DispatchMode("X", mode.dispatch_fn, in_rank_order), parts=2, meshes=meshes)
-
-
-def in_rank_order(group, outputs):
-    chosen = zip(outputs, group.collect_info("mesh"), strict=True)
-    return DataProto.concat([output for output, collects in chosen if collects])
+from quadriga.testing.backends import rows
 
 
 @pytest.fixture(scope="module", params=["local", "ray"])
@@ -81,56 +39,21 @@ def test_backends(subject, law, request):
     law(subject)
 
 
-# The kit must find faults: modes, meshes and backends with one fault each.
+def test_modes_refuse_what_does_not_divide_and_take_keywords():
+    with BackendUnderTest(get_backend("local")) as subject:
+        probe = subject.probe
+        sent = rows(4)
+        assert probe.double(data=sent).batch["row"].tolist() == [0, 2, 4, 6]
+        assert probe.each(x=["a", "b"]) == [(0, "a"), (1, "b")]
+        assert sent.batch["row"].tolist() == [0, 1, 2, 3]
+        for wrong in (lambda: probe.double(rows(3)), lambda: probe.each([1, 2, 3])):
+            with pytest.raises(LengthError):
+                wrong()
+        with pytest.raises(DispatchError):
+            probe.each(3)
 
 
-def faulty(name, dispatch_fn=None, collect_fn=None):
-    good = Dispatch["DP_COMPUTE_PROTO"]
-    return DispatchMode(name, dispatch_fn or good.dispatch_fn, collect_fn or good.collect_fn)
-
-
-def reversed_parts(group, data):
-    pieces = data.chunk(group.world_size)
-    return (pieces[::-1],), {}
-
-
-def in_place(group, data):
-    data.batch["row"] += 1
-    return (data.chunk(group.world_size),), {}
-
-
-def keeps_padding(group, outputs):
-    return DataProto.concat(outputs)
-
-
-@pytest.mark.parametrize(
-    ("mode", "law"),
-    [
-        (faulty("REVERSED", dispatch_fn=reversed_parts), "identity"),
-        (faulty("POSITIONAL", dispatch_fn=reversed_parts), "keywords"),
-        (faulty("IN_PLACE", dispatch_fn=in_place), "untouched"),
-        (faulty("PADDED", collect_fn=keeps_padding), "padding"),
-        (faulty("TO_ALL", dispatch_fn=Dispatch["ONE_TO_ALL"].dispatch_fn), "equal_parts"),
-        (faulty("TO_ALL", dispatch_fn=Dispatch["ONE_TO_ALL"].dispatch_fn), "refusal"),
-    ],
-)
-def test_the_kit_finds_faulty_modes(mode, law):
-    with pytest.raises(LawBroken) as caught:
-        check_mode(mode)
-    assert law in caught.value.laws
-
-
-def test_the_kit_finds_a_mode_that_pads_instead_of_splitting_unevenly():
-    def padded(group, data):
-        whole, _ = pad_dataproto_to_divisor(data, group.world_size)
-        return (whole.chunk(group.world_size),), {}
-
-    with pytest.raises(LawBroken) as caught:
-        check_mode(DispatchMode("PADS", padded, UNEVEN.collect_fn), uneven=True)
-    assert "refusal" in caught.value.laws
-
-
-# Local backends with one fault each.
+# The kit must find faults: local backends with one fault each.
 
 
 class Faulty(LocalBackend):

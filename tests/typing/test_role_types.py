@@ -51,6 +51,7 @@ def check(tmp_path_factory: pytest.TempPathFactory):
 
 
 def test_right_calls_are_accepted_and_wrong_calls_are_reported(check) -> None:
+    """And the protocols hold for the workers."""
     lines = (FOLDER / "wrong_calls.py").read_text().splitlines()
     expected = {
         ("wrong_calls.py", number, found["code"])
@@ -58,36 +59,41 @@ def test_right_calls_are_accepted_and_wrong_calls_are_reported(check) -> None:
         if (found := EXPECTED.search(line))
     }
     assert len(expected) > 20
-    assert check(str(FOLDER / "right_calls.py"), str(FOLDER / "wrong_calls.py")) == expected
+    calls = [str(FOLDER / name) for name in ("right_calls.py", "wrong_calls.py")]
+    assert check(*calls, str(WORKERS / "roles.py")) == expected
 
 
 # Changes of a worker's signature → the protocol that no longer holds for it. A change must alter
 # the size of the file: mypy's cache takes a file of the same date and size for unchanged.
+CRITIC, ACTOR = "critic.py", "actor_rollout_ref.py"
 CHANGES = {
-    "argument": ("critic.py", "def update_critic(self, data: DataProto)",
-                 "def update_critic(self, data: str)", "_critic: CriticGroup"),
-    "result": ("actor_rollout_ref.py", "def export_hf(self, path: str) -> None",
-               "def export_hf(self, path: str) -> list[None]", "_actor: ActorGroup"),
-    "one more argument": ("actor_rollout_ref.py", "def compute_ref_log_prob(self, data: DataProto)",
-                          "def compute_ref_log_prob(self, data: DataProto, scale: float)",
-                          "_ref: RefGroup"),
-    "one argument less": ("actor_rollout_ref.py", "def load_checkpoint(self, path: str, step: int)",
-                          "def load_checkpoint(self, path: str)", "_actor: ActorGroup"),
+    "an argument, a result, one more argument": [
+        (CRITIC, "update_critic(self, data: DataProto)", "update_critic(self, data: str)",
+         "_critic: CriticGroup"),
+        (ACTOR, "export_hf(self, path: str) -> None", "export_hf(self, path: str) -> list[None]",
+         "_actor: ActorGroup"),
+        (ACTOR, "compute_ref_log_prob(self, data: DataProto)",
+         "compute_ref_log_prob(self, data: DataProto, scale: float)", "_ref: RefGroup"),
+    ],
+    "one argument less": [
+        (ACTOR, "load_checkpoint(self, path: str, step: int)", "load_checkpoint(self, path: str)",
+         "_actor: ActorGroup"),
+    ],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_worker_with_another_signature_is_reported(check, tmp_path, change: str) -> None:
-    file, before, after, protocol = CHANGES[change]
-    text = (WORKERS / file).read_text()
-    assert before in text
-    changed = tmp_path / file
-    changed.write_text(text.replace(before, after))
-    lines = (WORKERS / "roles.py").read_text().splitlines()
-    number = next(i for i, line in enumerate(lines, start=1) if line.strip().startswith(protocol))
-    reported = check("--shadow-file", str(WORKERS / file), str(changed), str(WORKERS / "roles.py"))
-    assert ("roles.py", number, "assignment") in reported
-
-
-def test_the_protocols_hold_for_the_workers(check) -> None:
-    assert check(str(WORKERS / "roles.py")) == set()
+    texts = {file: (WORKERS / file).read_text() for file in (CRITIC, ACTOR)}
+    roles = (WORKERS / "roles.py").read_text().splitlines()
+    expected = set()
+    for file, before, after, protocol in CHANGES[change]:
+        assert before in texts[file]
+        texts[file] = texts[file].replace(before, after)
+        number = next(i for i, line in enumerate(roles, 1) if line.strip().startswith(protocol))
+        expected.add(("roles.py", number, "assignment"))
+    shadows = []
+    for file, text in texts.items():
+        (tmp_path / file).write_text(text)
+        shadows += ["--shadow-file", str(WORKERS / file), str(tmp_path / file)]
+    assert expected <= check(*shadows, str(WORKERS / "roles.py"))

@@ -181,8 +181,6 @@ def cancel(faults: Faults, slot: Slot, generation: Generation, rng: random.Rando
     with faults.gate() as gate:
         first = generation.group.wait_on.options(timeout=MEDIUM_S).submit(0, gate)
         second = generation.group.note.options(timeout=MEDIUM_S).submit(f"cancelled{faults.count}")
-        if not hasattr(first, "cancel"):
-            return
         for future in (second, first):
             with faults.world.watchdog.watch(f"cancel on {slot.name}", SHORT_S):
                 future.cancel()

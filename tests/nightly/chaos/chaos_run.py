@@ -27,7 +27,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from chaos_cluster import ThreeNodes
 from chaos_faults import Faults, check_order
@@ -136,14 +135,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seconds", type=float, default=1800.0, help="length of the run")
     parser.add_argument("--seed", type=int, default=None, help="of all random choices")
-    parser.add_argument("--out", type=Path, help="also write the report to this file")
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     print(f"seed {seed}, deadlines may be exceeded by {GRACE_S:g} s", file=sys.stderr, flush=True)
     report = chaos(options, seed)
     print(report.as_json(), flush=True)
-    if options.out:
-        options.out.write_text(report.as_json() + "\n")
     raise SystemExit(1 if report.violations else 0)
 
 

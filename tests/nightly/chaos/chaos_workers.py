@@ -73,18 +73,12 @@ class ChaosWorker(Worker):
             wait_for_gate(gate)
         return self.rank
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def raise_while_others_wait(self, rank: int, gate: str) -> int:
-        """Raise PlantedError on one rank. The others wait at the gate."""
-        if self.rank == rank:
-            raise PlantedError(f"rank {rank}")
-        wait_for_gate(gate)
-        return self.rank
-
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def rows_or_raise(self, data: DataProto, rank: int, gate: str) -> DataProto:
         """Raise PlantedError on one rank. The others wait at the gate and return their rows."""
-        self.raise_while_others_wait(rank, gate)
+        if self.rank == rank:
+            raise PlantedError(f"rank {rank}")
+        wait_for_gate(gate)
         return data
 
 

@@ -251,14 +251,11 @@ class World:
 
     def add_slot(self, name: str, cls: type[ChaosWorker], nodes: tuple[int, ...]) -> Slot:
         """Make a slot without a group."""
-        pool = self.backend.resource_pool(list(nodes), **self._pool_options)
+        options = {} if self.backend.name == "local" else {"use_gpu": False}
+        pool = self.backend.resource_pool(list(nodes), **options)
         slot = Slot(name, cls, nodes, pool)
         self.slots.append(slot)
         return slot
-
-    @property
-    def _pool_options(self) -> dict[str, object]:
-        return {} if self.backend.name == "local" else {"use_gpu": False}
 
     def start(self, slot: Slot, rng: random.Random) -> Generation:
         """Start the group of a slot. Half of the groups are watched."""
