@@ -37,69 +37,54 @@ LAZY = (
 )
 
 
-@pytest.mark.parametrize(
-    ("texts", "circle"),
-    [
-        pytest.param(
-            {"p__a": "from quadriga.p.b import B", "p__b": "import quadriga.p.a"},
-            ["quadriga.p.a", "quadriga.p.b"],
-            id="two modules",
-        ),
-        pytest.param(
-            {
-                "p__a": "if TYPE_CHECKING:\n    from quadriga.p.b import B\n",
-                "p__b": "def f():\n    from quadriga.p import a\n",
-            },
-            ["quadriga.p.a", "quadriga.p.b"],
-            id="types one way, inside a function the other way",
-        ),
-        pytest.param(
-            {
-                "p__a": "from . import b",
-                "p__b": "from quadriga.q import c",
-                "q__c": "import_module('quadriga.p.a')",
-            },
-            ["quadriga.p.a", "quadriga.p.b", "quadriga.q.c"],
-            id="three modules",
-        ),
-        pytest.param(
-            {
-                "p__INIT": LAZY,
-                "p__a": "from quadriga.p import B",
-                "p__b": "from quadriga.p import A",
-            },
-            ["quadriga.p.a", "quadriga.p.b"],
-            id="names re-exported by their own package",
-        ),
-        pytest.param(
-            {"p__INIT": "from quadriga.p.a import A\nX = 1\n", "p__a": "from quadriga.p import X"},
-            ["quadriga.p", "quadriga.p.a"],
-            id="a name that the package itself defines",
-        ),
-    ],
-)
-def test_a_planted_circle_is_found(texts, circle):
+CIRCLES = {
+    "two modules": (
+        {"p__a": "from quadriga.p.b import B", "p__b": "import quadriga.p.a"},
+        ["quadriga.p.a", "quadriga.p.b"],
+    ),
+    "types one way, inside a function the other way": (
+        {"p__a": "if TYPE_CHECKING:\n    from quadriga.p.b import B\n",
+         "p__b": "def f():\n    from quadriga.p import a\n"},
+        ["quadriga.p.a", "quadriga.p.b"],
+    ),
+    "three modules": (
+        {"p__a": "from . import b", "p__b": "from quadriga.q import c",
+         "q__c": "import_module('quadriga.p.a')"},
+        ["quadriga.p.a", "quadriga.p.b", "quadriga.q.c"],
+    ),
+    "names re-exported by their own package": (
+        {"p__INIT": LAZY, "p__a": "from quadriga.p import B", "p__b": "from quadriga.p import A"},
+        ["quadriga.p.a", "quadriga.p.b"],
+    ),
+    "a name that the package itself defines": (
+        {"p__INIT": "from quadriga.p.a import A\nX = 1\n", "p__a": "from quadriga.p import X"},
+        ["quadriga.p", "quadriga.p.a"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CIRCLES)
+def test_a_planted_circle_is_found(name):
+    texts, circle = CIRCLES[name]
     graph = graph_of(**texts)
     assert circles(graph) == [circle]
     assert len(describe(graph, circle).splitlines()) == len(circle)
 
 
-@pytest.mark.parametrize(
-    "texts",
-    [
-        pytest.param({"p__a": "import quadriga.p.b", "p__b": "import torch"}, id="one way"),
-        pytest.param(
-            {"p__INIT": LAZY, "p__a": "from quadriga.p import B", "p__b": "import os"},
-            id="lazy re-exports are no edges",
-        ),
-        pytest.param(
-            {"q__INIT": LAZY, "r__c": "from quadriga.q import A", "p__a": "A = 1", "p__b": ""},
-            id="a name re-exported from another package",
-        ),
-    ],
-)
-def test_a_graph_without_a_circle_passes(texts):
-    assert circles(graph_of(**texts)) == []
+NO_CIRCLES = {
+    "one way": {"p__a": "import quadriga.p.b", "p__b": "import torch"},
+    "lazy re-exports are no edges": {
+        "p__INIT": LAZY, "p__a": "from quadriga.p import B", "p__b": "import os"
+    },
+    "a name re-exported from another package": {
+        "q__INIT": LAZY, "r__c": "from quadriga.q import A", "p__a": "A = 1", "p__b": ""
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_CIRCLES)
+def test_a_graph_without_a_circle_passes(name):
+    assert circles(graph_of(**NO_CIRCLES[name])) == []
 
 
 def test_each_group_of_modules_is_reported_once():

@@ -108,35 +108,21 @@ PLANTED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "text"), PLANTED)
-def test_a_planted_violation_is_reported(name, text):
-    assert len(layer_faults(SourceFile(name, text))) == 1
+LIBRARIES = [
+    ("src/quadriga/trainer/x.py", "def f():\n    import ray.util\n"),
+    ("src/quadriga/rollout/hf.py", "from vllm import LLM"),
+    ("src/quadriga/backends/local/x.py", "importlib.import_module('ray')"),
+]
+ALLOWED = [
+    ("src/quadriga/backends/ray/x.py", "import ray\nfrom quadriga.errors import InputError"),
+    ("src/quadriga/backends/ray/x.py", "from . import y\nimport quadriga.backends.ray.z"),
+    ("src/quadriga/config/loading.py", "import hydra\nfrom omegaconf import OmegaConf"),
+    ("src/quadriga/rollout/vllm/engine.py", "import vllm"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("src/quadriga/trainer/x.py", "def f():\n    import ray.util\n"),
-        ("src/quadriga/rollout/hf.py", "from vllm import LLM"),
-        ("src/quadriga/backends/local/x.py", "importlib.import_module('ray')"),
-    ],
-)
-def test_a_planted_import_of_a_library_is_reported(name, text):
-    assert len(library_faults(SourceFile(name, text))) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("src/quadriga/backends/ray/x.py", "import ray\nfrom quadriga.errors import InputError"),
-        (
-            "src/quadriga/backends/ray/x.py",
-            "from . import y\nimport quadriga.backends.ray.z",
-        ),
-        ("src/quadriga/config/loading.py", "import hydra\nfrom omegaconf import OmegaConf"),
-        ("src/quadriga/rollout/vllm/engine.py", "import vllm"),
-    ],
-)
-def test_allowed_imports_pass(name, text):
+@pytest.mark.parametrize(("name", "text"), [*PLANTED, *LIBRARIES, *ALLOWED])
+def test_planted_imports_are_reported_and_allowed_ones_are_not(name, text):
     file = SourceFile(name, text)
-    assert layer_faults(file) + library_faults(file) == []
+    assert len(layer_faults(file)) == ((name, text) in PLANTED)
+    assert len(library_faults(file)) == ((name, text) in LIBRARIES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
 from source_tree import ROOT
 
 FOLDERS = ("src", "tests", "docs", "examples", "benchmarks")
@@ -55,11 +54,8 @@ def test_the_words_are_those_of_the_field():
     assert not faults, "\n".join([f"{len(faults)} phrases to rewrite", *faults])
 
 
-@pytest.mark.parametrize("line", ["the seam between both", "# a field that lies\n# elsewhere"])
-def test_a_planted_phrase_is_reported(line):
-    assert len(word_faults(f"x = 1\n{line}\n")) == 1
-    assert word_faults(f"x = 1\n{line}\n")[0].startswith("2: ")
-
-
-def test_ordinary_english_passes():
+def test_a_planted_phrase_is_reported_and_ordinary_english_passes():
+    for line in ("the seam between both", "# a field that lies\n# elsewhere"):
+        (fault,) = word_faults(f"x = 1\n{line}\n")
+        assert fault.startswith("2: ")
     assert word_faults("a kindness, skin, kind; zero elsewhere; protocol/thaw") == []

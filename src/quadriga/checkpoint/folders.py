@@ -65,7 +65,7 @@ from quadriga.checkpoint.files import (
     write_json,
 )
 from quadriga.errors import CheckpointError
-from quadriga.files import cannot_write, flush
+from quadriga.files import cannot_write, flush, remove
 from quadriga.observability.jsonl import JsonObject
 
 _NAME = re.compile(r"global_step_(\d+)(\.replaced)?")
@@ -167,14 +167,6 @@ def restore_folder(final: Path) -> None:
     replaced = final.with_name(final.name + ".replaced")
     if not os.path.lexists(final) and replaced.is_dir() and not replaced.is_symlink():
         os.replace(replaced, final)
-
-
-def remove(path: Path) -> None:
-    """Delete a folder, a file or a link, if it exists. What a link refers to stays."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def complete_checkpoints(root: str | Path) -> list[tuple[int, Path]]:

@@ -15,10 +15,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from quadriga.checkpoint.folders import remove, replace_folder, restore_folder
+from quadriga.checkpoint.folders import replace_folder, restore_folder
 from quadriga.data.conversations import turn_end_ids
 from quadriga.errors import ModelError
-from quadriga.files import flush
+from quadriga.files import flush, remove
 from quadriga.models.folder import TOKENIZER_FILES, has_tokenizer
 from quadriga.models.loading import model_errors
 from quadriga.observability.quiet import quiet_libraries

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from quadriga.config.secrets import mask_secrets
 from quadriga.errors import DataError
-from quadriga.files import cannot_write
+from quadriga.files import cannot_write, replacing
 
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 # An object as read from a file. Its values are untyped: the reader of a row knows what it expects.
@@ -94,16 +94,12 @@ def read_jsonl(path: str | Path) -> Iterator[JsonObject]:
 def keep_rows(path: Path, keep: Callable[[JsonObject], bool]) -> None:
     """Rewrite a file with the rows for which `keep` returns true.
 
-    The rows are written to a second file that then replaces the first by a rename, so a process
-    that is killed leaves either the old file or the new one.
+    A process that is killed leaves either the old file or the new one.
     """
     rows = [row for row in read_jsonl(path) if keep(row)]
-    fresh = path.with_name(f".{path.name}.new")
-    fresh.unlink(missing_ok=True)
-    with closing(JsonlFile(fresh)) as file:
+    with replacing(path) as fresh, closing(JsonlFile(fresh)) as file:
         for row in rows:
             file.write(row)
-    fresh.replace(path)
 
 
 def _parse_line(path: Path, number: int, line: bytes) -> JsonObject:

@@ -18,15 +18,13 @@ import contextlib
 import fcntl
 import logging
 import os
-import shutil
 import socket
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.errors import ConfigError
-from quadriga.files import cannot_write
+from quadriga.files import cannot_write, remove
 from quadriga.observability.jsonl import keep_rows
 
 if TYPE_CHECKING:
@@ -99,11 +97,14 @@ class RunFolder:
         try:
             # A second time, under the lock: another run may have written here since the first.
             folder.check(resume=resume, overwrite=overwrite, restart=restart, locked=True)
+            outdated: tuple[str, ...] = ()
             if overwrite and not resume:
-                folder.empty()
+                outdated = _ALL
             elif folder.holds_run and not resume:
                 _log.warning("%s has no checkpoint: its run begins again from step 1", folder.path)
-                folder._remove(_OF_STEPS)
+                outdated = _OF_STEPS
+            for name in outdated:
+                remove(folder.path / name)
             folder.config.write_text(to_yaml(config))
         except BaseException as error:
             folder.close()
@@ -187,24 +188,11 @@ class RunFolder:
                 keep_rows(path, lambda row: int(row.get("step", 0)) <= step)
 
     def removes(self, path: str | Path) -> bool:
-        """Whether `empty` would remove a file or a folder that exists."""
+        """Whether `overwrite` would remove a file or a folder that exists."""
         real = Path(path).resolve()
         return os.path.exists(real) and any(
             real.is_relative_to((self.path / name).resolve()) for name in _ALL
         )
-
-    def empty(self) -> None:
-        """Remove the files of a run, and no others."""
-        self._remove(_ALL)
-
-    def _remove(self, names: Iterable[str]) -> None:
-        for name in names:
-            entry = self.path / name
-            # A link is removed itself; `rmtree` would empty the folder that it points to.
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink(missing_ok=True)
 
 
 LOCK = "run.lock"

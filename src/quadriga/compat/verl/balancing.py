@@ -51,9 +51,7 @@ def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
     """Return the inverse of a permutation."""
     # idx_map = [2, 0, 1] moves row 2 to position 0, row 0 to 1 and row 1 to 2.
     # Its inverse [1, 2, 0] says where row 0, 1 and 2 are now.
-    inverse = [0] * len(idx_map)
-    for position, index in enumerate(idx_map):
-        inverse[index] = position
+    inverse: list[int] = torch.tensor(idx_map).argsort().tolist()
     return inverse
 
 
