@@ -20,19 +20,15 @@ def test_a_path_of_this_machine_needs_no_copy(tmp_path, monkeypatch):
 
 @pytest.fixture
 def tokenizer_folder(tmp_path):
-    """The folder of a tiny model, under the name of the model whose end token verl corrects."""
-    from quadriga.models import load_tokenizer
-    from quadriga.models.tiny import TinyModel, write_tiny_model
+    """A tokenizer in a folder with the name of the model whose end token verl corrects."""
+    from quadriga.models import train_tokenizer
 
-    shape = TinyModel(
-        hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, intermediate_size=16
-    )
-    folder = str(tmp_path / "gemma-2-2b-it")
-    write_tiny_model(folder, ["one two"], shape)
-    tokenizer = load_tokenizer(folder)
+    folder = tmp_path / "gemma-2-2b-it"
+    tokenizer = train_tokenizer(["one two"])
     tokenizer.add_tokens(["<end_of_turn>"])
     tokenizer.save_pretrained(folder)
-    return folder
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return str(folder)
 
 
 def test_the_end_token_of_gemma_2_is_that_of_a_turn(tokenizer_folder):

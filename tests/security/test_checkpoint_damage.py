@@ -261,7 +261,6 @@ def test_a_disk_that_is_full_at_any_write_leaves_a_complete_checkpoint(root, mon
 
 def test_files_that_have_not_changed_are_read_once(root, monkeypatch):
     read = []
-    monkeypatch.setattr(markers, "_SETTLED_S", 0.0)
     monkeypatch.setattr(markers, "digest_file", lambda path: read.append(path) or digest_file(path))
     folder = step_folder(root, 2)
     files = len(json.loads((folder / MARKER).read_text())["files"])
