@@ -382,7 +382,6 @@ class GroupOfReferences(QuadrigaGroup):
 
 WorkerT = TypeVar("WorkerT")
 
-IGNORED_OPTIONS = ("master_addr",)
 _EXECUTE_FUNCTIONS = (
     "execute_all",
     "execute_all_async",
@@ -416,8 +415,7 @@ class RayWorkerGroup(GroupOfReferences, WorkerGroup):
         ray_wait_register_center_timeout: int = 300,
         **kwargs: Any,  # options of the group, typed there
     ) -> None:
-        for option in IGNORED_OPTIONS:
-            kwargs.pop(option, None)
+        kwargs.pop("master_addr", None)
         ensure_ray()  # as Ray's own functions do, if the program has not called ray.init
         self.use_gpu = bool(kwargs.pop("use_gpu", resource_pool and resource_pool.use_gpu))
         if self.use_gpu and resource_pool is not None and not resource_pool.use_gpu:
