@@ -71,7 +71,7 @@ def holds_text(kind: object) -> bool:
 
 def type_name(kind: object, *, many: bool = False) -> str:
     """Return a type in words: "an integer or null", "a list of 2 numbers", "one of ray, local"."""
-    if _allows_none(kind):
+    if _is_union(kind) and type(None) in typing.get_args(kind):
         return f"{type_name(_bare(kind))} or null"
     kind = _bare(kind)
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
@@ -82,7 +82,9 @@ def type_name(kind: object, *, many: bool = False) -> str:
     if origin in (list, tuple):
         size = f"{len(inner)} " if origin is tuple and Ellipsis not in inner else ""
         return f"a list of {size}{type_name(inner[0], many=True)}"
-    return _WORDS[origin or kind][many] if (origin or kind) in _WORDS else _name(kind)
+    if (origin or kind) in _WORDS:
+        return _WORDS[origin or kind][many]
+    return str(getattr(kind, "__name__", kind))
 
 
 def range_of(kind: object) -> str:
@@ -128,14 +130,6 @@ def _metadata(kind: object) -> tuple[object, ...]:
 
 def _is_union(kind: object) -> bool:
     return typing.get_origin(kind) in (typing.Union, types.UnionType)
-
-
-def _allows_none(kind: object) -> bool:
-    return _is_union(kind) and type(None) in typing.get_args(kind)
-
-
-def _name(kind: object) -> str:
-    return str(getattr(kind, "__name__", kind))
 
 
 def walk_keys(cls: type, prefix: str = "") -> Iterator[tuple[str, object]]:

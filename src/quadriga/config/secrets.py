@@ -72,7 +72,7 @@ def mask_secrets(text: str) -> str:
         if value in text:
             text = text.replace(value, MASK)
     if any(mark in text for mark in _FORM_MARKS):
-        text = _FORMS.sub(lambda found: f"{found['scheme'] or ''}{MASK}{_at(found[0])}", text)
+        text = _FORMS.sub(lambda m: f"{m['scheme']}{MASK}@" if m["scheme"] else MASK, text)
     return text
 
 
@@ -143,7 +143,3 @@ def _is_secret_variable(name: str, value: str) -> bool:
     if value.startswith("/") and (_NAME_OF_FILE.search(name) or os.path.exists(value)):
         return False  # a path, such as that of a file with credentials
     return is_secret_name(name) or bool(name.endswith("_KEY") and _RANDOM.fullmatch(value))
-
-
-def _at(text: str) -> str:
-    return "@" if text.endswith("@") else ""
