@@ -12,12 +12,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize(
-    ("setting", "least"),
-    [
-        ("seed=0", 0.9),
-        ("adv_estimator=gae", 0.9),
-        ("lora_rank=32", 0.75),
-    ],
+    ("setting", "least"), [("seed=0", 0.9), ("adv_estimator=gae", 0.9), ("lora_rank=32", 0.75)]
 )
 def test_the_demo_learns(tmp_path, setting, least):
     """Greedy accuracy on the validation problems rises from below 0.6 to above `least`."""

@@ -68,7 +68,11 @@ def test_a_copy_of_the_process_does_not_hold_the_connection():
     assert run("look_for_the_connection_in_a_copy")[0].score == 0
 
 
-@pytest.mark.parametrize("name", ["report_for_another_sample", "report_as_another_process"])
+@pytest.mark.parametrize(
+    "name",
+    ["report_for_another_sample",
+     pytest.param("report_as_another_process", marks=pytest.mark.nightly)],
+)  # fmt: skip
 def test_a_report_with_another_sample_or_process_is_refused(name):
     outcomes = run(name, 3, timeout_s=20)
     assert [outcome.status for outcome in outcomes] == ["scored", "crashed", "scored"]
@@ -195,8 +199,9 @@ def test_what_a_function_returns_is_bounded():
 
 @pytest.mark.parametrize(
     "how",
-    ["kill_itself", "read_invalid_memory", pytest.param("stop_itself", marks=pytest.mark.nightly)],
-)
+    ["kill_itself", *(pytest.param(how, marks=pytest.mark.nightly) for how in
+                      ("read_invalid_memory", "stop_itself"))],
+)  # fmt: skip
 def test_a_process_that_breaks_is_replaced(how):
     outcomes = run("break_the_process", 2, info=how, timeout_s=2)
     assert outcomes[0].status in ("crashed", "timed_out")
