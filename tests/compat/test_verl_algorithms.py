@@ -11,6 +11,7 @@ import torch
 
 import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
 from quadriga.algorithms.advantages import ADVANTAGES, compute_advantages
+from quadriga.compat.verl.config import ActorConfig, PolicyLossConfig
 from quadriga.compat.verl.core_algos import ADV_ESTIMATOR_REGISTRY
 from quadriga.errors import UnknownNameError
 
@@ -111,16 +112,10 @@ ADV = torch.tensor([[1.0, 1.0, 1.0], [-2.0, -2.0, 0.0]])
 SEEN = torch.tensor([[1, 1, 1], [1, 1, 0]])
 
 
-def actor_config(**more):
-    """verl's actor settings with the changes of a test."""
-    given = {
-        "clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "clip_ratio_c": 3.0,
-        "tau_pos": 1.0, "tau_neg": 1.05, "global_batch_info": {},
-        "policy_loss": SimpleNamespace(
-            clip_cov_ratio=0.2, clip_cov_lb=1.0, clip_cov_ub=5.0, kl_cov_ratio=0.3, ppo_kl_coef=1.0
-        ),
-    }  # fmt: skip
-    return SimpleNamespace(**{**given, **more})
+CONFIG = ActorConfig(
+    clip_ratio_low=None, clip_ratio_high=None,
+    policy_loss=PolicyLossConfig(clip_cov_ratio=0.2, kl_cov_ratio=0.3, ppo_kl_coef=1.0),
+)  # fmt: skip
 
 
 def test_the_clipped_policy_loss_by_hand():
@@ -128,7 +123,7 @@ def test_the_clipped_policy_loss_by_hand():
     from verl.trainer.ppo import core_algos
 
     loss, metrics = core_algos.get_policy_loss_fn("vanilla")(
-        OLD, NEW, ADV, SEEN, "token-mean", actor_config()
+        OLD, NEW, ADV, SEEN, "token-mean", CONFIG
     )
     terms = [-1.2, -math.exp(-0.5), -1.0, 2 * math.exp(-0.2), 2 * math.exp(0.6)]
     assert loss.item() == pytest.approx(sum(terms) / 5)
@@ -152,7 +147,7 @@ def test_every_policy_loss_has_a_verl_name():
     assert ours - named == {"gspo_token", "policy_gradient", "decoupled_ppo"}
     for name, function in POLICY_LOSS_REGISTRY.items():
         log_prob = NEW.clone().requires_grad_()
-        loss, metrics = function(OLD, log_prob, ADV, SEEN, "token-mean", actor_config())
+        loss, metrics = function(OLD, log_prob, ADV, SEEN, "token-mean", CONFIG)
         loss.backward()
         assert torch.isfinite(log_prob.grad).all() and log_prob.grad[1, 2] == 0, name
         assert all(key.startswith("actor/") for key in metrics)

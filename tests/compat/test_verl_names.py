@@ -99,13 +99,22 @@ def test_what_is_advised_exists(module):
             getattr(importlib.import_module(".".join(parts[:-1])), parts[-1])
 
 
+def printed(code, path=""):
+    """What a program prints. `path`: a folder in which it finds modules first."""
+    env = {**os.environ, "PYTHONPATH": f"{path}:{os.environ.get('PYTHONPATH', '')}"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
 def test_importing_the_modules_imports_no_library():
     code = (
         "import sys, quadriga.compat.verl, verl.utils.device, verl.single_controller.ray.base\n"
         "print([m for m in ('torch', 'ray', 'tensordict') if m in sys.modules])"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert run.stdout.strip() == "[]", run.stderr
+    assert printed(code) == "[]\n"
 
 
 def test_an_imported_verl_is_not_replaced(tmp_path):
@@ -117,8 +126,4 @@ def test_an_imported_verl_is_not_replaced(tmp_path):
         "try:\n    import quadriga.compat.verl\n"
         "except ConfigError as error:\n    print(verl.MINE, error)"
     )
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env
-    )
-    assert run.stdout.startswith("1 verl is imported already"), run.stderr
+    assert printed(code, tmp_path).startswith("1 verl is imported already")

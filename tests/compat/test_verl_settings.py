@@ -210,37 +210,22 @@ MEGATRON = """
 actor_rollout_ref:
   actor:
     strategy: megatron
-    megatron:
-      tensor_model_parallel_size: 2
-      pipeline_model_parallel_size: 4
-      virtual_pipeline_model_parallel_size: 2
-      sequence_parallel: true
-      use_distributed_optimizer: false
-      grad_offload: true
-      optimizer_offload: true
-      dtype: bfloat16
-  ref:
-    megatron: {pipeline_model_parallel_size: 2, sequence_parallel: true}
-critic:
-  strategy: fsdp2
-  megatron: {tensor_model_parallel_size: 8}
+    megatron: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 4, dtype: bfloat16,
+      virtual_pipeline_model_parallel_size: 2, sequence_parallel: true, grad_offload: true,
+      use_distributed_optimizer: false, optimizer_offload: true}
+  ref: {megatron: {pipeline_model_parallel_size: 2, sequence_parallel: true}}
+critic: {strategy: fsdp2, megatron: {tensor_model_parallel_size: 8}}
 """
 
 
 def test_megatron_is_translated(tmp_path):
     (tmp_path / "main.yaml").write_text(MEGATRON)
     told = read_verl(TrainConfig, TRAIN, tmp_path / "main.yaml")
-    actor = told.config.actor_rollout_ref.actor.engine
-    assert actor == EngineConfig(
-        name="megatron",
-        dtype="bfloat16",
-        optimizer_offload=True,
-        tensor_parallel_size=2,
-        pipeline_parallel_size=4,
-        virtual_pipeline_parallel_size=2,
-        sequence_parallel=True,
+    assert told.config.actor_rollout_ref.actor.engine == EngineConfig(
+        name="megatron", dtype="bfloat16", optimizer_offload=True, tensor_parallel_size=2,
+        pipeline_parallel_size=4, virtual_pipeline_parallel_size=2, sequence_parallel=True,
         distributed_optimizer=False,
-    )
+    )  # fmt: skip
     reference = told.config.actor_rollout_ref.ref.engine  # sequence_parallel needs tensor ranks
     assert reference == EngineConfig(name="megatron", pipeline_parallel_size=2)
     assert told.config.critic.engine == EngineConfig()
