@@ -81,11 +81,12 @@ class ExitGuard:
         self._really_exit(status)
 
 
-def import_file(path: Path, what: str) -> ModuleType:
-    """Import a Python file of the user, which is then in no table of modules.
+def import_file(path: Path, what: str, name: str | None = None) -> ModuleType:
+    """Import a Python file of the user.
 
     Args:
         what: what the file is, in error messages: "reward file".
+        name: of the module in `sys.modules`; None: it is not there.
 
     Raises:
         DataError: there is no such file.
@@ -94,16 +95,19 @@ def import_file(path: Path, what: str) -> ModuleType:
     """
     if not path.is_file():
         raise DataError(f"{what} {path} does not exist", path=str(path))
-    spec = importlib.util.spec_from_file_location(f"quadriga_file_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(name or f"quadriga_file_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise InputError(f"{what} {path} is not a Python file (.py)")
     module = importlib.util.module_from_spec(spec)
+    if name is not None:
+        sys.modules[name] = module
     try:
         with contained():
             spec.loader.exec_module(module)
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:
+        sys.modules.pop(name or "", None)
+        if isinstance(error, KeyboardInterrupt):
+            raise
         raise InputError(f"{what} {path} cannot be imported: {describe(error)}") from error
     return module
 

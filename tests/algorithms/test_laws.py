@@ -14,8 +14,7 @@ from torch import Tensor
 
 from quadriga.algorithms.advantages import ADVANTAGES, compute_advantages
 from quadriga.algorithms.aggregation import AGGREGATIONS, aggregate, count_mask, merge_partials
-from quadriga.algorithms.entropy import entropy_bonus
-from quadriga.algorithms.kl import kl_loss
+from quadriga.algorithms.kl import entropy_bonus, kl_loss
 from quadriga.algorithms.policy_losses import POLICY_LOSSES, compute_policy_loss, select_tokens
 
 GROUP_ESTIMATORS = [name for name, entry in ADVANTAGES.items() if entry.needs_groups]

@@ -124,8 +124,8 @@ def test_a_changed_file_is_loaded_again_and_a_different_copy_raises(good_file: P
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("import nothing_of_this_name", "raised while it was imported: ModuleNotFoundError"),
-        ("1 / 0", "raised while it was imported: ZeroDivisionError"),
+        ("import nothing_of_this_name", "cannot be imported: ModuleNotFoundError"),
+        ("1 / 0", "cannot be imported: ZeroDivisionError"),
         (GOOD.replace('"signs"', '"grpo"'), "The advantage estimator `grpo` exists already"),
         (GOOD.replace('"squared"', '"vanilla"'), "The policy loss `vanilla` exists already"),
         (GOOD.replace("scale=2.0", "scale"), "takes `scale`, which is neither an input"),

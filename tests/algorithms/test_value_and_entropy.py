@@ -8,7 +8,7 @@ from algorithm_cases import Case, cases
 from hypothesis import given, settings
 
 from quadriga.algorithms.aggregation import merge_partials
-from quadriga.algorithms.entropy import entropy_bonus
+from quadriga.algorithms.kl import entropy_bonus
 from quadriga.algorithms.value_loss import value_loss
 from quadriga.errors import AlgorithmError, NonFiniteError
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from quadriga.errors import LengthError
 from quadriga.parallel.balancing import (
-    difference_blocks,
+    alternating_blocks,
     exchange_items,
     get_seqlen_balanced_partitions,
     longest_first,
@@ -57,8 +57,8 @@ def test_every_index_is_in_exactly_one_partition(problem: tuple[list[int], int, 
     assert partitions == get_seqlen_balanced_partitions(lengths, k, equal)
 
 
-def test_differencing_and_exchanges_by_hand() -> None:
-    """The examples in `difference_blocks` and `exchange_items`."""
+def test_first_partitions_and_exchanges_by_hand() -> None:
+    """The examples in `alternating_blocks` and `exchange_items`."""
     lengths = np.array([8.0, 7, 6, 5, 4])
     padded = np.append(lengths, 0.0)  # index -1 is a gap
     table = longest_first(lengths, 2)
@@ -67,7 +67,7 @@ def test_differencing_and_exchanges_by_hand() -> None:
     exchange_items(lengths, table)
     assert padded[table].sum(1).tolist() == [15, 15]
     six = np.array([9.0, 8, 7, 6, 5, 4])
-    assert six[difference_blocks(six, 3)].tolist() == [[9, 4], [8, 5], [7, 6]]
+    assert six[alternating_blocks(six, 3)].tolist() == [[9, 4], [8, 5], [7, 6]]
 
 
 @settings(max_examples=60, deadline=None)

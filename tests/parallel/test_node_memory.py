@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,6 +14,7 @@ from quadriga.config.schema import EngineConfig, TrainConfig
 from quadriga.engines import build_engine, loading as engine_loading
 from quadriga.errors import ModelError
 from quadriga.models import load_causal_lm, loading, write_tiny_model
+from quadriga.models.folder import weight_file_names
 from quadriga.parallel import node_memory
 from quadriga.parallel.distributed import gather_over_ranks
 from quadriga.rollout import build_rollout
@@ -52,7 +52,9 @@ def load_on_ranks(rank, ranks, folder) -> None:
     assert first != second and name == "/memfd:model.safetensors"
     assert seen == [[first, name]] * ranks + [[second, name]] * ranks
 
-    with node_memory.folder_in_memory(folder) as shared:
+    with pytest.raises(ModelError, match="does not exist"):  # on one rank only
+        load_causal_lm(folder if rank == 0 else folder / "absent", use_shm=True)
+    with node_memory.folder_in_memory(folder, weight_file_names) as shared:
         path = shared / "model.safetensors"
         with pytest.raises(PermissionError), path.open("r+b", buffering=0) as file:
             file.write(b"x")
@@ -66,7 +68,7 @@ def load_on_ranks(rank, ranks, folder) -> None:
         node_memory.shutil.copyfileobj = fail
     with (
         pytest.raises(ModelError, match="the disk is gone"),
-        node_memory.folder_in_memory(folder),
+        node_memory.folder_in_memory(folder, weight_file_names),
     ):
         pass
 
@@ -75,23 +77,11 @@ def test_the_ranks_of_a_node_map_the_same_memory(folder):
     fork_ranks(load_on_ranks, 2, folder, limit=170)
 
 
-def test_files_that_loading_does_not_read_are_not_in_memory(folder):
-    one = folder / "model.safetensors"
-    (folder / "consolidated.safetensors").write_bytes(one.read_bytes())
-    assert [path.name for path in node_memory._weight_files(folder)] == ["model.safetensors"]
-    one.rename(folder / "model-1.safetensors")
-    index = {"weight_map": {"a": "model-1.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert [path.name for path in node_memory._weight_files(folder)] == ["model-1.safetensors"]
-    (folder / "model.safetensors.index.json").write_text("{")
-    assert len(node_memory._weight_files(folder)) == 2
-
-
 @pytest.mark.parametrize("use_shm", [True, False])
 def test_the_setting_reaches_the_engines(folder, monkeypatch, use_shm):
     seen = []
 
-    def in_memory(path):
+    def in_memory(path, weight_files):
         seen.append(path)
         return nullcontext(path)
 
@@ -107,5 +97,5 @@ def test_the_setting_reaches_the_engines(folder, monkeypatch, use_shm):
 
 def test_one_rank_reads_by_itself(folder, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "local")  # of the local backend, whose ranks share a process
-    with node_memory.folder_in_memory(folder) as own:
+    with node_memory.folder_in_memory(folder, weight_file_names) as own:
         assert own == folder

@@ -13,8 +13,8 @@ from quadriga.config.schema import RewardConfig
 from quadriga.errors import ConfigError, InputError
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager
+from quadriga.rewards.manager import parts_of
 from quadriga.rewards.multiple_choice import chosen_letter
-from quadriga.rewards.outcome import parts_of
 
 needs_math_verify = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="needs the extra `math`"

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.rewards.functions import FunctionRef
-from quadriga.rewards.outcome import Sample
+from quadriga.rewards.functions import FunctionRef, Sample
 from quadriga.rewards.pool import RewardPool
 
 USER_FILE = str(Path(__file__).with_name("user_rules.py"))

@@ -18,9 +18,8 @@ from quadriga.config.schema import RewardConfig
 from quadriga.errors import RewardError
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager, load_reward_function
-from quadriga.rewards.functions import FunctionRef
-from quadriga.rewards.outcome import Report, Sample
-from quadriga.rewards.pool import RewardPool
+from quadriga.rewards.functions import FunctionRef, Sample
+from quadriga.rewards.pool import Report, RewardPool
 from quadriga.rewards.pool_worker import OutputBudget
 
 FILE = str(Path(__file__).with_name("hostile_rules.py"))

@@ -10,7 +10,7 @@ from fine_tuning_cases import pair_rows, six_steps
 from run_cases import timeless
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from quadriga.algorithms.pairwise_loss import pairwise_loss
+from quadriga.algorithms.value_loss import pairwise_loss
 from quadriga.config.commands import RMConfig
 from quadriga.config.loading import load_config
 from quadriga.engines.fsdp import FSDPEngine

@@ -18,7 +18,7 @@ from quadriga.data.chat import encode_conversations
 from quadriga.data.collate import scored_rows
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import LengthError, ModelError
-from quadriga.models.score_head import check_reward_model
+from quadriga.models.loading import check_reward_model
 from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.protocol import DataProto
 from quadriga.workers.reward_model import RewardModelWorker, same_tokens, tokenizer_of

@@ -12,7 +12,8 @@ Losses:
 
 - `policy_losses`: the table of policy losses and `compute_policy_loss`. The losses are in
   `clipped_losses`, `sequence_losses` and `covariance_losses`.
-- `kl`, `full_kl`, `entropy`, `value_loss`: the other terms of the actor's and the critic's loss.
+- `kl` (with the entropy bonus), `full_kl`: the other terms of the actor's loss.
+- `value_loss`: the loss of the critic and of a reward model.
 - `aggregation`: from the loss of each token to one number; metrics that can be merged over
   micro-batches and ranks.
 

@@ -523,7 +523,7 @@ def compute_advantages(
 ) -> AdvantagesAndReturns:
     """Compute advantages and returns of a whole batch with the estimator `name`.
 
-    The batch must contain complete prompt groups: means and standard deviations are those of the
+    The batch must contain complete prompt groups: means and standard deviations are over the
     given rows.
 
     Args:

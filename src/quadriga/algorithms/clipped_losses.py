@@ -89,7 +89,7 @@ def ppo_clip(
 ) -> PolicyLoss:
     """Compute PPO's clipped surrogate loss (arXiv 1707.06347, eq. 7).
 
-    The clip range is asymmetric (DAPO, arXiv 2503.14476). The dual clip is that of
+    The clip range is asymmetric (DAPO, arXiv 2503.14476). The dual clip is from
     arXiv 1912.09729.
 
     r = π/π_old;  ℓ = max(−A·r, −A·clip(r, 1−ε_low, 1+ε_high));  where A < 0: ℓ = min(ℓ, −A·c).

@@ -66,7 +66,7 @@ class SamplingDecision:
 #
 # Before the bound:         action "refill", rows 0 1 8 9, missing_groups 1.
 # At the bound, "proceed":  action "train", rows 0 1 2 3 8 9, alive  T T F F T T. Group b fills up
-#                           the batch, so its shape is that of three groups.
+#                           the batch, which has the shape of three groups.
 # At the bound, "error":    GroupError.
 def dynamic_sampling(
     scores_B: Tensor,

@@ -1,6 +1,7 @@
-"""KL to the reference policy: estimators, reward penalty, loss term and coefficient controllers.
+"""KL to the reference policy: estimators, reward penalty, loss term and coefficient controllers; and
+the entropy bonus.
 
-With d = log π − log π_ref at the sampled token, the estimators of KL(π‖π_ref) are those of
+With d = log π − log π_ref at the sampled token, the estimators of KL(π‖π_ref) are from
 J. Schulman, "Approximating KL divergence" (2020):
 k1 = d,  abs = |d|,  k2 = d²/2,  k3 = e^−d − 1 + d.
 
@@ -208,6 +209,28 @@ def penalise_rewards(
     samples = (lengths > 0).sum().clamp(min=1)
     mean = (kl.sum(-1) / lengths.clamp(min=1)).sum() / samples
     return scores.sub_(kl, alpha=kl_coef), float(mean)
+
+
+def entropy_bonus(
+    entropy_BT: Tensor, response_mask_BT: Tensor, *, entropy_coeff: float, validate: bool = True
+) -> PolicyLoss:
+    """Compute ℓ = −c·H (arXiv 1602.01783, section 4), a term of the actor's loss.
+
+    Args:
+        entropy_BT: H, the entropy of each token's distribution in nats, with gradient.
+        response_mask_BT: 0/1.
+        entropy_coeff: c.
+        validate: check `entropy_BT` for NaN and infinity.
+
+    Returns:
+        The loss of each token, 0 outside the mask, and the metric `entropy`.
+
+    Raises:
+        ShapeError, MaskError, NonFiniteError.
+    """
+    mask = checked_mask(response_mask_BT, validate, entropy=entropy_BT)
+    kept = entropy_BT.masked_fill(~mask, 0)
+    return PolicyLoss(-entropy_coeff * kept, {"entropy": Partial.mean(kept, mask)})
 
 
 def _under_mask(

@@ -88,7 +88,7 @@ def gspo_token(
 ) -> PolicyLoss:
     """Compute the GSPO-token loss (arXiv 2507.18071): GSPO with s_it = sg[s_i]·π/sg[π].
 
-    The value is that of `gspo`. The gradient reaches each token through its own log-probability,
+    The value is as in `gspo`. The gradient reaches each token through its own log-probability,
     so that the tokens of one response may have different advantages.
 
     Raises:

@@ -36,16 +36,6 @@ def require_same_shape(name: str, like: Tensor, **tensors: Tensor) -> None:
             )
 
 
-def require_matrix(name: str, tensor: Tensor) -> None:
-    """Raise `ShapeError` unless `tensor` is 2-d, [samples, tokens]; B may be 0."""
-    if tensor.dim() != 2:
-        raise ShapeError(
-            f"`{name}` must have shape [samples, tokens], but has shape {list(tensor.shape)}.",
-            tensor=name,
-            got=tuple(tensor.shape),
-        )
-
-
 def to_bool_mask(mask: Tensor, name: str = "response_mask") -> Tensor:
     """Return the mask as bool. A bool mask is returned as it is, not copied.
 
@@ -127,7 +117,12 @@ def checked_mask(
     Raises:
         ShapeError, MaskError, NonFiniteError.
     """
-    require_matrix(name, mask_BT)
+    if mask_BT.dim() != 2:
+        raise ShapeError(
+            f"`{name}` must have shape [samples, tokens], but has shape {list(mask_BT.shape)}.",
+            tensor=name,
+            got=tuple(mask_BT.shape),
+        )
     require_same_shape(name, mask_BT, **tensors)
     mask = to_bool_mask(mask_BT, name)
     if validate:

@@ -8,8 +8,6 @@ the tables. A worker process starts with the built-in tables. The controller the
 from __future__ import annotations
 
 import hashlib
-import importlib.util
-import sys
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from pathlib import Path
 from quadriga.algorithms.advantages import ADVANTAGES
 from quadriga.algorithms.policy_losses import POLICY_LOSSES
 from quadriga.config.paths import expand_home
-from quadriga.containment import contained, describe
+from quadriga.containment import import_file
 from quadriga.errors import InputError
 
 
@@ -45,8 +43,8 @@ def load_user_file(path: str | Path) -> tuple[str, ...]:
     A file that is loaded already runs again only if its content has changed.
 
     Raises:
-        InputError: the file does not exist, is not a Python file or raises while it is imported,
-            or a name that it adds is taken.
+        InputError: the file does not exist, is not a Python file or cannot be imported, for example
+            because a name that it adds is taken.
     """
     file = Path(expand_home(path)).resolve()
     if file.suffix != ".py" or not file.is_file():
@@ -57,9 +55,14 @@ def load_user_file(path: str | Path) -> tuple[str, ...]:
         # If the import fails, some names of the new content are in the tables, so the file has to
         # run again also if it then has its earlier content.
         _LOADED.pop(str(file), None)
-        # The hash of the path makes the name of the module unique: two users' files in different
-        # folders may have the same file name.
-        _run(file, f"quadriga_user_{hashlib.sha256(str(file).encode()).hexdigest()[:16]}")
+        running = _RUNNING.set(str(file))
+        try:
+            # The hash of the path makes the name of the module unique: two users' files in
+            # different folders may have the same file name.
+            name = f"quadriga_user_{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
+            import_file(file, "file", name)
+        finally:
+            _RUNNING.reset(running)
         _LOADED[str(file)] = UserFile(str(file), digest)
     return tuple(
         sorted(
@@ -69,30 +72,6 @@ def load_user_file(path: str | Path) -> tuple[str, ...]:
             if entry.origin == str(file)
         )
     )
-
-
-def _run(file: Path, module_name: str) -> None:
-    """Import the file under `module_name`, and remove the module again if the import fails."""
-    spec = importlib.util.spec_from_file_location(module_name, file)
-    if spec is None or spec.loader is None:
-        raise InputError(f"`{file}` cannot be imported.", path=str(file))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    running = _RUNNING.set(str(file))
-    try:
-        with contained():
-            spec.loader.exec_module(module)
-    except (InputError, KeyboardInterrupt):
-        del sys.modules[module_name]
-        raise
-    except BaseException as error:
-        # `exit()` at the top level of the file would otherwise end the run as if it had succeeded.
-        del sys.modules[module_name]
-        raise InputError(
-            f"`{file}` raised while it was imported: {describe(error)}", path=str(file)
-        ) from error
-    finally:
-        _RUNNING.reset(running)
 
 
 def loaded_user_files() -> tuple[UserFile, ...]:

@@ -174,7 +174,7 @@ def scored_rows(
     """Return the fields that an engine reads, [B, P + R] and [B, R] int64.
 
     Tokens at the end of a conversation that are `pad_token_id` are left out, as transformers does
-    it (`models.score_head`).
+    it (`models.loading`).
 
     Args:
         longest: tokens that the model can compute; None: any number.

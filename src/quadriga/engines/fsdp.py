@@ -62,8 +62,7 @@ from quadriga.models.images import (
     copy_processor,
     image_tokens_of,
 )
-from quadriga.models.loading import model_errors, report_attention
-from quadriga.models.score_head import check_reward_model
+from quadriga.models.loading import check_reward_model, model_errors, report_attention
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import SHARD, gather_over_ranks, on_all_ranks, rank
 from quadriga.parallel.model_ranks import model_ranks, shard_meshes

@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -43,16 +43,14 @@ from quadriga.engines.base import HeadKind
 from quadriga.engines.optimizers import check_fits_parameters
 from quadriga.errors import ConfigError, ModelError
 from quadriga.models.adapters import Adapter, add_adapters, base_name, is_adapter, plan_adapter
-from quadriga.models.folder import local_folder
+from quadriga.models.folder import local_folder, weight_file_names
 from quadriga.models.loading import (
     VALUE_HEAD_PREFIX,
+    classifier_name,
     load_causal_lm,
     load_value_model,
     model_errors,
     model_without_weights,
-)
-from quadriga.models.score_head import (
-    classifier_name,
     padding_token,
     without_bias,
 )
@@ -335,7 +333,9 @@ class FolderWeights:
 
     def _read(self, model: ShardedModel, device: torch.device, place: torch.device) -> Counts:
         """Read the saved buffers to `device` and the shards to `place`."""
-        source = folder_in_memory(self.folder) if self.use_shm else nullcontext(self.folder)
+        source: AbstractContextManager[Path] = nullcontext(self.folder)
+        if self.use_shm:
+            source = folder_in_memory(self.folder, weight_file_names)
         found: Counts = {}
         with torch.no_grad(), model_errors(self.folder, "model"), source as folder:
             # Tied parameters remain tied, because torch changes a sharded parameter in place.

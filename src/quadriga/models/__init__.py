@@ -3,8 +3,8 @@
 - `folder`: check a model folder without loading weights; its end tokens.
 - `architectures`: which architectures are supported, and in which form each is computed.
 - `limits`: how many tokens a model can compute, and whether its embedding has a row for every id.
-- `loading`: tokenizers, causal language models and value models from a folder.
-- `score_head`: the head of a reward model. `adapters`: LoRA, in PEFT's layers and format.
+- `loading`: tokenizers, causal language models, value models and reward models from a folder.
+- `adapters`: LoRA, in PEFT's layers and format.
 - `weights`: read parts of a folder's tensors; their names in the model, and their dtypes.
 - `log_probs`: log-probabilities, entropy and KL, from logits or from hidden states.
 - `images`: what a model of text and images needs beside its weights.

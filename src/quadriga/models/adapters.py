@@ -114,7 +114,7 @@ def plan_adapter(model: PreTrainedModel, lora: LoraConfig) -> Adapter:
             )
     if lora.target_modules not in (None, (ALL_LINEAR,)) or lora.exclude_modules:
         raise ConfigError(
-            f"the layers of the adapter in {folder} are those of its file; remove "
+            f"the file of the adapter in {folder} names its layers; remove "
             "model.lora.target_modules and model.lora.exclude_modules",
             key="model.lora.target_modules",
         )
@@ -156,7 +156,7 @@ def add_adapters(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
         use_rslora=adapter.rslora,
         target_modules=[f"0.{name}" for name in adapter.modules],
     )
-    # In a model with a config, PEFT reads names of layers as those of transformers v4, and takes
+    # In a model with a config, PEFT reads names of layers as transformers v4 wrote them, and takes
     # some for experts. In this container it takes them as they are.
     container = nn.Sequential(model)
     try:
@@ -198,7 +198,7 @@ def parts_of(weight: str) -> tuple[str, str]:
 
 
 def is_stored_part(name: str) -> bool:
-    """Return whether a checkpoint name is that of A or B of an adapter, as in its file."""
+    """Return whether a checkpoint name names A or B of an adapter, as in its file."""
     return name.startswith(_STORED_PREFIX)
 
 
@@ -284,7 +284,7 @@ def _number(folder: Path, config: Mapping[str, JsonValue], key: str) -> float:
 
 
 def _stored_modules(folder: Path, rank: int, layers: Mapping[str, nn.Linear]) -> list[str]:
-    """Return the layers of an adapter's file, after a check that they are those of the model.
+    """Return the layers of an adapter's file, after a check that the model has them.
 
     Raises:
         ModelError: the adapter is of another model. The message has the sizes of both.

@@ -19,7 +19,7 @@ from quadriga.models.log_probs import SavedContext
 
 MIN_PRODUCTS = 2**20
 """Multiplications (M · K · N) of the smallest product that is given to oneDNN. Its calls cost some
-microseconds more than those of MKL."""
+microseconds more than calls of MKL."""
 
 
 def has_onednn() -> bool:

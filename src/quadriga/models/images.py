@@ -164,7 +164,7 @@ class MultiModalRows:
 
     @classmethod
     def of(cls, data: DataProto) -> MultiModalRows | None:
-        """Return those of a batch; None if it has no field `multi_modal_inputs`.
+        """Return the rows of a batch; None if it has no field `multi_modal_inputs`.
 
         Raises:
             FieldError: an entry is not `ImageInputs`, or the positions are not [B, 3, T].

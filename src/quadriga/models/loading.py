@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
     GenerationConfig,
@@ -34,16 +35,17 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from quadriga.errors import ModelError
 from quadriga.models.architectures import takes_images
 from quadriga.models.cpu_linear import use_cpu_linear
-from quadriga.models.folder import check_model_folder, local_folder
-from quadriga.models.weights import check_all_finite, count_not_finite
+from quadriga.models.folder import check_model_folder, local_folder, weight_file_names
+from quadriga.models.weights import check_all_finite, count_not_finite, stored_tensors
 from quadriga.observability.quiet import quiet_libraries
 from quadriga.parallel.device import DTYPES, ComputeDtypeName
-from quadriga.parallel.node_memory import folder_in_memory
+from quadriga.parallel.node_memory import folder_in_memory, on_joined_ranks
 
 _log = logging.getLogger(__name__)
 
-LMClass = type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]
-AutoModelClass = LMClass | type[AutoModelForTokenClassification]
+AutoModelClass = type[
+    AutoModelForCausalLM | AutoModelForImageTextToText | AutoModelForTokenClassification
+]
 Dtype = ComputeDtypeName | torch.dtype
 """A dtype by name, "auto" (the dtype in the folder's config.json), or a torch dtype."""
 
@@ -93,9 +95,8 @@ def load_causal_lm(
     Raises:
         ModelError: the folder has no causal language model, or weights are missing.
     """
-    config = _config(local_folder(path), attn_implementation, trust_remote_code)
-    model, missing = _load(_lm_class(config), config, path, dtype, trust_remote_code, use_shm)
-    report_attention(model, path, attn_implementation)
+    settings = (dtype, attn_implementation, trust_remote_code, use_shm)
+    model, missing = _load(path, *settings, value_head=False)
     _check_no_missing(path, missing, "model in its config.json")
     return model
 
@@ -118,10 +119,8 @@ def load_value_model(
         ModelError: transformers has no token head for this architecture, or weights of the backbone
             are missing.
     """
-    config = _config(local_folder(path), attn_implementation, trust_remote_code)
-    kind = _with_value_head(config, path)
-    model, missing = _load(kind, config, path, dtype, trust_remote_code, use_shm)
-    report_attention(model, path, attn_implementation)
+    settings = (dtype, attn_implementation, trust_remote_code, use_shm)
+    model, missing = _load(path, *settings, value_head=True)
     head = _value_head(model, path)
     new_head = {name for name in missing if name.startswith(VALUE_HEAD_PREFIX)}
     _check_no_missing(path, missing - new_head, "backbone")
@@ -160,8 +159,9 @@ def model_without_weights(
         ModelError: the folder has no suitable model.
     """
     folder = local_folder(path, weights=buffers)
-    config = _config(folder, attn_implementation, trust_remote_code, weights=buffers)
-    kind: AutoModelClass = _with_value_head(config, folder) if value_head else _lm_class(config)
+    kind, config = _checked(
+        folder, attn_implementation, trust_remote_code, value_head=value_head, weights=buffers
+    )
     own_code = nullcontext() if trust_remote_code else _no_code_of_the_hub()
     with quiet_libraries(), model_errors(folder, "model"), own_code, torch.device("meta"):
         model: PreTrainedModel = kind.from_config(  # type: ignore[no-untyped-call]  # none
@@ -205,46 +205,27 @@ def _value_head(model: PreTrainedModel, path: str | Path) -> torch.nn.Linear:
         )
     # The output of a linear layer of three dimensions is a view, and FSDP2 warns of a model that
     # returns one. One float per token is copied.
-    head.register_forward_hook(_copy_output)
+    head.register_forward_hook(lambda _, inputs, output: output.clone())
     return head
 
 
-def _lm_class(config: PretrainedConfig) -> LMClass:
-    return AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
-
-
-def _with_value_head(config: PretrainedConfig, path: str | Path) -> type[Any]:
-    """Set one number a token, without dropout before it, and return the class of such a model.
-
-    Raises:
-        ModelError: the model takes images, or the architecture cannot have a head.
-    """
-    if takes_images(config):
-        raise ModelError(
-            f"model_type {config.model_type!r} of the model in {path} takes images, and such a "
-            "model cannot have a head for values or scores; set the path to a model of text, or "
-            "choose an advantage estimator without a critic, such as grpo",
-            path=str(path),
-        )
-    config.num_labels = 1
-    config.classifier_dropout = 0.0
-    return token_classifier(config)
-
-
-def _copy_output(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    return output.clone()
-
-
-def _config(
-    folder: Path, attn_implementation: str, trust_remote_code: bool, *, weights: bool = True
-) -> PretrainedConfig:
-    """Return the folder's config, with the attention of the settings in place of its own.
+def _checked(
+    folder: Path,
+    attn_implementation: str,
+    trust_remote_code: bool,
+    *,
+    value_head: bool,
+    weights: bool = True,
+) -> tuple[AutoModelClass, PretrainedConfig]:
+    """Return the class of a folder's model, and its config with the attention of the settings.
 
     A config.json can name an attention or an experts implementation, also one of the hub, whose
-    code transformers would download and run.
+    code transformers would download and run. A value head gives one number a token, without dropout
+    before it.
 
     Raises:
-        ModelError: the folder is not a model folder, or `attn_implementation` is code of the hub.
+        ModelError: the folder is not a model folder, `attn_implementation` is code of the hub, or
+            the model cannot have a value head.
     """
     if "/" in attn_implementation and not trust_remote_code:
         raise ModelError(
@@ -261,7 +242,19 @@ def _config(
         # scores, sinks or ALiBi). Both setters also reach the configs inside this one.
         config._attn_implementation = None if attn_implementation == "sdpa" else attn_implementation
         config._experts_implementation = None
-    return config
+    images = takes_images(config)
+    if not value_head:
+        return AutoModelForImageTextToText if images else AutoModelForCausalLM, config
+    if images:
+        raise ModelError(
+            f"model_type {config.model_type!r} of the model in {folder} takes images, and such a "
+            "model cannot have a head for values or scores; set the path to a model of text, or "
+            "choose an advantage estimator without a critic, such as grpo",
+            path=str(folder),
+        )
+    config.num_labels = 1
+    config.classifier_dropout = 0.0
+    return token_classifier(config), config
 
 
 def folder_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
@@ -288,21 +281,31 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
 
 
 def _load(
-    auto_class: AutoModelClass,
-    config: PretrainedConfig,
     path: str | Path,
     dtype: Dtype,
+    attn_implementation: str,
     trust_remote_code: bool,
     use_shm: bool,
+    *,
+    value_head: bool,
 ) -> tuple[PreTrainedModel, set[str]]:
     """Return the model, and the names of its parameters that the folder's weights do not hold.
 
     Raises:
         ModelError: the model cannot be loaded, or a weight is not finite.
     """
-    folder = local_folder(path)
+
+    def checked() -> tuple[Path, AutoModelClass, PretrainedConfig]:
+        folder = local_folder(path)
+        return folder, *_checked(
+            folder, attn_implementation, trust_remote_code, value_head=value_head
+        )
+
+    folder, auto_class, config = on_joined_ranks(checked) if use_shm else checked()
     code_of_hub = nullcontext() if trust_remote_code else _no_code_of_the_hub()
-    shared = folder_in_memory(folder) if use_shm else nullcontext(folder)
+    shared: AbstractContextManager[Path] = nullcontext(folder)
+    if use_shm:
+        shared = folder_in_memory(folder, weight_file_names)
     with quiet_libraries(), model_errors(folder, "model"), code_of_hub, shared as source:
         model, info = auto_class.from_pretrained(  # type: ignore[misc]  # output_loading_info: a pair
             source,
@@ -317,6 +320,7 @@ def _load(
     weights = ((name, parameter.detach()) for name, parameter in model.named_parameters())
     check_all_finite(folder, {name: count_not_finite(weight) for name, weight in weights})
     use_cpu_linear(model)
+    report_attention(model, path, attn_implementation)
     return model.eval(), set(info["missing_keys"])
 
 
@@ -436,3 +440,84 @@ def _made(kind: Any) -> type[Any]:
             "__module__": __name__,
         },
     )
+
+
+# The head of a reward model: one number for a sequence.
+#
+# Transformers computes the score of a sequence classifier from the last token that is not padding
+# (`pad_token_id` of its config). Sequence classifiers have a linear layer `score` without a bias,
+# and token classifiers one with a bias. Here a reward model is a token classifier without the bias:
+# the score of a sequence is its output at that token, and its weights have the names of a sequence
+# classifier.
+
+
+def without_bias(model: PreTrainedModel) -> PreTrainedModel:
+    """Remove the bias of the head of a token classifier, in place."""
+    head = model.get_submodule(VALUE_HEAD)
+    assert isinstance(head, torch.nn.Linear)
+    head.register_parameter("bias", None)
+    return model
+
+
+def classifier_name(config: PretrainedConfig) -> str:
+    """Return the class of transformers that an export of a reward model is loaded with.
+
+    Raises:
+        ModelError: this architecture has none.
+    """
+    mapping = AutoModelForSequenceClassification._model_mapping
+    if type(config) not in mapping:
+        raise ModelError(
+            f"transformers has no sequence classifier for models of type {config.model_type}, so a "
+            "reward model of this kind could not be exported; choose another base model",
+            path=str(config.name_or_path),
+        )
+    return str(getattr(mapping[type(config)], "__name__", ""))
+
+
+def check_reward_model(path: str | Path, *, trust_remote_code: bool = False) -> None:
+    """Check that a folder holds a reward model: a sequence classifier with one label.
+
+    Reads config.json and the headers of the weights.
+
+    Raises:
+        ModelError: it has no head, or one of another size.
+    """
+    folder = Path(path)
+    tensors = stored_tensors(folder)
+    heads = {name: t.shape for name, t in tensors.items() if name.endswith(f"{VALUE_HEAD}.weight")}
+    if not heads:
+        others = [name for name, t in tensors.items() if 1 in t.shape and len(t.shape) == 2]
+        hint = f" ({min(others)!r} is not read)" if others else ""
+        raise ModelError(
+            f"the model in {folder} has no head: a reward model is a sequence classifier with a "
+            f"weight {VALUE_HEAD!r} of shape [1, hidden size]{hint}; train one with `quadriga rm`",
+            path=str(folder),
+        )
+    for name, shape in heads.items():
+        if len(shape) != 2 or shape[0] != 1:
+            raise ModelError(
+                f"the model in {folder} has {shape[0] if shape else 0} labels: {name} is "
+                f"{list(shape)}, and the head of a reward model has the shape [1, hidden size]",
+                path=str(folder),
+            )
+    if f"{VALUE_HEAD}.bias" in tensors:
+        raise ModelError(
+            f"the model in {folder} has {VALUE_HEAD}.bias, so it is a value model of tokens; a "
+            "reward model is a sequence classifier, whose head has no bias",
+            path=str(folder),
+        )
+    classifier_name(read_config(folder, trust_remote_code=trust_remote_code))
+
+
+def padding_token(path: str | Path, tokenizer_path: str | Path, *, trust_remote_code: bool) -> int:
+    """Return the token that a reward model takes for padding, also in an export of it.
+
+    config.json names it, or else the tokenizer, whose token may be its end token.
+    """
+    config = read_config(Path(path), trust_remote_code=trust_remote_code)
+    if isinstance(config.pad_token_id, int):
+        return config.pad_token_id
+    tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=trust_remote_code)
+    token: int = tokenizer.pad_token_id
+    return token

@@ -112,64 +112,10 @@ def log_probs_and_entropy(
         AlgorithmError: the temperature is not above 0.
     """
     _check_labels(logits, labels, temperature)
-    flat = logits.reshape(-1, logits.shape[-1])
-    log_prob, ent = _FromLogits.apply(  # type: ignore[no-untyped-call]  # torch has no annotations
-        flat, labels.reshape(-1), temperature, entropy
+    log_prob, ent = _LogProbs.apply(  # type: ignore[no-untyped-call]  # torch has no annotations
+        logits.reshape(-1, logits.shape[-1]), None, labels.reshape(-1), temperature, entropy
     )
     return log_prob.view(labels.shape), ent.view(labels.shape)
-
-
-class _FromLogits(torch.autograd.Function):
-    """Softmax statistics, one block of rows at a time.
-
-    The backward pass needs the logits themselves and two numbers a row, so no tensor of the logits'
-    shape is saved besides the input.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: SavedContext, logits: Tensor, labels: Tensor, temperature: float, entropy: bool
-    ) -> tuple[Tensor, Tensor]:
-        statistics = torch.empty(4, len(logits), dtype=_wide(logits), device=logits.device)
-        softmax = _OnlineSoftmax(statistics, entropy)
-        copies = _ScratchBuffer(statistics)
-        for a, b in _row_blocks(logits):
-            rows = _scaled_copy(logits[a:b], temperature, copies)
-            softmax.begin(a, b)
-            softmax.update(rows, labels[a:b], clamped=True)
-        log_prob, log_total, ent = softmax.result()
-        ctx.save_for_backward(logits, labels, log_total, ent)
-        ctx.temperature, ctx.entropy = temperature, entropy
-        return log_prob, ent
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: SavedContext, grad_log_prob: Tensor, grad_entropy: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        logits, labels, log_total, ent = ctx.saved_tensors
-        grad = torch.empty_like(logits)
-        used_grad_entropy = _nonzero_or_none(grad_entropy) if ctx.entropy else None
-        copies, weights = _ScratchBuffer(log_total), _ScratchBuffer(log_total)
-        for a, b in _row_blocks(logits):
-            rows = _scaled_copy(logits[a:b], ctx.temperature, copies)
-            rows.sub_(log_total[a:b, None]).clamp_(min=_MIN_SHIFTED_LOGIT)
-            _gradient_in_place(
-                rows,
-                labels[a:b],
-                grad_log_prob[a:b],
-                None if used_grad_entropy is None else used_grad_entropy[a:b],
-                ent[a:b],
-                weights,
-                temperature=ctx.temperature,
-            )
-            grad[a:b] = rows
-        return grad, None, None, None
-
-
-def _scaled_copy(logits: Tensor, temperature: float, buffer: _ScratchBuffer) -> Tensor:
-    rows = buffer(*logits.shape).copy_(logits)
-    return rows if temperature == 1.0 else rows.div_(temperature)
 
 
 # From hidden states.
@@ -219,7 +165,7 @@ def linear_log_probs(
     """
     _check_labels(hidden, labels, temperature)
     _check_weight(hidden, weight_VD)
-    log_prob, ent = _Linear.apply(  # type: ignore[no-untyped-call]  # torch has no annotations
+    log_prob, ent = _LogProbs.apply(  # type: ignore[no-untyped-call]  # torch has no annotations
         hidden.reshape(-1, hidden.shape[-1]),
         weight_VD,
         labels.reshape(-1),
@@ -231,30 +177,50 @@ def linear_log_probs(
     return log_prob.view(labels.shape), ent.view(labels.shape)
 
 
-class _Linear(torch.autograd.Function):
-    """Online softmax over tiles of tokens × vocabulary."""
+def _tiles(
+    inputs: Tensor, weight: Tensor | None, temperature: float, elements: int, buffer: _ScratchBuffer
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yield (tokens, vocabulary entries, their logits / temperature), in `buffer`.
+
+    Without a weight the inputs are logits. A tile is then a block of rows with all their columns.
+    """
+    if weight is None:
+        for a, b in _row_blocks(inputs):
+            rows = buffer(b - a, inputs.shape[1]).copy_(inputs[a:b])
+            yield slice(a, b), slice(0, inputs.shape[1]), _divided(rows, temperature)
+        return
+    for a, b in _spans(len(inputs), _TILE_ROWS):
+        for v, w in _spans(len(weight), elements // (b - a)):
+            tile = _matmul(inputs[a:b], weight[v:w].T, buffer)
+            yield slice(a, b), slice(v, w), _divided(tile, temperature)
+
+
+class _LogProbs(torch.autograd.Function):
+    """Online softmax over tiles of tokens × vocabulary, from hidden states or from logits.
+
+    Without a weight the inputs are logits. The backward pass needs the inputs themselves and two
+    numbers a row, so no tensor of the shape of the logits is saved besides them.
+    """
 
     @staticmethod
     def forward(
         ctx: SavedContext,
-        hidden: Tensor,
-        weight: Tensor,
+        inputs: Tensor,
+        weight: Tensor | None,
         labels: Tensor,
         temperature: float,
         entropy: bool,
-        tile: int,
-        group: dist.ProcessGroup | None,
+        elements: int = 0,
+        group: dist.ProcessGroup | None = None,
     ) -> tuple[Tensor, Tensor]:
-        statistics = torch.empty(4, len(hidden), dtype=_wide(hidden), device=hidden.device)
-        softmax, logits = _OnlineSoftmax(statistics, entropy), _ScratchBuffer(statistics)
-        for a, b in _spans(len(hidden), _TILE_ROWS):
-            softmax.begin(a, b)
-            for v, w in _spans(len(weight), tile // (b - a)):
-                found = _scaled_matmul(hidden[a:b], weight[v:w].T, logits, temperature)
-                softmax.update(found, labels[a:b] - v)
+        statistics = torch.empty(4, len(inputs), dtype=_wide(inputs), device=inputs.device)
+        softmax, buffer = _OnlineSoftmax(statistics, entropy), _ScratchBuffer(statistics)
+        for rows, columns, tile in _tiles(inputs, weight, temperature, elements, buffer):
+            # A logit that is given may be −inf.
+            softmax.update(rows, tile, labels[rows] - columns.start, clamped=weight is None)
         log_prob, log_total, ent = softmax.result(group)
-        ctx.save_for_backward(hidden, weight, labels, log_total, ent)
-        ctx.temperature, ctx.entropy, ctx.size, ctx.group = temperature, entropy, tile, group
+        ctx.save_for_backward(inputs, weight, labels, log_total, ent)
+        ctx.temperature, ctx.entropy, ctx.size, ctx.group = temperature, entropy, elements, group
         return log_prob, ent
 
     @staticmethod
@@ -262,36 +228,43 @@ class _Linear(torch.autograd.Function):
     def backward(
         ctx: SavedContext, grad_log_prob: Tensor, grad_entropy: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, log_total, ent = ctx.saved_tensors
+        inputs, weight, labels, log_total, ent = ctx.saved_tensors
         wide = log_total.dtype
-        grad_hidden = torch.zeros_like(hidden, dtype=wide)
-        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        grad_weight = None
+        if weight is None:
+            grad_inputs = torch.empty_like(inputs)
+        else:
+            grad_inputs = torch.zeros_like(inputs, dtype=wide)
+            if ctx.needs_input_grad[1]:
+                grad_weight = torch.zeros_like(weight, dtype=wide)
         used_grad_entropy = _nonzero_or_none(grad_entropy) if ctx.entropy else None
-        logits, weights = _ScratchBuffer(log_total), _ScratchBuffer(log_total)
-        for a, b in _spans(len(hidden), _TILE_ROWS):
-            for v, w in _spans(len(weight), ctx.size // (b - a)):
-                # log p = z − log Σ exp z. The sum over the whole vocabulary was saved, so each tile
-                # gives its part of the gradient without the other tiles.
-                tile = _scaled_matmul(hidden[a:b], weight[v:w].T, logits, ctx.temperature)
-                tile.sub_(log_total[a:b, None])
-                _gradient_in_place(
-                    tile,
-                    labels[a:b],
-                    grad_log_prob[a:b],
-                    None if used_grad_entropy is None else used_grad_entropy[a:b],
-                    ent[a:b],
-                    weights,
-                    offset=v,
-                    temperature=ctx.temperature,
-                )
-                _accumulate_matmul(grad_hidden[a:b], tile, weight[v:w])
-                if grad_weight is not None:
-                    _accumulate_matmul(grad_weight[v:w], tile.T, hidden[a:b])
+        buffer, weights = _ScratchBuffer(log_total), _ScratchBuffer(log_total)
+        for rows, columns, tile in _tiles(inputs, weight, ctx.temperature, ctx.size, buffer):
+            # log p = z − log Σ exp z. The sum over the whole vocabulary was saved, so each tile
+            # gives its part of the gradient without the other tiles.
+            tile.sub_(log_total[rows, None])
+            if weight is None:
+                tile.clamp_(min=_MIN_SHIFTED_LOGIT)
+            _gradient_in_place(
+                tile,
+                labels[rows] - columns.start,
+                grad_log_prob[rows],
+                None if used_grad_entropy is None else used_grad_entropy[rows],
+                ent[rows],
+                weights,
+                ctx.temperature,
+            )
+            if weight is None:
+                grad_inputs[rows] = tile
+                continue
+            _accumulate_matmul(grad_inputs[rows], tile, weight[columns])
+            if grad_weight is not None:
+                _accumulate_matmul(grad_weight[columns], tile.T, inputs[rows])
         if ctx.group is not None:
-            dist.all_reduce(grad_hidden, group=ctx.group)
+            dist.all_reduce(grad_inputs, group=ctx.group)
         return (
-            grad_hidden.to(hidden.dtype),
-            None if grad_weight is None else grad_weight.to(weight.dtype),
+            grad_inputs.to(inputs.dtype),
+            None if grad_weight is None else grad_weight.to(inputs.dtype),
             *(None,) * 5,
         )
 
@@ -316,22 +289,19 @@ class _OnlineSoftmax:
 
     def __init__(self, statistics: Tensor, entropy: bool) -> None:
         """`statistics`: [4, tokens], which are filled with m, s, e and the logit of the label."""
-        self._all = statistics
+        self._all = statistics.zero_()
+        self._all[0] = -torch.inf
         self._entropy = entropy
         self._weights = _ScratchBuffer(statistics)
 
-    def begin(self, start: int, stop: int) -> None:
-        """Begin with the tokens start … stop-1."""
-        self._rows = self._all[:, start:stop]
-        self._rows.zero_()[0] = -torch.inf
-
-    def update(self, tile: Tensor, label_column: Tensor, *, clamped: bool = False) -> None:
-        """Add one tile of logits, which is overwritten.
+    def update(self, rows: slice, tile: Tensor, label_column: Tensor, *, clamped: bool) -> None:
+        """Add one tile of logits of these tokens, which is overwritten.
 
         `label_column` may be out of range: the label is then in another tile. `clamped`: a logit
         may be −inf.
         """
-        before, total, weighted, at_label = self._rows.unbind()
+        statistics = self._all[:, rows]
+        before, total, weighted, at_label = statistics.unbind()
         in_tile = (label_column >= 0) & (label_column < tile.shape[1])
         found = tile.gather(1, label_column.clamp(0, tile.shape[1] - 1)[:, None])[:, 0]
         at_label.copy_(torch.where(in_tile, found, at_label))
@@ -341,7 +311,7 @@ class _OnlineSoftmax:
             tile.clamp_(min=_MIN_SHIFTED_LOGIT)
         of_tile = torch.empty_like(total) if self._entropy else None
         sums = _exp_sums(tile, self._weights, of_tile)
-        _rescale(self._rows, largest)
+        _rescale(statistics, largest)
         if of_tile is not None:
             weighted.add_(of_tile)
         total.add_(sums)
@@ -436,8 +406,8 @@ class _LinearFullKL(torch.autograd.Function):
         kl = torch.empty(len(hidden), dtype=_wide(hidden), device=hidden.device)
         policy_buffer, ref_buffer = _ScratchBuffer(kl), _ScratchBuffer(kl)
         for a, b in _spans(len(hidden), tokens):
-            logits = _scaled_matmul(hidden[a:b], weight.T, policy_buffer)
-            ref_logits = _scaled_matmul(ref_hidden[a:b], ref_weight.T, ref_buffer)
+            logits = _matmul(hidden[a:b], weight.T, policy_buffer)
+            ref_logits = _matmul(ref_hidden[a:b], ref_weight.T, ref_buffer)
             for c, d in blocks(logits):
                 p, gap = p_and_gap(logits[c:d], ref_logits[c:d], temperature)
                 torch.linalg.vecdot(p, gap, out=kl[a + c : a + d])
@@ -454,8 +424,8 @@ class _LinearFullKL(torch.autograd.Function):
         scale = grad_kl / ctx.temperature
         policy_buffer, ref_buffer = _ScratchBuffer(kl), _ScratchBuffer(kl)
         for a, b in _spans(len(hidden), ctx.size):
-            logits = _scaled_matmul(hidden[a:b], weight.T, policy_buffer)
-            ref_logits = _scaled_matmul(ref_hidden[a:b], ref_weight.T, ref_buffer)
+            logits = _matmul(hidden[a:b], weight.T, policy_buffer)
+            ref_logits = _matmul(ref_hidden[a:b], ref_weight.T, ref_buffer)
             for c, d in blocks(logits):
                 p, gap = p_and_gap(logits[c:d], ref_logits[c:d], ctx.temperature)
                 gap.sub_(kl[a + c : a + d, None]).mul_(scale[a + c : a + d, None])
@@ -548,10 +518,13 @@ class _ScratchBuffer:
         return self._flat[: rows * columns].view(rows, columns)
 
 
-def _scaled_matmul(
-    left: Tensor, right: Tensor, buffer: _ScratchBuffer, temperature: float = 1.0
-) -> Tensor:
-    """Return left @ right / temperature in `buffer`, in the buffer's dtype.
+def _divided(logits: Tensor, temperature: float) -> Tensor:
+    """Divide logits by the temperature, in place."""
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _matmul(left: Tensor, right: Tensor, buffer: _ScratchBuffer) -> Tensor:
+    """Return left @ right in `buffer`, in the buffer's dtype.
 
     The product itself runs in the dtype of its inputs, which bfloat16 hardware needs to be fast.
     """
@@ -560,7 +533,7 @@ def _scaled_matmul(
         torch.mm(left, right, out=out)
     else:
         out.copy_(left @ right)
-    return out if temperature == 1.0 else out.div_(temperature)
+    return out
 
 
 def _accumulate_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -593,17 +566,15 @@ def _gradient_in_place(
     grad_entropy: Tensor | None,
     entropy: Tensor,
     buffer: _ScratchBuffer,
-    *,
-    offset: int = 0,
-    temperature: float = 1.0,
+    temperature: float,
 ) -> None:
     """Replace a tile of log p by the gradient of the loss with respect to its logits.
 
     ∂ log p(y)/∂z_v = 1[v = y] − p_v;  ∂H/∂z_v = −p_v (log p_v + H);  z = logits / temperature.
 
     Args:
-        log_p: [N, tile width], log-probabilities of the vocabulary entries `offset` … .
-        labels: [N], numbered over the whole vocabulary.
+        log_p: [N, tile width], log-probabilities of the vocabulary entries of a tile.
+        labels: [N], columns of the tile; out of range if the label is in another tile.
         grad_log_prob: [N], gradient of the loss with respect to log p(label).
         grad_entropy: [N], the same for the entropy H. None: the loss does not depend on it.
         entropy: [N], H of each row.
@@ -616,8 +587,8 @@ def _gradient_in_place(
     #   row 2   0.70 0.10 0.10 0.10        0     0.0     0.00  0.00  0.00  0.00
     #
     # First every entry becomes −g · p (one pass over the tile). Then g is added at each label, but
-    # only where the label is in this tile: with offset 2 and width 2, the labels 1, 3, 0 become the
-    # columns −1, 1, −2, so only row 1 gets its g.
+    # only where the label is in this tile: in the tile of the entries 2 and 3, the labels 1, 3, 0
+    # are the columns −1, 1, −2, so only row 1 gets its g.
     scale = 1 / temperature
     scaled_grad = (grad_log_prob * scale)[:, None]
     scaled_entropy_grad = None if grad_entropy is None else (grad_entropy * scale)[:, None]
@@ -629,9 +600,8 @@ def _gradient_in_place(
             p = torch.exp(rows, out=buffer(*rows.shape))
             rows.add_(entropy[a:b, None]).mul_(-scaled_entropy_grad[a:b])
             rows.sub_(scaled_grad[a:b]).mul_(p)
-    column = labels - offset
-    in_tile = (column >= 0) & (column < log_p.shape[1])
-    column = column.clamp(0, log_p.shape[1] - 1)[:, None]
+    in_tile = (labels >= 0) & (labels < log_p.shape[1])
+    column = labels.clamp(0, log_p.shape[1] - 1)[:, None]
     log_p.scatter_add_(1, column, (scaled_grad * in_tile[:, None]).to(log_p.dtype))
 
 

@@ -18,7 +18,7 @@ experts with gates and ups of 3 rows:
     gate_up_proj [2, 6, D]    expert 0: 3 rows │ 3 rows       expert 1: 3 rows │ 3 rows
     tensors of the folder     0.gate_proj      │ 0.up_proj    1.gate_proj      │ 1.up_proj
 
-So the elements of the parameter are those of the tensors, one tensor after another. Parameters that
+So the parameter consists of the elements of the tensors, one tensor after another. Parameters that
 are computed in another way are a reason to load the model whole.
 """
 
@@ -35,7 +35,6 @@ from functools import cached_property
 from io import FileIO
 from itertools import accumulate, product
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +93,7 @@ def check_all_finite(folder: Path, counts: Mapping[str, NotFinite]) -> None:
 
 @dataclass(frozen=True)
 class JoinedTensor:
-    """Tensors of a folder whose elements, one tensor after another, are those of a parameter.
+    """Tensors of a folder whose elements, one tensor after another, make up a parameter.
 
     Attributes:
         shape: of the parameter, in row-major order.
@@ -222,12 +221,7 @@ class TensorReader:
     def __enter__(self) -> TensorReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     def read(self, tensor: Source, first: int, target: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Strategies that share work out: rows over ranks, rows over micro-batches, items over partitions.
 
-- `get_seqlen_balanced_partitions`: partitions of about equal length. A first partition
-  (differencing after Karmarkar and Karp, 1982, or longest first) is improved by exchanges.
+- `get_seqlen_balanced_partitions`: partitions of about equal length. A first partition (blocks in
+  alternating order, or longest first) is improved by exchanges.
 - `token_budget_micro_batches`: few micro-batches that fit a token budget.
 - `arrange_rows`, `partition_groups`: rows over ranks with whole prompt groups. The rows of a prompt
   group share their prompt: rows on one rank compute it once, rows on two ranks compute it on both.
@@ -32,36 +32,20 @@ _TOLERANCE = 2e-4
 """A spread below this times the mean counts as balanced: 0.02 % of a step is not worth a search."""
 
 
-def difference_blocks(lengths: Lengths, k: int) -> Table:
-    """Apply differencing to blocks of k items, so that all partitions have n / k items.
+def alternating_blocks(lengths: Lengths, k: int) -> Table:
+    """Assign items in descending order of length, in blocks of k of which every second is reversed.
 
-    The items are sorted and cut into blocks of k. The two blocks with the largest spread are
-    joined, the longest with the shortest, until one block is left. k must divide n.
+    All partitions have n / k items. k must divide n.
     """
-    # Lengths 9 8 7 6 5 4, k = 3: the blocks 9 8 7 and 6 5 4 both have spread 2.
+    # Lengths 9 8 7 6 5 4, k = 3:
     #
     #   partition   first block   second block, reversed   sum
     #       0            9                  4               13
     #       1            8                  5               13
     #       2            7                  6               13
     blocks = np.argsort(-lengths, kind="stable").reshape(-1, k)
-    # Heap entries: (minus the spread, a number that breaks ties, descending sums, their items).
-    queue: list[tuple[float, int, Lengths, Table]] = []
-    for number, block in enumerate(blocks):
-        sums = lengths[block]
-        queue.append((float(sums[-1] - sums[0]), number, sums, block[:, None]))
-    heapq.heapify(queue)
-    number = len(queue)
-    while len(queue) > 1:
-        _, _, sums_a, table_a = heapq.heappop(queue)
-        _, _, sums_b, table_b = heapq.heappop(queue)
-        sums = sums_a + sums_b[::-1]
-        order = np.argsort(-sums, kind="stable")
-        sums = sums[order]
-        table = np.concatenate([table_a, table_b[::-1]], axis=1)[order]
-        heapq.heappush(queue, (float(sums[-1] - sums[0]), number, sums, table))
-        number += 1
-    return queue[0][3]
+    blocks[1::2] = blocks[1::2, ::-1]
+    return blocks.T.copy()
 
 
 def longest_first(lengths: Lengths, k: int) -> Table:
@@ -92,9 +76,9 @@ _MAX_COLUMNS = 48
 def exchange_items(lengths: Lengths, table: Table) -> None:
     """Exchange items between partitions, in place, as long as the spread falls.
 
-    An item may also be exchanged for a gap (-1), which moves it. If the heaviest partition gains
-    nothing in its pair, it and the lightest are tried against every other partition. If that fails
-    too, the partitions are as balanced as single exchanges can make them.
+    The heavier half of the partitions is paired with the lighter half. An item may also be exchanged
+    for a gap (-1), which moves it. If the heaviest partition gains nothing in its pair, the next
+    round pairs the halves in another way.
     """
     # Lengths 8 7 6 5 4 in two partitions, heavy 4 7 5 = 16 and light 8 6 = 14 (a gap counts 0).
     # Half the difference of the sums is 1. Giving a for b changes it to |a − b − 1|, so the best
@@ -108,18 +92,18 @@ def exchange_items(lengths: Lengths, table: Table) -> None:
     sums = items.sum(1)
     pairs = len(sums) // 2
     tolerated = _TOLERANCE * float(sums.mean())
+    shift = 0  # of the lighter half
     for round_number in range(_MAX_ROUNDS):
         order = np.argsort(sums, kind="stable")
         spread = sums[order[-1]] - sums[order[0]]
         if pairs == 0 or spread <= 0:
             return
         columns = _columns(table.shape[1], round_number)
-        heavy, light = order[::-1][:pairs], order[:pairs]
+        heavy, light = order[::-1][:pairs], np.roll(order[:pairs], shift)
         given, taken, better = _best_exchanges(items, sums, heavy, light, columns)
-        if better[0]:
-            heavy, light = heavy[better], light[better]
-            _apply(items, sums, table, heavy, given[better], light, taken[better])
-        elif spread <= tolerated or not _exchange_extremes(items, sums, table, order, columns):
+        _apply(items, sums, table, heavy[better], given[better], light[better], taken[better])
+        shift = 0 if better[0] else shift + 1
+        if shift == pairs or (shift and spread <= tolerated):
             return
 
 
@@ -144,32 +128,6 @@ def _best_exchanges(
     better = gap[np.arange(len(half)), choice] < half * (1 - 1e-9)
     given, taken = np.divmod(choice, len(columns))
     return columns[given], columns[taken], better
-
-
-def _exchange_extremes(
-    items: Lengths,
-    sums: Lengths,
-    table: Table,
-    order: NDArray[np.int64],
-    columns: NDArray[np.int64],
-) -> bool:
-    """Lower the heaviest partition, or else raise the lightest. Return whether one was changed.
-
-    Each is tried against every other partition, and the best one of these exchanges is made.
-    """
-    heaviest, lightest = (np.full(len(order) - 1, order[i]) for i in (-1, 0))
-    for heavy, light in ((heaviest, order[:-1]), (order[1:], lightest)):
-        given, taken, better = _best_exchanges(items, sums, heavy, light, columns)
-        if better.any():
-            moved = items[heavy, given] - items[light, taken]
-            new = np.stack([sums[heavy] - moved, sums[light] + moved])
-            # Lowering the heaviest: the larger of the two new sums counts. Raising the lightest:
-            # the smaller one counts.
-            worst = new.max(0) if heavy is heaviest else -new.min(0)
-            best = np.array([np.where(better, worst, np.inf).argmin()])
-            _apply(items, sums, table, heavy[best], given[best], light[best], taken[best])
-            return True
-    return False
 
 
 def _apply(
@@ -204,8 +162,8 @@ def get_seqlen_balanced_partitions(
 ) -> list[list[int]]:
     """Split the indices 0 … n-1 into `k_partitions` partitions of about equal total length.
 
-    Starts with partitions by differencing (of equal size) or longest first, and then exchanges
-    items between heavy and light partitions until no exchange helps.
+    Starts with blocks in alternating order (equal sizes) or longest first, and then exchanges items
+    between heavy and light partitions until no exchange helps.
 
     Args:
         seqlen_list: n lengths (or costs), at least 0.
@@ -222,7 +180,7 @@ def get_seqlen_balanced_partitions(
     """
     lengths = np.asarray(seqlen_list, dtype=np.float64).ravel()
     _check(lengths, k_partitions, equal_size)
-    first = difference_blocks if equal_size else longest_first
+    first = alternating_blocks if equal_size else longest_first
     table = first(lengths, k_partitions)
     exchange_items(lengths, table)
     return [sorted(index for index in row if index >= 0) for row in table.tolist()]

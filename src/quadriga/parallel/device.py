@@ -121,7 +121,7 @@ def on_device(record: RecordT, device: torch.device) -> RecordT:
 
 
 def used_memory(device: torch.device) -> int:
-    """Return the bytes in use of a device, by all processes; of the CPU: those of this process.
+    """Return the bytes in use of a device, by all processes; of the CPU: by this process.
 
     The caching allocator of torch counts only its own memory, and that of a rollout engine which
     sleeps and wakes is another one. The driver of the device counts both.

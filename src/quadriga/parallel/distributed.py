@@ -11,7 +11,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -257,19 +257,20 @@ def device_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
 
     Waits for: all ranks, the first time.
     """
+    global _mesh_world
     key = (device_type, *sizes.items())
-    if not dist.is_initialized() or _meshes.get("world") is not dist.group.WORLD:
+    if not dist.is_initialized() or _mesh_world is not dist.group.WORLD:
         _meshes.clear()  # groups of a process group that was destroyed
     if key not in _meshes:
         names, shape = zip(*sizes.items(), strict=True)
         _meshes[key] = init_device_mesh(device_type, shape, mesh_dim_names=names)
-        _meshes["world"] = dist.group.WORLD
-    mesh: DeviceMesh = _meshes[key]
-    return mesh
+        _mesh_world = dist.group.WORLD
+    return _meshes[key]
 
 
-_meshes: dict[object, Any] = {}
-"""Meshes of the process group "world"."""
+_meshes: dict[tuple[object, ...], DeviceMesh] = {}
+_mesh_world: dist.ProcessGroup | None = None
+"""The process group of the meshes."""
 
 
 def data_parallel_mesh(device: torch.device, fsdp_size: int = -1) -> DeviceMesh:

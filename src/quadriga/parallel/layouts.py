@@ -213,11 +213,6 @@ class Layout:
         """Return the same layout on other processes: rank r becomes rank r + `offset`."""
         return replace(self, ranks={rank + offset: t for rank, t in self.ranks.items()})
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of one copy of all weights: M in the formulas of `grouping`."""
-        return sum(weight.num_bytes for weight in self.weights.values())
-
 
 def by_name(weights: Iterable[Weight]) -> dict[str, Weight]:
     """Return the weights by their names, in order."""

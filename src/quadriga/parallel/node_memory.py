@@ -20,15 +20,15 @@ unblocked by  the end of the read on every node
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -38,24 +38,41 @@ from quadriga.parallel.distributed import gather_over_ranks, init_distributed, o
 
 READ_S = 1800.0
 """Seconds within which the first rank of a node reads the files."""
-_SUFFIX = ".safetensors"
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _READ_ONLY = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 """No process can change the weights of another one."""
 
 
-@contextmanager
-def folder_in_memory(folder: Path) -> Iterator[Path]:
-    """Yield a folder with the files of `folder`, whose weights are in memory shared by the node.
+ValueT = TypeVar("ValueT")
 
-    If no node has several ranks, `folder` itself is yielded.
+
+def on_joined_ranks(work: Callable[[], ValueT]) -> ValueT:
+    """Join the process group, and return the result of `work` after all ranks have theirs.
+
+    What may fail before `folder_in_memory` is done here: a rank that failed by itself would leave
+    the others waiting in it.
 
     Raises:
-        ModelError: on all ranks, a file cannot be read or opened on one.
+        ModelError: `work` raised it on this rank or on another one.
     """
     # Ranks of the local backend share one process. They have no port, and read by themselves.
     if os.environ.get("MASTER_PORT", "0").isdecimal():
         init_distributed(get_device_name())
+    return on_all_ranks(work)
+
+
+@contextmanager
+def folder_in_memory(folder: Path, weight_files: Callable[[Path], list[str]]) -> Iterator[Path]:
+    """Yield a folder with the files of `folder`, whose weights are in memory shared by the node.
+
+    If no node has several ranks, `folder` itself is yielded.
+
+    Args:
+        weight_files: returns the names of the weight files in a folder, or raises `ModelError`.
+
+    Raises:
+        ModelError: on all ranks, a file cannot be read or opened on one.
+    """
+    names = on_joined_ranks(lambda: weight_files(folder))
     nodes = gather_over_ranks(socket.gethostname())
     if len(set(nodes)) == len(nodes):
         yield folder
@@ -64,7 +81,8 @@ def folder_in_memory(folder: Path) -> Iterator[Path]:
     with ExitStack() as stack:
         # A group of its own, because reading can take longer than a collective of training.
         waiting = dist.new_group(backend="gloo", timeout=timedelta(seconds=READ_S))
-        own = on_all_ranks(lambda: _read(folder, stack) if rank() == reader else {}, group=waiting)
+        own_names = names if rank() == reader else []
+        own = on_all_ranks(lambda: _read(folder, own_names, stack), group=waiting)
         dist.destroy_process_group(waiting)
         pid, numbers = gather_over_ranks((os.getpid(), own))[reader]
         files = on_all_ranks(lambda: _opened(folder, pid, numbers, stack))
@@ -79,17 +97,17 @@ def folder_in_memory(folder: Path) -> Iterator[Path]:
         yield linked
 
 
-def _read(folder: Path, stack: ExitStack) -> dict[str, int]:
-    """Return descriptors of memory with the weight files; `stack` closes them."""
+def _read(folder: Path, names: list[str], stack: ExitStack) -> dict[str, int]:
+    """Return descriptors of memory with these files of the folder; `stack` closes them."""
     files: dict[str, int] = {}
     try:
-        for path in _weight_files(folder):
-            held = os.memfd_create(path.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        for name in names:
+            held = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             stack.callback(os.close, held)
-            with path.open("rb") as source, os.fdopen(os.dup(held), "wb") as copy:
+            with (folder / name).open("rb") as source, os.fdopen(os.dup(held), "wb") as copy:
                 shutil.copyfileobj(source, copy, 16 * 2**20)
             fcntl.fcntl(held, fcntl.F_ADD_SEALS, _READ_ONLY)
-            files[path.name] = held
+            files[name] = held
     except (OSError, AttributeError) as error:  # a system without memfd_create
         raise _not_shared(folder, error) from error
     return files
@@ -113,21 +131,3 @@ def _not_shared(folder: Path, error: Exception) -> ModelError:
         "model.use_shm=false",
         path=str(folder),
     )
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """Return the files that loading reads. A folder may hold the same weights in others too."""
-    files = sorted(path for path in folder.iterdir() if path.suffix == _SUFFIX)
-    read = _read_by_loading(folder)
-    return [path for path in files if read is None or path.name in read]
-
-
-def _read_by_loading(folder: Path) -> set[str] | None:
-    """Return names of files. None: all that there are."""
-    if (folder / _SINGLE).is_file():
-        return {_SINGLE}
-    try:
-        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
-        return set(index["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # loading says what is wrong with the index

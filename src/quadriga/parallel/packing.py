@@ -117,7 +117,7 @@ class PackedBatch:
     targets: Targets
 
     def to(self, device: torch.device) -> PackedBatch:
-        """Return the same batch with every tensor but those of `rows` on `device`."""
+        """Return the same batch with every tensor on `device`, except in `rows`."""
         return replace(on_device(self, device), targets=on_device(self.targets, device))
 
 

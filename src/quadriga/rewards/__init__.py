@@ -1,8 +1,9 @@
 """Rule functions that score responses.
 
-    manager           `RewardManager`: a batch with responses → scores per token, and answers
-    functions         which function scores a row, and how a function of the user is loaded
-    outcome           one sample, its score or the reason why it has none; several weighted parts
+    manager           `RewardManager`: a batch with responses → scores per token, and answers;
+                      several weighted parts of a score
+    functions         which function scores a row, how a function of the user is loaded, and what a
+                      call of it gives
     pool              `RewardPool`: processes in which each sample has a deadline
     pool_worker       the program of these processes, and what supervises it
     functions, mathematics, multiple_choice    the built-in rules

@@ -1,22 +1,30 @@
-"""Find the rule function that scores a row: a registered one, or one in a file of the user.
+"""The rule function that scores a row, a registered one or one in a file of the user, and its call.
 
 A rule function is `f(data_source, solution_str, ground_truth, extra_info) -> float | dict`. It is
 called with these four names as keyword arguments. A returned dict holds the score under "score",
 other numbers to log, and under "answer" or "pred" the answer that it found in the response.
+
+A rule function is code of the user, so every part of the outcome of a call is bounded in size, and
+an outcome is sent between processes as JSON: reading it runs no code.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import math
+import numbers
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from typing import Final, Literal
+
+from pydantic import ConfigDict
 
 from quadriga.config.paths import expand_home
-from quadriga.containment import contained, describe, import_file
+from quadriga.containment import contained, cut, describe, import_file
 from quadriga.errors import DataError, InputError, UnknownNameError, nearest_name
 
 # `...` and not the four names: a user may annotate `ground_truth` with any type.
@@ -164,6 +172,100 @@ def _check_arguments(function: RewardFunction, ref: FunctionRef) -> None:
         ) from error
     except ValueError:  # some callables written in C have no signature to check
         return
+
+
+Status = Literal["scored", "raised", "timed_out", "crashed"]
+SCORED: Final = "scored"
+RAISED: Final = "raised"
+TIMED_OUT: Final = "timed_out"
+CRASHED: Final = "crashed"
+FAILURES: tuple[Status, ...] = (RAISED, TIMED_OUT, CRASHED)
+
+MAX_EXTRAS = 64  # entries of the dict that a function returns besides its score
+MAX_NAME = 100  # characters of the key of such an entry
+MAX_TEXT = 1000  # characters of the value of such an entry, if it is a text
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The four arguments of a rule function, and the function to call."""
+
+    function: FunctionRef
+    data_source: str
+    solution_str: str
+    ground_truth: object
+    extra_info: object
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call gives: a score, or the reason why there is none.
+
+    Attributes:
+        status: "scored", or what went wrong.
+        score: 0 if the sample was not scored.
+        extra: the other entries of the dict that the function returned.
+        detail: the exception, the deadline or the exit code, for messages.
+    """
+
+    __pydantic_config__ = ConfigDict(allow_inf_nan=False)
+
+    status: Status
+    score: float = 0.0
+    extra: dict[str, float | str] = field(default_factory=dict)
+    detail: str = ""
+
+
+def call(function: RewardFunction, sample: Sample) -> Outcome:
+    """Score one sample. An exception of the function becomes an outcome with status "raised"."""
+    try:
+        value = function(
+            data_source=sample.data_source,
+            solution_str=sample.solution_str,
+            ground_truth=sample.ground_truth,
+            extra_info=sample.extra_info,
+        )
+        return _outcome(value)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # `SystemExit` and `CancelledError` are no `Exception`
+        # The function is code of the user: one sample that fails must not end the run.
+        return Outcome(RAISED, detail=describe(error))
+
+
+def _outcome(value: object) -> Outcome:
+    """Convert the return value of a rule function, a number or a dict with "score"."""
+    extra: dict[str, float | str] = {}
+    if isinstance(value, Mapping):
+        if "score" not in value:
+            raise TypeError(f"a returned dict needs 'score', got {sorted(map(str, value))}")
+        if len(value) > MAX_EXTRAS + 1:
+            raise ValueError(
+                f"a returned dict has {len(value)} entries; 'score' and at most {MAX_EXTRAS} "
+                "others are allowed"
+            )
+        others = {k: v for k, v in value.items() if k != "score" and v is not None}
+        extra = plain_extras(others)
+        value = value["score"]
+    # `__float__` and not `float`: a score may be a numpy or torch scalar.
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        raise TypeError(f"a score must be a number, got {type(value).__name__}")
+    score = float(value)
+    if not math.isfinite(score):
+        raise ValueError(f"a score must be finite, got {score}")
+    return Outcome(SCORED, score, extra)
+
+
+def plain_extras(values: Mapping[object, object]) -> dict[str, float | str]:
+    """Return what a function returned besides its score, as numbers and texts of bounded size."""
+    return {cut(str(name), MAX_NAME): _plain(value) for name, value in values.items()}
+
+
+def _plain(value: object) -> float | str:
+    """Return a number or the text of a value, which can be sent as JSON and logged."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()  # a scalar of numpy or torch, also a boolean
+    return float(value) if isinstance(value, numbers.Real) else cut(str(value), MAX_TEXT)
 
 
 # The built-in rule: compare the number after `####` with the ground truth, as in GSM8K.

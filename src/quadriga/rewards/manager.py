@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from quadriga.config.convert import build
 from quadriga.config.schema import FailurePolicy, RewardConfig
 from quadriga.config.secrets import mask_secrets
 from quadriga.containment import contained
@@ -18,23 +20,19 @@ from quadriga.errors import ConfigError, DataError, FieldError, RewardError
 from quadriga.protocol import DataProto, fields
 from quadriga.rewards.functions import (
     BUILT_IN,
+    FAILURES,
     FAST,
     MARKED_ANSWER,
-    FunctionRef,
-    RewardFunction,
-    marked_answer,
-    reward_function_for,
-)
-from quadriga.rewards.outcome import (
-    FAILURES,
     SCORED,
+    FunctionRef,
     Outcome,
-    RewardPart,
+    RewardFunction,
     Sample,
     Status,
     call,
-    combined,
-    parts_of,
+    load_reward_function,
+    marked_answer,
+    reward_function_for,
 )
 from quadriga.rewards.pool import RewardPool
 
@@ -44,6 +42,77 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _COLUMNS = (fields.DATA_SOURCE, fields.REWARD_MODEL, fields.EXTRA_INFO)
+
+
+@dataclass(frozen=True)
+class _PartSettings:
+    """The settings of an entry of `reward.parts`."""
+
+    weight: float = 1.0
+    path: str | None = None  # None: the function of the row's data source
+    name: str = "compute_score"
+
+
+@dataclass(frozen=True)
+class RewardPart:
+    """One part of the score.
+
+    Attributes:
+        name: under which its score is logged; "" for the only part, which is not logged by itself.
+        function: None: the function of the row's data source.
+    """
+
+    name: str
+    weight: float
+    function: FunctionRef | RewardFunction | None
+
+
+def parts_of(settings: RewardConfig) -> tuple[RewardPart, ...]:
+    """Return the parts that the settings describe: one, unless `reward.parts` names several.
+
+    Raises:
+        ConfigError: a part is not a mapping of `weight`, `path` and `name`, or `reward.path` is set
+            beside `reward.parts`.
+        InputError: a function cannot be loaded.
+    """
+    if not settings.parts:
+        function = load_reward_function(settings.path, settings.name) if settings.path else None
+        return (RewardPart("", 1.0, function),)
+    if settings.path is not None:
+        raise ConfigError(
+            "reward.path and reward.parts both say what scores a response; move the path into a "
+            "part: reward.parts={own: {path: …}}",
+            key="reward.parts",
+        )
+    parts = []
+    for name, value in settings.parts.items():
+        key = f"reward.parts.{name}"
+        part = build(_PartSettings, value, prefix=f"{key}.")
+        if part.path is None and "name" in value:
+            raise ConfigError(
+                f"{key}.name selects a function in the file {key}.path, which is not set", key=key
+            )
+        function = load_reward_function(part.path, part.name) if part.path else None
+        parts.append(RewardPart(name, part.weight, function))
+    return tuple(parts)
+
+
+def combined(parts: Sequence[RewardPart], outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the outcome of a response from the outcomes of its parts.
+
+    The scores of the parts are its `extra` under their names, and what a part has returned besides
+    is there as `part/key`. If a part fails, the response has no score.
+    """
+    if len(parts) == 1 and not parts[0].name:
+        return outcomes[0]
+    pairs = list(zip(parts, outcomes, strict=True))
+    for part, outcome in pairs:
+        if outcome.status != SCORED:
+            return Outcome(outcome.status, detail=f"{part.name}: {outcome.detail}")
+    extra: dict[str, float | str] = {part.name: outcome.score for part, outcome in pairs}
+    for part, outcome in pairs:
+        extra |= {f"{part.name}/{key}": value for key, value in outcome.extra.items()}
+    return Outcome(SCORED, math.fsum(p.weight * outcome.score for p, outcome in pairs), extra)
 
 
 @dataclass(frozen=True)
@@ -112,8 +181,8 @@ class RewardManager:
         if num_processes:
             self._pool = RewardPool(num_processes, timeout_s, memory_gb=memory_gb)
         self._loaded: dict[FunctionRef, RewardFunction] = {}
-        # The function of each part; None: that of the row's data source. A function that was passed
-        # as an object gets a reference that is never loaded, since it is in `_loaded`.
+        # The function of each part; None: the function of the row's data source. A function that
+        # was passed as an object gets a reference that is never loaded, since it is in `_loaded`.
         self._parts_refs: list[FunctionRef | None] = []
         for number, part in enumerate(parts):
             function = part.function
@@ -218,7 +287,7 @@ class RewardManager:
         infos: Iterable[object],
     ) -> list[Outcome]:
         """Score texts, and set the attributes of the last batch."""
-        samples = []  # those of all parts of row 0, then of row 1, …
+        samples = []  # all parts of row 0, then of row 1, …
         rows = zip(texts, sources, models, infos, strict=True)
         for row, (text, source, model, info) in enumerate(rows):
             for ref in self._refs(source):
@@ -360,13 +429,6 @@ def mean_extras(outcomes: Sequence[Outcome]) -> dict[str, float]:
     return {f"reward/extra/{name}": float(np.mean(found)) for name, found in values.items()}
 
 
-EXTRACTORS: dict[FunctionRef, Callable[[str], str | None]] = {MARKED_ANSWER: marked_answer}
-"""Rule function → function that returns the answer in a response, or None."""
-
-KEYS = ("answer", "pred")
-"""Keys under which a rule function can return the answer, the first one that it has."""
-
-
 def first_answer(samples: Sequence[Sample], outcomes: Sequence[Outcome]) -> str | None:
     """Return the answer of the first part of a score that finds one; None if no part does."""
     found = (answer_of(sample, outcome) for sample, outcome in zip(samples, outcomes, strict=True))
@@ -376,19 +438,13 @@ def first_answer(samples: Sequence[Sample], outcomes: Sequence[Outcome]) -> str 
 def answer_of(sample: Sample, outcome: Outcome) -> str | None:
     """Return the answer in a response; None if its function extracts none, or found none.
 
-    Numbers are written in one form, so that "5", "5.0" and "1,000" are votes for 5 and 1000.
+    A function returns it under "answer" or "pred". Numbers are written in one form, so that "5",
+    "5.0" and "1,000" are votes for 5 and 1000.
     """
-    for key in KEYS:
-        if key in outcome.extra:
-            return canonical(str(outcome.extra[key]))
-    extract = EXTRACTORS.get(sample.function)
-    found = None if extract is None else extract(sample.solution_str)
-    return None if found is None else canonical(found)
-
-
-def canonical(answer: str) -> str | None:
-    """Return an answer in the form in which answers are compared; None if it is empty."""
-    text = answer.strip()
+    found = outcome.extra.get("answer", outcome.extra.get("pred"))
+    if found is None and sample.function == MARKED_ANSWER:
+        found = marked_answer(sample.solution_str)
+    text = "" if found is None else str(found).strip()
     try:
         return repr(float(text.replace(",", "")))
     except ValueError:

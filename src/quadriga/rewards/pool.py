@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import signal
 import socket
@@ -47,11 +48,45 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Pipe, wait
 
+from pydantic import TypeAdapter
+
 from quadriga.errors import WorkerDiedError
-from quadriga.rewards.outcome import CRASHED, TIMED_OUT, Outcome, Report, Sample
+from quadriga.rewards.functions import CRASHED, TIMED_OUT, Outcome, Sample
 
 _START_S = 120.0  # time to start a process, and to import the file of a function
 _CALL_ATTEMPTS = 3  # processes that may end before they call the function of one sample
+
+
+@dataclass(frozen=True)
+class Report:
+    """A message from a process of the pool: which process, which sample, and its outcome.
+
+    The pool compares `sample` and `process` with the ones that it is waiting for, so that a copy of
+    the process that a function has forked cannot report a score for another sample.
+
+    Attributes:
+        sample: the number that the pool gave to the sample; -1 when the process is ready.
+        outcome: None when the process is ready, and when the function is about to be called.
+    """
+
+    sample: int
+    process: int
+    outcome: Outcome | None = None
+
+    def encode(self) -> bytes:
+        """Return the message as JSON."""
+        return json.dumps([self.sample, self.process, self.outcome and vars(self.outcome)]).encode()
+
+    @classmethod
+    def decode(cls, message: bytes) -> Report:
+        """Return the report of a message. Raises `ValueError` if the message is no report."""
+        try:
+            return cls(*_FORM.validate_json(message, strict=True))
+        except ValueError as error:
+            raise ValueError(f"not a report: {' '.join(str(error).split())}") from error
+
+
+_FORM: TypeAdapter[tuple[int, int, Outcome | None]] = TypeAdapter(tuple[int, int, Outcome | None])
 
 
 class RewardPool:
@@ -93,16 +128,16 @@ class RewardPool:
                 for process in self._ready():
                     number = process.number
                     outcome = process.finish(self.timeout_s)
-                    if isinstance(outcome, NotCalled):
-                        # The process ended before it called the function: what ended it belongs
-                        # to an earlier sample, such as a thread that the function has left.
+                    if outcome is None:
+                        continue
+                    if outcome.status == CRASHED and not process.called:
+                        # The process broke before it called the function: the reason is of an
+                        # earlier sample, such as a thread that the function has left.
                         attempts[number] += 1
                         if attempts[number] < _CALL_ATTEMPTS:
                             waiting.appendleft(number)
-                        else:
-                            outcomes[number] = Outcome(CRASHED, detail=outcome.detail)
-                    elif outcome is not None:
-                        outcomes[number] = outcome
+                            continue
+                    outcomes[number] = outcome
                 self._processes[:] = [process for process in self._processes if process.usable]
         except BaseException:
             # Busy processes would send the outcomes of this batch while the next one is scored.
@@ -119,7 +154,7 @@ class RewardPool:
         idle = [process for process in self._processes if not process.busy]
         while waiting and (idle or len(self._processes) < self._num_processes):
             if not idle:
-                idle.append(_start(self.memory_gb))
+                idle.append(PoolProcess(self.memory_gb))
                 self._processes.append(idle[-1])
             number = waiting.popleft()
             idle.pop().give(number, numbered[number])
@@ -139,47 +174,33 @@ def _kill(processes: list[PoolProcess], owner: int) -> None:
     if os.getpid() != owner:
         return
     for process in processes:  # all at once: each takes some milliseconds to end
-        process.ask_to_end()
+        process.popen.terminate()
     for process in processes:
         process.kill()
     processes.clear()
-
-
-def _start(memory_gb: float | None) -> PoolProcess:
-    """Start a process and wait until it is ready for samples."""
-    process = PoolProcess(memory_gb)
-    if not process.wait_until_ready():
-        process.kill()
-        code = process.popen.returncode
-        raise WorkerDiedError(f"a reward process ended at its start, exit code {code}")
-    return process
 
 
 _EXIT_S = 5.0  # time for a process to exit after it has closed its pipe
 _END_S = 7.0  # time for a supervisor to end all its processes
 _SEND_S = 30  # time for the process to read more of a sample
 _RECEIVE_S = 5  # time for the rest of a report to arrive: other processes wait for it
-_MAX_REPORT = 1 << 20  # bytes of a report; `outcome` bounds its parts to less
-
-
-@dataclass(frozen=True)
-class NotCalled:
-    """A process has ended before it called the function of its sample."""
-
-    detail: str
+_MAX_REPORT = 1 << 20  # bytes of a report; `functions` bounds its parts to less
 
 
 class PoolProcess:
-    """One process: idle, or busy with sample `number` until `deadline`.
+    """One process: idle, or busy with sample `number` until `deadline`. It is ready for samples.
 
     Attributes:
         popen: the supervisor; its child scores.
         process: the process id of this child.
         called: whether the function of the sample has been called; selects the deadline.
         usable: false once the process is killed.
+
+    Raises:
+        WorkerDiedError: it ended at its start, or was not ready in time.
     """
 
-    def __init__(self, memory_gb: float | None = None) -> None:
+    def __init__(self, memory_gb: float | None) -> None:
         self.connection, theirs = Pipe()
         # A process that stops reading or writing in the middle of a message must not block the
         # pool: the kernel ends such a call with an error.
@@ -207,16 +228,13 @@ class PoolProcess:
         self.called = False
         self.number = -1
         self.deadline = 0.0
-
-    def wait_until_ready(self) -> bool:
-        """Return whether the process has reported that it is ready, in time."""
-        try:
+        with contextlib.suppress(EOFError, OSError, ValueError):
             if self.connection.poll(_START_S):
                 self.process = Report.decode(self.connection.recv_bytes(_MAX_REPORT)).process
-                return True
-        except (EOFError, OSError, ValueError):
-            pass  # it ended before it was ready
-        return False
+                return
+        self.kill()
+        code = self.popen.returncode
+        raise WorkerDiedError(f"a reward process ended at its start, exit code {code}")
 
     def give(self, number: int, sample: Sample) -> None:
         """Send a sample to this idle process."""
@@ -228,7 +246,7 @@ class PoolProcess:
             # An error means that it ended while it was idle: `finish` reads the end of its pipe.
             self.connection.send((number, sample))
 
-    def finish(self, timeout_s: float) -> Outcome | NotCalled | None:
+    def finish(self, timeout_s: float) -> Outcome | None:
         """Return the outcome of the sample, or None while the function is running."""
         try:
             if self.connection.poll():
@@ -261,7 +279,7 @@ class PoolProcess:
         self.kill()
         return outcome
 
-    def _ended(self, error: Exception) -> Outcome | NotCalled:
+    def _ended(self, error: Exception) -> Outcome:
         """Return the outcome for a process that has closed its pipe."""
         # The pipe closes a moment before the exit code can be read.
         try:
@@ -269,13 +287,7 @@ class PoolProcess:
             how = f"ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}"
         except subprocess.TimeoutExpired:
             how = f"closed its pipe or sent a message that is too long ({type(error).__name__})"
-        self.kill()
-        detail = f"its process {how}"
-        return Outcome(CRASHED, detail=detail) if self.called else NotCalled(detail)
-
-    def ask_to_end(self) -> None:
-        """Let the supervisor kill the process and what it has started; do not wait."""
-        self.popen.terminate()
+        return self._fail(Outcome(CRASHED, detail=f"its process {how}"))
 
     def kill(self) -> None:
         """Kill the process with everything that it has started, and wait for its end.
@@ -283,7 +295,7 @@ class PoolProcess:
         A process that waits in the kernel, for example for a lost file system, ends later.
         """
         self.usable = self.busy = False
-        self.ask_to_end()
+        self.popen.terminate()  # the supervisor kills its child and what that has started
         try:
             self.popen.wait(_END_S)
         except subprocess.TimeoutExpired:

@@ -21,8 +21,8 @@ from typing import NoReturn
 
 from quadriga.containment import describe
 from quadriga.errors import QuadrigaError
-from quadriga.rewards.functions import FunctionRef, RewardFunction
-from quadriga.rewards.outcome import RAISED, Outcome, Report, Sample, call
+from quadriga.rewards.functions import RAISED, FunctionRef, Outcome, RewardFunction, Sample, call
+from quadriga.rewards.pool import Report
 
 
 def serve(connection: Connection) -> None:
@@ -78,7 +78,8 @@ def main() -> None:
     """Fork the process that scores, and supervise it."""
     fd, megabytes = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(fd, False)  # programs that a function starts do not get the connection
-    adopt_orphans()
+    # The supervisor becomes the parent of descendants whose own parent has ended.
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     output, its_output = os.pipe()
     worker = os.fork()
     if worker:
@@ -86,7 +87,7 @@ def main() -> None:
         os.close(its_output)
         supervise(worker, output)
     os.setpgid(0, 0)
-    die_with_parent()
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the kernel kills it when the supervisor ends
     os.dup2(its_output, 1)
     os.dup2(its_output, 2)
     os.close(output)
@@ -124,17 +125,8 @@ class OutputBudget:
         return allowed + note
 
 
-def adopt_orphans() -> None:
-    """Become the parent of descendants whose parent has ended (Linux; no effect elsewhere)."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends (Linux; no effect elsewhere)."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _prctl(option: int, value: int) -> None:
+    """Set an option of this process (Linux; no effect elsewhere)."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
 

@@ -236,7 +236,7 @@ def _check_reward_model_folder(config: TrainConfig) -> None:
         return
     from quadriga.data.chat import check_template_arguments
     from quadriga.models.folder import local_folder
-    from quadriga.models.score_head import check_reward_model
+    from quadriga.models.loading import check_reward_model
     from quadriga.workers.reward_model import same_tokens, tokenizer_of
 
     section, model = config.reward_model, config.reward_model.model
@@ -260,6 +260,6 @@ def check_reward(reward: RewardConfig) -> None:
     Raises:
         InputError: it does not.
     """
-    from quadriga.rewards.outcome import parts_of
+    from quadriga.rewards.manager import parts_of
 
     parts_of(reward)

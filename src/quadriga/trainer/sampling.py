@@ -24,7 +24,7 @@ from quadriga.protocol import (
     pad_dataproto_to_divisor,
     unpad_dataproto,
 )
-from quadriga.rewards.outcome import FAILURES
+from quadriga.rewards.functions import FAILURES
 from quadriga.trainer import stages
 from quadriga.trainer.record import Metrics, StageResult
 from quadriga.trainer.stages import BatchReward, StageRunner

@@ -68,8 +68,7 @@ class RewardModelWorker(EngineWorker[RewardModelConfig]):
         """Load the tokenizers, and the model with its head."""
         from quadriga.models.folder import local_folder
         from quadriga.models.limits import context_window
-        from quadriga.models.loading import read_config
-        from quadriga.models.score_head import padding_token
+        from quadriga.models.loading import padding_token, read_config
 
         model = self.config.model
         trusted = model.trust_remote_code
@@ -318,7 +317,7 @@ def _loss_of_pairs(scores_B: Tensor, margin_B: Tensor) -> tuple[Tensor, dict[str
 
     The rows of a pair are neighbours.
     """
-    from quadriga.algorithms.pairwise_loss import pairwise_loss
+    from quadriga.algorithms.value_loss import pairwise_loss
 
     chosen_P, rejected_P = scores_B[0::2], scores_B[1::2]
     loss = pairwise_loss(chosen_P, rejected_P, margin_B[0::2])

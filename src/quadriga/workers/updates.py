@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from quadriga.algorithms.aggregation import Partial, aggregate, count_mask
-from quadriga.algorithms.entropy import entropy_bonus
 from quadriga.algorithms.importance import mismatch_statistics
-from quadriga.algorithms.kl import kl_loss
+from quadriga.algorithms.kl import entropy_bonus, kl_loss
 from quadriga.algorithms.policy_losses import compute_policy_loss, get_policy_loss
 from quadriga.algorithms.tensors import require_finite
 from quadriga.algorithms.value_loss import value_loss

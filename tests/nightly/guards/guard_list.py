@@ -76,7 +76,7 @@ GUARDS = (
     ),
     Guard(
         "a user file that ends the controller",
-        "algorithms/user_files.py",
+        "containment.py",
         "with contained():",
         "if True:",
         f"{EXITS}::test_a_command_that_imports_the_file_has_code_2",

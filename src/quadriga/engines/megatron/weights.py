@@ -38,8 +38,7 @@ from quadriga.engines.megatron.families import (
 from quadriga.engines.megatron.ranks import Ranks
 from quadriga.engines.sequence_cost import model_shape
 from quadriga.errors import ModelError
-from quadriga.models.loading import model_errors
-from quadriga.models.score_head import check_reward_model
+from quadriga.models.loading import check_reward_model, model_errors
 from quadriga.models.weights import TensorReader, count_not_finite
 from quadriga.parallel.distributed import on_all_ranks, rank, world_size
 from quadriga.parallel.layouts import (

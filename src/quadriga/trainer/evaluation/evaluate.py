@@ -28,7 +28,7 @@ from quadriga.files import cannot_write, replacing
 from quadriga.observability.jsonl import JsonlFile, JsonObject
 from quadriga.protocol import fields
 from quadriga.rewards import RewardManager
-from quadriga.rewards.outcome import SCORED, Outcome
+from quadriga.rewards.functions import SCORED, Outcome
 from quadriga.trainer.checkpoints import contents_digest
 from quadriga.trainer.checks.settings import check_eval_settings
 from quadriga.trainer.evaluation.generate import (

@@ -80,7 +80,7 @@ class RMTrainer(OneGroupTrainer[RMConfig, "PairTrainingGroup"]):
 
 def validate_pairs(policy: PairTrainingGroup, pairs: PairDataset, size: int) -> dict[str, float]:
     """Return the loss of pairs, and the share whose chosen response has the higher score."""
-    from quadriga.algorithms.pairwise_loss import pairwise_loss
+    from quadriga.algorithms.value_loss import pairwise_loss
     from quadriga.data import PromptLoader
 
     losses: list[float] = []
@@ -117,7 +117,7 @@ def load_pairs(config: RMConfig) -> Pairs:
         InputError: a file, a row or the model does not fit.
     """
     from quadriga.models.limits import LongestSequence
-    from quadriga.models.score_head import padding_token
+    from quadriga.models.loading import padding_token
     from quadriga.trainer.checks.data import check_fine_tuning_data
     from quadriga.workers.reward_model import tokenizer_of
 

@@ -26,8 +26,8 @@ from quadriga.config.role_ranks import with_roles
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto, fields
+from quadriga.rewards.functions import SCORED, Outcome, plain_extras
 from quadriga.rewards.manager import mean_extras, reward_components
-from quadriga.rewards.outcome import SCORED, Outcome, plain_extras
 from quadriga.single_controller import Worker
 from quadriga.single_controller.worker import plain_class
 from quadriga.trainer.preflight import check_train_config
