@@ -115,7 +115,7 @@ class DataError(InputError, ValueError):
 
 
 class ModelError(InputError, ValueError):
-    """A folder is not a model, or the model does not fit its use. Attribute: `path`."""
+    """A folder is not a model, or the model does not fit its use."""
 
 
 class UnknownNameError(InputError, KeyError):

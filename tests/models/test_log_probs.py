@@ -179,13 +179,11 @@ def test_no_tensor_of_all_logits_is_created() -> None:
 
 
 def test_invalid_inputs_are_rejected() -> None:
-    hidden, weight, labels, _, _ = problem(4, 5, 3)
+    hidden, _, labels, _, _ = problem(4, 5, 3)
     with pytest.raises(ShapeError, match=r"`labels` has shape \[3\], but \[4\]"):
         log_probs_from_logits(hidden, labels[:3])
     with pytest.raises(AlgorithmError, match="`temperature` must be above 0"):
         log_probs_from_logits(hidden, labels, 0.0)
-    with pytest.raises(ShapeError, match=r"`weight` has shape \[5, 2\]"):
-        linear_log_probs(hidden, weight[:, :2], labels)
 
 
 VOCABULARY = 7

@@ -546,7 +546,14 @@ def compute_advantages(
     """
     entry = get_advantage(name)
     chosen = registry.choose_settings(settings, entry.settings, SHARED_SETTINGS, name)
-    mask_BT = _checked_mask(name, response_mask_BT, token_level_rewards_BT)
+    mask_BT = checked_mask(response_mask_BT, False, token_level_rewards=token_level_rewards_BT)
+    if mask_BT.shape[0] == 0:
+        raise GroupError(
+            f"The advantage estimator `{name}` received a batch with no samples; "
+            f"`response_mask` must have at least one row.",
+            tensor="response_mask",
+            estimator=name,
+        )
     groups: Groups | None = None
     if entry.needs_groups and group_ids is not None:
         groups = make_groups(group_ids, has_tokens(mask_BT))
@@ -559,41 +566,10 @@ def compute_advantages(
         "reward_components_BK": reward_components_BK,
         "old_log_prob_BT": old_log_prob_BT,
     }
-    inputs = _needed_inputs(name, entry, given)
+    inputs = registry.needed_inputs(f"The advantage estimator `{name}`", entry.needs, given)
     if entry.origin == "built-in":
         return entry.fn(**inputs, **chosen)
     return _call_user_estimator(name, entry, inputs, chosen, mask_BT)
-
-
-def _checked_mask(name: str, response_mask_BT: Tensor, rewards_BT: Tensor) -> Tensor:
-    """Return the mask as bool after checking its shape, its values and that it has a row."""
-    mask = checked_mask(response_mask_BT, False, token_level_rewards=rewards_BT)
-    if mask.shape[0] == 0:
-        raise GroupError(
-            f"The advantage estimator `{name}` received a batch with no samples; "
-            f"`response_mask` must have at least one row.",
-            tensor="response_mask",
-            estimator=name,
-        )
-    return mask
-
-
-def _needed_inputs(
-    name: str, entry: AdvantageEntry, given: Mapping[str, EstimatorInput | None]
-) -> dict[str, EstimatorInput]:
-    """Return the inputs that the estimator takes. Raises `AlgorithmError` if one is missing."""
-    inputs = {need: value for need in entry.needs if (value := given[need]) is not None}
-    missing = [
-        "group_ids" if need == "groups" else need for need in entry.needs if need not in inputs
-    ]
-    if missing:
-        raise AlgorithmError(
-            f"The advantage estimator `{name}` needs {', '.join(f'`{m}`' for m in missing)}, but "
-            f"received None. Pass it, or choose an estimator that does not need it.",
-            tensor=missing[0],
-            estimator=name,
-        )
-    return inputs
 
 
 def _call_user_estimator(

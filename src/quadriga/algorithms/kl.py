@@ -1,5 +1,6 @@
-"""KL to the reference policy: estimators, reward penalty, loss term and coefficient controllers; and
-the entropy bonus.
+"""KL to the reference policy: estimators, reward penalty, loss term, coefficient controllers.
+
+The entropy bonus, the other term of the actor's loss, is here too.
 
 With d = log π − log π_ref at the sampled token, the estimators of KL(π‖π_ref) are from
 J. Schulman, "Approximating KL divergence" (2020):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -22,7 +22,6 @@ from quadriga.algorithms.tensors import (
     require_same_shape,
     to_bool_mask,
 )
-from quadriga.errors import AlgorithmError
 
 PolicyLossFn = Callable[..., PolicyLoss]
 
@@ -154,10 +153,8 @@ POLICY_LOSSES: dict[str, PolicyLossEntry] = {
     ),
 }
 
-# What to do about a missing input, and about a missing `selected_BT`.
-PASS_IT = " Pass it, or choose a loss that does not need it."
 SELECT_FIRST = (
-    " Call `select_tokens` once over the whole batch: the selection depends on means over all "
+    "Call `select_tokens` once over the whole batch: the selection depends on means over all "
     "rows, which a micro-batch does not contain."
 )
 # Names of the same losses in other frameworks and papers.
@@ -281,7 +278,8 @@ def compute_policy_loss(
         "entropy_BT": entropy_BT,
         "selected_BT": selected_BT,
     }
-    inputs = _needed_inputs(name, entry, given)
+    remedies = (SELECT_FIRST,) if "selected_BT" in entry.needs else ()
+    inputs = registry.needed_inputs(f"The policy loss `{name}`", entry.needs, given, *remedies)
     inputs.pop("selected_BT", None)
     mask = _checked_mask(response_mask_BT, {**inputs, "log_prob_BT": log_prob_BT}, validate)
     # 0 outside the mask, so that a loss may multiply by the mask: 0 · NaN would be NaN.
@@ -297,21 +295,6 @@ def compute_policy_loss(
     if entry.origin != "built-in":
         result = _check_user_result(name, result, mask, validate)
     return _apply_weights(result, importance_weights_BT, mask, entry.one_per_sequence, validate)
-
-
-def _needed_inputs(
-    name: str, entry: PolicyLossEntry, given: Mapping[str, Tensor | None]
-) -> dict[str, Tensor]:
-    """Return the given inputs that the loss takes. Raises `AlgorithmError` if one is None."""
-    inputs = {need: tensor for need in entry.needs if (tensor := given.get(need)) is not None}
-    missing = [need for need in entry.needs if need in given and need not in inputs]
-    if missing:
-        raise AlgorithmError(
-            f"The policy loss `{name}` needs {', '.join(f'`{m}`' for m in missing)}, but "
-            f"received None." + (SELECT_FIRST if "selected_BT" in missing else PASS_IT),
-            tensor=missing[0],
-        )
-    return inputs
 
 
 def _checked_mask(response_mask_BT: Tensor, tensors: dict[str, Tensor], validate: bool) -> Tensor:

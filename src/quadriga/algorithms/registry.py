@@ -12,9 +12,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from quadriga.errors import InputError, UnknownNameError, UnknownSettingError, nearest_name
+from quadriga.errors import (
+    AlgorithmError,
+    InputError,
+    UnknownNameError,
+    UnknownSettingError,
+    nearest_name,
+)
 
 Name = TypeVar("Name", bound=str)
+Value = TypeVar("Value")
 Found = TypeVar("Found")
 FnT = TypeVar("FnT", bound=Callable[..., object])
 
@@ -124,6 +131,30 @@ def choose_settings(
                 nearest=nearest,
             )
     return {name: value for name, value in given.items() if name in read}
+
+
+def needed_inputs(
+    what: str,
+    needs: Iterable[str],
+    given: Mapping[str, Value | None],
+    remedy: str = "Pass it, or choose one that does not need it.",
+) -> dict[str, Value]:
+    """Return the given inputs that an entry takes. Raises `AlgorithmError` if one is None.
+
+    Args:
+        what: the entry, for the error message.
+        given: the inputs of the caller by their names; needs that are not among them are left out.
+    """
+    inputs = {need: value for need in needs if (value := given.get(need)) is not None}
+    # The caller gives `group_ids`, from which `groups` is made.
+    names = {need: "group_ids" if need == "groups" else need for need in needs if need in given}
+    missing = [name for need, name in names.items() if need not in inputs]
+    if missing:
+        listed = ", ".join(f"`{name}`" for name in missing)
+        raise AlgorithmError(
+            f"{what} needs {listed}, but received None. {remedy}", tensor=missing[0]
+        )
+    return inputs
 
 
 def refuse_second(table: Mapping[str, Entry[FnT]], name: str, origin: str, kind: str) -> None:

@@ -253,21 +253,18 @@ def _stored_config(folder: Path) -> Mapping[str, JsonValue]:
         if not (folder / file).is_file():
             raise ModelError(
                 f"model.lora.path: the folder {folder} has no {file}; an adapter in PEFT's format "
-                f"has {CONFIG_FILE} and {WEIGHTS_FILE}",
-                path=str(folder),
+                f"has {CONFIG_FILE} and {WEIGHTS_FILE}"
             )
     config = read_json(folder, CONFIG_FILE)
     if config.get("peft_type") != "LORA":
         raise ModelError(
-            f"the adapter in {folder} is of type {config.get('peft_type')!r}, expected 'LORA'",
-            path=str(folder),
+            f"the adapter in {folder} is of type {config.get('peft_type')!r}, expected 'LORA'"
         )
     for key, allowed in _UNSUPPORTED.items():
         if config.get(key) not in allowed:
             raise ModelError(
                 f"the adapter in {folder} has {key}={config.get(key)!r} in {CONFIG_FILE}, which is "
-                "not supported; merge it into its base model with PEFT, and train from that",
-                path=str(folder),
+                "not supported; merge it into its base model with PEFT, and train from that"
             )
     return config
 
@@ -277,8 +274,7 @@ def _number(folder: Path, config: Mapping[str, JsonValue], key: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
         raise ModelError(
             f"the adapter in {folder} has {key}={value!r} in {CONFIG_FILE}, expected a number "
-            "above 0",
-            path=str(folder),
+            "above 0"
         )
     return float(value)
 
@@ -321,8 +317,7 @@ def _stored_modules(folder: Path, rank: int, layers: Mapping[str, nn.Linear]) ->
 def _of_another_model(folder: Path, reason: str) -> ModelError:
     return ModelError(
         f"the adapter in {folder} does not belong to this base model: {reason}; set model.path to "
-        "the base of the adapter, or another model.lora.path",
-        path=str(folder),
+        "the base of the adapter, or another model.lora.path"
     )
 
 

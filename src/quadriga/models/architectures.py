@@ -146,6 +146,5 @@ def check_architecture(model_type: str, path: str) -> None:
     if reason is not None:
         raise ModelError(
             f"model_type {model_type!r} of the model in {path} is not supported: {reason}; set the "
-            "path to a causal language model (docs/concepts/architectures.md lists them)",
-            path=path,
+            "path to a causal language model (docs/concepts/architectures.md lists them)"
         )

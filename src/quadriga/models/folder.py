@@ -50,8 +50,7 @@ def local_folder(path: str | Path, *, weights: bool = True) -> Path:
         return Path(snapshot_download(text.removeprefix(HUB_PREFIX), allow_patterns=files))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
-            f"{text} cannot be downloaded from the hub: {str(error).strip().splitlines()[0]}",
-            path=text,
+            f"{text} cannot be downloaded from the hub: {str(error).strip().splitlines()[0]}"
         ) from error
 
 
@@ -79,18 +78,17 @@ def check_model_folder(
     """
     folder = local_folder(path)
     if not str(path):
-        raise ModelError("the path of the model folder is empty; set the model's path", path="")
+        raise ModelError("the path of the model folder is empty; set the model's path")
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "does not exist"
         raise ModelError(
-            f"model folder {folder} {what} (for a model on the hub, write {HUB_PREFIX}owner/name)",
-            path=str(folder),
+            f"model folder {folder} {what} (for a model on the hub, write {HUB_PREFIX}owner/name)"
         )
     _check_entries(folder)
     config = read_json(folder, "config.json")
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
-        raise ModelError(f"{folder / 'config.json'} has no model_type", path=str(folder))
+        raise ModelError(f"{folder / 'config.json'} has no model_type")
     check_sizes(folder, config)
     if not (trust_remote_code and "auto_map" in config):
         _check_known(folder, model_type)
@@ -99,8 +97,7 @@ def check_model_folder(
         check_weight_files(folder, config)
     if tokenizer and not has_tokenizer(folder):
         raise ModelError(
-            f"model folder {folder} has no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}",
-            path=str(folder),
+            f"model folder {folder} has no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}"
         )
 
 
@@ -119,13 +116,10 @@ def _check_entries(folder: Path) -> None:
             if not entry.is_file() and not entry.is_dir():
                 what = "neither a file nor a folder" if entry.exists() else "a link to nothing"
                 raise ModelError(
-                    f"{entry} is {what}; a model folder holds files and links to files",
-                    path=str(folder),
+                    f"{entry} is {what}; a model folder holds files and links to files"
                 )
     except OSError as error:
-        raise ModelError(
-            f"model folder {folder} cannot be read: {error.strerror}", path=str(folder)
-        ) from error
+        raise ModelError(f"model folder {folder} cannot be read: {error.strerror}") from error
 
 
 def _check_known(folder: Path, model_type: str) -> None:
@@ -134,8 +128,7 @@ def _check_known(folder: Path, model_type: str) -> None:
     if model_type not in configuration_auto.CONFIG_MAPPING_NAMES:  # type: ignore[attr-defined]
         raise ModelError(
             f"{folder / 'config.json'} has model_type {model_type!r}, which this version of "
-            "transformers does not support",
-            path=str(folder),
+            "transformers does not support"
         )
 
 
@@ -181,8 +174,6 @@ _MAX_JSON_BYTES = 64 * 2**20
 _MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors
 _RANK_FILE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 
-_MAX_LAYERS = 10_000
-_MAX_LABELS = 1_000_000
 _SLACK = 16
 """How many times the numbers in the weights a product of sizes may be. Layers of a hybrid model
 differ, and quantized weights hold several numbers in one."""
@@ -208,6 +199,7 @@ weights -> what they do, and what to do about it."""
 
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_MOST = {**dict.fromkeys(_LAYERS, 10_000), "num_labels": 1_000_000}
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _PRODUCTS: tuple[tuple[tuple[str, ...], ...], ...] = (
@@ -235,22 +227,19 @@ def read_json(folder: Path, name: str) -> Mapping[str, JsonValue]:
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
             raise ModelError(
-                f"{path} has {path.stat().st_size} bytes; at most {_MAX_JSON_BYTES} are read",
-                path=str(folder),
+                f"{path} has {path.stat().st_size} bytes; at most {_MAX_JSON_BYTES} are read"
             )
         content: JsonValue = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         absent = isinstance(error, FileNotFoundError | IsADirectoryError)
         problem = f"it has no {name}" if absent else f"{name} cannot be read: {error.strerror}"
-        raise ModelError(f"{folder} is not a model folder: {problem}", path=str(folder)) from None
+        raise ModelError(f"{folder} is not a model folder: {problem}") from None
     # ValueError: also wrong encodings, and numbers with too many digits.
     except (RecursionError, ValueError) as error:
         problem = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise ModelError(f"{path} is not JSON: {problem}", path=str(folder)) from None
+        raise ModelError(f"{path} is not JSON: {problem}") from None
     if not isinstance(content, dict):
-        raise ModelError(
-            f"{path} must hold a JSON object, got {type(content).__name__}", path=str(folder)
-        )
+        raise ModelError(f"{path} must hold a JSON object, got {type(content).__name__}")
     return content
 
 
@@ -265,13 +254,12 @@ def check_weight_files(folder: Path, config: Mapping[str, JsonValue]) -> None:
     for source in (config, *_sections(config)):
         for key, why in _REFUSED_KEYS.items():
             if source.get(key) is not None:
-                raise ModelError(f"{folder / 'config.json'}: {key!r} {why}", path=str(folder))
+                raise ModelError(f"{folder / 'config.json'}: {key!r} {why}")
     for path in sorted(folder.iterdir()):
         if path.name == "adapter_config.json" or _RANK_FILE.fullmatch(path.name):
             raise ModelError(
                 f"model folder {folder} has {path.name}, which would be loaded in place of "
-                f"{_WEIGHTS}; merge the adapter, or the files of the ranks, into {_WEIGHTS}",
-                path=str(folder),
+                f"{_WEIGHTS}; merge the adapter, or the files of the ranks, into {_WEIGHTS}"
             )
     stored = [t for name in weight_file_names(folder) for t in read_header(folder, name).values()]
     tensors = len(stored)
@@ -296,18 +284,15 @@ def check_sizes(folder: Path, config: Mapping[str, JsonValue]) -> None:
                 if isinstance(value, bool) or not isinstance(value, int) or value < least:
                     raise ModelError(
                         f"{folder / 'config.json'}: {name} must be an integer of at least {least}, "
-                        f"got {_short(value)}",
-                        path=str(folder),
+                        f"got {_short(value)}"
                     )
-        for names_of_count, most in ((_LAYERS, _MAX_LAYERS), (("num_labels",), _MAX_LABELS)):
-            for name in names_of_count:
-                value = section.get(name)
-                if isinstance(value, (int, float)) and value > most:
-                    raise ModelError(
-                        f"{folder / 'config.json'}: {name} is {_short(value)}; at most {most} are "
-                        "supported",
-                        path=str(folder),
-                    )
+        for name, most in _MOST.items():
+            value = section.get(name)
+            if isinstance(value, (int, float)) and value > most:
+                raise ModelError(
+                    f"{folder / 'config.json'}: {name} is {_short(value)}; at most {most} are "
+                    "supported"
+                )
 
 
 def _check_products(
@@ -320,8 +305,7 @@ def _check_products(
     if found is not None and found[1] > tensors:
         raise ModelError(
             f"{folder / 'config.json'} describes {found[1]} layers ({found[0]}), but the weights "
-            f"hold {tensors} tensors",
-            path=str(folder),
+            f"hold {tensors} tensors"
         )
     for product in _PRODUCTS:
         factors = [_size(section, names) for names in product]
@@ -331,8 +315,7 @@ def _check_products(
             formula = " × ".join(f"{name} {_short(value)}" for name, value in known)
             raise ModelError(
                 f"{folder / 'config.json'} describes at least {formula} = {_short(total)} "
-                f"parameters, but the weights hold {numbers} numbers",
-                path=str(folder),
+                f"parameters, but the weights hold {numbers} numbers"
             )
 
 
@@ -366,7 +349,7 @@ def weight_file_names(folder: Path) -> list[str]:
         if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
             problem += "; its pickled weights are not loaded, because a pickle can run code: "
             problem += "convert them to safetensors"
-        raise ModelError(problem, path=str(folder))
+        raise ModelError(problem)
     weight_map = read_json(folder, _WEIGHTS_INDEX).get("weight_map")
     names = weight_map.values() if isinstance(weight_map, dict) else ()
     shards = sorted({str(name) for name in names})
@@ -374,15 +357,13 @@ def weight_file_names(folder: Path) -> list[str]:
         if not re.fullmatch(r"[\w][\w.\-]*\.safetensors", name):
             raise ModelError(
                 f"{folder / _WEIGHTS_INDEX} names the weight file {_short(name)}; only safetensors "
-                "files in the folder itself are loaded, because a pickle can run code",
-                path=str(folder),
+                "files in the folder itself are loaded, because a pickle can run code"
             )
     absent = [name for name in shards if not (folder / name).is_file()]
     if absent or not shards:
         raise ModelError(
             f"{len(absent)} of {len(shards)} weight files are missing from model folder {folder}"
-            + (f"; the first is {absent[0]}" if absent else ""),
-            path=str(folder),
+            + (f"; the first is {absent[0]}" if absent else "")
         )
     return shards
 
@@ -414,8 +395,7 @@ def read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
     except Exception as error:  # wrong JSON causes errors of many types
         problem = f"its header cannot be read ({type(error).__name__})"
     raise ModelError(
-        f"the model in {folder} cannot be loaded: {name} is not a safetensors file: {problem}",
-        path=str(folder),
+        f"the model in {folder} cannot be loaded: {name} is not a safetensors file: {problem}"
     )
 
 

@@ -16,6 +16,7 @@ import hashlib
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeGuard
 
@@ -104,12 +105,16 @@ def load_image_processor(path: str | Path, *, trust_remote_code: bool = False) -
     from quadriga.models.loading import model_errors
     from quadriga.observability.quiet import quiet_libraries
 
-    check_pillow()
+    if find_spec("PIL") is None:
+        raise ConfigError(
+            "a model that takes images needs Pillow, and it is not installed; install "
+            "quadriga[vision]",
+            key="model.path",
+        )
     folder = local_folder(path)
     if not (folder / PROCESSOR_FILE).is_file():
         raise ModelError(
-            f"model folder {folder} has no {PROCESSOR_FILE}, which a model that takes images needs",
-            path=str(folder),
+            f"model folder {folder} has no {PROCESSOR_FILE}, which a model that takes images needs"
         )
     with quiet_libraries(), model_errors(folder, "image processor"):
         processor: ImageProcessor = AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]  # none
@@ -118,8 +123,7 @@ def load_image_processor(path: str | Path, *, trust_remote_code: bool = False) -
     if not hasattr(processor, "merge_size"):
         raise ModelError(
             f"{type(processor).__name__}, the image processor in {folder}, has no merge_size; "
-            "use the image processor of the model",
-            path=str(folder),
+            "use the image processor of the model"
         )
     return processor
 
@@ -129,18 +133,6 @@ def copy_processor(source: str | Path, folder: Path) -> None:
     for name in _PROCESSOR_FILES:
         if (Path(source) / name).is_file():
             shutil.copyfile(Path(source) / name, folder / name)
-
-
-def check_pillow() -> None:
-    """Raise `ConfigError` if Pillow, which reads images, is not installed."""
-    from importlib.util import find_spec
-
-    if find_spec("PIL") is None:
-        raise ConfigError(
-            "a model that takes images needs Pillow, and it is not installed; install "
-            "quadriga[vision]",
-            key="model.path",
-        )
 
 
 PIXELS, GRIDS = "pixel_values", "image_grid_thw"

@@ -22,6 +22,8 @@ RopeParameters = Mapping[str, object]
 # Names of the setting in configs that do not map it to `max_position_embeddings`.
 _WINDOW_NAMES = ("max_position_embeddings", "max_seq_len", "model_max_length", "context_length")
 
+_ORIGINAL = "original_max_position_embeddings"
+
 # Rotary embeddings that are stretched to a multiple of the window that config.json names.
 _STRETCHED = ("linear", "yarn", "llama3")
 
@@ -41,8 +43,18 @@ class ContextWindow:
 def context_window(config: PreTrainedConfig) -> ContextWindow | None:
     """Return the context window of a model; None if it has no limit (recurrence, ALiBi)."""
     text = config.get_text_config()
-    windows = [w for w in (_position_window(text), _rope_window(text), _sparse_window(text)) if w]
-    return min(windows, key=lambda window: window.tokens, default=None)
+    parameters: RopeParameters = getattr(text, "rope_parameters", None) or {}
+    # One set, or one for each kind of layer.
+    ropes = [v for v in parameters.values() if isinstance(v, Mapping)] or [parameters]
+    windows = [_changing_window(text, ropes)]
+    if not getattr(text, "alibi", False):
+        windows.append(_position_window(text, ropes))
+    # Doge keeps that many tokens for each query. For longer sequences, its choice depends on the
+    # padding of the batch.
+    kept = getattr(text, "keep_window_size", None)
+    if isinstance(kept, int):
+        windows.append(ContextWindow(kept, "keep_window_size"))
+    return min(filter(None, windows), key=lambda window: window.tokens, default=None)
 
 
 def window_of(path: str | Path, *, trust_remote_code: bool = False) -> ContextWindow | None:
@@ -56,14 +68,14 @@ def window_of(path: str | Path, *, trust_remote_code: bool = False) -> ContextWi
     return context_window(folder_config(local_folder(path), trust_remote_code))
 
 
-def _position_window(text: PreTrainedConfig) -> ContextWindow | None:
-    if getattr(text, "alibi", False):
-        return None
+def _position_window(
+    text: PreTrainedConfig, ropes: Sequence[RopeParameters]
+) -> ContextWindow | None:
     # Some configs name the window after stretching, and some the window before. The larger of the
     # two is taken, so that no window is refused that the model has.
     stretched = [
-        int(_number(rope, "original_max_position_embeddings") * _number(rope, "factor"))
-        for rope in _ropes(text)
+        int(_number(rope, _ORIGINAL) * _number(rope, "factor"))
+        for rope in ropes
         if rope.get("rope_type") in _STRETCHED
     ]
     for name in _WINDOW_NAMES:
@@ -73,35 +85,22 @@ def _position_window(text: PreTrainedConfig) -> ContextWindow | None:
     return None
 
 
-def _rope_window(text: PreTrainedConfig) -> ContextWindow | None:
-    name = "original_max_position_embeddings"
-    whole = getattr(text, name, None) or getattr(text, "max_position_embeddings", None) or 0
+def _changing_window(
+    text: PreTrainedConfig, ropes: Sequence[RopeParameters]
+) -> ContextWindow | None:
+    whole = getattr(text, _ORIGINAL, None) or getattr(text, "max_position_embeddings", None) or 0
     limits = [
-        int(_number(rope, name) or whole)
-        for rope in _ropes(text)
+        int(_number(rope, _ORIGINAL) or whole)
+        for rope in ropes
         if rope.get("rope_type") in _CHANGING
     ]
     known = [limit for limit in limits if limit]
-    return ContextWindow(min(known), name) if known else None
+    return ContextWindow(min(known), _ORIGINAL) if known else None
 
 
 def _number(rope: RopeParameters, name: str) -> float:
     value = rope.get(name)
     return value if isinstance(value, int | float) else 0.0
-
-
-def _sparse_window(text: PreTrainedConfig) -> ContextWindow | None:
-    # Doge keeps that many tokens for each query. For longer sequences, its choice depends on the
-    # padding of the batch.
-    tokens = getattr(text, "keep_window_size", None)
-    return ContextWindow(tokens, "keep_window_size") if isinstance(tokens, int) else None
-
-
-def _ropes(text: PreTrainedConfig) -> list[RopeParameters]:
-    """Return the parameters of the rotary embeddings: one set, or one for each kind of layer."""
-    parameters: RopeParameters = getattr(text, "rope_parameters", None) or {}
-    sets = [value for value in parameters.values() if isinstance(value, Mapping)]
-    return sets or [parameters]
 
 
 @dataclass(frozen=True)
@@ -132,8 +131,7 @@ def check_context_window(
         raise ModelError(
             f"{longest.arithmetic}, but the model in {folder} computes at most {window.tokens} "
             f"({window.source} in its config.json); {longest.remedy} by "
-            f"{longest.tokens - window.tokens}",
-            path=str(folder),
+            f"{longest.tokens - window.tokens}"
         )
 
 
@@ -166,8 +164,7 @@ def check_vocabulary(
             f"token {tokenizer.convert_ids_to_tokens(largest)!r} of the tokenizer has the id "
             f"{largest}, but the embedding of the model in {folder} has {rows} rows for the ids 0 "
             f"to {rows - 1} (vocab_size in its config.json); use the tokenizer of the model, or "
-            f"save the model after resize_token_embeddings({largest + 1})",
-            path=str(folder),
+            f"save the model after resize_token_embeddings({largest + 1})"
         )
 
 

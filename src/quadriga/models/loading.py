@@ -70,8 +70,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer in {folder} has no end token, so no response could ever end; "
-            "set eos_token in its tokenizer_config.json",
-            path=str(folder),
+            "set eos_token in its tokenizer_config.json"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -134,8 +133,7 @@ def _check_no_missing(path: str | Path, missing: set[str], what: str) -> None:
     if missing:
         raise ModelError(
             f"the weights in {path} lack {len(missing)} tensors of the {what}, among them "
-            f"{min(missing)!r}",
-            path=str(path),
+            f"{min(missing)!r}"
         )
 
 
@@ -200,8 +198,7 @@ def _value_head(model: PreTrainedModel, path: str | Path) -> torch.nn.Linear:
     if not isinstance(head, torch.nn.Linear):
         raise ModelError(
             f"{type(model).__name__}, the token classifier for the model in {path}, has no linear "
-            f"layer {VALUE_HEAD!r}; a value model needs one",
-            path=str(path),
+            f"layer {VALUE_HEAD!r}; a value model needs one"
         )
     # The output of a linear layer of three dimensions is a view, and FSDP2 warns of a model that
     # returns one. One float per token is copied.
@@ -230,8 +227,7 @@ def _checked(
     if "/" in attn_implementation and not trust_remote_code:
         raise ModelError(
             f"attn_implementation {attn_implementation!r} is code of the hub; set "
-            "trust_remote_code=true to run it, or choose sdpa, eager or flash_attention_2",
-            path=str(folder),
+            "trust_remote_code=true to run it, or choose sdpa, eager or flash_attention_2"
         )
     check_model_folder(
         folder, weights=weights, tokenizer=False, trust_remote_code=trust_remote_code
@@ -249,8 +245,7 @@ def _checked(
         raise ModelError(
             f"model_type {config.model_type!r} of the model in {folder} takes images, and such a "
             "model cannot have a head for values or scores; set the path to a model of text, or "
-            "choose an advantage estimator without a critic, such as grpo",
-            path=str(folder),
+            "choose an advantage estimator without a critic, such as grpo"
         )
     config.num_labels = 1
     config.classifier_dropout = 0.0
@@ -373,9 +368,7 @@ def model_errors(folder: Path, what: str) -> Iterator[None]:
         raise
     except Exception as error:  # a wrong value in config.json raises errors of any type
         text = " ".join(str(error).split()) or repr(error)
-        raise ModelError(
-            f"the {what} in {folder} cannot be loaded: {text[:400]}", path=str(folder)
-        ) from error
+        raise ModelError(f"the {what} in {folder} cannot be loaded: {text[:400]}") from error
 
 
 _REFUSED = {
@@ -413,8 +406,7 @@ def token_classifier(config: PretrainedConfig) -> type[Any]:
         raise ModelError(
             f"a model of type {config.model_type!r} cannot have a head for values or scores: "
             f"{_REFUSED[config.model_type]}; choose another model, or an advantage estimator "
-            "without a critic, such as grpo",
-            path=str(config.name_or_path),
+            "without a critic, such as grpo"
         )
     kind: Any = type(config)
     own: Any = AutoModelForTokenClassification._model_mapping
@@ -469,8 +461,7 @@ def classifier_name(config: PretrainedConfig) -> str:
     if type(config) not in mapping:
         raise ModelError(
             f"transformers has no sequence classifier for models of type {config.model_type}, so a "
-            "reward model of this kind could not be exported; choose another base model",
-            path=str(config.name_or_path),
+            "reward model of this kind could not be exported; choose another base model"
         )
     return str(getattr(mapping[type(config)], "__name__", ""))
 
@@ -491,21 +482,18 @@ def check_reward_model(path: str | Path, *, trust_remote_code: bool = False) -> 
         hint = f" ({min(others)!r} is not read)" if others else ""
         raise ModelError(
             f"the model in {folder} has no head: a reward model is a sequence classifier with a "
-            f"weight {VALUE_HEAD!r} of shape [1, hidden size]{hint}; train one with `quadriga rm`",
-            path=str(folder),
+            f"weight {VALUE_HEAD!r} of shape [1, hidden size]{hint}; train one with `quadriga rm`"
         )
     for name, shape in heads.items():
         if len(shape) != 2 or shape[0] != 1:
             raise ModelError(
                 f"the model in {folder} has {shape[0] if shape else 0} labels: {name} is "
-                f"{list(shape)}, and the head of a reward model has the shape [1, hidden size]",
-                path=str(folder),
+                f"{list(shape)}, and the head of a reward model has the shape [1, hidden size]"
             )
     if f"{VALUE_HEAD}.bias" in tensors:
         raise ModelError(
             f"the model in {folder} has {VALUE_HEAD}.bias, so it is a value model of tokens; a "
-            "reward model is a sequence classifier, whose head has no bias",
-            path=str(folder),
+            "reward model is a sequence classifier, whose head has no bias"
         )
     classifier_name(read_config(folder, trust_remote_code=trust_remote_code))
 

@@ -160,11 +160,10 @@ def linear_log_probs(
             The gradient of `hidden` is summed over them.
 
     Raises:
-        ShapeError: the shapes of hidden, weight and labels do not match.
+        ShapeError: there is not one label for each hidden state.
         AlgorithmError: the temperature is not above 0.
     """
     _check_labels(hidden, labels, temperature)
-    _check_weight(hidden, weight_VD)
     log_prob, ent = _LogProbs.apply(  # type: ignore[no-untyped-call]  # torch has no annotations
         hidden.reshape(-1, hidden.shape[-1]),
         weight_VD,
@@ -472,17 +471,6 @@ def _check_labels(features: Tensor, labels: Tensor, temperature: float) -> None:
             got=tuple(labels.shape),
         )
     _check_temperature(temperature)
-
-
-def _check_weight(hidden: Tensor, weight_VD: Tensor) -> None:
-    """Raise `ShapeError` unless `weight_VD` is [V, D] for hidden states of size D."""
-    if weight_VD.dim() != 2 or weight_VD.shape[1] != hidden.shape[-1]:
-        raise ShapeError(
-            f"`weight` has shape {list(weight_VD.shape)}, but [V, {hidden.shape[-1]}] is needed "
-            f"for hidden states of size {hidden.shape[-1]}.",
-            tensor="weight",
-            got=tuple(weight_VD.shape),
-        )
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -86,8 +86,7 @@ def check_all_finite(folder: Path, counts: Mapping[str, NotFinite]) -> None:
         raise ModelError(
             f"the weights in {folder} are not finite: {name} has {count.nan} NaN and "
             f"{count.infinite} infinite values of {count.size}"
-            + (f", and {len(wrong) - 1} other tensors have some" if len(wrong) > 1 else ""),
-            path=str(folder),
+            + (f", and {len(wrong) - 1} other tensors have some" if len(wrong) > 1 else "")
         )
 
 
@@ -202,8 +201,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         if twice:
             name = min(twice)
             raise ModelError(
-                f"tensor {name!r} is in two files of {folder}: {found[name].file} and {file}",
-                path=str(folder),
+                f"tensor {name!r} is in two files of {folder}: {found[name].file} and {file}"
             )
         found |= header
     return found
@@ -247,8 +245,7 @@ class TensorReader:
             raise ModelError(
                 f"the model in {self._folder} cannot be loaded: {tensor.file} holds "
                 f"{tensor.stop - tensor.start} bytes for a tensor of shape {tensor.shape} and "
-                f"dtype {tensor.dtype}, which has {math.prod(tensor.shape) * size}",
-                path=str(self._folder),
+                f"dtype {tensor.dtype}, which has {math.prod(tensor.shape) * size}"
             )
         step = PIECE_BYTES // size
         for begin in range(0, len(flat), step):
@@ -294,8 +291,7 @@ class TensorReader:
                 raise ModelError(
                     f"the model in {self._folder} cannot be loaded: {file} ends at byte "
                     f"{position + done}, and its header says that it has at least "
-                    f"{position + len(memory)}",
-                    path=str(self._folder),
+                    f"{position + len(memory)}"
                 )
             done += count
 

@@ -76,9 +76,9 @@ _MAX_COLUMNS = 48
 def exchange_items(lengths: Lengths, table: Table) -> None:
     """Exchange items between partitions, in place, as long as the spread falls.
 
-    The heavier half of the partitions is paired with the lighter half. An item may also be exchanged
-    for a gap (-1), which moves it. If the heaviest partition gains nothing in its pair, the next
-    round pairs the halves in another way.
+    The heavier half of the partitions is paired with the lighter half. An item may also be
+    exchanged for a gap (-1), which moves it. If the heaviest partition gains nothing in its pair,
+    the next round pairs the halves in another way.
     """
     # Lengths 8 7 6 5 4 in two partitions, heavy 4 7 5 = 16 and light 8 6 = 14 (a gap counts 0).
     # Half the difference of the sums is 1. Giving a for b changes it to |a − b − 1|, so the best

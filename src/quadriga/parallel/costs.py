@@ -58,7 +58,7 @@ class ModelShape:
         hidden_size: entries of a hidden state.
         attention_size: heads × head size.
         key_value_size: key and value heads × head size.
-        mlp_size: intermediate entries that a token computes; with experts, the entries of its experts.
+        mlp_size: intermediate entries that a token computes; with experts, in its experts.
         vocabulary: rows of the output layer.
         windows: for each layer, the keys to which a query attends at most; None: all earlier
             tokens, 0: the layer has no attention (recurrence).

@@ -346,8 +346,7 @@ def on_all_ranks(work: Callable[[], ValueT], *, group: dist.ProcessGroup | None 
         raise error
     for other, raised_there in enumerate(errors):
         if raised_there is not None:
-            path = getattr(raised_there, "path", None)
-            raise ModelError(f"rank {other} cannot load the model: {raised_there}", path=path)
+            raise ModelError(f"rank {other} cannot load the model: {raised_there}")
     return result
 
 

@@ -128,6 +128,5 @@ def _opened(folder: Path, pid: int, numbers: Mapping[str, int], stack: ExitStack
 def _not_shared(folder: Path, error: Exception) -> ModelError:
     return ModelError(
         f"the weights in {folder} cannot be shared by the ranks of a node: {error}; set "
-        "model.use_shm=false",
-        path=str(folder),
+        "model.use_shm=false"
     )
