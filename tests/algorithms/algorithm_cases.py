@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+
+from quadriga.algorithms.advantages import compute_advantages
 
 NAN = float("nan")
 
@@ -83,3 +86,17 @@ def make_case(seed: int, *, max_groups: int = 4, max_width: int = 9) -> Case:
 
 
 cases = st.integers(0, 2**32 - 1).map(make_case)
+
+
+def advantages_of(name: str, case: Case, **options: Any) -> tuple[Tensor, Tensor]:
+    """Call the estimator with all inputs of the case."""
+    return compute_advantages(
+        name,
+        token_level_rewards_BT=case.rewards,
+        response_mask_BT=case.mask,
+        group_ids=case.groups,
+        values_BT=case.values,
+        reward_baselines_B=case.baselines,
+        reward_components_BK=case.components,
+        **options,
+    )

@@ -54,33 +54,6 @@ def test_gpg_corrects_for_groups_without_signal():
     assert got == [-2.0, 2.0, 0.0, 0.0]  # α = 4 / 2
 
 
-def test_gae_skips_observations():
-    """Tool output between two turns is not a time step and has no value."""
-    advantages, returns = compute_advantages(
-        "gae",
-        token_level_rewards_BT=torch.tensor([[0.0, 8.0, 8.0, 4.0]]),
-        response_mask_BT=torch.tensor([[1, 0, 0, 1]]),
-        values_BT=torch.tensor([[1.0, 5.0, 5.0, 2.0]]),
-        gamma=0.5,
-        lam=0.5,
-        whiten_advantages=False,
-    )
-    assert advantages.tolist() == [[0.5, 0.0, 0.0, 2.0]]
-    assert returns.tolist() == [[1.5, 0.0, 0.0, 4.0]]
-
-
-def test_reinforce_plus_plus_whitens_returns_over_the_batch():
-    # Returns 3, 2 and 1, each at one token: mean 2, standard deviation 1.
-    rewards = torch.tensor([[1.0, 2.0], [1.0, 9.0]])
-    advantages, returns = compute_advantages(
-        "reinforce_plus_plus",
-        token_level_rewards_BT=rewards,
-        response_mask_BT=torch.tensor([[1, 1], [1, 0]]),
-    )
-    assert returns.tolist() == [[3.0, 2.0], [1.0, 0.0]]
-    assert advantages.flatten().tolist() == pytest.approx([1.0, 0.0, -1.0, 0.0], abs=1e-6)
-
-
 def test_gdpo_whitens_over_samples_not_tokens():
     # Samples of three tokens and of one token. Whitened over samples, they get ∓1/√2; whitened
     # over tokens, the longer one would get a smaller number.

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import algorithm_reference as ref
 import pytest
 import torch
-from algorithm_cases import Case, cases, make_case
+from algorithm_cases import Case, advantages_of, cases, make_case
 from hypothesis import given, settings
 from torch import Tensor
 
 from quadriga.algorithms.advantages import ADVANTAGES, compute_advantages
 from quadriga.errors import GroupError
-
-
-def advantages_of(name: str, case: Case, **options: Any) -> tuple[Tensor, Tensor]:
-    """Call the estimator with all inputs of the case."""
-    return compute_advantages(
-        name,
-        token_level_rewards_BT=case.rewards,
-        response_mask_BT=case.mask,
-        group_ids=case.groups,
-        values_BT=case.values,
-        reward_baselines_B=case.baselines,
-        reward_components_BK=case.components,
-        **options,
-    )
 
 
 def assert_same(got: Tensor, want: ref.Rows) -> None:

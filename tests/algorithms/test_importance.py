@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 
+import algorithm_reference as ref
 import pytest
 import torch
 from algorithm_cases import NAN, Case, cases
@@ -88,6 +90,43 @@ def test_the_share_of_tokens_beyond_a_bound_by_hand(bound: float, share: float) 
     """The differences are ln 2, −ln 2 and ln 4."""
     got = mismatch_metrics(OLD, ROLLOUT, MASK, bound=bound)
     assert got["mismatch_beyond"] == pytest.approx(share)
+
+
+def effective_fraction(weights: list[float]) -> float:
+    return sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases)
+def test_mismatch_metrics(case: Case) -> None:
+    rows = [
+        [(float(case.old_log_prob[i, t]), float(case.rollout_log_prob[i, t])) for t in positions]
+        for i, positions in enumerate(ref.token_positions(case.mask))
+        if positions
+    ]
+    got = mismatch_metrics(case.old_log_prob, case.rollout_log_prob, case.mask)
+    if not rows:
+        assert got == {}
+        return
+    gaps = [[old - rollout for old, rollout in row] for row in rows]
+    flat = [gap for row in gaps for gap in row]
+    ppl = [tuple(math.exp(-ref.mean([pair[k] for pair in row])) for k in (0, 1)) for row in rows]
+    want = {
+        "mismatch_k1": -ref.mean(flat),
+        "mismatch_k3": ref.mean([math.exp(gap) - 1 - gap for gap in flat]),
+        "mismatch_abs": ref.mean([abs(gap) for gap in flat]),
+        "mismatch_max": max(abs(gap) for gap in flat),
+        "mismatch_prob_max": max(abs(math.exp(a) - math.exp(b)) for row in rows for a, b in row),
+        "ppl_gap": ref.mean([train - rollout for train, rollout in ppl]),
+        "ppl_ratio": math.exp(ref.mean([math.log(train / rollout) for train, rollout in ppl])),
+        "effective_sample_size": effective_fraction([math.exp(gap) for gap in flat]),
+        "mismatch_sequence_ess": effective_fraction([math.exp(sum(row)) for row in gaps]),
+        "mismatch_beyond": ref.mean([float(abs(gap) > 0.5) for gap in flat]),
+    }
+    pairs = [pair for row in rows for pair in row]
+    if min(len({pair[k] for pair in pairs}) for k in (0, 1)) > 1:  # both vary
+        want["mismatch_correlation"] = statistics.correlation(*zip(*pairs, strict=True))
+    assert got == pytest.approx(want, rel=1e-6, abs=1e-9)
 
 
 def test_merged_micro_batches_have_the_metrics_of_the_whole_batch() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import algorithm_cases
 import algorithm_reference as ref
 import pytest
 import torch
@@ -12,7 +13,7 @@ from algorithm_cases import NAN, Case, cases
 from hypothesis import assume, given, settings, strategies as st
 from torch import Tensor
 
-from quadriga.algorithms.advantages import ADVANTAGES, compute_advantages
+from quadriga.algorithms.advantages import ADVANTAGES
 from quadriga.algorithms.aggregation import AGGREGATIONS, aggregate, count_mask, merge_partials
 from quadriga.algorithms.kl import entropy_bonus, kl_loss
 from quadriga.algorithms.policy_losses import POLICY_LOSSES, compute_policy_loss, select_tokens
@@ -25,16 +26,7 @@ def advantages_of(name: str, case: Case, **options: Any) -> tuple[Tensor, Tensor
     if name == "grpo_passk":
         sizes = {len(m) for m in ref.members_of(case.groups, case.mask).values()}
         assume(1 not in sizes)
-    return compute_advantages(
-        name,
-        token_level_rewards_BT=case.rewards,
-        response_mask_BT=case.mask,
-        group_ids=case.groups,
-        values_BT=case.values,
-        reward_baselines_B=case.baselines,
-        reward_components_BK=case.components,
-        **options,
-    )
+    return algorithm_cases.advantages_of(name, case, **options)
 
 
 def contribution(

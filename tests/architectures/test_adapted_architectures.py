@@ -102,8 +102,14 @@ def test_a_layer_that_is_no_product_of_the_model_is_refused_by_name(model_type, 
     ("lora", "message"),
     [
         ({"exclude_modules": ("all-linear",)}, "no linear layer 'all-linear' that can have"),
-        ({"exclude_modules": ("q_proj",), "target_modules": ("q_proj",)}, "exclude fewer"),
-        ({"target_modules": ()}, r"leaves no layer of .* target_modules=\[\], .* name some"),
+        (
+            {"exclude_modules": ("q_proj",), "target_modules": ("q_proj",)},
+            "change model.lora.exclude_modules",
+        ),
+        (
+            {"target_modules": ()},
+            r"leaves no layer of .* target_modules=\[\], .* change model.lora.target",
+        ),
     ],
 )
 def test_a_run_without_adapted_layers_is_refused_with_the_setting(lora, message, tmp_path):

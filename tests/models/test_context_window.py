@@ -15,6 +15,15 @@ def rope(kind, **settings):
 
 
 LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+YARN = rope("yarn", factor=4.0, original_max_position_embeddings=32)
+PHI3 = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 200,
+    "original_max_position_embeddings": 48,
+    "rope_parameters": rope("longrope", original_max_position_embeddings=48, **LONG),
+}
+DYNAMIC = rope("dynamic", factor=2.0)
 CASES = [
     ("gpt2", {"n_positions": 64}, 64),
     ("llama", {"max_position_embeddings": 128}, 128),
@@ -24,39 +33,11 @@ CASES = [
     ("falcon", {"alibi": True}, None),
     ("falcon", {"alibi": False, "max_position_embeddings": 96}, 96),
     # The window before stretching: 128 = 32 · 4. The window after it.
-    (
-        "qwen2",
-        {
-            "max_position_embeddings": 32,
-            "rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=32),
-        },
-        128,
-    ),
-    (
-        "qwen2",
-        {
-            "max_position_embeddings": 128,
-            "rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=32),
-        },
-        128,
-    ),
+    ("qwen2", {"max_position_embeddings": 32, "rope_parameters": YARN}, 128),
+    ("qwen2", {"max_position_embeddings": 128, "rope_parameters": YARN}, 128),
     # One row above 48 tokens would change the frequencies of all rows.
-    (
-        "phi3",
-        {
-            "hidden_size": 32,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 200,
-            "original_max_position_embeddings": 48,
-            "rope_parameters": rope("longrope", original_max_position_embeddings=48, **LONG),
-        },
-        48,
-    ),
-    (
-        "llama",
-        {"max_position_embeddings": 100, "rope_parameters": rope("dynamic", factor=2.0)},
-        100,
-    ),
+    ("phi3", PHI3, 48),
+    ("llama", {"max_position_embeddings": 100, "rope_parameters": DYNAMIC}, 100),
     ("doge", {"keep_window_size": 40, "max_position_embeddings": 64}, 40),
 ]
 

@@ -130,7 +130,7 @@ def test_dtype_and_attention_settings_are_used_and_nothing_is_printed(folder, lo
 
 
 def test_unknown_dtype_is_rejected(folder):
-    with pytest.raises(ModelError, match="'float8'"):
+    with pytest.raises(ModelError, match="float8"):
         load_causal_lm(folder, dtype="float8")
 
 
@@ -184,12 +184,6 @@ def test_error_names_the_damaged_folder(copy, damage, message):
     with pytest.raises(ModelError, match=message) as caught:
         check_model_folder(copy)
     assert str(copy) in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_corrupt_weights_raise_model_error(copy):
-    (copy / "model.safetensors").write_bytes(b"not tensors")
-    with pytest.raises(ModelError, match=r"the model in .* cannot be loaded"):
-        load_causal_lm(copy)
 
 
 def test_missing_weights_raise_model_error(copy):

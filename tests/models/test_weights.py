@@ -1,4 +1,4 @@
-"""Read parts of tensors, match their names with parameters, find weights that are not finite."""
+"""Parts of tensors, names of parameters, weights that are not finite, dtypes of an export."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from transformers.core_model_loading import (
     WeightConverter,
 )
 
+from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import ModelError
-from quadriga.models import weights as weights_of
+from quadriga.models import load_causal_lm, weights as weights_of
 from quadriga.models.folder import StoredTensor
 from quadriga.models.loading import VALUE_HEAD_PREFIX, model_without_weights
 from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.models.weights import (
     JoinedTensor,
     NotFinite,
+    StoredDtypes,
     TensorReader,
     check_all_finite,
     count_not_finite,
@@ -244,3 +247,40 @@ def test_a_box_of_several_tensors_is_read(tmp_path, box):
         opened.read(joined, 4, flat)
     assert torch.equal(found, whole[tuple(slice(*sides) for sides in box)])
     assert torch.equal(flat, whole.flatten()[4:21])
+
+
+# The dtypes of an export are the dtypes of the folder that the model was loaded from.
+
+
+@pytest.fixture
+def narrow_folder(folder):
+    """A bfloat16 model whose final norm is float32."""
+    file = folder / "model.safetensors"
+    weights = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
+    weights["model.norm.weight"] = weights["model.norm.weight"].float()
+    save(folder, weights)
+    return folder
+
+
+def test_cast_keeps_integers_and_gives_new_weights_the_default():
+    dtypes = StoredDtypes({"a": torch.float16}, torch.bfloat16)
+    weights = [
+        ("a", torch.ones(1)),
+        ("new", torch.ones(1)),
+        ("n", torch.ones(1, dtype=torch.int64)),
+    ]
+    found = [tensor.dtype for _, tensor in dtypes.cast(weights)]
+    assert found == [torch.float16, torch.bfloat16, torch.int64]
+
+
+def test_trained_bfloat16_model_is_exported_in_bfloat16(narrow_folder, tmp_path):
+    engine = FSDPEngine(ModelConfig(path=str(narrow_folder)), EngineConfig(), OptimConfig())
+    assert {tensor.dtype for _, tensor in engine.state_stream()} == {torch.float32}
+    engine.save_hf(tmp_path / "export")
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    original = load_file(narrow_folder / "model.safetensors")
+    assert {n: t.dtype for n, t in exported.items()} == {n: t.dtype for n, t in original.items()}
+    assert all(torch.equal(exported[name], tensor) for name, tensor in original.items())
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert load_causal_lm(tmp_path / "export", dtype="auto").dtype == torch.bfloat16
+    assert engine.module.config.dtype == torch.float32

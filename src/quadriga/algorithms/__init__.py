@@ -11,7 +11,7 @@ Advantages and rewards, in the order in which a training step uses them:
 Losses:
 
 - `policy_losses`: the table of policy losses and `compute_policy_loss`. The losses are in
-  `clipped_losses`, `sequence_losses` and `covariance_losses`.
+  `clipped_losses` and `covariance_losses`.
 - `kl` (with the entropy bonus), `full_kl`: the other terms of the actor's loss.
 - `value_loss`: the loss of the critic and of a reward model.
 - `aggregation`: from the loss of each token to one number; metrics that can be merged over

@@ -83,21 +83,16 @@ def merge_partials(parts: Iterable[Mapping[str, Partial]]) -> dict[str, float]:
         for name, partial in part.items():
             gathered.setdefault(name, []).append(partial.as_numbers())
     merged: dict[str, float] = {}
+    reduce: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max, "min": min}
     for name, shares in gathered.items():
         present = [share for share in shares if share[1] > 0]
         if not present:
             continue
-        totals = [share[0] for share in present]
-        reduction = present[0][2]
-        match reduction:
-            case "mean":
-                merged[name] = sum(totals) / sum(share[1] for share in present)
-            case "sum":
-                merged[name] = sum(totals)
-            case "max":
-                merged[name] = max(totals)
-            case "min":
-                merged[name] = min(totals)
+        totals, reduction = [share[0] for share in present], present[0][2]
+        if reduction == "mean":
+            merged[name] = sum(totals) / sum(share[1] for share in present)
+        else:
+            merged[name] = reduce[reduction](totals)
     return merged
 
 

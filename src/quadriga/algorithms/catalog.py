@@ -60,15 +60,9 @@ def describe_algorithms() -> list[AlgorithmEntry]:
     for name, estimator in KL_ESTIMATORS.items():
         needs, source = estimator.needs, "" if estimator.needs else _SCHULMAN
         rows.append(AlgorithmEntry(name, "KL estimator", estimator.formula, source, needs=needs))
+    settings = ("level", "mode", "upper", "lower")
     for level, formula in LEVELS.items():
-        rows.append(
-            AlgorithmEntry(
-                level,
-                "importance correction",
-                formula,
-                settings=("level", "mode", "upper", "lower"),
-            )
-        )
+        rows.append(AlgorithmEntry(level, "importance correction", formula, settings=settings))
     return rows
 
 

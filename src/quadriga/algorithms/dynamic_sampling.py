@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quadriga.algorithms.registry import look_up
 from quadriga.algorithms.shaping import groups_of_scores, zero_variance_metrics
-from quadriga.algorithms.tensors import GroupIds, Groups
+from quadriga.algorithms.tensors import GroupIds
 from quadriga.errors import AlgorithmError, GroupError
 
 SamplingMode = Literal["mask", "refill"]
@@ -112,11 +112,12 @@ def dynamic_sampling(
     num_varied = int(varied.sum())
     metrics = {**zero_variance_metrics(scores_B, group_ids), "gen_batches": float(gen_batches)}
     missing = max(wanted_groups - num_varied, 0)
+    action: SamplingAction = "train"
     if mode == "mask":
-        return _keep(groups, torch.ones_like(varied), varied, "train", missing, metrics)
-    if missing and gen_batches < max_num_gen_batches:
-        return _keep(groups, varied, varied, "refill", missing, metrics)
-    if missing and under_filled == "error":
+        chosen = torch.ones_like(varied)
+    elif missing and gen_batches < max_num_gen_batches:
+        action, chosen = "refill", varied
+    elif missing and under_filled == "error":
         raise GroupError(
             f"{num_varied} of {groups.num_groups} prompt groups are not zero-variance after "
             f"{gen_batches} batches of rollouts, {missing} fewer than the {wanted_groups} wanted. "
@@ -126,7 +127,12 @@ def dynamic_sampling(
             wanted=wanted_groups,
             got=num_varied,
         )
-    return _keep(groups, _fill(varied, wanted_groups), varied, "train", missing, metrics)
+    else:
+        chosen = _fill(varied, wanted_groups)
+    metrics["kept"] = float((chosen & varied).sum())
+    rows = chosen[groups.index_B].nonzero()[:, 0]
+    alive = varied[groups.index_B][rows]
+    return SamplingDecision(action, rows, alive, missing, metrics)
 
 
 def _fill(varied_G: Tensor, wanted: int) -> Tensor:
@@ -137,18 +143,3 @@ def _fill(varied_G: Tensor, wanted: int) -> Tensor:
     chosen = torch.zeros_like(varied_G)
     chosen[order] = True
     return chosen
-
-
-def _keep(
-    groups: Groups,
-    chosen_G: Tensor,
-    varied_G: Tensor,
-    action: SamplingAction,
-    missing: int,
-    metrics: dict[str, float],
-) -> SamplingDecision:
-    """Return the decision that keeps all rows of the chosen groups."""
-    rows = chosen_G[groups.index_B].nonzero()[:, 0]
-    alive = varied_G[groups.index_B][rows]
-    kept = float((chosen_G & varied_G).sum())
-    return SamplingDecision(action, rows, alive, missing, {**metrics, "kept": kept})

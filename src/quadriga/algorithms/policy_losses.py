@@ -11,7 +11,6 @@ from quadriga.algorithms import (
     clipped_losses as clipped,
     covariance_losses as covariance,
     registry,
-    sequence_losses as sequence,
 )
 from quadriga.algorithms.aggregation import Partial
 from quadriga.algorithms.clipped_losses import PolicyLoss
@@ -107,13 +106,13 @@ POLICY_LOSSES: dict[str, PolicyLossEntry] = {
         "1707.06347, 2503.14476, 1912.09729",
     ),
     "gspo": _entry(
-        sequence.gspo,
+        clipped.gspo,
         "max(−A s_i, −A clip(s_i));  s_i = exp(mean_t log r_t)",
         "2507.18071",
         aggregation="seq-mean-token-mean",
     ),
     "gspo_token": _entry(
-        sequence.gspo_token,
+        clipped.gspo_token,
         "as gspo with s_it = sg[s_i] π/sg[π]",
         "2507.18071",
         aggregation="seq-mean-token-mean",
@@ -126,7 +125,7 @@ POLICY_LOSSES: dict[str, PolicyLossEntry] = {
         aggregation="seq-mean-token-mean",
     ),
     "geo_mean": _entry(
-        sequence.geo_mean,
+        clipped.geo_mean,
         "−A exp(mean_t clipped log r_t);  log r_t ≤ ε_high where A > 0, ≥ −ε_low where A < 0",
         "2507.20673",
         aggregation="seq-mean-token-mean",

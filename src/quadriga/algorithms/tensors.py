@@ -81,26 +81,22 @@ def require_finite(mask: Tensor | None = None, **tensors: Tensor) -> None:
         if mask is not None:
             values = values.masked_fill(~mask, 0)
         # A sum that contains NaN or infinity is NaN or infinite, so one reduction finds both.
-        if not bool(torch.isfinite(values.sum())):
-            _raise_non_finite(name, values)
-
-
-def _raise_non_finite(name: str, values: Tensor) -> None:
-    """Raise for the first NaN or infinite value; return if there is none."""
-    bad = ~torch.isfinite(values)
-    if not bool(bad.any()):
-        # All values are finite and only their sum overflowed: 4 × 3e38 is inf in float32.
-        return
-    where = [int(i) for i in bad.nonzero()[0]]
-    raise NonFiniteError(
-        f"`{name}` is {values[tuple(where)].item()} at row {where[0]}"
-        + (f", token {where[1]}" if len(where) > 1 else "")
-        + f" ({int(bad.sum())} such values in all). Find the computation that produced it, or "
-        f"set that sample's mask to 0.",
-        tensor=name,
-        row=where[0],
-        position=tuple(where),
-    )
+        if bool(torch.isfinite(values.sum())):
+            continue
+        bad = ~torch.isfinite(values)
+        if not bool(bad.any()):
+            # All values are finite and only their sum overflowed: 4 × 3e38 is inf in float32.
+            continue
+        where = [int(i) for i in bad.nonzero()[0]]
+        raise NonFiniteError(
+            f"`{name}` is {values[tuple(where)].item()} at row {where[0]}"
+            + (f", token {where[1]}" if len(where) > 1 else "")
+            + f" ({int(bad.sum())} such values in all). Find the computation that produced it, or "
+            f"set that sample's mask to 0.",
+            tensor=name,
+            row=where[0],
+            position=tuple(where),
+        )
 
 
 def checked_mask(

@@ -94,7 +94,12 @@ def plan_adapter(model: PreTrainedModel, lora: LoraConfig) -> Adapter:
         ConfigError: PEFT is missing, a setting fits no layer, or differs from the adapter's own.
         ModelError: the adapter in `lora.path` cannot be read, or is of another model.
     """
-    check_peft()
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            'model.lora needs the package peft; install it with pip install "quadriga[lora]", or '
+            "remove model.lora",
+            key="model.lora",
+        )
     layers = linear_layers(model)
     if lora.path is None:
         rank = lora.rank or 0
@@ -122,16 +127,6 @@ def plan_adapter(model: PreTrainedModel, lora: LoraConfig) -> Adapter:
     check_not_shared(model, layers, modules)
     rslora = bool(stored.get("use_rslora"))
     return Adapter(tuple(modules), rank, alpha, lora.dropout, rslora, folder)
-
-
-def check_peft() -> None:
-    """Raise `ConfigError` if PEFT is not installed."""
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError(
-            'model.lora needs the package peft; install it with pip install "quadriga[lora]", or '
-            "remove model.lora",
-            key="model.lora",
-        )
 
 
 def add_adapters(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
@@ -289,14 +284,9 @@ def _stored_modules(folder: Path, rank: int, layers: Mapping[str, nn.Linear]) ->
     modules: dict[str, None] = {}
     for name in shapes:
         layer, _, part = name.removeprefix(_STORED_PREFIX).rpartition(".lora_")
-        if part not in ("A.weight", "B.weight"):
-            raise _of_another_model(
-                folder, f"its tensor {name!r} is no weight A or B of an adapter"
-            )
-        if layer not in layers:
-            raise _of_another_model(
-                folder, f"the model has no linear layer {layer!r} that can have one"
-            )
+        if part not in ("A.weight", "B.weight") or layer not in layers:
+            problem = f"the model has no linear layer {layer or name!r} that can have one"
+            raise _of_another_model(folder, problem)
         modules[layer] = None
     for layer in modules:
         out, inner = layers[layer].weight.shape
@@ -420,12 +410,10 @@ def targets(
             key="model.lora",
         )
     if not found:
-        key, remedy = (
-            ("exclude_modules", "exclude fewer") if names else ("target_modules", "name some")
-        )
+        key = "exclude_modules" if names else "target_modules"
         raise ConfigError(
             f"model.lora leaves no layer of {type(model).__name__} for an adapter: "
-            f"target_modules={names}, exclude_modules={list(excluded)}; {remedy}",
+            f"target_modules={names}, exclude_modules={list(excluded)}; change model.lora.{key}",
             key=f"model.lora.{key}",
         )
     return found

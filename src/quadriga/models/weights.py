@@ -157,15 +157,13 @@ def joined_tensor(
     kinds = [found.get(pattern, ()) for pattern in rule.source_patterns]
     if any(len(tensors) != shape[0] for tensors in kinds):
         return None
-    parts = tuple(tensor for of_expert in zip(*kinds, strict=True) for tensor in of_expert)
+    experts = list(zip(*kinds, strict=True))
+    parts = tuple(tensor for of_expert in experts for tensor in of_expert)
     if len({tensor.dtype for tensor in parts}) != 1:
         return None
-    if len(kinds) == 1:
-        fits = all(tensor.shape == shape[1:] for tensor in parts)
-    else:
-        rows = [[tensor.shape[0] for tensor in tensors] for tensors in kinds]
-        fits = all(tensor.shape[1:] == shape[2:] for tensor in parts)
-        fits = fits and all(sum(of_expert) == shape[1] for of_expert in zip(*rows, strict=True))
+    if any(not t.shape or t.shape[1:] != shape[2:] for t in parts):
+        return None
+    fits = all(sum(t.shape[0] for t in of_expert) == shape[1] for of_expert in experts)
     return JoinedTensor(shape, parts) if fits else None
 
 

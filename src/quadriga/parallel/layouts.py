@@ -255,15 +255,8 @@ class Stored:
 
     def parts(self, weights: Mapping[str, Weight]) -> list[StoredTensor]:
         """Return the parts that the tensor fuses, before they are split over ranks."""
-        whole_weights = [stored_box(name, whole(weights[name].shape)) for name in self.weights]
-        if not self.boxes:
-            return whole_weights
-        parts = []
-        for part, box in zip(whole_weights, self.boxes, strict=True):
-            for dim, span in enumerate(box):
-                part = part.narrow(dim, *span)
-            parts.append(part)
-        return parts
+        boxes = self.boxes or [whole(weights[name].shape) for name in self.weights]
+        return [stored_box(name, box) for name, box in zip(self.weights, boxes, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -130,29 +130,23 @@ def in_equal_slices(packed: PackedBatch, count: int) -> PackedBatch:
     more = -packed.input_ids.shape[1] % count
     if not more:
         return packed
-    old = packed.rows
-    row, width = len(old.length), max(old.token_index.shape[1], more)
-    index = torch.arange(more)
-    token_index = torch.nn.functional.pad(
-        old.token_index, (0, width - old.token_index.shape[1], 0, 1)
-    )
+    pad = torch.nn.functional.pad
+    old, index = packed.rows, torch.arange(more)
+    row, wider = len(old.length), max(more - old.token_index.shape[1], 0)
+    token_index = pad(old.token_index, (0, wider, 0, 1))
     token_index[row, :more] = packed.input_ids.shape[1] + index
-    one = torch.ones(1, dtype=torch.int64)
     rows = PackedRows(
         token_index=token_index,
-        prompt_length=torch.cat([old.prompt_length, more * one]),
-        length=torch.cat([old.length, more * one]),
-        prompt_owner=torch.cat([old.prompt_owner, row * one]),
-        row=torch.cat([old.row, torch.full((more,), row)]),
+        prompt_length=pad(old.prompt_length, (0, 1), value=more),
+        length=pad(old.length, (0, 1), value=more),
+        prompt_owner=pad(old.prompt_owner, (0, 1), value=row),
+        row=pad(old.row, (0, more), value=row),
         column=torch.cat([old.column, index]),
-        in_prompt=torch.cat([old.in_prompt, torch.ones(more, dtype=torch.bool)]),
+        in_prompt=torch.cat([old.in_prompt, index >= 0]),
     )
-    return replace(
-        packed,
-        input_ids=torch.cat([packed.input_ids, torch.zeros_like(index)[None]], 1),
-        position_ids=torch.cat([packed.position_ids, index[None]], 1),
-        rows=rows,
-    )
+    positions = torch.cat([packed.position_ids, index[None]], 1)
+    ids = pad(packed.input_ids, (0, more))
+    return replace(packed, input_ids=ids, position_ids=positions, rows=rows)
 
 
 def first_row_with_same_prompt(prompts: Tensor, mask: Tensor) -> Tensor:

@@ -15,13 +15,12 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from quadriga.containment import describe
 from quadriga.errors import QuadrigaError
-from quadriga.rewards.functions import RAISED, FunctionRef, Outcome, RewardFunction, Sample, call
+from quadriga.rewards.functions import RAISED, FunctionRef, Outcome, call
 from quadriga.rewards.pool import Report
 
 
@@ -38,27 +37,19 @@ def serve(connection: Connection) -> None:
             number, sample = connection.recv()
         except EOFError:
             return
-        outcome = _score(connection, number, sample, load)
+        try:
+            function = load(sample.function)
+        except QuadrigaError as error:
+            outcome = Outcome(RAISED, detail=describe(error))
+        else:
+            # From here on the deadline of the sample runs.
+            connection.send_bytes(Report(number, process).encode())
+            outcome = call(function, sample)
         if os.getpid() != process:  # the function has forked, and this is the copy
             os._exit(0)
         # An alarm that the function has set must not interrupt the next sample.
         signal.setitimer(signal.ITIMER_REAL, 0)
         connection.send_bytes(Report(number, process, outcome).encode())
-
-
-def _score(
-    connection: Connection,
-    number: int,
-    sample: Sample,
-    load: Callable[[FunctionRef], RewardFunction],
-) -> Outcome:
-    try:
-        function = load(sample.function)
-    except QuadrigaError as error:
-        return Outcome(RAISED, detail=describe(error))
-    # From here on the deadline of the sample runs.
-    connection.send_bytes(Report(number, os.getpid()).encode())
-    return call(function, sample)
 
 
 def limit_memory(megabytes: int) -> None:
