@@ -566,7 +566,8 @@ def compute_advantages(
         "reward_components_BK": reward_components_BK,
         "old_log_prob_BT": old_log_prob_BT,
     }
-    inputs = registry.needed_inputs(f"The advantage estimator `{name}`", entry.needs, given)
+    what = f"The advantage estimator `{name}`"
+    inputs: dict[str, EstimatorInput] = registry.needed_inputs(what, entry.needs, given)
     if entry.origin == "built-in":
         return entry.fn(**inputs, **chosen)
     return _call_user_estimator(name, entry, inputs, chosen, mask_BT)
