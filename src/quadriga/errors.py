@@ -125,12 +125,14 @@ class UnknownNameError(InputError, KeyError):
         return str(self.args[0])
 
 
-def unknown_name(kind: str, name: str, known: Iterable[str]) -> UnknownNameError:
+def unknown_name(
+    kind: str, name: object, known: Iterable[str], remedy: str = ""
+) -> UnknownNameError:
     """Return the error for a name that a table lacks. `kind`: what the table holds."""
     known = list(known)
-    nearest = nearest_name(name, known)
+    nearest = nearest_name(str(name), known)
     hint = f"; did you mean {nearest!r}?" if nearest else ""
-    text = f"there is no {kind} {name!r}; known: {', '.join(known)}{hint}"
+    text = f"there is no {kind} {name!r}; known: {', '.join(known)}{hint}{remedy}"
     return UnknownNameError(text, name=name, known=known, nearest=nearest)
 
 

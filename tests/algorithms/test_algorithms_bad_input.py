@@ -223,9 +223,9 @@ def test_a_missing_input_of_a_loss_is_named() -> None:
 
 
 def test_unknown_names_and_settings_raise_with_the_nearest_name() -> None:
-    with pytest.raises(UnknownNameError, match="no advantage estimator `gpro`; did you mean `grpo"):
+    with pytest.raises(UnknownNameError, match=r"no advantage estimator 'gpro'.* mean 'grpo"):
         advantages("gpro")
-    with pytest.raises(UnknownNameError, match="no policy loss `gsop`; did you mean `gspo`"):
+    with pytest.raises(UnknownNameError, match=r"no policy loss 'gsop'.* did you mean 'gspo'"):
         get_policy_loss("gsop")
     with pytest.raises(UnknownSettingError, match="`gpg` reads no setting `f_nrom`; did you mean"):
         advantages("gpg", f_nrom=1.0)

@@ -142,18 +142,6 @@ def test_merged_micro_batches_have_the_metrics_of_the_whole_batch() -> None:
     assert merged == pytest.approx(mismatch_metrics(train, rollout, mask, bound=0.3))
 
 
-def test_one_token_has_no_correlation() -> None:
-    mask = torch.tensor([[1, 0]])
-    got = mismatch_metrics(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.7, -2.0]]), mask)
-    assert "mismatch_correlation" not in got
-    assert got["mismatch_beyond"] == 1.0
-    assert got["mismatch_abs"] == pytest.approx(0.7)
-
-
-def test_no_token_has_no_mismatch() -> None:
-    assert mismatch_metrics(OLD, OLD, torch.zeros_like(MASK)) == {}
-
-
 def test_equal_log_probabilities_have_no_mismatch() -> None:
     got = mismatch_metrics(OLD, OLD, MASK)
     assert got == {
@@ -174,9 +162,9 @@ def test_very_different_log_probabilities_give_finite_numbers() -> None:
 
 
 def test_invalid_arguments_raise() -> None:
-    with pytest.raises(UnknownNameError, match="no importance level `tokens`; did you mean `token"):
+    with pytest.raises(UnknownNameError, match=r"no importance level 'tokens'.* mean 'token"):
         importance_correction(OLD, ROLLOUT, MASK, level="tokens")
-    with pytest.raises(UnknownNameError, match="no importance mode `clip`"):
+    with pytest.raises(UnknownNameError, match="no importance mode 'clip'"):
         importance_correction(OLD, ROLLOUT, MASK, mode="clip")
     with pytest.raises(AlgorithmError, match="`lower` must be at least 0 and below `upper`"):
         importance_correction(OLD, ROLLOUT, MASK, upper=1.0, lower=2.0)

@@ -116,13 +116,11 @@ def test_controllers_by_hand() -> None:
 
 def test_invalid_arguments_raise() -> None:
     x = torch.zeros(1, 2)
-    with pytest.raises(
-        UnknownNameError, match="no KL estimator `low_var`; did you mean `low_var_kl"
-    ):
+    with pytest.raises(UnknownNameError, match=r"no KL estimator 'low_var'.* mean 'low_var_kl"):
         kl_estimate(x, x, "low_var")
     with pytest.raises(ShapeError, match="`ref_log_prob` has shape"):
         kl_estimate(x, x[:, :1], "k1")
-    with pytest.raises(UnknownNameError, match="no KL controller `adaptiv`; did you mean `adaptiv"):
+    with pytest.raises(UnknownNameError, match=r"no KL controller 'adaptiv'.* mean 'adaptiv"):
         make_kl_controller("adaptiv", kl_coef=0.1)
     with pytest.raises(AlgorithmError, match="`target_kl` and `horizon` must be above 0"):
         AdaptiveKLController(0.1, target_kl=0.0, horizon=1.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, local
 from typing import Any
@@ -25,12 +24,8 @@ from quadriga.models.log_probs import (
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def seed() -> None:
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 def naive(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -39,16 +34,10 @@ def naive(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, T
     return chosen, -(log_p.exp() * log_p).sum(-1)
 
 
-def problem(
-    count: int, vocabulary: int, size: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return (
-        torch.randn(count, size),
-        torch.randn(vocabulary, size),
-        torch.randint(0, vocabulary, (count,)),
-        torch.randn(count),
-        torch.randn(count),
-    )
+def problem(count: int, vocabulary: int, size: int) -> list[Tensor]:
+    hidden, weight = torch.randn(count, size), torch.randn(vocabulary, size)
+    labels = torch.randint(0, vocabulary, (count,))
+    return [hidden, weight, labels, torch.randn(count), torch.randn(count)]
 
 
 def test_two_logits_by_hand() -> None:

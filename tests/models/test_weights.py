@@ -264,12 +264,8 @@ def narrow_folder(folder):
 
 def test_cast_keeps_integers_and_gives_new_weights_the_default():
     dtypes = StoredDtypes({"a": torch.float16}, torch.bfloat16)
-    weights = [
-        ("a", torch.ones(1)),
-        ("new", torch.ones(1)),
-        ("n", torch.ones(1, dtype=torch.int64)),
-    ]
-    found = [tensor.dtype for _, tensor in dtypes.cast(weights)]
+    weights = {"a": torch.ones(1), "new": torch.ones(1), "n": torch.ones(1).long()}
+    found = [tensor.dtype for _, tensor in dtypes.cast(weights.items())]
     assert found == [torch.float16, torch.bfloat16, torch.int64]
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from quadriga.errors import LengthError
 from quadriga.parallel.balancing import RowCosts, arrange_rows, partition_groups
 from quadriga.parallel.costs import TOKENS, AttentionCost, CostModel
 
@@ -156,8 +155,3 @@ def test_without_shared_prompts_rows_are_balanced_one_by_one() -> None:
     costs = RowCosts.of(TOKENS, np.arange(6), np.full(6, 10), response)
     parts = partition_groups(costs, range(6), 2)
     assert [costs.total(part) for part in parts] == [120, 120]
-
-
-def test_no_partitions_are_refused() -> None:
-    with pytest.raises(LengthError, match="4 rows cannot be split into 0 partitions"):
-        partition_groups(costs_of([4], [1], [1] * 4), range(4), 0)

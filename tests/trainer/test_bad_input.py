@@ -66,7 +66,7 @@ def test_a_missing_column_of_the_rule_is_named_with_the_file(refused, tmp_path) 
     row = {"prompt": "1+1?", "reward_model": {"ground_truth": "2"}}
     file.write_text((json.dumps(row) + "\n") * 8)
     line = refused(f"data.train_files=[{file}]")
-    assert f"{file}: row 0 cannot be scored: no rule function for data_source None" in line
+    assert f"{file}: row 0 cannot be scored: there is no rule function for data_source None" in line
     assert "the column data_source is missing" in line
 
 

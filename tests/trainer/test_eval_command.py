@@ -153,7 +153,7 @@ def test_another_model_or_file_in_the_same_folder_is_refused(
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([row("gsm", "1", "x")], "row 0 cannot be scored: no rule function for data_source 'gsm'"),
+        ([row("gsm", "1", "x")], "scored: there is no rule function for data_source 'gsm'"),
         ([row(GSM, "1", "x"), {**row(GSM, "1"), "responses": 3}], "row 1: 'responses' must be a"),
         ([row(GSM, "1", "x"), row(GSM, "1", "x", "y")], "prompt 1 has 2 responses and prompt 0"),
         ([{**row(GSM, "1", "x"), "reward_model": {}}], r"responses.jsonl: row 0 cannot be scored"),

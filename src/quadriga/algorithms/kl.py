@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from quadriga.algorithms.tensors import (
     require_finite,
     require_same_shape,
 )
-from quadriga.errors import AlgorithmError
+from quadriga.errors import AlgorithmError, unknown_name
 
 LOW_VARIANCE_LIMIT = 10.0
 
@@ -333,8 +333,8 @@ def make_kl_controller(
         UnknownNameError: `kind` is unknown.
         AlgorithmError: `target_kl` or `horizon` is not above 0.
     """
-    makers: dict[KLControllerKind, Callable[[], KLController]] = {
-        "fixed": lambda: FixedKLController(kl_coef),
-        "adaptive": lambda: AdaptiveKLController(kl_coef, target_kl, horizon),
-    }
-    return look_up(makers, kind, "KL controller")()
+    if kind not in get_args(KLControllerKind):
+        raise unknown_name("KL controller", kind, get_args(KLControllerKind))
+    if kind == "fixed":
+        return FixedKLController(kl_coef)
+    return AdaptiveKLController(kl_coef, target_kl, horizon)

@@ -15,9 +15,9 @@ from typing import Generic, TypeVar
 from quadriga.errors import (
     AlgorithmError,
     InputError,
-    UnknownNameError,
     UnknownSettingError,
     nearest_name,
+    unknown_name,
 )
 
 Name = TypeVar("Name", bound=str)
@@ -56,17 +56,9 @@ def look_up(table: Mapping[Name, Found], name: Name, kind: str) -> Found:
     Raises:
         UnknownNameError: the table has no such entry. The message contains the nearest name.
     """
-    if name in table:
-        return table[name]
-    nearest = nearest_name(str(name), table)
-    raise UnknownNameError(
-        f"There is no {kind} `{name}`"
-        + (f"; did you mean `{nearest}`?" if nearest else ".")
-        + f" Known: {', '.join(sorted(table))}.",
-        name=name,
-        known=sorted(table),
-        nearest=nearest,
-    )
+    if name not in table:
+        raise unknown_name(kind, name, table)
+    return table[name]
 
 
 def split_parameters(

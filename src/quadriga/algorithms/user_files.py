@@ -64,14 +64,10 @@ def load_user_file(path: str | Path) -> tuple[str, ...]:
         finally:
             _RUNNING.reset(running)
         _LOADED[str(file)] = UserFile(str(file), digest)
-    return tuple(
-        sorted(
-            name
-            for table in (ADVANTAGES, POLICY_LOSSES)
-            for name, entry in table.items()
-            if entry.origin == str(file)
-        )
-    )
+    added: list[str] = []
+    for table in (ADVANTAGES, POLICY_LOSSES):
+        added += (name for name, entry in table.items() if entry.origin == str(file))
+    return tuple(sorted(added))
 
 
 def loaded_user_files() -> tuple[UserFile, ...]:

@@ -196,8 +196,7 @@ def check_stop_tokens(
 def _embedding_rows(folder: Path, trust_remote_code: bool) -> int:
     from quadriga.models.loading import folder_config
 
-    rows: int = folder_config(folder, trust_remote_code).get_text_config().vocab_size
-    return rows
+    return int(folder_config(folder, trust_remote_code).get_text_config().vocab_size)
 
 
 def _ids_that_occur(tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from quadriga.models.cpu_linear import use_cpu_linear
 from quadriga.models.folder import check_model_folder, local_folder, weight_file_names
 from quadriga.models.weights import check_all_finite, count_not_finite, stored_tensors
 from quadriga.observability.quiet import quiet_libraries
-from quadriga.parallel.device import ComputeDtypeName
+from quadriga.parallel.device import DTYPES, ComputeDtypeName
 from quadriga.parallel.node_memory import folder_in_memory, on_joined_ranks
 
 _log = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ def model_without_weights(
     own_code = nullcontext() if trust_remote_code else _no_code_of_the_hub()
     with quiet_libraries(), model_errors(folder, "model"), own_code, torch.device("meta"):
         model: PreTrainedModel = kind.from_config(  # type: ignore[no-untyped-call]  # none
-            config, dtype=dtype, trust_remote_code=trust_remote_code
+            config, dtype=_torch_dtype(dtype), trust_remote_code=trust_remote_code
         )
     if value_head:
         _value_head(model, folder)
@@ -304,7 +304,7 @@ def _load(
     with quiet_libraries(), model_errors(folder, "model"), code_of_hub, shared as source:
         model, info = auto_class.from_pretrained(  # type: ignore[misc]  # output_loading_info: a pair
             source,
-            dtype=dtype,
+            dtype=_torch_dtype(dtype),
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
@@ -344,6 +344,14 @@ def _no_code_of_the_hub() -> Iterator[None]:
         yield
     finally:
         hub_kernels._kernels_enabled, hub_kernels.get_kernel = before
+
+
+def _torch_dtype(dtype: Dtype) -> torch.dtype | Literal["auto"]:
+    if isinstance(dtype, torch.dtype) or dtype == "auto":
+        return dtype
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype is {dtype!r}; expected auto, {', '.join(DTYPES)} or a torch dtype")
+    return DTYPES[dtype]
 
 
 @contextmanager
@@ -494,5 +502,4 @@ def padding_token(path: str | Path, tokenizer_path: str | Path, *, trust_remote_
     if isinstance(config.pad_token_id, int):
         return config.pad_token_id
     tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=trust_remote_code)
-    token: int = tokenizer.pad_token_id
-    return token
+    return int(tokenizer.pad_token_id)

@@ -383,17 +383,12 @@ def partition_groups(costs: RowCosts, rows: Sequence[int], parts: int) -> list[R
     Returns:
         For each partition its rows: group by group in the order of `rows`, then rows that are not
         live.
-
-    Raises:
-        LengthError: `parts` is below 1.
     """
     # Three groups of 4 rows over 2 ranks, 6 rows each: groups a and b fit, c is split into pieces
     # of 2 rows, and both ranks compute its prompt.
     #
     #   rank 0   a a a a c c
     #   rank 1   b b b b c c
-    if parts < 1:
-        raise LengthError(f"{len(rows)} rows cannot be split into {parts} partitions.", parts=parts)
     capacity = -(-len(rows) // parts)
     groups = costs.groups(rows)
     largest = max(map(len, groups), default=1)

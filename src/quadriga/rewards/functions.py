@@ -25,7 +25,7 @@ from pydantic import ConfigDict
 
 from quadriga.config.paths import expand_home
 from quadriga.containment import contained, cut, describe, import_file
-from quadriga.errors import DataError, InputError, UnknownNameError, nearest_name
+from quadriga.errors import DataError, InputError, unknown_name
 
 # `...` and not the four names: a user may annotate `ground_truth` with any type.
 RewardFunction = Callable[..., object]
@@ -52,12 +52,7 @@ class FunctionRef:
         function: RewardFunction | None = getattr(module, self.name, None)
         if function is None or not callable(function):
             defined = [n for n, v in vars(module).items() if inspect.isfunction(v)]
-            near = nearest_name(self.name, defined)
-            raise InputError(
-                f"reward function {self.name!r} is not in {self.source}, which defines "
-                f"{', '.join(defined) or 'no function'}"
-                + (f"; did you mean {near!r}?" if near else "")
-            )
+            raise unknown_name(f"reward function in {self.source} named", self.name, defined)
         _check_arguments(function, self)
         return function
 
@@ -120,18 +115,10 @@ def reward_function_for(data_source: object) -> FunctionRef:
     """Return the rule function of a data source. Raises `UnknownNameError` if it has none."""
     if isinstance(data_source, str) and data_source in FUNCTIONS:
         return FUNCTIONS[data_source]
-    near = nearest_name(str(data_source), FUNCTIONS)
-    hint = f" (did you mean {near!r}?)" if near else ""
-    problem = f"no rule function for data_source {data_source!r}"
+    remedy = "; set reward.path and reward.name, or call register_reward_function"
     if data_source is None:
-        problem += " (the column data_source is missing, or empty)"
-    raise UnknownNameError(
-        f"{problem}; known: {', '.join(FUNCTIONS)}{hint}. "
-        "Set reward.path and reward.name, or call register_reward_function",
-        name=data_source,
-        known=tuple(FUNCTIONS),
-        nearest=near,
-    )
+        remedy = f"; the column data_source is missing, or empty{remedy}"
+    raise unknown_name("rule function for data_source", data_source, FUNCTIONS, remedy)
 
 
 def load_reward_function(path: str | Path, name: str = "compute_score") -> FunctionRef:
