@@ -30,8 +30,8 @@ Reduction = Literal["mean", "sum", "max", "min"]
 class Partial:
     """A metric over some rows of a batch. Both tensors are 0-d and detached.
 
-    The tensors stay on their device until `as_numbers` is called, so that a micro-batch does not
-    wait for it.
+    The tensors stay on their device until `merge_partials` is called, so that a micro-batch does
+    not wait for it.
 
     Attributes:
         total: the sum of the values (mean, sum), or their extreme (max, min).
@@ -67,10 +67,6 @@ class Partial:
         total = kept.min() if kept.numel() else kept.new_tensor(torch.inf)
         return cls(total, mask.any().long(), "min")
 
-    def as_numbers(self) -> tuple[float, float, Reduction]:
-        """Return (total, weight, reduction) as Python values; waits for the device."""
-        return float(self.total), float(self.weight), self.reduction
-
 
 def merge_partials(parts: Iterable[Mapping[str, Partial]]) -> dict[str, float]:
     """Merge the partials of all micro-batches and ranks into one float per metric.
@@ -81,7 +77,8 @@ def merge_partials(parts: Iterable[Mapping[str, Partial]]) -> dict[str, float]:
     gathered: dict[str, list[tuple[float, float, Reduction]]] = {}
     for part in parts:
         for name, partial in part.items():
-            gathered.setdefault(name, []).append(partial.as_numbers())
+            numbers = (float(partial.total), float(partial.weight), partial.reduction)
+            gathered.setdefault(name, []).append(numbers)
     merged: dict[str, float] = {}
     reduce: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max, "min": min}
     for name, shares in gathered.items():

@@ -209,10 +209,6 @@ class Layout:
                 for piece in tensor.pieces:
                     yield rank, piece
 
-    def shifted(self, offset: int) -> Layout:
-        """Return the same layout on other processes: rank r becomes rank r + `offset`."""
-        return replace(self, ranks={rank + offset: t for rank, t in self.ranks.items()})
-
 
 def by_name(weights: Iterable[Weight]) -> dict[str, Weight]:
     """Return the weights by their names, in order."""

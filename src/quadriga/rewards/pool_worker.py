@@ -142,9 +142,8 @@ def supervise(worker: int, output: int) -> NoReturn:
         ended = _reap(worker)
     end_all(worker)
     for _ in range(_LAST_READS):
-        if output == wake or not select.select([output], [], [], 0)[0]:
-            break
-        if not _forward(output, budget):
+        left = output != wake and select.select([output], [], [], 0)[0]
+        if not left or not _forward(output, budget):
             break
     _end_as(ended)
 
