@@ -6,7 +6,7 @@ import torch
 
 from quadriga.protocol import DataProto
 from quadriga.single_controller import Dispatch, Worker, register
-from quadriga.trainer.roles.placement import Role
+from quadriga.trainer.roles.registry import Role
 
 JUDGE = Role.add("Judge")
 

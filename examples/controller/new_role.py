@@ -14,7 +14,7 @@ import torch
 
 from quadriga.backends import get_backend
 from quadriga.protocol import DataProto
-from quadriga.trainer.roles.placement import ResourcePoolManager
+from quadriga.trainer.roles.registry import ResourcePoolManager
 
 
 def load(path: Path) -> ModuleType:

@@ -14,7 +14,7 @@ from quadriga.algorithms.shaping import add_to_last_token
 from quadriga.protocol import DataProto, fields
 from quadriga.single_controller import Dispatch, Worker, register
 from quadriga.trainer.roles import RoleStage, register_role
-from quadriga.trainer.roles.placement import Role
+from quadriga.trainer.roles.registry import Role
 from quadriga.workers.runtime import RankRuntime, prepare_rank
 
 READS = (fields.INPUT_IDS, fields.ATTENTION_MASK, fields.RESPONSE_MASK)

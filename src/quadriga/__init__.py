@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         register as register,
     )
     from quadriga.trainer.ppo import RayPPOTrainer as RayPPOTrainer
-    from quadriga.trainer.roles.placement import (
+    from quadriga.trainer.roles.registry import (
         ResourcePoolManager as ResourcePoolManager,
         Role as Role,
     )

@@ -36,11 +36,11 @@ MODULE_NAMES = {
         "create_colocated_worker_cls", "create_colocated_worker_raw_cls",
         "create_colocated_worker_cls_fused", "split_resource_pool", "merge_resource_pool",
     ),
-    "quadriga.trainer.roles.placement": ("Role", "ResourcePoolManager"),
+    "quadriga.trainer.roles.registry": ("Role", "ResourcePoolManager"),
     "quadriga.trainer.ppo": ("RayPPOTrainer",),
     "quadriga.trainer.main": ("run_training",),
-    "quadriga.trainer.fine_tuning.sft": ("run_sft",),
-    "quadriga.trainer.evaluation.generate": ("run_generation", "main_generation"),
+    "quadriga.trainer.fine_tuning": ("run_sft",),
+    "quadriga.trainer.evaluation": ("run_generation", "main_generation"),
     "quadriga.workers": ("ActorRolloutRefWorker", "CriticWorker"),
     "quadriga.parallel.balancing": ("get_seqlen_balanced_partitions",),
     "quadriga.config.loading": ("load_config", "to_yaml"),
@@ -73,11 +73,11 @@ METHODS = {
         "MEGATRON_PP_AS_DP_PROTO", "MEGATRON_PP_ONLY",
     ),
     "quadriga.single_controller:Execute": ("ALL", "RANK_ZERO"),
-    "quadriga.trainer.roles.placement:Role": (
+    "quadriga.trainer.roles.registry:Role": (
         "Actor", "Rollout", "ActorRollout", "Critic", "RefPolicy", "RewardModel",
         "ActorRolloutRef",
     ),
-    "quadriga.trainer.roles.placement:ResourcePoolManager": (
+    "quadriga.trainer.roles.registry:ResourcePoolManager": (
         "create_resource_pool", "get_resource_pool", "get_n_gpus",
     ),
     "quadriga.trainer.ppo:RayPPOTrainer": ("init_workers", "fit"),
@@ -138,7 +138,7 @@ def test_settings_and_commands_import_nothing_heavy():
 
 def test_workers_import_transformers_after_their_class():
     """A rank loads its class before it lowers the log levels of transformers and torchao."""
-    names = ("actor_rollout_ref", "critic", "reward_model")
+    names = ("actor_rollout_ref", "runtime", "reward_model")
     modules = ", ".join(f"quadriga.workers.{name}" for name in names)
     assert imported_by(modules, ("transformers", "torchao")) == "[]"
 

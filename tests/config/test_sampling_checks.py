@@ -13,7 +13,7 @@ from quadriga.errors import ConfigError
 from quadriga.models.tiny import write_tiny_model
 from quadriga.rollout.abilities import SamplingParams
 from quadriga.trainer.checks.settings import check_generate_settings, check_train_settings
-from quadriga.workers.generation import sampling_params
+from quadriga.workers.actor_rollout_ref import sampling_params
 
 SAMPLING = "actor_rollout_ref.rollout.sampling"
 

@@ -17,8 +17,8 @@ from quadriga.config.schema import (
 )
 from quadriga.protocol import DataProto, fields
 from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
-from quadriga.workers.critic import CriticWorker
 from quadriga.workers.reward_model import RewardModelWorker
+from quadriga.workers.runtime import CriticWorker
 
 
 class Recorder:

@@ -15,7 +15,7 @@ from quadriga.data.conversations import ConversationLengths
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.protocol import fields
-from quadriga.trainer.fine_tuning.sft import load_sft_rows
+from quadriga.trainer.fine_tuning import load_sft_rows
 from quadriga.trainer.memory import sft_plan
 
 VOCABULARY = 2000

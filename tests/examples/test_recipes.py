@@ -28,7 +28,7 @@ from quadriga.trainer.checks.settings import (
     check_generate_settings,
     check_train_settings,
 )
-from quadriga.trainer.evaluation.generate import run_generation
+from quadriga.trainer.evaluation import run_generation
 from quadriga.trainer.main import run_training
 
 ROOT = Path(__file__).parents[2]

@@ -23,7 +23,7 @@ def module_of(name):
 def reward_model(monkeypatch):
     from quadriga.algorithms import user_files
     from quadriga.trainer.roles import registry
-    from quadriga.trainer.roles.placement import _ROLES, Role
+    from quadriga.trainer.roles.registry import _ROLES, Role
 
     monkeypatch.setattr(registry, "_ADDED", {})
     monkeypatch.setattr(user_files, "_LOADED", {})

@@ -73,7 +73,7 @@ def own_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forget the roles and files that a test adds."""
     from quadriga.algorithms import user_files
     from quadriga.trainer.roles import registry
-    from quadriga.trainer.roles.placement import _ROLES, Role
+    from quadriga.trainer.roles.registry import _ROLES, Role
 
     monkeypatch.setattr(registry, "_ADDED", {})
     monkeypatch.setattr(user_files, "_LOADED", dict(user_files._LOADED))
@@ -82,3 +82,24 @@ def own_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in set(_ROLES) - known:
         del _ROLES[name]
         delattr(Role, name)
+
+
+@pytest.fixture
+def refused(train_overrides, tmp_path, capsys, monkeypatch):
+    """refused("a=b", …) returns the line that `quadriga train` prints; no worker is built."""
+    import quadriga.single_controller.worker as worker
+    from quadriga.cli.main import main
+
+    def no_worker(*_args, **_kwargs):
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr(worker.Worker, "__init__", no_worker)
+
+    def _refused(*more: str) -> str:
+        code = main(["train", *train_overrides, *more])
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert code == 2 and len(lines) == 1, lines
+        assert not (tmp_path / "run").exists()
+        return lines[0]
+
+    return _refused

@@ -18,13 +18,12 @@ WATCHED = ("quadriga.trainer", "quadriga.workers", "quadriga.rewards")
 
 
 class FieldAccess:
-    """Field names that each stage read and wrote, and the order in which stages first did."""
+    """Field names that each stage read and wrote."""
 
     def __init__(self, stages: Iterable[str]) -> None:
         self.stages = frozenset(stages)
         self.reads: dict[str, set[str]] = defaultdict(set)
         self.writes: dict[str, set[str]] = defaultdict(set)
-        self.order: dict[str, None] = {}
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Record every access through `DataProto` until the end of the test."""
@@ -35,7 +34,6 @@ class FieldAccess:
         def from_dict(cls: type, tensors: Any = None, non_tensors: Any = None, *a: Any, **k: Any):
             if stage := self.stage_of(sys._getframe(1)):
                 self.writes[stage] |= {*(tensors or {}), *(non_tensors or {})}
-                self.order[stage] = None
             return original(cls, tensors, non_tensors, *a, **k)
 
         monkeypatch.setattr(DataProto, "from_dict", classmethod(from_dict))
@@ -68,7 +66,6 @@ class View:
 
     def __init__(self, values: Any, stage: str, access: FieldAccess) -> None:
         self._values, self._stage, self._access = values, stage, access
-        access.order[stage] = None
 
     def __getitem__(self, key: str) -> Any:
         self._access.reads[self._stage].add(key)

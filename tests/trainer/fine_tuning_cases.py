@@ -12,8 +12,7 @@ from run_cases import Task, timeless
 from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.loading import load_config
 from quadriga.observability.jsonl import read_jsonl
-from quadriga.trainer.fine_tuning.rm import run_rm
-from quadriga.trainer.fine_tuning.sft import run_sft
+from quadriga.trainer.fine_tuning import run_rm, run_sft
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,7 @@ def six_steps(command: str, task: Task, folder: Path) -> Runs:
             f"data.val_files={task.data('test')}",
             "data.train_batch_size=12",
             "trainer.max_response_length=6",
+            "reward.num_processes=0",
         ]
     settings = [
         *data,

@@ -86,7 +86,6 @@ class Group:
         self.weights = weights or {}
         self.version = 1
         self.asked: list[list[int]] = []
-        self.texts: list[str] = []
         self.received = self.ended = 0
         self.init_model = Method(lambda: Future([None]))
         self.generate_sequences = Method(self._generate)
@@ -99,7 +98,6 @@ class Group:
         seeds = rows.batch[fields.SAMPLE_SEED]
         error = self.fails.get(len(self.asked))
         self.asked.append(seeds.tolist())
-        self.texts += ["".join(map(chr, ids[ids > 0])) for ids in rows.batch[fields.INPUT_IDS]]
         answer = DataProto.from_dict(
             {
                 fields.RESPONSES: seeds[:, None] * 10,

@@ -19,7 +19,7 @@ from quadriga.algorithms.shaping import add_to_last_token
 from quadriga.checkpoint.files import write_tensors
 from quadriga.protocol import DataProto, fields
 from quadriga.single_controller import Dispatch, Worker, register
-from quadriga.trainer.roles.placement import Role
+from quadriga.trainer.roles.registry import Role
 from quadriga.trainer.roles import RoleStage, register_role
 
 

@@ -44,6 +44,7 @@ def two_steps(tiny_task: Task, folder: Path) -> list[str]:
         "trainer.threads_per_worker=1",
         f"trainer.default_local_dir={folder / 'run'}",
         "trainer.loggers=[jsonl]",
+        "reward.num_processes=0",
     ]
 
 

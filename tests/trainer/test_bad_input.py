@@ -11,26 +11,6 @@ import pytest
 from quadriga.cli.main import main
 
 
-@pytest.fixture
-def refused(train_overrides, capsys, monkeypatch):
-    """refused("a=b", …) returns the line that `quadriga train` prints; no worker is built."""
-    import quadriga.single_controller.worker as worker
-
-    def no_worker(*_args, **_kwargs):
-        raise AssertionError("a worker was started")
-
-    monkeypatch.setattr(worker.Worker, "__init__", no_worker)
-
-    def _refused(*more: str) -> str:
-        code = main(["train", *train_overrides, *more])
-        lines = capsys.readouterr().err.strip().splitlines()
-        assert code == 2
-        assert len(lines) == 1, lines
-        return lines[0]
-
-    return _refused
-
-
 def test_a_missing_data_file_is_named(refused, tmp_path) -> None:
     assert str(tmp_path / "gone.parquet") in refused(f"data.train_files=[{tmp_path}/gone.parquet]")
 
@@ -185,8 +165,3 @@ def test_more_ranks_than_the_node_can_hold_are_reported(train_overrides) -> None
     assert done.returncode == 2, done.stderr
     assert len(lines) == 1 and lines[0].startswith("error: ")
     assert "4" in lines[0] and "CPU" in lines[0]
-
-
-def test_a_refused_run_leaves_no_run_folder(refused, tmp_path) -> None:
-    refused("algorithm.adv_estimator=nothing")
-    assert not (tmp_path / "run").exists()

@@ -11,9 +11,9 @@ import pytest
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ModelError
+from quadriga.parallel.balancing import Balance
 from quadriga.parallel.costs import TOKENS
-from quadriga.trainer.dataflow import StepPlan
-from quadriga.trainer.stages import Balance, balance_of
+from quadriga.trainer.dataflow import StepPlan, balance_of
 
 ACTOR = "actor_rollout_ref.actor"
 

@@ -19,7 +19,7 @@ from quadriga.trainer import dataflow, stages
 from quadriga.trainer.ingredients import load_ingredients
 from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.trainer.record import RunRecord
-from quadriga.trainer.sampling import Sampler
+from quadriga.trainer.stages import Sampler
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, SFTWorker
 from quadriga.workers.method_fields import MODEL_INPUTS, UPDATE_SFT
 
@@ -241,12 +241,3 @@ def test_a_real_step_accesses_the_declared_fields(accessed, variant: str) -> Non
             assert access.reads[stage.name] == expected, f"reads of {stage.name}"
             assert access.writes[stage.name] == set(stage.writes), f"writes of {stage.name}"
         present |= set(stage.writes)
-
-
-def test_a_real_step_runs_the_stages_in_the_declared_order(accessed) -> None:
-    flow, access = accessed(*VARIANTS["gae, KL in the loss"])
-    # The passes compute beside the stages that stand before them.
-    beside = {*dataflow.PASSES, dataflow.START_PASSES.name}
-    order = [name for name in dict.fromkeys(names(flow)[1:]) if name not in beside]
-    assert [name for name in access.order if name not in beside] == order
-    assert set(access.order) >= set(dataflow.PASSES)

@@ -10,8 +10,8 @@ import pytest
 from quadriga.config.commands import EvalConfig
 from quadriga.config.loading import load_config
 from quadriga.errors import ConfigError, DataError, RewardError
-from quadriga.trainer.evaluation import generate as generation
-from quadriga.trainer.evaluation.evaluate import Evaluation, run_evaluation
+from quadriga.trainer import evaluation as generation
+from quadriga.trainer.evaluation import Evaluation, run_evaluation
 
 GSM, OWN = "openai/gsm8k", "quadriga/arithmetic"
 

@@ -96,12 +96,6 @@ def test_every_rollout_correction_has_weight_one_without_mismatch(step, level, m
     assert metrics["actor/importance_weight"] == pytest.approx(1.0, abs=1e-3)
 
 
-def test_refilling_fills_the_batch_with_complete_prompt_groups(step) -> None:
-    metrics = step("algorithm.filter_groups.enable=true", "algorithm.filter_groups.mode=refill")
-    assert metrics["batch/sequences"] == 16
-    assert metrics["group/kept"] == 8
-
-
 @pytest.mark.usefixtures("restored_tables")
 def test_a_file_of_the_user_adds_an_estimator_and_a_loss(step, tmp_path) -> None:
     file = tmp_path / "mine.py"

@@ -15,9 +15,8 @@ from quadriga.config.commands import GenerateConfig
 from quadriga.config.loading import load_config
 from quadriga.errors import ConfigError, InputError
 from quadriga.observability import jsonl
-from quadriga.trainer import replicas
-from quadriga.trainer.evaluation import generate as generation
-from quadriga.trainer.evaluation.generate import ResponseFile, run_generation
+from quadriga.trainer import evaluation as generation, replicas
+from quadriga.trainer.evaluation import ResponseFile, run_generation
 
 
 def generated(task, path: Path, *more: str) -> Path:
@@ -208,25 +207,18 @@ def requests(monkeypatch) -> list[tuple[int, int]]:
     ask = replicas._Call._ask
 
     def noted(self, members, replica):
-        found.append((replica.number, sum(len(member.rows) for member in members)))
+        found.append((replica.number, sum(map(len, members))))
         ask(self, members, replica)
 
     monkeypatch.setattr(replicas._Call, "_ask", noted)
     return found
 
 
-def test_replicas_write_the_file_of_one_rank(generate, whole, requests):
-    assert generate(*TWO).read_bytes() == whole
-    assert {replica for replica, _ in requests} == {0, 1}
-    assert sum(rows for _, rows in requests) == 16 * 3
-    assert all(rows == 3 for _, rows in requests)  # the samples of a prompt are one request
-
-
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_replica_that_is_lost_in_the_middle_loses_no_response(
     generate, whole, requests, monkeypatch, restarts
 ):
-    original, batches = generation.FolderReplicas.generate_sequences, []
+    original, batches = replicas.ReplicatedRollout.generate_sequences, []
 
     def disturbed(self, prompts):
         batches.append(self.replicas)
@@ -234,10 +226,11 @@ def test_a_replica_that_is_lost_in_the_middle_loses_no_response(
             self.replicas.all[0].group.shutdown()
         return original(self, prompts)
 
-    monkeypatch.setattr(generation.FolderReplicas, "generate_sequences", disturbed)
+    monkeypatch.setattr(replicas.ReplicatedRollout, "generate_sequences", disturbed)
     assert generate(*TWO, f"rollout.replicas.restarts={restarts}").read_bytes() == whole
     # It is noticed in the second batch, and replica 0 is started again before the third.
     assert [replica.starts for replica in batches[0].all] == [1 + restarts, 1]
     assert (batches[0].all[0].loss is None) == (restarts == 1)
+    assert all(rows == 3 for _, rows in requests)  # the samples of a prompt are one request
     last = [replica for replica, _ in requests[-4:]]
     assert (0 in last) == (restarts == 1)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from peft import PeftModel
+from run_cases import metrics_of_run, two_steps
 from transformers import AutoModelForCausalLM
 
 from quadriga.config.commands import SFTConfig
@@ -27,7 +29,7 @@ KL = (
 @pytest.fixture
 def train_overrides(train_overrides, rule):
     """The settings of a run whose rewards differ, although its model is random."""
-    return [*train_overrides, rule, "reward.num_processes=0"]
+    return [*train_overrides, rule]
 
 
 def kl_losses(metrics):
@@ -35,42 +37,43 @@ def kl_losses(metrics):
     return [row["actor/kl_loss"] for row in metrics if "actor/kl_loss" in row]
 
 
-def test_a_run_trains_adapters_against_their_own_base(run, tiny_task, tmp_path):
-    first, second = kl_losses(run(*LORA, *KL))
+@pytest.fixture(scope="module")
+def adapted(tiny_task, rule, tmp_path_factory):
+    """The KL to the reference in each step of a run that trains adapters, and its model."""
+    folder = tmp_path_factory.mktemp("adapted")
+    losses = kl_losses(metrics_of_run([*two_steps(tiny_task, folder), rule, *LORA, *KL]))
+    return losses, folder / "run" / "model"
+
+
+def test_a_run_trains_adapters_against_their_own_base(adapted, tiny_task):
+    (first, second), model = adapted
     assert first == pytest.approx(0, abs=1e-9)
     assert second > 1e-6
-    model = tmp_path / "run" / "model"
     config = json.loads((model / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 8.0)
     assert config["base_model_name_or_path"] == str(tiny_task.model)
     base = AutoModelForCausalLM.from_pretrained(tiny_task.model)
     before = {name: weight.clone() for name, weight in base.state_dict().items()}
     merged = AutoModelForCausalLM.from_pretrained(model).state_dict()
-    adapted = PeftModel.from_pretrained(base, model / "adapter").merge_and_unload().state_dict()
+    adapter = PeftModel.from_pretrained(base, model / "adapter").merge_and_unload().state_dict()
     for name, weight in merged.items():
-        assert adapted[name].sub(weight).abs().max() < 1e-6, name
+        assert adapter[name].sub(weight).abs().max() < 1e-6, name
         assert weight.equal(before[name]) == ("_proj" not in name), name
 
 
-def test_the_reference_in_the_actor_equals_one_of_its_own(run, tmp_path):
-    def metrics(name, *more):
-        return kl_losses(run(*LORA, *KL, f"trainer.default_local_dir={tmp_path / name}", *more))
-
-    shared = metrics("shared")
-    own = metrics("own", "trainer.n_gpus_per_node=2", "placement.actor=[0]", "placement.ref=[1]")
-    assert shared == pytest.approx(own, rel=1e-4, abs=1e-9)
+def test_the_reference_in_the_actor_equals_one_of_its_own(run, adapted):
+    apart = ("trainer.n_gpus_per_node=2", "placement.actor=[0]", "placement.ref=[1]")
+    assert kl_losses(run(*LORA, *KL, *apart)) == pytest.approx(adapted[0], rel=1e-4, abs=1e-9)
 
 
-def test_a_run_starts_from_an_adapter_and_refuses_that_of_another_base(run, tmp_path, tiny_task):
-    run(*LORA)
-    adapter = tmp_path / "run" / "model" / "adapter"
+def test_a_run_starts_from_an_adapter_and_refuses_that_of_another_base(run, adapted, tmp_path):
+    adapter = shutil.copytree(adapted[1] / "adapter", tmp_path / "adapter")
     start = (f"actor_rollout_ref.model.lora.path={adapter}", *KL)
-    folder = f"trainer.default_local_dir={tmp_path / 'again'}"
-    assert kl_losses(run(*start, folder))[0] > 1e-7  # the reference is the base model
+    assert kl_losses(run(*start))[0] > 1e-7  # the reference is the base model
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**config, "r": 8}))
     with pytest.raises(InputError, match=r"so with rank 8 its lora_A must be \[8, 64\], and the"):
-        run(*start, folder, "trainer.overwrite=true")
+        run(*start, "trainer.overwrite=true")
 
 
 def test_the_critic_has_adapters_of_its_own(run):
@@ -89,7 +92,7 @@ def test_the_plan_has_no_second_model_for_the_reference(train_overrides):
 
 
 def test_sft_trains_adapters_and_frozen_weights(tiny_task, tmp_path):
-    from quadriga.trainer.fine_tuning.sft import run_sft
+    from quadriga.trainer.fine_tuning import run_sft
 
     def config(name, *more):
         return load_config(

@@ -13,11 +13,9 @@ from quadriga.config.loading import load_config
 from quadriga.data.conversations import ConversationLengths
 from quadriga.data.pairs import PairLengths
 from quadriga.errors import ConfigError
-from quadriga.trainer import memory
-from quadriga.trainer.evaluation import generate
-from quadriga.trainer.evaluation.generate import load_prompts
-from quadriga.trainer.fine_tuning.rm import load_pairs
-from quadriga.trainer.fine_tuning.sft import load_sft_rows
+from quadriga.trainer import evaluation, memory
+from quadriga.trainer.evaluation import load_prompts
+from quadriga.trainer.fine_tuning import load_pairs, load_sft_rows
 from quadriga.trainer.memory import GIB, RunMemory, generation_plan, rm_plan, sft_plan
 
 
@@ -78,9 +76,9 @@ def limit(needed: float) -> str:
 
 
 STARTS = {
-    "rm": "fine_tuning.sft.open_backend",
-    "sft": "fine_tuning.sft.open_backend",
-    "generate": "evaluation.generate.rollout_group",
+    "rm": "fine_tuning.open_backend",
+    "sft": "fine_tuning.open_backend",
+    "generate": "evaluation.rollout_group",
 }
 
 
@@ -184,7 +182,7 @@ def test_a_refusal_leaves_the_output_and_a_complete_one_needs_no_memory(
     output, small = f"output={tmp_path / 'out.jsonl'}", "trainer.device_memory_gb=0.4"
     assert main(["generate", *arguments("generate", output)]) == 0
     before = (tmp_path / "out.jsonl").read_bytes()
-    monkeypatch.setattr(generate, "rollout_group", lambda _: pytest.fail("ranks were started"))
+    monkeypatch.setattr(evaluation, "rollout_group", lambda _: pytest.fail("ranks were started"))
     assert main(["generate", *arguments("generate", output, small)]) == 0
     again = arguments("generate", output, small, "seed=1", "overwrite=true")
     assert main(["generate", *again]) == 2

@@ -23,7 +23,7 @@ TWO_RANKS = ("trainer.backend=ray", "trainer.num_cpus=2", "trainer.n_gpus_per_no
 
 @pytest.mark.nightly
 def test_roles_divided_in_three_ways_train_as_one_rank(run, rule, tmp_path):
-    roles = (*ROLES, rule, "reward.num_processes=0")
+    roles = (*ROLES, rule)
     one = run(*roles)
     two = run(
         *roles, *TWO_RANKS,

@@ -12,7 +12,7 @@ from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto
 from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.trainer.roles import workers as needed
-from quadriga.trainer.roles.placement import Role
+from quadriga.trainer.roles.registry import Role
 from quadriga.trainer.roles.workers import settings_for_classes
 from quadriga.workers import ActorRolloutRefWorker
 
@@ -106,6 +106,3 @@ def test_a_run_computes_the_same_numbers_with_one_pass_less(
     ours, theirs = (load_file(tmp_path / f / "model" / "model.safetensors") for f in ("run", "b"))
     for name, value in ours.items():
         torch.testing.assert_close(value, theirs[name], atol=1e-6, rtol=0)
-
-
-# Metrics.

@@ -19,7 +19,7 @@ from quadriga.protocol import DataProto
 from quadriga.trainer import ppo
 from quadriga.trainer.ingredients import load_ingredients
 from quadriga.trainer.ppo import RayPPOTrainer
-from quadriga.trainer.roles.placement import Role
+from quadriga.trainer.roles.registry import Role
 from quadriga.trainer.stages import BatchReward
 from quadriga.workers import ActorRolloutRefWorker
 

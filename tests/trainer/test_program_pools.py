@@ -9,7 +9,7 @@ from quadriga.config.role_ranks import num_ranks, role_pools
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.trainer.ppo import RayPPOTrainer
-from quadriga.trainer.roles.placement import ResourcePoolManager, Role
+from quadriga.trainer.roles.registry import ResourcePoolManager, Role
 from quadriga.trainer.roles.workers import rank_runtime, settings_of_pools
 
 ONE = {Role.ActorRollout: "a"}

@@ -9,7 +9,7 @@ from replica_groups import NEEDS, Future, Group, Method, died, prompts, raised
 from run_cases import metrics_of_run, timeless, two_steps
 
 from quadriga.config.loading import load_config
-from quadriga.config.schema import ReplicasConfig, TrainConfig
+from quadriga.config.schema import ReplicasConfig, RolloutEngineConfig, TrainConfig
 from quadriga.errors import (
     CallTimeoutError,
     ConfigError,
@@ -22,13 +22,7 @@ from quadriga.errors import (
 from quadriga.protocol import fields
 from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.trainer.preflight import check_settings
-from quadriga.trainer.replicas import (
-    PrefixRouter,
-    ReplicaLink,
-    Replicas,
-    ReplicatedRollout,
-    prefixes_of,
-)
+from quadriga.trainer.replicas import ReplicaLink, Replicas, ReplicatedRollout
 
 
 def rollout(*groups: Group, restarts: int = 0, **settings) -> ReplicatedRollout:
@@ -37,7 +31,7 @@ def rollout(*groups: Group, restarts: int = 0, **settings) -> ReplicatedRollout:
     replicas = Replicas(lambda number: next(waiting), count, restarts)
     replicas.version = 1
     given = ReplicasConfig(enable=True, **{"request_rows": 2, **settings})
-    return ReplicatedRollout(replicas, given, most_rows=256)
+    return ReplicatedRollout(replicas, RolloutEngineConfig(replicas=given))
 
 
 def answered(ours: ReplicatedRollout, batch) -> None:
@@ -143,56 +137,6 @@ class TestLosses:
             rollout(*groups).generate_sequences(prompts(*WORDS))
         assert caught.value is error
         assert [group.ended for group in groups] == [0, 0]
-
-
-class TestPrefixes:
-    FIRST = "the system says this; the user asks: "
-
-    def test_the_next_turn_of_a_conversation_is_asked_of_the_same_replica(self):
-        groups = Group(), Group(), Group()
-        ours = rollout(*groups, request_rows=1)
-        turns = [f"{letter * 3} {self.FIRST}" for letter in "abcdef"]
-        where = {}
-        for _ in range(4):
-            before = [len(group.texts) for group in groups]
-            answered(ours, prompts(*turns))
-            for number, group in enumerate(groups):
-                for text in group.texts[before[number] :]:
-                    assert where.setdefault(text[0], number) == number
-            turns = [f"{turn} and then {turn[0]}" for turn in reversed(turns)]
-        assert set(where.values()) == {0, 1, 2}
-
-    def test_a_beginning_that_all_prompts_share_does_not_bind_them_to_one_replica(self):
-        groups = Group(looks=1), Group(looks=1)
-        system = "x" * 40
-        texts = [f"{system}{letter * 50}" for letter in "abcdefgh"]
-        answered(rollout(*groups, request_rows=1), prompts(*texts))
-        assert [len(group.asked) for group in groups] == [4, 4]
-
-    def test_after_new_weights_no_replica_is_preferred(self):
-        groups = Group(), Group()
-        ours = rollout(*groups, request_rows=1)
-        answered(ours, prompts("other", self.FIRST))
-        for turn in (prompts(self.FIRST), prompts(self.FIRST)):
-            answered(ours, turn)
-        assert groups[1].texts == [self.FIRST] * 3  # the cache of replica 1 has it
-        ours.replicas.version = groups[0].version = groups[1].version = 2
-        answered(ours, prompts(self.FIRST))
-        assert groups[0].texts == ["other", self.FIRST]
-
-    def test_the_router_finds_the_longest_prefix_that_is_long_enough(self):
-        router = PrefixRouter(0.5)
-        text = list(range(100, 160))
-        router.note(prefixes_of(text[:20]), 0)
-        router.note(prefixes_of(text[:37]), 1)
-        # Noted: 20 for replica 0; 16, 32 and 37 for replica 1, which was asked last.
-        expected = {15: None, 16: 1, 20: 0, 32: 1, 33: 1, 37: 1, 60: 1, 64: 1, 65: None}
-        for length, replica in expected.items():
-            longer = text[:37] + [1] * (length - 37)
-            assert router.preferred(prefixes_of(longer[:length])) == replica, length
-        assert router.preferred(prefixes_of([7, *text])) is None
-        router.forget(1)
-        assert all(router.preferred(prefixes_of(text[:k])) != 1 for k in range(1, 60))
 
 
 class Sender:

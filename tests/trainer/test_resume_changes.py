@@ -18,7 +18,7 @@ from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import CheckpointError
-from quadriga.trainer.checkpoints import Changes, inputs_of
+from quadriga.trainer.checkpoints import check_changes, inputs_of
 
 RESUME = ("trainer.resume_mode=auto", "trainer.total_training_steps=3")
 LR = "actor_rollout_ref.actor.optim.lr"
@@ -88,23 +88,25 @@ def test_the_user_can_insist(first, run, caplog) -> None:
     assert info["loader"]["batches_done"] == 1, "changed data begins at the start of the epoch"
 
 
-def test_data_that_has_moved_is_the_same_data(train_overrides, tiny_task, tmp_path) -> None:
+def test_data_that_has_moved_is_the_same_data(train_overrides, tiny_task, tmp_path, caplog) -> None:
     moved = shutil.copy(tiny_task.folder / "data/train.parquet", tmp_path / "moved.parquet")
     saved, own = (
         inputs_of(load_config(TrainConfig, [*train_overrides, *more]))
         for more in ([], [f"data.train_files=[{moved}]"])
     )
-    changes = Changes.between(saved, own)
-    assert (changes.data, changes.model, len(changes.other)) == ([], [], 1)
+    assert not check_changes(tmp_path, saved, own, override=False, tell=True)
+    (told,) = caplog.messages
+    assert "data.train_files: " in told and ";" not in told
 
 
 @pytest.mark.parametrize("cls", [SFTConfig, RMConfig])
-def test_fine_tuning_cannot_continue_other_rows_or_another_optimizer(cls) -> None:
-    own = load_config(cls, ["data.max_length=500", "optim.name=muon", "optim.lr=1e-3"])
-    changes = Changes.between(inputs_of(cls()), inputs_of(own))
-    assert changes.data == ["data.max_length: 1024 → 500"]
-    assert changes.model == ["optim.name: adamw → muon"]
-    assert changes.other == ["optim.lr: 1e-05 → 0.001"]
+def test_fine_tuning_cannot_continue_other_rows_or_another_optimizer(cls, tmp_path, caplog) -> None:
+    own = inputs_of(load_config(cls, ["data.max_length=500", "optim.name=muon", "optim.lr=1e-3"]))
+    refused = "data.max_length: 1024 → 500; optim.name: adamw → muon"
+    with pytest.raises(CheckpointError, match=f"with these changes: {refused}; undo them"):
+        check_changes(tmp_path, inputs_of(cls()), own, override=False, tell=True)
+    assert check_changes(tmp_path, inputs_of(cls()), own, override=True, tell=True)
+    assert caplog.messages[-1].endswith(f"changes: {refused}; optim.lr: 1e-05 → 0.001")
 
 
 def test_later_steps_of_the_first_attempt_are_set_aside(run, tmp_path) -> None:

@@ -64,7 +64,6 @@ FIVE_ROLES = (
     "algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true",
     "critic.optim.lr=1e-3", "trainer.total_training_steps=3", "reward_model.rule_weight=0.5",
 )  # fmt: skip
-NO_PROCESSES = "reward.num_processes=0"
 POOLS_OF_THEIR_OWN = (
     "trainer.n_gpus_per_node=5", "placement.actor=[0]", "placement.rollout=[1]",
     "placement.ref=[2]", "placement.critic=[3]", "placement.reward_model=[4]",
@@ -73,7 +72,7 @@ POOLS_OF_THEIR_OWN = (
 
 @pytest.fixture
 def five_roles(with_model, rule):
-    return (*with_model, *FIVE_ROLES, rule, NO_PROCESSES)
+    return (*with_model, *FIVE_ROLES, rule)
 
 
 @pytest.fixture

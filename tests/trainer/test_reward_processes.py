@@ -11,7 +11,7 @@ from quadriga.config.commands import SFTConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import RewardError
-from quadriga.trainer.fine_tuning.sft import SFTTrainer
+from quadriga.trainer.fine_tuning import SFTTrainer
 from quadriga.trainer.main import run_training
 from quadriga.trainer.ppo import RayPPOTrainer
 

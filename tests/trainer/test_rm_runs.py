@@ -16,7 +16,7 @@ from quadriga.config.loading import load_config
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import ConfigError
 from quadriga.observability.jsonl import read_jsonl
-from quadriga.trainer.fine_tuning.rm import run_rm
+from quadriga.trainer.fine_tuning import run_rm
 
 
 @pytest.fixture

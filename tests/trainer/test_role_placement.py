@@ -10,7 +10,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import WorkerDiedError, WorkerError
 from quadriga.trainer.ppo import RayPPOTrainer
-from quadriga.trainer.roles.placement import ResourcePoolManager, Role
+from quadriga.trainer.roles.registry import ResourcePoolManager, Role
 from quadriga.trainer.worker_groups import WeightLink
 
 GAE = (

@@ -15,8 +15,7 @@ from quadriga.observability.metrics import MetricSet
 from quadriga.protocol import DataProto, fields
 from quadriga.single_controller import Dispatch, Worker, register
 from quadriga.trainer.roles import RoleStage, register_role
-from quadriga.trainer.roles.placement import Role
-from quadriga.trainer.roles.registry import PlacedStage
+from quadriga.trainer.roles.registry import PlacedStage, Role
 from quadriga.trainer.stages import StageRunner
 
 MASK, SCORES = fields.RESPONSE_MASK, fields.TOKEN_LEVEL_SCORES
@@ -88,11 +87,12 @@ def test_a_metric_that_is_no_number_is_named(value) -> None:
 
 
 class Odd(Worker):
-    """Counts the rows that it gets."""
+    """Counts the rows that it gets, and returns only metrics."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def answer(self, data: DataProto) -> None:
+    def answer(self, data: DataProto) -> DataProto:
         ROWS.append(len(data))
+        return DataProto(meta_info={"metrics": {"rows": float(len(data))}})
 
 
 def test_an_update_sees_no_greedy_responses(train_overrides, own_roles) -> None:
@@ -100,9 +100,10 @@ def test_an_update_sees_no_greedy_responses(train_overrides, own_roles) -> None:
     ROWS.clear()
     stage = RoleStage("answer", reads=(MASK, SCORES), after="score_responses")
     register_role(Role.add("Odd"), worker=Odd, stages=[stage])
-    trained(
+    rows = trained(
         [*train_overrides, "trainer.n_gpus_per_node=4", "placement.actor=[0]",
          "placement.odd=[1-3]", "algorithm.adv_estimator=remax", "data.train_batch_size=4",
          "actor_rollout_ref.rollout.n=3", "trainer.total_training_steps=1"],
     )  # fmt: skip
     assert ROWS == [4, 4, 4]
+    assert rows[-1]["odd/rows"] == 4

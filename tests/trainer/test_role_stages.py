@@ -17,8 +17,7 @@ from quadriga.trainer import dataflow, stages
 from quadriga.trainer.dataflow import NOT_PLACES, PASSES, START_PASSES, with_added
 from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.trainer.roles import RoleStage, register_role
-from quadriga.trainer.roles.placement import Role
-from quadriga.trainer.roles.registry import PlacedStage, load_train_config
+from quadriga.trainer.roles.registry import PlacedStage, Role, load_train_config
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker
 
 ACTOR = "actor_rollout_ref.actor"
@@ -170,36 +169,21 @@ SCORING = RoleStage(
 )
 
 
-SCORED = {
-    "grpo": (),
-    "remax": ("algorithm.adv_estimator=remax",),
-    "gae": ("algorithm.adv_estimator=gae",),
-}
-
-
-@pytest.mark.parametrize(
-    "variant",
-    ["grpo", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("remax", "gae"))],
-)
-def test_a_role_that_scores_equals_a_function_that_scores(
-    train_overrides, own_roles, variant
-) -> None:
-    given = [*train_overrides, *SCORED[variant]]
-    expected = trained(given, reward_fn=on_the_controller)
+def test_a_role_that_scores_equals_a_function_that_scores(train_overrides, own_roles) -> None:
+    expected = trained(train_overrides, reward_fn=on_the_controller)
     register_role(Role.add("Scorer"), worker=Scorer, stages=[SCORING])
-    again = [*given, "trainer.overwrite=true"]
+    again = [*train_overrides, "trainer.overwrite=true"]
     assert trained(again) == expected
     assert expected[0]["val/score"] > 0
     # A batch of validation that does not divide over the ranks of the role is padded.
     apart = ("trainer.n_gpus_per_node=3", "placement.actor=[0]", "placement.scorer=[1-2]",
              "data.val_batch_size=5")  # fmt: skip
-    if variant == "grpo":
-        assert trained([*again, *apart]) == expected
+    assert trained([*again, *apart]) == expected
 
 
 def test_a_program_may_give_the_class_and_the_pool(train_overrides, own_roles) -> None:
     from quadriga.backends import get_backend
-    from quadriga.trainer.roles.placement import ResourcePoolManager
+    from quadriga.trainer.roles.registry import ResourcePoolManager
 
     role = register_role(Role.RewardModel, stages=[SCORING]).role
     config = load_train_config(train_overrides)
@@ -217,24 +201,3 @@ def test_a_program_may_give_the_class_and_the_pool(train_overrides, own_roles) -
         trainer.fit()
     finally:
         trainer.close()
-
-
-# Updates.
-
-
-class Learner(Worker):
-    """A role that learns from the batch, and returns only metrics."""
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def learn(self, data: DataProto) -> DataProto:
-        metrics = {"loss": float(data.batch[fields.ADVANTAGES].abs().sum())}
-        return DataProto.from_dict(
-            tensors={"rank": torch.tensor([self.rank])}, meta_info={"metrics": metrics}
-        ).select(batch_keys=[])
-
-
-def test_an_update_of_a_role_logs_its_metrics(train_overrides, own_roles) -> None:
-    stage = RoleStage("learn", reads=(fields.ADVANTAGES,), after="update_actor")
-    register_role(Role.add("Learner"), worker=Learner, stages=[stage])
-    rows = trained([*train_overrides, "trainer.val_before_train=false", "data.val_files=[]"])
-    assert all(row["learner/loss"] >= 0 for row in rows)

@@ -10,7 +10,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import GroupError
 from quadriga.protocol import DataProto, fields
-from quadriga.trainer.sampling import Sampler
+from quadriga.trainer.stages import Sampler
 
 COLUMNS = 3
 

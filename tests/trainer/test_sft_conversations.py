@@ -19,8 +19,8 @@ from quadriga.data.conversations import SFTDataset
 from quadriga.errors import DataError
 from quadriga.models import load_tokenizer
 from quadriga.observability.jsonl import read_jsonl
-from quadriga.trainer.fine_tuning.sft import SFTTrainer, run_sft
-from quadriga.workers.generation import special_tokens
+from quadriga.trainer.fine_tuning import SFTTrainer, run_sft
+from quadriga.workers.actor_rollout_ref import special_tokens
 
 
 def turns(number: int) -> list[dict[str, str]]:
@@ -137,7 +137,7 @@ def test_a_response_ends_as_a_turn_of_the_template(settings, other_ends, tmp_pat
 
 
 def test_another_end_token_is_told(tiny_task, caplog):
-    from quadriga.trainer.fine_tuning.sft import tell_other_ends
+    from quadriga.trainer.fine_tuning import tell_other_ends
 
     tokenizer = load_tokenizer(str(tiny_task.model))
     own, other = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|user|>")

@@ -10,9 +10,9 @@ import torch
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import AlgorithmConfig
+from quadriga.parallel.balancing import Balance
 from quadriga.protocol import DataProto, DataProtoFuture, fields
 from quadriga.trainer import stages
-from quadriga.trainer.stages import Balance
 
 # Three prompt groups of two responses: a (both wrong, one of them long), b (one right), c (both
 # right).
@@ -130,12 +130,6 @@ def test_masked_rows_cost_nothing() -> None:
     assert metrics["batch/token_spread"] == pytest.approx(2 / 11)
 
 
-def test_a_mini_batch_keeps_its_rows() -> None:
-    data, _ = stages.balance_over_ranks(batch(), Balance(ranks=2, mini_batch_rows=2))
-    parts = data.non_tensor_batch[fields.UID].reshape(2, 3)
-    assert parts.tolist() == [["a", "b", "c"]] * 2
-
-
 @pytest.mark.parametrize(("ranks", "size"), [(2, 4), (2, 8), (4, 4), (2, None), (1, 4), (2, 6)])
 def test_without_balance_a_mini_batch_has_the_same_rows_on_any_number_of_ranks(ranks, size):
     balance = Balance(ranks, enabled=False, mini_batch_rows=size)
@@ -231,12 +225,6 @@ def test_generation_takes_any_number_of_rows_and_keeps_other_fields() -> None:
     assert set(batch.batch.keys()) == {
         fields.INPUT_IDS, fields.RESPONSES, fields.REWARD_BASELINES,
     }  # fmt: skip
-
-
-def test_the_baseline_of_a_prompt_is_the_score_of_its_greedy_response() -> None:
-    greedy = DataProto.from_dict({fields.TOKEN_LEVEL_SCORES: torch.tensor([[0, 1.0], [0.5, 0]])})
-    rows = stages.add_baselines(batch()[:4], greedy).batch
-    assert rows.batch[fields.REWARD_BASELINES].tolist() == [1.0, 1.0, 0.5, 0.5]
 
 
 class Pending:

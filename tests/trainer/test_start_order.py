@@ -6,8 +6,7 @@ import pytest
 
 from quadriga.errors import ConfigError
 from quadriga.trainer.roles import AddedRole
-from quadriga.trainer.roles.placement import Role
-from quadriga.trainer.roles.registry import load_train_config
+from quadriga.trainer.roles.registry import Role, load_train_config
 from quadriga.trainer.roles.workers import start_order
 
 JUDGE, MIRROR = Role("Judge", "judge"), Role("Mirror", "mirror")
@@ -43,7 +42,7 @@ def test_declarations_come_first() -> None:
     assert order(SHARED, late, early) == ["judge", "critic", "actor_rollout_ref", "mirror"]
     model, last = role(Role.RewardModel), role(MIRROR, after=[Role.Actor])
     assert order({"critic": ["critic"], "actor": ["actor"]}, last, model, early) == [
-        "judge", "critic", "reward_model", "actor", "mirror",
+        "reward_model", "judge", "critic", "actor", "mirror",
     ]  # fmt: skip
     apart = {"actor": ["actor"], "rollout": ["rollout"]}
     assert order(apart, last) == ["rollout", "actor", "mirror"]
@@ -70,7 +69,7 @@ def test_a_role_that_is_not_registered_is_named() -> None:
 
 LOADS = '''
 from quadriga.single_controller import Dispatch, Worker, register
-from quadriga.trainer.roles.placement import Role
+from quadriga.trainer.roles.registry import Role
 from quadriga.trainer.roles import register_role
 
 LOADED = []
@@ -125,4 +124,4 @@ def test_a_run_loads_its_models_in_this_order(
         trainer.init_workers()
     finally:
         trainer.close()
-    assert loaded == ["Early", "CriticWorker", "Model", "ActorRolloutRefWorker", "Late"]
+    assert loaded == ["Model", "Early", "CriticWorker", "ActorRolloutRefWorker", "Late"]

@@ -22,7 +22,7 @@ from quadriga.single_controller import (
 )
 from quadriga.single_controller.backend import raise_if_broken
 from quadriga.trainer import worker_groups as groups
-from quadriga.trainer.roles.placement import ResourcePoolManager, Role
+from quadriga.trainer.roles.registry import ResourcePoolManager, Role
 from quadriga.trainer.roles.workers import worker_classes
 
 

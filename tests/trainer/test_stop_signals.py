@@ -95,7 +95,7 @@ def test_a_run_that_is_stopped_can_be_resumed(
 @pytest.mark.parametrize(
     ("place", "steps"),
     [
-        ("quadriga.trainer.fine_tuning.sft.OneGroupTrainer.init_workers", []),
+        ("quadriga.trainer.fine_tuning.OneGroupTrainer.init_workers", []),
         ("quadriga.trainer.record.RunRecord.log_validation", [1]),
         ("quadriga.workers.actor_rollout_ref.SFTWorker.export_hf", [1, 2]),
     ],
@@ -144,8 +144,7 @@ def test_a_last_validation_that_fails_or_is_interrupted_loses_no_step(
 ) -> None:
     (tmp_path / "rule.py").write_text(FAILING.replace("ERROR", raised.__name__))
     settings = [f"reward.path={tmp_path / 'rule.py'}", "reward.on_failure=fail",
-                "reward.num_processes=0", "trainer.val_before_train=false",
-                "trainer.total_training_steps=1"]  # fmt: skip
+                "trainer.val_before_train=false", "trainer.total_training_steps=1"]  # fmt: skip
     with pytest.raises((RewardError, KeyboardInterrupt), match="the server of the judge is down"):
         run(*settings)
     checkpoint = tmp_path / "run" / "checkpoints" / "global_step_1"

@@ -52,16 +52,8 @@ def test_the_loop_switches_around_every_generation(run, calls) -> None:
         assert all(0.05 < row[name] < 100 for name in MEMORY)
 
 
-def test_taking_turns_changes_no_number(run, tmp_path) -> None:
-    names = ("reward/mean", "actor/loss", "actor/grad_norm", "val/score")
-    plain = run()
-    turns = run(f"{TURNS}=true", f"trainer.default_local_dir={tmp_path / 'turns'}")
-    for ours, theirs in zip(plain, turns, strict=True):
-        assert [ours.get(name) for name in names] == [theirs.get(name) for name in names]
-
-
 def test_a_worker_class_that_cannot_switch_is_refused(train_overrides) -> None:
-    from quadriga.trainer.roles.placement import Role
+    from quadriga.trainer.roles.registry import Role
 
     left_out = {"rollout_mode", "trainer_mode", "__dict__", "__weakref__"}
     methods = {k: v for k, v in vars(ActorRolloutRefWorker).items() if k not in left_out}
@@ -112,21 +104,18 @@ class DroppingKind(HF):
         return Dropping(self, model, device)
 
 
-class TestDroppedWeights:
-    @pytest.fixture(autouse=True)
-    def dropping(self, monkeypatch):
-        monkeypatch.setitem(ROLLOUTS, "dropping", DroppingKind)
-        monkeypatch.setattr(Dropping, "updates", 0)
-
-    def test_weights_that_a_release_dropped_are_sent_again(self, run, tmp_path):
-        given = ("algorithm.adv_estimator=gae", "critic.warmup_steps=1",
-                 "trainer.total_training_steps=3")  # fmt: skip
-        plain = run(*given)
-        dropped = run(*given, f"{TURNS}=true", "actor_rollout_ref.rollout.name=dropping",
-                      f"trainer.default_local_dir={tmp_path / 'dropped'}")  # fmt: skip
-        names = ("reward/mean", "actor/loss", "critic/loss", "val/score", "mismatch/max")
-        for ours, theirs in zip(plain, dropped, strict=True):
-            assert [ours.get(name) for name in names] == [theirs.get(name) for name in names]
-        # At the start, after two updates, and before two generations that no sync precedes: the
-        # first step, and the second, because the first one updates the critic only.
-        assert Dropping.updates == 5
+def test_weights_that_a_release_dropped_are_sent_again(run, tmp_path, monkeypatch):
+    """Taking turns then changes no number."""
+    monkeypatch.setitem(ROLLOUTS, "dropping", DroppingKind)
+    monkeypatch.setattr(Dropping, "updates", 0)
+    given = ("algorithm.adv_estimator=gae", "critic.warmup_steps=1",
+             "trainer.total_training_steps=3")  # fmt: skip
+    plain = run(*given)
+    dropped = run(*given, f"{TURNS}=true", "actor_rollout_ref.rollout.name=dropping",
+                  f"trainer.default_local_dir={tmp_path / 'dropped'}")  # fmt: skip
+    names = ("reward/mean", "actor/loss", "critic/loss", "val/score", "mismatch/max")
+    for ours, theirs in zip(plain, dropped, strict=True):
+        assert [ours.get(name) for name in names] == [theirs.get(name) for name in names]
+    # At the start, after two updates, and before two generations that no sync precedes: the
+    # first step, and the second, because the first one updates the critic only.
+    assert Dropping.updates == 5

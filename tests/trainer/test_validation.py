@@ -12,7 +12,7 @@ import torch
 from quadriga.config.commands import EvalConfig
 from quadriga.config.loading import load_config
 from quadriga.protocol import DataProto, fields
-from quadriga.trainer.evaluation.evaluate import run_evaluation
+from quadriga.trainer.evaluation import run_evaluation
 from quadriga.trainer.validation import Validator
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -50,10 +50,3 @@ def test_rows_of_older_and_newer_versions_are_named(versions, message) -> None:
     prompts = DataProto.from_dict({fields.SAMPLE_SEED: torch.zeros(len(versions))})
     with pytest.raises(RolloutOutputError, match=message):
         VersionedRollout(Rollout(*versions), lambda: 3).generate_sequences(prompts)
-
-
-def test_rows_of_the_version_of_the_actor_pass() -> None:
-    prompts = DataProto.from_dict({fields.SAMPLE_SEED: torch.zeros(2)})
-    rollout = VersionedRollout(Rollout(3, 3), lambda: 3)
-    assert rollout.world_size == 2
-    assert len(rollout.generate_sequences(prompts)) == 2

@@ -14,7 +14,7 @@ from quadriga.config.commands import SFTConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.observability.jsonl import read_jsonl
-from quadriga.trainer.fine_tuning.sft import SFTTrainer
+from quadriga.trainer.fine_tuning import SFTTrainer
 from quadriga.trainer.ppo import RayPPOTrainer
 
 

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from typing import assert_type
 
 from quadriga.config.schema import TrainConfig
+from quadriga.parallel.balancing import Balance
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.rewards import RewardManager
 from quadriga.single_controller import WorkerGroup
 from quadriga.trainer import stages
-from quadriga.trainer.fine_tuning.sft import SFTTrainer
+from quadriga.trainer.fine_tuning import SFTTrainer
 from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.trainer.record import RunRecord, StageResult
-from quadriga.trainer.sampling import Sampler
-from quadriga.trainer.stages import Balance, BatchReward
+from quadriga.trainer.stages import BatchReward, Sampler
 from quadriga.workers.roles import ActorGroup, GroupMethod, SFTGroup
 
 

@@ -65,7 +65,7 @@ def test_right_calls_are_accepted_and_wrong_calls_are_reported(check) -> None:
 
 # Changes of a worker's signature → the protocol that no longer holds for it. A change must alter
 # the size of the file: mypy's cache takes a file of the same date and size for unchanged.
-CRITIC, ACTOR = "critic.py", "actor_rollout_ref.py"
+CRITIC, ACTOR = "runtime.py", "actor_rollout_ref.py"
 CHANGES = {
     "an argument, a result, one more argument": [
         (CRITIC, "update_critic(self, data: DataProto)", "update_critic(self, data: str)",

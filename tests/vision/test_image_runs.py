@@ -18,7 +18,7 @@ from quadriga.models import load_tokenizer
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.rollout.sglang.options import SGLang
 from quadriga.rollout.vllm.options import VLLM
-from quadriga.trainer.evaluation.generate import run_generation
+from quadriga.trainer.evaluation import run_generation
 from quadriga.trainer.ingredients import image_rules
 from quadriga.trainer.main import run_training
 from quadriga.trainer.memory import train_plan

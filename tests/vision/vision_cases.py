@@ -21,7 +21,7 @@ from quadriga.protocol import DataProto, fields
 from quadriga.rollout import build_rollout
 from quadriga.trainer import stages
 from quadriga.trainer.ingredients import image_rules
-from quadriga.workers.generation import generate_batch, sampling_params
+from quadriga.workers.actor_rollout_ref import generate_batch, sampling_params
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "trainer"))
 import squares

@@ -20,8 +20,8 @@ from quadriga.config.schema import (
     OptimConfig,
 )
 from quadriga.engines.fsdp import FSDPEngine
+from quadriga.parallel.balancing import Arrangement, Balance
 from quadriga.protocol import DataProto, fields
-from quadriga.trainer.stages import Arrangement, Balance
 from quadriga.workers.updates import update_policy
 from rank_groups import spawn_ranks
 

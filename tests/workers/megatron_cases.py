@@ -10,8 +10,8 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import RewardModelConfig, TrainConfig
 from quadriga.parallel.distributed import gather_over_ranks
 from quadriga.protocol import DataProto, fields
+from quadriga.trainer.stages import generation_inputs
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RankRuntime, RewardModelWorker
-from quadriga.workers.generation import generation_inputs
 
 ENGINES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model")
 SETTINGS = (

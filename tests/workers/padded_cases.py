@@ -53,9 +53,9 @@ def batch(rows: int) -> DataProto:
     )
 
 
-def part_of(data: DataProto, rank: int, ranks: int, unit: int) -> DataProto:
+def part_of(data: DataProto, rank: int, ranks: int) -> DataProto:
     """Return what a rank receives."""
-    padded = data if ranks == 1 else add_padding({}, "argument 0", data, ranks, unit)
+    padded = data if ranks == 1 else add_padding({}, "argument 0", data, ranks)
     return padded.chunk(ranks)[rank]
 
 
@@ -79,7 +79,7 @@ def result_of(method: str, rows: int, folder: str, rank: int = 0, ranks: int = 1
     """Make one update. Return the metrics of the rank, its partials, and all parameters."""
     worker = worker_of(method, folder, rows)
     worker.init_model()
-    part = part_of(batch(rows), rank, ranks, unit=2 if method == "update_rm" else 1)
+    part = part_of(batch(rows), rank, ranks)
     report = getattr(worker, method)(part)
     partials = [*report.non_tensor_batch[fields.PARTIALS][0]] if len(report) else []
     engine = worker._engine("actor") if isinstance(worker, SFTWorker) else worker._engine()

@@ -26,8 +26,8 @@ from quadriga.config.schema import (
     OptimConfig,
 )
 from quadriga.engines.fsdp import FSDPEngine
+from quadriga.parallel.balancing import Balance
 from quadriga.protocol import DataProto, fields
-from quadriga.trainer.stages import Balance
 from quadriga.workers.updates import update_policy
 
 P, R = 9, 6

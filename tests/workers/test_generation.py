@@ -7,7 +7,8 @@ import torch
 from fake_rollout import full_abilities
 from quadriga.protocol import DataProto, fields
 from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams
-from quadriga.workers.generation import generate_batch, generation_inputs
+from quadriga.trainer.stages import generation_inputs
+from quadriga.workers.actor_rollout_ref import generate_batch
 from quadriga.workers.method_fields import GENERATE_SEQUENCES
 
 PAD, END = 0, 9
@@ -21,7 +22,7 @@ class Engine:
 
     name = "fixed"
     abilities = full_abilities(vocabulary=10)
-    shares_weights = False
+    shares_weights = holds_adapters = False
     version = 5
 
     def generate(self, prompt_ids, attention_mask, sampling, sample_seeds) -> RolloutOutput:

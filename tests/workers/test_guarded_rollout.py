@@ -13,9 +13,9 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import RolloutTimeoutError
 from quadriga.protocol import DataProto, fields
+from quadriga.trainer.stages import generation_inputs
 from quadriga.workers import actor_rollout_ref
 from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
-from quadriga.workers.generation import generation_inputs
 from quadriga.workers.runtime import RankRuntime
 
 SECTION = "actor_rollout_ref"

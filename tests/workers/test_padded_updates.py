@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import padded_cases
 import pytest
 import torch
 from padded_cases import CASES
 
 from quadriga.algorithms.aggregation import merge_partials
-from quadriga.backends import get_backend
 from quadriga.errors import LengthError
-from quadriga.protocol import DataProto
-from quadriga.single_controller import (
-    Dispatch,
-    Worker,
-    register,
-)
-from quadriga.workers import PairTrainingWorker
+from quadriga.protocol.dataproto import PADDING_FIELD
 from rank_groups import spawn_ranks
 
 
@@ -46,47 +40,15 @@ def test_a_padded_update_equals_that_of_one_rank(folder, tmp_path):
         assert metrics_of(padded, case) == pytest.approx(wanted, rel=1e-6, abs=1e-10), case
 
 
-def group(kind, ranks: int, *args):
-    backend = get_backend("local")
-    return backend.worker_group(
-        backend.resource_pool([ranks]), backend.class_with_args(kind, *args)
-    )
-
-
-class Pairs(PairTrainingWorker):
-    """Says which rows it received."""
-
-    def __init__(self):
-        Worker.__init__(self)
-        self._register_dispatch_collect_info("reward_model", self.rank, True)
-
-    def update_rm(self, data):
-        return DataProto(meta_info={"metrics": {"rows": data.batch["row"].tolist()}})
-
-
 @pytest.mark.parametrize(
-    ("rows", "padding", "message"),
-    [(6, False, "multiple of 4 rows, or enable padding"), (7, True, r"multiple of 4 rows\.")],
+    ("rows", "added"),
+    [(5, 0), (6, 1)],
+    ids=["an odd number", "a row whose partner is padding"],
 )
-def test_pairs_that_do_not_divide_are_refused_before_they_are_sent(rows, padding, message):
-    data = DataProto.from_dict({"row": torch.arange(rows)}, auto_padding=padding)
-    with pytest.raises(LengthError, match=message):
-        group(Pairs, 2).update_rm(data)
-
-
-class Echo(Worker):
-    """Returns its rows."""
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
-    def echo(self, data):
-        return data
-
-
-@pytest.mark.parametrize("arrived", [False, True], ids=["a batch", "a future that has arrived"])
-def test_pairs_stay_together_in_padded_parts(arrived):
-    data = DataProto.from_dict({"row": torch.arange(6)}, auto_padding=True)
-    if arrived:
-        data = group(Echo, 3).echo(data)
-        assert len(data.arrived()) == 6
-    metrics = group(Pairs, 2).update_rm(data).meta_info["metrics"]
-    assert metrics == {"rows": [[0, 1, 2, 3], [4, 5, 0, 1]]}
+def test_a_row_without_a_partner_is_refused(folder, rows, added):
+    worker = padded_cases.worker_of("update_rm", folder, rows)
+    worker.init_model()
+    data = padded_cases.batch(rows)
+    data.non_tensor_batch[PADDING_FIELD] = np.arange(rows) >= rows - added
+    with pytest.raises(LengthError, match=f"on 1 ranks a row has no partner .{rows} rows"):
+        worker.update_rm(data)

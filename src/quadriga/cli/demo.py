@@ -21,7 +21,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.observability.jsonl import read_samples
 from quadriga.trainer.checks.settings import check_fine_tuning_settings, check_train_settings
-from quadriga.trainer.fine_tuning.sft import run_sft
+from quadriga.trainer.fine_tuning import run_sft
 from quadriga.trainer.main import run_training
 from quadriga.trainer.preflight import check_engines
 

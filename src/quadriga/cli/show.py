@@ -25,7 +25,7 @@ from quadriga.config.schema import TrainConfig
 
 if TYPE_CHECKING:
     from quadriga.algorithms.catalog import AlgorithmEntry
-    from quadriga.trainer.evaluation.generate import Answer
+    from quadriga.trainer.evaluation import Answer
 
 PARTS = {
     "torch": "training and rollout",
@@ -46,7 +46,7 @@ PARTS = {
 
 def show_generation(config: GenerateConfig) -> None:
     """Generate responses, to a file or to standard output."""
-    from quadriga.trainer.evaluation.generate import run_generation
+    from quadriga.trainer.evaluation import run_generation
 
     answers = run_generation(config)
     if config.output is None:
@@ -65,7 +65,7 @@ def show_responses(answers: Sequence[Answer]) -> None:
 
 def show_evaluation(config: EvalConfig) -> None:
     """Score responses, after generating them unless files hold them, and print a table."""
-    from quadriga.trainer.evaluation.evaluate import run_evaluation, summary_table
+    from quadriga.trainer.evaluation import run_evaluation, summary_table
 
     done = run_evaluation(config)
     console = Console(highlight=False)
@@ -135,13 +135,13 @@ def show_fine_tuning_plan(config: SFTConfig | RMConfig) -> None:
     from quadriga.trainer.memory import RunMemory
 
     if isinstance(config, RMConfig):
-        from quadriga.trainer.fine_tuning.rm import load_pairs
+        from quadriga.trainer.fine_tuning import load_pairs
 
         pairs = load_pairs(config)
         count, memory = len(pairs.train), RunMemory(config, pairs.lengths).text()
         longest = f"{pairs.lengths.longest} tokens, and one more is added"
     else:
-        from quadriga.trainer.fine_tuning.sft import load_sft_rows
+        from quadriga.trainer.fine_tuning import load_sft_rows
 
         loaded = load_sft_rows(config)
         own = loaded.val_conversations and loaded.val_conversations.lengths

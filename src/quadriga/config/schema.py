@@ -296,9 +296,6 @@ class ReplicasConfig:
     enable: bool = False  # false: all ranks of the rollout are one group and get equal parts
     request_rows: Count | None = None  # sequences of one request; None: a quarter of an equal part
     requests_in_flight: Count = 2  # requests that a replica has at once
-    # a prompt goes to the replica that has computed at least this share of its tokens before, since
-    # the last weight sync: the next turn of a conversation
-    prefix_share: Share = 0.5
     # lost replicas that are started again in a run: at the next weight sync, or for the next batch
     # of `quadriga generate` and `quadriga eval`
     restarts: Natural = 0

@@ -5,6 +5,8 @@
 - `token_budget_micro_batches`: few micro-batches that fit a token budget.
 - `arrange_rows`, `partition_groups`: rows over ranks with whole prompt groups. The rows of a prompt
   group share their prompt: rows on one rank compute it once, rows on two ranks compute it on both.
+- `Balance`: the order of the rows of a batch, so that equal parts of it cost the ranks about the
+  same.
 - `owners_of`: items over ranks, by size.
 
 The functions see lengths and costs only. Shapes: n items or B rows. Numpy only.
@@ -20,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quadriga.errors import LengthError
-from quadriga.parallel.costs import CostModel, Costs, Counts
+from quadriga.parallel.costs import TOKENS, CostModel, Costs, Counts
 
 Lengths = NDArray[np.float64]
 """[n] lengths or costs, at least 0."""
@@ -451,3 +453,115 @@ def _take(rows: Rows, count: int) -> Rows:
     taken = rows[:count]
     del rows[:count]
     return taken
+
+
+# The order of rows. A worker group splits a batch into equal parts of neighbouring rows, one for
+# each rank, and a rank cuts its part into mini-batches in order.
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What the order of the rows depends on.
+
+    Attributes:
+        ranks: ranks of the actor.
+        enabled: False: rows keep their order within a mini-batch.
+        mini_batch_rows: rows of a mini-batch over all ranks, each of which is balanced by itself;
+            None: the whole batch.
+        cost: the cost of the actor's sequences.
+        shares_prompts: whether the training engine computes a prompt that several rows of a rank
+            share once.
+        whole_groups: whether the responses of one prompt are kept on one rank.
+        masked: whether the rows that the update leaves out are known and masked.
+        skips: whether advantages are known, and rows whose advantages are all 0 are left out.
+        critic_ranks: ranks of the critic; None: as many as the actor has.
+        critic_mini_batch_rows: rows of a mini-batch of the critic over all ranks; None: the batch.
+    """
+
+    ranks: int
+    enabled: bool = True
+    mini_batch_rows: int | None = None
+    cost: CostModel = TOKENS
+    shares_prompts: bool = True
+    whole_groups: bool = True
+    masked: bool = False
+    skips: bool = False
+    critic_ranks: int | None = None
+    critic_mini_batch_rows: int | None = None
+
+    def unbalanced(self, rows: int) -> NDArray[np.int64]:
+        """Return the order [B] in which each mini-batch has the same rows for any number of ranks.
+
+        `rows`: B, a multiple of the number of ranks.
+        """
+        # 8 rows on 2 ranks in mini-batches of 4 rows: a rank has half of each mini-batch.
+        #
+        #   rank 0   0 1 | 4 5        rank 1   2 3 | 6 7
+        size = self.mini_batch_rows or max(rows, 1)
+        blocks = [np.arange(start, min(start + size, rows)) for start in range(0, rows, size)]
+        pieces = [np.array_split(block, self.ranks) for block in blocks]
+        parts = [part[rank] for rank in range(self.ranks) for part in pieces]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+
+    def critic_order(self, rows: int) -> NDArray[np.int64] | None:
+        """Return the order in which a critic on another number of ranks gets the rows of a batch
+        that is ordered for the actor, so that it has the mini-batches that one rank has.
+
+        None: the order of the actor, which fits the ranks of the critic, or all rows are one
+        mini-batch, or they do not divide by its ranks.
+        """
+        # 8 rows in mini-batches of 4, on 2 ranks of the actor and 1 of the critic:
+        #
+        #   actor    rank 0   0 1 | 4 5     rank 1   2 3 | 6 7
+        #   critic   rank 0   0 1 2 3 | 4 5 6 7
+        ranks, size = self.critic_ranks or self.ranks, self.critic_mini_batch_rows or rows
+        if ranks == self.ranks or rows <= size or rows % ranks:
+            return None
+        by_unit = np.arange(rows)
+        if rows % self.ranks == 0:  # otherwise the batch was not ordered for the actor
+            by_unit = by_unit[np.argsort(self.unbalanced(rows))]
+        critic = Balance(ranks, enabled=False, mini_batch_rows=size)
+        return by_unit[critic.unbalanced(rows)]
+
+    def arrange(
+        self, uid: Sequence[object], prompt: Counts, response: Counts, live: NDArray[np.bool_]
+    ) -> Arrangement:
+        """Order B rows by ids of prompt groups, tokens, and whether a row has one to learn from."""
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(uid))}
+        group = np.array([numbers[key] for key in uid], dtype=np.int64)
+        single = np.arange(len(group))
+        costs = RowCosts.of(
+            self.cost, group if self.whole_groups else single, prompt, response, live
+        )
+        rows = arrange_rows(costs, self.ranks, self.mini_batch_rows)
+        computed = group if self.shares_prompts else single
+        return Arrangement(
+            rows,
+            RowCosts.of(TOKENS, computed, prompt, response, live),
+            RowCosts.of(self.cost, computed, prompt, response, live),
+        )
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The row numbers of [ranks][mini-batches], and the tokens and FLOPs that they compute."""
+
+    rows: list[list[list[int]]]
+    tokens: RowCosts
+    costs: RowCosts
+
+    @property
+    def order(self) -> NDArray[np.int64]:
+        """The new order of the rows, [B]."""
+        return np.array([row for rank in self.rows for block in rank for row in block])
+
+    def metrics(self) -> dict[str, float]:
+        """Measure the balance."""
+        tokens = [sum(map(self.tokens.total, rank)) for rank in self.rows]
+        cost = np.array([[self.costs.total(block) for block in rank] for rank in self.rows])
+        # All ranks wait for the slowest one at each optimizer step.
+        waited, mean = cost.max(0).sum(), cost.mean(0).sum()
+        return {
+            "batch/token_spread": (max(tokens) - min(tokens)) / max(1.0, *tokens),
+            "batch/cost_imbalance": float(waited / mean) if mean else 1.0,
+        }

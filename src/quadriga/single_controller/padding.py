@@ -38,13 +38,11 @@ class Padding:
     parts: int
     field: str
     """The field that marks padding, `PADDING_FIELD` with underscores if the batch has it."""
-    unit: int = 1
-    """Neighbouring rows that stay in one part."""
 
     @property
     def part_rows(self) -> int:
         """Rows of each part."""
-        return -(-self.rows // (self.parts * self.unit)) * self.unit
+        return -(-self.rows // self.parts)
 
     def in_part(self, part: int) -> int:
         """Return how many rows of a part are padding."""
@@ -53,18 +51,16 @@ class Padding:
         return self.part_rows - real
 
 
-def add_padding(
-    memo: dict[str, object], where: str, data: DataProto, parts: int, unit: int = 1
-) -> DataProto:
+def add_padding(memo: dict[str, object], where: str, data: DataProto, parts: int) -> DataProto:
     """Return a batch that divides into `parts`, and record the padding in the `memo` of the call.
 
-    `where`: which argument of which method it is, for messages. `unit`: neighbouring rows that stay
-    in one part. Raises `LengthError` if another batch of the call has padding and another length.
+    `where`: which argument of which method it is, for messages. Raises `LengthError` if another
+    batch of the call has padding and another length.
     """
     field = PADDING_FIELD
     while field in data.non_tensor_batch:  # the caller is itself a worker that received padding
         field += "_"
-    padding = Padding(len(data), parts, field, unit)
+    padding = Padding(len(data), parts, field)
     seen = memo.setdefault("padding", padding)
     if isinstance(seen, Padding) and seen.rows != padding.rows:
         raise LengthError(
@@ -72,7 +68,7 @@ def add_padding(
             f"another batch of the same call has {seen.rows} rows. Padded batches of one call must "
             "have the same length."
         )
-    padded, added = pad_dataproto_to_divisor(data, parts * unit)
+    padded, added = pad_dataproto_to_divisor(data, parts)
     padded.non_tensor_batch[field] = np.arange(len(padded)) >= len(padded) - added
     return padded
 

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -32,8 +31,7 @@ from quadriga.config.schema import RunConfig, TrainConfig
 from quadriga.errors import CheckpointError, QuadrigaError
 from quadriga.models.folder import local_folder
 from quadriga.observability.run_folder import CHECKPOINTS
-from quadriga.trainer.roles.placement import Role
-from quadriga.trainer.roles.registry import added_roles
+from quadriga.trainer.roles.registry import Role, added_roles
 from quadriga.trainer.roles.workers import needs_critic, saving_roles
 
 if TYPE_CHECKING:
@@ -176,50 +174,47 @@ def contents_digest(files: Sequence[str]) -> str:
     return digest_json({"contents": contents})
 
 
-@dataclass(frozen=True)
-class Changes:
-    """What differs between a checkpoint and the run that resumes it: lines like
-    "data.train_batch_size: 8 → 16".
+def check_changes(
+    checkpoint: Path,
+    saved: Mapping[str, object],
+    own: Mapping[str, object],
+    *,
+    override: bool,
+    tell: bool,
+) -> bool:
+    """Compare two results of `inputs_of`: of a checkpoint, and of the run that resumes it.
 
-    Attributes:
-        data: the position in the data cannot be continued.
-        model: weights or coefficients cannot be continued.
-        other: the run can be continued, with other results than without the change.
+    Args:
+        override: the user insists on the changes with which a run cannot be continued.
+        tell: log all changes as one warning.
+
+    Returns:
+        Whether the position in the data cannot be continued.
+
+    Raises:
+        CheckpointError: names the changes of data, weights or coefficients.
     """
-
-    data: list[str]
-    model: list[str]
-    other: list[str]
-
-    @classmethod
-    def between(cls, saved: Mapping[str, object], own: Mapping[str, object]) -> Changes:
-        """Compare two results of `inputs_of`."""
-        lines = {
-            key: changed_words(key, saved.get(key), own.get(key))
-            for key in {**own, **saved}
-            if saved.get(key) != own.get(key) and key not in _WITHOUT_EFFECT
-        }
-        data = [k for k in lines if k in _DATA or k.startswith(f"{_ARGUMENTS}.")]
-        model = [k for k in lines if k in _MODEL]
-        other = [k for k in lines if k not in {*data, *model}]
-        return cls(*([lines[key] for key in keys] for keys in (data, model, other)))
-
-    def check(self, checkpoint: Path, *, override: bool) -> None:
-        """Raise `CheckpointError` if the run cannot be continued, unless the user insists."""
-        if (self.data or self.model) and not override:
-            raise CheckpointError(
-                f"{checkpoint} cannot be continued with these changes: "
-                f"{'; '.join([*self.data, *self.model])}; undo them, start a new run, or set "
-                "trainer.resume_override=true, with which changed data begins at the start of the "
-                "epoch",
-                path=str(checkpoint),
-            )
-
-    def tell(self, checkpoint: Path) -> None:
-        """Log all changes as one warning."""
-        lines = [*self.data, *self.model, *self.other]
-        if lines:
-            _log.warning("%s is resumed with changes: %s", checkpoint, "; ".join(lines))
+    lines = {
+        key: changed_words(key, saved.get(key), own.get(key))
+        for key in {**own, **saved}
+        if saved.get(key) != own.get(key) and key not in _WITHOUT_EFFECT
+    }
+    data = [key for key in lines if key in _DATA or key.startswith(f"{_ARGUMENTS}.")]
+    refused = [*data, *(key for key in lines if key in _MODEL)]
+    if refused and not override:
+        raise CheckpointError(
+            f"{checkpoint} cannot be continued with these changes: "
+            f"{'; '.join(lines[key] for key in refused)}; undo them, start a new run, or set "
+            "trainer.resume_override=true, with which changed data begins at the start of the "
+            "epoch",
+            path=str(checkpoint),
+        )
+    if tell and lines:
+        order = dict.fromkeys([*refused, *lines])
+        _log.warning(
+            "%s is resumed with changes: %s", checkpoint, "; ".join(lines[key] for key in order)
+        )
+    return bool(data)
 
 
 def changed_words(key: str, saved: object, own: object) -> str:
@@ -245,12 +240,11 @@ def read_resumed(
     if folder is None:
         return None
     state = read_state(folder)
-    changes = Changes.between(state.inputs, inputs_of(config) if inputs is None else inputs)
-    changes.check(folder, override=config.trainer.resume_override)
+    own = inputs_of(config) if inputs is None else inputs
+    override = config.trainer.resume_override
+    changed = check_changes(folder, state.inputs, own, override=override, tell=tell)
     check_states(folder, _saved_roles(config))
-    if tell:
-        changes.tell(folder)
-    return Resumed(folder, state, bool(changes.data))
+    return Resumed(folder, state, changed)
 
 
 def check_states(checkpoint: Path, keys: Iterable[str]) -> None:

@@ -26,12 +26,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 
 from quadriga.algorithms.advantages import get_advantage
 from quadriga.algorithms.policy_losses import get_policy_loss
+from quadriga.config.plan import mini_batch_prompts
 from quadriga.config.role_ranks import has_reward_model
-from quadriga.config.schema import TrainConfig
+from quadriga.config.schema import MISSING_PATH, TrainConfig
 from quadriga.errors import ConfigError, nearest_name
+from quadriga.parallel.balancing import Balance
+from quadriga.parallel.costs import TOKENS, CostModel
 from quadriga.protocol import fields
 from quadriga.protocol.fields import StageFields
 from quadriga.trainer.roles.registry import PlacedStage, added_stages
@@ -331,13 +335,9 @@ def _update_actor(config: TrainConfig, old_log_prob_pass: bool) -> StageFields:
         (fields.ROLLOUT_LOG_PROBS, loss.needs_rollout_log_probs),
         (fields.SELECTED_TOKENS, selects_tokens(config)),
     )
-    needed = tuple(field for field, is_needed in optional if is_needed)
-    return StageFields(
-        UPDATE_ACTOR.name,
-        reads=(*UPDATE_ACTOR.reads, *needed),
-        reads_if_present=tuple(f for f in UPDATE_ACTOR.reads_if_present if f not in needed),
-        writes=UPDATE_ACTOR.writes,
-    )
+    stage = _reading(UPDATE_ACTOR, optional)
+    left = tuple(field for field in stage.reads_if_present if field not in stage.reads)
+    return replace(stage, reads_if_present=left)
 
 
 # Stages of added roles.
@@ -409,3 +409,67 @@ def added_until_scores(added: Sequence[PlacedStage]) -> bool:
     names = {placed.name for placed in added}
     # The place of a stage beside another added stage is the place of that one.
     return all(placed.stage.neighbour in before | names for placed in added)
+
+
+# The order of the rows.
+
+
+def balance_of(
+    config: TrainConfig, plan: StepPlan, ranks: int, critic_ranks: int | None = None
+) -> Balance:
+    """Return how the batches of a run are ordered. `critic_ranks`: None if there is no critic."""
+    _, critic_prompts = mini_batch_prompts(config)
+    unbalanced = Balance(
+        ranks,
+        config.trainer.balance_batch,
+        mini_batch_rows=_rows_of_mini_batch(config, ranks),
+        masked=plan.masks_before_passes,
+        skips=plan.advantages_before_passes,
+        critic_ranks=critic_ranks,
+        critic_mini_batch_rows=critic_prompts * config.actor_rollout_ref.rollout.n,
+    )
+    if ranks == 1 or not unbalanced.enabled:
+        return unbalanced
+    cost, shares_prompts = _cost_of_actor(config)
+    return replace(
+        unbalanced,
+        cost=cost,
+        shares_prompts=shares_prompts,
+        whole_groups=shares_prompts and config.trainer.balance_groups,
+    )
+
+
+def _cost_of_actor(config: TrainConfig) -> tuple[CostModel, bool]:
+    """Return what the actor's sequences cost, and whether its engine computes prompts once."""
+    from quadriga.engines.sequence_cost import sequence_cost
+    from quadriga.models.architectures import architecture_of
+    from quadriga.models.folder import check_model_folder, local_folder
+    from quadriga.models.loading import read_config
+    from quadriga.parallel.device import get_device_name
+
+    model, device = config.actor_rollout_ref.model, config.trainer.device
+    attention = config.actor_rollout_ref.actor.engine.attention
+    if model.path == MISSING_PATH:  # a worker class of the user that loads its own model
+        return TOKENS, True
+    folder, trust = local_folder(model.path), model.trust_remote_code
+    check_model_folder(folder, weights=False, tokenizer=False, trust_remote_code=trust)
+    found = read_config(folder, trust_remote_code=trust)
+    shares_prompts = architecture_of(found).rows == "packed"
+    return (
+        sequence_cost(found, "lm", get_device_name() if device == "auto" else device, attention),
+        shares_prompts,
+    )
+
+
+def _rows_of_mini_batch(config: TrainConfig, ranks: int) -> int | None:
+    """Return the rows of the mini-batches that are balanced; None: the whole batch is."""
+    # Each rank draws new mini-batches from its rows in each epoch.
+    if config.actor_rollout_ref.actor.shuffle:
+        return None
+    n = config.actor_rollout_ref.rollout.n
+    actor, critic = mini_batch_prompts(config)
+    # Mini-batches of 6 and 4 prompts are balanced in units of 2: both consist of whole units.
+    common = gcd(actor, critic)
+    if needs_critic(config) and common * n % ranks == 0:
+        return common * n
+    return actor * n

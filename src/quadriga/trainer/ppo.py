@@ -30,30 +30,27 @@ from quadriga.checkpoint.folders import ControllerState, Resumed
 from quadriga.config.paths import absolute_paths
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import MismatchError
+from quadriga.parallel.balancing import Balance
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.rollout import REFERENCE
 from quadriga.trainer import stages
 from quadriga.trainer.checkpoints import Checkpointing
 from quadriga.trainer.checks.settings import check_run_length
-from quadriga.trainer.dataflow import StepPlan
+from quadriga.trainer.dataflow import StepPlan, balance_of
 from quadriga.trainer.ingredients import Ingredients, check_ingredients, load_ingredients
 from quadriga.trainer.preflight import check_train_config
 from quadriga.trainer.record import RunRecord
-from quadriga.trainer.roles.placement import ResourcePoolManager, Role
-from quadriga.trainer.roles.registry import added_stages
-from quadriga.trainer.roles.workers import (
-    POLICY_ROLES,
-)
-from quadriga.trainer.sampling import ModelReward, Sampler
+from quadriga.trainer.roles.registry import ResourcePoolManager, Role, added_stages
+from quadriga.trainer.roles.workers import POLICY_ROLES
 from quadriga.trainer.stages import (
-    Balance,
     BatchReward,
+    ModelReward,
+    Sampler,
     StageRunner,
-    balance_of,
     rows_with_advantage,
 )
 from quadriga.trainer.validation import Validator
-from quadriga.trainer.worker_groups import PPOGroups, gather, start_groups
+from quadriga.trainer.worker_groups import PPOGroups, gather, save_roles, start_groups
 from quadriga.workers.updates import MISMATCH
 
 if TYPE_CHECKING:
@@ -305,7 +302,7 @@ class RayPPOTrainer:
         self, groups: PPOGroups, folder: Path, state: ControllerState, max_to_keep: int | None
     ) -> None:
         """Write a checkpoint of every role that learns, and of the controller."""
-        groups.save(folder, state, max_to_keep)
+        save_roles(folder, state, max_to_keep, groups.saved)
 
     def resume(self, groups: PPOGroups) -> Resumed | None:
         """Load the checkpoint that `trainer.resume_mode` names, if there is one, and return it.

@@ -34,8 +34,7 @@ from quadriga.trainer.checks.settings import (
     role_engines,
 )
 from quadriga.trainer.dataflow import StepPlan, check_dataflow, validation_dataflow
-from quadriga.trainer.roles.placement import ResourcePoolManager, Role
-from quadriga.trainer.roles.registry import check_roles_in_settings
+from quadriga.trainer.roles.registry import ResourcePoolManager, Role, check_roles_in_settings
 from quadriga.trainer.roles.workers import (
     POLICY_ROLES,
     check_roles,

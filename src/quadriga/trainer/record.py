@@ -150,13 +150,9 @@ class RunRecord:
             prefix: "judge/" makes `judge/loss` of `loss` and of `judge/loss`.
             report: as in `log_update`.
         """
-        role = prefix.rstrip("/").rpartition("/")[2]
-        self._metrics.add(
-            {
-                f"{prefix}{name.removeprefix(f'{role}/')}": value
-                for name, value in _metrics_of(report).items()
-            }
-        )
+        role = f"{prefix.rstrip('/').rpartition('/')[2]}/"
+        found = _metrics_of(report)
+        self._metrics.add({prefix + name.removeprefix(role): found[name] for name in found})
 
     @property
     def measured(self) -> dict[str, float]:
@@ -245,7 +241,12 @@ def _metrics_of(report: DataProto) -> dict[str, float | Sequence[float]]:
         # A mean of means would be wrong: rank 0 with 2 tokens of loss 1.0 and rank 1 with 6
         # tokens of loss 2.0 report totals 2 and 12 with weights 2 and 6, and 14 / 8 = 1.75.
         per_rank = report.non_tensor_batch[fields.PARTIALS]
-        metrics |= _finished(merge_partials([part for rank in per_rank for part in rank]))
+        merged = merge_partials([part for rank in per_rank for part in rank])
+        names = [name for name in merged if name.startswith(MISMATCH)]
+        if names:  # an update has measured the mismatch, as statistics
+            statistics = {name.removeprefix(MISMATCH): merged.pop(name) for name in names}
+            merged |= named_mismatch(mismatch_of_statistics(statistics))
+        metrics |= merged
     return metrics
 
 
@@ -254,15 +255,6 @@ def _validation_row(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         return [("validation accuracy", f"{metrics['val/accuracy']:.1%}")]
     score = metrics.get("val/score")
     return [] if score is None else [("validation score", f"{score:.3f}")]
-
-
-def _finished(merged: dict[str, float]) -> dict[str, float]:
-    """Replace merged statistics of the mismatch, if an update has measured them, by metrics."""
-    names = [name for name in merged if name.startswith(MISMATCH)]
-    if not names:
-        return merged
-    statistics = {name.removeprefix(MISMATCH): merged.pop(name) for name in names}
-    return {**merged, **named_mismatch(mismatch_of_statistics(statistics))}
 
 
 def named_mismatch(metrics: Mapping[str, float]) -> Metrics:

@@ -19,18 +19,17 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
-import numpy.typing as npt
 
-from quadriga.config.schema import ReplicasConfig, RolloutEngineConfig, TrainConfig
+from quadriga.config.schema import RolloutEngineConfig, TrainConfig
 from quadriga.errors import (
     CallTimeoutError,
     InputError,
@@ -56,12 +55,6 @@ _log = logging.getLogger("quadriga")
 
 FROM_FOLDER = -1
 """The version of weights that an engine has loaded from the folder of its model."""
-BLOCK = 16
-"""Tokens between two prefixes that are noted of one prompt."""
-LIMIT = 1 << 18
-"""How many prefixes are kept. Those that were noted first are dropped first."""
-_BASE = 6364136223846793005  # odd, so that no power of it is 0 modulo 2^64
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
 _REQUESTS_PER_REPLICA = 4
 """Into how many requests the rows of a replica are divided, if `request_rows` does not say it."""
 
@@ -319,88 +312,26 @@ def start_replicas(
 # Generation.
 
 
-@dataclass(frozen=True, eq=False)
-class SamePrompt:
-    """Rows with equal prompt tokens. One replica is asked for all of them together.
-
-    `prefixes`: (tokens, hash) of prefixes of the prompt, the longest one first.
-    """
-
-    rows: tuple[int, ...]
-    prefixes: tuple[tuple[int, int], ...]
-
-
-def prefixes_of(tokens: Sequence[int] | npt.NDArray[np.int64]) -> tuple[tuple[int, int], ...]:
-    """Return (tokens, hash) of a prompt and of its prefixes of whole blocks, the longest first.
-
-    A prefix of k tokens t has the hash H(k) = Σ (t[i] + 1) · B^i modulo 2^64, i = 0 … k − 1, so
-    the hashes of all prefixes of a prompt are one cumulative sum.
-    """
-    values = np.asarray(tokens, dtype=np.uint64) + np.uint64(1)
-    powers = np.full(len(values), _BASE, dtype=np.uint64)
-    powers[:1] = 1
-    # uint64 arithmetic of arrays wraps around, which is the arithmetic modulo 2^64.
-    sums = np.cumsum(values * np.cumprod(powers, dtype=np.uint64), dtype=np.uint64)
-    lengths = sorted({*range(BLOCK, len(values), BLOCK), len(values)} - {0}, reverse=True)
-    return tuple((length, int(sums[length - 1])) for length in lengths)
-
-
-class PrefixRouter:
-    """Knows which replica was asked last for a prefix.
-
-    An engine with a prefix cache computes the tokens of a prompt once, and continues from them. The
-    next turn of a conversation begins with the turn before it, so it is asked of the same replica.
-    The idea of comparing the matched share with a bound is that of SGLang's cache-aware router.
-
-        first turn    40 tokens                      noted: H(40) H(32) H(16)
-        second turn   those 40, then 16 more (56)    found: H(32), a share of 32 / 56 = 0.57
-
-    Args:
-        share: of the tokens of a prompt that a replica must have computed before to be preferred.
-    """
-
-    def __init__(self, share: float) -> None:
-        self._share = share
-        self._last: OrderedDict[tuple[int, int], int] = OrderedDict()
-
-    def preferred(self, prefixes: Sequence[tuple[int, int]]) -> int | None:
-        """Return the number of the replica with the longest prefix, if it is long enough."""
-        for key in prefixes:
-            if key[0] < self._share * prefixes[0][0]:
-                break
-            if key in self._last:
-                return self._last[key]
-        return None
-
-    def note(self, prefixes: Sequence[tuple[int, int]], replica: int) -> None:
-        """Note that a replica computes a prompt."""
-        for key in prefixes:  # the longest one first, so that the shortest is dropped last
-            self._last[key] = replica
-            self._last.move_to_end(key)
-        while len(self._last) > LIMIT:
-            self._last.popitem(last=False)
-
-    def forget(self, replica: int | None = None) -> None:
-        """Forget what a replica has computed; None: what all have, as after new weights."""
-        for key in [k for k, r in self._last.items() if replica is None or r == replica]:
-            del self._last[key]
+Rows = tuple[int, ...]
+"""Numbers of rows with equal prompt tokens. One replica is asked for all of them together, whose
+prefix cache then computes the prompt once."""
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """Rows of which a replica is asked."""
+    """Rows of which a replica is asked, by prompt."""
 
-    members: tuple[SamePrompt, ...]
+    prompts: list[Rows]
     replica: Replica
     future: DataProtoFuture
 
     @property
     def rows(self) -> list[int]:
         """The numbers of the rows in the call, in the order of the request."""
-        return _rows_of(self.members)
+        return [row for rows in self.prompts for row in rows]
 
 
-def same_prompts(prompts: DataProto) -> list[SamePrompt]:
+def same_prompts(prompts: DataProto) -> list[Rows]:
     """Return the rows of a batch by prompt, in the order of the first row of each.
 
     Padding does not count: two rows with the same tokens behind different padding are together.
@@ -410,7 +341,7 @@ def same_prompts(prompts: DataProto) -> list[SamePrompt]:
     found: dict[tuple[int, ...], list[int]] = {}
     for row in range(len(ids)):
         found.setdefault(tuple(ids[row][mask[row]].tolist()), []).append(row)
-    return [SamePrompt(tuple(rows), prefixes_of(tokens)) for tokens, rows in found.items()]
+    return [tuple(rows) for rows in found.values()]
 
 
 class ReplicatedRollout:
@@ -418,15 +349,12 @@ class ReplicatedRollout:
 
     Args:
         replicas: the worker groups.
-        settings: `rollout.replicas`.
-        most_rows: of one request, if `settings.request_rows` is None.
+        settings: of the rollout.
     """
 
-    def __init__(self, replicas: Replicas, settings: ReplicasConfig, *, most_rows: int) -> None:
+    def __init__(self, replicas: Replicas, settings: RolloutEngineConfig) -> None:
         self.replicas = replicas
-        self._settings, self._most_rows = settings, most_rows
-        self._router = PrefixRouter(settings.prefix_share)
-        self._routed_version = replicas.version
+        self._settings = settings
 
     @property
     def world_size(self) -> int:
@@ -436,19 +364,21 @@ class ReplicatedRollout:
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Sample one response per row: `ActorRolloutRefWorker.generate_sequences` of the replicas.
 
+        Without a weight sync to come, lost replicas are started again first: they have the right
+        weights as soon as they have loaded the model folder.
+
         Raises:
             RolloutDiedError: all replicas are lost. Its cause is the last loss.
             QuadrigaError: as a call of the worker's method, if another replica would raise it too.
         """
+        if self.replicas.version == FROM_FOLDER:
+            self.replicas.restart_lost()
         if not len(prompts):
             return self.replicas.working[0].group.generate_sequences(prompts)
-        if self.replicas.version != self._routed_version:  # engines have dropped their caches
-            self._router.forget()
-            self._routed_version = self.replicas.version
         share = math.ceil(len(prompts) / (_REQUESTS_PER_REPLICA * len(self.replicas.working)))
-        rows = self._settings.request_rows or min(self._most_rows, share)
-        call = _Call(self.replicas, self._router, self._settings.requests_in_flight, prompts, rows)
-        return call.run()
+        settings = self._settings.replicas
+        rows = settings.request_rows or min(self._settings.micro_batch_size, share)
+        return _Call(self.replicas, settings.requests_in_flight, prompts, rows).run()
 
 
 class _Call:
@@ -459,10 +389,8 @@ class _Call:
        └─────fail──────┘   its replica is lost
     """
 
-    def __init__(
-        self, replicas: Replicas, router: PrefixRouter, calls: int, prompts: DataProto, rows: int
-    ) -> None:
-        self.replicas, self._router, self._calls = replicas, router, calls
+    def __init__(self, replicas: Replicas, calls: int, prompts: DataProto, rows: int) -> None:
+        self.replicas, self._calls = replicas, calls
         self._prompts, self._rows = prompts, rows
         self._waiting = deque(same_prompts(prompts))
         self._asked: list[Request] = []
@@ -474,8 +402,9 @@ class _Call:
             while self._waiting or self._asked:
                 while self._send():
                     pass
-                for ended in self._ended():
-                    self._receive(ended)
+                asked = {request.future: request for request in self._asked}
+                for future in islice(as_completed(asked), 1):
+                    self._receive(asked[future])
         finally:
             for left in self._asked:  # after an error: no answer is waited for
                 left.future.cancel()
@@ -491,76 +420,47 @@ class _Call:
         for asked in self._asked:
             load[asked.replica] += len(asked.rows)
             calls[asked.replica] += 1
-        free = [r for r in load if calls[r] < self._calls]
-        for replica in sorted(free, key=lambda r: (load[r], r.number)):
-            if members := self._chosen(replica, free, idle=not calls[replica]):
-                self._ask(members, replica)
-                return True
-        return False
-
-    def _chosen(
-        self, replica: Replica, free: list[Replica], *, idle: bool
-    ) -> tuple[SamePrompt, ...]:
-        """Return the rows for a replica: those that prefer it, then those that prefer none.
-
-        A prompt that prefers another replica waits for it, unless that one has all its requests in
-        flight and this one would have nothing to do.
-        """
-        working, with_room = ({r.number for r in rs} for rs in (self.replicas.working, free))
-        by_wish: list[list[SamePrompt]] = [[], [], []]
-        for member in self._waiting:
-            number = self._router.preferred(member.prefixes)
-            if number == replica.number:
-                by_wish[0].append(member)
-            elif number not in working:
-                by_wish[1].append(member)
-            elif idle and number not in with_room:
-                by_wish[2].append(member)
-        taken: list[SamePrompt] = []
-        count = 0
+        free = [replica for replica in load if calls[replica] < self._calls]
+        if not free or not self._waiting:
+            return False
         # The rows of a prompt are not divided, so a request can have more than it should.
-        for member in next(filter(None, by_wish), []):
-            if count < self._rows and (not taken or count + len(member.rows) <= self._rows):
-                taken.append(member)
-                count += len(member.rows)
-        return tuple(taken)
+        taken = [self._waiting.popleft()]
+        count = len(taken[0])
+        while self._waiting and count + len(self._waiting[0]) <= self._rows:
+            taken.append(self._waiting.popleft())
+            count += len(taken[-1])
+        self._ask(taken, min(free, key=lambda replica: (load[replica], replica.number)))
+        return True
 
-    def _ask(self, members: tuple[SamePrompt, ...], replica: Replica) -> None:
-        for member in members:
-            self._waiting.remove(member)
-            self._router.note(member.prefixes, replica.number)
-        rows = self._prompts.select_idxs(np.array(_rows_of(members)))
+    def _ask(self, prompts: list[Rows], replica: Replica) -> None:
+        rows = self._prompts.select_idxs(np.concatenate(prompts))
         try:
             future = replica.group.generate_sequences.submit(rows)
         except QuadrigaError as error:
-            self._fail(replica, error, members)
+            self._fail(replica, error, prompts)
         else:
-            self._asked.append(Request(members, replica, future))
+            self._asked.append(Request(prompts, replica, future))
 
     def _receive(self, ended: Request) -> None:
-        if ended not in self._asked:  # its replica was lost by a request that ended before
-            return
         self._asked.remove(ended)
         try:
             answer: DataProto = ended.future.get()
             self._check(answer, len(ended.rows))
         except QuadrigaError as error:
-            self._fail(ended.replica, error, ended.members)
+            self._fail(ended.replica, error, ended.prompts)
         else:
             self._answers.append((ended.rows, answer))
 
-    def _fail(
-        self, replica: Replica, error: QuadrigaError, members: tuple[SamePrompt, ...]
-    ) -> None:
+    def _fail(self, replica: Replica, error: QuadrigaError, prompts: list[Rows]) -> None:
         """Lose a replica, and let all rows of which it was asked wait again, before the others.
         Raise other errors."""
         self.replicas.lose(replica, error)
-        self._router.forget(replica.number)
         own = [asked for asked in self._asked if asked.replica is replica]
+        again = list(prompts)
         for asked in own:
             self._asked.remove(asked)
             asked.future.cancel()
-        again = [*members, *(member for asked in own for member in asked.members)]
+            again += asked.prompts
         self._waiting.extendleft(reversed(again))
 
     def _check(self, answer: DataProto, rows: int) -> None:
@@ -577,17 +477,3 @@ class _Call:
             )
         if problem:
             raise RolloutOutputError(problem, fault=fault, row=None, version=version)
-
-    def _ended(self) -> list[Request]:
-        """Wait until requests have ended, failed or exceeded their deadline, and return them."""
-        pause = _FIRST_PAUSE_S
-        while True:
-            ended = [asked for asked in self._asked if asked.future.done()]
-            if ended or not self._asked:
-                return ended
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
-
-
-def _rows_of(members: Sequence[SamePrompt]) -> list[int]:
-    return [row for member in members for row in member.rows]

@@ -21,17 +21,16 @@ The trainer runs a stage with the stages of added roles before and after it, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import gcd
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 
 from quadriga.algorithms.advantages import compute_advantages, get_advantage
+from quadriga.algorithms.dynamic_sampling import dynamic_sampling
 from quadriga.algorithms.importance import importance_correction, mismatch_metrics
 from quadriga.algorithms.kl import KLController, penalise_rewards
 from quadriga.algorithms.policy_losses import get_policy_loss, select_tokens
@@ -43,17 +42,16 @@ from quadriga.algorithms.shaping import (
     shape_rewards,
     zero_variance_metrics,
 )
-from quadriga.config.plan import mini_batch_prompts
 from quadriga.config.schema import (
-    MISSING_PATH,
     ActorConfig,
     AlgorithmConfig,
+    RewardModelConfig,
     RolloutCorrectionConfig,
     TrainConfig,
 )
 from quadriga.errors import FieldError, LengthError, WorkerError
-from quadriga.parallel.balancing import RowCosts, arrange_rows
-from quadriga.parallel.costs import TOKENS, CostModel, Counts
+from quadriga.observability.metrics import MetricSet
+from quadriga.parallel.balancing import Balance
 from quadriga.protocol import (
     DataProto,
     DataProtoFuture,
@@ -62,19 +60,20 @@ from quadriga.protocol import (
     unpad_dataproto,
 )
 from quadriga.protocol.contents import shape_and_dtype
-from quadriga.trainer.dataflow import ESTIMATOR_FIELDS, PASSES, StepPlan
+from quadriga.rewards.functions import FAILURES
+from quadriga.trainer.dataflow import ESTIMATOR_FIELDS, PASSES
 from quadriga.trainer.record import Metrics, RunRecord, StageResult, named_mismatch
 from quadriga.trainer.roles.registry import PlacedStage
-from quadriga.trainer.roles.workers import needs_critic
-from quadriga.workers.generation import GeneratingGroup, SamplingMode, generation_inputs
-from quadriga.workers.method_fields import GENERATE_SEQUENCES
-from quadriga.workers.roles import GroupMethod
+from quadriga.workers.method_fields import COMPUTE_RM_SCORE, GENERATE_SEQUENCES
+from quadriga.workers.roles import GeneratingGroup, GroupMethod, RewardModelGroup
 from quadriga.workers.updates import mask_with_advantage
 
 if TYPE_CHECKING:
     from quadriga.single_controller import WorkerGroup
 
 ArgumentsP = ParamSpec("ArgumentsP")
+SamplingMode = Literal["train", "val", "greedy"]
+"""Which settings sample: `rollout.sampling`, `rollout.val_sampling`, or temperature 0."""
 
 
 class BatchReward(Protocol):
@@ -145,6 +144,16 @@ def _seeds(source: Sequence[int], count: int) -> npt.NDArray[np.int64]:
     return (streams >> np.uint64(1)).astype(np.int64)
 
 
+def generation_inputs(rows: DataProto, mode: SamplingMode = "train") -> DataProto:
+    """Return a batch of the fields that generation reads, with the sampling mode."""
+    tensors, arrays = list(GENERATE_SEQUENCES.reads), list[str]()
+    if fields.MULTI_MODAL_INPUTS in rows.non_tensor_batch:
+        tensors, arrays = [*tensors, fields.POSITION_IDS], [fields.MULTI_MODAL_INPUTS]
+    inputs = rows.select(batch_keys=tensors, non_tensor_batch_keys=arrays, meta_info_keys=[])
+    inputs.meta_info["sampling"] = mode
+    return inputs
+
+
 def generate(rows: DataProto, rollout: GeneratingGroup, mode: SamplingMode) -> StageResult:
     """Generate one response per row, for any number of rows.
 
@@ -200,7 +209,7 @@ def balance_over_ranks(batch: DataProto, balance: Balance) -> StageResult:
         return StageResult(batch.select_idxs(balance.unbalanced(len(batch))), {})
     # Few small fields are fetched; the others are reordered by reference.
     length_B, prompt_B = batch.batch[fields.SEQUENCE_LENGTH], batch.batch[fields.PROMPT_LENGTH]
-    live_B = balance.live(batch)
+    live_B = _live(batch, balance)
     uid = batch.non_tensor_batch[fields.UID]
     if balance.ranks == 1 or len(batch) % balance.ranks:
         return StageResult(batch, {})
@@ -208,6 +217,17 @@ def balance_over_ranks(batch: DataProto, balance: Balance) -> StageResult:
         uid.tolist(), prompt_B.numpy(), (length_B - prompt_B).numpy(), live_B
     )
     return StageResult(batch.select_idxs(arranged.order), arranged.metrics())
+
+
+def _live(batch: DataProto, balance: Balance) -> npt.NDArray[np.bool_]:
+    """Return which rows need computation, [B] bool."""
+    if not balance.masked:
+        return np.ones(len(batch), dtype=np.bool_)
+    mask_BT = batch.batch[fields.RESPONSE_MASK]
+    if balance.skips:
+        mask_BT = mask_with_advantage(mask_BT, batch.batch[fields.ADVANTAGES])
+    live: npt.NDArray[np.bool_] = mask_BT.any(-1).numpy()
+    return live
 
 
 # From scores to advantages.
@@ -600,184 +620,180 @@ def _check_result(placed: PlacedStage, batch: DataProto, result: DataProto, rows
             )
 
 
-# The order of rows. A worker group splits a batch into equal parts of neighbouring rows, one for
-# each rank, and a rank cuts its part into mini-batches in order.
+# From prompts to the batch of a step.
 
 
-@dataclass(frozen=True)
-class Balance:
-    """What the order of the rows depends on.
+_FAILED = (*(f"reward/{status}" for status in FAILURES), "reward/masked")
+"""Metrics of a reward function that count samples without a score."""
 
-    Attributes:
-        ranks: ranks of the actor.
-        enabled: False: rows keep their order within a mini-batch.
-        mini_batch_rows: rows of a mini-batch over all ranks, each of which is balanced by itself;
-            None: the whole batch.
-        cost: the cost of the actor's sequences.
-        shares_prompts: whether the training engine computes a prompt that several rows of a rank
-            share once.
-        whole_groups: whether the responses of one prompt are kept on one rank.
-        masked: whether the rows that the update leaves out are known and masked.
-        skips: whether advantages are known, and rows whose advantages are all 0 are left out.
-        critic_ranks: ranks of the critic; None: as many as the actor has.
-        critic_mini_batch_rows: rows of a mini-batch of the critic over all ranks; None: the batch.
+
+class Sampler:
+    """Draws the batch of a step.
+
+    Args:
+        rollout: the worker group that generates.
+        reward: scores a batch, where sampling depends on scores.
+        stream: batches of prompts without end; refilling draws more of them.
+        runner: runs the stages; None: without those of added roles.
     """
 
-    ranks: int
-    enabled: bool = True
-    mini_batch_rows: int | None = None
-    cost: CostModel = TOKENS
-    shares_prompts: bool = True
-    whole_groups: bool = True
-    masked: bool = False
-    skips: bool = False
-    critic_ranks: int | None = None
-    critic_mini_batch_rows: int | None = None
+    def __init__(
+        self,
+        config: TrainConfig,
+        rollout: GeneratingGroup,
+        reward: BatchReward,
+        stream: Iterator[DataProto],
+        runner: StageRunner | None = None,
+    ) -> None:
+        self.config = config
+        self.rollout = rollout
+        self.reward = reward
+        self.stream = stream
+        self.runner = runner or StageRunner()
+        estimator = get_advantage(config.algorithm.adv_estimator)
+        self.with_baselines = estimator.needs_baseline_scores
 
-    def unbalanced(self, rows: int) -> NDArray[np.int64]:
-        """Return the order [B] in which each mini-batch has the same rows for any number of ranks.
+    def draw(self, prompts: DataProto, step: int) -> StageResult:
+        """Return the batch of a step and metrics. With refilling the rows are scored already."""
+        batch, metrics = self._generate(prompts, step, turn=0)
+        if self.config.algorithm.filter_groups.refills:
+            batch, refilled = self.refill(batch, len(prompts), step)
+            metrics = _merged(metrics, refilled)
+        return StageResult(batch, metrics)
 
-        `rows`: B, a multiple of the number of ranks.
+    def refill(self, batch: DataProto, wanted: int, step: int) -> StageResult:
+        """Keep the prompt groups whose scores differ, and draw more until there are `wanted`
+        (DAPO, arXiv 2503.14476, section 3.2).
+
+        Only responses that take part in the update count. Stops at
+        `filter_groups.max_num_gen_batches` draws, however many groups there are then. The metrics
+        of the reward function are those of all draws.
         """
-        # 8 rows on 2 ranks in mini-batches of 4 rows: a rank has half of each mini-batch.
-        #
-        #   rank 0   0 1 | 4 5        rank 1   2 3 | 6 7
-        size = self.mini_batch_rows or max(rows, 1)
-        blocks = [np.arange(start, min(start + size, rows)) for start in range(0, rows, size)]
-        pieces = [np.array_split(block, self.ranks) for block in blocks]
-        parts = [part[rank] for rank in range(self.ranks) for part in pieces]
-        return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+        algorithm = self.config.algorithm
+        settings = algorithm.filter_groups
+        batch, of_first = self.runner.result(score_responses, batch, self.reward)
+        scoring = [of_first]
+        turn = 1
+        while True:
+            decision = dynamic_sampling(
+                batch.batch[fields.TOKEN_LEVEL_SCORES].sum(-1),
+                batch.non_tensor_batch[fields.UID],
+                wanted_groups=wanted,
+                member_B=_in_update(batch, algorithm),
+                mode="refill",
+                gen_batches=turn,
+                max_num_gen_batches=settings.max_num_gen_batches,
+                under_filled=settings.under_filled,
+            )
+            batch = batch.select_idxs(decision.rows)
+            if decision.action == "train":
+                drawn = {
+                    f"group/{name}": decision.metrics[name] for name in ("kept", "gen_batches")
+                }
+                return StageResult(batch, {**drawn, **_merged(*scoring)})
+            # `turn` is part of the seed, so that a prompt that is drawn twice in one step does
+            # not sample the same responses again.
+            more, of_greedy = self._generate(next(self.stream), step, turn)
+            more, of_more = self.runner.result(score_responses, more, self.reward)
+            scoring += [of_greedy, of_more]
+            batch = DataProto.concat([batch, more])
+            turn += 1
 
-    def critic_order(self, rows: int) -> NDArray[np.int64] | None:
-        """Return the order in which a critic on another number of ranks gets the rows of a batch
-        that is ordered for the actor, so that it has the mini-batches that one rank has.
+    def _generate(self, prompts: DataProto, step: int, turn: int) -> StageResult:
+        """Return the responses to prompts, and what failed in scoring their greedy responses."""
+        n = self.config.actor_rollout_ref.rollout.n
+        seed = self.config.trainer.seed
+        result = self.runner.result
+        rows = result(expand_prompts, prompts, n=n, step=step, seed=seed, turn=turn).batch
+        if not self.with_baselines:
+            return StageResult(result(generate, rows, self.rollout, "train").batch, {})
+        greedy, scoring = self._score_greedy(rows, n)
+        rows = add_baselines(rows, greedy).batch
+        batch = result(generate, rows, self.rollout, "train").batch
+        _mask_without_baseline(batch, greedy)
+        return StageResult(batch, {name: scoring[name] for name in _FAILED if name in scoring})
 
-        None: the order of the actor, which fits the ranks of the critic, or all rows are one
-        mini-batch, or they do not divide by its ranks.
-        """
-        # 8 rows in mini-batches of 4, on 2 ranks of the actor and 1 of the critic:
-        #
-        #   actor    rank 0   0 1 | 4 5     rank 1   2 3 | 6 7
-        #   critic   rank 0   0 1 2 3 | 4 5 6 7
-        ranks, size = self.critic_ranks or self.ranks, self.critic_mini_batch_rows or rows
-        if ranks == self.ranks or rows <= size or rows % ranks:
+    def _score_greedy(self, rows: DataProto, n: int) -> StageResult:
+        """One greedy response per prompt, scored; `n` neighbouring rows have the same prompt."""
+        first_of_each = rows.select_idxs(np.arange(0, len(rows), n))
+        runner = self.runner.without_updates()
+        greedy = runner.result(generate, first_of_each, self.rollout, "greedy").batch
+        return runner.result(score_responses, greedy, self.reward)
+
+
+def _in_update(batch: DataProto, config: AlgorithmConfig) -> Tensor:
+    """Return bool [B], True for responses that take part in the update if their group does."""
+    left_out = (batch.batch[fields.FINISHED] == 0) & config.overlong.drop_truncated
+    return drop_truncated(batch.batch[fields.RESPONSE_MASK], left_out).any(-1)
+
+
+def _mask_without_baseline(batch: DataProto, greedy: DataProto) -> None:
+    """Mask the responses to prompts whose greedy response was left out (`reward.on_failure=mask`).
+
+    A baseline of 0 in its place would make their advantages too large.
+    """
+    scored_P = greedy.batch[fields.RESPONSE_MASK].any(-1)
+    if not scored_P.all():
+        mask = batch.batch[fields.RESPONSE_MASK]
+        scored_B = scored_P.repeat_interleave(len(batch) // len(greedy))
+        batch.batch[fields.RESPONSE_MASK] = mask * scored_B.to(mask.dtype)[:, None]
+
+
+def _merged(*metrics: Metrics) -> Metrics:
+    """Reduce the metrics of several draws by their kinds: counts are added."""
+    merged = MetricSet()
+    for some in metrics:
+        merged.add(some)
+    return merged.reduce()
+
+
+class ModelReward:
+    """Scores batches with rules and a reward model.
+
+    Attributes:
+        metrics: of the last batch: those of the rules, and the mean of each part before weights.
+        masked_rows: rows of the last batch that the rules exclude from the update.
+    """
+
+    def __init__(
+        self, rules: BatchReward, group: RewardModelGroup, config: RewardModelConfig
+    ) -> None:
+        self.rules = rules
+        self.group = group
+        self.config = config
+        self.metrics: dict[str, float] = {}
+        self.masked_rows: list[int] = []
+
+    def __call__(self, data: DataProto, /) -> DataProto:
+        """Return the scores of every row of `data`."""
+        inputs = data.select(
+            batch_keys=[key for key in COMPUTE_RM_SCORE.reads if key != fields.RAW_PROMPT],
+            non_tensor_batch_keys=[fields.RAW_PROMPT],
+            meta_info_keys=[],
+        )
+        # Rows that are added for a rank count are scored for nothing.
+        inputs, extra = pad_dataproto_to_divisor(inputs, self.group.world_size)
+        pending = self.group.compute_rm_score.submit(inputs)
+        ruled = self._rules(data)
+        model_BT = unpad_dataproto(pending.get(), extra).batch[fields.RM_SCORES]
+        scores_BT = self.config.weight * model_BT
+        self.metrics["reward/model"] = float(model_BT.sum(-1).mean())
+        if ruled is None:
+            tensors = {fields.TOKEN_LEVEL_SCORES: scores_BT, fields.RM_SCORES: model_BT}
+            return DataProto.from_dict(tensors=tensors)
+        rule_BT = ruled.batch[fields.TOKEN_LEVEL_SCORES]
+        self.metrics["reward/rules"] = float(rule_BT.sum(-1).mean())
+        ruled.batch[fields.TOKEN_LEVEL_SCORES] = self.config.rule_weight * rule_BT + scores_BT
+        ruled.batch[fields.RM_SCORES] = model_BT
+        return ruled
+
+    def _rules(self, data: DataProto) -> DataProto | None:
+        """Return the result of the rules; None if they have no weight."""
+        self.metrics, self.masked_rows = {}, []
+        if not self.config.rule_weight:
             return None
-        by_unit = np.arange(rows)
-        if rows % self.ranks == 0:  # otherwise the batch was not ordered for the actor
-            by_unit = by_unit[np.argsort(self.unbalanced(rows))]
-        critic = Balance(ranks, enabled=False, mini_batch_rows=size)
-        return by_unit[critic.unbalanced(rows)]
-
-    def live(self, batch: DataProto) -> NDArray[np.bool_]:
-        """Return which rows need computation, [B] bool."""
-        if not self.masked:
-            return np.ones(len(batch), dtype=np.bool_)
-        mask_BT = batch.batch[fields.RESPONSE_MASK]
-        if self.skips:
-            mask_BT = mask_with_advantage(mask_BT, batch.batch[fields.ADVANTAGES])
-        live: NDArray[np.bool_] = mask_BT.any(-1).numpy()
-        return live
-
-    def arrange(
-        self, uid: Sequence[object], prompt: Counts, response: Counts, live: NDArray[np.bool_]
-    ) -> Arrangement:
-        """Order B rows by ids of prompt groups, tokens, and whether a row has one to learn from."""
-        numbers = {key: number for number, key in enumerate(dict.fromkeys(uid))}
-        group = np.array([numbers[key] for key in uid], dtype=np.int64)
-        single = np.arange(len(group))
-        costs = RowCosts.of(
-            self.cost, group if self.whole_groups else single, prompt, response, live
-        )
-        rows = arrange_rows(costs, self.ranks, self.mini_batch_rows)
-        computed = group if self.shares_prompts else single
-        return Arrangement(
-            rows,
-            RowCosts.of(TOKENS, computed, prompt, response, live),
-            RowCosts.of(self.cost, computed, prompt, response, live),
-        )
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """The row numbers of [ranks][mini-batches], and the tokens and FLOPs that they compute."""
-
-    rows: list[list[list[int]]]
-    tokens: RowCosts
-    costs: RowCosts
-
-    @property
-    def order(self) -> NDArray[np.int64]:
-        """The new order of the rows, [B]."""
-        return np.array([row for rank in self.rows for block in rank for row in block])
-
-    def metrics(self) -> dict[str, float]:
-        """Measure the balance."""
-        tokens = [sum(map(self.tokens.total, rank)) for rank in self.rows]
-        cost = np.array([[self.costs.total(block) for block in rank] for rank in self.rows])
-        # All ranks wait for the slowest one at each optimizer step.
-        waited, mean = cost.max(0).sum(), cost.mean(0).sum()
-        return {
-            "batch/token_spread": (max(tokens) - min(tokens)) / max(1.0, *tokens),
-            "batch/cost_imbalance": float(waited / mean) if mean else 1.0,
-        }
-
-
-def balance_of(
-    config: TrainConfig, plan: StepPlan, ranks: int, critic_ranks: int | None = None
-) -> Balance:
-    """Return how the batches of a run are ordered. `critic_ranks`: None if there is no critic."""
-    _, critic_prompts = mini_batch_prompts(config)
-    unbalanced = Balance(
-        ranks,
-        config.trainer.balance_batch,
-        mini_batch_rows=_rows_of_mini_batch(config, ranks),
-        masked=plan.masks_before_passes,
-        skips=plan.advantages_before_passes,
-        critic_ranks=critic_ranks,
-        critic_mini_batch_rows=critic_prompts * config.actor_rollout_ref.rollout.n,
-    )
-    if ranks == 1 or not unbalanced.enabled:
-        return unbalanced
-    cost, shares_prompts = _cost_of_actor(config)
-    return replace(
-        unbalanced,
-        cost=cost,
-        shares_prompts=shares_prompts,
-        whole_groups=shares_prompts and config.trainer.balance_groups,
-    )
-
-
-def _cost_of_actor(config: TrainConfig) -> tuple[CostModel, bool]:
-    """Return what the actor's sequences cost, and whether its engine computes prompts once."""
-    from quadriga.engines.sequence_cost import sequence_cost
-    from quadriga.models.architectures import architecture_of
-    from quadriga.models.folder import check_model_folder, local_folder
-    from quadriga.models.loading import read_config
-    from quadriga.parallel.device import get_device_name
-
-    model, device = config.actor_rollout_ref.model, config.trainer.device
-    attention = config.actor_rollout_ref.actor.engine.attention
-    if model.path == MISSING_PATH:  # a worker class of the user that loads its own model
-        return TOKENS, True
-    folder, trust = local_folder(model.path), model.trust_remote_code
-    check_model_folder(folder, weights=False, tokenizer=False, trust_remote_code=trust)
-    found = read_config(folder, trust_remote_code=trust)
-    shares_prompts = architecture_of(found).rows == "packed"
-    return (
-        sequence_cost(found, "lm", get_device_name() if device == "auto" else device, attention),
-        shares_prompts,
-    )
-
-
-def _rows_of_mini_batch(config: TrainConfig, ranks: int) -> int | None:
-    """Return the rows of the mini-batches that are balanced; None: the whole batch is."""
-    # Each rank draws new mini-batches from its rows in each epoch.
-    if config.actor_rollout_ref.actor.shuffle:
-        return None
-    n = config.actor_rollout_ref.rollout.n
-    actor, critic = mini_batch_prompts(config)
-    # Mini-batches of 6 and 4 prompts are balanced in units of 2: both consist of whole units.
-    common = gcd(actor, critic)
-    if needs_critic(config) and common * n % ranks == 0:
-        return common * n
-    return actor * n
+        result = self.rules(data)
+        ruled = result.get() if isinstance(result, DataProtoFuture) else result
+        self.metrics = dict(getattr(self.rules, "metrics", {}))
+        self.masked_rows = list(getattr(self.rules, "masked_rows", []))
+        return ruled

@@ -21,7 +21,7 @@ from quadriga.trainer.stages import BatchReward, StageRunner
 if TYPE_CHECKING:
     from quadriga.data import PromptLoader
     from quadriga.trainer.record import RunRecord
-    from quadriga.workers.generation import GeneratingGroup
+    from quadriga.workers.roles import GeneratingGroup
 
 CORE, OTHER = "val-core", "val-aux"
 """Beginnings of the metrics of a data source, as verl names them: those of all n responses to a

@@ -30,8 +30,7 @@ from quadriga.trainer.replicas import (
     are_replicas,
     start_replicas,
 )
-from quadriga.trainer.roles.placement import ResourcePoolManager, Role
-from quadriga.trainer.roles.registry import added_roles
+from quadriga.trainer.roles.registry import ResourcePoolManager, Role, added_roles
 from quadriga.trainer.roles.workers import (
     CRITIC,
     INIT,
@@ -47,10 +46,10 @@ from quadriga.trainer.roles.workers import (
     worker_keys,
     workers_of,
 )
-from quadriga.workers.generation import GeneratingGroup
 from quadriga.workers.roles import (
     ActorGroup,
     CriticGroup,
+    GeneratingGroup,
     ReceivingGroup,
     RefGroup,
     RewardModelGroup,
@@ -236,16 +235,8 @@ class PPOGroups(StartedGroups):
             groups["critic"] = self.critic
         return groups | {k: group for k, group in self.added.items() if has_method(group, k, SAVE)}
 
-    def save(self, folder: Path, state: ControllerState, max_to_keep: int | None) -> None:
-        """Save actor, critic, added roles with a state, and the controller's state under `folder`.
-
-        Raises:
-            As `save_roles`.
-        """
-        save_roles(folder, state, max_to_keep, self.saved)
-
     def load(self, checkpoint: Path, step: int) -> None:
-        """Load actor, critic and added roles from a folder that `save` wrote at `step`.
+        """Load actor, critic and added roles from a folder that `save_roles` wrote at `step`.
 
         Raises:
             CheckpointError: it has no state of a role that saves one.
@@ -373,8 +364,7 @@ def _ppo_groups(
     rollout: GeneratingGroup
     link: WeightLink | ReplicaLink | None = None
     if replicas is not None:
-        rows = settings.micro_batch_size
-        rollout = ReplicatedRollout(replicas, settings.replicas, most_rows=rows)
+        rollout = ReplicatedRollout(replicas, settings)
         link = ReplicaLink(actor, replicas)
     else:
         rollout = view_of["rollout"]

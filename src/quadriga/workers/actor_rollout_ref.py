@@ -2,15 +2,22 @@
 
 The policy has three uses: actor, rollout and reference. One process may have all three. The
 training engine shards the trained parameters over the ranks. The rollout engine holds its own copy;
-`sync_weights` updates that copy and compares a digest of every tensor.
+`sync_weights` updates that copy and compares a digest of every tensor. `generate_batch` is the part
+of `generate_sequences` that fits any engine: from prompts to a batch with responses.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from quadriga.config.schema import ActorRolloutRefConfig, EngineConfig
+from quadriga.config.schema import (
+    ActorRolloutRefConfig,
+    EngineConfig,
+    ModelConfig,
+    SamplingConfig,
+)
 from quadriga.engines.base import ENTROPY, LOG_PROBS
 from quadriga.errors import ConfigError, WorkerError
 from quadriga.parallel.device import used_memory
@@ -40,9 +47,12 @@ from quadriga.workers.runtime import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from quadriga.checkpoint.files import SavedFile
     from quadriga.engines.base import Outputs, TrainEngine
-    from quadriga.rollout.base import RolloutEngine
+    from quadriga.models.images import MultiModalRows
+    from quadriga.rollout.base import RolloutEngine, SamplingParams
 
 Use = Literal["actor", "rollout", "ref"]
 
@@ -140,8 +150,6 @@ class ActorRolloutRefWorker(PolicyWeights):
         Returns:
             The fields `GENERATE_SEQUENCES.writes`.
         """
-        from quadriga.workers.generation import generate_batch, sampling_params
-
         settings = self.config.rollout
         modes = {
             "train": settings.sampling,
@@ -383,3 +391,118 @@ class SFTWorker(ActorRolloutRefWorker):
         """
         outputs = self._forward("actor", data)
         return DataProto.from_dict(tensors={fields.OLD_LOG_PROBS: outputs[LOG_PROBS]})
+
+
+def generate_batch(
+    engine: RolloutEngine, prompts: DataProto, sampling: SamplingParams
+) -> DataProto:
+    """Generate one response per row, check them, and lay the sequences out as fields.
+
+    Two rows, P = 3, R = 4; "." is padding, "e" the end token. The second response is cut at the
+    length limit:
+
+                          prompt   response
+        input_ids         . p p    r r e .
+                          p p p    r r r r
+        attention_mask    0 1 1    1 1 1 0
+                          1 1 1    1 1 1 1
+        position_ids      0 0 1    2 3 4 4
+                          0 1 2    3 4 5 6
+        sequence_length   5        finished   1
+                          7                   0
+
+    Args:
+        prompts: the fields `GENERATE_SEQUENCES.reads`: `input_ids`, `attention_mask` [B, P] int64,
+            padded on the left, and `sample_seed` [B] int64.
+
+    Returns:
+        The fields `GENERATE_SEQUENCES.writes`; R is `sampling.max_new_tokens`.
+
+    Raises:
+        RolloutError: the prompts, the settings or the engine's output cannot be used; see
+            `rollout.guard`.
+    """
+    import torch
+
+    from quadriga.models.images import MultiModalRows
+    from quadriga.rollout.guard import guarded
+
+    engine = guarded(engine)  # that of a worker class of the user may have no guard
+    prompt_ids = prompts.batch[fields.INPUT_IDS]
+    prompt_mask = prompts.batch[fields.ATTENTION_MASK]
+    request = prompt_ids, prompt_mask, sampling, prompts.batch[fields.SAMPLE_SEED]
+    images = MultiModalRows.of(prompts)
+    out = engine.generate(*request, images)
+    attention_mask = torch.cat([prompt_mask, out.response_mask], dim=1)
+    finished = [reason == "stop" for reason in out.finish_reason]
+    return DataProto.from_dict(
+        tensors={
+            fields.PROMPTS: prompt_ids,
+            fields.RESPONSES: out.response_ids,
+            fields.RESPONSE_MASK: out.response_mask,
+            fields.ROLLOUT_LOG_PROBS: out.rollout_log_probs,
+            fields.INPUT_IDS: torch.cat([prompt_ids, out.response_ids], dim=1),
+            fields.ATTENTION_MASK: attention_mask,
+            fields.POSITION_IDS: _positions(attention_mask, out.response_mask, images),
+            fields.SEQUENCE_LENGTH: attention_mask.sum(-1),
+            fields.FINISHED: torch.tensor(finished, dtype=torch.int64),
+            fields.WEIGHT_VERSION: out.weight_versions,
+        }
+    )
+
+
+def _positions(
+    attention_mask: Tensor, response_mask: Tensor, images: MultiModalRows | None
+) -> Tensor:
+    """Return the positions of prompts and responses: [B, P + R], or [B, 3, P + R] with images."""
+    if images is not None:
+        return images.followed_by(response_mask)
+    # The sum is -1 at padding on the left. No position embedding has that index, and the
+    # attention mask hides whatever is at position 0 there.
+    return (attention_mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def sampling_params(
+    settings: SamplingConfig, model: ModelConfig, *, max_new_tokens: int
+) -> SamplingParams:
+    """Return the settings in the form that rollout engines take, with the padding and end tokens
+    of the model."""
+    from quadriga.rollout.base import SamplingParams
+
+    pad, ends, excluded = special_tokens(model)
+    return SamplingParams(
+        max_new_tokens=max_new_tokens,
+        eos_token_ids=ends,
+        pad_token_id=pad,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        min_p=settings.min_p,
+        min_new_tokens=settings.min_new_tokens,
+        stop_token_ids=settings.stop_token_ids,
+        stop_strings=settings.stop,
+        ignore_eos=settings.ignore_eos,
+        excluded_token_ids=excluded,
+    )
+
+
+@lru_cache(maxsize=8)
+def special_tokens(model: ModelConfig) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Return (padding token, end tokens, tokens of images), as token ids.
+
+    A response ends with the end tokens of the folder, and with the token that ends a turn in the
+    chat template. A sampled image token would stand for an image that does not exist.
+    """
+    from quadriga.data.conversations import turn_end_ids
+    from quadriga.models.folder import end_token_ids
+    from quadriga.models.images import image_tokens
+    from quadriga.models.loading import load_tokenizer
+
+    tokenizer = load_tokenizer(
+        model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
+    )
+    pad: int = tokenizer.pad_token_id
+    images = image_tokens(model.path, trust_remote_code=model.trust_remote_code)
+    excluded = () if images is None else images.never_sampled
+    ends = {*end_token_ids(model.path, tokenizer), *turn_end_ids(tokenizer)}
+    return pad, tuple(sorted(ends)), excluded

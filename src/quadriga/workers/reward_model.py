@@ -17,13 +17,12 @@ from quadriga.data.chat import NO_ARGUMENTS, TemplateArguments
 from quadriga.data.pairs import MARGINS
 from quadriga.engines.base import VALUES
 from quadriga.errors import LengthError
-from quadriga.protocol import DataProto, DataProtoFuture, fields
+from quadriga.protocol import DataProto, fields
 from quadriga.single_controller import (
     Dispatch,
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from quadriga.single_controller.dispatch import GroupView, Split, mesh_scheme
 from quadriga.workers.method_fields import MODEL_INPUTS
 from quadriga.workers.runtime import EngineWorker, RankRuntime
 
@@ -75,8 +74,9 @@ class RewardModelWorker(EngineWorker[RewardModelConfig]):
         path = local_folder(model.path)
         self.tokenizer = tokenizer_of(model)
         self.policy_tokenizer = self.tokenizer if self.policy is None else tokenizer_of(self.policy)
-        self.same_tokens = reads_tokens_of(
-            self.tokenizer, self.policy_tokenizer, self.config, self.policy_arguments
+        arguments = self.config.chat_template_kwargs
+        self.same_tokens = same_tokens(
+            self.tokenizer, self.policy_tokenizer, arguments, self.policy_arguments
         )
         self.pad = padding_token(path, model.tokenizer_path or path, trust_remote_code=trusted)
         window = context_window(read_config(path, trust_remote_code=trusted))
@@ -130,35 +130,23 @@ def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
     return load_tokenizer(path, trust_remote_code=model.trust_remote_code)
 
 
-def reads_tokens_of(
-    own: PreTrainedTokenizerBase,
-    policy: PreTrainedTokenizerBase,
-    config: RewardModelConfig,
-    policy_arguments: TemplateArguments | None,
-) -> bool:
-    """Return whether a reward model reads the token ids of the policy.
-
-    `policy_arguments`: of the chat template of the policy; None: those of the reward model.
-    """
-    arguments = config.chat_template_kwargs
-    equal = policy_arguments is None or dict(policy_arguments) == dict(arguments)
-    return equal and same_tokens(own, policy, arguments)
-
-
 def same_tokens(
     one: PreTrainedTokenizerBase,
     other: PreTrainedTokenizerBase,
     arguments: TemplateArguments = NO_ARGUMENTS,
+    other_arguments: TemplateArguments | None = None,
 ) -> bool:
     """Return whether a conversation of `other` has the tokens that `one` writes for it.
 
-    `arguments`: of the chat templates of both.
+    `arguments`: of the chat template of `one`; `other_arguments`: of the other, None: the same.
 
     Token ids and chat template must be equal, and the template must write a response as the policy
     generates it: the response, then the end token. Many templates write a line break after it.
     """
     from quadriga.data.chat import Chat, encode_chats
 
+    if other_arguments is not None and dict(other_arguments) != dict(arguments):
+        return False
     if one is not other and (
         one.get_vocab() != other.get_vocab() or one.chat_template != other.chat_template
     ):
@@ -185,30 +173,6 @@ _ROWS = "rows"
 _MESH = "reward_model"
 
 
-def _dispatch_pairs(view: GroupView, /, data: object) -> Split:
-    """Split by data-parallel rank, with both rows of a pair in one part.
-
-    A future that is pending is split as in other modes.
-
-    Raises `LengthError` if the pairs do not divide and padding is off, or a row has no partner.
-    """
-    from quadriga.single_controller.padding import add_padding
-
-    if isinstance(data, DataProtoFuture) and (arrived := data.arrived()) is not None:
-        data = arrived
-    parts = max(view.dispatch_info(_MESH)) + 1
-    if isinstance(data, DataProto) and len(data) % (2 * parts):
-        rows = len(data)
-        if rows % 2 or not data.is_padding_enabled():
-            remedy = "" if rows % 2 else ", or enable padding (auto_padding=True)"
-            raise LengthError(
-                f"{view.method}: expected pairs of neighbouring rows that divide into {parts} "
-                f"equal parts, got {rows} rows. Pass a multiple of {2 * parts} rows{remedy}."
-            )
-        data = add_padding(view.memo, f"{view.method}: argument 'data'", data, parts, unit=2)
-    return mesh_scheme(_MESH).dispatch_batches(view, data)
-
-
 class PairTrainingWorker(EngineWorker[RMConfig]):
     """A reward model that is trained, in one rank.
 
@@ -220,12 +184,7 @@ class PairTrainingWorker(EngineWorker[RMConfig]):
     def __init__(self, config: RMConfig, runtime: RankRuntime | None = None) -> None:
         super().__init__(_MESH, config, "score", runtime)
 
-    @register(
-        dispatch_mode={
-            **make_nd_compute_dataproto_dispatch_fn(_MESH),
-            "dispatch_fn": _dispatch_pairs,
-        }
-    )
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(_MESH))
     def update_rm(self, data: DataProto) -> DataProto:
         """Take one optimizer step. See `update_pairs`."""
         size = self.config.data.micro_batch_size_per_gpu
@@ -277,15 +236,18 @@ def update_pairs(
 
     rows = rows_of_update(data, MODEL_INPUTS)
     plan = engine.micro_batches(rows, micro_batch_size=micro_batch_size)
-    real_P = ~padding_rows(data)[0::2]
-    pairs, odd, split = engine.global_counts(
-        real_P.sum(), len(data) % 2, drops or not all(map(_has_whole_pairs, plan))
+    added_B = padding_rows(data)
+    real_P = ~added_B[0::2]
+    # The row that pads an odd batch is no partner of its last row.
+    odd = len(data) % 2 or bool((added_B[0::2] != added_B[1::2]).any())
+    pairs, without_partner, split = engine.global_counts(
+        real_P.sum(), odd, drops or not all(map(_has_whole_pairs, plan))
     )
-    if odd:  # on all ranks: one alone would leave the others in a collective
+    if without_partner:  # on all ranks: one alone would leave the others in a collective
         raise LengthError(
-            f"update_rm: expected whole pairs of neighbouring rows on every rank, but {odd:.0f} "
-            f"ranks have an odd number of rows ({len(data)} on this one). Split the batch into "
-            "parts of whole pairs."
+            "update_rm: expected whole pairs of neighbouring rows on every rank, but on "
+            f"{without_partner:.0f} ranks a row has no partner ({len(data)} rows on this one). "
+            "Pass a multiple of two rows for each rank."
         )
     margin_B = data.batch[MARGINS]
     if split:

@@ -57,6 +57,18 @@ class GroupMethod(Protocol[ArgumentsP, ResultT_co]):
         """Return the same method with a deadline of `timeout` seconds per call."""
 
 
+class GeneratingGroup(Protocol):
+    """What a stage that generates needs of the rollout: a worker group has it."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+
+    @property
+    def generate_sequences(self) -> Callable[[DataProto], DataProto]:
+        """Sample one response per row."""
+
+
 class RoleGroup(Protocol):
     """What the group of every role offers."""
 
@@ -252,8 +264,8 @@ def methods_of(roles: Iterable[type]) -> list[str]:
 if TYPE_CHECKING:
     # Nothing of this block exists at run time.
     from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker, SFTWorker
-    from quadriga.workers.critic import CriticWorker
     from quadriga.workers.reward_model import PairTrainingWorker, RewardModelWorker
+    from quadriga.workers.runtime import CriticWorker
 
     def joined(
         method: Callable[Concatenate[WorkerT, ArgumentsP], ResultT],

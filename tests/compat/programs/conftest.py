@@ -101,10 +101,10 @@ def judge() -> Iterator[object]:
     """The role `Role.Judge`, which a program has added. Removed after the program."""
     from verl.trainer.ppo.ray_trainer import Role
 
-    from quadriga.trainer.roles import placement
+    from quadriga.trainer.roles import registry
 
-    known = "Judge" in placement._ROLES
+    known = "Judge" in registry._ROLES
     yield Role.add("Judge")
     if not known:
-        del placement._ROLES["Judge"]
+        del registry._ROLES["Judge"]
         del Role.Judge

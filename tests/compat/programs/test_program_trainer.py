@@ -357,7 +357,7 @@ def test_the_names_of_the_workers():
     from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
 
     import quadriga.workers
-    from quadriga.trainer.fine_tuning.sft import SFTTrainer
+    from quadriga.trainer.fine_tuning import SFTTrainer
 
     assert ActorRolloutRefWorker is quadriga.workers.ActorRolloutRefWorker
     assert CriticWorker is quadriga.workers.CriticWorker

@@ -19,7 +19,7 @@ DECORATOR, WORKER = f"{COMPAT}.controller.decorator", f"{COMPAT}.controller.work
 GROUPS = f"{COMPAT}.controller.groups"
 TRAINER, SETTINGS = f"{COMPAT}.training.trainer", f"{COMPAT}.training.run_settings"
 SHARDING = f"{COMPAT}.training.sharding_managers"
-SFT = "quadriga.trainer.fine_tuning.sft"
+SFT = "quadriga.trainer.fine_tuning"
 
 MODULES: dict[str, tuple[str, ...]] = {
     "verl": (PROTOCOL, FUNCTIONS),

@@ -172,11 +172,12 @@ def _check_scored(
     """
     from quadriga.data.chat import encode_chats
     from quadriga.data.loader import items_of
-    from quadriga.workers.reward_model import reads_tokens_of, tokenizer_of
+    from quadriga.workers.reward_model import same_tokens, tokenizer_of
 
     section = config.reward_model
     model, own = section.model, tokenizer_of(section.model)
-    if reads_tokens_of(own, tokenizer, section, config.data.chat_template_kwargs):
+    arguments = config.data.chat_template_kwargs
+    if same_tokens(own, tokenizer, section.chat_template_kwargs, arguments):
         longest = LongestSequence(
             trained.tokens + 1, f"{trained.arithmetic}, and one is added", trained.remedy
         )

@@ -1,8 +1,8 @@
 """The roles of a training run: those of the trainer, and those that users add with `register_role`
 in a file of `algorithm.user_files`.
 
-    placement.py   `Role`, `ResourcePoolManager`: which role runs on which pool
-    registry.py    `register_role`, `RoleStage`: what an added role is, what it reads and writes;
+    registry.py    `Role`, `ResourcePoolManager`: which role runs on which pool;
+                   `register_role`, `RoleStage`: what an added role is, what it reads and writes;
                    `load_train_config`: settings with the sections of added roles
     workers.py     which roles a run needs, their pools, worker classes and start order
 

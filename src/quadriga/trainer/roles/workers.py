@@ -22,6 +22,7 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from quadriga.algorithms.advantages import get_advantage
@@ -38,8 +39,13 @@ from quadriga.single_controller import (
     WorkerGroup,
 )
 from quadriga.single_controller.worker import registered_methods
-from quadriga.trainer.roles.placement import ResourcePoolManager, Role
-from quadriga.trainer.roles.registry import AddedRole, added_roles, is_built_in
+from quadriga.trainer.roles.registry import (
+    AddedRole,
+    ResourcePoolManager,
+    Role,
+    added_roles,
+    is_built_in,
+)
 from quadriga.workers.roles import (
     ActorGroup,
     CriticGroup,
@@ -260,8 +266,8 @@ def start_order(workers: Mapping[str, Sequence[str]], added: Sequence[AddedRole]
 
     Without declarations: critic, reference, reward model, added roles, a rollout in other
     processes, and the actor last, because then the memory that the others need is known. A worker
-    with several uses has the place of its last one. A worker that must come earlier than another
-    one comes directly before it, and an added role waits until its predecessors have started:
+    with several uses has the place of its last one. Of the workers whose predecessors have started,
+    the first one in this order is next:
 
         roles       critic, actor_rollout, judge (starts_before critic), mirror (starts_after actor)
         order       judge, critic, actor_rollout, mirror
@@ -273,31 +279,24 @@ def start_order(workers: Mapping[str, Sequence[str]], added: Sequence[AddedRole]
     Raises:
         ConfigError: the declarations have a cycle, or name a role that is not registered.
     """
-    earlier, own = _earlier_workers(workers, added), {role.key for role in added}
 
     def rank(key: str) -> int:
         return max(_ORDER.index(use if use in _ORDER else "") for use in workers[key])
 
-    ranked, order = sorted(workers, key=rank), list[str]()
-
-    def append(key: str, later: tuple[str, ...] = ()) -> None:
-        if key in later:
-            cycle = " before ".join([key, *later[: later.index(key) + 1]])
-            raise ConfigError(
-                f"the start order of the roles has a cycle: {cycle}; change starts_after or "
-                "starts_before of one of them"
-            )
-        if key not in order:
-            for other in sorted(earlier[key], key=ranked.index):
-                append(other, (key, *later))
-            order.append(key)
-
-    for key in ranked:
-        # An added role must not pull the actor to the front.
-        if key not in own or earlier[key] <= set(order):
-            append(key)
-    for key in ranked:
-        append(key)
+    sorter = TopologicalSorter(_earlier_workers(workers, added))
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        raise ConfigError(
+            f"the start order of the roles has a cycle: {' before '.join(error.args[1])}; change "
+            "starts_after or starts_before of one of them"
+        ) from None
+    ready, order = list[str](), list[str]()
+    while sorter.is_active():
+        ready += sorter.get_ready()
+        ready.sort(key=sorted(workers, key=rank).index)
+        order.append(ready.pop(0))
+        sorter.done(order[-1])
     return order
 
 

@@ -31,8 +31,14 @@ from quadriga.rewards.manager import mean_extras, reward_components
 from quadriga.single_controller import Worker
 from quadriga.single_controller.worker import plain_class
 from quadriga.trainer.preflight import check_train_config
-from quadriga.trainer.roles.placement import ResourcePoolManager as QuadrigaPools, Role
-from quadriga.trainer.roles.registry import AddedRole, added_roles, is_built_in, registered_for
+from quadriga.trainer.roles.registry import (
+    AddedRole,
+    ResourcePoolManager as QuadrigaPools,
+    Role,
+    added_roles,
+    is_built_in,
+    registered_for,
+)
 from quadriga.trainer.roles.workers import use_gpu, uses_by_pool
 from quadriga.trainer.stages import BatchReward
 

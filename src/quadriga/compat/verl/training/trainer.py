@@ -42,8 +42,12 @@ from quadriga.errors import ConfigError, DispatchError, nearest_name
 from quadriga.protocol import DataProto
 from quadriga.single_controller.worker import plain_class
 from quadriga.trainer.ppo import RayPPOTrainer as QuadrigaTrainer
-from quadriga.trainer.roles.placement import ResourcePoolManager as QuadrigaPools, Role
-from quadriga.trainer.roles.registry import register_again, registered_for
+from quadriga.trainer.roles.registry import (
+    ResourcePoolManager as QuadrigaPools,
+    Role,
+    register_again,
+    registered_for,
+)
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker
 
 if TYPE_CHECKING:
@@ -502,21 +506,21 @@ def run_ppo(config: VerlConfig, task_runner_class: object = None) -> object:
 
 def run_sft(config: VerlConfig) -> object:
     """Fine-tune as `quadriga sft`, with settings of verl or an `SFTConfig`."""
-    from quadriga.trainer.fine_tuning.sft import run_sft as run
+    from quadriga.trainer.fine_tuning import run_sft as run
 
     return run(settings_of(config, SFTConfig, SFT))
 
 
 def run_generation(config: VerlConfig) -> object:
     """Generate as `quadriga generate`, with settings of verl or a `GenerateConfig`."""
-    from quadriga.trainer.evaluation.generate import run_generation as run
+    from quadriga.trainer.evaluation import run_generation as run
 
     return run(settings_of(config, GenerateConfig, GENERATE))
 
 
 def run_eval(config: VerlConfig) -> object:
     """Score responses of files as `quadriga eval`, with settings of verl or an `EvalConfig`."""
-    from quadriga.trainer.evaluation.evaluate import run_evaluation as run
+    from quadriga.trainer.evaluation import run_evaluation as run
 
     return run(settings_of(config, EvalConfig, EVAL))
 
