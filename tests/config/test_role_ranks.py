@@ -96,16 +96,3 @@ def test_a_placement_that_does_not_fit_the_run_is_refused(ranks, overrides, mess
 def test_the_plan_counts_the_ranks_of_each_role():
     plan = batch_plan(config("placement.actor=[0]", "placement.critic=[1-3]"))
     assert (plan.actor.mini_batch_per_rank, plan.critic.mini_batch_per_rank) == (12, 4)
-
-
-def test_the_plan_shows_the_placement():
-    placed = config("placement.actor=[0-3]", "placement.rollout=[4,5]", "placement.critic=[6-7]",
-                    nodes=2)  # fmt: skip
-    assert [
-        line.split() for line in batch_plan(placed).text().splitlines() if "node(s)" in line
-    ] == [
-        ["actor", "4", "ranks:", "4", "on", "1", "node(s)"],
-        ["rollout", "2", "ranks:", "2", "on", "1", "node(s)"],
-        ["critic", "2", "ranks:", "2", "on", "1", "node(s)"],
-    ]
-    assert "placement" not in batch_plan(config()).text()

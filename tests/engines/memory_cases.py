@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from optimizer_cases import has_torchao
@@ -24,6 +25,7 @@ from quadriga.config.schema import (
     OptimConfig,
     OptimizerName,
 )
+from quadriga.engines import sharding
 from quadriga.engines.base import EntropyUse
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.memory import Rows, TrainingUse, fsdp_memory
@@ -140,7 +142,8 @@ def settings(case: Case, folder: Path) -> tuple[ModelConfig, EngineConfig]:
 def planned(case: Case, folder: Path, ranks: int) -> EngineMemory:
     rows = replace(ROWS, micro_batch=case.micro_batch, entropy=case.entropy)
     use = TrainingUse("lm", ranks, "cpu", rows, rows, OptimConfig(name=case.optimizer))
-    return fsdp_memory(*settings(case, folder), use, min_unit_parameters=case.unit)
+    with patch.object(sharding, "MIN_UNIT_PARAMETERS", case.unit):
+        return fsdp_memory(*settings(case, folder), use)
 
 
 def measured(case: Case, folder: Path) -> Measured:

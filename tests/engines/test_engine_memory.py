@@ -34,8 +34,8 @@ def two_ranks(folder):
 
 
 @pytest.mark.parametrize("stages", [1, 4])
-@pytest.mark.parametrize("size", [None, 1, 16])
-@pytest.mark.parametrize("count", [1, 17, 1000])
+@pytest.mark.parametrize("size", [None, 16])
+@pytest.mark.parametrize("count", [17, 1000])
 @pytest.mark.parametrize(("prompt", "response", "samples"), [(10, 240, 1), (100, 20, 8)])
 def test_the_largest_micro_batch_is_planned_from_few_rows(
     prompt, response, samples, count, size, stages

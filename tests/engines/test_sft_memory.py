@@ -127,7 +127,7 @@ def test_the_rows_of_the_validation_are_those_of_its_data(tmp_path):
         rows = load_sft_rows(config)
         own = None if rows.val_conversations is None else rows.val_conversations.lengths
         (pool,) = sft_plan(config, "cpu", rows.train.lengths, rows.val_prompts, own).pools
-        assert ("loss of the validation" in pool.phases) == (own is not None)
+        assert ("log-probabilities" in pool.phases) == (own is not None)
         return pool.engines["actor"].peak("evaluate")
 
     # 7 rows; then 5; then 7 rows are padded to 8, two of each rank.

@@ -6,7 +6,7 @@ import re
 
 import pytest
 from run_cases import two_steps
-from transformers import AutoConfig, LlamaConfig
+from transformers import LlamaConfig
 
 from quadriga.cli.main import main
 from quadriga.config.loading import load_config
@@ -105,14 +105,6 @@ def test_the_offload_policy_leaves_no_states_on_an_accelerator(pools):
     assert pools(offload)[0].phases == pools()[0].phases  # on a CPU the host is the device
 
 
-def test_the_plan_reads_the_optimizer(pools):
-    (adamw,), (muon,) = (
-        pools(f"actor_rollout_ref.actor.optim.name={name}") for name in ("adamw", "muon")
-    )
-    states = [pool.engines["actor"].held["optimizer states"] for pool in (adamw, muon)]
-    assert states[1] < 0.8 * states[0]
-
-
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
@@ -168,23 +160,13 @@ def test_ranks_with_whole_weights_share_them_with_the_rollout(pools, shards, cop
     assert own == copies * pool.generation.held["weights"]
 
 
-VALIDATION = {
-    "more responses per prompt": (f"{ROLLOUT}.val_n=8", "data.val_batch_size=24"),
-    "filters": (
-        f"{ROLLOUT}.val_sampling.temperature=1", f"{ROLLOUT}.val_sampling.top_p=0.9",
-        "data.val_batch_size=16",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", VALIDATION)
-def test_a_training_run_plans_its_validation(pools, case):
+def test_a_training_run_plans_its_validation(pools):
     def peak(*more):
         return pools("data.max_prompt_length=2", *more)[0].generation.peak("generate")
 
-    *of_sampling, batch = VALIDATION[case]
-    assert peak(*of_sampling, batch) > peak(batch)
-    assert peak(*of_sampling, batch, "data.val_files=[]") == peak("data.val_files=[]")
+    more, batch = f"{ROLLOUT}.val_n=8", "data.val_batch_size=24"
+    assert peak(more, batch) > peak(batch)
+    assert peak(more, batch, "data.val_files=[]") == peak("data.val_files=[]")
 
 
 # The refusal, and what to change.
@@ -222,16 +204,16 @@ def test_a_rank_that_needs_more_than_its_device_has_is_refused(settings):
         text,
     )
     assert found and float(found[1]) == pytest.approx(needed / GIB, rel=0.01), text
-    assert text.count(" saves ") + text.count("(saves ") == 3, text  # remedies with their effects
+    assert text.count(" (acts on ") == 3, text  # changes, with the bytes on which they act
 
 
-def test_what_does_not_help_is_not_proposed(settings):
-    done = ("actor_rollout_ref.model.gradient_checkpointing=true", f"{ROLLOUT}.micro_batch_size=1",
-            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1")  # fmt: skip
+def test_what_is_set_is_not_proposed(settings):
+    done = ("actor_rollout_ref.model.gradient_checkpointing=true", f"{ROLLOUT}.micro_batch_size=1")
     text = refusal(settings("trainer.device_memory_gb=0.501", *done))
-    for useless in ("gradient_checkpointing", "ppo_micro_batch", "rollout.micro_batch", "8bit"):
-        assert useless not in text.split("; ", 2)[2], text  # rows of 32 elements have no 8 bits
-    assert "or a smaller model" in text
+    assert "gradient_checkpointing" not in text and "set actor_rollout_ref.model." not in text
+    # No offload or turns where the host is the device.
+    assert "offload_policy" not in text and "take_turns" not in text, text
+    assert "max_tokens_per_micro_batch=16384 (acts on " in text
 
 
 def write_llama(folder, hidden: int) -> str:
@@ -362,10 +344,10 @@ def test_the_options_of_vllm_are_in_the_plan(settings):
     on_cpu, missing = reserved(device="cpu")
     assert on_cpu["KV cache"] == GIB and missing == ("activations of vllm",)
     unknown, missing = reserved(more=["trainer.device=cuda"])
-    assert unknown["KV cache"] == 0 and missing == ("keys and values of vllm, 0.5 of the device",)
+    assert unknown["KV cache"] == 0 and missing == ("keys and values of vllm",)
 
 
-def test_the_options_of_sglang_are_in_the_plan(settings, tiny_task):
+def test_the_options_of_sglang_are_in_the_plan(settings):
     def reserved(*options, device="cuda"):
         plan = train_plan(settings(*GPU, *engine("sglang", *options)), device)
         return plan.pools[0], plan.missing
@@ -381,11 +363,7 @@ def test_the_options_of_sglang_are_in_the_plan(settings, tiny_task):
     two, _ = reserved("tensor_parallel=2")
     assert two.generation.held["weights"] == half.generation.held["weights"] // 2
     on_cpu, missing = reserved(device="cpu")
-    model = AutoConfig.from_pretrained(tiny_task.model)
-    head = model.hidden_size // model.num_attention_heads
-    of_token = 2 * model.num_hidden_layers * model.num_key_value_heads * head * 4
-    assert on_cpu.generation.held["KV cache"] == (1 << 16) * of_token
-    assert missing == ("activations of sglang",)
+    assert missing == ("keys and values of sglang",)
     assert on_cpu.totals["generation"] > 4 * PROCESS_BYTES["cpu"]
 
 

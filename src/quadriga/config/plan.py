@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from quadriga.config.role_ranks import RolePool, added_keys, num_ranks, role_pools, roles_of
-from quadriga.config.schema import ActorConfig, CriticConfig, TrainConfig
+from quadriga.config.role_ranks import num_ranks
+from quadriga.config.schema import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,6 @@ class BatchPlan:
     Attributes:
         ranks: ranks of the actor.
         together: ranks of the actor that compute the same rows.
-        pools: the roles that share processes, if the settings place them.
         total_steps: None if the data size is unknown.
     """
 
@@ -61,7 +60,6 @@ class BatchPlan:
     ranks: int
     together: int
     max_tokens_per_sequence: int
-    pools: tuple[RolePool, ...]
     total_steps: int | None
     critic_warmup_steps: int
     actor: UpdatePlan
@@ -94,28 +92,19 @@ class BatchPlan:
 
     def text(self, *, with_critic: bool = True) -> str:
         """Return the plan as lines of text; each number is shown with its calculation."""
+        ranks = f"{self.ranks} ranks"
+        if self.together > 1:
+            ranks = f"({ranks} / {self.together} that compute the same rows)"
         lines = [
             f"prompts per step       {self.prompts}",
             f"sequences per step     {self.sequences} = {self.prompts} prompts × "
             f"{self.responses_per_prompt} responses",
-            f"  on each rank         {self.sequences_per_rank} = {self.sequences} / "
-            + (
-                f"{self.ranks} ranks"
-                if self.together == 1
-                else f"({self.ranks} ranks / {self.together} that compute the same rows)"
-            ),
+            f"  on each rank         {self.sequences_per_rank} = {self.sequences} / {ranks}",
             f"  tokens, at most      {self.sequences * self.max_tokens_per_sequence:,} = "
             f"{self.sequences} × {self.max_tokens_per_sequence}",
         ]
         for update in (self.actor, self.critic) if with_critic else (self.actor,):
             lines += _update_lines(update, self)
-        if len(self.pools) > 1:
-            lines.append("placement")
-            lines += [
-                f"  {', '.join(pool.roles):<20} {len(pool.ranks)} ranks: "
-                f"{' + '.join(map(str, pool.ranks_per_node))} on {len(pool.ranks_per_node)} node(s)"
-                for pool in self.pools
-            ]
         if self.total_steps is not None:
             actor_steps, critic_steps = self.optimizer_steps(self.total_steps)
             of_critic = f" and {critic_steps} of the critic" if with_critic else ""
@@ -143,49 +132,24 @@ def batch_plan(
         train_rows: rows of training data, from which the number of steps is computed if
             `total_training_steps` is not given. The last, smaller batch of an epoch is dropped.
     """
-    data, actor, critic = config.data, config.actor_rollout_ref.actor, config.critic
-    mini, critic_mini = mini_batch_prompts(config)
+    data, engine = config.data, config.actor_rollout_ref.actor.engine
     actor_ranks = ranks or num_ranks(config, "actor")
     return BatchPlan(
         prompts=data.train_batch_size,
         responses_per_prompt=config.actor_rollout_ref.rollout.n,
         ranks=actor_ranks,
-        together=actor.engine.model_parallel_size,
+        together=engine.model_parallel_size,
         max_tokens_per_sequence=data.max_prompt_length + data.max_response_length,
-        pools=_pools(config),
         total_steps=_total_steps(config, train_rows),
-        critic_warmup_steps=critic.warmup_steps,
-        actor=_update(config, "actor", actor, actor_ranks, mini, actor.ppo_epochs),
-        critic=_update(
-            config,
-            "critic",
-            critic,
-            ranks or num_ranks(config, "critic"),
-            critic_mini,
-            critic.ppo_epochs or actor.ppo_epochs,
-        ),
+        critic_warmup_steps=config.critic.warmup_steps,
+        actor=_update(config, "actor", actor_ranks),
+        critic=_update(config, "critic", ranks or num_ranks(config, "critic")),
     )
 
 
-def _pools(config: TrainConfig) -> tuple[RolePool, ...]:
-    """Return the pools of actor, rollout, the roles that the section `placement` names, and the
-    roles that users have added; () if the section names none."""
-    roles = roles_of(config)
-    placed = [role for role in roles if getattr(config.placement, role) is not None]
-    if not placed:
-        return ()
-    named = {"actor", "rollout", *placed, *added_keys(config)}
-    return role_pools(config, [role for role in roles if role in named])
-
-
-def _update(
-    config: TrainConfig,
-    role: str,
-    section: ActorConfig | CriticConfig,
-    ranks: int,
-    mini: int,
-    epochs: int,
-) -> UpdatePlan:
+def _update(config: TrainConfig, role: str, ranks: int) -> UpdatePlan:
+    actor, (mini, critic_mini) = config.actor_rollout_ref.actor, mini_batch_prompts(config)
+    section, mini = (config.critic, critic_mini) if role == "critic" else (actor, mini)
     engine, micro = section.engine, section.ppo_micro_batch_size_per_gpu
     sequences = mini * config.actor_rollout_ref.rollout.n
     per_rank = sequences // (ranks // engine.model_parallel_size)
@@ -201,7 +165,7 @@ def _update(
         mini_batch_sequences=sequences,
         mini_batch_per_rank=per_rank,
         mini_batches=math.ceil(config.data.train_batch_size / mini),
-        epochs=epochs,
+        epochs=section.ppo_epochs or actor.ppo_epochs,
         micro_batch=micro if engine.use_dynamic_bsz else size,
         micro_batches=math.ceil(per_rank / size),
         max_tokens=engine.micro_batch_tokens if engine.use_dynamic_bsz else None,

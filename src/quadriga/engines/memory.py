@@ -19,7 +19,8 @@ gradients and the optimizer's state are in host memory, which on a CPU is the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -34,14 +35,13 @@ from quadriga.engines.micro_batches import plan_micro_batches, select_rows
 from quadriga.engines.optimizers import newton_schulz, rule_of_each, state_bytes
 from quadriga.engines.tensor_parallel import divide_layers
 from quadriga.engines.token_model import TokenModel
-from quadriga.errors import QuadrigaError
 from quadriga.models.adapters import BASE, is_adapter
 from quadriga.models.memory import (
     META,
     AllocationCounter,
     Bytes,
     EngineMemory,
-    failure,
+    counted,
     kernels_of,
     largest,
     run_backward,
@@ -149,14 +149,8 @@ class PassMemory:
     problem: str = ""
 
 
-_COUNTED: dict[Hashable, PassMemory] = {}
-"""Passes of the plans of this process: plans with another optimizer, or with states in host memory,
-have equal passes."""
-
-
 def count_pass(
     module: PreTrainedModel,
-    model: ModelConfig,
     engine: EngineConfig,
     use: TrainingUse,
     *,
@@ -167,33 +161,20 @@ def count_pass(
     """Return the memory of the update, or of the pass without gradients; None if there is none.
 
     Args:
-        module: a model on the meta device; `model` are its settings.
+        module: a model on the meta device.
         gradients_exist: gradients of parameters are added to earlier ones, and not counted.
         stages: least micro-batches, if there are as many rows.
     """
     rows = use.update if backward else use.evaluate
     if rows is None:
         return None
-    same = replace(engine, param_offload=False, optimizer_offload=False, offload_policy=False)
-    if not backward:  # nothing is kept that could be computed again
-        model = replace(model, gradient_checkpointing=False)
-    key = (module.config.to_json_string(), model, same, use.head, use.device_type, stages, rows,
-           backward, gradients_exist)  # fmt: skip
-    if key not in _COUNTED:
-        trained = [p for p in module.parameters() if p.requires_grad]
-        if backward and gradients_exist:
-            for parameter in trained:
-                parameter.grad = torch.empty_like(parameter)
-        try:
-            _COUNTED[key] = pass_memory(module, engine, use, rows, backward, stages)
-        except QuadrigaError:
-            raise
-        except Exception as error:  # a model whose code reads numbers fails in any way; reported
-            return PassMemory(rows.count, problem=failure(error))
-        finally:
-            for parameter in trained:
-                parameter.grad = None
-    return _COUNTED[key]
+    if backward and gradients_exist:
+        for parameter in _trained(module.parameters()):
+            parameter.grad = torch.empty_like(parameter)
+    entropies = rows.entropy == "gradient"
+    with kernels_of(use.device_type, entropies_have_gradients=entropies):
+        found = counted(lambda: pass_memory(module, engine, use, rows, backward, stages))
+    return PassMemory(rows.count, problem=found) if isinstance(found, str) else found
 
 
 def pass_memory(
@@ -205,57 +186,38 @@ def pass_memory(
     stages: int,
 ) -> PassMemory:
     """Compute the largest micro-batch of `rows` with a model on the meta device."""
-    with kernels_of(use.device_type, entropies_have_gradients=rows.entropy == "gradient"):
-        model = TokenModel(
-            module,
-            use.head,
-            META,
-            fused=engine.fused_head,
-            micro_batch_tokens=engine.max_tokens_per_micro_batch,
-            attention=engine.attention,
-            dtype=next(module.parameters()).dtype,
-            device_type=use.device_type,
-            ranks=ModelRanks.simulated(engine),
-        )
-        tokens = engine.micro_batch_tokens if engine.use_dynamic_bsz else None
-        batch = rows.for_micro_batches(tokens).batch(module.config.get_text_config().vocab_size)
-        micro_batches = plan_micro_batches(
-            batch, size=rows.micro_batch, max_tokens=tokens, share_prompts=model.packed,
-            stages=stages,
-        )  # fmt: skip
-        micro = select_rows(batch, micro_batches[0], torch.device("cpu"))  # the largest one
-        counter, inside = AllocationCounter(), []
-        hook = module.register_forward_hook(lambda *_: inside.append(counter.peak))
-        with counter, torch.set_grad_enabled(backward):
-            outputs = model(micro, temperature=1.0, entropy=rows.entropy != "unused")
-            forward, saved = counter.peak, counter.live
-            if backward:
-                run_backward(torch.stack([v.sum() for v in outputs.values()]).sum())
-            del outputs
-        hook.remove()
+    model = TokenModel(
+        module, use.head, META, fused=engine.fused_head,
+        micro_batch_tokens=engine.max_tokens_per_micro_batch, attention=engine.attention,
+        dtype=next(module.parameters()).dtype, device_type=use.device_type,
+        ranks=ModelRanks.simulated(engine),
+    )  # fmt: skip
+    tokens = engine.micro_batch_tokens if engine.use_dynamic_bsz else None
+    batch = rows.for_micro_batches(tokens).batch(module.config.get_text_config().vocab_size)
+    micro_batches = plan_micro_batches(
+        batch, size=rows.micro_batch, max_tokens=tokens, share_prompts=model.packed, stages=stages
+    )
+    micro = select_rows(batch, micro_batches[0], torch.device("cpu"))  # the largest one
+    counter, inside = AllocationCounter(), []
+    hook = module.register_forward_hook(lambda *_: inside.append(counter.peak))
+    with counter, torch.set_grad_enabled(backward):
+        outputs = model(micro, temperature=1.0, entropy=rows.entropy != "unused")
+        forward, saved = counter.peak, counter.live
+        if backward:
+            run_backward(torch.stack([v.sum() for v in outputs.values()]).sum())
+        del outputs
+    hook.remove()
     count = len(micro[fields.INPUT_IDS])
     prompts = math.ceil(count / rows.samples) if model.packed else count
-    return PassMemory(
-        rows=count,
-        tokens=prompts * rows.prompt + count * rows.response,
-        several=len(micro_batches) > 1,
-        forward=forward,
-        inside=inside[0],
-        saved=saved,
-        peak=counter.peak,
-    )
+    tokens = prompts * rows.prompt + count * rows.response
+    several = len(micro_batches) > 1
+    return PassMemory(count, tokens, several, forward, inside[0], saved, counter.peak)
 
 
 # FSDP.
 
 
-def fsdp_memory(
-    model: ModelConfig,
-    engine: EngineConfig,
-    use: TrainingUse,
-    *,
-    min_unit_parameters: int = sharding.MIN_UNIT_PARAMETERS,
-) -> EngineMemory:
+def fsdp_memory(model: ModelConfig, engine: EngineConfig, use: TrainingUse) -> EngineMemory:
     """Return the memory of `FSDPEngine` with these settings.
 
     Raises:
@@ -264,20 +226,16 @@ def fsdp_memory(
     dtype = compute_dtype(engine.dtype, use.device)
     module = simulated_model(model, use.head, dtype, trained=use.update is not None)
     largest_weight = max(p.numel() for p in module.parameters())
-    weights: dict[torch.dtype | None, int] = {}
+    weights: Counter[torch.dtype | None] = Counter()
     for name, p in module.named_parameters():
         if not is_adapter(name):
             kept = torch.promote_types(dtype, torch.float32) if p.requires_grad else dtype
-            at = None if name.endswith(f"{BASE}.weight") else kept
-            weights[at] = weights.get(at, 0) + p.numel()
+            weights[None if name.endswith(f"{BASE}.weight") else kept] += p.numel()
     if engine.tensor_parallel_size > 1:
         divide_layers(module, ModelRanks.simulated(engine), None)
-        min_unit_parameters = 0
-    units = _Units(module, engine, use, min_unit_parameters)
+    units = _Units(module, engine, use)
     update, evaluate = (
-        count_pass(
-            module, model, engine, use, backward=backward, gradients_exist=bool(units.layers)
-        )
+        count_pass(module, engine, use, backward=backward, gradients_exist=bool(units.layers))
         for backward in (True, False)
     )
     held, host = units.held(), 0
@@ -318,9 +276,9 @@ class _Units:
     and `tensor` times as many share the root.
     """
 
-    def __init__(
-        self, module: PreTrainedModel, engine: EngineConfig, use: TrainingUse, smallest: int
-    ) -> None:
+    def __init__(self, module: PreTrainedModel, engine: EngineConfig, use: TrainingUse) -> None:
+        tensor = engine.tensor_parallel_size
+        smallest = sharding.MIN_UNIT_PARAMETERS if tensor == 1 else 0
         layers = [list(layer.parameters()) for layer in sharding.decoder_layers(module)]
         self.layers = [layer for layer in layers if _elements(layer) >= smallest]
         in_layers = {id(p) for layer in self.layers for p in layer}
@@ -332,7 +290,6 @@ class _Units:
         self.dtype = compute_dtype(engine.dtype, use.device)
         self.reduce_dtype = compute_dtype(engine.reduce_dtype, use.device)
         self.kept_dtype = torch.promote_types(self.dtype, torch.float32)
-        tensor = engine.tensor_parallel_size
         self.shards = use.ranks // tensor if engine.fsdp_size == -1 else engine.fsdp_size
         self.copies = {id(p): 1 if id(p) in in_layers else tensor for p in self.all}
         named = dict(module.named_parameters())
@@ -436,24 +393,19 @@ class _Units:
         # Gradients from earlier micro-batches: shards, or whole ones in the dtype of the reduction.
         complete = self._gradient_shards if reduces else whole
         earlier = complete if found.several else 0
-        moments = [(gathered, earlier, max(self.forward(found), found.peak), 0)]
-        in_root = _trained(self.root)
-        if self.layers:  # one is reduced while others go backward
-            layer = max(map(_trained, self.layers), key=_elements)
-            new = self._whole(in_root) + self._whole(layer)
-            if not reduces and self.dtype == self.reduce_dtype:
-                new = 0  # a gradient is added in place to an earlier one of its own dtype
-            # Gradients of the output layer, which the root keeps, and of the layer in computation.
-            head = max((self._whole([p]) for p in in_root), default=0)
-            begun = min(new, head + self._whole(layer))
-            moments += [
-                (gathered, earlier + begun, found.peak, 0),
-                (gathered, complete + new, 0, self._reduction(layer)),
-                (gathered, complete, 0, self._reduction(in_root)),
-            ]
-        else:  # gathered parameters are freed, and the buffer is filled from whole gradients
-            filled = whole if not reduces else self._whole(in_root)
-            kept = earlier if reduces else 0
-            moments += [(0, kept + filled, 0, whole), (0, kept, 0, self._reduction(in_root))]
+        # New gradients: of the output layer, which the root keeps, and of the layer in computation.
+        # A gradient is added in place to an earlier one of its own dtype.
+        units = [_trained(unit) for unit in (self.root, *self.layers)]
+        new = self._whole(max(units[1:] or units, key=_elements))
+        new += max((self._whole([p]) for p in units[0] if self.layers), default=0)
+        if not reduces and self.dtype == self.reduce_dtype:
+            new = 0
+        activations = max(self.forward(found), found.peak)
+        reduction = max(map(self._reduction, units))
+        moments = [
+            (gathered, earlier + (new if self.layers else 0), activations, 0),
+            # Without layer units the gathered parameters are freed before the reduction.
+            (gathered if self.layers else 0, complete + new, 0, reduction),
+        ]
         names = ("gathered parameters", "gradients", "activations", "buffers")
         return largest(*(dict(zip(names, moment, strict=True)) for moment in moments))

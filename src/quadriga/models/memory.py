@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,8 +32,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from quadriga.errors import QuadrigaError
 from quadriga.models.log_probs import meta_tensors
 
+ResultT = TypeVar("ResultT")
 META = torch.device("meta")
 Bytes = Mapping[str, int]
 """What is held -> bytes."""
@@ -88,9 +90,15 @@ def stored_bytes(tensors: Iterable[Tensor]) -> int:
     return sum({s._cdata: s.nbytes() for s in storages}.values())
 
 
-def failure(error: Exception) -> str:
-    """Return one line about a model whose code fails on the meta device: it reads numbers."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+def counted(simulate: Callable[[], ResultT]) -> ResultT | str:
+    """Return what a simulation returns, or one line about a model whose code fails on the meta
+    device: it reads numbers."""
+    try:
+        return simulate()
+    except QuadrigaError:
+        raise
+    except Exception as error:  # the code of a model fails in any way
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
 
 
 class AllocationCounter(TorchDispatchMode):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -69,16 +69,16 @@ def reserved_memory(
     model: ModelConfig,
     use: GenerationUse,
     limit: tuple[str, float],
-    unit: Literal["share", "MiB", "tokens"],
     *,
     ranks: int,
+    in_mib: bool = False,
     processes: int = 0,
 ) -> EngineMemory:
     """Return the weights, and the keys and values that an engine reserves.
 
     Args:
-        limit: the option that says how many keys and values, and its value.
-        unit: of the value. A share of the device holds the weights, too.
+        limit: the option that says how many keys and values, and its value: a share of the device,
+            which holds the weights too, or their size `in_mib`.
         ranks: devices over which the model is split.
         processes: of the engine that use the device, beside the rank. 0: it is in the process of
             the rank, and its context and activations are in its share.
@@ -87,17 +87,10 @@ def reserved_memory(
     module = rollout_on_meta(rollout, model, use.device_type)
     weights = math.ceil(stored_bytes(module.state_dict().values()) / ranks)
     missing = f"activations{'' if on_cpu else ' and CUDA graphs'} of {rollout.name}"
-    if unit == "MiB":
+    if in_mib:
         cache = int(value) << 20
-    elif unit == "tokens":
-        config = module.config.get_text_config()
-        heads = config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        width = (getattr(config, "num_key_value_heads", None) or heads) * size
-        of_token = 2 * config.num_hidden_layers * width * module.dtype.itemsize
-        cache = math.ceil(of_token * value / ranks)
-    elif use.device is None:
-        missing = f"keys and values of {rollout.name}, {value:g} of the device"
+    elif on_cpu or use.device is None:
+        missing = f"keys and values of {rollout.name}"
     else:
         context = 0 if processes else CONTEXT_BYTES
         cache = max(0, math.ceil(value * use.device) - weights - context)

@@ -8,6 +8,7 @@
     validation.py     scores on validation data
     ingredients.py    tokenizer, prompts and reward function
     preflight.py      calls all checks before a process starts
+    memory.py         the memory of a run, known before a process starts
     worker_groups.py  starts, stops and saves the worker groups of a run
     replicas.py       a rollout of worker groups that fail and start again one by one
     checkpoints.py    what a checkpoint holds, when it is saved, and resuming
@@ -18,7 +19,6 @@
 
     roles/            the roles of a run: built-in and added by users, their workers and pools
     checks/           checks of settings and data
-    memory/           the memory of a run, known before a process starts
 
 The modules here import `roles` and `checks`. This package may import every package of Quadriga
 except `compat`, `cli` and `testing`.

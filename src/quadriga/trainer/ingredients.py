@@ -58,42 +58,31 @@ def load_ingredients(config: TrainConfig, reward: BatchReward | None = None) -> 
     from quadriga.data.user_classes import sampler_state, user_sampler
     from quadriga.models import load_tokenizer
 
-    model = config.actor_rollout_ref.model
+    data, model = config.data, config.actor_rollout_ref.model
     tokenizer = load_tokenizer(
         model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
     )
     # A seed of its own lets two runs differ in sampling and still see the same order of prompts.
-    seed = config.data.seed if config.data.seed is not None else config.trainer.seed
-    val_loader = None
-    images = image_rules(model, config.data.image_key)
-    train = load_prompts(config.data.train_files, config.data, tokenizer, images)
+    seed = data.seed if data.seed is not None else config.trainer.seed
+    images = image_rules(model, data.image_key)
+    train = load_prompts(data.train_files, data, tokenizer, images)
     # Dynamic sampling concatenates the batches of several draws.
     train.same_width = config.algorithm.filter_groups.enable
-    datasets = [train]
-    if config.data.val_files:
-        val = load_prompts(config.data.val_files, config.data, tokenizer, images)
+    datasets, val_loader, sampler = [train], None, None
+    if data.val_files:
+        val = load_prompts(data.val_files, data, tokenizer, images)
         datasets.append(val)
         val_loader = PromptLoader(
-            val,
-            config.data.val_batch_size,
-            shuffle=False,
-            seed=seed,
-            drop_last=False,
+            val, data.val_batch_size, shuffle=False, seed=seed, drop_last=False
         )
-    sampler = None
-    if config.data.sampler.path is not None:
-        sampler = user_sampler(config.data.sampler.path, config.data.sampler, train, seed)
+    if data.sampler.path is not None:
+        sampler = user_sampler(data.sampler.path, data.sampler, train, seed)
         sampler_state(sampler)  # raises for a state that a checkpoint cannot hold
     # Every training batch has the same size, so that it divides by ranks and mini-batches.
     train_loader = PromptLoader(
-        train,
-        config.data.train_batch_size,
-        shuffle=config.data.shuffle,
-        seed=seed,
-        drop_last=True,
-        mixture=make_mixture(config.data, train),
-        sampler=sampler,
-    )
+        train, data.train_batch_size, shuffle=data.shuffle, seed=seed, drop_last=True,
+        mixture=make_mixture(data, train), sampler=sampler,
+    )  # fmt: skip
     check_training_data(config, tokenizer, datasets)
     reward = reward or _rules(config, tokenizer, train_loader, val_loader)
     return Ingredients(tokenizer, train_loader, val_loader, reward)

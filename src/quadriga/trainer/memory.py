@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -39,6 +39,7 @@ from quadriga.config.role_ranks import (
 )
 from quadriga.config.schema import (
     EngineConfig,
+    MachineConfig,
     ModelConfig,
     OptimConfig,
     RolloutConfig,
@@ -46,15 +47,15 @@ from quadriga.config.schema import (
     TrainConfig,
 )
 from quadriga.data.pairs import PairLengths
-from quadriga.engines import engine_memory
+from quadriga.engines import engine_memory, kind_of
 from quadriga.engines.memory import Rows, TrainingUse
-from quadriga.errors import ConfigError, ModelError
+from quadriga.errors import ConfigError
 from quadriga.models.images import image_tokens
 from quadriga.models.memory import Bytes, EngineMemory, largest
 from quadriga.parallel.device import compute_dtype, planned_device, ranks_are_elsewhere
-from quadriga.rollout import rollout_of
+from quadriga.rollout import ROLLOUT_KEY, rollout_of
 from quadriga.rollout.memory import CONTEXT_BYTES, GenerationUse
-from quadriga.trainer.checks.settings import role_engines
+from quadriga.trainer.checks.settings import RoleEngine, fine_tuning_engine, role_engines
 from quadriga.trainer.roles.workers import (
     needs_reference,
     reads_ref_log_prob,
@@ -94,20 +95,18 @@ class PoolMemory:
     Attributes:
         engines, settings: role -> its training engine.
         generation: the rollout engine, if the pool has it.
-        syncs: the weights of the actor are sent to a rollout, in this pool or another one.
+        rollout_key: the section of the rollout, which can be in another pool; "" if there is none.
         full_kl: the update of the actor computes the reference too.
-        evaluation: the phase of the actor without gradients.
     """
 
     pool: RolePool
     device_type: str
     engines: Mapping[str, EngineMemory]
-    settings: Mapping[str, EngineConfig]
+    settings: Mapping[str, RoleEngine]
     generation: EngineMemory | None = None
     rollout: RolloutConfig = RolloutConfig()  # noqa: RUF009  # frozen
-    syncs: bool = True
+    rollout_key: str = ""
     full_kl: bool = False
-    evaluation: str = _PASSES[ACTOR]
 
     @cached_property
     def phases(self) -> dict[str, Bytes]:
@@ -131,17 +130,6 @@ class PoolMemory:
         """The phase in which most bytes exist, and these bytes."""
         return max(self.totals.items(), key=lambda item: item[1])
 
-    @property
-    def missing(self) -> list[str]:
-        """What is not counted, in words."""
-        found = [
-            f"activations of the {role} ({engine.missing})"
-            for role, engine in self.engines.items()
-            if engine.missing
-        ]
-        rollout = self.generation.missing if self.generation else ""
-        return [*found, rollout] if rollout else found
-
     def text(self) -> str:
         """Return the ranks' roles and the sum of the largest phase, with its largest parts:
         "actor, rollout: update of the actor = 3 (actor gradients) + …"."""
@@ -164,6 +152,39 @@ class PoolMemory:
         widths = [max(10, len(phase) + 2) for phase in self.phases]
         lines = [f"  {title:<28}" + "".join(map(str.rjust, row, widths)) for title, row in rows]
         return [*lines, f"  {'largest phase':<28}{self.largest[0]}"]
+
+    def remedies(self) -> Counter[str]:
+        """Return changes of settings, with the bytes of the largest phase on which they act."""
+        phase, held = self.largest[0], self.phases[self.largest[0]]
+        found: Counter[str] = Counter()
+        for role, of_role in self.settings.items():
+            engine, key, optim = of_role.engine, of_role.key, of_role.optim
+            activations, parameters, gradients, states = (
+                held.get(f"{role} {what}", 0)
+                for what in ("activations", "parameters", "gradients", _STATES)
+            )
+            if phase == f"update of the {role}" and not of_role.model.gradient_checkpointing:
+                found[f"set {of_role.model_key}.gradient_checkpointing=true"] = activations
+            fewer = f"lower {key}.max_tokens_per_micro_batch={engine.max_tokens_per_micro_batch}"
+            if not engine.use_dynamic_bsz:
+                fewer = f"set {key}.use_dynamic_bsz=true"
+            found[fewer] = activations
+            if "offload_policy" in kind_of(engine).reads:
+                if self._on_accelerator:
+                    found[f"set {key}.offload_policy=true"] = parameters + gradients + states
+                # Moments of 8 bits need whole rows of a weight.
+                if optim and optim.name == "adamw" and engine.tensor_parallel_size == 1:
+                    found[f"set {of_role.optim_key}.name=adamw_8bit"] = states
+        if self.generation is not None and self.rollout_key:
+            rows_at_once = ("micro_batch_size", self.rollout.micro_batch_size)
+            name, value = self.generation.limit or rows_at_once
+            rows = sum(held.get(f"{ROLLOUT} {what}", 0) for what in ("KV cache", "buffers"))
+            found[f"lower {self.rollout_key}.{name}={value:g}"] = rows
+            if self._on_accelerator and ACTOR in self.engines and not self.rollout.take_turns:
+                away = (ACTOR, REF) if phase == "generation" else (ROLLOUT,)
+                released = sum(size for what, size in held.items() if what.startswith(away))
+                found[f"set {self.rollout_key}.take_turns=true"] = released
+        return +found  # without those that act on nothing
 
     @property
     def host(self) -> int:
@@ -201,8 +222,7 @@ class PoolMemory:
             others, own = self._others(role), self._held(role, computing=True)
             full_kl = self.full_kl and role in (ACTOR, REF)
             if "evaluate" in engine.adds and not (full_kl and role == REF):
-                phase = self.evaluation if role == ACTOR else _PASSES[role]
-                yield phase, _sum(others, own, _named(role, engine.adds["evaluate"]))
+                yield _PASSES[role], _sum(others, own, _named(role, engine.adds["evaluate"]))
             if "backward" in engine.adds:
                 update = _sum(own, _named(role, engine.adds["backward"]))
                 if full_kl:
@@ -211,16 +231,18 @@ class PoolMemory:
                 # Offloaded states are on the device only in the step of the optimizer.
                 step = _named(role, engine.held, engine.adds.get("step", {}))
                 yield f"update of the {role}", _sum(others, largest(update, step))
-        if ACTOR in self.engines and self.syncs:
+        if ACTOR in self.engines and (self.rollout_key or self.generation is not None):
             yield "weight sync", {**self._sync(), "weights in flight": self._in_flight()}
 
     def _held(self, role: str, *, computing: bool = False) -> Bytes:
         """Return what a training engine holds on the device while it or another role computes."""
-        settings = self.settings[role]
-        off = dict.fromkeys(self.engines[role].held, settings.param_offload and not computing)
-        off[_STATES] = settings.optimizer_offload
-        held = self.engines[role].held.items()
-        return _named(role, {w: n for w, n in held if not (off[w] and self._on_accelerator)})
+        settings = self.settings[role].engine
+        held = dict(self.engines[role].held)
+        if self._on_accelerator and settings.optimizer_offload:
+            held.pop(_STATES, None)
+        if self._on_accelerator and settings.param_offload and not computing:
+            held = {what: size for what, size in held.items() if what == _STATES}
+        return _named(role, held)
 
     def _others(self, own: str) -> Bytes:
         """Return what the other roles hold while `own` computes."""
@@ -234,11 +256,10 @@ class PoolMemory:
         if self.generation is None:
             return {}
         held, rollout, actor = self.generation.held, self.rollout, self.engines.get(ACTOR)
-        if not (rollout.share_weights and self.generation.shares_weights):
+        shared = rollout.share_weights and self.generation.shares_weights
+        if actor is None or not shared or rollout.take_turns or not self._whole:
             return held
-        if rollout.take_turns or actor is None or not self._whole:
-            return held
-        settings = self.settings[ACTOR]
+        settings = self.settings[ACTOR].engine
         if settings.param_offload or (settings.offload_policy and self._on_accelerator):
             return held
         device = torch.device("meta" if self._on_accelerator else "cpu")
@@ -249,7 +270,7 @@ class PoolMemory:
     @property
     def _whole(self) -> bool:
         """Whether each rank has whole weights of the actor."""
-        settings = self.settings[ACTOR]
+        settings = self.settings[ACTOR].engine
         one = settings.fsdp_size == 1 and settings.tensor_parallel_size == 1
         return len(self.pool.ranks) == 1 or one
 
@@ -289,8 +310,7 @@ def _named(role: str, *parts: Bytes) -> Bytes:
 def _sum(*parts: Bytes) -> Bytes:
     found: Counter[str] = Counter()
     for part in parts:
-        for what, size in part.items():
-            found[what] += size
+        found.update(part)  # adds the numbers
     return found
 
 
@@ -306,7 +326,14 @@ class MemoryPlan:
     @property
     def missing(self) -> tuple[str, ...]:
         """What is not counted, in words."""
-        return (*self.uncounted, *(what for pool in self.pools for what in pool.missing))
+        found = list(self.uncounted)
+        for pool in self.pools:
+            for role, engine in pool.engines.items():
+                if engine.missing:
+                    found.append(f"activations of the {role} ({engine.missing})")
+            if pool.generation and pool.generation.missing:
+                found.append(pool.generation.missing)
+        return tuple(found)
 
     @property
     def needed(self) -> int:
@@ -359,20 +386,26 @@ def train_plan(config: TrainConfig, device_type: str) -> MemoryPlan:
             # Adapters that are off make the actor the reference.
             if role == REF and base_is_in_actor(config) and ACTOR in pool.roles:
                 continue
-            found = trained[role]
-            use = TrainingUse(
-                found.head, ranks, device_type, update_rows(config, role),
-                evaluated_rows(config, role, found.engine, ranks), found.optim or OptimConfig(),
-            )  # fmt: skip
-            engines[role] = engine_memory(found.model, found.engine, use)
+            evaluated = evaluated_rows(config, role, trained[role].engine, ranks)
+            engines[role] = _engine_memory(
+                trained[role], ranks, device_type, update_rows(config, role), evaluated
+            )
         pools.append(
             PoolMemory(
-                pool, device_type, engines, {role: trained[role].engine for role in engines},
+                pool, device_type, engines, trained,
                 _train_generation(config, ranks, device_type) if ROLLOUT in pool.roles else None,
-                policy.rollout, full_kl=policy.actor.reads_full_kl,
+                policy.rollout, ROLLOUT_KEY, full_kl=policy.actor.reads_full_kl,
             )
         )  # fmt: skip
     return MemoryPlan(device_type, tuple(pools), config.trainer.n_gpus_per_node, tuple(uncounted))
+
+
+def _engine_memory(
+    found: RoleEngine, ranks: int, device_type: str, update: Rows | None, evaluate: Rows | None
+) -> EngineMemory:
+    optim = found.optim or OptimConfig()
+    use = TrainingUse(found.head, ranks, device_type, update, evaluate, optim)
+    return engine_memory(found.model, found.engine, use)
 
 
 def _uncounted_images(model: ModelConfig) -> list[str]:
@@ -434,13 +467,13 @@ def _train_generation(config: TrainConfig, ranks: int, device_type: str) -> Engi
         count = rollout.rows_at_once(rows, ranks)
         use = GenerationUse(
             count, math.ceil(count / samples), data.max_prompt_length, data.max_response_length,
-            sampling, device_type, limit.size if limit else None,
+            sampling, device_type, limit[0] if limit else None,
         )  # fmt: skip
         found.append(rollout_of(rollout).memory(policy.model, use))
     return max(found, key=lambda memory: memory.peak("generate"))
 
 
-def _one_pool(trainer: Any, *roles: str) -> RolePool:
+def _one_pool(trainer: MachineConfig, *roles: str) -> RolePool:
     ranks = trainer.nnodes * trainer.n_gpus_per_node
     return RolePool(roles, tuple(range(ranks)), (trainer.n_gpus_per_node,) * trainer.nnodes)
 
@@ -469,8 +502,7 @@ def sft_plan(
         rows = math.ceil(min(config.data.train_batch_size, evaluated.rows) / ranks)
         count, size = rows * engine.model_parallel_size, engine.forward_rows(size)
         evaluate = sft_rows(engine, evaluated, count, size)
-    use = TrainingUse("lm", ranks, device_type, update, evaluate, config.optim)
-    actor = engine_memory(config.model, engine, use)
+    actor = _engine_memory(fine_tuning_engine(config), ranks, device_type, update, evaluate)
     generation, rollout = None, RolloutConfig(dtype=engine.dtype)
     if prompts is not None:
         count = min(rollout.micro_batch_size, math.ceil(len(prompts) / ranks))
@@ -480,8 +512,8 @@ def sft_plan(
         )  # fmt: skip
         generation = rollout_of(rollout).memory(config.model, generated)
     table = PoolMemory(
-        pool, device_type, {ACTOR: actor}, {ACTOR: engine}, generation, rollout,
-        syncs=prompts is not None, evaluation="loss of the validation",
+        pool, device_type, {ACTOR: actor}, {ACTOR: fine_tuning_engine(config)}, generation,
+        rollout,
     )  # fmt: skip
     return MemoryPlan(device_type, (table,), trainer.n_gpus_per_node)
 
@@ -506,17 +538,16 @@ def rm_plan(config: RMConfig, device_type: str, lengths: PairLengths) -> MemoryP
 
     `lengths`: of all pairs, the pairs of the validation included.
     """
-    engine, size = config.engine, config.data.micro_batch_size_per_gpu
-    pool = _one_pool(config.trainer, REWARD_MODEL)
+    found, size = fine_tuning_engine(config), config.data.micro_batch_size_per_gpu
+    pool, engine = _one_pool(config.trainer, REWARD_MODEL), config.engine
     pairs = config.data.train_batch_size // (len(pool.ranks) // engine.model_parallel_size)
     # Each row has one more token than its conversation, and its prompt has one at least. The two
     # rows of a pair compute what they share once.
     prompt = max(1, lengths.longest - lengths.own)
     update = Rows(2 * max(1, pairs), prompt, lengths.longest + 1 - prompt, 2, size)
     evaluate = replace(update, micro_batch=engine.forward_rows(size))
-    use = TrainingUse("score", len(pool.ranks), device_type, update, evaluate, config.optim)
-    memory = engine_memory(config.model, engine, use)
-    table = PoolMemory(pool, device_type, {REWARD_MODEL: memory}, {REWARD_MODEL: engine})
+    memory = _engine_memory(found, len(pool.ranks), device_type, update, evaluate)
+    table = PoolMemory(pool, device_type, {REWARD_MODEL: memory}, {REWARD_MODEL: found})
     return MemoryPlan(device_type, (table,), config.trainer.n_gpus_per_node)
 
 
@@ -534,10 +565,12 @@ def generation_plan(
     limit = device_limit(trainer_settings(trainer), device_type)
     use = GenerationUse(
         rows, math.ceil(rows / config.n), longest, config.max_response_length, config.sampling,
-        device_type, limit.size if limit else None,
+        device_type, limit[0] if limit else None,
     )  # fmt: skip
     generation = rollout_of(config.rollout).memory(config.model, use)
-    table = PoolMemory(_one_pool(trainer, ROLLOUT), device_type, {}, {}, generation)
+    rollout = RolloutConfig(micro_batch_size=config.rollout.micro_batch_size)
+    pool = _one_pool(trainer, ROLLOUT)
+    table = PoolMemory(pool, device_type, {}, {}, generation, rollout, "rollout")
     uncounted = tuple(_uncounted_images(config.model))
     return MemoryPlan(device_type, (table,), trainer.n_gpus_per_node, uncounted)
 
@@ -559,31 +592,21 @@ def generated_rows(config: GenerationConfig, prompts: PromptDataset | None) -> t
 # The table, and the refusal of a run that does not fit.
 
 
-@dataclass(frozen=True)
-class DeviceLimit:
-    """How much memory ranks can use.
+def device_limit(trainer: RunConfig, device_type: str) -> tuple[int, str] | None:
+    """Return the bytes that ranks can use, and what says so; None: not known on this machine.
 
-    Attributes:
-        size: bytes; of one rank on an accelerator, of all ranks of a node on a CPU.
-        source: what says so.
+    On an accelerator the bytes are those of one rank, on a CPU of all ranks of a node.
     """
-
-    size: int
-    source: str
-
-
-def device_limit(trainer: RunConfig, device_type: str) -> DeviceLimit | None:
-    """Return the memory that ranks can use. None: it is not known on this machine."""
     if trainer.device_memory_gb is not None:
-        return DeviceLimit(int(trainer.device_memory_gb * GIB), "trainer.device_memory_gb")
+        return int(trainer.device_memory_gb * GIB), "trainer.device_memory_gb"
     if device_type == "cpu":
         # Other nodes are taken to be like this one.
-        return DeviceLimit(available_memory(), "available on this machine")
+        return available_memory(), "available on this machine"
     module = getattr(torch, device_type, None)
     if module is None or not module.is_available():
         return None
     properties = module.get_device_properties(0)
-    return DeviceLimit(int(properties.total_memory), str(properties.name))
+    return int(properties.total_memory), str(properties.name)
 
 
 # Files of the limit, of the use, and of the part of the use that the kernel gives up when needed,
@@ -621,33 +644,13 @@ def _left(folder: Path) -> int | None:
     return None
 
 
-_POLICY = "actor_rollout_ref"
-_COMMANDS: dict[type, tuple[Callable[..., MemoryPlan], str, tuple[str, ...]]] = {
-    TrainConfig: (
-        train_plan,
-        "plan",
-        (_POLICY, *(f"{_POLICY}.{role}" for role in ("actor", "ref", "rollout")), "critic",
-         "reward_model"),
-    ),
-    SFTConfig: (sft_plan, "plan sft", ("", "data")),
-    RMConfig: (rm_plan, "plan rm", ("", "data")),
-    GenerationConfig: (generation_plan, "plan generate", ("", "rollout")),
-}  # fmt: skip
-"""Settings -> the function that plans a run, the words after `quadriga` that show the plan, and the
-sections of the settings in which a remedy is looked for."""
-_TRIALS: dict[str, Any] = {
-    "model.gradient_checkpointing": True,
-    "engine.offload_policy": True,
-    "optim.name": "adamw_8bit",
-    "take_turns": True,
-    "engine.max_tokens_per_micro_batch": 1,
-    "ppo_micro_batch_size_per_gpu": 1,
-    "micro_batch_size_per_gpu": 1,
-    "micro_batch_size": 1,
-    "max_response_length": 1,
+_COMMANDS: dict[type, tuple[Callable[..., MemoryPlan], str]] = {
+    TrainConfig: (train_plan, "plan"),
+    SFTConfig: (sft_plan, "plan sft"),
+    RMConfig: (rm_plan, "plan rm"),
+    GenerationConfig: (generation_plan, "plan generate"),
 }
-"""Name of a setting in a section -> the value with which it needs least memory."""
-_ABSENT = object()
+"""Settings -> the function that plans a run, and the words after `quadriga` that show the plan."""
 
 
 class RunMemory:
@@ -660,10 +663,9 @@ class RunMemory:
     def __init__(
         self, config: TrainConfig | SFTConfig | RMConfig | GenerationConfig, *data: object
     ) -> None:
-        self._config, self._data = config, data
-        ranks = config.trainer
+        self._config, self._data, ranks = config, data, config.trainer
         self._trainer = trainer_settings(ranks) if isinstance(ranks, RanksConfig) else ranks
-        self._plan, self._command, self._sections = next(
+        self._plan, self._command = next(
             found for kind, found in _COMMANDS.items() if isinstance(config, kind)
         )
 
@@ -676,10 +678,10 @@ class RunMemory:
         device_type = planned_device(self._trainer)
         if not self._trainer.check_memory or device_type is None:
             return
-        short, remedies = self._shortage(self._plan(self._config, device_type, *self._data))
+        short, *changes = self._shortage(self._plan(self._config, device_type, *self._data))
         if short:
             raise ConfigError(
-                f"{short}; {'; or '.join(remedies)}; `quadriga {self._command}` shows all parts, "
+                f"{short}; {'; or '.join(changes)}; `quadriga {self._command}` shows all parts, "
                 "and trainer.check_memory=false starts the run anyway",
                 key="trainer.check_memory",
             )
@@ -701,88 +703,42 @@ class RunMemory:
         if limit is None:
             lines.append("  memory of the device: unknown; set trainer.device_memory_gb")
             return "\n".join(lines)
-        lines.append(f"  {gib(limit.size)} GiB: {limit.source}")
-        short, remedies = self._shortage(plan)
+        lines.append(f"  {gib(limit[0])} GiB: {limit[1]}")
+        short, *changes = self._shortage(plan)
         if short:
-            lines += [f"  {short}", *(f"    {text}" for text in remedies)]
+            lines += [f"  {short}", *(f"    {text}" for text in changes)]
         elif plan.missing:
-            left = gib(limit.size - plan.needed)
+            left = gib(limit[0] - plan.needed)
             lines.append(f"  what is counted fits; {left} GiB are left for what is not")
         else:
             lines.append("  the run fits")
         return "\n".join(lines)
 
-    def _shortage(self, plan: MemoryPlan) -> tuple[str, list[str]]:
-        """Return why a plan does not fit, and what to change; ("", []) if it fits."""
+    def _shortage(self, plan: MemoryPlan) -> list[str]:
+        """Return why a plan does not fit, then changes of settings; [""] if it fits."""
         limit, on_cpu = device_limit(self._trainer, plan.device_type), plan.device_type == "cpu"
-        if limit is not None and plan.needed > limit.size:
+        if limit is not None and plan.needed > limit[0]:
+            size, source = limit
             parts = " + ".join(
                 f"{count} × {gib(pool.largest[1])} ({pool.text()})" for pool, count in plan.fullest
             )
-            return (
+            found = sum((pool.remedies() for pool, _ in plan.fullest), Counter[str]())
+            best = [f"{what} (acts on {gib(n)} GiB)" for what, n in found.most_common(3)]
+            if len(best) < 3:
+                ranks = "use fewer ranks of a node" if on_cpu else "shard over more ranks"
+                best.append(f"{ranks}, or use a smaller model")
+            return [
                 f"the run needs {gib(plan.needed)} GiB on a {'node' if on_cpu else 'device'}: "
-                f"ranks × GiB = {parts}; this is {gib(plan.needed - limit.size)} GiB more than "
-                f"the {gib(limit.size)} GiB there are ({limit.source})",
-                self._remedies(plan),
-            )
+                f"ranks × GiB = {parts}; this is {gib(plan.needed - size)} GiB more than "
+                f"the {gib(size)} GiB there are ({source})",
+                *best,
+            ]
         if on_cpu or ranks_are_elsewhere(self._trainer) or plan.host <= available_memory():
-            return "", []
-        return (
+            return [""]
+        return [
             f"the ranks of a node need {gib(plan.host)} GiB of host memory for processes, "
             f"offloaded states and models while they are loaded, but {gib(available_memory())} "
             "GiB are available on this machine",
-            ["keep states on the devices, use fewer ranks of a node (trainer.n_gpus_per_node), or "
-             "hosts with more memory"],
-        )  # fmt: skip
-
-    def _remedies(self, plan: MemoryPlan) -> list[str]:
-        """Return at most three changes, most effective first. All of them lower what is needed."""
-        found = []
-        for key, now, trial in self._candidates(plan):
-            try:
-                config = _changed(self._config, key, trial)
-                needed = self._plan(config, plan.device_type, *self._data).needed
-            except (ConfigError, ModelError):  # no layers to checkpoint, other ranks
-                continue
-            if needed < plan.needed:
-                saved = f"saves {gib(plan.needed - needed)} GiB"
-                if isinstance(now, bool | str) or now is None:
-                    text = f"set {key}={str(trial).lower()} ({saved})"
-                else:
-                    text = f"lower {key}={now:g} ({trial:g} {saved})"
-                found.append((needed, text))
-        best = [text for _, text in sorted(found)[:3]]
-        more = "shard over more ranks, or use a smaller model"
-        if plan.device_type == "cpu":
-            more = "use fewer ranks of a node, or a smaller model"
-        return best if len(best) == 3 else [*best, more]
-
-    def _candidates(self, plan: MemoryPlan) -> Iterator[tuple[str, Any, Any]]:
-        """Yield settings, with their values, and other values that can lower what is needed."""
-        for section in self._sections:
-            for name, trial in _TRIALS.items():
-                key = f"{section}.{name}".lstrip(".")
-                now = _value(self._config, key)
-                if now not in (_ABSENT, trial) and (name != "optim.name" or now == "adamw"):
-                    yield key, now, trial
-        for pool in plan.pools:
-            if pool.generation is not None and pool.generation.limit is not None:
-                name, value = pool.generation.limit
-                section = next(s for s in self._sections if s.endswith("rollout"))
-                yield f"{section}.{name}", value, type(value)(value / 2)
-
-
-def _value(config: Any, key: str) -> Any:
-    for name in key.split("."):
-        mapping = isinstance(config, Mapping)
-        config = config.get(name, _ABSENT) if mapping else getattr(config, name, _ABSENT)
-    return config
-
-
-def _changed(config: Any, key: str, value: object) -> Any:
-    """Return the same settings with another value at a dotted key."""
-    name, _, rest = key.partition(".")
-    if rest:
-        value = _changed(_value(config, name), rest, value)
-    change = {name: value}
-    return {**config, **change} if isinstance(config, Mapping) else replace(config, **change)
+            "keep states on the devices, use fewer ranks of a node (trainer.n_gpus_per_node), or "
+            "hosts with more memory",
+        ]

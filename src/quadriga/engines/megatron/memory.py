@@ -138,7 +138,6 @@ class _Planned:
         sizes, split = self.sizes, self.sizes.sequence_parallel
         found = count_pass(
             self._chunk(1 if split else sizes.tensor, trained=backward),
-            self.model,
             replace(self.engine, name="fsdp", tensor_parallel_size=1, pipeline_parallel_size=1),
             replace(self.use, head="value"),
             backward=backward,
@@ -150,10 +149,8 @@ class _Planned:
         tokens = -(-found.tokens // sizes.context)
         token = tokens * self.dtype.itemsize
         forward, saved, peak = found.forward, found.saved, found.peak
-        if split:  # a layer gathers its input, and the gradient of its input
-            gathered = token * self.config.hidden_size
-            forward, saved = forward // sizes.tensor + gathered, saved // sizes.tensor
-            peak = peak // sizes.tensor + 2 * gathered
+        if split:
+            forward, saved, peak = (size // sizes.tensor for size in (forward, saved, peak))
         # Megatron-core keeps sines and cosines for queries and for keys, and a copy of the linear
         # half of the gated activation. Without gradients it has for a while about one and a half
         # times this half and the input of the layer beside what transformers has (measured).

@@ -6,20 +6,16 @@ last token, when no row has ended.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from quadriga.config.schema import ModelConfig, RolloutEngineConfig
-from quadriga.errors import QuadrigaError
 from quadriga.models.memory import (
     META,
     AllocationCounter,
     EngineMemory,
-    failure,
+    counted,
     kernels_of,
     stored_bytes,
 )
@@ -35,9 +31,6 @@ from quadriga.rollout.hf.kv_cache import (
 )
 from quadriga.rollout.memory import GenerationUse, rollout_on_meta
 
-_SIMULATED: dict[Hashable, tuple[int, int]] = {}
-"""Generations of the plans of this process, most of which differ in the settings of training."""
-
 
 def generation_memory(
     rollout: RolloutEngineConfig, model: ModelConfig, use: GenerationUse
@@ -48,22 +41,17 @@ def generation_memory(
         ModelError: the folder has no config of a causal language model.
     """
     module = rollout_on_meta(rollout, model, use.device_type)
-    weights = stored_bytes(module.state_dict().values())
-    found = EngineMemory(
-        {"weights": weights}, {}, host=weights, loading=weights, shares_weights=True
-    )
-    key = (module.config.to_json_string(), module.dtype, use)
-    try:
-        if key not in _SIMULATED:
-            with torch.no_grad(), kernels_of(use.device_type):
-                _SIMULATED[key] = _simulate(module, use)
-        cache, peak = _SIMULATED[key]
-    except QuadrigaError:
-        raise
-    except Exception as error:  # a model whose code reads numbers fails in any way; reported
-        missing = f"KV cache and buffers ({failure(error)})"
-        return replace(found, adds={"generate": {}}, missing=missing)
-    return replace(found, adds={"generate": {"KV cache": cache, "buffers": peak - cache}})
+    weights, adds, missing = stored_bytes(module.state_dict().values()), {}, ""
+    with torch.no_grad(), kernels_of(use.device_type):
+        found = counted(lambda: _simulate(module, use))
+    if isinstance(found, str):
+        missing = f"KV cache and buffers ({found})"
+    else:
+        adds = {"KV cache": found[0], "buffers": found[1] - found[0]}
+    return EngineMemory(
+        {"weights": weights}, {"generate": adds}, host=weights, loading=weights, missing=missing,
+        shares_weights=True,
+    )  # fmt: skip
 
 
 def _simulate(module: PreTrainedModel, use: GenerationUse) -> tuple[int, int]:

@@ -180,25 +180,18 @@ class SGLang(Rollout):
         from quadriga.models.memory import EngineMemory
         from quadriga.rollout.memory import reserved_memory
 
-        options, on_cpu = self.options, use.device_type == "cpu"
-        if options.url is not None:
-            return EngineMemory({}, {"generate": {}}, missing=f"the SGLang at {options.url}")
-        name, default = "mem_fraction_static", MEM_FRACTION_STATIC
-        if on_cpu:
-            name, default = "max_total_tokens", CPU_TOKENS
-        value: Any = options.server_args.get(name, default)
-        if not isinstance(value, int | float):
-            missing = f"keys and values: server_args.{name}={value} is no number"
+        options, name = self.options, "server_args.mem_fraction_static"
+        share: Any = options.server_args.get("mem_fraction_static", MEM_FRACTION_STATIC)
+        missing = "" if options.url is None else f"the SGLang at {options.url}"
+        if not isinstance(share, int | float):
+            missing = f"keys and values: {name}={share} is no number"
+        if missing:
             return EngineMemory({}, {"generate": {}}, missing=missing)
+        processes = 3 if use.device_type == "cpu" else 1  # host, scheduler, detokenizer; scheduler
         return reserved_memory(
-            self.settings,
-            model,
-            use,
-            (f"server_args.{name}", float(value)),
-            "tokens" if on_cpu else "share",
-            ranks=options.tensor_parallel,
-            processes=3 if on_cpu else 1,  # its host, scheduler and detokenizer, or its scheduler
-        )
+            self.settings, model, use, (name, float(share)), ranks=options.tensor_parallel,
+            processes=processes,
+        )  # fmt: skip
 
     def not_reproduced(self, sampling: SamplingConfig) -> str:
         if sampling.temperature > 0 and not self.options.seeds:

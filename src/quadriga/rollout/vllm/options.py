@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, Gt, Le
 
@@ -128,8 +128,8 @@ class VLLM(Rollout):
         limit: tuple[str, float] = ("gpu_memory_utilization", options.gpu_memory_utilization)
         if cache_mb is not None:
             limit = ("kv_cache_mb", cache_mb)
-        unit: Literal["share", "MiB"] = "share" if cache_mb is None else "MiB"
-        found = reserved_memory(self.settings, model, use, limit, unit, ranks=ranks)
+        in_mib = cache_mb is not None
+        found = reserved_memory(self.settings, model, use, limit, ranks=ranks, in_mib=in_mib)
         return found if options.sleep_level == 1 else replace(found, host=0)
 
     def check_sampling(self, sampling: SamplingConfig) -> None:

@@ -116,23 +116,17 @@ class RoleEngine:
 def role_engines(config: TrainConfig) -> Iterator[RoleEngine]:
     """Yield the training engines that the run uses."""
     policy, actor, critic = config.actor_rollout_ref, config.actor_rollout_ref.actor, config.critic
-    yield RoleEngine(
-        "actor", "actor_rollout_ref.actor.engine", actor.engine, policy.model, actor.optim
-    )
+    yield RoleEngine("actor", f"{ACTOR}.engine", actor.engine, policy.model, actor.optim)
     if needs_reference(config):
         yield RoleEngine("ref", *reference_engine(config), policy.model.frozen())
     if needs_critic(config):
         own = critic.model.path or critic.model.lora.enabled or critic.model.freeze
         named = "critic.model" if own else "actor_rollout_ref.model"
-        model = critic_model(config)
-        yield RoleEngine(
-            "critic", "critic.engine", critic.engine, model, critic.optim, named, "value"
-        )
+        model, optim = critic_model(config), critic.optim
+        yield RoleEngine("critic", "critic.engine", critic.engine, model, optim, named, "value")
     if has_reward_model(config):
-        section, key = config.reward_model, REWARD_MODEL
-        yield RoleEngine(
-            key, f"{key}.engine", section.engine, section.model, None, f"{key}.model", "score"
-        )
+        key, engine, model = REWARD_MODEL, config.reward_model.engine, config.reward_model.model
+        yield RoleEngine(key, f"{key}.engine", engine, model, None, f"{key}.model", "score")
 
 
 def fine_tuning_engine(config: SFTConfig | RMConfig) -> RoleEngine:
@@ -177,13 +171,9 @@ def check_fine_tuning_engine(config: SFTConfig | RMConfig) -> None:
 
 def _check_engine(found: RoleEngine, trainer: RunConfig) -> None:
     check_engine(
-        found.key,
-        found.engine,
-        found.model,
-        found.optim,
-        device_type=planned_device(trainer),
+        found.key, found.engine, found.model, found.optim, device_type=planned_device(trainer),
         model_key=found.model_key,
-    )
+    )  # fmt: skip
 
 
 def engine_problems(found: RoleEngine, ranks: int) -> Problems:
@@ -332,15 +322,8 @@ def check_train_settings(config: TrainConfig) -> None:
         refuse(config, engine_problems(found, num_ranks(config, found.role)))
         if found.optim is not None:
             refuse(config, warmup_problems(found.optim_key, found.optim))
-    for check in (
-        _reward_model,
-        _responses,
-        _batches,
-        _old_log_probs,
-        _algorithm,
-        _skipped_rows,
-        _full_kl,
-    ):
+    checks = (_reward_model, _responses, _batches, _old_log_probs, _algorithm, _skipped_rows)
+    for check in (*checks, _full_kl):
         refuse(config, check(config))
     if (steps := config.trainer.total_training_steps) is not None:
         check_run_length(config, steps)
