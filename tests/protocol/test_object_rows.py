@@ -18,8 +18,8 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from quadriga.backends.ray.store import RayStore
 from quadriga.protocol import DataProto
 from quadriga.protocol.boundary import pack_argument
+from quadriga.protocol.columns import encode
 from quadriga.protocol.contents import RemoteBatch
-from quadriga.protocol.encoding import encode
 from quadriga.protocol.storage import traffic
 from quadriga.protocol.values import object_array
 from quadriga.single_controller import Dispatch, register

@@ -8,8 +8,7 @@ import torch
 
 from quadriga.backends.ray import cluster, store as ray_store
 from quadriga.errors import LostObjectError
-from quadriga.protocol.columns import RemoteColumn, fetch
-from quadriga.protocol.encoding import encode
+from quadriga.protocol.columns import RemoteColumn, encode, fetch
 from quadriga.protocol.storage import Origin, RowMap, Shard, fetch_many
 
 MB = 2**20

@@ -24,8 +24,8 @@ from quadriga.protocol import (
     use_store,
 )
 from quadriga.protocol.boundary import pack_argument, pack_result, unpack_argument, unpack_result
+from quadriga.protocol.columns import decode
 from quadriga.protocol.contents import RemoteBatch
-from quadriga.protocol.encoding import decode
 from quadriga.protocol.storage import InProcessStore, fetch_many, traffic
 
 

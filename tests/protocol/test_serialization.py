@@ -15,7 +15,7 @@ from tensordict import NonTensorData, TensorDict
 from quadriga.errors import FieldError
 from quadriga.protocol import DataProto, Origin, message
 from quadriga.protocol.boundary import pack_argument, pack_result, unpack_argument, unpack_result
-from quadriga.protocol.encoding import encode
+from quadriga.protocol.columns import encode
 from quadriga.protocol.values import is_jagged, object_array, same, take_value
 
 

@@ -39,11 +39,13 @@ from quadriga.protocol import message
 from quadriga.protocol.columns import (
     Column,
     RemoteColumn,
+    decode_leaf,
+    encode,
+    encode_leaf,
     is_remote,
     local_value,
     without_unused_rows,
 )
-from quadriga.protocol.containers import walk
 from quadriga.protocol.contents import Contents, MetaInfo
 from quadriga.protocol.dataproto import (
     PADDING_FIELD,
@@ -52,8 +54,7 @@ from quadriga.protocol.dataproto import (
     class_and_attributes,
     from_message,
 )
-from quadriga.protocol.encoding import decode_leaf, encode, encode_leaf
-from quadriga.protocol.message import Inline, Message, has_raw_rows, message_of
+from quadriga.protocol.message import Message, has_raw_rows, message_of
 from quadriga.protocol.storage import (
     CONTROLLER,
     Handle,
@@ -66,6 +67,7 @@ from quadriga.protocol.storage import (
     current_store,
     snapshot,
     traffic,
+    walk,
 )
 from quadriga.protocol.threads import PendingValue, in_thread, wait_until
 from quadriga.protocol.values import Payload
@@ -141,18 +143,22 @@ class Packer:
         """Return the message of one batch."""
         store, row_map = self.store, None
         unstored: list[_Unstored] = []
+        small: list[_Unstored] = []
 
-        def entry(key: str, column: Column) -> Inline | RemoteColumn:
+        def pack(key: str, column: Column) -> RemoteColumn:
             nonlocal row_map
             if is_remote(column):
-                return _remote_entry(key, column, store)
+                return _packed_remote(key, column, store)
             if row_map is None:
                 row_map = RowMap.of_shard(Shard.new(contents.rows, self._origin))
             value = local_value(column)
             spec, payload, nbytes = encode(value, key, narrow=not store.in_process)
-            if nbytes <= message.INLINE_BYTES or spec.kind == "raw" or not row_map.shards:
-                return Inline(spec, payload, nbytes)
             made = RemoteColumn(spec, row_map, ())
+            if not row_map.shards:
+                return made
+            if nbytes <= message.INLINE_BYTES or spec.kind == "raw":
+                small.append((made, payload, nbytes, None))
+                return made
             # The handles of a result are complete only in the process that receives it.
             source = _source(value, nbytes, store) if self._origin is CONTROLLER else None
             if source and (handle := _unchanged(source, payload)):
@@ -161,18 +167,36 @@ class Packer:
                 unstored.append((made, payload, nbytes, source))
             return made
 
-        packed = message_of(contents, kind, attributes, entry, store.in_process)
-        packed.row_map = row_map
-        if row_map is not None:
-            if self._origin is CONTROLLER and not store.in_process and row_map.shards:
-                unstored += _many_small_fields(packed, row_map)
-            _copy_payloads(packed, store)
+        packed = message_of(contents, kind, attributes, pack, store.in_process)
+        unstored += self._not_in_message(small)
         if unstored:
             self._waiting.append((self.reader, unstored))
             self._nbytes += sum(nbytes for _, _, nbytes, _ in unstored)
             if self._nbytes > TOGETHER_BYTES:
                 self.store_fields()
         return packed
+
+    def _not_in_message(self, fields: Sequence[_Unstored]) -> list[_Unstored]:
+        """Give fields their bytes, which are sent in the message. Return the fields to be stored:
+        those above `TINY_BYTES`, if all together are large.
+
+        In the message they would be stored with the call, and the rank would fetch all of them
+        before the call starts. As fields of the store they are fetched when they are read.
+        """
+        unstored: list[_Unstored] = []
+        total = sum([nbytes for column, _, nbytes, _ in fields if column.spec.kind != "raw"])
+        is_call = self._origin is CONTROLLER and not self.store.in_process
+        for field in fields:
+            column, payload, nbytes, _ = field
+            small = nbytes <= TINY_BYTES or column.spec.kind == "raw"
+            if is_call and total > MESSAGE_BYTES and not small:
+                unstored.append(field)
+                continue
+            # The payload may share memory with a live tensor: it is pickled later or never.
+            if self.store.in_process or not has_raw_rows(column.spec):
+                payload = snapshot(payload)
+            column.handles = (LocalHandle(payload, nbytes),)
+        return unstored
 
     def store_fields(self) -> None:
         """Put the large fields into the store. Until then the messages cannot be sent."""
@@ -230,35 +254,7 @@ def _keep(source: _Source, handle: Handle) -> None:
         _sent.setdefault(source[0], {})[source[1]] = handle
 
 
-def _copy_payloads(packed: Message, store: Store) -> None:
-    """Copy payloads that may share memory with a live tensor: they are pickled later or never."""
-    for field in (*packed.tensors.values(), *packed.arrays.values()):
-        if isinstance(field, Inline) and (store.in_process or not has_raw_rows(field.spec)):
-            field.payload = snapshot(field.payload)
-
-
-def _many_small_fields(packed: Message, row_map: RowMap) -> list[_Unstored]:
-    """Make columns without handles of fields that are small each and large together.
-
-    In the message they would be stored with the call, and the rank would fetch all of them before
-    the call starts. As fields of the store they are fetched when they are read.
-    """
-    found = [
-        (half, key, entry)
-        for half in (packed.tensors, packed.arrays)
-        for key, entry in half.items()
-        if isinstance(entry, Inline) and entry.spec.kind != "raw"
-    ]
-    unstored: list[_Unstored] = []
-    if sum([entry.nbytes for _, _, entry in found]) > MESSAGE_BYTES:
-        for half, key, entry in found:
-            if entry.nbytes > TINY_BYTES:
-                half[key] = column = RemoteColumn(entry.spec, row_map, ())
-                unstored.append((column, entry.payload, entry.nbytes, None))
-    return unstored
-
-
-def _remote_entry(key: str, column: RemoteColumn, store: Store) -> RemoteColumn:
+def _packed_remote(key: str, column: RemoteColumn, store: Store) -> RemoteColumn:
     """Return a remote column as it is sent in a call or a result.
 
     References are sent as they are. Bytes that are in this process are sent in the message if they

@@ -25,8 +25,14 @@ from tensordict import TensorDict, TensorDictBase
 
 from quadriga.errors import ConflictError, FieldError, LengthError
 from quadriga.protocol import columns
-from quadriga.protocol.columns import Column, Columns, RemoteColumn, is_remote, local_value
-from quadriga.protocol.encoding import current_device
+from quadriga.protocol.columns import (
+    Column,
+    Columns,
+    RemoteColumn,
+    current_device,
+    is_remote,
+    local_value,
+)
 from quadriga.protocol.storage import Array, RowSelection
 from quadriga.protocol.values import (
     LocalValue,

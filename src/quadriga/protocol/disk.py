@@ -31,9 +31,8 @@ from torch import Tensor
 from quadriga.errors import DataError, FieldError, ProtocolError
 from quadriga.files import atomic_write
 from quadriga.protocol import contents as halves
-from quadriga.protocol.columns import local_value
+from quadriga.protocol.columns import current_device, host_array, local_value
 from quadriga.protocol.contents import Contents
-from quadriga.protocol.encoding import current_device, host_array
 from quadriga.protocol.storage import Array
 from quadriga.protocol.values import (
     build_jagged,

@@ -1,8 +1,9 @@
 """`Message`: one batch as it is sent, and its pickled form.
 
-A message holds small fields with their bytes and large fields as handles of a store. A `Packer`
-(`boundary.py`) makes the messages of a call, `pack_for_pickle` that of a batch that is pickled
-outside a call. `unpack` returns the contents of a message, private to the receiver.
+A message holds its fields as handles: small fields in a `LocalHandle`, with their bytes, large ones
+in a handle of a store. A `Packer` (`boundary.py`) makes the messages of a call, `pack_for_pickle`
+that of a batch that is pickled outside a call. `unpack` returns the contents of a message, private
+to the receiver.
 """
 
 from __future__ import annotations
@@ -13,21 +14,27 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, TypeAlias
 
-from quadriga.protocol import columns, contents as halves
-from quadriga.protocol.columns import Column, RemoteColumn, is_remote, local_value
-from quadriga.protocol.containers import PLAIN_TYPES, walk
+from quadriga.protocol import contents as halves
+from quadriga.protocol.columns import (
+    Column,
+    RemoteColumn,
+    current_device,
+    decode,
+    decode_leaf,
+    encode_leaf,
+    for_pickle,
+)
 from quadriga.protocol.contents import Contents, MetaInfo
-from quadriga.protocol.encoding import current_device, decode, decode_leaf, encode, encode_leaf
 from quadriga.protocol.storage import (
-    CONTROLLER,
+    PLAIN_TYPES,
     Handle,
     LocalHandle,
     RowMap,
-    Shard,
     row_map_of,
     traffic,
+    walk,
 )
-from quadriga.protocol.values import FieldSpec, Payload, flat_payload, payload_of
+from quadriga.protocol.values import FieldSpec, flat_payload, payload_of
 
 INLINE_BYTES = 64 * 1024
 """A field of a shard up to this size is sent in the message; a larger one is put into the store."""
@@ -62,32 +69,18 @@ def _handle_class(module: str, name: str) -> Callable[..., Handle]:
 
 
 @dataclass(slots=True)
-class Inline:
-    """A field of all rows of a message whose bytes are in the message."""
-
-    spec: FieldSpec
-    payload: Payload
-    nbytes: int
-
-
-Entries = dict[str, Inline | RemoteColumn]
-
-
-@dataclass(slots=True)
 class Message:
     """One batch as it is sent.
 
     `kind`: the class of the batch, None for `DataProto` itself; `attributes`: what an instance has
     besides the three parts of a batch; `head`: batch size and device type of its tensor half, None
-    if it has none; `row_map`: of the fields that this message brings or has put into the store,
-    None if all its fields were remote before.
+    if it has none.
     """
 
     kind: type[object] | None
     head: tuple[tuple[int, ...], str | None] | None
-    row_map: RowMap | None
-    tensors: Entries
-    arrays: Entries
+    tensors: dict[str, RemoteColumn]
+    arrays: dict[str, RemoteColumn]
     meta: MetaInfo
     attributes: MetaInfo
 
@@ -103,13 +96,14 @@ class Message:
         if self.kind is not None or self.attributes:
             return None
         total = 0
-        for entry in (*self.tensors.values(), *self.arrays.values()):
-            if has_raw_rows(entry.spec):
+        for column in (*self.tensors.values(), *self.arrays.values()):
+            if has_raw_rows(column.spec):
                 return None
-            if isinstance(entry, Inline):
-                total += entry.nbytes
-            elif not handles.issuperset(map(type, entry.handles)) or not handles:
-                return None
+            for handle in column.handles:
+                if type(handle) is LocalHandle:
+                    total += handle.nbytes
+                elif type(handle) not in handles:
+                    return None
         plain = all(type(value) in PLAIN_TYPES for value in self.meta.values())
         return total if plain else None
 
@@ -119,11 +113,10 @@ class Message:
         `flat_handle` returns the flat form of a handle.
         """
         row_maps = _RowMaps()
-        tensors = _flat_entries(self.tensors, row_maps, flat_handle)
-        arrays = _flat_entries(self.arrays, row_maps, flat_handle)
-        own = None if self.row_map is None else row_maps.number(self.row_map)
+        tensors = _flat_columns(self.tensors, row_maps, flat_handle)
+        arrays = _flat_columns(self.arrays, row_maps, flat_handle)
         maps = tuple(row_maps.flat)
-        return self.kind, self.head, own, maps, tensors, arrays, self.meta, self.attributes
+        return self.kind, self.head, maps, tensors, arrays, self.meta, self.attributes
 
     def __reduce__(self) -> tuple[Callable[..., Message], Flat]:
         return restore, self.flat()
@@ -139,25 +132,17 @@ def pack_for_pickle(contents: Contents, kind: type[object] | None, attributes: M
 
     Local fields are in the message; their buffers are pickled out of band.
     """
-
-    def entry(key: str, column: Column) -> Inline | RemoteColumn:
-        if is_remote(column):
-            return columns.for_pickle(key, column)
-        return Inline(*encode(local_value(column), key))
-
-    message = message_of(contents, kind, attributes, entry)
-    message.row_map = RowMap.of_shard(Shard.new(contents.rows, CONTROLLER))
-    return message
+    return message_of(contents, kind, attributes, for_pickle)
 
 
 def message_of(
     contents: Contents,
     kind: type[object] | None,
     attributes: MetaInfo,
-    entry: Callable[[str, Column], Inline | RemoteColumn],
+    packed: Callable[[str, Column], RemoteColumn],
     private: bool = False,
 ) -> Message:
-    """Return the message of a batch, without a row map. `entry` makes the entry of each field.
+    """Return the message of a batch. `packed` makes the column of each field.
 
     `private`: whether tensors in the meta information are copied.
     """
@@ -165,15 +150,14 @@ def message_of(
     head = None
     if batch is not None:
         head = tuple(batch.batch_size), None if batch.device is None else batch.device.type
-    leaf = partial(encode_leaf, private=private) if meta or attributes else encode_leaf
+    leaf = partial(encode_leaf, private=private)
     return Message(
         kind,
         head,
-        None,
-        {key: entry(key, column) for key, column in halves.tensor_columns(batch).items()},
-        {key: entry(key, column) for key, column in halves.array_columns(arrays).items()},
-        walk(meta, leaf) if meta else {},
-        walk(attributes, leaf) if attributes else {},
+        {key: packed(key, column) for key, column in halves.tensor_columns(batch).items()},
+        {key: packed(key, column) for key, column in halves.array_columns(arrays).items()},
+        walk(meta, leaf),
+        walk(attributes, leaf),
     )
 
 
@@ -185,31 +169,22 @@ def unpack(message: Message) -> tuple[Contents, MetaInfo]:
     batch = None
     if message.head is not None:
         size, device = message.head
-        tensors = _received(message.tensors, message.row_map)
+        tensors = {key: _received(column) for key, column in message.tensors.items()}
         batch = halves.tensor_half(
             tensors, size, None if device is None else current_device(device)
         )
-    arrays = halves.make_arrays(_received(message.arrays, message.row_map))
-    meta = walk(message.meta, decode_leaf) if message.meta else {}
-    attributes = walk(message.attributes, decode_leaf) if message.attributes else {}
-    return Contents(batch, arrays, meta), attributes
+    arrays = halves.make_arrays({key: _received(c) for key, c in message.arrays.items()})
+    contents = Contents(batch, arrays, walk(message.meta, decode_leaf))
+    return contents, walk(message.attributes, decode_leaf)
 
 
-def _received(entries: Entries, row_map: RowMap | None) -> dict[str, Column]:
-    return {key: _receive(key, entry, row_map) for key, entry in entries.items()}
-
-
-def _receive(key: str, entry: Inline | RemoteColumn, row_map: RowMap | None) -> Column:
-    if isinstance(entry, RemoteColumn):
-        column = entry.unread()
-        small = column.has_local_payloads() and column.nbytes() <= INLINE_BYTES
-        return column.read(key) if small else column
-    assert row_map is not None
-    # Above the limit only in a message of `pack_for_pickle`: decoded when the field is read, so a
-    # batch that is pickled and only partly read is not copied as a whole.
-    if entry.nbytes > INLINE_BYTES and row_map.shards:
-        return RemoteColumn(entry.spec, row_map, (LocalHandle(entry.payload, entry.nbytes),))
-    value, nbytes = decode(entry.spec, row_map, [entry.payload])
+def _received(column: RemoteColumn) -> Column:
+    # A larger field of a pickled batch is decoded when it is read, so a batch that is only partly
+    # read is not copied as a whole.
+    if not column.has_local_payloads() or column.nbytes() > INLINE_BYTES:
+        return column.unread()
+    payloads = [handle.fetch() for handle in column.handles]
+    value, nbytes = decode(column.spec, column.row_map, payloads)
     traffic.add(fetched_bytes=nbytes, fetched_fields=1)
     return value
 
@@ -219,14 +194,12 @@ def _receive(key: str, entry: Inline | RemoteColumn, row_map: RowMap | None) -> 
 # objects. A batch of 3 rows with a field x that actor rank 0 stored, and a small local field y:
 #
 #     kind, head   None, ((3,), None)                     a DataProto; batch size and device
-#     own          1                                      row map of the fields of this message,
-#                                                         None if it brings none
 #     row_maps     0: ((17, 3, 0),)                       shards (uid, rows, number of the writer)
 #                     (("actor", 0, "make", "10.0.0.1"),) writers
 #                     b"..."                              segments [[0, 0, 3]] as bytes
 #                  1: ((42, 3, 0),), (("controller", 0, "", ""),), b"..."
-#     tensors      ("x", spec, 0, (handle,), None)        row map 0; five items: remote
-#                  ("y", spec, 24, ["<i8", (3,), b"..."]) 24 bytes and payload; four items: inline
+#     tensors      ("x", spec, 0, (handle,))              row map 0
+#                  ("y", spec, 1, ((None, ["<i8", (3,), b"..."], 24),))   payload and its bytes
 #
 # Each row map is written once, however many fields share it.
 
@@ -234,7 +207,6 @@ def _receive(key: str, entry: Inline | RemoteColumn, row_map: RowMap | None) -> 
 def restore(
     kind: type[object] | None,
     head: tuple[tuple[int, ...], str | None] | None,
-    own: int | None,
     row_maps: Iterable[Flat],
     tensors: Iterable[Flat],
     arrays: Iterable[Flat],
@@ -244,9 +216,8 @@ def restore(
 ) -> Message:
     """Return the message of a flat form. `handle_of` is the inverse of `flat_handle`."""
     known = [row_map_of(*parts) for parts in row_maps]
-    fields = _entries(tensors, known, handle_of), _entries(arrays, known, handle_of)
-    row_map = None if own is None else known[own]
-    return Message(kind, head, row_map, *fields, meta, attributes)
+    fields = [_columns(half, known, handle_of) for half in (tensors, arrays)]
+    return Message(kind, head, fields[0], fields[1], meta, attributes)
 
 
 class _RowMaps:
@@ -266,27 +237,24 @@ class _RowMaps:
         return at
 
 
-def _flat_entries(entries: Entries, row_maps: _RowMaps, flat_handle: FlatHandle) -> Flat:
+def _flat_columns(
+    columns: dict[str, RemoteColumn], row_maps: _RowMaps, flat_handle: FlatHandle
+) -> Flat:
     flat: list[Flat] = []
-    for key, entry in entries.items():
-        spec = _flat_spec(entry.spec)
-        if isinstance(entry, Inline):
-            flat.append((key, spec, entry.nbytes, flat_payload(entry.payload)))
-        else:
-            handles = tuple([flat_handle(handle) for handle in entry.handles])
-            flat.append((key, spec, row_maps.number(entry.row_map), handles, None))
+    for key, column in columns.items():
+        handles = tuple([flat_handle(handle) for handle in column.handles])
+        flat.append((key, _flat_spec(column.spec), row_maps.number(column.row_map), handles))
     return tuple(flat)
 
 
-def _entries(flat: Iterable[Flat], row_maps: list[RowMap], handle_of: HandleOf) -> Entries:
-    entries: Entries = {}
-    for key, spec, number, content, *remote in flat:
-        if remote:
-            handles = tuple([handle_of(*handle) for handle in content])
-            entries[key] = RemoteColumn(_spec(spec), row_maps[number], handles)
-        else:
-            entries[key] = Inline(_spec(spec), payload_of(content), number)
-    return entries
+def _columns(
+    flat: Iterable[Flat], row_maps: list[RowMap], handle_of: HandleOf
+) -> dict[str, RemoteColumn]:
+    columns: dict[str, RemoteColumn] = {}
+    for key, spec, number, flat_handles in flat:
+        handles = tuple([handle_of(*handle) for handle in flat_handles])
+        columns[key] = RemoteColumn(_spec(spec), row_maps[number], handles)
+    return columns
 
 
 def _flat_spec(spec: FieldSpec) -> Flat:

@@ -1,4 +1,4 @@
-"""Stored values: handles, stores, who wrote a value, traffic counters, and row maps.
+"""Stored values: handles, stores, who wrote a value, traffic counters, and row maps. No torch.
 
 The protocol does not know Ray. A backend provides a `Store`; a `Handle` is what its `put` returns.
 
@@ -14,6 +14,7 @@ import itertools
 import os
 import threading
 from bisect import bisect_left, bisect_right
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,6 +30,33 @@ from quadriga.errors import LengthError
 
 StoredValue: TypeAlias = Any
 """What was put into a store: a payload, or any picklable value of a user."""
+
+
+PLAIN_TYPES: frozenset[type] = frozenset((str, bytes, int, float, bool, complex, type(None)))
+"""Types whose values contain no other value and cannot change."""
+_SEQUENCES = (list, tuple, set, frozenset)
+
+
+def walk(value: Any, leaf: Callable[[Any], object]) -> Any:
+    """Rebuild nested containers with `leaf` applied to every value that is not a container.
+
+    Containers are lists, tuples, named tuples, sets and dicts of these exact types, and
+    `OrderedDict` and `defaultdict`. Values of plain types are kept without a call of `leaf`.
+    """
+    kind = type(value)
+    if kind in PLAIN_TYPES:
+        return value
+    if kind is dict or kind is OrderedDict:
+        return kind((k, walk(v, leaf)) for k, v in value.items())
+    if kind in _SEQUENCES:
+        if PLAIN_TYPES.issuperset(map(type, value)):  # built in C, 10 ns an item
+            return kind(value)
+        return kind(walk(v, leaf) for v in value)
+    if kind is defaultdict:
+        return kind(value.default_factory, {k: walk(v, leaf) for k, v in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return kind(*(walk(v, leaf) for v in value))
+    return leaf(value)
 
 
 class Origin(NamedTuple):
@@ -523,3 +551,52 @@ def runs(shard: Ints, row: Ints) -> Ints:
     starts = np.concatenate(([0], breaks))
     ends = np.concatenate((breaks, [len(row)])) - 1
     return np.stack((shard[starts], row[starts], row[ends] + 1), axis=1)
+
+
+CutRows = tuple[RowMap, dict[int, StoredValue]]
+"""What was cut for one column: the row map into the payloads, and the payloads by shard."""
+
+
+def cut_rows(fields: Sequence[tuple[RowMap, Sequence[Handle]]]) -> list[CutRows]:
+    """Ask for rows of the columns, given as `(row map, handles)`, waiting once for all of them.
+
+    A shard that is not in the payloads of the result is to be fetched as a whole.
+    """
+    asked: dict[type, list[tuple[int, int, RowRequest]]] = {}
+    for number, (row_map, handles) in enumerate(fields):
+        for shard, request in _wanted(row_map, handles):
+            asked.setdefault(type(request.handle), []).append((number, shard, request))
+    payloads: list[dict[int, StoredValue]] = [{} for _ in fields]
+    for mine in asked.values():
+        found = mine[0][2].handle.fetch_rows([request for _, _, request in mine])
+        for (number, shard, _), payload in zip(mine, found, strict=True):
+            if payload is not None:
+                payloads[number][shard] = payload
+    return [
+        (_renumbered(m, cut) if cut else m, cut)
+        for (m, _), cut in zip(fields, payloads, strict=True)
+    ]
+
+
+def _wanted(row_map: RowMap, handles: Sequence[Handle]) -> list[tuple[int, RowRequest]]:
+    """Return the shards of which to ask for rows, with the rows."""
+    # pays(0.0) is False for every shard of this node, most often for all of them.
+    candidates = [(s, h) for s, h in enumerate(handles) if is_row_handle(h) and h.pays(0.0)]
+    if not candidates:
+        return []
+    shard_of, row_of = row_map.expand()
+    wanted = [(s, handle, row_of[shard_of == s]) for s, handle in candidates]
+    return [
+        (s, RowRequest(handle, rows))
+        for s, handle, rows in wanted
+        if handle.pays(len(rows) / row_map.shards[s].rows)
+    ]
+
+
+def _renumbered(row_map: RowMap, payloads: dict[int, StoredValue]) -> RowMap:
+    """Return a map in which the rows of a cut shard are numbered in the order of the batch."""
+    shard_of, row_of = row_map.expand()
+    for shard in payloads:
+        mine = shard_of == shard
+        row_of[mine] = np.arange(np.count_nonzero(mine))
+    return RowMap(row_map.shards, runs(shard_of, row_of))

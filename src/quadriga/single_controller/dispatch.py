@@ -36,7 +36,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeAlias, TypedDict, TypeVar
 
 from quadriga.errors import DispatchError, LengthError, MeshError
-from quadriga.protocol.containers import PLAIN_TYPES
 from quadriga.protocol.threads import PendingValue
 from quadriga.single_controller.rank_layout import GroupLayout
 
@@ -50,7 +49,8 @@ if TYPE_CHECKING:
     AsFuture = Callable[[object], DataProtoFuture]
 
 T = TypeVar("T")
-_PLAIN = frozenset(PLAIN_TYPES)
+_PLAIN: frozenset[type] = frozenset((str, bytes, int, float, bool, complex, type(None)))
+"""Types of values that hold no data of a batch."""
 
 
 Arguments = tuple[object, ...]

@@ -34,7 +34,6 @@ from quadriga.errors import (
     WorkerInitError,
     WorkerMethodError,
 )
-from quadriga.protocol.containers import walk
 from quadriga.protocol.threads import in_thread, started_in_thread
 from quadriga.single_controller.dispatch import (
     Arguments,
@@ -443,6 +442,8 @@ class RankHost:
 
 def copied(value: object) -> object:
     """Copy everything in a value that can be written into."""
+    from quadriga.protocol.storage import walk  # loads numpy
+
     return walk(value, _copied_leaf)
 
 

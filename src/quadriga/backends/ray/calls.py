@@ -94,8 +94,7 @@ from quadriga.backends.ray.store import (
     packed_batch,
 )
 from quadriga.errors import CallTimeoutError, QuadrigaError, WorkerDiedError, WorkerError
-from quadriga.protocol.containers import PLAIN_TYPES
-from quadriga.protocol.storage import Handle, LocalHandle
+from quadriga.protocol.storage import PLAIN_TYPES, Handle, LocalHandle
 from quadriga.protocol.threads import PendingValue
 from quadriga.single_controller.backend import RankHandle, RankSet, broken_groups, raise_if_broken
 from quadriga.single_controller.dispatch import Call, Pending
