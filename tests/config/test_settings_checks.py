@@ -8,6 +8,7 @@ import pytest
 
 from quadriga.config.commands import (
     ArithmeticDataConfig,
+    EvalConfig,
     GenerateConfig,
     SFTConfig,
 )
@@ -223,8 +224,8 @@ def test_a_settings_object_made_in_python_is_checked_too():
     with pytest.raises(ConfigError, match=r"trainer\.backend must be one of ray, local") as caught:
         check_train_settings(config)
     assert caught.value.nearest == "ray"
-    with pytest.raises(ConfigError, match=r"operations\[1\] must be one of"):
-        check_values(ArithmeticDataConfig(operations=["+", "/"]))
+    with pytest.raises(ConfigError, match=r"pass_at\[1\] must be"):
+        check_values(EvalConfig(pass_at=[1, 0]))
 
 
 def test_choices_equal_the_tables_of_higher_layers():

@@ -26,8 +26,6 @@ def problems(task, count=300):
         ArithmeticTask(),
         ArithmeticTask(max_number=20, max_steps=2),
         ArithmeticTask(max_total=9, max_steps=4, min_steps=2),
-        ArithmeticTask(operations=("+", "-", "*"), max_number=5, max_total=30),
-        ArithmeticTask(operations=("+",), phrasings=1),
         ArithmeticTask(max_number=1, max_total=1),
     ],
 )
@@ -63,7 +61,7 @@ def test_splits_share_no_problem_even_if_people_and_things_differ():
 
 def test_a_task_with_too_few_problems_is_an_error():
     with pytest.raises(DataError, match=r"split 'train' needs 100000 problems, but only \d+"):
-        make_parts(ArithmeticTask(max_number=2, max_steps=1, phrasings=1), {"train": 100000}, 0)
+        make_parts(ArithmeticTask(max_number=2, max_steps=1), {"train": 100000}, 0)
 
 
 def test_files_have_the_expected_columns_and_equal_seeds_give_equal_rows(tmp_path):
@@ -90,7 +88,7 @@ def kind_of_mistake(row):
     # No other step may have a wrong result, and the next one goes on from it.
     assert all(eval(term) == int(result) for term, result in zip(terms[:-1], results, strict=False))
     assert all(
-        re.split("[-+*]", term)[0] == result
+        re.split("[-+]", term)[0] == result
         for term, result in zip(terms[1:], results, strict=False)
     )
     assert row["rejected"].endswith(f"\n#### {results[-1]}")

@@ -11,9 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from quadriga.data import encoded
-from quadriga.data.conversations import Conversation, SFTDataset
-from quadriga.data.pairs import PairDataset
-from quadriga.data.prompts import PromptDataset
+from quadriga.data.conversations import Conversation, PairDataset, SFTDataset
+from quadriga.data.encoded import PromptDataset
 from quadriga.errors import DataError
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from quadriga.data.prompts import PromptDataset
+from quadriga.data.encoded import PromptDataset
 from quadriga.errors import DataError
 
 

@@ -5,9 +5,8 @@ import json
 import pytest
 
 from quadriga.data.chat import check_template_arguments, encode_chats
-from quadriga.data.conversations import SFTDataset
-from quadriga.data.pairs import PairDataset
-from quadriga.data.prompts import PromptDataset
+from quadriga.data.conversations import PairDataset, SFTDataset
+from quadriga.data.encoded import PromptDataset
 from quadriga.errors import ConfigError
 from quadriga.models.tiny import train_tokenizer
 

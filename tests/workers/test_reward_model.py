@@ -15,7 +15,7 @@ from transformers import (
 
 from quadriga.config.schema import EngineConfig, ModelConfig, RewardModelConfig
 from quadriga.data.chat import encode_conversations
-from quadriga.data.collate import scored_rows
+from quadriga.data.loader import scored_rows
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import LengthError, ModelError
 from quadriga.models.loading import check_reward_model

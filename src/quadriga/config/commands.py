@@ -18,7 +18,6 @@ from quadriga.config.schema import (
     MachineConfig,
     ModelConfig,
     Natural,
-    Operation,
     OptimConfig,
     Options,
     Positive,
@@ -205,8 +204,6 @@ class ArithmeticDataConfig(PathSettings):
     min_steps: Count = 1  # calculations per problem
     max_steps: Count = 2  # most calculations per problem
     max_total: int | None = None  # largest intermediate result; None: no bound
-    phrasings: Count = 3  # wordings per kind of sentence
-    operations: list[Operation] = field(default_factory=lambda: ["+", "-"])  # those of the problems
     sft_careful: Share = 1.0  # share of demonstrations that do all steps, not only the first
     seed: Natural = 0  # of the problems and of the model
     model_output: str | None = None  # folder for a tiny model and its tokenizer; None: no model

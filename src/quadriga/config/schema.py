@@ -75,7 +75,6 @@ FailurePolicy = Literal["zero", "mask", "fail"]
 AlarmAction = Literal["warn", "fail"]
 LossTurns = Literal["all", "last"]
 WeightTransport = Literal["auto", "shared_memory", "collective"]
-Operation = Literal["+", "-", "*"]
 OptimizerName = Literal["adamw", "adamw_8bit", "muon"]
 Checkpointing = bool | Literal["selective"]
 

@@ -51,25 +51,18 @@ WORDINGS = {
         "{they} gives {n} to {other}.",
         "{other} takes {n} of the {things}.",
     ),
-    "*": (
-        "{who} has {n} bags with {m} {things} in each.",
-        "{who} fills {n} boxes with {m} {things} each.",
-        "There are {n} rows of {m} {things} before {who}.",
-    ),
     "?": (
         "How many {things} does {who} have now?",
         "How many {things} are there now?",
         "What is the number of {things} in the end?",
     ),
 }
-"""Kind of a sentence → its wordings: the start, a gain, a loss, a product, the question."""
-OPERATIONS = ("+", "-", "*")
-PHRASINGS = 3  # wordings of each kind
-_TERM = re.compile(r"([-+*])")
+"""Kind of a sentence → its wordings: the start, a gain, a loss, the question."""
+_TERM = re.compile(r"([-+])")
 _MAX_REPEATS = 5000  # consecutive draws without a new problem after which a task is exhausted
 
-# (kind and wording of a sentence, its numbers): ("=0", 3, 0) is "{who} has 3 {things}."
-Key: TypeAlias = tuple[tuple[str, int, int], ...]
+# (kind and wording of a sentence, its number): ("=0", 3) is "{who} has 3 {things}."
+Key: TypeAlias = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
@@ -80,17 +73,12 @@ class ArithmeticTask:
         max_number: each number in a story is between 1 and `max_number`.
         min_steps, max_steps: the number of calculations of a problem.
         max_total: intermediate results are between 0 and `max_total`; None: no upper bound.
-        phrasings: how many wordings of each kind of sentence are used.
-        operations: "+" and "-" are events. "*" is a first sentence ("4 bags with 3 apples in
-            each"), which counts as a step.
     """
 
     max_number: int = 9
     min_steps: int = 1
     max_steps: int = 3
     max_total: int | None = None
-    phrasings: int = 3
-    operations: tuple[str, ...] = ("+", "-")
 
     def __post_init__(self) -> None:
         for fits, rule in (
@@ -99,16 +87,6 @@ class ArithmeticTask:
             (
                 (self.max_total or self.max_number) >= self.max_number,
                 "max_total must be at least max_number, with which a story may start",
-            ),
-            (1 <= self.phrasings <= PHRASINGS, f"phrasings must be between 1 and {PHRASINGS}"),
-            (
-                {"+"} <= set(self.operations) <= set(OPERATIONS),
-                f"operations must be a subset of {OPERATIONS} with '+'",
-            ),
-            (
-                self.max_total is None or "-" in self.operations,
-                "max_total needs '-' among the operations: without it a story that has reached "
-                "max_total could not continue",
             ),
         ):
             if not fits:
@@ -132,30 +110,20 @@ def make_problem(task: ArithmeticTask, rng: random.Random) -> Problem:
     (who, they), (other, _) = rng.sample(PEOPLE, 2)
     words = {"who": who, "they": they, "other": other, "things": rng.choice(THINGS)}
     sentences: list[str] = []
-    key: list[tuple[str, int, int]] = []
+    key: list[tuple[str, int]] = []
     lines: list[str] = []
 
-    def tell(kind: str, n: int = 0, m: int = 0) -> None:
+    def tell(kind: str, n: int = 0) -> None:
         # The key names the wording by its number and omits people and things.
-        which = rng.randrange(task.phrasings)
-        sentences.append(WORDINGS[kind][which].format(n=n, m=m, **words))
-        key.append((f"{kind}{which}", n, m))
+        which = rng.randrange(len(WORDINGS[kind]))
+        sentences.append(WORDINGS[kind][which].format(n=n, **words))
+        key.append((f"{kind}{which}", n))
 
     total = rng.randint(1, task.max_number)
-    if "*" in task.operations and rng.random() < 1 / len(task.operations):
-        # n × m must not exceed max_total: with n = 4 and max_total = 30, m ≤ 30 // 4 = 7.
-        n, most = total, task.max_total or task.max_number**2
-        m = rng.randint(1, min(task.max_number, max(1, most // n)))
-        tell("*", n, m)
-        total = n * m
-        lines.append(f"{n}*{m}={total}")
-    else:
-        tell("=", total)
-    while len(lines) < steps:
-        # What may be added; the largest product bounds nothing.
-        room = (task.max_total or task.max_number**2 + total) - total
-        sign = rng.choice("+-") if total and room and "-" in task.operations else ""
-        sign = sign or ("-" if total and not room else "+")
+    tell("=", total)
+    for _ in range(steps):
+        room = task.max_total - total if task.max_total else task.max_number  # what may be added
+        sign = rng.choice("+-") if total and room else "-" if total else "+"
         n = rng.randint(1, min(task.max_number, total if sign == "-" else room))
         tell(sign, n)
         result = total + n if sign == "+" else total - n
@@ -195,8 +163,8 @@ def make_parts(
             elif (repeats := repeats + 1) > _MAX_REPEATS:
                 raise DataError(
                     f"split {name!r} needs {size} problems, but only {len(made)} were found that "
-                    f"are in no other split ({len(seen)} in all splits); increase max_number, "
-                    "max_steps or phrasings, or reduce the sizes"
+                    f"are in no other split ({len(seen)} in all splits); increase max_number or "
+                    "max_steps, or reduce the sizes"
                 )
         parts[name] = made
     return parts
@@ -326,7 +294,7 @@ def _wrong_solution(problem: Problem, rng: random.Random) -> str:
         lines, totals = [], [int(terms[0][0])]
         for number, (sign, n) in enumerate(steps, start=1):
             total = totals[-1]
-            result = {"+": total + n, "-": total - n, "*": total * n}[sign]
+            result = total + n if sign == "+" else total - n
             totals.append(result + slip * (number == len(steps)))
             lines.append(f"{total}{sign}{n}={totals[-1]}")
         if min(totals) >= 0 and totals[-1] != problem.answer:

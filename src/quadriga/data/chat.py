@@ -40,7 +40,7 @@ class Message(TypedDict):
 
 Chat = list[Message]
 
-Conversation = tuple[Sequence[int], Sequence[int]]
+EncodedAnswer = tuple[Sequence[int], Sequence[int]]
 """Token ids of the prompt and of the response. Both together have at least one."""
 
 TemplateChat = Sequence[Mapping[str, object]]
@@ -183,7 +183,7 @@ def encode_conversations(
     prompts: Sequence[Chat],
     responses: Sequence[str],
     arguments: TemplateArguments = NO_ARGUMENTS,
-) -> list[Conversation]:
+) -> list[EncodedAnswer]:
     """Return the token ids of each prompt and of the response to it, by the chat template.
 
     A template can write a prompt in another way once a response follows. Then all tokens are in
@@ -199,7 +199,7 @@ def encode_conversations(
         [*prompt, {"role": "assistant", "content": response}]
         for prompt, response in zip(prompts, responses, strict=True)
     ]
-    found: list[Conversation] = []
+    found: list[EncodedAnswer] = []
     whole = encode_chats(tokenizer, chats, complete=True, arguments=arguments)
     for prompt, ids in zip(prompts, whole, strict=True):
         start = encoded[str(prompt)]

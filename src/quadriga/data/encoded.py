@@ -22,18 +22,28 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, field, fields as fields_of
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 
 from quadriga.config.paths import expand_home
-from quadriga.data.chat import TemplateArguments
+from quadriga.data.chat import (
+    TemplateArguments,
+    TemplateChat,
+    characters,
+    chat_of,
+    encode_chats,
+    most_characters,
+)
+from quadriga.data.images import ImageRules, PromptImages, check_no_images, image_stamp
+from quadriga.data.loader import PromptItem, collate_prompts
 from quadriga.data.rows import Piece, Row, check_files, count_rows, read_pieces, rows_of_columns
 from quadriga.errors import DataError
 from quadriga.files import replacing
 from quadriga.observability.console import progress
+from quadriga.protocol import DataProto, fields
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -107,7 +117,8 @@ class EncodedDataset(Generic[ItemT]):
     ) -> Self:
         """Return the dataset of files, with each field that settings have under its name."""
         made: Any = cls
-        own = {f.name: getattr(settings, f.name) for f in fields(made) if hasattr(settings, f.name)}
+        names = [f.name for f in fields_of(made) if hasattr(settings, f.name)]
+        own = {name: getattr(settings, name) for name in names}
         dataset: Self = made(**{**own, **more, "files": files, "tokenizer": tokenizer})
         return dataset
 
@@ -121,7 +132,7 @@ class EncodedDataset(Generic[ItemT]):
 
     def settings(self, path: Path) -> str:
         """Return what the encoded rows of a file depend on beside its content and the tokenizer."""
-        own = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        own = {f.name: getattr(self, f.name) for f in fields_of(self)}  # type: ignore[arg-type]
         for name in ("files", "tokenizer", "cache_dir"):
             own.pop(name)
         return json.dumps(own, sort_keys=True, default=_plain)
@@ -157,20 +168,18 @@ class EncodedDataset(Generic[ItemT]):
 
     def _parts_of(self, path: Path, given: list[Row], first: int) -> tuple[int, list[_Part]]:
         """Return the number of rows of a file, and those that are used."""
-        pieces = iter([Piece(given, None)]) if given else None
-        digest = None
         if self.cache_dir is not None and not given and _is_large(path):
             digest = _tokenizer_digest(self.tokenizer)
-        if digest is None or self.cache_dir is None:
-            size, parts = 0, []
-            for piece in pieces or read_pieces(path):
-                batch, kept = self._encoded(piece, with_columns=False)
-                parts.append(_Part(batch, path, first, kept if self.KEEPS_ROWS else None))
-                size += len(piece.rows)
-            return size, parts
-        key = f"{_FORMAT} {digest} {self.settings(path)}"
-        batches = _cached(path, Path(expand_home(self.cache_dir)), key, self._write)
-        return count_rows(path), [_Part(batch, path, first, None) for batch in batches]
+            if digest is not None:
+                key = f"{_FORMAT} {digest} {self.settings(path)}"
+                batches = _cached(path, Path(expand_home(self.cache_dir)), key, self._write)
+                return count_rows(path), [_Part(batch, path, first, None) for batch in batches]
+        size, parts = 0, []
+        for piece in [Piece(given, None)] if given else read_pieces(path):
+            batch, kept = self._encoded(piece, with_columns=False)
+            parts.append(_Part(batch, path, first, kept if self.KEEPS_ROWS else None))
+            size += len(piece.rows)
+        return size, parts
 
     def _encoded(self, piece: Piece, *, with_columns: bool) -> tuple[pa.RecordBatch, list[Row]]:
         """Return the rows of a piece that are used, encoded and as they are in the file."""
@@ -317,3 +326,132 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str | None:
     special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
     parts = (inner.to_str(), str(tokenizer.chat_template), special, type(tokenizer).__qualname__)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+@dataclass(repr=False, eq=False)
+class PromptDataset(EncodedDataset[PromptItem]):
+    """The prompts of parquet or JSON-lines files, as `PromptItem`s.
+
+    Args:
+        max_prompt_length: in tokens; None: no limit.
+        filter_overlong_prompts: leave longer prompts out; False: a longer prompt is an error.
+        chat_template_kwargs: arguments of the chat template, such as `enable_thinking`.
+        image_key: column of the images of the prompts; None: the rows have none.
+        images: how images become tokens; None: the model takes text only, and a row with images is
+            an error.
+        cache_dir: folder in which the token ids of large files are kept (see `encoded`); the rows
+            of such a file stay on disk. None: all rows are in memory.
+
+    Attributes:
+        longest: tokens of the longest prompt.
+        same_width: pad every batch to `longest`, so that batches can be concatenated; False: pad
+            to the longest prompt of the batch.
+
+    Raises:
+        DataError: a file or a row cannot be used; the message names it.
+        ModelError: the tokenizer has no chat template.
+        ConfigError: the chat template does not read one of its arguments.
+    """
+
+    NOUN = "prompts"
+    KEEPS_ROWS = True
+
+    files: Sequence[str | Path | Row]
+    tokenizer: PreTrainedTokenizerBase
+    _: KW_ONLY
+    prompt_key: str = "prompt"
+    max_prompt_length: int | None = None
+    filter_overlong_prompts: bool = True
+    chat_template_kwargs: TemplateArguments = field(default_factory=dict)
+    image_key: str | None = "images"
+    images: ImageRules | None = None
+    cache_dir: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        self.same_width = False
+        self.pad_token_id: int = self.tokenizer.pad_token_id
+        self.load(self.files, self.max_prompt_length, "max_prompt_length")
+        self.longest = max(int(ids.value_lengths().to_numpy().max()) for ids, _ in self.columns())
+
+    @classmethod
+    def from_rows(
+        cls,
+        values: Sequence[Mapping[str, object]],
+        tokenizer: PreTrainedTokenizerBase,
+        **options: Any,  # those of the class
+    ) -> Self:
+        """Return the dataset of rows in memory. Error messages name them "given, row <number>"."""
+        rows = [Row(dict(row), "given", number) for number, row in enumerate(values)]
+        return cls(rows, tokenizer, **options)
+
+    def collate(self, items: Sequence[PromptItem]) -> DataProto:
+        """Return a batch of `items`, padded to the longest of them (see `same_width`)."""
+        width = self.longest if self.same_width else None
+        return collate_prompts(items, pad_token_id=self.pad_token_id, length=width)
+
+    def settings(self, path: Path) -> str:
+        """See `EncodedDataset`. The number of tokens of an image depends on its size, which a
+        change of its file can change. Its content is not read for this."""
+        stamp = "" if not (self.images and self.image_key) else image_stamp(path, self.image_key)
+        return f"{super().settings(path)} {stamp}"
+
+    def encode(self, rows: Sequence[Row]) -> list[EncodedRow | None]:
+        """Return the token ids of each row; None for one that is too long.
+
+        Raises `DataError` for such a row, unless long prompts are left out, and for images that
+        cannot be used.
+        """
+        limit = self.max_prompt_length
+        most = most_characters(limit)
+        leaves_out = self.filter_overlong_prompts and limit is not None
+        short: list[int] = []
+        used: list[TemplateChat] = []
+        for i, row in enumerate(rows):
+            chat = chat_of(row, self.prompt_key)
+            if characters(chat) > most:
+                if leaves_out:
+                    continue
+                raise row.error(
+                    f"the prompt has {characters(chat)} characters, more than {most}; shorten it, "
+                    "or set max_prompt_length and filter_overlong_prompts=true"
+                )
+            short.append(i)
+            if self.images is None:
+                check_no_images(row, self.image_key)
+            used.append(chat if self.images is None else self.images.template_chat(row, chat))
+        first = rows[0].number if rows else 0
+        encoded = encode_chats(
+            self.tokenizer, used, first=first, arguments=self.chat_template_kwargs
+        )
+        found: list[EncodedRow | None] = [None] * len(rows)
+        for i, ids in zip(short, encoded, strict=True):
+            expanded = ids if self.images is None else self.images.expand(rows[i], ids)
+            if not expanded:
+                raise rows[i].error(
+                    "the prompt has no tokens, since its text is empty and the chat template adds "
+                    "nothing; remove the row, or use a template that begins a turn"
+                )
+            if limit is None or len(expanded) <= limit:
+                found[i] = EncodedRow(expanded)
+            elif not leaves_out:
+                raise rows[i].error(
+                    f"the prompt has {len(expanded)} tokens, more than max_prompt_length={limit}; "
+                    "increase it, or set filter_overlong_prompts=true"
+                )
+        return found
+
+    def item(self, row: EncodedRow, source: Row | None, index: int) -> PromptItem:
+        """Return the prompt of a row. `index` counts the rows of all files before filtering, so it
+        identifies a row of the data for any limit."""
+        assert source is not None
+        item: PromptItem = {
+            fields.INPUT_IDS: list(row.ids),
+            fields.RAW_PROMPT: chat_of(source, self.prompt_key),
+            fields.INDEX: index,
+            fields.DATA_SOURCE: source.values.get(fields.DATA_SOURCE),
+            fields.REWARD_MODEL: source.values.get(fields.REWARD_MODEL),
+            fields.EXTRA_INFO: source.values.get(fields.EXTRA_INFO),
+        }
+        if self.images is not None:
+            item[fields.MULTI_MODAL_INPUTS] = PromptImages(source, row.ids, self.images)
+        return item

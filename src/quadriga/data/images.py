@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -183,30 +183,19 @@ def images_of(row: Row, image_key: str | None) -> list[object]:
     return value
 
 
-def image_files(data_file: Path, image_key: str) -> Iterator[Path]:
-    """Yield the image files that the rows of a data file name, in their order, missing ones too.
+def image_stamp(data_file: Path, image_key: str) -> str:
+    """Return a digest of the sizes and times of the image files that the rows of a data file name.
 
     Raises:
         DataError: the data file cannot be read, or a row has no list of images.
     """
-    for piece in read_pieces(data_file):
-        for row in piece.rows:
-            for source in images_of(row, image_key):
-                given = _given(source)
-                if isinstance(given, str):
-                    yield _path(row, given)
-
-
-def image_stamp(data_file: Path, image_key: str) -> str:
-    """Return a digest of the sizes and times of all files that `image_files` yields.
-
-    Raises:
-        DataError: as `image_files`.
-    """
     digest = hashlib.sha256()
-    for path in image_files(data_file, image_key):
-        stat = path.stat() if path.is_file() else None
-        digest.update(repr(stat and (stat.st_size, stat.st_mtime_ns)).encode())
+    for row in (row for piece in read_pieces(data_file) for row in piece.rows):
+        for given in map(_given, images_of(row, image_key)):
+            if isinstance(given, str):
+                path = _path(row, given)
+                stat = path.stat() if path.is_file() else None
+                digest.update(repr(stat and (stat.st_size, stat.st_mtime_ns)).encode())
     return digest.hexdigest()
 
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from quadriga.config.schema import DataConfig, SamplerConfig
-    from quadriga.data.collate import PromptItem
     from quadriga.data.images import ImageRules
+    from quadriga.data.loader import PromptItem
 
 
 T = TypeVar("T")

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.paths import absolute_paths
 from quadriga.config.schema import ActorConfig, ActorRolloutRefConfig, RolloutConfig
-from quadriga.data.conversations import turn_end_ids
-from quadriga.data.pairs import MARGINS, PairDataset, PairLengths
+from quadriga.data.conversations import MARGINS, PairDataset, PairLengths, turn_end_ids
 from quadriga.models.folder import end_token_ids, local_folder
 from quadriga.protocol import DataProto, fields, pad_dataproto_to_divisor, unpad_dataproto
 from quadriga.trainer.checkpoints import Checkpointing

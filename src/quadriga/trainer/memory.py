@@ -46,7 +46,7 @@ from quadriga.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from quadriga.data.pairs import PairLengths
+from quadriga.data.conversations import PairLengths
 from quadriga.engines import engine_memory, kind_of
 from quadriga.engines.memory import Rows, TrainingUse
 from quadriga.errors import ConfigError

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from quadriga.config.commands import RMConfig
 from quadriga.config.schema import ModelConfig, RewardModelConfig
 from quadriga.data.chat import NO_ARGUMENTS, TemplateArguments
-from quadriga.data.pairs import MARGINS
+from quadriga.data.conversations import MARGINS
 from quadriga.engines.base import VALUES
 from quadriga.errors import LengthError
 from quadriga.protocol import DataProto, fields
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from quadriga.data.chat import Conversation
+    from quadriga.data.chat import EncodedAnswer
     from quadriga.engines.base import Outputs, TrainEngine
 
 
@@ -92,7 +92,7 @@ class RewardModelWorker(EngineWorker[RewardModelConfig]):
         Raises:
             LengthError: a conversation is longer than the reward model can compute.
         """
-        from quadriga.data.collate import at_last_token, scored_rows
+        from quadriga.data.loader import at_last_token, scored_rows
 
         rows = scored_rows(self._conversations(data), self.pad, self.longest)
         outputs = self._engine().forward(
@@ -103,7 +103,7 @@ class RewardModelWorker(EngineWorker[RewardModelConfig]):
         scores = at_last_token(outputs[VALUES].sum(-1), tokens)
         return DataProto.from_dict(tensors={fields.RM_SCORES: scores})
 
-    def _conversations(self, data: DataProto) -> list[Conversation]:
+    def _conversations(self, data: DataProto) -> list[EncodedAnswer]:
         """Return the token ids of the reward model for each row."""
         from quadriga.data.chat import encode_conversations
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from quadriga.data import SFTDataset
     from quadriga.data.chat import Chat
-    from quadriga.data.pairs import PairDataset
+    from quadriga.data.conversations import PairDataset
     from quadriga.data.user_classes import Prompts
 
 _TRIED = 2048
