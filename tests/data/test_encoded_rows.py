@@ -80,7 +80,7 @@ def test_every_item_equals_the_one_in_memory(files, tokenizer, tmp_path, kind, l
     plain = make(files, tokenizer, max_length=limit)
     cached = make(files, tokenizer, max_length=limit, cache_dir=tmp_path / "c")
     for name in ("encode_turns", "encode_conversations", "encode_chats"):  # a call would raise
-        for module in ("conversations", "pairs", "prompts"):
+        for module in ("conversations", "encoded"):
             path = f"quadriga.data.{module}.{name}"
             monkeypatch.setattr(path, None, raising=False)
     again = make(files, tokenizer, max_length=limit, cache_dir=tmp_path / "c")

@@ -1,15 +1,14 @@
 """Batches, and how they are sent: `DataProto`, `DataProtoFuture`, field names, padding. No Ray.
 
-- `storage.py`: handles, stores and row maps. `rows.py`: indexes. `values.py`: one local value.
-- `encoding.py`: a value as it is sent. `columns.py`: remote fields. `contents.py`: the halves of
-  a batch, and the operations on them. `disk.py`: a batch in a file.
+- `storage.py`: handles, stores and row maps. `values.py`: one local value, and indexes of its rows.
+- `columns.py`: a value as it is sent, and remote fields. `contents.py`: the halves of a batch, and
+  the operations on them. `disk.py`: a batch in a file.
 - `message.py`, `dataproto.py`, `boundary.py`: a batch as it is sent; the container; values at the
   process boundary, and results of calls that have not returned.
-- `fields.py`, `containers.py`, `threads.py`: names of all fields; nested containers; results that
-  may not exist yet.
+- `fields.py`, `threads.py`: names of all fields; results that may not exist yet.
 
-Each file imports only from those before it in this order: `storage`, `rows`, `values`, `encoding`,
-`columns`, `contents`, `disk`, `message`, `dataproto`, `boundary`.
+Each file imports only from those before it in this order: `storage`, `values`, `columns`,
+`contents`, `disk`, `message`, `dataproto`, `boundary`.
 Of the rest of quadriga only `errors`, `files` and `lazy` are imported. Public names load when they
 are first used, so that importing this package imports neither torch nor tensordict.
 """

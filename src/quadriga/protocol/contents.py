@@ -38,10 +38,10 @@ from quadriga.protocol.values import (
     LocalValue,
     clone_value,
     describe_value,
-    dtype_name,
+    dtype_of,
     nbytes_of,
-    ragged_dim,
     same,
+    shape_of,
     tensors_of,
     value_row,
 )
@@ -104,11 +104,6 @@ class _RemoteFields(Generic[V]):
     def __setitem__(self, key: str, value: V) -> None:
         self.columns[key] = cast(LocalValue, value)
 
-    def fetch(self, keys: Iterable[str] | None = None) -> None:
-        """Read these fields (all if None), waiting once."""
-        wanted = self.columns if keys is None else keys
-        columns.fetch([(key, c) for key in wanted if is_remote(c := self.columns[key])])
-
     def items(self, *_: object, **__: object) -> ItemsView[str, V]:
         return self.read_all().items()
 
@@ -117,7 +112,7 @@ class _RemoteFields(Generic[V]):
 
     def read_all(self) -> dict[str, V]:
         """Return all fields, waiting once."""
-        self.fetch()
+        columns.fetch([(key, column) for key, column in self.columns.items() if is_remote(column)])
         return {key: cast(V, local_value(column)) for key, column in self.columns.items()}
 
 
@@ -321,9 +316,14 @@ class Contents(NamedTuple):
             return int(self.batch.batch_size[0])
         return next((length for _, length in _lengths(self.arrays)), 0)
 
-    def columns(self) -> dict[str, Column]:
+    def halves(self) -> tuple[dict[str, Column], dict[str, Column]]:
         """Return the columns of both halves; fetches nothing."""
-        return {**tensor_columns(self.batch), **array_columns(self.arrays)}
+        return tensor_columns(self.batch), array_columns(self.arrays)
+
+    def columns(self) -> dict[str, Column]:
+        """Return the columns of both halves by name."""
+        tensors, arrays = self.halves()
+        return {**tensors, **arrays}
 
 
 def tensor_columns(batch: TensorHalf) -> dict[str, Column]:
@@ -431,17 +431,6 @@ def row(batch: TensorHalf, arrays: ArrayHalf, index: int) -> tuple[TensorDict | 
         key: value_row(local_value(value), index) for key, value in tensor_columns(batch).items()
     }
     return TensorDict(fields, batch_size=batch.batch_size[1:], device=batch.device), item
-
-
-def select(batch: TensorHalf, keys: Sequence[str] | None) -> TensorHalf:
-    """Return a new tensor half with these keys (all if None); values are shared."""
-    picked = pick(tensor_columns(batch), keys, "batch")
-    return make_batch(batch, picked, 0 if batch is None else int(batch.batch_size[0]))
-
-
-def select_arrays(arrays: ArrayHalf, keys: Sequence[str] | None) -> ArrayHalf:
-    """Return a new array half with these keys (all if None); values are shared."""
-    return make_arrays(pick(array_columns(arrays), keys, "non_tensor_batch"))
 
 
 def pick(fields: Mapping[str, V], keys: Sequence[str] | None, kind: str) -> dict[str, V]:
@@ -681,14 +670,13 @@ def _line(key: str, column: Column) -> tuple[str, ...]:
 
 def shape_and_dtype(column: Column) -> tuple[str, str]:
     """Return shape and dtype of a field as text, `("[8, *, 2]", "float32")`; `*` is ragged."""
-    if is_remote(column):
-        return column.spec.describe(len(column.row_map))
-    value = local_value(column)
-    dims = list(map(str, value.shape))
-    if isinstance(value, torch.Tensor) and value.is_nested:
-        dims[ragged_dim(value)] = "*"
-    dtype = dtype_name(getattr(value, "dtype", None) or type(value).__name__)
-    return f"[{', '.join(dims)}]", dtype
+    if not is_remote(column):
+        return shape_of(local_value(column)), dtype_of(local_value(column))
+    spec = column.spec
+    dims: list[object] = [len(column.row_map), *spec.tail]
+    if spec.kind == "jagged":
+        dims.insert(spec.ragged_dim, "*")
+    return f"[{', '.join(map(str, dims))}]", spec.dtype or spec.kind
 
 
 def nbytes(column: Column) -> int:

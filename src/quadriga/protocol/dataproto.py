@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from quadriga.errors import FieldError, LengthError
 from quadriga.protocol import columns, contents as halves, disk
-from quadriga.protocol.columns import local_value
+from quadriga.protocol.columns import Column, local_value
 from quadriga.protocol.contents import (
     ArrayHalf,
     Contents,
@@ -27,12 +27,17 @@ from quadriga.protocol.contents import (
     Tensors,
 )
 from quadriga.protocol.message import Message, pack_for_pickle, unpack
-from quadriga.protocol.rows import RowIndex, from_index, from_slice, padded, repeated, row_number
 from quadriga.protocol.storage import Array, RowSelection, chunk_bounds
 from quadriga.protocol.values import (
     LocalValue,
+    RowIndex,
     describe_value,
+    from_index,
+    from_slice,
     object_array,
+    padded,
+    repeated,
+    row_number,
     tensors_of,
 )
 
@@ -262,9 +267,11 @@ class DataProto:
 
         Values are shared unless `deepcopy`. Raises `FieldError` for a missing key.
         """
+        tensors, arrays = self.contents.halves()
+        tensors = halves.pick(tensors, batch_keys, "batch")
         picked = self.with_contents(
-            halves.select(self.batch, batch_keys),
-            halves.select_arrays(self.non_tensor_batch, non_tensor_batch_keys),
+            halves.make_batch(self.batch, tensors, len(self)),
+            halves.make_arrays(halves.pick(arrays, non_tensor_batch_keys, "non_tensor_batch")),
             halves.pick(self.meta_info, meta_info_keys, "meta_info"),
         )
         return copy.deepcopy(picked) if deepcopy else picked
@@ -372,14 +379,13 @@ class DataProto:
 
     def print_size(self, prefix: str = "") -> None:
         """Print the size of tensors and of arrays in GB (2**30 bytes)."""
-        parts = halves.tensor_columns(self.batch), halves.array_columns(self.non_tensor_batch)
+        parts = self.contents.halves()
         tensors, arrays = (sum(map(halves.nbytes, part.values())) / 2**30 for part in parts)
         start = f"{prefix}, " if prefix else ""
         print(f"{start}tensors {tensors:.6f} GB, non-tensors {arrays:.6f} GB")
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        tensors = halves.private(halves.tensor_columns(self.batch))
-        arrays = halves.private(halves.array_columns(self.non_tensor_batch))
+        tensors, arrays = map(halves.private, self.contents.halves())
         copied = self.with_contents(
             halves.make_batch(self.batch, tensors, len(self)),
             halves.make_arrays(arrays),
@@ -644,23 +650,17 @@ def _unfold_column_chunks(contents: Contents, n_split: int, split_keys: Sequence
     """
     if n_split < 1:
         raise LengthError(f"expected at least 1 part to split columns into, got {n_split}")
-    batch, arrays, meta = contents
-    tensors, objects = halves.tensor_columns(batch), halves.array_columns(arrays)
-    halves.prefetch(batch, arrays, split_keys)
+    halves.prefetch(contents.batch, contents.arrays, split_keys)
     again = np.repeat(np.arange(contents.rows, dtype=np.int64), n_split)
-    others = [
-        {key: column for key, column in half.items() if key not in split_keys}
-        for half in (tensors, objects)
-    ]
-    found = [
-        {
-            key: taken[key] if key in taken else _split_value(key, local_value(column), n_split)
-            for key, column in half.items()
-        }
-        for half, (taken,) in zip((tensors, objects), columns.take(others, [again]), strict=True)
-    ]
-    new_batch = halves.make_batch(batch, found[0], contents.rows * n_split)
-    return Contents(new_batch, halves.make_arrays(found[1]), dict(meta))
+    found: list[dict[str, Column]] = []
+    for half in contents.halves():
+        split = {key: half[key] for key in half if key in split_keys}
+        ((others,),) = columns.take([{k: half[k] for k in half if k not in split}], [again])
+        for key, column in split.items():
+            others[key] = _split_value(key, local_value(column), n_split)
+        found.append({key: others[key] for key in half})
+    new_batch = halves.make_batch(contents.batch, found[0], contents.rows * n_split)
+    return Contents(new_batch, halves.make_arrays(found[1]), dict(contents.meta))
 
 
 def _split_value(key: str, value: LocalValue, n_split: int) -> LocalValue:

@@ -8,10 +8,9 @@ to the receiver.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeAlias
 
 from quadriga.protocol import contents as halves
@@ -29,7 +28,6 @@ from quadriga.protocol.storage import (
     PLAIN_TYPES,
     Handle,
     LocalHandle,
-    RowMap,
     row_map_of,
     traffic,
     walk,
@@ -41,31 +39,22 @@ INLINE_BYTES = 64 * 1024
 
 Flat: TypeAlias = tuple[Any, ...]
 """Nested tuples, strings, numbers, bytes, handles and large arrays: pickled without Python code."""
-FlatHandle: TypeAlias = Callable[[Handle], Flat]
-HandleOf: TypeAlias = Callable[..., Handle]
+FlatHandle: TypeAlias = Callable[[Handle], object]
+HandleOf: TypeAlias = Callable[[Any], Handle]
 
 
-def flat_of_handle(handle: Handle) -> tuple[Any, ...]:
-    """Return `(module and name of the class, *arguments)`; a `LocalHandle` has no class name."""
-    if type(handle) is LocalHandle:
-        return None, flat_payload(handle.value), handle.nbytes
-    kind = type(handle)
-    return (kind.__module__, kind.__qualname__), *handle.__reduce__()[1]
-
-
-def handle_of_flat(kind: tuple[str, str] | None, *arguments: Any) -> Handle:
-    """Return the handle of a flat form."""
-    if kind is None:
-        payload, nbytes = arguments
-        return LocalHandle(payload_of(payload), nbytes)
-    handle: Handle = _handle_class(*kind)(*arguments)
+def _itself(handle: Handle) -> Handle:
     return handle
 
 
-@cache
-def _handle_class(module: str, name: str) -> Callable[..., Handle]:
-    found: Callable[..., Handle] = getattr(importlib.import_module(module), name)
-    return found
+def _flat_of(handle: Handle, flat_handle: FlatHandle) -> object:
+    if type(handle) is LocalHandle:
+        return [flat_payload(handle.value), handle.nbytes]
+    return flat_handle(handle)
+
+
+def _handle_of(flat: Any, handle_of: HandleOf) -> Handle:
+    return LocalHandle(payload_of(flat[0]), flat[1]) if type(flat) is list else handle_of(flat)
 
 
 @dataclass(slots=True)
@@ -84,15 +73,9 @@ class Message:
     meta: MetaInfo
     attributes: MetaInfo
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the message has small fields and plain values only: no handle, and no object or
-        class of the user."""
-        return self.data_bytes(frozenset()) is not None
-
-    def data_bytes(self, handles: frozenset[type]) -> int | None:
+    def data_bytes(self, handles: frozenset[type] = frozenset()) -> int | None:
         """Return the bytes of the small fields; None for a message with objects or classes of the
-        user, or with handles of other classes than these."""
+        user, or with handles of a store of other classes than these."""
         if self.kind is not None or self.attributes:
             return None
         total = 0
@@ -107,16 +90,24 @@ class Message:
         plain = all(type(value) in PLAIN_TYPES for value in self.meta.values())
         return total if plain else None
 
-    def flat(self, flat_handle: FlatHandle = flat_of_handle) -> Flat:
+    def flat(self, flat_handle: FlatHandle = _itself) -> Flat:
         """Return the arguments of `restore`, see the drawing below.
 
-        `flat_handle` returns the flat form of a handle.
+        `flat_handle` returns the flat form of a handle of a store, which is no list.
         """
-        row_maps = _RowMaps()
-        tensors = _flat_columns(self.tensors, row_maps, flat_handle)
-        arrays = _flat_columns(self.arrays, row_maps, flat_handle)
-        maps = tuple(row_maps.flat)
-        return self.kind, self.head, maps, tensors, arrays, self.meta, self.attributes
+        halves: list[Flat] = []
+        maps: dict[int, tuple[int, Flat]] = {}
+        for half in (self.tensors, self.arrays):
+            flat: list[Flat] = []
+            for key, column in half.items():
+                name = id(column.row_map)
+                if name not in maps:
+                    maps[name] = len(maps), column.row_map.flat()
+                handles = [_flat_of(handle, flat_handle) for handle in column.handles]
+                flat.append((key, _flat_spec(column.spec), maps[name][0], handles))
+            halves.append(tuple(flat))
+        row_maps = tuple([flat_map for _, flat_map in maps.values()])
+        return self.kind, self.head, row_maps, *halves, self.meta, self.attributes
 
     def __reduce__(self) -> tuple[Callable[..., Message], Flat]:
         return restore, self.flat()
@@ -181,7 +172,8 @@ def unpack(message: Message) -> tuple[Contents, MetaInfo]:
 def _received(column: RemoteColumn) -> Column:
     # A larger field of a pickled batch is decoded when it is read, so a batch that is only partly
     # read is not copied as a whole.
-    if not column.has_local_payloads() or column.nbytes() > INLINE_BYTES:
+    nbytes = sum([handle.nbytes for handle in column.handles])
+    if nbytes > INLINE_BYTES or not column.has_local_payloads():
         return column.unread()
     payloads = [handle.fetch() for handle in column.handles]
     value, nbytes = decode(column.spec, column.row_map, payloads)
@@ -198,8 +190,8 @@ def _received(column: RemoteColumn) -> Column:
 #                     (("actor", 0, "make", "10.0.0.1"),) writers
 #                     b"..."                              segments [[0, 0, 3]] as bytes
 #                  1: ((42, 3, 0),), (("controller", 0, "", ""),), b"..."
-#     tensors      ("x", spec, 0, (handle,))              row map 0
-#                  ("y", spec, 1, ((None, ["<i8", (3,), b"..."], 24),))   payload and its bytes
+#     tensors      ("x", spec, 0, [handle])               row map 0
+#                  ("y", spec, 1, [[["<i8", (3,), b"..."], 24]])      payload and its bytes
 #
 # Each row map is written once, however many fields share it.
 
@@ -212,49 +204,17 @@ def restore(
     arrays: Iterable[Flat],
     meta: MetaInfo,
     attributes: MetaInfo,
-    handle_of: HandleOf = handle_of_flat,
+    handle_of: HandleOf = _itself,
 ) -> Message:
     """Return the message of a flat form. `handle_of` is the inverse of `flat_handle`."""
     known = [row_map_of(*parts) for parts in row_maps]
-    fields = [_columns(half, known, handle_of) for half in (tensors, arrays)]
+    fields: list[dict[str, RemoteColumn]] = []
+    for half in (tensors, arrays):
+        fields.append({})
+        for key, spec, number, flat in half:
+            handles = tuple([_handle_of(handle, handle_of) for handle in flat])
+            fields[-1][key] = RemoteColumn(_spec(spec), known[number], handles)
     return Message(kind, head, fields[0], fields[1], meta, attributes)
-
-
-class _RowMaps:
-    """Numbers the row maps of one message."""
-
-    __slots__ = ("_numbers", "flat")
-
-    def __init__(self) -> None:
-        self.flat: list[Flat] = []
-        self._numbers: dict[int, int] = {}
-
-    def number(self, row_map: RowMap) -> int:
-        at = self._numbers.get(id(row_map))
-        if at is None:
-            at = self._numbers[id(row_map)] = len(self.flat)
-            self.flat.append(row_map.flat())
-        return at
-
-
-def _flat_columns(
-    columns: dict[str, RemoteColumn], row_maps: _RowMaps, flat_handle: FlatHandle
-) -> Flat:
-    flat: list[Flat] = []
-    for key, column in columns.items():
-        handles = tuple([flat_handle(handle) for handle in column.handles])
-        flat.append((key, _flat_spec(column.spec), row_maps.number(column.row_map), handles))
-    return tuple(flat)
-
-
-def _columns(
-    flat: Iterable[Flat], row_maps: list[RowMap], handle_of: HandleOf
-) -> dict[str, RemoteColumn]:
-    columns: dict[str, RemoteColumn] = {}
-    for key, spec, number, flat_handles in flat:
-        handles = tuple([handle_of(*handle) for handle in flat_handles])
-        columns[key] = RemoteColumn(_spec(spec), row_maps[number], handles)
-    return columns
 
 
 def _flat_spec(spec: FieldSpec) -> Flat:

@@ -151,15 +151,20 @@ _counter = itertools.count()
 class LocalHandle:
     """A handle that contains its value. Pickling the handle pickles the value."""
 
-    __slots__ = ("__weakref__", "key", "nbytes", "stored", "value")
+    __slots__ = ("__weakref__", "_key", "nbytes", "stored", "value")
 
     def __init__(self, value: StoredValue, nbytes: int, key: str = "") -> None:
         self.value = value
         self.nbytes = nbytes
-        self.key = key or f"local-{os.getpid()}-{next(_counter)}"
+        self._key = key
         self.stored: tuple[object, Handle] | None = None
         """The session of a shared store (see `Store`) and the handle of the same value in it, after
         the value was put there."""
+
+    @property
+    def key(self) -> str:
+        self._key = self._key or f"local-{os.getpid()}-{next(_counter)}"
+        return self._key
 
     def fetch(self) -> StoredValue:
         return self.value

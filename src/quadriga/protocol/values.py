@@ -1,4 +1,4 @@
-"""The description of a field without its bytes, and the types of values and payloads.
+"""The description of a field without its bytes, the types of values and payloads, and indexes.
 
 A payload is the form in which the bytes of a field are stored and sent. It consists of numpy
 arrays, which pickle protocol 5 writes out of band: the bytes are copied once into shared memory and
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from quadriga.errors import FieldError
+from quadriga.errors import FieldError, LengthError, ProtocolError
 from quadriga.protocol.storage import Array, Ints, RowSelection
 
 ObjectArray: TypeAlias = NDArray[np.object_]
@@ -69,14 +69,6 @@ class FieldSpec(NamedTuple):
     device: str = "cpu"
     children: tuple[tuple[str, FieldSpec], ...] = ()
     ragged_dim: int = 1
-
-    def describe(self, length: int) -> tuple[str, str]:
-        """Return shape and dtype of `length` rows as text: `("[8, *, 2]", "float32")`."""
-        dims: list[object] = [length, *self.tail]
-        if self.kind == "jagged":
-            dims.insert(self.ragged_dim, "*")
-        shape = ", ".join(map(str, dims))
-        return f"[{shape}]", self.dtype or self.kind
 
 
 def flat_payload(payload: Payload) -> object:
@@ -371,14 +363,23 @@ def concat_values(values: Sequence[LocalValue], key: str) -> LocalValue:
 
 
 def describe_value(value: object) -> str:
-    """Return shape and dtype in a few characters, for messages."""
-    if isinstance(value, Tensor) and value.is_nested:
-        return f"jagged [{row_count(value)}, *] {dtype_name(value.dtype)}"
-    if isinstance(value, Tensor | np.ndarray):
-        return f"{list(value.shape)} {dtype_name(value.dtype)}"
-    if isinstance(value, TensorDictBase):
-        return f"TensorDict {list(value.batch_size)}"
+    """Return shape and dtype in a few characters, for messages: "[8, *, 2] float32"."""
+    if isinstance(value, Tensor | np.ndarray | TensorDictBase):
+        return f"{shape_of(value)} {dtype_of(value)}"
     return type(value).__name__
+
+
+def shape_of(value: LocalValue) -> str:
+    """Return a shape as text, "[8, *, 2]"; `*` is ragged."""
+    dims = list(map(str, value.shape))
+    if isinstance(value, Tensor) and value.is_nested:
+        dims[ragged_dim(value)] = "*"
+    return f"[{', '.join(dims)}]"
+
+
+def dtype_of(value: LocalValue) -> str:
+    """Return the name of a dtype, "TensorDict" for a `TensorDict`."""
+    return dtype_name(getattr(value, "dtype", None) or type(value).__name__)
 
 
 def dtype_name(dtype: object) -> str:
@@ -452,3 +453,103 @@ def _same_tensor(a: Tensor, b: Tensor) -> bool:
     if a.device != b.device:
         a, b = a.cpu(), b.cpu()
     return same_dense(a, b)
+
+
+# Indexes: which rows a slice, a list, an array, a tensor or a mask selects
+
+RowIndex = slice | Sequence[int] | Sequence[bool] | Array | torch.Tensor
+"""An index that selects several rows."""
+
+
+def from_slice(index: slice, length: int) -> RowSelection:
+    """Return the rows of a Python slice over `length` rows."""
+    start, stop, step = index.indices(length)
+    if step == 1:
+        return range(start, max(start, stop))
+    return np.arange(start, stop, step, dtype=np.int64)
+
+
+def from_index(index: object, length: int) -> RowSelection:
+    """Return the rows of a list, tuple, range, array or tensor of row numbers, or of a bool mask.
+
+    Negative numbers count from the end. Raises `IndexError` for a row that does not exist and
+    `ProtocolError` for a mask of the wrong length or an index that is not one-dimensional.
+    """
+    if isinstance(index, slice):
+        return from_slice(index, length)
+    given = _as_array(index)
+    if given.ndim != 1:
+        raise ProtocolError(f"expected a one-dimensional row index, got shape {list(given.shape)}")
+    if given.dtype == np.bool_:
+        if len(given) != length:
+            raise ProtocolError(f"expected a mask of {length} rows, got {len(given)} entries")
+        return np.flatnonzero(given).astype(np.int64)
+    if given.dtype.kind not in "iu":
+        raise ProtocolError(f"expected row numbers or a bool mask, got dtype {given.dtype}")
+    rows = given.astype(np.int64, copy=True)
+    if rows.size:
+        low, high = int(rows.min()), int(rows.max())
+        if low < -length or high >= length:
+            bad = low if low < -length else high
+            raise IndexError(f"row {bad} of a batch of {length} rows")
+        rows[rows < 0] += length
+    return rows
+
+
+def _as_array(index: object) -> Array:
+    if isinstance(index, torch.Tensor):
+        return np.asarray(index.detach().cpu())
+    if isinstance(index, np.ndarray):
+        return index
+    if isinstance(index, Sequence) and not isinstance(index, str | bytes):
+        items = [i.item() if isinstance(i, torch.Tensor) else i for i in index]
+        return np.asarray(items, dtype=None if items else np.int64)
+    raise ProtocolError(
+        "expected an int, a slice, a list, a numpy array or a tensor as row index, "
+        f"got {type(index).__name__}"
+    )
+
+
+def repeated(repeat_times: object, length: int) -> Ints:
+    """Return row `i` `repeat_times[i]` times.
+
+    Raises `FieldError` unless `repeat_times` holds integers, `LengthError` unless it holds one for
+    each row and none is negative.
+    """
+    counts: Any = np.asarray(repeat_times)
+    if counts.ndim != 1 or (counts.size and counts.dtype.kind not in "iu"):
+        raise FieldError(f"repeat_times: expected one integer per row, got {repeat_times!r}")
+    if len(counts) != length or (counts < 0).any():
+        raise LengthError(
+            f"repeat_times: expected {length} counts of 0 or more, one for each row, got {counts}"
+        )
+    return np.repeat(np.arange(length, dtype=np.int64), counts.astype(np.int64))
+
+
+def padded(length: int, size: int, candidate: str) -> Ints:
+    """Return all rows, then `size` times the first row ("first") or the last row (otherwise)."""
+    if size < 0:
+        raise LengthError(f"padding: expected 0 or more rows to add, got {size}")
+    if size and length == 0:
+        raise LengthError(f"padding: an empty batch has no row to repeat {size} times")
+    row = 0 if candidate == "first" else length - 1
+    added = np.full(size, row, dtype=np.int64)
+    return np.append(np.arange(length, dtype=np.int64), added)
+
+
+def row_number(index: object, length: int) -> int | None:
+    """Return the row of an int, a numpy integer, or an integer tensor or array without dimensions.
+
+    Negative numbers count from the end. Return None for any other index. Raises `IndexError` for a
+    row that does not exist.
+    """
+    if isinstance(index, torch.Tensor | np.ndarray):
+        if index.ndim or index.dtype in (torch.bool, np.bool_):
+            return None
+        index = index.item()
+    if isinstance(index, bool | np.bool_) or not isinstance(index, int | np.integer):
+        return None
+    row = int(index)
+    if not -length <= row < length:
+        raise IndexError(f"row {row} of a batch of {length} rows")
+    return row + length if row < 0 else row

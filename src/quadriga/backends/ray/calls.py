@@ -703,7 +703,7 @@ def _encoded_data(call: Call) -> bytes | tuple[bytes, list[Ref]] | None:
         Call("actor", "update", (Message … Location(ref 7f…) … Location(ref a2…),))
           →  (b"… 0 … 1 …",  [ref 7f…, ref a2…])
 
-    Nothing but tuples, texts, numbers and bytes is pickled, so no class is looked up by its name.
+    Nothing but tuples, lists, texts, numbers and bytes is pickled: no class is looked up by name.
     Ray's own pickler, which calls Python for every object, sees the references only. The pair is
     one argument of the task: Ray takes 10 µs more for two. None for a call with objects, code or
     long texts of the user, or with much data in its messages.
@@ -713,11 +713,7 @@ def _encoded_data(call: Call) -> bytes | tuple[bytes, list[Ref]] | None:
     size = 0
 
     def flat_handle(handle: Handle) -> tuple[object, ...]:
-        if not isinstance(handle, RayHandle):
-            # A process that sends no batch does not load this module, and torch with it.
-            from quadriga.protocol.message import flat_of_handle
-
-            return flat_of_handle(handle)
+        assert isinstance(handle, RayHandle)  # see `data_bytes`
         at = numbers.get(id(handle.location))
         if at is None:
             at = numbers[id(handle.location)] = len(refs)

@@ -33,7 +33,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any, TypeAlias
+from typing import IO, TYPE_CHECKING, TypeAlias
 
 import ray
 from ray import cloudpickle
@@ -292,15 +292,13 @@ def data_call(data: bytes, refs: Sequence[Ref] = ()) -> Call:
     role, method, values, names, materialize, step = pickle.loads(data)
     if tuple in set(map(type, values)):  # batches; a call without them loads no tensors
         from quadriga.backends.ray.store import Location, RayHandle
-        from quadriga.protocol.message import handle_of_flat, restore
+        from quadriga.protocol.message import restore
 
         locations: dict[int, Location] = {}
 
-        def handle_of(kind: int | tuple[str, str] | None, *flat: Any) -> Handle:
-            if not isinstance(kind, int):
-                return handle_of_flat(kind, *flat)
-            node, nbytes, index = flat
-            location = locations.setdefault(kind, Location(refs[kind], node))
+        def handle_of(flat: tuple[int, str, int, int]) -> Handle:
+            at, node, nbytes, index = flat
+            location = locations.setdefault(at, Location(refs[at], node))
             return RayHandle(location, nbytes, index)
 
         batch = partial(restore, handle_of=handle_of)

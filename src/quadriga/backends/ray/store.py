@@ -489,7 +489,7 @@ def is_plain_batch(value: object) -> bool:
     for every object, to find references and code that must be sent.
     """
     batch = packed_batch(value)
-    return batch is not None and batch.is_plain
+    return batch is not None and batch.data_bytes() is not None
 
 
 # Row servers

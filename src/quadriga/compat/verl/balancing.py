@@ -19,8 +19,7 @@ from quadriga.parallel.balancing import (
 from quadriga.parallel.device import get_device_name
 from quadriga.protocol import DataProto, fields
 from quadriga.protocol.contents import RemoteBatch
-from quadriga.protocol.rows import from_index
-from quadriga.protocol.values import jagged_parts, take_jagged
+from quadriga.protocol.values import from_index, jagged_parts, take_jagged
 
 UidT = TypeVar("UidT")
 

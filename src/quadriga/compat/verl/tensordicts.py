@@ -17,9 +17,16 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from quadriga.errors import ConflictError, FieldError, LengthError
 from quadriga.protocol import DataProto, union_tensor_dict
-from quadriga.protocol.rows import from_index, from_slice
 from quadriga.protocol.storage import RowSelection
-from quadriga.protocol.values import concat_jagged, equal_jagged, is_jagged, same_dense, take_jagged
+from quadriga.protocol.values import (
+    concat_jagged,
+    equal_jagged,
+    from_index,
+    from_slice,
+    is_jagged,
+    same_dense,
+    take_jagged,
+)
 
 Field: TypeAlias = torch.Tensor | NonTensorStack | NonTensorData
 
