@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from transformers import AddedToken
 
 from quadriga.models.tiny import train_tokenizer
@@ -63,3 +65,8 @@ def family(template, special=()):
     )
     tokenizer.chat_template = template
     return tokenizer
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

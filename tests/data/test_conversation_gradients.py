@@ -32,12 +32,8 @@ def by_hand(user: str, assistant: str, end: str, rest: str, first: str = ""):
 
 CHATML = ("<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>", "\n")
 HEADER = "<|header|>{}<|end_header|>\n\n"
-BY_HAND = {
-    "ChatML": by_hand(*CHATML),
-    "Llama 3": by_hand(
-        HEADER.format("user"), HEADER.format("assistant"), "<|eot|>", "", first="<|begin|>"
-    ),
-}
+LLAMA3 = (HEADER.format("user"), HEADER.format("assistant"), "<|eot|>", "", "<|begin|>")
+BY_HAND = {"ChatML": by_hand(*CHATML), "Llama 3": by_hand(*LLAMA3)}
 
 
 @pytest.fixture(scope="module")

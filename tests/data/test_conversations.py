@@ -1,9 +1,7 @@
 """Conversations: which tokens the assistant wrote, for the chat formats of several families."""
 
-import json
-
 import pytest
-from chat_families import CASES, CHAT, CHATML, NO_END, THINKING, family
+from chat_families import CASES, CHAT, CHATML, NO_END, THINKING, family, write
 
 from quadriga.data.conversations import SFTDataset, encode_turns, turn_end_ids
 from quadriga.data.loader import SFTLoader
@@ -99,11 +97,6 @@ def test_a_row_that_cannot_be_encoded_is_named(tmp_path):
     file = write(tmp_path / "c.jsonl", [{"m": CHAT}, {"m": CHAT[:1]}])
     with pytest.raises(DataError, match=r"row 1: 'm' has no message of the role 'assistant'"):
         SFTDataset([file], tokenizer, messages_key="m")
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def test_a_dataset_of_conversations(tmp_path):

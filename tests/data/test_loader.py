@@ -1,5 +1,7 @@
 """`PromptLoader`: a seeded order with every row once, which can be resumed at any batch."""
 
+from itertools import chain, islice, repeat
+
 import pytest
 import torch
 
@@ -37,25 +39,14 @@ def test_an_epoch_has_every_row_once_and_epochs_differ():
 
 @pytest.mark.parametrize("stop", range(8))
 def test_a_resumed_loader_continues_in_the_original_order(stop):
-    def repeat(loader):
-        while True:
-            yield from loader
-
     def take(loader, count):
-        out = []
-        for batch in repeat(loader):
-            if len(out) == count:  # `states` holds the state before this batch
-                return out
-            out.append(batch.batch["number"].tolist())
-            state = loader.state_dict()
-            states.append(state)
-        return out
+        return numbers(islice(chain.from_iterable(repeat(loader)), count))
 
-    states = [PromptLoader(Numbers(13), 4, seed=7).state_dict()]
-    whole = take(PromptLoader(Numbers(13), 4, seed=7), 8)
-    resumed = PromptLoader(Numbers(13), 4, seed=7)
-    resumed.load_state_dict(states[stop])
-    assert take(resumed, 8 - stop) == whole[stop:]
+    whole, stopped, resumed = (PromptLoader(Numbers(13), 4, seed=7) for _ in range(3))
+    order = take(whole, 8)
+    assert take(stopped, stop) == order[:stop]
+    resumed.load_state_dict(stopped.state_dict())
+    assert take(resumed, 8 - stop) == order[stop:]
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,11 @@
 """`PromptDataset`: template, padding, filtering, invalid rows."""
 
-import json
-
 import pytest
 import torch
+from chat_families import write
 
 from quadriga.data.encoded import PromptDataset
 from quadriga.errors import DataError
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def user(text):
@@ -77,8 +71,7 @@ def test_invalid_rows_are_named(tmp_path, tokenizer, row, message):
 def test_a_prompt_without_tokens_is_named(tmp_path, tokenizer, monkeypatch):
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    path = tmp_path / "p.jsonl"
-    path.write_text(json.dumps({"prompt": "He buys"}) + "\n" + json.dumps({"prompt": ""}) + "\n")
+    path = write(tmp_path / "p.jsonl", [{"prompt": "He buys"}, {"prompt": ""}])
     with pytest.raises(DataError, match=r"row 1: the prompt has no tokens"):
         PromptDataset([path], tokenizer)
     monkeypatch.setattr("quadriga.data.encoded.LARGE_FILE", 0)

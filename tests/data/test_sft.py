@@ -1,17 +1,11 @@
 """`SFTDataset`: the layout of a rollout, with the loss on the answer and its end token."""
 
-import json
-
 import pytest
+from chat_families import write
 
 from quadriga.data.conversations import SFTDataset
 from quadriga.data.loader import SFTLoader
 from quadriga.errors import DataError
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def row(question, answer):
@@ -52,11 +46,3 @@ def test_rows_without_an_answer_are_named(tmp_path, tokenizer):
         SFTDataset([path], tokenizer)
     with pytest.raises(DataError, match=r"row 0: 'extra_info' must be text, got dict"):
         SFTDataset([path], tokenizer, response_key="extra_info")
-
-
-def test_long_rows_are_filtered_and_counted(tmp_path, tokenizer):
-    path = write(tmp_path / "s.jsonl", [row("Tom has 3 apples.", "#### 3"), row("He", "#### 7")])
-    data = SFTDataset([path], tokenizer, max_length=9)
-    assert len(data) == 1 and data.filtered == 1
-    with pytest.raises(DataError, match=r"all 2 rows of .* have more than 2 tokens"):
-        SFTDataset([path], tokenizer, max_length=2)

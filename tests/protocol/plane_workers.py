@@ -6,10 +6,13 @@ import time
 from pathlib import Path
 
 import numpy as np
+import ray
 import torch
+from protocol_cases import Done
 from tensordict import TensorDictBase
 
-from quadriga.protocol import DataProto
+from quadriga.protocol import DataProto, DataProtoFuture
+from quadriga.protocol.contents import RemoteBatch
 from quadriga.protocol.storage import traffic
 from quadriga.protocol.values import clone_value
 from quadriga.single_controller import (
@@ -99,6 +102,31 @@ class Plane(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def stored(self):
         return traffic.stored_bytes
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def show(self, data):
+        rows = data.non_tensor_batch["o"]
+        return [ray.get(row["ref"]) if isinstance(row, dict) else row.show() for row in rows]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def first_row(self, holder):
+        assert isinstance(holder.data.batch, RemoteBatch)
+        return int(holder.data.batch["big"][0, 0])
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def show_nested(self, data):
+        for row in data.batch["nested"].get("o").tolist():
+            row["shown"] = ray.get(row["ref"]) if "ref" in row else row["note"].show()
+        return data
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def sleep(self, data, seconds):
+        time.sleep(seconds)
+        return data
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def returns_a_future(self):
+        return DataProtoFuture([Done(DataProto.from_dict({"x": torch.arange(4)}))])
 
 
 def overwrite(leaf):

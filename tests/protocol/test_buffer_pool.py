@@ -35,9 +35,7 @@ def test_memory_is_used_again_after_its_tensor_is_dropped(pool):
     ("view_of", "numbers"),
     [
         (lambda tensor: tensor[5:7], lambda view: view.tolist()),
-        (lambda tensor: tensor.view(torch.int16)[-4::2], lambda view: view.tolist()),
-        (lambda tensor: tensor.numpy()[3:5], lambda view: view.tolist()),
-        (lambda tensor: tensor.untyped_storage(), lambda view: [view[0], view[4]]),
+        (lambda tensor: tensor.view(torch.int16)[-4::2].numpy(), lambda view: view.tolist()),
         (
             lambda tensor: torch.nested.nested_tensor_from_jagged(
                 tensor, torch.tensor([0, 2, len(tensor)])
@@ -45,7 +43,7 @@ def test_memory_is_used_again_after_its_tensor_is_dropped(pool):
             lambda view: view.values()[:2].tolist(),
         ),
     ],
-    ids=["slice", "dtype", "numpy", "storage", "jagged"],
+    ids=["slice", "numpy of another dtype", "jagged"],
 )
 def test_a_view_keeps_the_memory(pool, view_of, numbers):
     tensor = pooled_empty((MIB,), torch.int32).fill_(7)

@@ -6,7 +6,6 @@ import asyncio
 import subprocess
 import sys
 import threading
-import time
 from typing import ClassVar
 
 import pytest
@@ -17,7 +16,6 @@ from quadriga.errors import CallTimeoutError, ProtocolError
 from quadriga.protocol import DataProto, DataProtoFuture, as_completed
 from quadriga.protocol.boundary import wait_for_arguments
 from quadriga.protocol.threads import PendingValue
-from quadriga.single_controller import Dispatch, Worker, register
 
 
 def batch(n: int = 4) -> DataProto:
@@ -84,49 +82,6 @@ def test_futures_are_yielded_in_the_order_in_which_they_end():
         futures[1].get()
     with pytest.raises(CallTimeoutError, match=r"1 futures have no result after 0\.05 s"):
         list(as_completed([futures[2], DataProtoFuture([Later()])], timeout=0.05))
-
-
-class Sleeper(Worker):
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def sleep(self, data, seconds):
-        time.sleep(seconds)
-        return data
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def returns_a_future(self):
-        return DataProtoFuture([Done(batch())])
-
-
-def test_futures_of_the_local_backend_are_done(plane_backends):
-    host = plane_backends["local"]
-    pool = host.resource_pool([2], use_gpu=False)
-    group = host.worker_group(pool, host.class_with_args(Sleeper))
-    future = group.sleep.submit(batch(), 0)
-    assert future.done() and not future.cancel() and len(future.get(timeout=60)) == 4
-    assert len(group.returns_a_future()[0]) == 4
-
-
-def test_futures_of_the_ray_backend(plane_backends):
-    host = plane_backends["ray"]
-    pool = host.resource_pool([2], use_gpu=False)
-    group = host.worker_group(pool, host.class_with_args(Sleeper))
-    group.sleep(batch(), 0.0)
-    slow = group.sleep.submit(batch(), 3.0)
-    with pytest.raises(CallTimeoutError, match=r"future of \w+\.\w+ has no result in time"):
-        slow.get(timeout=0.1)
-    assert not slow.done()
-    waiting = group.sleep.submit(batch(), 0.0)
-    assert waiting.cancel()
-    assert len(asyncio.run(_await(slow))) == 4 and slow.done()
-    with pytest.raises(Exception, match=r"[Cc]ancel"):
-        waiting.get(timeout=60)
-    fast = group.sleep.submit(batch(), 0.0)
-    assert [len(future.get()) for future in as_completed([fast], timeout=60)] == [4]
-    pool.release()
-
-
-async def _await(future):
-    return await future
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), True, "3"])

@@ -26,29 +26,19 @@ from quadriga.protocol import (
 
 Row = dict[str, Any]
 DTYPES = {
-    "i": torch.int64,
-    "j": torch.int64,
-    "f": torch.float32,
-    "b": torch.bfloat16,
-    "t": torch.bool,
-}
+    "i": torch.int64, "j": torch.int64, "f": torch.float32, "b": torch.bfloat16, "t": torch.bool,
+}  # fmt: skip
 
 
 def make(n: int) -> list[Row]:
     """`n` different rows: i, j int, f [2] float, b bfloat16, t bool, rag list, s object, a float"""
     return [
         {
-            "i": k,
-            "j": 100 - k,
-            "f": [k + 0.5, -k],
-            "b": float(k % 7),
-            "t": k % 3 == 0,
-            "rag": [float(k)] * (k % 4),
-            "s": {"name": f"row {k}"},
-            "a": k / 4,
+            "i": k, "j": 100 - k, "f": [k + 0.5, -k], "b": float(k % 7), "t": k % 3 == 0,
+            "rag": [float(k)] * (k % 4), "s": {"name": f"row {k}"}, "a": k / 4,
         }
         for k in range(n)
-    ]
+    ]  # fmt: skip
 
 
 def batch_of(rows: list[Row]) -> DataProto:
@@ -110,15 +100,6 @@ def op_chunk_concat(draw, rows, *batches):
     return expected, *(DataProto.concat([d.chunk(parts)[p] for p in order]) for d in batches)
 
 
-def op_split_concat(draw, rows, *batches):
-    size = draw(st.integers(1, 6))
-    picked = [p for p in range(-(-len(rows) // size)) if draw(st.booleans())]
-    if not picked:
-        return rows, *batches
-    expected = [r for p in picked for r in rows[p * size : (p + 1) * size]]
-    return expected, *(DataProto.concat([d.split(size)[p] for p in picked]) for d in batches)
-
-
 def op_pad_unpad(draw, rows, *batches):
     if not rows:
         return rows, *batches
@@ -151,13 +132,6 @@ def op_select(draw, rows, *batches):
     arrays = [k for k in present if k in keep and k in ("s", "a")]
     expected = [{k: v for k, v in r.items() if k in keep} for r in rows]
     return expected, *(d.select(tensors, arrays) for d in batches)
-
-
-def op_rename(draw, rows, *batches):
-    if not rows or "i" not in rows[0] or "j" not in rows[0]:
-        return rows, *batches
-    swapped = [{**r, "i": r["j"], "j": r["i"]} for r in rows]
-    return swapped, *(d.rename(["i", "j"], ["j", "i"]) for d in batches)
 
 
 def op_concat_with_renamed(draw, rows, *batches):

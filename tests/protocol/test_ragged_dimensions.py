@@ -43,11 +43,6 @@ def test_rows_keep_their_shape(form):
     assert rows(pickle.loads(pickle.dumps(form(batch())))) == expected(0, 1, 2, 3)
 
 
-def test_files_keep_the_ragged_dimension(tmp_path):
-    batch().save_to_disk(tmp_path / "x")
-    assert rows(DataProto.load_from_disk(tmp_path / "x")) == expected(0, 1, 2, 3)
-
-
 def test_other_ragged_dimensions_do_not_fit(form):
     other = torch.nested.nested_tensor_from_jagged(torch.zeros(4, 3), torch.arange(5))
     with pytest.raises(FieldError, match="field 'p' cannot be concatenated"):

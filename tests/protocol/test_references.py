@@ -114,23 +114,6 @@ def test_threads_that_read_at_the_same_time_get_one_value(store, monkeypatch):
     assert data[:1].batch["wide"].tolist() == [[-1, -1, -1, -1]]
 
 
-def test_writing_into_a_received_batch_changes_no_other_copy(store):
-    local = batch()
-    for data in (local, shard(batch(), 2)):
-        packed = pack_argument(data)
-        mine, sibling = unpack_argument(packed), unpack_argument(packed)
-        mine.batch["x"] += 100
-        mine.batch["wide"].zero_()
-        mine.batch["rag"].values().fill_(-1)
-        mine.non_tensor_batch["s"][0] = "changed"
-        mine.non_tensor_batch["score"] *= 0
-        mine.batch["new"] = torch.ones(8)
-        mine.pop(["wide"])
-        for other in (sibling, data, unpack_argument(packed)):
-            assert other.union(batch()).batch["x"].tolist() == list(range(8))
-            assert "new" not in set(other.batch.keys())
-
-
 def test_objects_inside_arrays_and_meta_info_are_private(store, monkeypatch):
     for limit in (-1, 10**6):
         monkeypatch.setattr(message, "INLINE_BYTES", limit)
@@ -278,10 +261,6 @@ def test_a_future_is_split_and_passed_without_waiting(store):
 
 
 def test_futures_join(store):
-    a, b = DataProtoFuture(replies(batch(4), 2)), DataProtoFuture(replies(batch(4), 1))
-    joined = DataProtoFuture.concat([a.chunk(2)[1], b])
-    assert joined.get().batch["x"].tolist() == [2, 3, 0, 1, 2, 3]
-    assert joined.chunk(3)[0].get().batch["x"].tolist() == [2, 3]
     own = DataProtoFuture(
         replies(batch(4), 2), collect_fn=lambda outs: DataProto.concat(outs[::-1])
     )

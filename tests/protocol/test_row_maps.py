@@ -29,15 +29,6 @@ def pairs(rows: RowMap) -> list[tuple[int, int]]:
     ]
 
 
-def test_a_range_shortens_the_outer_segments_and_drops_unused_shards():
-    joined, _ = concat_maps([map_of(1, 4), map_of(2, 4), map_of(3, 4)])
-    part, kept = take(joined, range(3, 6))
-    assert part.segments.tolist() == [[0, 3, 4], [1, 0, 2]]
-    assert kept == (0, 1) and [s.uid for s in part.shards] == [1, 2]
-    inside, kept = take(joined, range(9, 11))
-    assert inside.segments.tolist() == [[0, 1, 3]] and kept == (2,)
-
-
 def test_the_example_of_the_module():
     joined, _ = concat_maps([map_of(1, 3), map_of(2, 3)])
     assert joined.segments.tolist() == [[0, 0, 3], [1, 0, 3]]

@@ -38,11 +38,8 @@ def remote(data: DataProto) -> DataProto:
 
 OPERATIONS = {
     "slice": lambda d: d[1:3],
-    "index": lambda d: d[[3, 0]],
-    "chunk": lambda d: d.chunk(2)[1],
     "select": lambda d: d.select(["x"]),
     "pop": lambda d: d.pop(["x"]),
-    "repeat": lambda d: d.repeat(2),
     "union": lambda d: d.union(DataProto.from_dict({"y": torch.zeros(4)})),
     "concat": lambda d: DataProto.concat([d, copy.copy(d)]),
     "unfold": lambda d: d.unfold_column_chunks(2, ["wide"]),
