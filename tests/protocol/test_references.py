@@ -247,19 +247,6 @@ def test_a_lost_object_names_field_rank_and_method(store):
     assert data.batch["x"].tolist() == list(range(8))
 
 
-def test_a_future_is_split_and_passed_without_waiting(store):
-    pending = replies(batch(), 4)
-    future = DataProtoFuture(pending)
-    parts = [pack_argument(part) for part in future.chunk(2)[1].chunk(2)]
-    assert [p.waits for p in pending] == [0, 0, 0, 0]
-    traffic.reset()
-    received = unpack_argument(parts[0])
-    assert traffic.fetched_bytes == 0
-    assert received.batch["wide"].tolist() == batch().batch["wide"][4:6].tolist()
-    assert traffic.fetched_bytes == 2 * 16
-    assert future.get().batch["x"].tolist() == list(range(8))
-
-
 def test_futures_join(store):
     own = DataProtoFuture(
         replies(batch(4), 2), collect_fn=lambda outs: DataProto.concat(outs[::-1])

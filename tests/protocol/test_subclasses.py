@@ -14,7 +14,6 @@ from quadriga.protocol import (
     DataProtoFuture,
     Origin,
     fold_batch_dim,
-    pad_dataproto_to_divisor,
 )
 from quadriga.protocol.boundary import pack_argument, pack_result, unpack_argument, unpack_result
 
@@ -44,7 +43,6 @@ OPERATIONS = {
     "concat": lambda d: DataProto.concat([d, copy.copy(d)]),
     "unfold": lambda d: d.unfold_column_chunks(2, ["wide"]),
     "fold": lambda d: fold_batch_dim(d, 2),
-    "pad": lambda d: pad_dataproto_to_divisor(d, 3)[0],
     "mini-batch": lambda d: next(d.make_iterator(2, 1)),
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,

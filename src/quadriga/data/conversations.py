@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from quadriga.data.chat import (
@@ -99,13 +98,13 @@ class SFTDataset(EncodedDataset[SFTItem]):
         self.load(self.files, self.max_length, "max_length")
         self.ends: set[int] = set()
         self.longest, targets, share = (0, 0), 0, 0.0
-        for ids, borders in self.columns():
+        for ids, borders, counts in self.columns():
             lengths = ids.value_lengths().to_numpy()
             row = int(lengths.argmax())
             if lengths[row] > sum(self.longest):
                 prompt = borders[row].as_py()[0]
                 self.longest = prompt, int(lengths[row]) - prompt
-            trained = _trained_tokens(lengths, borders)
+            trained = counts.to_numpy()
             targets = max(targets, int(trained.max()))
             share = max(share, float((trained / lengths).max()))
             self.ends |= set(ids.flatten().to_numpy()[np.cumsum(lengths) - 1].tolist())
@@ -148,7 +147,7 @@ class SFTDataset(EncodedDataset[SFTItem]):
                         "it could be predicted; begin with a prompt, or use a chat template that "
                         "begins a turn"
                     )
-                found[i] = EncodedRow(turn.ids, turn.borders)
+                found[i] = EncodedRow(turn.ids, turn.borders, sum(turn.trained))
         return found
 
     def _chat(self, row: Row) -> Chat:
@@ -178,22 +177,6 @@ class SFTDataset(EncodedDataset[SFTItem]):
                 raise ModelError(f"{row.path}, row {row.number}: {error}", path=name) from error
             pairs = zip(rows, chats, strict=True)
             return [found for row, chat in pairs for found in self._turns([row], [chat])]
-
-
-def _trained_tokens(lengths: npt.NDArray[np.int32], borders: pa.ListArray) -> npt.NDArray[np.int64]:
-    """Return the number of trained tokens of each row. `lengths`: of all of its tokens."""
-    # Borders 2 4 5 of 6 tokens: the tokens 2 and 3 are trained, and the token 5.
-    #
-    #   (4 − 2) + (6 − 5) = 6 − 2 + 4 − 5 = 3
-    #
-    # Borders 2 5 of 6 tokens: 5 − 2 = 3.
-    counts = borders.value_lengths().to_numpy()
-    flat = borders.flatten().to_numpy().astype(np.int64)
-    starts = np.cumsum(counts) - counts
-    place = np.arange(len(flat)) - np.repeat(starts, counts)
-    inside = np.add.reduceat(np.where(place % 2, flat, -flat), starts)
-    trained: npt.NDArray[np.int64] = inside + np.where(counts % 2, lengths, 0)
-    return trained
 
 
 @dataclass(frozen=True)
@@ -446,7 +429,7 @@ class PairDataset(EncodedDataset[PairItem]):
 
     def __post_init__(self) -> None:
         self.load(self.files, self.max_length, "max_length")
-        found = [_lengths(*columns) for columns in self.columns()]
+        found = [_lengths(ids, borders) for ids, borders, _ in self.columns()]
         self.lengths = PairLengths(max(f.longest for f in found), max(f.own for f in found))
 
     def item(self, row: EncodedRow, source: Row | None, index: int) -> PairItem:

@@ -3,7 +3,8 @@
 A row has token ids, borders (positions in them, whose meaning the dataset knows) and one number:
 
     a prompt         ids p p p            the row of the file is kept beside it
-    a conversation   ids p p a a u a      borders 2 4 5: not trained, trained, not, trained
+    a conversation   ids p p a a u a      borders 2 4 5: not trained, trained, not, trained; 3 of
+                                          the tokens are trained
     a pair           ids p c c p r        borders 1 3 4: prompt, chosen, prompt, rejected; margin
 
 The rows of a large file are kept in a cache file, which is mapped into memory: a row costs memory
@@ -55,7 +56,7 @@ ItemT = TypeVar("ItemT")
 LARGE_FILE = 64 << 20  # bytes of a file whose rows are kept in a cache file
 LARGE_COUNT = 50_000  # or rows of it
 _BLOCK = 256  # rows that are encoded at once, which bounds the memory for their texts
-_FORMAT = "rows 3"  # of cache files; another text makes new ones
+_FORMAT = "rows 4"  # of cache files; another text makes new ones
 _OWN = tuple(f"quadriga: {name}" for name in ("ids", "borders", "value", "row"))
 _IDS, _BORDERS, _VALUE, _NUMBER = _OWN
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # of a complete stream in Arrow's format
@@ -164,7 +165,7 @@ class EncodedDataset(Generic[ItemT]):
                 f"increase {key}"
             )
         self._starts = np.cumsum([0, *(part.batch.num_rows for part in self._parts)])
-        self.largest_id = max(int(ids.flatten().to_numpy().max()) for ids, _ in self.columns())
+        self.largest_id = max(int(ids.flatten().to_numpy().max()) for ids, *_ in self.columns())
 
     def _parts_of(self, path: Path, given: list[Row], first: int) -> tuple[int, list[_Part]]:
         """Return the number of rows of a file, and those that are used."""
@@ -218,10 +219,11 @@ class EncodedDataset(Generic[ItemT]):
                 writer.write_batch(batch)
                 show(len(piece.rows))
 
-    def columns(self) -> Iterator[tuple[pa.ListArray, pa.ListArray]]:
-        """Yield the token ids and the borders of some thousand rows at a time."""
+    def columns(self) -> Iterator[tuple[pa.ListArray, pa.ListArray, pa.DoubleArray]]:
+        """Yield token ids, borders and numbers of some thousand rows at a time."""
         for part in self._parts:
-            yield part.batch.column(_IDS), part.batch.column(_BORDERS)
+            ids, borders, value = (part.batch.column(name) for name in (_IDS, _BORDERS, _VALUE))
+            yield ids, borders, value
 
     def __len__(self) -> int:
         return self._size
@@ -371,7 +373,7 @@ class PromptDataset(EncodedDataset[PromptItem]):
         self.same_width = False
         self.pad_token_id: int = self.tokenizer.pad_token_id
         self.load(self.files, self.max_prompt_length, "max_prompt_length")
-        self.longest = max(int(ids.value_lengths().to_numpy().max()) for ids, _ in self.columns())
+        self.longest = max(int(ids.value_lengths().to_numpy().max()) for ids, *_ in self.columns())
 
     @classmethod
     def from_rows(

@@ -456,16 +456,13 @@ def scored_rows(
                 f"{len(prompt) + len(response)} tokens of the reward model, which can compute "
                 f"{longest - 1}; lower data.max_prompt_length or data.max_response_length"
             )
-    width = max((len(prompt) for prompt, _ in cut), default=1)
-    length = max((len(response) for _, response in cut), default=0) + 1
-    ids = torch.full((len(cut), width + length), TARGET, dtype=torch.int64)
-    attention = torch.zeros_like(ids)
-    mask = torch.zeros(len(cut), length, dtype=torch.int64)
-    for row, (prompt, response) in enumerate(cut):
-        first, last = width - len(prompt), width + len(response)
-        ids[row, first:last] = torch.tensor([*prompt, *response], dtype=torch.int64)
-        attention[row, first : last + 1] = 1
-        mask[row, len(response)] = 1
+    prompts = [prompt for prompt, _ in cut]
+    responses = [[*response, TARGET] for _, response in cut]
+    left = pad_rows(prompts, TARGET, max(map(len, prompts), default=1), "left")
+    right = pad_rows(responses, TARGET, max(map(len, responses), default=1), "right")
+    ids, attention = (torch.cat(pair, dim=1) for pair in zip(left, right, strict=True))
+    last = right[1].sum(-1, keepdim=True) - 1
+    mask = torch.zeros_like(right[1]).scatter_(1, last, 1)
     return {fields.INPUT_IDS: ids, fields.ATTENTION_MASK: attention, fields.RESPONSE_MASK: mask}
 
 

@@ -218,9 +218,8 @@ class Packer:
 
 
 def _source(value: object, nbytes: int, store: Store) -> _Source | None:
-    if nbytes <= SHARED_BYTES or store.in_process or type(value) is not Tensor:
-        return None
-    if value.is_nested or value.device.type != "cpu":
+    large = nbytes > SHARED_BYTES and not store.in_process
+    if not large or type(value) is not Tensor or value.is_nested or value.device.type != "cpu":
         return None
     session = getattr(store, "session", id(store))
     return value.untyped_storage(), (session, value.storage_offset(), value.shape, value.stride())
@@ -596,13 +595,12 @@ def _by_kind(pendings: Iterable[PendingValue]) -> dict[type[PendingValue], list[
 
 def _join(results: list[Any]) -> Any:
     """Concatenate batches along their rows."""
-    if all(isinstance(result, DataProto) for result in results):
-        return DataProto.concat(results)
-    if all(isinstance(result, DataProto | TensorDictBase) for result in results):
-        joined = DataProto.concat([_as_dataproto(result) for result in results])
-        return joined.to_tensordict()
-    kinds = ", ".join(sorted({type(result).__name__ for result in results}))
-    raise FieldError(f"a future joins results of type DataProto or TensorDict, got {kinds}")
+    if not all(isinstance(result, DataProto | TensorDictBase) for result in results):
+        kinds = ", ".join(sorted({type(result).__name__ for result in results}))
+        raise FieldError(f"a future joins results of type DataProto or TensorDict, got {kinds}")
+    joined = DataProto.concat([_as_dataproto(result) for result in results])
+    batches = all(isinstance(result, DataProto) for result in results)
+    return joined if batches else joined.to_tensordict()
 
 
 def _as_dataproto(value: DataProto | TensorDictBase) -> DataProto:

@@ -63,7 +63,6 @@ from quadriga.protocol.values import (
     object_array,
     pooled_empty,
     ragged_dim,
-    row_count,
     same_values,
     take_value,
 )
@@ -461,7 +460,7 @@ def encode_tensor(tensor: Tensor | TensorDictBase, private: bool) -> EncodedTens
     if isinstance(tensor, Tensor) and not tensor.is_nested:
         rows, (spec, payload, _) = 1, encode(tensor.detach().unsqueeze(0), "argument")
     else:
-        rows, (spec, payload, _) = row_count(tensor), encode(tensor, "argument")
+        rows, (spec, payload, _) = int(tensor.shape[0]), encode(tensor, "argument")
     return EncodedTensor(spec, snapshot(payload) if private else payload, rows)
 
 
@@ -762,7 +761,7 @@ def _common_spec(specs: Sequence[FieldSpec]) -> FieldSpec | None:
 def as_remote(key: str, value: LocalValue, origin: Origin = CONTROLLER) -> RemoteColumn:
     """Return a local value as a column over a `LocalHandle`. They may share memory."""
     spec, payload, nbytes = encode(value, key)
-    row_map = RowMap.of_shard(Shard.new(row_count(value), origin))
+    row_map = RowMap.of_shard(Shard.new(int(value.shape[0]), origin))
     handles = (LocalHandle(payload, nbytes),) if row_map.shards else ()
     return RemoteColumn(spec, row_map, handles)
 

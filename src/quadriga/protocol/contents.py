@@ -50,7 +50,6 @@ Tensors = torch.Tensor | TensorDictBase
 Entry: TypeAlias = torch.Tensor | Any
 """A tensor, or a nested `TensorDict` where the caller knows that the field is one."""
 V = TypeVar("V")
-_ABSENT = object()
 
 
 class _RemoteFields(Generic[V]):
@@ -66,6 +65,7 @@ class _RemoteFields(Generic[V]):
         return default
 
     setdefault: Any = MutableMapping.setdefault
+    pop: Any = MutableMapping.pop
 
     def keys(self) -> KeysView[str]:
         return self.columns.keys()
@@ -87,14 +87,6 @@ class _RemoteFields(Generic[V]):
         if key not in self.columns:
             raise missing(key, self.columns, "batch")
         return key
-
-    def pop(self, key: str, default: Any = _ABSENT) -> Any:
-        """Remove a field and return it; fetches it."""
-        if key not in self.columns and default is not _ABSENT:
-            return default
-        value = self[key]
-        del self.columns[key]
-        return value
 
     def update(self, other: Mapping[str, V]) -> Self:
         for key in other.keys():  # noqa: SIM118  # iterating a TensorDict gives its rows
@@ -641,7 +633,6 @@ def union_numpy_dict(
 
 
 _HEAD = ("field", "shape", "dtype", "bytes", "stored", "written by")
-_LOCAL = "local"
 
 
 def table(contents: Contents) -> str:
@@ -657,7 +648,7 @@ def table(contents: Contents) -> str:
         "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) for line in lines
     ]
     total = sum(map(nbytes, fields.values()))
-    remote = sum(nbytes(column) for column in fields.values() if _stored(column) != _LOCAL)
+    remote = sum(nbytes(column) for column in fields.values() if is_remote(column))
     head = f"{contents.rows} rows, {len(fields)} fields, {total:,} bytes, {remote:,} of them remote"
     meta = f"meta_info: {', '.join(map(str, contents.meta)) or 'nothing'}"
     return "\n".join([head, *(line.rstrip() for line in text), meta])
@@ -665,7 +656,7 @@ def table(contents: Contents) -> str:
 
 def _line(key: str, column: Column) -> tuple[str, ...]:
     shape, dtype = shape_and_dtype(column)
-    return key, shape, dtype, f"{nbytes(column):,}", _stored(column), _writers(column)
+    return key, shape, dtype, f"{nbytes(column):,}", *_stored_and_written(column)
 
 
 def shape_and_dtype(column: Column) -> tuple[str, str]:
@@ -684,23 +675,18 @@ def nbytes(column: Column) -> int:
     return column.nbytes() if is_remote(column) else nbytes_of(local_value(column))
 
 
-def _stored(column: Column) -> str:
-    if not is_remote(column):
-        return _LOCAL
-    origins = [shard.origin for shard in column.row_map.shards]
-    nodes = sorted({origin.node for origin in origins if origin.node})
-    ranks = _by_name([(origin.role, origin.rank) for origin in origins])
-    return ranks + (f" on {', '.join(nodes)}" if nodes else "")
-
-
-def _writers(column: Column) -> str:
-    """Return `actor.compute_log_prob[0-3]`, "controller", or "" if it is not known."""
+def _stored_and_written(column: Column) -> tuple[str, str]:
+    """Return `actor[0-3] on 10.0.0.1` or "local", and `actor.compute_log_prob[0-3]`, "" if it is
+    not known who wrote it."""
     if not isinstance(column, RemoteColumn):
-        return ""
+        return "local", ""
     origins = [shard.origin for shard in column.row_map.shards]
-    of_ranks = _by_name([(f"{o.role}.{o.method}", o.rank) for o in origins if o.method])
-    roles = dict.fromkeys(origin.role for origin in origins if not origin.method)
-    return ", ".join([*filter(None, [of_ranks]), *roles])
+    written = _by_name([(f"{o.role}.{o.method}".rstrip("."), o.rank) for o in origins])
+    if not is_remote(column):
+        return "local", written
+    nodes = sorted({origin.node for origin in origins if origin.node})
+    stored = _by_name([(origin.role, origin.rank) for origin in origins])
+    return stored + (f" on {', '.join(nodes)}" if nodes else ""), written
 
 
 def _by_name(pairs: Iterable[tuple[str, int]]) -> str:

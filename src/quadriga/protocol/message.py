@@ -103,7 +103,7 @@ class Message:
                 name = id(column.row_map)
                 if name not in maps:
                     maps[name] = len(maps), column.row_map.flat()
-                handles = [_flat_of(handle, flat_handle) for handle in column.handles]
+                handles = tuple([_flat_of(handle, flat_handle) for handle in column.handles])
                 flat.append((key, _flat_spec(column.spec), maps[name][0], handles))
             halves.append(tuple(flat))
         row_maps = tuple([flat_map for _, flat_map in maps.values()])
@@ -186,10 +186,9 @@ def _received(column: RemoteColumn) -> Column:
 # objects. A batch of 3 rows with a field x that actor rank 0 stored, and a small local field y:
 #
 #     kind, head   None, ((3,), None)                     a DataProto; batch size and device
-#     row_maps     0: ((17, 3, 0),)                       shards (uid, rows, number of the writer)
-#                     (("actor", 0, "make", "10.0.0.1"),) writers
+#     row_maps     0: ((17, 3, "actor", 0, "make", "10.0.0.1"),)   shards (uid, rows, writer)
 #                     b"..."                              segments [[0, 0, 3]] as bytes
-#                  1: ((42, 3, 0),), (("controller", 0, "", ""),), b"..."
+#                  1: ((42, 3, "controller", 0, "", ""),), b"..."
 #     tensors      ("x", spec, 0, [handle])               row map 0
 #                  ("y", spec, 1, [[["<i8", (3,), b"..."], 24]])      payload and its bytes
 #

@@ -442,11 +442,8 @@ class RowMap:
 
     def flat(self) -> tuple[object, ...]:
         """Return the arguments of `row_map_of`: tuples of numbers and strings, and bytes."""
-        origins: dict[Origin, int] = {}
-        shards = tuple(
-            [(s.uid, s.rows, origins.setdefault(s.origin, len(origins))) for s in self.shards]
-        )
-        return shards, tuple(map(tuple, origins)), self.segments.tobytes()
+        shards = tuple([(shard.uid, shard.rows, *shard.origin) for shard in self.shards])
+        return shards, self.segments.tobytes()
 
     def expand(self) -> tuple[Ints, Ints]:
         """Return the shard index and the row in that shard of each batch row: two arrays [N]."""
@@ -494,17 +491,10 @@ class RowMap:
 _NO_SEGMENTS: Ints = np.empty((0, 3), dtype=np.int64)
 
 
-def row_map_of(
-    shards: Iterable[tuple[int, int, int]],
-    writers: Iterable[tuple[str, int, str, str]],
-    segments: bytes,
-) -> RowMap:
+def row_map_of(shards: Iterable[tuple[Any, ...]], segments: bytes) -> RowMap:
     """Return the row map of a flat form."""
-    origins = [Origin(*writer) for writer in writers]
-    return RowMap(
-        tuple([Shard(uid, rows, origins[writer]) for uid, rows, writer in shards]),
-        np.frombuffer(segments, dtype=np.int64).reshape(-1, 3),
-    )
+    known = tuple([Shard(uid, rows, Origin(*origin)) for uid, rows, *origin in shards])
+    return RowMap(known, np.frombuffer(segments, dtype=np.int64).reshape(-1, 3))
 
 
 def concat_maps(

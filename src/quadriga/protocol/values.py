@@ -260,13 +260,8 @@ def concat_jagged(nested: Sequence[Tensor]) -> Tensor:
 def equal_jagged(a: Tensor, b: Tensor) -> bool:
     """Return whether row lengths and values are equal; NaN equals NaN."""
     (values_a, offsets_a), (values_b, offsets_b) = jagged_parts(a), jagged_parts(b)
-    return (
-        ragged_dim(a) == ragged_dim(b)
-        and values_a.shape == values_b.shape
-        and values_a.dtype == values_b.dtype
-        and torch.equal(offsets_a.long().cpu(), offsets_b.long().cpu())
-        and same_dense(values_a, values_b)
-    )
+    same_rows = _same_tensor(offsets_a.long(), offsets_b.long())
+    return same_rows and ragged_dim(a) == ragged_dim(b) and _same_tensor(values_a, values_b)
 
 
 def same_dense(a: Tensor, b: Tensor) -> bool:
@@ -284,12 +279,6 @@ def object_array(items: Sequence[object]) -> ObjectArray:
     for i, item in enumerate(items):
         array[i] = item
     return array
-
-
-def row_count(value: LocalValue) -> int:
-    """Return the length of dimension 0; -1 for a value without dimensions."""
-    shape = value.shape
-    return int(shape[0]) if len(shape) else -1
 
 
 def nbytes_of(value: LocalValue) -> int:
@@ -329,8 +318,7 @@ def value_row(value: LocalValue, index: int) -> object:
         values, offsets = jagged_parts(value)
         items = values[int(offsets[index]) : int(offsets[index + 1])]
         return items.movedim(0, ragged_dim(value) - 1)
-    found: object = value[index]
-    return found
+    return value[index]
 
 
 def concat_values(values: Sequence[LocalValue], key: str) -> LocalValue:
@@ -338,9 +326,6 @@ def concat_values(values: Sequence[LocalValue], key: str) -> LocalValue:
 
     Raises `FieldError` naming `key` when types, dtypes or shapes do not fit together.
     """
-    if len(values) == 1:
-        only = values[0]
-        return only.copy() if isinstance(only, np.ndarray) else clone_value(only)
     parts: Any = list(values)  # of one type, or the functions below raise
     try:
         if isinstance(parts[0], np.ndarray):
