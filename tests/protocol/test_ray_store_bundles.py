@@ -47,7 +47,7 @@ def test_handles_of_one_object_return_their_own_values(monkeypatch):
     monkeypatch.setattr(ray_store.ray, "put", lambda value: kept.append(value) or len(kept) - 1)
     monkeypatch.setattr(ray_store, "alone_bytes", lambda: 16 * MB)
     monkeypatch.setattr(ray_store.ray, "get", lambda refs, timeout: [kept[ref] for ref in refs])
-    store = ray_store.RayStore()
+    store = ray_store.RayStore(share=0.0)  # asks no cluster for its nodes
     handles = store.put_many([("a", 1), (np.zeros(1), 16 * MB), ("b", 2), ("c", 3)])
     assert len(kept) == 2 and [h.nbytes for h in handles] == [1, 16 * MB, 2, 3]
     assert fetch_many([handles[3], handles[0], handles[2]]) == ["c", "a", "b"]
