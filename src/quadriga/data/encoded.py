@@ -39,8 +39,9 @@ from quadriga.data.chat import (
     most_characters,
 )
 from quadriga.data.images import ImageRules, PromptImages, check_no_images, image_stamp
-from quadriga.data.loader import PromptItem, collate_prompts
+from quadriga.data.loader import collate_prompts
 from quadriga.data.rows import Piece, Row, check_files, count_rows, read_pieces, rows_of_columns
+from quadriga.data.user_classes import PromptItem
 from quadriga.errors import DataError
 from quadriga.files import replacing
 from quadriga.observability.console import progress

@@ -19,16 +19,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NotRequired, Protocol, TypedDict, TypeVar
+from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quadriga.data.chat import Chat, EncodedAnswer
-from quadriga.data.images import PromptImages
+from quadriga.data.chat import EncodedAnswer
 from quadriga.data.user_classes import (
+    PromptItem,
     RowSampler,
     continue_sampler,
     sampled_rows,
@@ -290,22 +290,6 @@ def shares(rows: int, weights: Sequence[float], epochs: int) -> list[int]:
 
 
 # Items → a batch: padding, positions, object arrays
-
-
-class PromptItem(TypedDict):
-    """One prompt of a `PromptDataset`.
-
-    `index` is the number of the row in all files together. The three behind it come from the row
-    and are None if it does not have them. For a model that takes images, every item has the last.
-    """
-
-    input_ids: list[int]
-    raw_prompt: Chat
-    index: int
-    data_source: object
-    reward_model: object
-    extra_info: object
-    multi_modal_inputs: NotRequired[PromptImages]
 
 
 class SFTItem(TypedDict):

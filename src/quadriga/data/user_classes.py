@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import index
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, TypeVar, cast
 
 from quadriga.containment import contained, describe, import_file
 from quadriga.errors import ConfigError, DataError, QuadrigaError
@@ -26,11 +26,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from quadriga.config.schema import DataConfig, SamplerConfig
-    from quadriga.data.images import ImageRules
-    from quadriga.data.loader import PromptItem
+    from quadriga.data.chat import Chat
+    from quadriga.data.images import ImageRules, PromptImages
 
 
 T = TypeVar("T")
+
+
+class PromptItem(TypedDict):
+    """One prompt of a `PromptDataset`.
+
+    `index` is the number of the row in all files together. The three behind it come from the row
+    and are None if it does not have them. For a model that takes images, every item has the last.
+    """
+
+    input_ids: list[int]
+    raw_prompt: Chat
+    index: int
+    data_source: object
+    reward_model: object
+    extra_info: object
+    multi_modal_inputs: NotRequired[PromptImages]
 
 
 class Prompts(Protocol):
