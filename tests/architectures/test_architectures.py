@@ -24,7 +24,18 @@ from quadriga.rollout.base import SamplingParams
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
-CASES = [(name, {}) for name in ARCHITECTURES] + VARIANTS
+EACH_KIND = (
+    "bloom", "cohere2", "ctrl", "deepseek_v2", "deepseek_v32", "deepseek_v4", "diffllama",
+    "falcon_h1", "falcon_mamba", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "gpt_bigcode",
+    "gpt_neo", "gpt_neox", "gpt_oss", "granite", "jamba", "jetmoe", "kimi_linear", "lfm2", "llama",
+    "llama4_text", "mamba2", "minimax_m3_vl_text", "mistral", "mixtral", "nanochat", "olmo2", "opt",
+    "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_moe", "qwen3_next", "smollm3", "zamba2",
+)  # fmt: skip
+"""With each kind of attention, mask, positions, experts and recurrence. All run nightly."""
+CASES = [
+    pytest.param(name, {}, marks=() if name in EACH_KIND else pytest.mark.nightly)
+    for name in ARCHITECTURES
+] + VARIANTS
 TOLERANCE = 3e-4
 
 

@@ -29,45 +29,38 @@ def test_default_attention_is_the_one_that_the_model_supports(model_type, used, 
     assert [expected in message for message in messages] == [True] * (used != "sdpa")
 
 
-def warnings_of_an_engine(caplog, folder, *, packed=None, head="lm", **settings):
-    """What an engine that loads by shards says about its attention, and the attention it has."""
+NO_EFFECT = (
+    "attn_implementation=eager of the model in {folder} has no effect in this engine, because it "
+    "packs rows; engine.attention=auto chooses their kernel"
+)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "attention", "message"),
+    [
+        ("gemma2", {"packed": False}, "eager", "attn_implementation=sdpa; using eager"),
+        ("qwen2", {"packed": False}, "sdpa", None),
+        ("gemma2", {}, ATTENTION_NAME, None),
+        ("qwen2", {}, ATTENTION_NAME, None),
+        ("qwen2", {"attn_implementation": "eager"}, ATTENTION_NAME, NO_EFFECT),
+        ("qwen2", {"attn_implementation": "eager", "head": "value"}, ATTENTION_NAME, NO_EFFECT),
+        ("qwen2", {"attn_implementation": "eager", "packed": False}, "eager", None),
+    ],
+)
+def test_an_engine_says_if_it_has_another_attention_than_the_settings(
+    model_type, settings, attention, message, tmp_path, caplog
+):
+    small_model(model_type).save_pretrained(tmp_path)
+    of_engine = {name: settings[name] for name in settings.keys() & {"packed", "head"}}
+    of_model = {name: settings[name] for name in settings.keys() - of_engine.keys()}
     with caplog.at_level(logging.INFO):
-        model = ModelConfig(path=str(folder), **settings)
-        engine = FSDPEngine(model, EngineConfig(), packed=packed, head=head)
-    assert not any("loads the whole model" in r.getMessage() for r in caplog.records)
-    messages = [r.getMessage() for r in caplog.records if "attn_implementation" in r.getMessage()]
-    return messages, engine.module.config._attn_implementation
-
-
-@pytest.mark.parametrize(("model_type", "used"), [("gemma2", "eager"), ("qwen2", "sdpa")])
-def test_an_engine_that_loads_by_shards_says_so_too(model_type, used, tmp_path, caplog):
-    small_model(model_type).save_pretrained(tmp_path)
-    messages, attention = warnings_of_an_engine(caplog, tmp_path, packed=False)
-    assert attention == used
-    expected = f"attn_implementation=sdpa; using {used}"
-    assert [expected in message for message in messages] == [True] * (used != "sdpa")
-
-
-@pytest.mark.parametrize("model_type", ["gemma2", "qwen2"])
-def test_packed_rows_have_their_own_attention(model_type, tmp_path, caplog):
-    small_model(model_type).save_pretrained(tmp_path)
-    assert warnings_of_an_engine(caplog, tmp_path) == ([], ATTENTION_NAME)
-
-
-@pytest.mark.parametrize("head", ["lm", "value"])
-def test_a_named_attention_without_effect_is_told_once(head, tmp_path, caplog):
-    small_model("qwen2").save_pretrained(tmp_path)
-    messages, attention = warnings_of_an_engine(
-        caplog, tmp_path, head=head, attn_implementation="eager"
-    )
-    assert attention == ATTENTION_NAME
-    assert messages == [
-        f"attn_implementation=eager of the model in {tmp_path} has no effect in this engine, "
-        "because it packs rows; engine.attention=auto chooses their kernel"
-    ]
-
-
-def test_a_named_attention_is_used_for_padded_rows(tmp_path, caplog):
-    small_model("qwen2").save_pretrained(tmp_path)
-    found = warnings_of_an_engine(caplog, tmp_path, packed=False, attn_implementation="eager")
-    assert found == ([], "eager")
+        engine = FSDPEngine(
+            ModelConfig(path=str(tmp_path), **of_model), EngineConfig(), **of_engine
+        )
+    messages = [record.getMessage() for record in caplog.records]
+    assert not any("loads the whole model" in message for message in messages)
+    found = [text for text in messages if "attn_implementation" in text]
+    expected = [] if message is None else [message.format(folder=tmp_path)]
+    assert len(found) == len(expected)
+    assert all(part in text for part, text in zip(expected, found, strict=True))
+    assert engine.module.config._attn_implementation == attention

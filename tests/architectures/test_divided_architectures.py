@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from naive_loop import make_batch
@@ -15,7 +13,7 @@ from quadriga.engines.token_model import TokenModel
 from quadriga.models.architectures import PACKED
 from quadriga.parallel.distributed import init_distributed
 from quadriga.parallel.model_ranks import model_ranks
-from rank_groups import run_ranks
+from rank_groups import fork_ranks
 
 COMPARED = [name for name in PACKED if name not in NOT_COMPARED]
 pytestmark = pytest.mark.nightly
@@ -41,11 +39,7 @@ def outputs_and_gradients(model_type, sizes):
     return {name: value.detach() for name, value in outputs.items()}, gradients
 
 
-def rank_main(rank, results, port):
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)
-    }  # fmt: skip
+def rank_main(rank, ranks, results):
     init_distributed("cpu")
     found = {}
     for model_type in COMPARED:
@@ -56,13 +50,12 @@ def rank_main(rank, results, port):
                 found[model_type, way] = f"{type(error).__name__}: {error}"
     if rank == 0:
         torch.save(found, results)
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory):
     results = str(tmp_path_factory.mktemp("divided") / "found.pt")
-    run_ranks(2, rank_main, results, wait_s=WAIT_S, start_method="fork")
+    fork_ranks(rank_main, 2, results, limit=WAIT_S)
     return torch.load(results)
 
 

@@ -39,7 +39,7 @@ def load_as(ranks, fsdp_size, rank, config, dtype, *, trained):
     """The model and the weights of one rank of a group, sharded and read."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
-        module, weights, _ = loading._prepared(config, "lm", dtype, trained=trained)
+        module, weights, _ = loading.prepared_model(config, "lm", dtype, trained=trained)
         mesh = data_parallel_mesh(CPU, fsdp_size)
         module = shard_model(
             module,

@@ -7,20 +7,33 @@ if their numbers are those of the FSDP engine on one rank.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import cycle, product
 from pathlib import Path
+from typing import get_args
 
 import engine_cases as cases
 import torch
 import transformers
 
-from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.algorithms.policy_losses import POLICY_LOSSES
+from quadriga.config.schema import (
+    ActorConfig,
+    AggregationName,
+    CriticConfig,
+    EngineConfig,
+    ModelConfig,
+    OptimConfig,
+    PolicyLossConfig,
+    SampledKLName,
+)
 from quadriga.engines import build_engine
 from quadriga.engines.base import TrainEngine
 from quadriga.parallel.distributed import gather_over_ranks, rank, world_size
-from quadriga.protocol import DataProto
+from quadriga.protocol import DataProto, fields
 from quadriga.rollout import build_rollout
 from quadriga.weight_sync.sync import WeightSync
 from quadriga.workers.reward_model import update_pairs
+from quadriga.workers.updates import update_policy, update_values
 
 # A larger eps than usual: Adam divides gradients by their size, and 1e-8 / 1e-8 has no digits.
 OPTIM = OptimConfig(lr=1e-3, eps=1e-4, lr_scheduler="linear", lr_warmup_steps=2, grad_clip=0.5)
@@ -64,14 +77,53 @@ FAMILIES = {
 
 
 @dataclass(frozen=True)
+class Update:
+    """An update with a loss and an aggregation.
+
+    Attributes:
+        loss: of the policy; None: that of the value model.
+        terms: settings of the terms beside the loss.
+        old_given: whether the batch has old log-probabilities. If not, the update takes its own.
+    """
+
+    loss: str | None
+    aggregation: AggregationName
+    old_given: bool = True
+    terms: dict[str, object] = field(default_factory=dict, hash=False)
+
+    def __str__(self) -> str:
+        return f"{self.loss} {self.aggregation}"
+
+
+def policy_updates() -> list[Update]:
+    """Return an update for each loss and aggregation. A third of them have a KL, with each
+    estimator in turns; a third an entropy bonus; a third take their own old log-probabilities."""
+    kl = cycle(get_args(SampledKLName))
+    found = []
+    for number, (loss, mode) in enumerate(product(POLICY_LOSSES, get_args(AggregationName))):
+        terms: dict[str, object] = {}
+        if number % 3 == 0:
+            terms = {"use_kl_loss": True, "kl_loss_type": next(kl), "kl_loss_coef": 0.1}
+        elif number % 3 == 1:
+            terms = {"entropy_coeff": 0.1}
+        found.append(Update(loss, mode, number % 3 != 2, terms))
+    return found
+
+
+POLICY_UPDATES = policy_updates()
+VALUE_UPDATES = [Update(None, mode) for mode in get_args(AggregationName)]
+
+
+@dataclass(frozen=True)
 class Subject:
-    """An engine to observe."""
+    """An engine to observe. `updates`: what it computes beside a simple loss."""
 
     name: str
     family: str = "llama"
     head: str = "lm"
     settings: dict[str, object] = field(default_factory=dict)
     gradient_checkpointing: bool = False
+    updates: list[Update] = field(default_factory=list, hash=False)
 
 
 def write_models(root: Path, families) -> None:
@@ -91,14 +143,18 @@ def batch_of() -> dict[str, torch.Tensor]:
     return batch | {"weight": batch["weight"].float()}
 
 
+def own_part(engine: TrainEngine) -> tuple[int, int]:
+    """Return the number of this data-parallel rank, and the number of all."""
+    ranks = getattr(engine, "ranks", None)
+    if ranks is None:
+        return rank(), world_size()
+    degrees, context = ranks.degrees, ranks.sizes.context
+    return ranks.replica_rank // context, degrees.expert * degrees.replicas // context
+
+
 def own_rows(engine: TrainEngine) -> list[int]:
     """Return the rows of this rank: unevenly many, on more than two ranks also none."""
-    number, count = getattr(engine, "ranks", None), world_size()
-    index = rank()
-    if number is not None:
-        degrees, context = number.degrees, number.sizes.context
-        index = number.replica_rank // context
-        count = degrees.expert * degrees.replicas // context
+    index, count = own_part(engine)
     return [row for row in range(7) if min(row // 3, count - 1) == index]
 
 
@@ -130,6 +186,51 @@ def pair_step(engine: TrainEngine, micro_batch_size: int | None) -> dict[str, fl
     data = DataProto.from_dict(tensors=rows | {"margins": torch.full([len(chosen)], 0.25)})
     report = update_pairs(engine, data, micro_batch_size, forward_rows=micro_batch_size)
     return report.meta_info["metrics"]
+
+
+def update_rows() -> dict[str, torch.Tensor]:
+    """Return seven rows with everything that a loss can read. One has no advantages."""
+    batch = batch_of()
+    mask = batch["response_mask"]
+    random = torch.Generator().manual_seed(7)
+
+    def numbers(mean: float, spread: float) -> torch.Tensor:
+        return (mean + spread * torch.randn(mask.shape, generator=random)) * mask
+
+    old = numbers(-5.0, 0.6)
+    advantages = numbers(0.0, 1.0)
+    advantages[3] = 0
+    return {name: batch[name] for name in ("input_ids", "attention_mask", "response_mask")} | {
+        fields.OLD_LOG_PROBS: old,
+        fields.ROLLOUT_LOG_PROBS: old + numbers(0.0, 0.1),
+        fields.REF_LOG_PROB: old + numbers(0.0, 0.3),
+        fields.ADVANTAGES: advantages,
+        fields.SELECTED_TOKENS: (numbers(0.0, 1.0) > 0.5) & mask.bool(),
+        fields.VALUES: numbers(0.0, 0.5),
+        fields.RETURNS: numbers(0.5, 1.0),
+    }
+
+
+def updated(engine: TrainEngine, update: Update):
+    """Return the metrics of an update, and the weights after it."""
+    rows, chosen = update_rows(), own_rows(engine)
+    if not update.old_given:
+        del rows[fields.OLD_LOG_PROBS]
+    data = DataProto.from_dict({name: tensor[chosen] for name, tensor in rows.items()})
+    common = {"loss_agg_mode": update.aggregation, "ppo_micro_batch_size_per_gpu": 2}
+    if update.loss is None:
+        report = update_values(
+            engine, data, CriticConfig(cliprange_value=0.3, **common),
+            mini_batch_rows=max(1, len(chosen)), epochs=1, length_scale=cases.R,
+        )  # fmt: skip
+    else:
+        loss = PolicyLossConfig(name=update.loss)
+        report = update_policy(
+            engine, data, ActorConfig(policy_loss=loss, **common, **update.terms),
+            responses_per_prompt=1, temperature=0.7, length_scale=cases.R,
+            data_ranks=own_part(engine)[1], seed=0,
+        )  # fmt: skip
+    return report.meta_info["metrics"], weights(engine)
 
 
 def build(subject: Subject, root: Path) -> TrainEngine:
@@ -186,9 +287,8 @@ def observe(subject: Subject, root: Path, load_from: Path | None = None) -> dict
     found["next"] = step(engine, rows, subject.head)
     found["undisturbed"] = weights(engine)
     found["steps"] = engine.optimizer_steps
-    if subject.head == "lm":  # a classifier needs a tokenizer
-        engine.save_hf(root / f"export {subject.name}")
     if subject.head == "lm":
+        engine.save_hf(root / f"export {subject.name}")  # a classifier needs a tokenizer
         rollout = build_rollout("hf", ModelConfig(path=str(root / subject.family)))
         WeightSync(engine, rollout, bucket_bytes=4096).run(1)
         found["synced"] = gather_over_ranks(
@@ -200,6 +300,10 @@ def observe(subject: Subject, root: Path, load_from: Path | None = None) -> dict
             engine.load(folder, STEPS)
             metrics = pair_step(engine, size)
             found["pairs"][size] = metrics, weights(engine)
+    found["updates"] = {}
+    for update in subject.updates:
+        engine.load(folder if load_from is None else load_from, STEPS)
+        found["updates"][str(update)] = updated(engine, update)
     if load_from is not None:
         resumed = build(subject, root)
         resumed.load(load_from, STEPS)

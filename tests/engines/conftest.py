@@ -7,7 +7,8 @@ from dataclasses import replace
 import engine_cases as cases
 import pytest
 import torch
-from head_cases import Folders
+from gradient_cases import Folders
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from quadriga.models.tiny import write_tiny_model
 from rank_groups import fork_ranks
@@ -20,6 +21,16 @@ def model_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny") / "model"
     write_tiny_model(folder, ["one two three"], cases.MODEL_SHAPE)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def gpt2_folder(tmp_path_factory):
+    """A GPT-2, which computes all in the dtype of its parameters."""
+    path = tmp_path_factory.mktemp("gpt2")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 200, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.2)).save_pretrained(path)
+    return str(path)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
@@ -13,7 +12,7 @@ from quadriga.models.tiny import TinyModel
 from rank_groups import run_ranks as run_ranks
 
 if TYPE_CHECKING:
-    from head_cases import Folders
+    from gradient_cases import Folders
 
 MODEL_SHAPE = TinyModel(
     hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48
@@ -23,8 +22,9 @@ SAME_PROMPT = {1: 0, 4: 2}
 P, R = 7, 6
 
 
-def make_batch() -> dict[str, torch.Tensor]:
-    """Make seven rows. Rows 1 and 4 have the prompts of 0 and 2; row 2 has an observation token."""
+def make_batch(*, shared: bool = True) -> dict[str, torch.Tensor]:
+    """Make seven rows. Row 2 has an observation token. `shared`: rows 1 and 4 have the prompts of 0
+    and 2; otherwise all prompts differ."""
     random = torch.Generator().manual_seed(3)
     ids = torch.zeros(len(LENGTHS), P + R, dtype=torch.int64)
     attention = torch.zeros_like(ids)
@@ -35,6 +35,7 @@ def make_batch() -> dict[str, torch.Tensor]:
         )
         if row in SAME_PROMPT:
             ids[row, :P] = ids[SAME_PROMPT[row], :P]
+            ids[row, P - 1] += not shared
         attention[row, P - prompt : P + response] = 1
         mask[row, :response] = 1
     mask[2, 2] = 0
@@ -47,32 +48,19 @@ def make_batch() -> dict[str, torch.Tensor]:
     }
 
 
-def make_engine(folder: str, *, packed: bool = True, fsdp_size: int = -1, **settings) -> FSDPEngine:
-    engine = EngineConfig(dtype="float64", reduce_dtype="float64", fsdp_size=fsdp_size)
-    return FSDPEngine(ModelConfig(path=folder), engine, OptimConfig(), packed=packed, **settings)
-
-
-def gradients(engine: FSDPEngine, rows: dict[str, torch.Tensor], micro: int | None):
+def gradients(engine: FSDPEngine, rows, loss, micro: int | None, **settings):
     """Return the full gradients by name, and the metrics, of a step that changes no weight."""
     found: dict[str, torch.Tensor] = {}
 
     def keep_gradients() -> tuple[float, float]:
         for name, parameter in engine.module.named_parameters():
-            found[name] = parameter.grad.full_tensor().clone()
-            parameter.grad = None
+            if parameter.grad is not None:
+                found[name] = parameter.grad.full_tensor().clone()
+                parameter.grad = None
         return 0.0, 0.0
 
     engine.optimizer.step = keep_gradients
-    (tokens,) = engine.global_counts(rows["response_mask"].sum())
-
-    def loss(outputs, micro_batch):
-        mask = micro_batch["response_mask"]
-        name = "values" if "values" in outputs else "log_probs"
-        share = (outputs[name] * micro_batch["weight"] * mask).sum() / tokens
-        return share, {"rows": len(mask)}
-
-    metrics = engine.train_step(rows, loss, micro_batch_size=micro)
-    return found, metrics
+    return found, engine.train_step(rows, loss, micro_batch_size=micro, **settings)
 
 
 def weights(engine) -> dict[str, torch.Tensor]:
@@ -89,22 +77,6 @@ def same_weights(engine, other) -> bool:
 
 def rows_of(batch, first: int, last: int):
     return {name: field[first:last] for name, field in batch.items()}
-
-
-def write_gpt2(folder) -> None:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 200, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.2))
-    model.save_pretrained(folder)
-
-
-CASES = [
-    (packed, micro, cut, unit)
-    for packed in (True, False)
-    for micro in (2, None)
-    for cut in (2, 7)
-    for unit in ((1, 10**9) if micro == 2 else (10**9,))
-]
 
 
 OPTIM = OptimConfig(lr=0.01, lr_scheduler="linear", lr_warmup_steps=2)
@@ -168,27 +140,19 @@ def damage_shard(engine: FSDPEngine) -> None:
 
 def rank_main(rank: int, ranks: int, folders: Folders, work: str) -> None:
     """Compute the gradients of every case; then load what one rank saved, step, and save."""
-    import head_cases
+    import gradient_cases
 
-    folder = folders.policy
-    batch = make_batch()
+    folder, batch = folders.policy, make_batch()
 
     def own_rows(cut: int):
         return rows_of(batch, 0, cut) if rank == 0 else rows_of(batch, cut, len(LENGTHS))
 
-    gathered, engines = {}, {}
-    for packed, micro, cut, unit in CASES:
-        key = (packed, unit)
-        if key not in engines:
-            engines[key] = make_engine(folder, packed=packed, min_unit_parameters=unit)
-        gathered[packed, micro, cut, unit] = gradients(engines[key], own_rows(cut), micro)
-    heads = head_cases.on_two_ranks(rank, folders)
-    gathered["hybrid"] = gradients(make_engine(folder, fsdp_size=1), own_rows(4), 2)
-    for name, size in (("early", -1), ("hybrid early", 1)):
-        early = make_engine(folder, fsdp_size=size, min_unit_parameters=1)
-        early.reduces_each_micro_batch = True
-        gathered[name] = gradients(early, own_rows(4), 2)
-
+    gathered = {
+        case: gradient_cases.gradients(
+            case, *gradient_cases.engines(case, folders), own_rows(case.cut)
+        )
+        for case in gradient_cases.TWO_RANKS
+    }
     engine = trainable(folder, min_unit_parameters=1)
     engine.load(f"{work}/one_rank")
     metrics = step(engine, own_rows(4))
@@ -200,5 +164,5 @@ def rank_main(rank: int, ranks: int, folders: Folders, work: str) -> None:
     hybrid.save(f"{work}/hybrid")
     skipped = skipped_steps(folder, rank, own_rows(4))
     if rank == 0:
-        found = {"gradients": gathered, "metrics": metrics, "heads": heads, "skipped": skipped}
+        found = {"gradients": gathered, "metrics": metrics, "skipped": skipped}
         torch.save(found, f"{work}/results.pt")

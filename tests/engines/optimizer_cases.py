@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import engine_cases as cases
+import pytest
 import torch
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
@@ -16,9 +19,12 @@ CUTS = {1: (0, 7), 2: (0, 4, 7), 3: (0, 4, 5, 7)}  # first row of each rank
 
 
 def has_torchao() -> bool:
-    import importlib.util
-
     return importlib.util.find_spec("torchao") is not None
+
+
+NEEDS_TORCHAO = pytest.mark.skipif(not has_torchao(), reason="torchao is not installed")
+EACH = [pytest.param(name, marks=NEEDS_TORCHAO if name == "adamw_8bit" else ()) for name in NAMES]
+"""The names as parameters of a test."""
 
 
 def optim(name: str, **settings) -> OptimConfig:

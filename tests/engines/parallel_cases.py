@@ -134,10 +134,7 @@ class Case:
 
 def make_batch(rows: Rows) -> dict[str, torch.Tensor]:
     """Make eight rows; with "shared", two prompts belong to two rows each."""
-    batch = cases.make_batch()
-    if rows != "shared":
-        for row in cases.SAME_PROMPT:
-            batch["input_ids"][row, cases.P - 1] += 1
+    batch = cases.make_batch(shared=rows == "shared")
     last = {name: field[-1:].clone() for name, field in batch.items()}
     last["input_ids"][0, cases.P :] += 1
     return {name: torch.cat([field, last[name]]) for name, field in batch.items()}

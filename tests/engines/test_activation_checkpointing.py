@@ -47,15 +47,6 @@ WAYS = [
 ]
 
 
-def batch_with(rows: Rows) -> dict[str, torch.Tensor]:
-    """Make seven rows; with "shared", two prompts belong to two rows each."""
-    batch = cases.make_batch()
-    if rows != "shared":
-        for row in cases.SAME_PROMPT:
-            batch["input_ids"][row, cases.P - 1] += 1
-    return batch
-
-
 def engine_after_step(
     folder: str, way: Way, rows: dict[str, torch.Tensor], **settings
 ) -> FSDPEngine:
@@ -77,19 +68,14 @@ def engine_after_step(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("gpt2")
-    cases.write_gpt2(path)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def expected(folder):
+def expected(gpt2_folder):
     """Return form of rows → parameters after a step with padded rows, in one micro-batch."""
     found = {}
     for rows in ("packed", "shared"):
         plain = Way(False, "padded", None)
-        found[rows] = cases.weights(engine_after_step(folder, plain, batch_with(rows)))
+        found[rows] = cases.weights(
+            engine_after_step(gpt2_folder, plain, cases.make_batch(shared=rows == "shared"))
+        )
     return found | {"padded": found["packed"]}
 
 
@@ -100,8 +86,8 @@ def assert_equal(found, expected):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_parameters_after_a_step_of_one_rank(way, folder, expected):
-    engine = engine_after_step(folder, way, batch_with(way.rows))
+def test_parameters_after_a_step_of_one_rank(way, gpt2_folder, expected):
+    engine = engine_after_step(gpt2_folder, way, cases.make_batch(shared=way.rows == "shared"))
     assert_equal(cases.weights(engine), expected[way.rows])
 
 
@@ -118,11 +104,13 @@ class CountOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_selective_computes_cheap_operators_again_and_expensive_ones_once(folder):
+def test_selective_computes_cheap_operators_again_and_expensive_ones_once(gpt2_folder):
     found = {}
     for form in (False, True, "selective"):
         with CountOperators() as counter:
-            engine_after_step(folder, Way(form, "packed", None), batch_with("packed"))
+            engine_after_step(
+                gpt2_folder, Way(form, "packed", None), cases.make_batch(shared=False)
+            )
         found[form] = counter.counts
     attention = "_scaled_dot_product_flash_attention_for_cpu"
     for name in ("addmm", attention):
@@ -151,8 +139,8 @@ def test_expensive_operators_are_products_with_weights_and_attention(name, kept)
     assert is_expensive(name) is kept
 
 
-def test_a_model_without_layers_that_say_so_is_refused(folder):
-    model = simulated_model(ModelConfig(path=folder), "lm", torch.float32, trained=True)
+def test_a_model_without_layers_that_say_so_is_refused(gpt2_folder):
+    model = simulated_model(ModelConfig(path=gpt2_folder), "lm", torch.float32, trained=True)
     model.transformer.h = torch.nn.ModuleList()
     with pytest.raises(ModelError, match=r"model\.gradient_checkpointing=false"):
         checkpoint_layers(model, "selective")

@@ -7,7 +7,7 @@ from pathlib import Path
 import conformance
 import pytest
 import torch
-from conformance import STEPS, Subject
+from conformance import POLICY_UPDATES, STEPS, VALUE_UPDATES, Subject
 from transformers import AutoModelForCausalLM
 
 from rank_groups import fork_ranks
@@ -17,8 +17,8 @@ WAIT_S = 560
 
 
 def megatron(name: str, family: str = "llama", head: str = "lm", **settings) -> Subject:
-    recompute = settings.pop("recompute", False)
-    return Subject(name, family, head, {"name": "megatron", **settings}, recompute)
+    recompute, updates = settings.pop("recompute", False), settings.pop("updates", [])
+    return Subject(name, family, head, {"name": "megatron", **settings}, recompute, updates)
 
 
 TENSOR, STAGES, EXPERTS, CONTEXT = (
@@ -30,16 +30,18 @@ OFFLOAD = {"param_offload": True, "optimizer_offload": True}
 WHOLE_EXPERTS = SPLIT_TOKENS | {"expert_tensor_parallel_size": 1}
 
 SUBJECTS = [
-    megatron("tp2 pp2 interleaved tied", "qwen2 tied deep", **TENSOR, **INTERLEAVED),
+    megatron("tp2 pp2 interleaved tied", "qwen2 tied deep", **TENSOR, **INTERLEAVED,
+             updates=POLICY_UPDATES[::6]),
+    megatron("values cp2 pp2", head="value", **CONTEXT, **STAGES, updates=VALUE_UPDATES),
     megatron("tp2 sp dp2 offloaded", **SPLIT_TOKENS, **OFFLOAD),
     megatron("tp2 sp ep2 dp2", "qwen3_moe", **SPLIT_TOKENS, **EXPERTS),
-]
+]  # fmt: skip
 NIGHTLY = [
     Subject("fsdp"),
     Subject("fsdp values", head="value"),
     megatron("window tp2 sp cp2", "mistral", **SPLIT_TOKENS, **CONTEXT),
     megatron("cp4 recomputed", context_parallel_size=4, recompute=True),
-    megatron("tp2 cp2 tied", "qwen2 tied", **TENSOR, **CONTEXT),
+    megatron("tp2 cp2 tied", "qwen2 tied", **TENSOR, **CONTEXT, updates=POLICY_UPDATES),
     megatron("cp2 pp2 interleaved", "qwen2 tied deep", **CONTEXT, **INTERLEAVED),
     megatron("cp2 dp2 ep2", "qwen3_moe", **CONTEXT, **EXPERTS),
     megatron("cp2 dp2 ep4", "mixtral", **CONTEXT, expert_parallel_size=4),
@@ -50,9 +52,8 @@ NIGHTLY = [
         **CONTEXT,
         expert_parallel_size=4,
     ),
-    megatron("values cp2 pp2", head="value", **CONTEXT, **STAGES),
     megatron("scores tp2 cp2 offloaded", head="score", **TENSOR, **CONTEXT, **OFFLOAD),
-    megatron("tp2 pp2 tied", "qwen2 tied", **TENSOR, **STAGES),
+    megatron("tp2 pp2 tied", "qwen2 tied", **TENSOR, **STAGES, updates=POLICY_UPDATES),
     megatron("ep2 dp2", "qwen3_moe", **EXPERTS),
     megatron("window pp2 interleaved dp2", "mistral deep", **INTERLEAVED),
     megatron("pp4 tied", "qwen2 tied deep", pipeline_parallel_size=4),
@@ -61,11 +62,11 @@ NIGHTLY = [
     megatron("tp2 sp whole experts ep4", "mixtral", **WHOLE_EXPERTS, expert_parallel_size=4),
     megatron("tp2 sp pp2 experts", "mixtral", **SPLIT_TOKENS, **STAGES),
     megatron("dp4 replicated optimizer", distributed_optimizer=False),
-    megatron("pp2 dp2", **STAGES),
+    megatron("pp2 dp2", **STAGES, updates=POLICY_UPDATES),
     megatron("tp2 sp pp2 recomputed", **SPLIT_TOKENS, **STAGES, recompute=True),
     megatron("qk norm tp2 sp", "qwen3", **SPLIT_TOKENS),
     megatron("mixtral pp2 ep2", "mixtral", **STAGES, **EXPERTS),
-    megatron("values tp2 sp pp2", head="value", **SPLIT_TOKENS, **STAGES),
+    megatron("values tp2 sp pp2", head="value", **SPLIT_TOKENS, **STAGES, updates=VALUE_UPDATES),
     megatron("score pp2", head="score", **STAGES),
 ]
 BF16 = megatron("bf16 tp2 pp2", dtype="bfloat16", **TENSOR, **STAGES, **OFFLOAD)
@@ -76,9 +77,14 @@ class Observed:
 
     def __init__(self, root: Path, subjects: list[Subject], wait_s: int = WAIT_S) -> None:
         conformance.write_models(root, dict.fromkeys(s.family for s in subjects))
+        updates = {}
+        for s in subjects:
+            updates.setdefault((s.family, s.head), {}).update({str(u): u for u in s.updates})
         self.reference = {
-            key: conformance.observe(Subject(f"reference {key[0]} {key[1]}", *key), root)
-            for key in dict.fromkeys((s.family, s.head) for s in subjects)
+            key: conformance.observe(
+                Subject(f"reference {key[0]} {key[1]}", *key, updates=[*own.values()]), root
+            )
+            for key, own in updates.items()
         }
         fork_ranks(
             conformance.rank_main, RANKS, str(root), subjects, limit=wait_s,
@@ -113,6 +119,17 @@ def assert_close(found, expected, *, atol: float) -> None:
         )
 
 
+def check_updates(found, expected) -> None:
+    """Compare updates with several losses and aggregations."""
+    for name, (metrics, after) in found.items():
+        wanted, trained = expected[name]
+        for of in ("loss", "grad_norm", "lr"):
+            (key,) = (k for k in wanted if k.endswith(f"/{of}"))
+            assert metrics[key] == pytest.approx(wanted[key], rel=1e-4, abs=1e-6), (name, of)
+            assert of != "grad_norm" or wanted[key] > 1e-3, name
+        assert_close(after, trained, atol=1e-5)
+
+
 def check(subject: Subject, observed: Observed) -> None:
     found, expected = observed.pair(subject)
     assert_close(found["loaded"], expected["loaded"], atol=0)
@@ -144,6 +161,7 @@ def check(subject: Subject, observed: Observed) -> None:
             assert metrics[f"rm/{name}"] == pytest.approx(wanted[f"rm/{name}"], rel=1e-4), name
         assert_close(after, trained, atol=1e-5)
         assert_close(trained, expected["pairs"][None][1], atol=1e-6)
+    check_updates(found["updates"], expected["updates"])
     # A checkpoint of this engine, continued by the FSDP engine on one rank.
     continued = conformance.build(Subject("continued", subject.family, subject.head), observed.root)
     continued.load(observed.root / f"saved {subject.name}", STEPS)

@@ -83,22 +83,7 @@ def test_views_of_one_storage_are_copied_once_and_stay_views():
     assert view.tolist() == [9, 3]
 
 
-NAMES = [
-    pytest.param(name, marks=pytest.mark.skipif(
-        name == "adamw_8bit" and not optimizers.has_torchao(), reason="torchao is not installed"
-    ))
-    for name in optimizers.NAMES
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def gpt2_folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("gpt2")
-    cases.write_gpt2(path)
-    return str(path)
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", optimizers.EACH)
 @pytest.mark.parametrize("reduces", [True, False])
 def test_steps_on_the_host_equal_steps_on_the_device(name, reduces, gpt2_folder, tmp_path):
     rows = cases.make_batch()

@@ -1,4 +1,4 @@
-"""Cases for the tests of the output layer and of a reference model, on one rank or two."""
+"""Gradients of a loss of log-probabilities, entropies and full KL, on one rank or two."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ class Folders:
 
 
 @dataclass(frozen=True)
-class HeadCase:
+class Case:
     """One combination of settings.
 
     `cut`: the first of two ranks has this many of the seven rows, the second has the others.
+    `unit`: least parameters of a layer that is an FSDP unit.
     """
 
     packed: bool
@@ -36,69 +37,68 @@ class HeadCase:
     tied: bool = False
     micro: int | None = 2
     cut: int = 4
-    min_unit_parameters: int = 10**9
+    unit: int = 10**9
+    fsdp_size: int = -1
+    early: bool | None = None
 
 
 ONE_RANK = [
-    HeadCase(packed, fused, fused, tied, micro)
+    Case(packed, fused, fused, tied=micro in (2, None), micro=micro)
     for packed in (True, False)
     for fused in (True, False)
-    for tied in (True, False)
-    for micro in (3, None)
-] + [HeadCase(True, True, False), HeadCase(False, False, True)]
+    for micro in (1, 2, 3, None)
+] + [Case(True, True, False, micro=3), Case(False, False, True, tied=True, micro=None)]
 TWO_RANKS = [
-    HeadCase(packed, fused, fused, tied, 2, cut, unit)
-    for packed, fused, tied, cut, unit in (
-        (True, True, False, 2, 1),
-        (True, False, True, 7, 10**9),
-        (False, True, True, 7, 10**9),
-        (False, False, False, 2, 1),
+    Case(packed, fused, fused, tied=fused != packed, micro=micro, cut=cut, unit=unit)
+    for packed in (True, False)
+    for fused, micro, cut, unit in (
+        (True, 2, 2, 1),
+        (False, 2, 2, 10**9),
+        (False, 2, 7, 1),
+        (True, 2, 7, 10**9),
+        (True, None, 2, 10**9),
+        (False, None, 7, 10**9),
     )
+] + [
+    Case(True, False, fsdp_size=size, early=early, unit=1 if early else 10**9)
+    for size, early in ((1, None), (-1, True), (1, True))
 ]
 
 
-def engine(
-    folder: str, case: HeadCase, *, fused: bool, frozen: bool = False, dtype: str = "float64"
-) -> FSDPEngine:
-    settings = EngineConfig(dtype=dtype, reduce_dtype=dtype, fused_head=fused)
+def engine(folder: str, case: Case, *, dtype: str = "float64", **settings) -> FSDPEngine:
+    found = EngineConfig(
+        dtype=dtype, reduce_dtype=dtype, fused_head=settings.pop("fused", None),
+        fsdp_size=case.fsdp_size, reduce_each_micro_batch=case.early,
+    )  # fmt: skip
+    optim = settings.pop("optim", OptimConfig())
     return FSDPEngine(
-        ModelConfig(path=folder),
-        settings,
-        None if frozen else OptimConfig(),
-        packed=case.packed,
-        min_unit_parameters=case.min_unit_parameters,
+        ModelConfig(path=folder), found, optim, packed=case.packed,
+        min_unit_parameters=case.unit, **settings,
+    )  # fmt: skip
+
+
+def engines(case: Case, folders: Folders, **settings) -> tuple[FSDPEngine, FSDPEngine]:
+    """Return the policy and the reference."""
+    policy = folders.tied if case.tied else folders.policy
+    return (
+        engine(policy, case, fused=case.fused, **settings),
+        engine(folders.reference, case, fused=case.ref_fused, optim=None, **settings),
     )
 
 
-def gradients(case: HeadCase, folders: Folders, rows: dict[str, torch.Tensor]):
-    """Return gradients and metrics of a loss of log-probabilities, entropy and full KL."""
-    policy = engine(folders.tied if case.tied else folders.policy, case, fused=case.fused)
-    reference = engine(folders.reference, case, fused=case.ref_fused, frozen=True)
-    found: dict[str, torch.Tensor] = {}
-
-    def keep_gradients() -> tuple[float, float]:
-        for name, parameter in policy.module.named_parameters():
-            found[name] = parameter.grad.full_tensor().clone()
-            parameter.grad = None
-        return 0.0, 0.0
-
-    policy.optimizer.step = keep_gradients
-    metrics = policy.train_step(
-        rows,
-        loss,
-        temperature=TEMPERATURE,
-        entropy=True,
-        reference=reference,
-        micro_batch_size=case.micro,
+def gradients(case: Case, policy: FSDPEngine, reference: FSDPEngine, rows):
+    """Return gradients and metrics of the loss."""
+    return cases.gradients(
+        policy, rows, loss, case.micro, temperature=TEMPERATURE, entropy=True, reference=reference
     )
-    return found, metrics
 
 
 def loss(outputs, micro):
     weight = micro["weight"].to(outputs["log_probs"].dtype) * micro["response_mask"]
     kl = outputs["full_kl"] * micro["response_mask"]
     share = (weight * (outputs["log_probs"] + 0.5 * outputs["entropy"])).sum()
-    return share + (weight.square() * kl).sum(), {"kl": float(kl.detach().sum())}
+    metrics = {"kl": float(kl.detach().sum()), "rows": len(weight)}
+    return share + (weight.square() * kl).sum(), metrics
 
 
 def naive(folders: Folders, *, tied: bool):
@@ -125,13 +125,3 @@ def naive(folders: Folders, *, tied: bool):
             share.backward(retain_graph=True)
             total += float(kl.detach())
     return {name: p.grad for name, p in policy.named_parameters()}, total
-
-
-def on_two_ranks(rank: int, folders: Folders):
-    """Return the gradients of every case of `TWO_RANKS`. All ranks must call this."""
-    batch = cases.make_batch()
-    found = {}
-    for case in TWO_RANKS:
-        first, last = (0, case.cut) if rank == 0 else (case.cut, len(cases.LENGTHS))
-        found[case] = gradients(case, folders, cases.rows_of(batch, first, last))
-    return found
