@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
-from transformers import AutoConfig
 from transformers.masking_utils import (
     chunked_causal_mask_function,
     sliding_window_causal_mask_function,
@@ -31,22 +30,6 @@ ROWS = {
 }
 
 
-MODEL_SETTINGS = {
-    "llama": {"head_dim": 64},
-    "qwen2": {"head_dim": 64, "use_sliding_window": True, "max_window_layers": 2},
-    "llama4_text": {
-        "head_dim": 64, "num_local_experts": 2, "attention_chunk_size": 8,
-        "layer_types": ["chunked_attention", "full_attention"] * 2, "intermediate_size_mlp": 32,
-    },
-    "gpt_oss": {"head_dim": 64, "num_local_experts": 2, "num_experts_per_tok": 1},
-    "deepseek_v3": {
-        "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "q_lora_rank": 8,
-        "kv_lora_rank": 8, "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1,
-        "topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 4,
-    },
-}  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of a call; `local` is the size of a window or chunk, `sinks` whether there are any."""
@@ -60,15 +43,6 @@ class Sizes:
     softcap: float | None = None
     sinks: bool = False
     scaling: float | None = None
-
-
-def small_config(model_type: str):
-    """The config of a small model with heads of 64 elements and windows or chunks of 8 tokens."""
-    return AutoConfig.for_model(
-        model_type, vocab_size=210, hidden_size=32, intermediate_size=32, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=4 if model_type == "deepseek_v3" else 2,
-        sliding_window=8, **MODEL_SETTINGS.get(model_type, {"head_dim": 64}),
-    )  # fmt: skip
 
 
 def packed_rows(lengths, *, share=True) -> PackedRows:

@@ -129,7 +129,6 @@ class Case:
     dtype: str = "float64"
     micro: int | None = 3
     checkpointing: bool | str = False
-    attention: str = "auto"
 
 
 def make_batch(rows: Rows) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ import torch
 from attention_cases import ROWS, Sizes
 from torch.nn.attention import flex_attention as flex_module
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from quadriga.engines.attention import kernels
 from quadriga.engines.attention.kernels import gather_tokens
@@ -80,6 +81,20 @@ def test_flex_equals_the_naive_loop(name, sizes, flex_backward):
         return cases.computed("flex", *arguments)
 
     cases.assert_same(cases.packed_rows(ROWS[name]), sizes, compute)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["capped", "capped window"])
+def test_compiled_flex_in_a_checkpointed_layer_equals_the_naive_loop(name, monkeypatch):
+    """Torch 2.13 computes wrong gradients there without compilation."""
+    kernel = cases.compiled_for_cpu()
+    monkeypatch.setattr(flex_module, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(kernels, "compiled", lambda: kernel)
+
+    def compute(*arguments):
+        return checkpoint(cases.computed, "flex", *arguments, use_reentrant=False)
+
+    cases.assert_same(cases.packed_rows(ROWS["shared"]), SPECIAL[name], compute)
 
 
 class AddedDtypes(TorchDispatchMode):

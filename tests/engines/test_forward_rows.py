@@ -1,4 +1,4 @@
-"""Updates and passes without gradients keep the limits of the settings."""
+"""Passes without gradients keep the limits of the settings."""
 
 from __future__ import annotations
 
@@ -21,51 +21,36 @@ from quadriga.workers.reward_model import RewardModelWorker
 from quadriga.workers.runtime import CriticWorker
 
 
-class Recorder:
-    """A `TrainEngine` that records the micro-batch size of its passes."""
+@pytest.mark.parametrize(("by_tokens", "expected"), [(False, 3), (True, None)])
+def test_passes_have_the_size_of_the_update(by_tokens, expected, monkeypatch):
+    sizes = []
 
-    def __init__(self) -> None:
-        self.sizes: list[int | None] = []
+    class Recorder:
+        def forward(self, batch, *, micro_batch_size=None, **_settings):
+            sizes.append(micro_batch_size)
+            zeros = torch.zeros(batch[fields.RESPONSE_MASK].shape)
+            return dict.fromkeys(("log_probs", "entropy", "values"), zeros)
 
-    def forward(self, batch, *, micro_batch_size=None, **_settings):
-        self.sizes.append(micro_batch_size)
-        zeros = torch.zeros(batch[fields.RESPONSE_MASK].shape)
-        return dict.fromkeys(("log_probs", "entropy", "values"), zeros)
-
-
-def batch() -> DataProto:
     ids = torch.ones(2, 5, dtype=torch.int64)
     names = (fields.INPUT_IDS, fields.ATTENTION_MASK, fields.POSITION_IDS)
-    short = (fields.RESPONSES, fields.RESPONSE_MASK)
-    return DataProto.from_dict({**dict.fromkeys(names, ids), **dict.fromkeys(short, ids[:, :3])})
-
-
-@pytest.mark.parametrize(("by_tokens", "expected"), [(False, 3), (True, None)])
-def test_log_prob_reference_and_value_passes_have_the_size_of_the_update(by_tokens, expected):
-    engine = EngineConfig(use_dynamic_bsz=by_tokens)
-    worker = object.__new__(ActorRolloutRefWorker)
-    worker.actor, worker.ref = actor, ref = Recorder(), Recorder()
-    worker.config = ActorRolloutRefConfig(
-        actor=replace(ActorConfig(), engine=engine, ppo_micro_batch_size_per_gpu=3),
-        ref=RefConfig(engine=engine),
+    short = dict.fromkeys((fields.RESPONSES, fields.RESPONSE_MASK), ids[:, :3])
+    batch = DataProto.from_dict(dict.fromkeys(names, ids) | short)
+    policy, critic, scorer = map(
+        object.__new__, (ActorRolloutRefWorker, CriticWorker, RewardModelWorker)
     )
-    worker.compute_log_prob(batch())
-    worker.compute_ref_log_prob(batch())
-    critic_worker = object.__new__(CriticWorker)
-    critic_worker.engine = critic = Recorder()
-    critic_worker.config = replace(CriticConfig(), engine=engine, ppo_micro_batch_size_per_gpu=3)
-    critic_worker.compute_values(batch())
-    assert [actor.sizes, ref.sizes, critic.sizes] == [[expected]] * 3
-
-
-@pytest.mark.parametrize("by_tokens", [False, True])
-def test_a_reward_model_has_at_most_the_sequences_of_its_setting(monkeypatch, by_tokens):
-    """It makes no updates, so its setting is of the passes without gradients alone."""
-    worker = object.__new__(RewardModelWorker)
-    worker.engine, worker.pad, worker.longest = Recorder(), 0, None
-    worker.config = RewardModelConfig(
-        engine=EngineConfig(use_dynamic_bsz=by_tokens), micro_batch_size_per_gpu=3
+    policy.actor = policy.ref = critic.engine = scorer.engine = Recorder()
+    engine, size = EngineConfig(use_dynamic_bsz=by_tokens), {"ppo_micro_batch_size_per_gpu": 3}
+    policy.config = ActorRolloutRefConfig(
+        actor=replace(ActorConfig(), engine=engine, **size), ref=RefConfig(engine=engine)
     )
-    monkeypatch.setattr(worker, "_conversations", lambda data: [([1, 1], [1, 1, 1])] * 2)
-    worker.compute_rm_score(batch())
-    assert worker.engine.sizes == [3]
+    policy.compute_log_prob(batch)
+    policy.compute_ref_log_prob(batch)
+    critic.config = replace(CriticConfig(), engine=engine, **size)
+    critic.compute_values(batch)
+    assert sizes == [expected] * 3
+    # A reward model makes no updates, so its setting is of the passes without gradients alone.
+    scorer.config = RewardModelConfig(engine=engine, micro_batch_size_per_gpu=3)
+    scorer.pad, scorer.longest = 0, None
+    monkeypatch.setattr(scorer, "_conversations", lambda data: [([1, 1], [1, 1, 1])] * 2)
+    scorer.compute_rm_score(batch)
+    assert sizes[3:] == [3]
