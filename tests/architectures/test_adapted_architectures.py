@@ -9,7 +9,7 @@ from small_models import VOCABULARY, each, small_model
 
 from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
-from quadriga.engines.loading import check_trained_part
+from quadriga.engines.loading import check_trained_part, whole_load_reason
 from quadriga.errors import ConfigError
 from quadriga.models.architectures import ARCHITECTURES
 
@@ -20,6 +20,8 @@ REFUSED = dict.fromkeys(("gpt2", "gpt-sw3"), "its layers are Conv1D") | dict.fro
 """Architectures that have no default -> a word of the error."""
 EACH_KIND = ("deepseek_v3", "falcon", "jamba", "llama", "mamba2", "phimoe", "qwen3_next")
 """Experts in one tensor beside linear layers, layers that compute something else, recurrences."""
+CONVERTED = ("bailing_hybrid", "hrm_text", "inkling2_text", "kimi_linear", "olmo_hybrid")
+"""Architectures with parameters that transformers computes, other than those of experts."""
 UNTRAINED = ("vision", "audio", ".indexer.")
 """Parts of names of layers without a gradient: there are no images or sounds, and an indexer
 only chooses tokens."""
@@ -43,6 +45,8 @@ def build(folder, **lora):
 def test_log_probs_are_those_of_merged_weights_and_all_adapters_learn(model_type, batch, tmp_path):
     model = small_model(model_type)
     model.save_pretrained(tmp_path)
+    whole = whole_load_reason(ModelConfig(path=str(tmp_path)), "lm", trained=True)
+    assert bool(whole) == (model_type in CONVERTED)  # the others are loaded by shards
     engine = build(tmp_path)
     with torch.no_grad():
         for name, parameter in engine.module.named_parameters():

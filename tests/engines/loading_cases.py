@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import engine_cases as cases
@@ -38,24 +38,6 @@ class Case:
     fsdp_size: int = -1
     use_shm: bool = False
     on_host: bool = False
-
-
-@dataclass
-class Found:
-    """What a rank found.
-
-    Attributes:
-        equal: the shards, the buffers, and a step equal those of the whole model.
-        sharded: whether the model was loaded by shards.
-        read: bytes of the sharded model.
-        errors: name of the damage -> the error of this rank.
-    """
-
-    equal: dict[Case, bool] = field(default_factory=dict)
-    sharded: dict[Case, bool] = field(default_factory=dict)
-    read: int = 0
-    own_elements: int = 0
-    errors: dict[str, str] = field(default_factory=dict)
 
 
 CASES = [
@@ -160,12 +142,6 @@ def bytes_read(call) -> int:
     return total() - before
 
 
-def measure(root: str, found: Found) -> None:
-    case = Case("files")
-    found.own_elements = sum(local_shard(p).numel() for p in build(root, case).module.parameters())
-    found.read = bytes_read(lambda: build(root, case))
-
-
 def error_of(call) -> str:
     try:
         call()
@@ -188,26 +164,25 @@ def failing_reads(root: str, rank: int) -> str:
         reader.TensorReader.read = real
 
 
-def absent_folder(root: str, rank: int) -> str:
-    """The error of each rank if rank 1 does not find the folder."""
-    return error_of(lambda: build(root, Case("untied" if rank != 1 else "absent")))
-
-
 def rank_main(rank: int, ranks: int, root: str) -> None:
     reader.PIECE_BYTES = PIECE_BYTES
-    found = Found()
-    for case in CASES:
-        found.equal[case], found.sharded[case] = compare(root, case)
-    measure(root, found)
-    found.errors["not finite"] = error_of(lambda: build(root, Case("nan")))
+    case = Case("files")
+    own_elements = sum(local_shard(p).numel() for p in build(root, case).module.parameters())
+    errors = {"not finite": error_of(lambda: build(root, Case("nan")))}
     with whole_models():
-        found.errors["not finite, whole"] = error_of(lambda: build(root, Case("nan")))
-    found.errors["disk"] = failing_reads(root, rank)
-    found.errors["absent"] = absent_folder(root, rank)
+        errors["not finite, whole"] = error_of(lambda: build(root, Case("nan")))
+    errors["disk"] = failing_reads(root, rank)
+    errors["absent"] = error_of(lambda: build(root, Case("untied" if rank != 1 else "absent")))
+    found = {
+        "compared": {case: compare(root, case) for case in CASES},
+        "own elements": own_elements,
+        "bytes read": bytes_read(lambda: build(root, case)),
+        "errors": errors,
+    }
     torch.save(found, f"{root}/found_{ranks}_{rank}.pt")
 
 
-def run(root: Path, ranks: int) -> list[Found]:
+def run(root: Path, ranks: int) -> list[dict[str, object]]:
     """Return what each of `ranks` processes found."""
     fork_ranks(rank_main, ranks, str(root), limit=WAIT_S)
     # The files were written by `rank_main`; they hold dataclasses, which need pickle.

@@ -40,8 +40,6 @@ def weights_of(config) -> dict[str, Weight]:
 @pytest.mark.parametrize("expert", [1, 2])
 def test_ranks_have_each_element_once(family, tensor, pipeline, expert):
     config = conformance.FAMILIES[family]()
-    if expert > 1 and FAMILIES[config.model_type].experts is None:
-        pytest.skip("a family without experts has no expert parallelism")
     weights = weights_of(config)
     model = megatron_model(config, weights, Sizes(tensor, pipeline))
     layout = parallel_layout(model, Degrees(tensor=tensor, expert=expert, pipeline=pipeline))

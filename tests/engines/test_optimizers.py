@@ -172,15 +172,33 @@ SIZES = {
 PROJECTIONS = [f"self_attn.{p}_proj" for p in "qkvo"]
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("head", ["lm", "value"])
-def test_muon_updates_hidden_matrices(head, tied, tmp_path):
-    config = LlamaConfig(**SIZES, tie_word_embeddings=tied, architectures=["LlamaForCausalLM"])
+DENSE = ["mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"]
+EXPERTS = ["mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("config", "head", "matrices"),
+    [
+        (LlamaConfig(**SIZES, tie_word_embeddings=True), "lm", DENSE),
+        (LlamaConfig(**SIZES), "lm", DENSE),
+        (LlamaConfig(**SIZES), "value", DENSE),
+        (
+            Qwen3MoeConfig(
+                **SIZES, head_dim=8, num_experts=4, moe_intermediate_size=24, num_experts_per_tok=2
+            ),
+            "lm",
+            EXPERTS,
+        ),
+    ],
+    ids=["tied", "lm", "value", "experts"],
+)
+def test_muon_updates_hidden_matrices(config, head, matrices, tmp_path):
+    config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
     config.save_pretrained(tmp_path)
     model = simulated_model(ModelConfig(path=str(tmp_path)), head, torch.float32, trained=True)
     found = rule_of_each(model, "muon")
-    matrices = [*PROJECTIONS, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-    expected = {f"model.layers.0.{name}.weight" for name in matrices}
+    names = [*(f"{projection}.weight" for projection in PROJECTIONS), *matrices]
+    expected = {f"model.layers.0.{name}" for name in names}
     assert {name for name, rule in found.items() if rule == "muon"} == expected
     others = {name for name, _ in model.named_parameters()} - expected
     assert {name for name, rule in found.items() if rule == "adamw"} == others
@@ -195,17 +213,3 @@ def test_a_missing_package_is_named_with_the_command(monkeypatch):
         check_engine("critic.engine", engine, model, cases.optim("adamw_8bit"))
     assert caught.value.key == "critic.optim.name"
     check_engine("critic.engine", engine, model, cases.optim("muon"))
-
-
-def test_muon_updates_each_expert(tmp_path):
-    Qwen3MoeConfig(
-        **SIZES, head_dim=8, num_experts=4, moe_intermediate_size=24, num_experts_per_tok=2,
-        architectures=["Qwen3MoeForCausalLM"],
-    ).save_pretrained(tmp_path)  # fmt: skip
-    model = simulated_model(ModelConfig(path=str(tmp_path)), "lm", torch.float32, trained=True)
-    found = rule_of_each(model, "muon")
-    matrices = [*(f"{p}.weight" for p in PROJECTIONS), "mlp.gate.weight",
-                "mlp.experts.gate_up_proj", "mlp.experts.down_proj"]  # fmt: skip
-    assert {name for name, rule in found.items() if rule == "muon"} == {
-        f"model.layers.0.{name}" for name in matrices
-    }

@@ -30,7 +30,7 @@ The checks read the config of a model, no weights, so that they can run before a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final, Literal, cast
@@ -128,14 +128,6 @@ def decoder_parts(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     return [(f"layers.{index}", layer) for index, layer in layers.named_children()]
 
 
-def blocks_of(plan: Plan, name: str, layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) of each block of a decoder layer: its children with divided weights."""
-    for child, module in layer.named_children():
-        weights = (f"{name}.{child}.{weight}" for weight, _ in module.named_parameters())
-        if any(isinstance(division(plan, weight), int) for weight in weights):
-            yield f"{name}.{child}", module
-
-
 def check_division(model: PreTrainedModel, size: int, key: str) -> None:
     """Check that the weights of a model divide over `size` ranks. Reads shapes only.
 
@@ -199,10 +191,13 @@ def divide_layers(model: PreTrainedModel, ranks: ModelRanks, mesh: DeviceMesh | 
         for path, module in layer.named_modules():
             prefix = f"{name}.{path}" if path else name
             _divide_weights(module, prefix, plan, tensor, mesh)
-        for block, module in blocks_of(plan, name, layer):
-            _exchange_around(module, tensor)
-            for path, inner in module.named_modules():
-                if style_of(plan, f"{block}.{path}.gate_up_proj") == "experts":
+        for child, block in layer.named_children():
+            weights = [f"{name}.{child}.{leaf}" for leaf, _ in block.named_parameters()]
+            if not any(isinstance(division(plan, weight), int) for weight in weights):
+                continue  # no block
+            _exchange_around(block, tensor)
+            for path, inner in block.named_modules():
+                if style_of(plan, f"{name}.{child}.{path}.gate_up_proj") == "experts":
                     _divide_experts(inner, tensor)
 
 

@@ -1,8 +1,9 @@
 """One forward pass of a micro-batch: from rows of tokens to one number for each response token.
 
 The output layer of a sharded model has its full weight only while the model runs, so the
-log-probabilities must be computed at that moment. `FusedHead` replaces the layer's `forward`. What
-the model then returns as its logits is the result of a function of the hidden states.
+log-probabilities must be computed at that moment. `replaced_forward`
+lets the layer compute a function of the hidden states, whose result the model then returns as its
+logits (the *fused head*).
 
 The image encoder computes in every pass, with an empty image if no row has one. Its layers are FSDP
 units, whose parameters all ranks gather together: a rank without images that left them out would
@@ -62,29 +63,20 @@ MIN_FUSED_LOGITS = 2**26
 fourth matrix product and saves this many logits, 256 MB in float32."""
 
 
-class FusedHead:
-    """Computes a function in place of the output layer, and the layer itself otherwise."""
+@contextmanager
+def replaced_forward(layer: nn.Linear, function: HeadFn) -> Iterator[None]:
+    """Within the block, the output layer computes `function`."""
+    before = layer.forward
 
-    def __init__(self, layer: nn.Linear) -> None:
-        self._layer = layer
-        self._layer_forward = layer.forward
-        self._function: HeadFn | None = None
-        # Only the instance's `forward` is replaced: hooks and the weight's name do not change.
-        layer.forward = self._forward  # type: ignore[method-assign, assignment]  # on purpose
+    def forward(hidden: Tensor) -> Tensor:
+        return function(hidden, layer.weight)
 
-    def _forward(self, hidden: Tensor) -> Tensor:
-        if self._function is None:
-            return self._layer_forward(hidden)
-        return self._function(hidden, self._layer.weight)
-
-    @contextmanager
-    def replaced_by(self, function: HeadFn) -> Iterator[None]:
-        """Within the block, the layer computes `function`."""
-        self._function = function
-        try:
-            yield
-        finally:
-            self._function = None
+    # Only the instance's `forward` is replaced: hooks and the weight's name do not change.
+    layer.forward = forward  # type: ignore[method-assign, assignment]  # on purpose
+    try:
+        yield
+    finally:
+        layer.forward = before  # type: ignore[method-assign]  # on purpose
 
 
 def fusable_layer(model: PreTrainedModel, run: Callable[[], Tensor]) -> nn.Linear | str:
@@ -262,7 +254,7 @@ class TokenModel:
         if self.packed:
             use_packed_attention(model)
         self.kernel_of: KernelOf = sdpa_only
-        self._fused_head: FusedHead | None = None
+        self._fused_layer: nn.Linear | None = None
         self.adapted = True  # whether adapters are on
         self._attention, self._dtype = attention, dtype
         self._fused, self._micro_batch_tokens = fused, micro_batch_tokens
@@ -282,14 +274,14 @@ class TokenModel:
             return
         layer = fusable_layer(self.model, lambda: self._run(self._model_inputs(dummy_batch())))
         if not isinstance(layer, str):
-            self._fused_head = FusedHead(layer)
+            self._fused_layer = layer
         elif self._fused:
             raise ConfigError(f"engine.fused_head=true: {layer}; set it to null or false")
 
     @property
     def fused(self) -> bool:
         """Whether log-probabilities are computed from hidden states, without all the logits."""
-        return self._fused_head is not None
+        return self._fused_layer is not None
 
     def __call__(
         self,
@@ -343,8 +335,9 @@ class TokenModel:
         """Return a function of the targets. With the fused head, it is computed in the model."""
         if not fused:
             return function(inputs.select(self._run(inputs)), None)
-        assert self._fused_head is not None
-        with self._fused_head.replaced_by(lambda x, weight: function(inputs.select(x), weight)):
+        assert self._fused_layer is not None
+        layer = self._fused_layer
+        with replaced_forward(layer, lambda x, weight: function(inputs.select(x), weight)):
             return self._run(inputs)
 
     def without_adapters(self) -> TokenModel:

@@ -60,14 +60,6 @@ class Ranks:
     def last_stage(self) -> bool:
         return self.place.stage == self.degrees.pipeline - 1
 
-    def computes_first(self, chunk: int) -> bool:
-        """Whether a chunk of this stage has the first layers, and so the embedding."""
-        return self.place.stage == 0 and chunk == 0
-
-    def computes_last(self, chunk: int) -> bool:
-        """Whether a chunk of this stage has the last layers, and so the head."""
-        return self.last_stage and chunk == self.sizes.chunks - 1
-
     @property
     def of_tokens(self) -> ModelRanks:
         """The same ranks as a model-parallel group. Tensor-parallel ranks are not in it, because
