@@ -127,10 +127,10 @@ class Subject:
 
 
 def write_models(root: Path, families) -> None:
-    """Write one folder with random weights for each family."""
-    for number, family in enumerate(families):
+    """Write one folder with random weights for each family: name -> function of its config."""
+    for number, (family, config) in enumerate(families.items()):
         torch.manual_seed(number)
-        model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]())
+        model = transformers.AutoModelForCausalLM.from_config(config())
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:  # ones and zeros would hide a missing one
                 torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)

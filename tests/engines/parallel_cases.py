@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import conformance
 import engine_cases as cases
 import torch
 import transformers
@@ -36,42 +37,18 @@ Degrees = tuple[int, int, int]
 
 Rows = Literal["packed", "shared"]
 TOLERANCES = {"float64": 1e-10, "float32": 1e-6}
-SIZES = {
-    "vocab_size": 200, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-    "max_position_embeddings": 64, "initializer_range": 0.2,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+FAMILIES = conformance.FAMILIES | {
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **conformance.SIZES, head_dim=8, sliding_window=4, tie_word_embeddings=True,
+        layer_types=["sliding_attention", "full_attention"],
+    )
 }  # fmt: skip
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
-MODELS: dict[str, tuple[str, dict[str, object]]] = {
-    "llama": ("Llama", {"tie_word_embeddings": False}),
-    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3", {"tie_word_embeddings": False}),
-    "gemma3": ("Gemma3Text", {"sliding_window": 4, "layer_types": ["sliding_attention",
-               "full_attention"], "tie_word_embeddings": True}),
-    "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, **EXPERTS, "tie_word_embeddings": False}),
-    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2,
-                "tie_word_embeddings": False}),
-}  # fmt: skip
-"""Name -> prefix of its class, and its settings beside `SIZES`."""
-
-
-def write_model(name: str, folder: str | Path) -> None:
-    prefix, settings = MODELS[name]
-    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **settings})
-    torch.manual_seed(0)
-    name = prefix.removesuffix("Text")
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
-    for parameter in model.parameters():  # norms that are not all alike
-        if parameter.dim() == 1:
-            torch.nn.init.normal_(parameter, 0.9, 0.1)
-    model.save_pretrained(folder)
+MODELS = ("llama", "qwen2 tied", "qwen3", "gemma3", "qwen3_moe", "mixtral")
 
 
 def write_models(root: Path) -> dict[str, str]:
     """Write all models below `root`; return the folder of each."""
-    for name in MODELS:
-        write_model(name, root / name)
+    conformance.write_models(root, {name: FAMILIES[name] for name in MODELS})
     return {name: str(root / name) for name in MODELS}
 
 
@@ -87,8 +64,8 @@ class _Wide:
 @contextmanager
 def wide() -> Iterator[None]:
     """Let models compute in float64 what they compute in float32 otherwise."""
-    for prefix, _ in MODELS.values():
-        getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")  # imports its file
+    for name in MODELS:
+        transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(FAMILIES[name]())]  # imports its file
     changed = [
         module
         for name, module in list(sys.modules.items())
@@ -249,7 +226,7 @@ STATES = "states"
 def states(rank: int, ranks: int, folders, work: Path) -> dict[str, object]:
     """Return what is left of an engine beside its update: heads, checkpoints, streams, an export.
 
-    `work`: holds the checkpoint `one_rank`, of `Case("qwen2", lora=True)`.
+    `work`: holds the checkpoint `one_rank`, of `Case("qwen2 tied", lora=True)`.
     """
     found: dict[str, object] = {}
     degrees, part, parts = (2, 2, 1), rank // 4, ranks // 4
@@ -260,8 +237,8 @@ def states(rank: int, ranks: int, folders, work: Path) -> dict[str, object]:
         found["pairs"] = [update_scores(scorer, case, part, parts) for _ in range(2)]
         found["scorer"] = weights(scorer)
         found["scores"] = scorer.forward(own_rows(pair_rows(), part, parts))["values"]
-        case = Case("qwen2", lora=True)
-        engine = build(folders["qwen2"], case, degrees)
+        case = Case("qwen2 tied", lora=True)
+        engine = build(folders["qwen2 tied"], case, degrees)
         engine.load(work / "one_rank")
         found["loaded"] = weights(engine)
         update(engine, case, part, parts)

@@ -76,7 +76,8 @@ class Observed:
     """What each subject was observed to do, and the reference for its family and head."""
 
     def __init__(self, root: Path, subjects: list[Subject], wait_s: int = WAIT_S) -> None:
-        conformance.write_models(root, dict.fromkeys(s.family for s in subjects))
+        families = {s.family: conformance.FAMILIES[s.family] for s in subjects}
+        conformance.write_models(root, families)
         updates = {}
         for s in subjects:
             updates.setdefault((s.family, s.head), {}).update({str(u): u for u in s.updates})

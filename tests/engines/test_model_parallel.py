@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import conformance
 import parallel_cases as cases
 import pytest
 import torch
@@ -26,8 +27,8 @@ from rank_groups import fork_ranks
 FOUR_RANKS = [
     (Case("llama"), (2, 2, 1), ()),
     (Case("llama", "packed", aggregation="seq-mean-token-mean"), (1, 1, 4), ()),
-    (Case("qwen2", lora=True, aggregation="seq-mean-token-sum"), (2, 1, 1), ()),
-    (Case("qwen2", aggregation="seq-mean-token-sum-norm"), (1, 4, 1), ()),
+    (Case("qwen2 tied", lora=True, aggregation="seq-mean-token-sum"), (2, 1, 1), ()),
+    (Case("qwen2 tied", aggregation="seq-mean-token-sum-norm"), (1, 4, 1), ()),
     (Case("gemma3", checkpointing=True), (1, 2, 2), ()),
     (Case("qwen3", dtype="float32", checkpointing="selective"), (2, 1, 1), (("fsdp_size", 1),)),
     (Case("gemma3", "packed", lora=True), (1, 2, 1), (("fsdp_size", 2), ("fused_head", True))),
@@ -47,9 +48,9 @@ def model_folders(tmp_path_factory):
 def one_rank(model_folders, tmp_path_factory):
     """A checkpoint of one rank after an update, and the weights then."""
     folder = tmp_path_factory.mktemp("results")
-    case = Case("qwen2", lora=True)
+    case = Case("qwen2 tied", lora=True)
     with cases.wide():
-        engine = cases.build(model_folders["qwen2"], case)
+        engine = cases.build(model_folders["qwen2 tied"], case)
         cases.update(engine, case)
         engine.save(folder / cases.STATES / "one_rank")
         first = cases.weights(engine)
@@ -109,7 +110,7 @@ def test_a_checkpoint_of_one_rank_continues_on_four(on_four_ranks, one_rank):
 
 def test_the_reference_is_the_base_of_divided_weights(on_four_ranks, model_folders):
     with cases.wide():
-        reference = cases.build(model_folders["qwen2"], Case("qwen2"), trained=False)
+        reference = cases.build(model_folders["qwen2 tied"], Case("qwen2 tied"), trained=False)
         expected = reference.forward(cases.make_batch("shared"))["log_probs"]
     assert torch.allclose(on_four_ranks[cases.STATES]["base"], expected, atol=1e-6)
 
@@ -136,7 +137,7 @@ def test_the_reference_is_the_base_of_divided_weights(on_four_ranks, model_folde
 )  # fmt: skip
 def test_models_that_cannot_be_divided_are_refused(model, sizes, words):
     kinds = {"gpt2": GPT2Config, "mamba": MambaConfig, "gemma3n": Gemma3nTextConfig}
-    config = kinds[model]() if model in kinds else LlamaConfig(**cases.SIZES)
+    config = kinds[model]() if model in kinds else LlamaConfig(**conformance.SIZES)
     if model == "longrope":
         config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
     with pytest.raises(ConfigError, match=words):
