@@ -36,7 +36,7 @@ FOUR_RANKS = [
     (Case("qwen3_moe", "packed", lora=True), (2, 1, 1), ()),
 ]
 """(case, (tensor, sequence, context), settings of the engine), each on four ranks: pairs that have
-each value of each choice. `test_model_parallel_product.py` has the product."""
+each value of each choice."""
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,8 @@
 """One forward pass of a micro-batch: from rows of tokens to one number for each response token.
 
 The output layer of a sharded model has its full weight only while the model runs, so the
-log-probabilities must be computed at that moment. `replaced_forward`
-lets the layer compute a function of the hidden states, whose result the model then returns as its
-logits (the *fused head*).
+log-probabilities must be computed at that moment. With the *fused head*, the layer computes a
+function of the hidden states (`replaced_forward`), and the model returns its result as the logits.
 
 The image encoder computes in every pass, with an empty image if no row has one. Its layers are FSDP
 units, whose parameters all ranks gather together: a rank without images that left them out would
