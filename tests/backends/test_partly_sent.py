@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import ray
+from worker_cases import wait_for
 
 from group_fixtures import Starter
 from quadriga.backends.ray import calls
@@ -25,11 +25,7 @@ class Gated(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def wait_for(self, path):
-        """Return when the file exists."""
-        deadline = time.monotonic() + 60
-        while not Path(path).exists():
-            assert time.monotonic() < deadline, "the file was not created in time"
-            time.sleep(0.02)
+        assert wait_for(path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def record(self, value, more=None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from unittest import mock
 from weakref import WeakSet
 
 import pytest
@@ -14,39 +15,21 @@ from quadriga.backends.ray import (
 from quadriga.backends.ray.backend import RayBackend
 
 
-def failing_first(ended: list[object]):
-    """Return a function that notes its argument and raises for the first one."""
-
-    def end(item: object) -> None:
-        ended.append(item)
-        if len(ended) == 1:
-            raise RuntimeError("no connection")
-
-    return end
-
-
-class Session:
-    """A connection that notes that it was closed."""
-
-    closed = False
-
-    def close(self) -> None:
-        self.closed = True
-
-
 def test_every_pool_is_released_and_the_connection_closed_even_if_one_raises(monkeypatch):
-    released: list[object] = []
-    backend, session = RayBackend(), Session()
-    made = [backend.resource_pool([1]) for _ in range(3)]
-    stopped: list[object] = []
+    backend, session, stop = RayBackend(), mock.Mock(), mock.Mock()
+    release = mock.Mock(side_effect=[RuntimeError("no connection"), None, None])
+    for _ in range(3):
+        backend.resource_pool([1])
     monkeypatch.setattr(backend, "_session", session)
     monkeypatch.setattr(cluster, "_open_sessions", WeakSet())
     monkeypatch.setattr(ray_backends.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(ray_backends.servers, "stop", lambda: stopped.append("servers"))
-    monkeypatch.setattr(pools.RayResourcePool, "release", failing_first(released))
+    monkeypatch.setattr(ray_backends.servers, "stop", stop)
+    monkeypatch.setattr(pools.RayResourcePool, "release", release)
     with pytest.raises(RuntimeError, match="no connection"):
         backend.shutdown()
-    assert released == made and stopped == ["servers"] and session.closed
+    assert release.call_count == 3
+    stop.assert_called_once_with()
+    session.close.assert_called_once_with()
 
 
 @pytest.fixture

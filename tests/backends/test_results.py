@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import ray
 import torch
-from worker_cases import WIDTH, Cases, fields
+from worker_cases import WIDTH, Cases, fields, prompts
 
 from quadriga.backends.ray import store
 from quadriga.backends.ray.calls import is_plain
@@ -22,10 +22,6 @@ from quadriga.protocol.storage import traffic
 from quadriga.protocol.values import same as same_parts
 
 KB, MB = 2**10, 2**20
-
-
-def prompts(rows: int) -> DataProto:
-    return DataProto.from_dict({"row": torch.arange(rows)})
 
 
 def check(data: DataProto, rows: int) -> None:

@@ -10,15 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import ray
-import torch
-from worker_cases import Reader
+from worker_cases import Reader, prompts as rows
 
 from group_fixtures import Starter
 from quadriga.backends import get_backend
 from quadriga.backends.ray import store as row_store
 from quadriga.backends.ray.store import RayStore, make_store, servers
 from quadriga.errors import ConfigError
-from quadriga.protocol import DataProto
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +25,6 @@ def near(ray_backend):
     start = Starter(get_backend("ray", store=RayStore(math.inf, near=True)))
     yield start(Reader, 2, timeout=60)
     start.backend.shutdown()
-
-
-def rows(count):
-    return DataProto.from_dict({"row": torch.arange(count)})
 
 
 @pytest.mark.nightly

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import ray
-import torch
+from worker_cases import prompts
 
 from quadriga.backends.ray import calls
 from quadriga.backends.ray.calls import pending_of, split_futures
 from quadriga.errors import LengthError, WorkerMethodError
-from quadriga.protocol import DataProto, DataProtoFuture
+from quadriga.protocol import DataProtoFuture
 from quadriga.single_controller.backend import RankFacts, RankHandle
 from quadriga.single_controller.dispatch import Call
 
@@ -18,10 +18,6 @@ from quadriga.single_controller.dispatch import Call
 def always(monkeypatch):
     """Split every future, also for two ranks."""
     monkeypatch.setattr(calls, "MANY", 0)
-
-
-def prompts(n: int) -> DataProto:
-    return DataProto.from_dict({"row": torch.arange(n)})
 
 
 def test_each_rank_receives_its_rows_or_the_value_that_is_no_batch(ray_cases, always):

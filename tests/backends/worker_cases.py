@@ -39,6 +39,15 @@ def fields(rows):
     return DataProto.from_dict({"one": one, "two": 2 * one, "small": 10 * rows})
 
 
+def prompts(count):
+    """Return rows with their number in `row` [count]."""
+    import torch
+
+    from quadriga.protocol import DataProto
+
+    return DataProto.from_dict({"row": torch.arange(count)})
+
+
 class Unreadable:
     """Can be pickled, and raises when it is unpickled."""
 
@@ -58,14 +67,6 @@ class Adder(Worker):
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def each(self, x, scale=1):
         return self.rank, x * scale
-
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def first(self, x):
-        return self.rank, x
-
-    @register(dispatch_mode=ALL, blocking=False)
-    def soon(self):
-        return self.rank
 
     @register(dispatch_mode=ALL)
     def environment(self):
@@ -392,13 +393,6 @@ class Reader(Cases):
         assert data.batch["two"][:, 0].tolist() == [2 * row for row in one]
         assert [part.unique().tolist() for part in data.batch["rag"].unbind()] == [[r] for r in one]
         return one, cut
-
-    @register(dispatch_mode=ALL)
-    def forget(self):
-        """Look up the row servers again."""
-        from quadriga.backends.ray.store import servers
-
-        servers._known.clear()
 
 
 def group_on(pool, cls=Adder, *args, **options):

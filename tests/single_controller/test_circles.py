@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from quadriga.backends import get_backend
+from group_fixtures import local_group
 from quadriga.errors import CallTimeoutError
 from quadriga.single_controller import Dispatch, Worker, register
 
@@ -43,27 +43,20 @@ def test_coroutine_methods_call_each_other_in_a_circle(players):
 
 
 def test_a_call_that_another_thread_keeps_out_ends_at_its_deadline():
-    local = get_backend("local")
     inside, end = threading.Event(), threading.Event()
 
-    class Waits(Worker):
-        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-        def wait(self):
-            inside.set()
-            return end.wait(60)
+    def wait():
+        inside.set()
+        end.wait(60)
 
-        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-        def now(self):
-            return "now"
-
-    group = local.worker_group(local.resource_pool([1]), local.class_with_args(Waits))
-    thread = threading.Thread(target=group.wait)
+    call = local_group(Worker, 1).execute_func_rank_zero
+    thread = threading.Thread(target=call, args=(wait,))
     thread.start()
     try:
         assert inside.wait(60)
-        with pytest.raises(CallTimeoutError, match=r"Waits\.now .* before it started"):
-            group.now.options(timeout=0.1)()
+        with pytest.raises(CallTimeoutError, match=r"func_rank_zero .* before it started"):
+            call.options(timeout=0.1)(int)
     finally:
         end.set()
         thread.join(60)
-    assert group.now() == ["now"]
+    assert call(int) == 0

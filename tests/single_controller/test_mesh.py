@@ -12,6 +12,7 @@ from quadriga.errors import LengthError, MeshError
 from quadriga.protocol import DataProto
 from quadriga.single_controller import (
     Dispatch,
+    GroupLayout,
     RankLayout,
     Worker,
     make_nd_compute_dataproto_dispatch_fn,
@@ -185,6 +186,25 @@ def test_megatron_modes_with_context_parallelism():
     assert group.lists(["a", "b"]) == [(0, "a"), (2, "b")]
     with pytest.raises(LengthError, match="has 4 entries for 2 parts"):
         group.lists([1, 2, 3, 4])
+
+
+def test_tp_is_innermost_and_pp_outermost():
+    ranks = [RankLayout.of_rank(rank, tp=2, dp=2, pp=2) for rank in range(8)]
+    assert [(r.tp_rank, r.dp_rank, r.pp_rank) for r in ranks] == [
+        (0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0),
+        (0, 0, 1), (1, 0, 1), (0, 1, 1), (1, 1, 1),
+    ]  # fmt: skip
+
+
+def test_inconsistent_layouts_are_refused():
+    with pytest.raises(MeshError, match="tp=2 × cp=1 × dp=2 × pp=1 = 4 ranks"):
+        RankLayout.of_rank(4, tp=2, dp=2)
+    with pytest.raises(MeshError, match="tp_rank must lie"):
+        RankLayout(2, 0, 0, 0, tp_size=2)
+    with pytest.raises(MeshError, match="different layouts"):
+        GroupLayout.of([RankLayout.of_rank(0, tp=2), RankLayout.of_rank(1, dp=2)])
+    with pytest.raises(MeshError, match="with 1 different"):
+        GroupLayout.of([RankLayout.of_rank(0, tp=2)] * 2)
 
 
 def test_a_megatron_mode_without_a_rank_layout_is_refused():

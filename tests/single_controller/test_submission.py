@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,11 +10,11 @@ import numpy as np
 import pytest
 import ray
 import torch
-from order_workers import Interleaver, Recorder, Shutdown
 
 from group_fixtures import Starter
 from quadriga.errors import DispatchError
 from quadriga.protocol import DataProto
+from quadriga.single_controller import Dispatch, Worker, register
 
 BALLAST = np.zeros(2**18)
 """An argument of 2 MiB, above what Ray sends inside a call."""
@@ -21,21 +22,73 @@ FIELDS = DataProto.from_dict({f"field {i}": torch.zeros(1, 2**13) for i in range
 """A batch of 512 KiB, of which each field is small enough to be sent inside the call."""
 
 
+class Recorder(Worker):
+    """Records what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = []
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def record(self, value, *ballast):
+        self.seen.append(value)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def record_each(self, value):
+        self.seen.append(value)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def recorded(self):
+        seen, self.seen = self.seen, []
+        return seen
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def what(self, value, nested=None):
+        return value, type(nested[0]).__name__ if nested else None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def call_other(self, group, values):
+        """Call another group from this process."""
+        return [group.record(value).get() for value in values]
+
+
+class Interleaver(Recorder):
+    """The same, with coroutine methods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = self.most = 0
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def record_later(self, value, *ballast, seconds=0.0):
+        self.seen.append(value)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(seconds)
+        self.running -= 1
+        return value
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def most_running(self):
+        return self.most
+
+
 @pytest.fixture(
     scope="module",
     params=[pytest.param(Recorder, marks=pytest.mark.nightly), Interleaver],
     ids=["plain", "coroutines"],
 )
-def group(request, ray_backend):
+def recorders(request, ray_backend):
     start = Starter(ray_backend)
     yield start(request.param, 2, timeout=60)
     start.end()
 
 
-@pytest.fixture(autouse=True)
-def nothing_recorded(request):
-    if "group" in request.fixturenames:
-        request.getfixturevalue("group").recorded()
+@pytest.fixture
+def group(recorders):
+    """Two ranks that have recorded nothing."""
+    recorders.recorded()
+    return recorders
 
 
 class RaisesWhenPickled:
@@ -139,12 +192,17 @@ def test_small_calls_that_overtake_a_large_one_leave_it_room(limited, request):
     assert max(limited.most_running()) <= limit
 
 
-def test_a_reserved_name_is_refused_before_any_worker_is_built(backend, tmp_path):
-    pool = backend.resource_pool([1], use_gpu=False)
-    for cls in (
-        backend.class_with_args(Shutdown, str(tmp_path / "built")),
-        backend.colocate({"a": backend.class_with_args(Shutdown, str(tmp_path / "built"))}),
-    ):
+class Shutdown(Worker):
+    """Has a method with the name of a method of the group."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def shutdown(self): ...
+
+
+def test_a_reserved_name_is_refused_before_any_worker_is_built(backend, monkeypatch):
+    for builds in ("ray.backend.start_ranks", "local._build"):
+        monkeypatch.setattr(f"quadriga.backends.{builds}", None)
+    pool, cls = backend.resource_pool([1], use_gpu=False), backend.class_with_args(Shutdown)
+    for held in (cls, backend.colocate({"a": cls})):
         with pytest.raises(DispatchError, match="a worker group has 'shutdown' itself"):
-            backend.worker_group(pool, cls)
-    assert list(tmp_path.iterdir()) == []
+            backend.worker_group(pool, held)

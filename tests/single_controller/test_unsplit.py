@@ -8,7 +8,7 @@ from tensordict import LazyStackedTensorDict, TensorDict
 
 from group_fixtures import Starter, ray_nightly
 from quadriga.errors import DispatchError, LengthError
-from quadriga.protocol import DataProto, DataProtoFuture
+from quadriga.protocol import DataProto
 from quadriga.single_controller import (
     Dispatch,
     RankLayout,
@@ -51,10 +51,6 @@ class Rows(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def apply(self, function, data):
         return function(self, data)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def count(self, batches):
-        return sum(map(len, batches))
 
 
 def answer(worker, data):
@@ -105,14 +101,6 @@ def test_without_a_batch_every_rank_receives_the_values(group):
     assert group.each(1, times=1).batch["rank"].tolist() == [0, 1]
     assert group.each([5, 6, 7]).batch["rank"].tolist() == [0, 0, 0, 1, 1, 1]
     assert group.metric("four") == [4, 4]
-
-
-def test_the_batch_itself_is_split(group):
-    parts = [batch(2), batch(4)]
-    assert len(group.each(DataProto.concat(parts))) == 6
-    futures = DataProtoFuture.concat([group.each.submit(part) for part in parts])
-    assert len(group.each(futures)) == 6
-    assert group.count(parts) == [6, 6]
 
 
 def test_a_mode_of_uneven_parts_splits_any_number_of_rows(group):

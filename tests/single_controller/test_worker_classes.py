@@ -113,10 +113,6 @@ class Views(Worker):
     def one(self, view):
         return view
 
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    def each(self, view, mesh_name):
-        return view, mesh_name
-
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def rows(self, data, view, function):
         return DataProto.from_dict({"a": data.batch["a"] * view + function})
@@ -125,7 +121,6 @@ class Views(Worker):
 def test_an_argument_may_be_called_view():
     group = local_group(Views)
     assert group.one(view=3) == [3, 3]
-    assert group.each(view=[1, 2], mesh_name=[3, 4]) == [(1, 3), (2, 4)]
     data = DataProto.from_dict({"a": torch.arange(2)})
     assert group.rows(data, view=10, function=1).batch["a"].tolist() == [1, 11]
 

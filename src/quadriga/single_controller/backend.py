@@ -254,11 +254,8 @@ class CallBackend(Protocol):
     def gather(self, pendings: Sequence[Pending]) -> list[object]:
         """Wait for all results of one `submit`. Raises the first failure as soon as it is known."""
 
-    def share(self, packed: object, value: object) -> object:
-        """Prepare an argument that several ranks receive, so that it is stored only once.
-
-        `value` is the argument, `packed` what is sent for it.
-        """
+    def share(self, packed: object) -> object:
+        """Prepare what is sent for an argument that several ranks receive: it is stored once."""
         return packed
 
     def dead(self, handles: Sequence[RankHandle]) -> list[RankHandle]:

@@ -360,8 +360,7 @@ class RankHost:
         def unpack(value: object) -> object:
             if not call.materialize and isinstance(value, boundary.DataProtoFuture):
                 return value
-            unpacked: object = boundary.unpack_argument(value)  # copies if in one process
-            return unpacked
+            return boundary.unpack_argument(value)  # copies if in one process
 
         if call.materialize:
             # All futures at once: one that fails must end the wait for one that never returns.
@@ -378,8 +377,7 @@ class RankHost:
         origin = boundary.Origin(
             role=call.role, rank=self.place.rank, method=call.method, node=self.node
         )
-        packed: object = boundary.pack_result(value, origin, store)
-        return packed
+        return boundary.pack_result(value, origin, store)
 
     def _run(self, awaitable: Awaitable[T]) -> T:
         """Run a coroutine method to its end on the event loop of this rank."""

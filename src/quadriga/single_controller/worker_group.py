@@ -323,8 +323,8 @@ def _packed_values(
         packed = boundary.pack_arguments(values.values(), ranks.backend.store, readers)
     share = ranks.backend.share
     return {
-        key: share(sent, value) if uses[key] > 1 else sent
-        for (key, value), sent in zip(values.items(), packed, strict=True)
+        key: share(sent) if uses[key] > 1 else sent
+        for key, sent in zip(values, packed, strict=True)
     }
 
 

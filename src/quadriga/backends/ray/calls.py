@@ -53,7 +53,6 @@ from __future__ import annotations
 import gc
 import logging
 import pickle
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -76,6 +75,7 @@ from quadriga.backends.ray.health import (
     places,
 )
 from quadriga.backends.ray.pickling import (
+    BIG,
     RayShared,
     pickled_call,
     send_code_of_loaded_files,
@@ -531,10 +531,6 @@ def _key(future: DataProtoFuture) -> _Key:
     return id(future.pending), (id(future.collect_fn), *split)
 
 
-BIG = 100 * 1024
-"""Bytes. Ray sends a smaller argument inside the call and stores a larger one once per call."""
-SAMPLED_ITEMS = 64
-"""How many items of a container are measured."""
 _HANDLES = frozenset((RayHandle, LocalHandle))
 """Handles that `_encoded_data` can write."""
 _SHORT = 1000
@@ -580,10 +576,12 @@ class RayCallBackend:
         RayPending.wait_all([p for p in pendings if isinstance(p, RayPending)])
         return [pending.result() for pending in pendings]
 
-    def share(self, packed: object, value: object) -> object:
-        """Return `packed`, or a reference to it in the store if several ranks should not each get
-        a copy. Batches are small here: their fields are in the store already."""
-        return shared_value(packed) if estimate(value) > BIG else packed
+    def share(self, packed: object) -> object:
+        """Return `packed`, or a reference to it in the store if it is large. Batches are small
+        here: their fields are in the store already, and futures are references."""
+        if is_plain(packed) or packed_batch(packed) is not None or is_future(packed):
+            return packed
+        return shared_value(packed)
 
     def dead(self, handles: Sequence[RankHandle]) -> list[RankHandle]:
         """Return those of many ranks whose process has ended, with one probe per node."""
@@ -749,20 +747,3 @@ def is_plain(value: object) -> bool:
     if type(value) in PLAIN_TYPES:
         return not isinstance(value, str | bytes) or len(value) < _SHORT
     return is_plain_batch(value)
-
-
-def estimate(value: object, depth: int = 3) -> int:
-    """Return the bytes of a value, roughly: strings, arrays, and containers of them."""
-    nbytes = getattr(value, "nbytes", None)
-    if isinstance(nbytes, int):
-        return nbytes
-    if isinstance(value, str | bytes | bytearray):
-        return len(value)
-    if depth == 0 or not isinstance(value, list | tuple | dict | set):
-        return sys.getsizeof(value, 0)
-    items = list(value.values()) if isinstance(value, dict) else list(value)
-    if not items:
-        return 0
-    # 1000 arrays of 1024 bytes: 64 of them have 65 536 bytes, so 65 536 · 1000 // 64 = 1 024 000.
-    sample = items[:SAMPLED_ITEMS]
-    return sum(estimate(item, depth - 1) for item in sample) * len(items) // len(sample)

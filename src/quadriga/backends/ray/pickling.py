@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
     Counted: TypeAlias = Ref | ActorHandle[object]
 
+BIG = 100 * 1024
+"""Bytes. Ray sends a smaller argument inside the call and stores a larger one once per call."""
 _INSTALLED = tuple(
     os.path.join(sysconfig.get_path(kind), "")
     for kind in ("stdlib", "platstdlib", "purelib", "platlib")
@@ -205,17 +207,14 @@ def _pickled(value: object, label: tuple[str, str]) -> PickledCall:
 
 
 def shared_value(value: object) -> object:
-    """Return a reference to an argument in the store, the argument if it cannot be pickled.
-
-    `pickled_call` then raises the error, which names the call.
-    """
+    """Return a reference to an argument in the store, the argument if it is small or cannot be
+    pickled. In the last case `pickled_call` raises the error, which names the call."""
     send_code_of_loaded_files()
     try:
-        return RayShared(ray.put(_pickled(value, ("", ""))))
-    except ray.exceptions.RayError:  # of the store
-        raise
+        pickled = _pickled(value, ("", ""))
     except Exception:  # anything that the user's objects may raise when they are pickled
         return value
+    return RayShared(ray.put(pickled)) if pickled.nbytes > BIG else value
 
 
 def _top_level(value: object) -> object:

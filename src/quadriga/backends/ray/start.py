@@ -71,6 +71,7 @@ class RankPlan:
     """One rank to be started."""
 
     name: str
+    """The name of the actor; "" if it has none, or the one among its options."""
     place: RankEnvironment
     options: dict[str, object]
     """Options of the Ray actor."""
@@ -143,7 +144,6 @@ def start_ranks(
     class_name: str,
     timeout: float,
     store: RayStore,
-    named: bool = True,
     port_range: Sequence[int] | None = None,
 ) -> list[RankHandle]:
     """Start one process per plan and build its workers.
@@ -154,7 +154,6 @@ def start_ranks(
         class_name: what Ray calls the actor class.
         timeout: seconds for all `__init__`s.
         store: where the ranks put large fields.
-        named: give the actors the names of the plans.
         port_range: (first, last + 1), where rank 0 may reserve its port.
 
     Raises `WorkerInitError` for the first `__init__` that raised, `ConfigError` for a name that is
@@ -170,9 +169,10 @@ def start_ranks(
     actors: list[RankActor] = []
     try:
         for plan in plans:
-            name = {"name": plan.name} if named else {}
             options, arguments = _concurrency(rank_class, plan.options)
-            actors.append(factory.options(**options, **name).remote(*arguments))
+            actors.append(
+                factory.options(**{"name": plan.name or None, **options}).remote(*arguments)
+            )
         prepared = [
             actor.quadriga_prepare.remote(
                 plan.variables, search_path, preloaded(), plan.place.rank == 0, port_range
@@ -322,17 +322,15 @@ def start_register_center(
 
     Raises `PlacementError` if an actor has this name already.
     """
-    options: dict[str, object] = {"name": f"{prefix}_register_center", "num_cpus": 0}
-    if detached:
-        options["lifetime"] = "detached"
-    if namespace is not None:
-        options["namespace"] = namespace
-    factory = cast("ActorFactory", ray.remote(WorkerGroupRegisterCenter))
+    name, lifetime = f"{prefix}_register_center", "detached" if detached else None
+    center = cast("ActorFactory", ray.remote(WorkerGroupRegisterCenter)).options(
+        name=name, num_cpus=0, lifetime=lifetime, namespace=namespace
+    )
     try:
-        return factory.options(**options).remote(list(facts))
+        return center.remote(list(facts))
     except ValueError as error:  # Ray's error for a name that is taken
         raise PlacementError(
-            f"the register center {options['name']!r} exists already: another group has the prefix "
+            f"the register center {name!r} exists already: another group has the prefix "
             f"{prefix!r}. Choose another name_prefix (WG_PREFIX), or end that group"
         ) from error
 
@@ -490,7 +488,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         plan = RankPlan("", RankEnvironment.read(variables), options, variables)
         name = self.cls.__name__ or next(iter(self.roles))
         timeout, store = SINGLE_START_TIMEOUT_S, make_store("auto")
-        handles = start_ranks([plan], self.roles, name, timeout, store, named=False)
+        handles = start_ranks([plan], self.roles, name, timeout, store)
         return cast("RankActor", handles[0].native)
 
 
