@@ -63,6 +63,30 @@ def local_group(cls, ranks=2, *args, **options):
     return Starter(get_backend("local"))(cls, ranks, *args, **options)
 
 
+def group_on_ray(cls, ranks=2, **options):
+    """Return a fixture: a group on Ray for the tests of a module."""
+
+    @pytest.fixture(scope="module")
+    def group(ray_backend):
+        starter = Starter(ray_backend)
+        yield starter(cls, ranks, **options)
+        starter.end()
+
+    return group
+
+
+def group_on_both(cls, ranks=2, **options):
+    """Return a fixture: a group on each backend for the tests of a module."""
+
+    @pytest.fixture(scope="module")
+    def group(backend):
+        starter = Starter(backend)
+        yield starter(cls, ranks, **options)
+        starter.end()
+
+    return group
+
+
 def shared(backend, cls, *args, **options) -> Iterator[object]:
     """A group of two ranks of `cls(*args)`, for a fixture of the session on Ray."""
     starter = Starter(backend)

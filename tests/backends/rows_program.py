@@ -83,6 +83,7 @@ def check_killed_servers(seen):
     for server in servers._known.values():
         ray.kill(server)
     assert seen.permuted(9) == WHOLE
+    servers.stop()
 
 
 def check_ended_ranks(seen):

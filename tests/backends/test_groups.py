@@ -6,7 +6,7 @@ import pytest
 import torch
 from worker_cases import Coroutines
 
-from group_fixtures import Starter
+from group_fixtures import group_on_both
 from quadriga.errors import LengthError, WorkerMethodError
 from quadriga.protocol import DataProto
 
@@ -15,11 +15,7 @@ def batch(n: int) -> DataProto:
     return DataProto.from_dict(tensors={"a": torch.arange(n)})
 
 
-@pytest.fixture(scope="module")
-def coroutines(backend):
-    start = Starter(backend)
-    yield start(Coroutines, 2)
-    start.end()
+coroutines = group_on_both(Coroutines)
 
 
 def test_lists_are_split_only_where_the_mode_says_so(cases):

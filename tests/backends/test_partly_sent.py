@@ -9,7 +9,7 @@ import pytest
 import ray
 from worker_cases import wait_for
 
-from group_fixtures import Starter
+from group_fixtures import group_on_ray
 from quadriga.backends.ray import calls
 from quadriga.errors import WorkerDiedError, WorkerError, WorkerMethodError
 from quadriga.single_controller import Dispatch, Worker, register
@@ -64,11 +64,7 @@ class GatedCoroutines(Gated):
         return self.rank
 
 
-@pytest.fixture(scope="module")
-def gated(ray_backend):
-    start = Starter(ray_backend)
-    yield start(Gated, 3, timeout=60)
-    start.end()
+gated = group_on_ray(Gated, 3, timeout=60)
 
 
 @pytest.fixture

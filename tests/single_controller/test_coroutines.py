@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from group_fixtures import Starter
+from group_fixtures import group_on_ray
 from quadriga.protocol import DataProto
 from quadriga.single_controller import Dispatch, Worker, register
 
@@ -55,11 +55,7 @@ def numbers_in(value) -> set[float]:
     return set().union(*map(numbers_in, value))
 
 
-@pytest.fixture(scope="module")
-def refiller(ray_backend):
-    start = Starter(ray_backend)
-    yield start(Refiller, 1)
-    start.end()
+refiller = group_on_ray(Refiller, 1)
 
 
 @pytest.mark.parametrize("kind", ["batch", "arrays", "numbers"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 
-from group_fixtures import Starter, ray_nightly
+from group_fixtures import group_on_both, ray_nightly
 from quadriga.errors import DispatchError, LengthError
 from quadriga.protocol import DataProto
 from quadriga.single_controller import (
@@ -57,11 +57,7 @@ def answer(worker, data):
     return worker._answer(data, 1)
 
 
-@pytest.fixture(scope="module")
-def group(backend):
-    starter = Starter(backend)
-    yield starter(Rows, 2)
-    starter.end()
+group = group_on_both(Rows)
 
 
 def batch(count):

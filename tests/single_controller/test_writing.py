@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from group_fixtures import Starter, local_group
+from group_fixtures import group_on_both, local_group
 from quadriga.single_controller import Dispatch, Worker, rank_host, register, worker_group
 
 Pair = namedtuple("Pair", ["first", "second"])
@@ -78,11 +78,7 @@ class Writer(Worker):
         return [float(array.sum()) for array in arrays_of(value)]
 
 
-@pytest.fixture(scope="module")
-def writer(backend):
-    start = Starter(backend)
-    yield start(Writer, 2)
-    start.end()
+writer = group_on_both(Writer)
 
 
 def check(writer, kind, size):

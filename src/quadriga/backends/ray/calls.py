@@ -65,7 +65,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from quadriga.backends.ray.health import (
     DEAD,
-    FailedCall,
+    SentCall,
     cancelled,
     dead_ranks,
     died,
@@ -124,25 +124,15 @@ IDLE_EVERY_S = 30.0
 
 
 @dataclass(eq=False)
-class RayBatch:
+class RayBatch(SentCall):
     """The results of one submission, one per rank.
 
     Consumes: the references of the tasks. Waits for: every rank, the first failure, the deadline,
     or a watched group that breaks. Unblocked by: any of these.
     """
 
-    refs: list[Ref]
-    """First return of each task."""
-    handles: Sequence[RankHandle] = ()
-    """The rank of each task; none for results of a call of another process."""
-    label: str = ""
-    """"role.method", for messages; where the ranks are not known with rank and node."""
     timeout: float | None = None
     """Seconds from the start to CallTimeoutError."""
-    ranks: RankSet | None = None
-    """The group; it is marked as broken if ranks had to be killed."""
-    fields: Sequence[Sequence[Ref]] = ()
-    """The returns of fields of each task; may be left out if no task has one."""
     values: list[object] | None = None
     dropped: set[int] = field(default_factory=set)
     """Positions of results that were cancelled here, while their ranks run the call."""
@@ -198,8 +188,7 @@ class RayBatch:
                     f"An argument is the result of {self.label}, whose process has ended."
                 ) from error
             raise error
-        call = FailedCall(self.refs, self.handles, self.fields, self.label, self.ranks)
-        first = call.first_failure(index, error)
+        first = self.first_failure(index, error)
         raise first from getattr(first, "cause", None)
 
     def look(self, now: float) -> None:
@@ -242,7 +231,9 @@ def pending_of(
     `label`: whose it is, for messages. `left`: seconds until the deadline of the call. `dropped`:
     it was cancelled.
     """
-    batch = RayBatch([ref], (), label, left, fields=[fields], dropped={0} if dropped else set())
+    batch = RayBatch([ref], label=label, fields=[fields], timeout=left)
+    if dropped:
+        batch.dropped.add(0)
     return RayPending(batch, 0)
 
 
@@ -567,7 +558,7 @@ class RayCallBackend:
             return ref
 
         refs = send_to_ranks(ranks, handles, calls, send)
-        batch = RayBatch(refs, handles, label, timeout, ranks, fields)
+        batch = RayBatch(refs, handles, label, ranks, fields, timeout)
         ranks.in_flight.add(batch)
         return [RayPending(batch, i) for i in range(len(refs))]
 
@@ -636,7 +627,7 @@ def send_to_ranks(
                 break
     if failure is not None:
         # Not under the lock: this waits for the ranks that have received the call.
-        received = FailedCall(refs, handles[: len(refs)], (), calls[0].label, ranks)
+        received = SentCall(refs, handles[: len(refs)], calls[0].label, ranks)
         try:
             raise received.not_sent(*failure) from failure[1]
         finally:

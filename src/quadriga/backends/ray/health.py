@@ -350,9 +350,10 @@ STUCK_S = 2.0
 """A peer that is at one place of a collective for this long is stuck there."""
 
 
-@dataclass
-class FailedCall:
-    """A call that one rank has failed: find the failure that explains the others.
+@dataclass(eq=False)
+class SentCall:
+    """One submission, with one task per rank. If a rank fails, it finds the failure that explains
+    those of others.
 
     A rank that dies makes its peers fail in a collective, and their errors may arrive first. So the
     others get a grace, and a death counts before an error, an early error before a late one.
@@ -360,13 +361,14 @@ class FailedCall:
 
     refs: list[Ref]
     """First return of each task."""
-    handles: Sequence[RankHandle]
-    """The rank of each task."""
-    fields: Sequence[Sequence[Ref]]
-    """The returns of fields of each task."""
-    label: str
+    handles: Sequence[RankHandle] = ()
+    """The rank of each task; none for results of a call of another process."""
+    label: str = ""
+    """"role.method", for messages; where the ranks are not known with rank and node."""
     ranks: RankSet | None = None
     """The group, whose later calls fail if peers had to be killed."""
+    fields: Sequence[Sequence[Ref]] = ()
+    """The returns of fields of each task; may be left out if no task has one."""
 
     def first_failure(self, index: int, error: RayError) -> QuadrigaError:
         """Return the failure that came first, with a note on the peers that have not ended.

@@ -338,31 +338,28 @@ def rank_process_class(name: str, classes: Mapping[str, type]) -> type[RankProce
         for cls in roles_of(dict(classes)).values()  # fused roles too
         for found in members_of(cls).values()
     )
-    forwarder = _async_forwarder if is_async else _forwarder
     base = AsyncRankProcess if is_async else RankProcess
     for role, method in methods:
         offered = f"{role}_{method}" if len(classes) > 1 else method
         if not hasattr(base, offered):
-            members.setdefault(offered, forwarder(role, method))
+            members.setdefault(offered, _forwarder(role, method, is_async))
     return type(name, (base,), members)
 
 
-def _forwarder(role: str, method: str) -> Callable[..., object]:
+def _forwarder(role: str, method: str, is_async: bool) -> Callable[..., object]:
+    """Return a method of the actor that calls the worker's. It copies Ray's read-only arrays."""
+
     def forward(self: RankProcess, *args: object, **kwargs: object) -> object:
-        call = Call(role, method, *private((args, kwargs)))  # Ray's arrays are read-only
+        call = Call(role, method, *private((args, kwargs)))
         return unpack_results([self._host.invoke(call)])[0]
 
-    forward.__name__ = forward.__qualname__ = method
-    return forward
-
-
-def _async_forwarder(role: str, method: str) -> Callable[..., Awaitable[object]]:
-    async def forward(self: AsyncRankProcess, *args: object, **kwargs: object) -> object:
+    async def forward_later(self: AsyncRankProcess, *args: object, **kwargs: object) -> object:
         call = Call(role, method, *private((args, kwargs)))
         return unpack_results([await self._host.invoke_async(lambda: call)])[0]
 
-    forward.__name__ = forward.__qualname__ = method
-    return forward
+    chosen: Callable[..., object] = forward_later if is_async else forward
+    chosen.__name__ = chosen.__qualname__ = method
+    return chosen
 
 
 def open_stack_file() -> tuple[IO[str], str]:

@@ -189,7 +189,7 @@ def start_ranks(
             for actor, p in zip(actors, plans, strict=True)
         ]
         label = f"{next(iter(roles))}.__init__"
-        facts = cast(list[RankFacts], RayBatch(ready, unknown, label, timeout).gather())
+        facts = cast(list[RankFacts], RayBatch(ready, unknown, label, timeout=timeout).gather())
     except BaseException as error:
         for actor in actors:
             kill_actor(actor)
