@@ -208,29 +208,6 @@ def test_other_losses_by_hand() -> None:
     assert one_token("kl_cov", ratio=2.0, advantage=1.0) == pytest.approx(-2.0 + 0.6931471806)
 
 
-def test_the_ratio_of_a_sequence_is_the_geometric_mean_of_its_token_ratios() -> None:
-    """Ratios 4 and 1 give s = 2. GSPO-token has the same values and a gradient per token."""
-    old = torch.full((1, 2), -2.0, dtype=torch.float64)
-    advantages = torch.tensor([[1.0, 3.0]], dtype=torch.float64)
-    grads = {}
-    for name in ("gspo", "gspo_token"):
-        log_prob = (old + torch.tensor([[4.0, 1.0]]).log()).requires_grad_()
-        loss = compute_policy_loss(
-            name,
-            log_prob_BT=log_prob,
-            old_log_prob_BT=old,
-            advantages_BT=advantages,
-            response_mask_BT=torch.ones(1, 2),
-            clip_ratio_low=9.0,
-            clip_ratio_high=9.0,
-        ).loss_BT
-        assert loss.flatten().tolist() == pytest.approx([-2.0, -6.0])
-        loss.sum().backward()
-        grads[name] = log_prob.grad.flatten().tolist()
-    assert grads["gspo"] == pytest.approx([-4.0, -4.0])
-    assert grads["gspo_token"] == pytest.approx([-2.0, -6.0])
-
-
 def test_clip_cov_by_hand() -> None:
     """The covariances (log π − mean)(A − mean) are 2, 0, 2; the band (1, 5) contains both 2s."""
     old = torch.tensor([[-1.0, -2.0, -3.0]])

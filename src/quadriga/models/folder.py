@@ -91,7 +91,13 @@ def check_model_folder(
         raise ModelError(f"{folder / 'config.json'} has no model_type")
     check_sizes(folder, config)
     if not (trust_remote_code and "auto_map" in config):
-        _check_known(folder, model_type)
+        from transformers.models.auto import configuration_auto
+
+        if model_type not in configuration_auto.CONFIG_MAPPING_NAMES:  # type: ignore[attr-defined]
+            raise ModelError(
+                f"{folder / 'config.json'} has model_type {model_type!r}, which this version of "
+                "transformers does not support"
+            )
     if weights:
         check_architecture(model_type, str(folder))
         check_weight_files(folder, config)
@@ -120,16 +126,6 @@ def _check_entries(folder: Path) -> None:
                 )
     except OSError as error:
         raise ModelError(f"model folder {folder} cannot be read: {error.strerror}") from error
-
-
-def _check_known(folder: Path, model_type: str) -> None:
-    from transformers.models.auto import configuration_auto
-
-    if model_type not in configuration_auto.CONFIG_MAPPING_NAMES:  # type: ignore[attr-defined]
-        raise ModelError(
-            f"{folder / 'config.json'} has model_type {model_type!r}, which this version of "
-            "transformers does not support"
-        )
 
 
 def end_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
