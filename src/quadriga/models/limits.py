@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 RopeParameters = Mapping[str, object]
 """The settings of one rotary embedding."""
+Ropes = Sequence[RopeParameters]
 
 # Names of the setting in configs that do not map it to `max_position_embeddings`.
 _WINDOW_NAMES = ("max_position_embeddings", "max_seq_len", "model_max_length", "context_length")
@@ -68,9 +69,7 @@ def window_of(path: str | Path, *, trust_remote_code: bool = False) -> ContextWi
     return context_window(folder_config(local_folder(path), trust_remote_code))
 
 
-def _position_window(
-    text: PreTrainedConfig, ropes: Sequence[RopeParameters]
-) -> ContextWindow | None:
+def _position_window(text: PreTrainedConfig, ropes: Ropes) -> ContextWindow | None:
     # Some configs name the window after stretching, and some the window before. The larger of the
     # two is taken, so that no window is refused that the model has.
     stretched = [
@@ -85,9 +84,7 @@ def _position_window(
     return None
 
 
-def _changing_window(
-    text: PreTrainedConfig, ropes: Sequence[RopeParameters]
-) -> ContextWindow | None:
+def _changing_window(text: PreTrainedConfig, ropes: Ropes) -> ContextWindow | None:
     whole = getattr(text, _ORIGINAL, None) or getattr(text, "max_position_embeddings", None) or 0
     limits = [
         int(_number(rope, _ORIGINAL) or whole)

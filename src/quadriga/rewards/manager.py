@@ -177,9 +177,8 @@ class RewardManager:
         self.failures: list[Failure] = []
         self.masked_rows: list[int] = []
         self.answers: list[str | None] = []
-        self._pool: RewardPool | None = None
-        if num_processes:
-            self._pool = RewardPool(num_processes, timeout_s, memory_gb=memory_gb)
+        pool = RewardPool(num_processes, timeout_s, memory_gb) if num_processes else None
+        self._pool = pool
         self._loaded: dict[FunctionRef, RewardFunction] = {}
         # The function of each part; None: the function of the row's data source. A function that
         # was passed as an object gets a reference that is never loaded, since it is in `_loaded`.
@@ -316,12 +315,10 @@ class RewardManager:
 
     def _score(self, samples: list[Sample]) -> list[Outcome]:
         """Score the samples of fast functions in this process, and all others in the pool."""
-        others = [s for s in samples if s.function not in FAST] if self._pool is not None else []
-        scored = iter(self._pool.run(others) if self._pool is not None and others else ())
-        return [
-            next(scored) if others and sample.function not in FAST else self._score_here(sample)
-            for sample in samples
-        ]
+        if self._pool is None:
+            return [self._score_here(s) for s in samples]
+        scored = iter(self._pool.run([s for s in samples if s.function not in FAST]))
+        return [self._score_here(s) if s.function in FAST else next(scored) for s in samples]
 
     def _score_here(self, sample: Sample) -> Outcome:
         if sample.function not in self._loaded:
