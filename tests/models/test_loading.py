@@ -62,16 +62,6 @@ def test_tokenizer_decodes_what_it_encodes_and_splits_digits(folder):
     assert tokenizer.padding_side == "left"
 
 
-def test_chat_template_with_and_without_generation_prompt(folder):
-    tokenizer = load_tokenizer(folder)
-    chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
-    text = tokenizer.apply_chat_template(chat, tokenize=False)
-    assert text == "<|system|>a<|end|><|user|>b<|end|>"
-    opened = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    assert opened == text + "<|assistant|>"
-    assert len(tokenizer.encode(opened)) == 7
-
-
 def test_tiny_model_sizes_are_checked():
     with pytest.raises(ModelError, match="multiple of num_heads"):
         TinyModel(hidden_size=100, num_heads=3)
