@@ -61,10 +61,7 @@ def marked(laws):
     ]
 
 
-STARTS = [
-    {},
-    pytest.param({"seeds": True}, marks=pytest.mark.nightly),
-]
+STARTS = [{}, pytest.param({"seeds": True}, marks=pytest.mark.nightly)]
 
 
 @pytest.fixture(scope="module", params=STARTS, ids=["plain", "seeds"])

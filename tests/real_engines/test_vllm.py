@@ -12,13 +12,7 @@ import torch
 from agreement import GREEDY, MODELS, check_agreement, needs, requests, write_model
 
 from quadriga.config.schema import ModelConfig
-from quadriga.errors import (
-    ConfigError,
-    ModelError,
-    RolloutAbilityError,
-    RolloutError,
-    WorkerError,
-)
+from quadriga.errors import ConfigError, ModelError, RolloutAbilityError, RolloutError, WorkerError
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams, tensor_digest
 from quadriga.rollout.guard import compare_digests

@@ -42,10 +42,7 @@ def test_wrong_options_are_refused_before_the_start(options, text):
 
 @pytest.mark.parametrize(
     ("options", "sampling", "setting"),
-    [
-        ({}, {"min_new_tokens": 2}, "min_new_tokens"),
-        ({"seeds": True}, {"min_p": 0.1}, "min_p"),
-    ],
+    [({}, {"min_new_tokens": 2}, "min_new_tokens"), ({"seeds": True}, {"min_p": 0.1}, "min_p")],
 )
 def test_sampling_settings_are_checked_before_the_start(options, sampling, setting):
     with pytest.raises(RolloutAbilityError) as caught:

@@ -46,8 +46,6 @@ from quadriga.weight_sync.transport import (
     trained_scores,
 )
 
-DEFAULT_BUCKET_BYTES = 256 << 20
-
 
 class WeightSync:
     """Copies the weights of a training engine to the rollout engine of the same process.
@@ -67,7 +65,7 @@ class WeightSync:
         source: TrainEngine,
         target: RolloutEngine,
         *,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int = 256 << 20,
         device: str | torch.device = "cpu",
         in_place: bool = False,
     ) -> None:

@@ -277,11 +277,7 @@ def trained_scores(
         return None
     ids = probe_ids(probe, version)
     ones = torch.ones_like(ids)
-    batch = {
-        fields.INPUT_IDS: ids,
-        fields.ATTENTION_MASK: ones,
-        fields.RESPONSE_MASK: ones[:, 1:],
-    }
+    batch = {fields.INPUT_IDS: ids, fields.ATTENTION_MASK: ones, fields.RESPONSE_MASK: ones[:, 1:]}
     return engine.forward(batch, temperature=1.0)[LOG_PROBS]
 
 

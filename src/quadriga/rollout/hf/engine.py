@@ -102,11 +102,9 @@ class HFRollout(RolloutEngine):
                 generation.prefill(prompt_ids[rows], attention_mask[rows], of_rows)
                 generation.decode()
                 ids[rows], mask[rows], log_probs[rows], stopped[rows] = generation.collect()
-        reasons: tuple[FinishReason, ...] = tuple(
-            "stop" if row_stopped else "length" for row_stopped in stopped.tolist()
-        )
+        reasons: list[FinishReason] = ["stop" if row else "length" for row in stopped.tolist()]
         versions = torch.full((count,), self._version, dtype=torch.int64)
-        return RolloutOutput(ids, mask, log_probs, reasons, versions)
+        return RolloutOutput(ids, mask, log_probs, tuple(reasons), versions)
 
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
         self._check_ready("score")

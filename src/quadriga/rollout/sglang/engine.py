@@ -28,12 +28,7 @@ from quadriga.models.limits import context_window
 from quadriga.models.loading import load_causal_lm, read_config
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device, rank
-from quadriga.rollout.base import (
-    RolloutEngine,
-    RolloutOutput,
-    SamplingParams,
-    UpdateForm,
-)
+from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams, UpdateForm
 from quadriga.rollout.responses import Response, padded_output, stop_strings_of, token_rows
 from quadriga.rollout.sglang.client import NAME, Body, HostTransport, Launch, failed
 from quadriga.rollout.sglang.host import Json
@@ -157,10 +152,7 @@ class SGLangRollout(RolloutEngine):
         return result
 
     def _run(
-        self,
-        count: int,
-        body: Callable[[range], Body],
-        read: Callable[[Mapping[str, Any], int], T],
+        self, count: int, body: Callable[[range], Body], read: Callable[[Mapping[str, Any], int], T]
     ) -> list[T]:
         """Send requests for all rows of a batch; return what `read` makes of each row."""
         size, version = self._request_rows, self.version

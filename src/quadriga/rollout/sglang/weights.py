@@ -39,10 +39,7 @@ from quadriga.rollout.base import check_weight, tensor_digest
 
 READBACK = "quadriga.rollout.sglang.weights.answer"
 _ALIGNMENT = 16
-_FUSED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Parameter of SGLang -> the weights of a checkpoint that are stacked in it along dimension 0."""
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -67,10 +64,7 @@ def model_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """
     folder = local_folder(model.path)
     built = model_without_weights(
-        model.path,
-        value_head=False,
-        dtype="float32",
-        trust_remote_code=model.trust_remote_code,
+        model.path, value_head=False, dtype="float32", trust_remote_code=model.trust_remote_code
     )
     shapes = {name: tuple(weight.shape) for name, weight in built.state_dict().items()}
     in_files = {name for file in weight_file_names(folder) for name in read_header(folder, file)}

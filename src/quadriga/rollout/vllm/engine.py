@@ -460,9 +460,7 @@ def _adapters(planned: Adapter | None) -> dict[str, object]:
     return {
         "enable_lora": True,
         "max_loras": 1,
-        "max_lora_rank": next(
-            (space for space in ADAPTER_RANKS if space >= planned.rank), planned.rank
-        ),
+        "max_lora_rank": min((r for r in ADAPTER_RANKS if r >= planned.rank), default=planned.rank),
         "lora_dtype": "auto",
         # Not the output layer: on a CPU vLLM cannot score a prompt with an adapter of it.
         "lora_target_modules": sorted({name.rpartition(".")[2] for name in planned.modules}),
