@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
-from layout_cases import Ranks, filled, fsdp_layout, pairs, replicated_layout, values_of
+from layout_cases import Ranks, filled, pairs, replicated_layout, values_of
 
 from quadriga.config.schema import EngineConfig
 from quadriga.errors import WorkerError
@@ -102,17 +102,6 @@ def test_owners_on_the_node_of_the_target_are_preferred():
     nodes = {0: "a", 1: "b", 2: "b", 3: "b"}
     assert plan(source, target, nodes).link_bytes == {(1, 2): 48, (1, 3): 48}
     assert plan(source, target).link_bytes == {(0, 2): 48, (1, 3): 48}
-
-
-def test_a_plan_by_hand():
-    """5 rows over 2 shards are 3 and 2; rank 1 wants the first three."""
-    weights = by_name([Weight("w", (5, 2))])
-    tensor = StoredTensor("upper", (3, 2), (Piece("w", ((0, 3), (0, 2)), ((0, 3), (0, 2))),))
-    found = plan(fsdp_layout(weights.values(), 2), Layout(weights, {0: (), 1: (tensor,)}))
-    [transfer] = found.transfers
-    assert (transfer.source, transfer.target, transfer.num_bytes) == (0, 1, 24)
-    assert transfer.read.box == transfer.write.box == ((0, 3), (0, 2))
-    assert found.link_bytes == {(0, 1): 24}
 
 
 @pytest.mark.parametrize(
