@@ -54,7 +54,7 @@ from quadriga.parallel.distributed import (
     serve_store,
     world_size,
 )
-from quadriga.parallel.layouts import count, shape_of, slices, whole
+from quadriga.parallel.layouts import count, shape_of, whole
 from quadriga.protocol import DataProto
 from quadriga.rollout.base import RolloutEngine
 from quadriga.rollout.guard import PROBE_ROWS, guarded, probe_ids
@@ -147,13 +147,10 @@ def _packed(
     own = tuple(t for t in current.transfers if t.source == rank())
     data = torch.empty(sum(t.num_bytes for t in own), dtype=torch.uint8)
     start = 0
-    for transfer in current.transfers:
-        reader.advance(transfer.weight)  # on every rank, because it can be a collective
-        if transfer.source == rank():
-            values = reader.tensor[slices(transfer.read.box)]
-            stop = start + transfer.num_bytes
-            copy_bytes(data[start:stop], values.to(weights.dtypes[transfer.weight]))
-            start = stop
+    for transfer, values in reader.parts(current):
+        stop = start + transfer.num_bytes
+        copy_bytes(data[start:stop], values.to(weights.dtypes[transfer.weight]))
+        start = stop
     return own, data
 
 

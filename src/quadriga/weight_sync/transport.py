@@ -205,18 +205,24 @@ class SourceReader:
     """
 
     def __init__(self, stream: OwnWeights, weights: SourceWeights, rank: int) -> None:
-        self._stream, self._weights = stream, weights
+        self._stream, self._weights, self._rank = stream, weights, rank
         self._boxes: dict[str, list[tuple[Box, Slot]]] = {}
         for name, box, slot in canonical_boxes(weights.layout)[rank]:
             self._boxes.setdefault(name, []).append((box, slot))
         self._seen: set[str] = set()
-        self._name, self.tensor = "", torch.empty(0)
-        """What this rank has of the weight to which it has gone."""
+        self._name, self._tensor = "", torch.empty(0)  # the weight, and what this rank has of it
         self.shares = dict.fromkeys(weights.layout.weights, 0)
         """Weight → this rank's share of its digest, modulo 2^64."""
 
-    def advance(self, weight: str) -> None:
-        """Go to a weight. Every rank goes to every weight, in the order of the plan."""
+    def parts(self, current: Round) -> Iterator[tuple[Transfer, Tensor]]:
+        """Yield each transfer of a round that this rank sends, and its values."""
+        for transfer in current.transfers:
+            # On every rank and in the order of the plan: reading can be a collective.
+            self._advance(transfer.weight)
+            if transfer.source == self._rank:
+                yield transfer, self._tensor[slices(transfer.read.box)]
+
+    def _advance(self, weight: str) -> None:
         while weight != self._name:
             if not self._next():
                 problem = f"did not yield weight {weight!r}, which it had before"
@@ -237,10 +243,10 @@ class SourceReader:
                 problem = f"yielded weight {name!r}, which it did not have before"
                 raise wrong_weights(f"the training engine {problem}", name)
             data = tensor.data  # of a tensor, or of a block
-            self._name, self.tensor = name, data.to_local() if isinstance(data, DTensor) else data
+            self._name, self._tensor = name, data.to_local() if isinstance(data, DTensor) else data
             shape, dtype = self._weights.layout.weights[name].shape, self._weights.dtypes[name]
             for box, slot in self._boxes.get(name, ()):
-                values = self.tensor[slices(slot.box)]
+                values = self._tensor[slices(slot.box)]
                 self.shares[name] += box_digest(values, box, shape, dtype)
             return True
         return False
@@ -525,18 +531,12 @@ class Transport:
 
     def _pack(self, current: Round, outgoing: _Exchange | None) -> Iterator[tuple[str, Tensor]]:
         """Pack what this rank sends; yield what it completes with its own weights."""
-        read = self.read
-        for transfer in current.transfers if read is not None else ():
-            assert read is not None
-            # On every rank and in the order of the plan: reading can be a collective.
-            read.advance(transfer.weight)
-            if transfer.source == self.rank:
-                values = read.tensor[slices(transfer.read.box)]
-                if transfer.is_local:
-                    yield from self._write(transfer, values)
-                else:
-                    assert outgoing is not None, "a transfer between processes needs a group"
-                    outgoing.put(transfer, values.to(self.dtypes[transfer.weight]))
+        for transfer, values in () if self.read is None else self.read.parts(current):
+            if transfer.is_local:
+                yield from self._write(transfer, values)
+            else:
+                assert outgoing is not None, "a transfer between processes needs a group"
+                outgoing.put(transfer, values.to(self.dtypes[transfer.weight]))
 
     def _receive(self, sent: _Exchange | None) -> Iterator[tuple[str, Tensor]]:
         for transfer, flat in sent.receive() if sent is not None else ():

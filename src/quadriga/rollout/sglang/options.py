@@ -117,7 +117,7 @@ class SGLangOptions:
             raise _wrong("url", url, 'of the form "http://host:port"')
         # `seeds` and `tensor_parallel` describe the server at the address.
         for name in ("python", "server_args"):
-            if getattr(self, name) != getattr(SGLangOptions, name, {}):
+            if getattr(self, name):
                 raise ConfigError(
                     f"{KEY}.{name} is for an SGLang that is started here, but {KEY}.url={url} "
                     f"names one that runs already; remove {name} or url",
