@@ -50,6 +50,7 @@ Tensors = torch.Tensor | TensorDictBase
 Entry: TypeAlias = torch.Tensor | Any
 """A tensor, or a nested `TensorDict` where the caller knows that the field is one."""
 V = TypeVar("V")
+_ABSENT = object()
 
 
 class _RemoteFields(Generic[V]):
@@ -65,7 +66,6 @@ class _RemoteFields(Generic[V]):
         return default
 
     setdefault: Any = MutableMapping.setdefault
-    pop: Any = MutableMapping.pop
 
     def keys(self) -> KeysView[str]:
         return self.columns.keys()
@@ -87,6 +87,14 @@ class _RemoteFields(Generic[V]):
         if key not in self.columns:
             raise missing(key, self.columns, "batch")
         return key
+
+    def pop(self, key: str, default: Any = _ABSENT) -> Any:
+        """Remove a field and return it; fetches it."""
+        if key not in self.columns and default is not _ABSENT:
+            return default
+        value = self[key]
+        del self.columns[key]
+        return value
 
     def update(self, other: Mapping[str, V]) -> Self:
         for key in other.keys():  # noqa: SIM118  # iterating a TensorDict gives its rows
