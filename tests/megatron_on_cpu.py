@@ -114,9 +114,9 @@ def _same(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
 def install() -> None:
     """Replace what Megatron-core's modules see of torch. A second call does nothing."""
 
-    from quadriga.engines.megatron import settings as megatron_settings
+    from quadriga.engines.megatron import families
 
-    if megatron_settings.on_cpu_for_tests:
+    if families.on_cpu_for_tests:
         return
     for package in _PACKAGES:
         module = importlib.import_module(package)
@@ -129,7 +129,7 @@ def install() -> None:
     _random_states()
     _tokens_of_experts()
     torch.Tensor.cuda = _same  # type: ignore[assignment]  # a build for CPUs has none
-    megatron_settings.on_cpu_for_tests = True
+    families.on_cpu_for_tests = True
 
 
 def _random_states() -> None:

@@ -86,12 +86,9 @@ def unsharded_tensors(engine) -> int:
 
 def test_gradients_are_reduced_early_by_default_only_if_they_are_large(model_folder, monkeypatch):
     from quadriga.engines import sharding
-    from quadriga.engines.sharding import unsharded_bytes
 
     engine = cases.trainable(model_folder)
     parameters = sum(p.numel() for p in engine.module.parameters())
-    size = unsharded_bytes(engine.module, torch.bfloat16, torch.float32)
-    assert size == parameters * (2 + 4)
     assert not engine.reduces_each_micro_batch
     monkeypatch.setattr(sharding, "MAX_UNSHARDED_BYTES", parameters * 8 - 1)
     assert cases.trainable(model_folder).reduces_each_micro_batch

@@ -11,17 +11,17 @@ from transformers import AutoModelForCausalLM, GemmaConfig
 
 from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
-from quadriga.engines.megatron import settings as megatron_settings
+from quadriga.engines.megatron import families
 from quadriga.engines.megatron.families import (
     FAMILIES,
     Family,
-    Sizes,
+    check_engine,
     check_sizes,
+    degrees_of,
     family_of,
     megatron_model,
     register_family,
 )
-from quadriga.engines.megatron.settings import check_engine, degrees_of
 from quadriga.errors import ConfigError, ModelError
 from quadriga.parallel.layouts import Degrees, Weight, count, parallel_layout
 
@@ -41,7 +41,8 @@ def weights_of(config) -> dict[str, Weight]:
 def test_ranks_have_each_element_once(family, tensor, pipeline, expert):
     config = conformance.FAMILIES[family]()
     weights = weights_of(config)
-    model = megatron_model(config, weights, Sizes(tensor, pipeline))
+    engine = EngineConfig(tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
+    model = megatron_model(config, weights, engine)
     layout = parallel_layout(model, Degrees(tensor=tensor, expert=expert, pipeline=pipeline))
     boxes = {name: set() for name in weights}
     for _, piece in layout.pieces():
@@ -52,24 +53,25 @@ def test_ranks_have_each_element_once(family, tensor, pipeline, expert):
 
 
 @pytest.mark.parametrize(
-    "sizes, message",
+    "degrees, message",
     [
-        (Sizes(tensor=3), "engine.tensor_parallel_size=3 does not divide the 4 attention heads"),
-        (Sizes(tensor=4), "tensor_parallel_size=4 does not divide the 2 key-value heads"),
-        (Sizes(pipeline=3), "engine.pipeline_parallel_size=3 does not divide the 2 hidden layers"),
-        (Sizes(expert=2), "expert_parallel_size=2, but model_type 'llama' has no experts"),
+        ({"tensor": 3}, "engine.tensor_parallel_size=3 does not divide the 4 attention heads"),
+        ({"tensor": 4}, "tensor_parallel_size=4 does not divide the 2 key-value heads"),
+        ({"pipeline": 3}, "engine.pipeline_parallel_size=3 does not divide the 2 hidden layers"),
+        ({"expert": 2}, "expert_parallel_size=2, but model_type 'llama' has no experts"),
         (
-            Sizes(pipeline=2, chunks=2),
+            {"pipeline": 2, "virtual_pipeline": 2},
             "virtual_pipeline_parallel_size=2 does not divide the 1 hidden layers of a stage",
         ),
-        (Sizes(expert=3), "expert_parallel_size=3 does not divide the 4 experts"),
-        (Sizes(tensor=2), "of a model with experts needs"),
+        ({"expert": 3}, "expert_parallel_size=3 does not divide the 4 experts"),
+        ({"tensor": 2}, "of a model with experts needs"),
     ],
 )
-def test_a_model_that_does_not_divide_is_refused(sizes, message):
+def test_a_model_that_does_not_divide_is_refused(degrees, message):
+    engine = EngineConfig(**{f"{name}_parallel_size": n for name, n in degrees.items()})
     family = "mixtral" if "experts" in message and "no experts" not in message else "llama"
     with pytest.raises(ConfigError, match=message):
-        check_sizes(conformance.FAMILIES[family](), sizes, "engine")
+        check_sizes(conformance.FAMILIES[family](), engine, "engine")
 
 
 @pytest.mark.parametrize(
@@ -108,12 +110,12 @@ def test_a_second_engine_of_a_process_has_the_same_ranks(monkeypatch):
     for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"):
         monkeypatch.setattr(parallel_state, f"get_{name}_parallel_world_size", lambda: 1)
     monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
-    assert ranks.join_ranks(Sizes()).sizes == Sizes()
+    assert ranks.join_ranks(EngineConfig()).engine == EngineConfig()
     monkeypatch.setattr(ranks, "world_size", lambda: 2)
     with pytest.raises(
         ConfigError, match=r"are \(1, 1, 2, 1, 1\), but another .* has \(1, 1, 1, 1, 1\)"
     ):
-        ranks.join_ranks(Sizes(context=2))
+        ranks.join_ranks(EngineConfig(context_parallel_size=2))
 
 
 @pytest.mark.parametrize(
@@ -122,14 +124,19 @@ def test_a_second_engine_of_a_process_has_the_same_ranks(monkeypatch):
      (3, 2, "tensor_parallel_size = 2 does not divide the 3 ranks")],
 )  # fmt: skip
 def test_whole_experts_divide_over_all_ranks_of_a_stage(ranks, spread, message):
-    sizes = Sizes(tensor=2, expert=spread, sequence_parallel=True, expert_tensor=1)
+    engine = EngineConfig(
+        tensor_parallel_size=2,
+        expert_parallel_size=spread,
+        sequence_parallel=True,
+        expert_tensor_parallel_size=1,
+    )
     if message is not None:
         with pytest.raises(ConfigError, match=message):
-            degrees_of(sizes, ranks)
+            degrees_of(engine, ranks)
         return
     config = conformance.FAMILIES["mixtral"]()
-    model = megatron_model(config, weights_of(config), sizes)
-    degrees = degrees_of(sizes, ranks)
+    model = megatron_model(config, weights_of(config), engine)
+    degrees = degrees_of(engine, ranks)
     layout = parallel_layout(model, degrees)
     kept = [
         {piece.box[0][0] for tensor in layout.ranks[rank] for piece in tensor.pieces
@@ -162,13 +169,13 @@ def test_an_engine_refuses_settings_of_the_other(tmp_path, engine):
     "found, state", [(None, "it is not installed"), ("0.15.0", "this environment has 0.15.0")]
 )
 def test_a_missing_or_other_version_is_named(monkeypatch, found, state):
-    monkeypatch.setattr(megatron_settings, "_version", lambda: found)
+    monkeypatch.setattr(families, "_version", lambda: found)
     with pytest.raises(ConfigError, match=f"needs megatron-core 0.16.1, and {state}"):
         build_engine(MODEL, MEGATRON)
 
 
 def test_a_cpu_is_refused_outside_of_tests(monkeypatch):
-    monkeypatch.setattr(megatron_settings, "on_cpu_for_tests", False)
+    monkeypatch.setattr(families, "on_cpu_for_tests", False)
     with pytest.raises(
         ConfigError, match="needs CUDA devices, and the device of the ranks is 'cpu'"
     ):

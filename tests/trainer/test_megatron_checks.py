@@ -9,7 +9,7 @@ import pytest
 from quadriga.cli.main import main
 from quadriga.config.loading import load_config
 from quadriga.config.schema import EngineConfig, TrainConfig
-from quadriga.engines.megatron import settings as megatron_settings
+from quadriga.engines.megatron import families
 from quadriga.errors import ConfigError, InputError
 from quadriga.models.limits import LongestSequence
 from quadriga.models.loading import load_causal_lm
@@ -31,8 +31,8 @@ ROLES = {
 @pytest.fixture
 def available(monkeypatch) -> None:
     """Let checks find Megatron-core, and let it compute on CPUs."""
-    monkeypatch.setattr(megatron_settings, "_version", lambda: megatron_settings.VERSION)
-    monkeypatch.setattr(megatron_settings, "on_cpu_for_tests", True)
+    monkeypatch.setattr(families, "_version", lambda: families.VERSION)
+    monkeypatch.setattr(families, "on_cpu_for_tests", True)
 
 
 @pytest.fixture
@@ -53,10 +53,10 @@ def refused(train_overrides, available):
 def test_a_role_without_the_package_or_a_device_is_named(train_overrides, monkeypatch, key):
     given = [*train_overrides, f"{key}.name=megatron", *ROLES[key], "trainer.device=cpu"]
     config = load_config(TrainConfig, given)
-    monkeypatch.setattr(megatron_settings, "_version", lambda: None)
+    monkeypatch.setattr(families, "_version", lambda: None)
     with pytest.raises(ConfigError, match=f"{key}.name=megatron needs megatron-core 0.16.1, and"):
         check_train_config(config)
-    monkeypatch.setattr(megatron_settings, "_version", lambda: megatron_settings.VERSION)
+    monkeypatch.setattr(families, "_version", lambda: families.VERSION)
     with pytest.raises(ConfigError, match=f"{key}.name=megatron needs CUDA devices, and the devi"):
         check_train_config(config)
 

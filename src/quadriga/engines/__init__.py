@@ -81,8 +81,8 @@ ENGINES = {
     "megatron": EngineKind(
         "quadriga.engines.megatron.engine:MegatronEngine",
         "quadriga.engines.megatron.memory:megatron_memory",
-        "quadriga.engines.megatron.settings:check_model",
-        "quadriga.engines.megatron.settings:check_engine",
+        "quadriga.engines.megatron.families:check_model",
+        "quadriga.engines.megatron.families:check_engine",
         reads=(
             "pipeline_parallel_size",
             "virtual_pipeline_parallel_size",

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from quadriga.checkpoint.shards import Block, block_of, check_all_taken
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
-from quadriga.engines import sharding
 from quadriga.engines.base import (
     Batch,
     HeadKind,
@@ -40,8 +39,8 @@ from quadriga.engines.sharding import (
     MIN_UNIT_PARAMETERS,
     forget_failed_pass,
     fsdp_units,
+    reduces_each_micro_batch,
     shard_model,
-    unsharded_bytes,
 )
 from quadriga.engines.tensor_parallel import check_model_parallel, divide_layers
 from quadriga.engines.token_model import TokenModel
@@ -140,11 +139,14 @@ class FSDPEngine(TrainEngine):
         self._report_attention(whole=weights is None)
         self._tied, self._saved_buffers = tied_names(module), saved_buffer_names(module)
 
-        def shard() -> ShardedModel:
+        def shard() -> tuple[bool, ShardedModel]:
             with model_errors(Path(model.path), "model"):
                 if meshes.tensor is not None:
                     divide_layers(module, ranks, meshes.tensor)
-                return shard_model(
+                early = reduces_each_micro_batch(
+                    module, engine.reduce_each_micro_batch, dtype, reduced
+                )
+                return early, shard_model(
                     module,
                     meshes,
                     compute_dtype=dtype,
@@ -155,17 +157,13 @@ class FSDPEngine(TrainEngine):
                 )
 
         # FSDP moves a model that was loaded whole to the device unit by unit.
-        self.module = on_all_ranks(shard)
+        self.reduces_each_micro_batch, self.module = on_all_ranks(shard)
         self._units = fsdp_units(self.module)
         if weights is not None:
             weights.read_into(self.module, device, on_host=engine.offload_policy)
         self._token_model.probe()
         self._end_pass(failed=False)  # the probe may have gathered parameters
         self.shares_prompts, self.cost = self._token_model.packed, self._token_model.cost
-        early = engine.reduce_each_micro_batch
-        if early is None:
-            early = unsharded_bytes(self.module, dtype, reduced) > sharding.MAX_UNSHARDED_BYTES
-        self.reduces_each_micro_batch = early
         if optim is not None:
             group = meshes.whole.get_group(SHARD)
             self.optimizer = build_optimizer(

@@ -96,24 +96,19 @@ def load_model(
 
 
 def empty_model(
-    config: ModelConfig, head: HeadKind, dtype: torch.dtype, *, trained: bool
+    config: ModelConfig, head: HeadKind, dtype: torch.dtype, *, trained: bool, buffers: bool = True
 ) -> PreTrainedModel:
     """Return what `load_model` returns, with parameters on the meta device; see there.
+
+    `buffers`: whether buffers are on the CPU.
 
     Raises:
         ModelError: the folder does not hold a suitable model.
     """
-    dtype = _parameter_dtype(dtype, trained=trained)
-    return _on_meta(config, head, dtype, trained=trained, buffers=True)
-
-
-def _on_meta(
-    config: ModelConfig, head: HeadKind, dtype: torch.dtype, *, trained: bool, buffers: bool
-) -> PreTrainedModel:
     model = model_without_weights(
         config.path,
         value_head=head != "lm",
-        dtype=dtype,
+        dtype=_parameter_dtype(dtype, trained=trained),
         attn_implementation=config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
         buffers=buffers,
@@ -148,7 +143,7 @@ def simulated_model(
     Raises:
         ModelError: the folder has no config of a suitable model.
     """
-    model = _on_meta(config, head, dtype, trained=trained, buffers=False)
+    model = empty_model(config, head, dtype, trained=trained, buffers=False)
     model.requires_grad_(trained)
     if trained:
         select_trained(model, config, dtype)

@@ -153,21 +153,19 @@ def count_pass(
     module: PreTrainedModel,
     engine: EngineConfig,
     use: TrainingUse,
+    rows: Rows,
     *,
     backward: bool,
     gradients_exist: bool = True,
     stages: int = 1,
-) -> PassMemory | None:
-    """Return the memory of the update, or of the pass without gradients; None if there is none.
+) -> PassMemory:
+    """Return the memory of the update, or of the pass without gradients.
 
     Args:
         module: a model on the meta device.
         gradients_exist: gradients of parameters are added to earlier ones, and not counted.
         stages: least micro-batches, if there are as many rows.
     """
-    rows = use.update if backward else use.evaluate
-    if rows is None:
-        return None
     if backward and gradients_exist:
         for parameter in _trained(module.parameters()):
             parameter.grad = torch.empty_like(parameter)
@@ -234,27 +232,26 @@ def fsdp_memory(model: ModelConfig, engine: EngineConfig, use: TrainingUse) -> E
     if engine.tensor_parallel_size > 1:
         divide_layers(module, ModelRanks.simulated(engine), None)
     units = _Units(module, engine, use)
-    update, evaluate = (
-        count_pass(module, engine, use, backward=backward, gradients_exist=bool(units.layers))
-        for backward in (True, False)
-    )
-    held, host = units.held(), 0
+    held, host, missing = units.held(), 0, ""
     adds: dict[str, Bytes] = {}
-    if evaluate is not None:
+    if use.update is not None:
+        found = count_pass(
+            module, engine, use, use.update, backward=True, gradients_exist=bool(units.layers)
+        )
+        adds, missing = {"backward": units.backward(found), "step": units.step()}, found.problem
+    if use.evaluate is not None:
+        found = count_pass(module, engine, use, use.evaluate, backward=False)
         gathered = units.gathered(engine.reshard_after_forward)
-        adds["evaluate"] = {
-            "gathered parameters": gathered, "activations": units.forward(evaluate)
-        }  # fmt: skip
-    if update is not None:
-        adds |= {"backward": units.backward(update), "step": units.step()}
+        adds["evaluate"] = {"gathered parameters": gathered, "activations": units.forward(found)}
+        missing = missing or found.problem
     if units.hosted:
         host, held = sum(held.values()) + units.shard_bytes(_trained(units.all)), {}
-    whole = whole_load_reason(model, use.head, update is not None)
+    whole = whole_load_reason(model, use.head, use.update is not None)
     return EngineMemory(
         held=held | {"buffers of the model": sum(b.nbytes for b in module.buffers())},
         adds=adds,
         host=host,
-        missing=next((found.problem for found in (update, evaluate) if found), ""),
+        missing=missing,
         loading=4 * sum(weights.values()) if whole else 0,
         weights=weights,
         largest_weight=largest_weight,
@@ -290,6 +287,9 @@ class _Units:
         self.dtype = compute_dtype(engine.dtype, use.device)
         self.reduce_dtype = compute_dtype(engine.reduce_dtype, use.device)
         self.kept_dtype = torch.promote_types(self.dtype, torch.float32)
+        self.early = sharding.reduces_each_micro_batch(
+            module, engine.reduce_each_micro_batch, self.dtype, self.reduce_dtype
+        )
         self.shards = use.ranks // tensor if engine.fsdp_size == -1 else engine.fsdp_size
         self.copies = {id(p): 1 if id(p) in in_layers else tensor for p in self.all}
         named = dict(module.named_parameters())
@@ -384,11 +384,8 @@ class _Units:
     def backward(self, found: PassMemory) -> Bytes:
         """Return the largest moment of the forward and the backward pass."""
         whole = _elements(_trained(self.all)) * self.reduce_dtype.itemsize
-        early = self.engine.reduce_each_micro_batch
-        if early is None:
-            early = self._whole(self.all) + whole > sharding.MAX_UNSHARDED_BYTES
         # The last micro-batch always reduces, so a single one does.
-        reduces = early or not found.several
+        reduces = self.early or not found.several
         gathered = self.gathered(self.engine.reshard_after_forward and reduces)
         # Gradients from earlier micro-batches: shards, or whole ones in the dtype of the reduction.
         complete = self._gradient_shards if reduces else whole

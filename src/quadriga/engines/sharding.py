@@ -19,10 +19,10 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from quadriga.parallel.model_ranks import TENSOR, ShardMeshes
+from quadriga.engines.optimizers import local_shard
+from quadriga.parallel.model_ranks import ShardMeshes
 
 if TYPE_CHECKING:
 
@@ -88,29 +88,25 @@ def shard_model(
     return cast("ShardedModel", model)
 
 
-def unsharded_bytes(model: nn.Module, compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> int:
-    """Return the bytes of all trained gradients and gathered parameters on a rank.
+def reduces_each_micro_batch(
+    model: nn.Module, setting: bool | None, compute_dtype: torch.dtype, reduce_dtype: torch.dtype
+) -> bool:
+    """Return whether gradients are reduced after each micro-batch, by the setting or by their size.
 
-    A rank holds them between micro-batches unless it reduces gradients after each micro-batch.
+    Otherwise a rank holds all trained gradients and gathered parameters between micro-batches.
+
+    Args:
+        model: before `shard_model`. Tensor parallelism may have divided its layers.
+        setting: `engine.reduce_each_micro_batch`.
     """
     # 7 billion parameters in bfloat16, reduced in float32: 7e9 · (2 + 4) = 42 GB on every rank,
     # whatever the number of ranks. On 8 ranks, shards of the gradients take 7e9 · 4 / 8 = 3.5 GB.
-    parameters = list(model.parameters())
-    trained = sum(gathered_elements(p) for p in parameters if p.requires_grad)
-    gathered = sum(gathered_elements(p) for p in parameters)
-    return gathered * compute_dtype.itemsize + trained * reduce_dtype.itemsize
-
-
-def gathered_elements(parameter: nn.Parameter) -> int:
-    """Return the elements of a parameter that FSDP gathers on a rank: the rank's part of those that
-    tensor parallelism divides."""
-    if not isinstance(parameter, DTensor):
-        return parameter.numel()
-    mesh = parameter.device_mesh
-    names = mesh.mesh_dim_names or ()
-    if TENSOR not in names or parameter.placements[names.index(TENSOR)].is_replicate():
-        return parameter.numel()
-    return parameter.numel() // mesh.size(names.index(TENSOR))
+    gathered = trained = 0
+    for parameter in model.parameters():
+        elements = local_shard(parameter.detach()).numel()
+        gathered += elements * compute_dtype.itemsize
+        trained += elements * reduce_dtype.itemsize if parameter.requires_grad else 0
+    return gathered + trained > MAX_UNSHARDED_BYTES if setting is None else setting
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:

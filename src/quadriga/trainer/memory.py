@@ -158,7 +158,7 @@ class PoolMemory:
         phase, held = self.largest[0], self.phases[self.largest[0]]
         found: Counter[str] = Counter()
         for role, of_role in self.settings.items():
-            engine, key, optim = of_role.engine, of_role.key, of_role.optim
+            engine, key = of_role.engine, of_role.key
             activations, parameters, gradients, states = (
                 held.get(f"{role} {what}", 0)
                 for what in ("activations", "parameters", "gradients", _STATES)
@@ -169,12 +169,8 @@ class PoolMemory:
             if not engine.use_dynamic_bsz:
                 fewer = f"set {key}.use_dynamic_bsz=true"
             found[fewer] = activations
-            if "offload_policy" in kind_of(engine).reads:
-                if self._on_accelerator:
-                    found[f"set {key}.offload_policy=true"] = parameters + gradients + states
-                # Moments of 8 bits need whole rows of a weight.
-                if optim and optim.name == "adamw" and engine.tensor_parallel_size == 1:
-                    found[f"set {of_role.optim_key}.name=adamw_8bit"] = states
+            if self._on_accelerator and "offload_policy" in kind_of(engine).reads:
+                found[f"set {key}.offload_policy=true"] = parameters + gradients + states
         if self.generation is not None and self.rollout_key:
             rows_at_once = ("micro_batch_size", self.rollout.micro_batch_size)
             name, value = self.generation.limit or rows_at_once

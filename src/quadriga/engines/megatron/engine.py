@@ -30,7 +30,6 @@ from quadriga.engines.base import (
 from quadriga.engines.megatron.families import check_sizes
 from quadriga.engines.megatron.model import MicroBatch, Pipeline, transformer_config
 from quadriga.engines.megatron.ranks import join_ranks
-from quadriga.engines.megatron.settings import sizes_of
 from quadriga.engines.megatron.weights import FolderModel, OwnTensor, RankWeights
 from quadriga.engines.micro_batches import dummy_batch, select_rows, sliced_rows
 from quadriga.engines.optimizers import MOMENTS, AdamW, ShardedOptimizer, UpdateRule
@@ -51,15 +50,14 @@ class MegatronEngine(TrainEngine):
     def _build(self, optim: OptimConfig | None) -> None:
         model, engine, device = self.model_config, self.config, self.device
         self.folder = folder = FolderModel(model, self.head, trained=optim is not None)
-        sizes = sizes_of(engine)
-        check_sizes(folder.config, sizes, "engine")
-        self.ranks = ranks = join_ranks(sizes)
-        self.reports, self.stages = ranks.reports, sizes.pipeline
-        self.round_size = sizes.pipeline if sizes.chunks > 1 else 1
+        check_sizes(folder.config, engine, "engine")
+        self.ranks = ranks = join_ranks(engine)
+        self.reports, self.stages = ranks.reports, engine.pipeline_parallel_size
+        self.round_size = self.stages if ranks.chunks > 1 else 1
         dtype = compute_dtype(engine.dtype, device)
         recompute = bool(model.gradient_checkpointing) and optim is not None
         transformer = transformer_config(folder.config, ranks, dtype, recompute=recompute)
-        kernels = folder.kernels(engine.attention, sizes, dtype, device)
+        kernels = folder.kernels(engine, dtype, device)
         self.pipeline = Pipeline(
             folder.config, transformer, ranks, self.head, kernels, device, trained=optim is not None
         )
@@ -130,7 +128,7 @@ class MegatronEngine(TrainEngine):
     def _micro_batch(self, of: Pass, rows: Tensor | None) -> MicroBatch:
         chosen = dummy_batch() if rows is None else select_rows(of.batch, rows, _CPU)
         # Tensor-parallel ranks divide the tokens of a context-parallel rank once more.
-        slices = self.ranks.sizes.context * self.ranks.sizes.tensor
+        slices = self.ranks.engine.context_parallel_size * self.ranks.engine.tensor_parallel_size
         packed, own = sliced_rows(chosen, slices, self.ranks.of_tokens, self.device)
         return MicroBatch(packed, own, of.temperature, of.entropy)
 

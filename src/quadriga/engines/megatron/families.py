@@ -16,12 +16,16 @@ A file of the user adds an architecture with `register_family`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.errors import ConfigError, ModelError
-from quadriga.parallel.layouts import Box, Model, Stored, Weight, whole
+from quadriga.parallel.layouts import Box, Degrees, Model, Stored, Weight, whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -146,7 +150,9 @@ def padded_vocabulary(config: PreTrainedConfig, tensor_ranks: int) -> int:
     return -(-size // tensor_ranks) * tensor_ranks
 
 
-def megatron_model(config: PreTrainedConfig, weights: Mapping[str, Weight], sizes: Sizes) -> Model:
+def megatron_model(
+    config: PreTrainedConfig, weights: Mapping[str, Weight], engine: EngineConfig
+) -> Model:
     """Describe how Megatron-core stores the weights of a model.
 
     The tensors of layers have their number in the whole model, not in their stage.
@@ -158,15 +164,16 @@ def megatron_model(config: PreTrainedConfig, weights: Mapping[str, Weight], size
         ModelError: a weight belongs to no tensor, or a tensor needs a weight that is missing.
     """
     tied = "lm_head.weight" not in weights and "score.weight" not in weights
-    family, stages = family_of(config), sizes.pipeline
+    family, stages = family_of(config), engine.pipeline_parallel_size
+    chunks = engine.virtual_pipeline_parallel_size
     layers, last = config.num_hidden_layers, stages - 1
-    padded = padded_vocabulary(config, sizes.tensor)
+    padded = padded_vocabulary(config, engine.tensor_parallel_size)
     embedding = "model.embed_tokens.weight"
     stored = [Stored("embedding.word_embeddings.weight", (embedding,), 0, stage=0, padded=padded)]
     for layer in range(layers):
         found = _layer(config, family, weights, layer)
         # 8 layers, 2 stages of 2 chunks: the first stage has the layers 0, 1, 4 and 5.
-        part = layer * stages * sizes.chunks // layers
+        part = layer * stages * chunks // layers
         stored += [replace(each, stage=part % stages) for each in found]
     stored.append(Stored("decoder.final_layernorm.weight", ("model.norm.weight",), stage=last))
     if "score.weight" in weights:
@@ -250,25 +257,13 @@ def _check_complete(
         )
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The degrees of the Megatron engine, as its settings have them."""
-
-    tensor: int = 1
-    pipeline: int = 1
-    expert: int = 1
-    sequence_parallel: bool = False
-    chunks: int = 1
-    expert_tensor: int | None = None
-    context: int = 1
-
-    @property
-    def spread_experts(self) -> bool:
-        """Whether tensor-parallel ranks have different experts, and not parts of the same."""
-        return self.expert_tensor is not None and self.expert_tensor < self.tensor
+def ranks_of_expert(engine: EngineConfig) -> int:
+    """Return the ranks that split each expert. One of several tensor-parallel ranks: these have
+    different experts, and not parts of the same."""
+    return engine.expert_tensor_parallel_size or engine.tensor_parallel_size
 
 
-def check_sizes(config: PreTrainedConfig, sizes: Sizes, key: str) -> None:
+def check_sizes(config: PreTrainedConfig, engine: EngineConfig, key: str) -> None:
     """Check that a model can be split by the degrees.
 
     Args:
@@ -279,38 +274,196 @@ def check_sizes(config: PreTrainedConfig, sizes: Sizes, key: str) -> None:
         ModelError: the engine does not compute the model.
     """
     family_of(config)
-    tensor, experts = f"{key}.tensor_parallel_size", expert_count(config)
-    layers, stages = config.num_hidden_layers, f"{key}.pipeline_parallel_size"
-    chunks = f"{key}.virtual_pipeline_parallel_size"
-    of_expert = f"{key}.expert_parallel_size"
+    tensor, experts = "tensor_parallel_size", expert_count(config)
+    layers, stages = config.num_hidden_layers, engine.pipeline_parallel_size
     parts = [
-        ("attention heads", config.num_attention_heads, tensor, sizes.tensor),
-        ("key-value heads", config.num_key_value_heads, tensor, sizes.tensor),
-        ("hidden layers", layers, stages, sizes.pipeline),
-        ("hidden layers of a stage", layers // sizes.pipeline, chunks, sizes.chunks),
-        ("experts", experts, of_expert, sizes.expert),
+        ("attention heads", config.num_attention_heads, tensor),
+        ("key-value heads", config.num_key_value_heads, tensor),
+        ("hidden layers", layers, "pipeline_parallel_size"),
+        ("hidden layers of a stage", layers // stages, "virtual_pipeline_parallel_size"),
+        ("experts", experts, "expert_parallel_size"),
     ]
-    if experts:
+    if not experts:
+        parts.append(("elements of intermediate_size", config.intermediate_size, tensor))
+    elif ranks_of_expert(engine) > 1:
         width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-        ranks = 1 if sizes.spread_experts else sizes.tensor
-        parts.append(("elements of an expert", width, tensor, ranks))
-    else:
-        width = config.intermediate_size
-        parts.append(("elements of intermediate_size", width, tensor, sizes.tensor))
-        if sizes.expert > 1:
-            raise ConfigError(
-                f"{of_expert}={sizes.expert}, but model_type {config.model_type!r} has no experts; "
-                "set it to 1",
-                key=of_expert,
-            )
-    for what, count, setting, ranks in parts:
-        if count % ranks:
-            raise ConfigError(
-                f"{setting}={ranks} does not divide the {count} {what} of the model", key=setting
-            )
-    if experts and sizes.tensor > 1 and not sizes.sequence_parallel:
+        parts.append(("elements of an expert", width, tensor))
+    if not experts and engine.expert_parallel_size > 1:
         raise ConfigError(
-            f"{tensor}={sizes.tensor} of a model with experts needs {key}.sequence_parallel=true: "
-            "Megatron-core gives each tensor-parallel rank its own tokens for the experts",
+            f"{key}.expert_parallel_size={engine.expert_parallel_size}, but model_type "
+            f"{config.model_type!r} has no experts; set it to 1",
+            key=f"{key}.expert_parallel_size",
+        )
+    for what, count, name in parts:
+        if count % getattr(engine, name):
+            raise ConfigError(
+                f"{key}.{name}={getattr(engine, name)} does not divide the {count} {what} of the "
+                "model",
+                key=f"{key}.{name}",
+            )
+    if experts and engine.tensor_parallel_size > 1 and not engine.sequence_parallel:
+        raise ConfigError(
+            f"{key}.{tensor}={engine.tensor_parallel_size} of a model with experts needs "
+            f"{key}.sequence_parallel=true: Megatron-core gives each tensor-parallel rank its own "
+            "tokens for the experts",
             key=f"{key}.sequence_parallel",
         )
+
+
+# The settings that the engine follows.
+
+PACKAGE = "megatron-core"
+VERSION = "0.16.1"
+"""The version that the engine was written for. Others have other modules and arguments."""
+
+on_cpu_for_tests = False
+"""Whether `tests/megatron_on_cpu.py` has let Megatron-core compute on CPUs."""
+
+
+def check_engine(
+    model: ModelConfig,
+    engine: EngineConfig,
+    optim: OptimConfig | None,
+    device_type: str | None,
+    key: str = "engine",
+    model_key: str = "model",
+) -> None:
+    """Check that Megatron-core can be used, and that its engine follows all settings.
+
+    Args:
+        device_type: of the ranks. None: it is not known yet.
+        key: of the engine's settings. Those of the optimizer are beside them.
+        model_key: of the model's settings.
+
+    Raises:
+        ConfigError: Megatron-core is missing or does not compute on the device, or a setting is for
+            the FSDP engine, or is not built for this one.
+    """
+    found = _version()
+    if found != VERSION:
+        state = "it is not installed" if found is None else f"this environment has {found}"
+        raise ConfigError(
+            f"{key}.name=megatron needs {PACKAGE} {VERSION}, and {state}; install "
+            f"quadriga[megatron], or set {key}.name to fsdp",
+            key=f"{key}.name",
+        )
+    if device_type not in (None, "cuda") and not (device_type == "cpu" and on_cpu_for_tests):
+        raise ConfigError(
+            f"{key}.name=megatron needs CUDA devices, and the device of the ranks is "
+            f"{device_type!r}; set {key}.name=fsdp",
+            key=f"{key}.name",
+        )
+    _check_followed(model, engine, optim, key, model_key)
+    _check_degrees(engine, key)
+
+
+def _version() -> str | None:
+    try:
+        return version(PACKAGE)
+    except PackageNotFoundError:
+        return None
+
+
+def check_model(model: ModelConfig, engine: EngineConfig, key: str) -> None:
+    """Check that the model of a folder is computed, and can be split by the degrees."""
+    from quadriga.models.folder import local_folder
+    from quadriga.models.loading import read_config  # imports torch
+
+    folder = Path(local_folder(model.path, weights=False))
+    config = read_config(folder, trust_remote_code=model.trust_remote_code)
+    check_sizes(config.get_text_config(), engine, key)
+
+
+def _check_followed(
+    model: ModelConfig, engine: EngineConfig, optim: OptimConfig | None, key: str, model_key: str
+) -> None:
+    optim_key = key.removesuffix("engine") + "optim"
+    attention = model.attn_implementation
+    refused = {
+        f"{model_key}.lora": model.lora.enabled,
+        f"{model_key}.freeze": bool(model.freeze),
+        f"{model_key}.use_shm": model.use_shm,
+        f"{model_key}.trust_remote_code": model.trust_remote_code,
+        f"{model_key}.gradient_checkpointing=selective": (
+            model.gradient_checkpointing == "selective"
+        ),
+        f"{model_key}.attn_implementation={attention}": (
+            attention != ModelConfig().attn_implementation
+        ),
+        f"{key}.dtype=float16": engine.dtype == "float16",
+        f"{optim_key}.name={optim.name if optim else ''}": (
+            optim is not None and optim.name != "adamw"
+        ),
+    }
+    for setting, given in refused.items():
+        if given:
+            raise ConfigError(
+                f"{setting} is not built for {key}.name=megatron; set {key}.name=fsdp, or leave it "
+                "out",
+                key=setting.split("=")[0],
+            )
+
+
+def _check_degrees(engine: EngineConfig, key: str) -> None:
+    """Check degrees that have no meaning without others."""
+    tensor, chunks = engine.tensor_parallel_size, engine.virtual_pipeline_parallel_size
+    if engine.sequence_parallel and tensor == 1:
+        raise ConfigError(
+            f"{key}.sequence_parallel splits tokens over the tensor-parallel ranks, and "
+            f"{key}.tensor_parallel_size is 1; set it above 1, or sequence_parallel to false",
+            key=f"{key}.sequence_parallel",
+        )
+    if chunks > 1 and engine.pipeline_parallel_size == 1:
+        raise ConfigError(
+            f"{key}.virtual_pipeline_parallel_size={chunks} divides the layers of a pipeline "
+            f"stage, and {key}.pipeline_parallel_size is 1; set it above 1, or "
+            "virtual_pipeline_parallel_size to 1",
+            key=f"{key}.virtual_pipeline_parallel_size",
+        )
+    split, setting = ranks_of_expert(engine), f"{key}.expert_tensor_parallel_size"
+    if split not in (1, tensor):
+        raise ConfigError(
+            f"{setting}={split}, but the ranks that split an expert are 1 or the {tensor} of "
+            f"{key}.tensor_parallel_size; set it to 1, {tensor} or null",
+            key=setting,
+        )
+    if split < tensor and engine.expert_parallel_size == 1:
+        raise ConfigError(
+            f"{setting}=1 gives {key}.tensor_parallel_size={tensor} ranks different experts, "
+            f"and {key}.expert_parallel_size is 1; set it above 1, or {setting} to null",
+            key=setting,
+        )
+
+
+def degrees_of(engine: EngineConfig, ranks: int) -> Degrees:
+    """Return the degrees of the weights. Context-parallel ranks have the same weights, so they are
+    replicas as data-parallel ranks are.
+
+    Raises:
+        ConfigError: the ranks do not divide by the degrees.
+    """
+    # 8 ranks with tensor 2, pipeline 2, expert 2: 8 / (2 · 2) = 2 ranks with the same layers, which
+    # have different experts, so there is 8 / (2 · 2 · 2) = 1 replica of each expert.
+    tensor, pipeline, expert = (
+        engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.expert_parallel_size
+    )  # fmt: skip
+    of_expert = ranks_of_expert(engine)
+    _check_divides(ranks, tensor=tensor, pipeline=pipeline, context=engine.context_parallel_size)
+    _check_divides(ranks, tensor=of_expert, pipeline=pipeline, expert=expert)
+    same_layers = ranks // tensor // pipeline
+    if of_expert < tensor:
+        # 4 ranks with tensor 2, expert 4: two ranks with the same part of attention, two with the
+        # other part, and each of the four has a quarter of the experts.
+        return Degrees(tensor=tensor, replicas=same_layers, pipeline=pipeline, spread=expert)
+    return Degrees(tensor=tensor, expert=expert, replicas=same_layers // expert, pipeline=pipeline)
+
+
+def _check_divides(ranks: int, **sizes: int) -> None:
+    """Check that the product of the degrees divides the ranks."""
+    product = math.prod(sizes.values())
+    if ranks % product:
+        used = {name: size for name, size in sizes.items() if size > 1}
+        names = " × ".join(f"{name}_parallel_size" for name in used)
+        values = " × ".join(map(str, used.values()))
+        of_product = f"{values} = {product}" if len(used) > 1 else values
+        raise ConfigError(f"{names} = {of_product} does not divide the {ranks} ranks")

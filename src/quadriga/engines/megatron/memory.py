@@ -25,12 +25,12 @@ from quadriga.engines.activation_checkpointing import checkpoint_layers
 from quadriga.engines.loading import simulated_model, tied_names
 from quadriga.engines.megatron.families import (
     check_sizes,
+    degrees_of,
     expert_count,
     head_size,
     megatron_model,
     padded_vocabulary,
 )
-from quadriga.engines.megatron.settings import degrees_of, sizes_of
 from quadriga.engines.memory import PassMemory, Rows, TrainingUse, count_pass
 from quadriga.engines.optimizers import MOMENTS
 from quadriga.models.log_probs import linear_log_probs
@@ -83,7 +83,7 @@ def stage_memories(
             weights={None: sum(counts)},  # the rollout is sent other tensors
             largest_weight=max(counts),
         )
-        for stage in range(planned.sizes.pipeline)
+        for stage in range(planned.stages)
     ]
 
 
@@ -94,19 +94,21 @@ class _Planned:
         self.model, self.engine, self.use = model, engine, use
         self.dtype = compute_dtype(engine.dtype, use.device)
         self.module = simulated_model(model, use.head, self.dtype, trained=use.update is not None)
-        self.config, self.sizes = self.module.config.get_text_config(), sizes_of(engine)
-        check_sizes(self.config, self.sizes, "engine")
+        self.config = self.module.config.get_text_config()
+        self.tensor, self.stages = engine.tensor_parallel_size, engine.pipeline_parallel_size
+        self.chunks = engine.virtual_pipeline_parallel_size
+        check_sizes(self.config, engine, "engine")
 
     def states(self, stage: int) -> Bytes:
         """Return parameters, gradients and the optimizer's state of the first rank of a stage."""
-        sizes, tied = self.sizes, {n for names in tied_names(self.module).values() for n in names}
+        tied = {n for names in tied_names(self.module).values() for n in names}
         weights = {
             name: Weight(name, tuple(p.shape), p.itemsize)
             for name, p in self.module.named_parameters()
             if name not in tied
         }
-        stored = megatron_model(self.config, weights, sizes)
-        degrees = degrees_of(sizes, self.use.ranks)
+        stored = megatron_model(self.config, weights, self.engine)
+        degrees = degrees_of(self.engine, self.use.ranks)
         one = degrees if degrees.spread > 1 else replace(degrees, replicas=1)
         layout = parallel_layout(stored, one)
         first = next(rank for rank in layout.ranks if one.place(rank).stage == stage)
@@ -135,34 +137,34 @@ class _Planned:
         """Return the memory of one micro-batch in a chunk of layers."""
         if expert_count(self.config):
             return PassMemory(rows.count, problem=_EXPERTS)
-        sizes, split = self.sizes, self.sizes.sequence_parallel
+        split, tensor = self.engine.sequence_parallel, self.tensor
         found = count_pass(
-            self._chunk(1 if split else sizes.tensor, trained=backward),
+            self._chunk(1 if split else tensor, trained=backward),
             replace(self.engine, name="fsdp", tensor_parallel_size=1, pipeline_parallel_size=1),
             replace(self.use, head="value"),
+            rows,
             backward=backward,
-            stages=sizes.pipeline,
+            stages=self.stages,
         )
-        assert found is not None
         if found.problem:
             return found
-        tokens = -(-found.tokens // sizes.context)
+        tokens = -(-found.tokens // self.engine.context_parallel_size)
         token = tokens * self.dtype.itemsize
         forward, saved, peak = found.forward, found.saved, found.peak
         if split:
-            forward, saved, peak = (size // sizes.tensor for size in (forward, saved, peak))
+            forward, saved, peak = (size // tensor for size in (forward, saved, peak))
         # Megatron-core keeps sines and cosines for queries and for keys, and a copy of the linear
         # half of the gated activation. Without gradients it has for a while about one and a half
         # times this half and the input of the layer beside what transformers has (measured).
-        half = self.config.intermediate_size // sizes.tensor
+        half = self.config.intermediate_size // tensor
         if backward:
             kept = token * (half + 4 * head_size(self.config))
             if not self.model.gradient_checkpointing:
-                kept *= self.config.num_hidden_layers // sizes.pipeline // sizes.chunks
+                kept *= self.config.num_hidden_layers // self.stages // self.chunks
                 saved += kept
             peak += kept
         else:
-            hidden = self.config.hidden_size // (sizes.tensor if split else 1)
+            hidden = self.config.hidden_size // (tensor if split else 1)
             forward += 3 * token * (half + hidden) // 2
         return replace(found, tokens=tokens, forward=forward, saved=saved, peak=peak)
 
@@ -176,7 +178,7 @@ class _Planned:
         config.intermediate_size //= tensor
         config.vocab_size = padded_vocabulary(self.config, tensor) // tensor
         config.pad_token_id = None
-        config.num_hidden_layers //= self.sizes.pipeline * self.sizes.chunks
+        config.num_hidden_layers //= self.stages * self.chunks
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[: config.num_hidden_layers]
         whole = simulated_model(self.model, "value", self.dtype, trained=trained)
@@ -191,7 +193,7 @@ class _Planned:
 
     def peak(self, found: PassMemory, rows: Rows, stage: int, backward: bool) -> int:
         """Return the activations of all chunks in flight, the last of which is computed."""
-        stages, chunks = self.sizes.pipeline, self.sizes.chunks
+        stages, chunks = self.stages, self.chunks
         if found.problem:
             return 0
         left = stages - stage - 1
@@ -208,7 +210,7 @@ class _Planned:
             return layers
         # A context-parallel rank can have responses only.
         targets = found.rows * rows.response
-        if self.sizes.context > 1:
+        if self.engine.context_parallel_size > 1:
             targets = min(targets, found.tokens)
         # The hidden states of all tokens, and those of the targets.
         states = (found.tokens + targets) * of_token
@@ -216,7 +218,7 @@ class _Planned:
 
     def _head(self, targets: int, rows: Rows, backward: bool) -> int:
         """Return what the log-probabilities of a micro-batch allocate on the last stage."""
-        width, own = self.config.hidden_size, -(-self.config.vocab_size // self.sizes.tensor)
+        width, own = self.config.hidden_size, -(-self.config.vocab_size // self.tensor)
         empty = partial(torch.empty, dtype=self.dtype, device=META, requires_grad=backward)
         hidden, weight, counter = empty(targets, width), empty(own, width), AllocationCounter()
         labels = torch.zeros(targets, dtype=torch.int64, device=META)

@@ -54,6 +54,7 @@ from quadriga.engines.megatron.families import (
     family_of,
     head_size,
     padded_vocabulary,
+    ranks_of_expert,
     rope_type,
 )
 from quadriga.engines.megatron.ranks import Ranks
@@ -221,7 +222,7 @@ class Stage(GPTModel):  # type: ignore[misc]  # Megatron-core has no types
         device: torch.device,
         chunk: int = 0,
     ) -> None:
-        chunks, stages = ranks.sizes.chunks, ranks.degrees.pipeline
+        chunks, stages = ranks.chunks, ranks.degrees.pipeline
         # At most (chunks + 1) · stages − 1 micro-batches wait for their backward pass; see
         # `memory.py`. Without recomputation none of them needs its rows.
         recomputed = transformer.recompute_granularity is not None
@@ -270,7 +271,7 @@ class Stage(GPTModel):  # type: ignore[misc]  # Megatron-core has no types
         )
         if not self.post_process:
             return hidden  # type: ignore[no-any-return]  # Megatron-core has no types
-        if self.ranks.sizes.sequence_parallel:
+        if self.ranks.engine.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return own.join(self._columns(hidden[own.predictors, 0], micro))
 
@@ -281,7 +282,7 @@ class Stage(GPTModel):  # type: ignore[misc]  # Megatron-core has no types
         if self.padding is None or not hidden.requires_grad:
             return hidden
         is_padding = ids_1N[0] == self.padding
-        if self.ranks.sizes.sequence_parallel:  # this rank has its slice of the tokens
+        if self.ranks.engine.sequence_parallel:  # this rank has its slice of the tokens
             is_padding = is_padding.chunk(self.ranks.degrees.tensor)[self.ranks.place.tensor]
         return torch.where(is_padding[:, None, None], hidden.detach(), hidden)
 
@@ -326,8 +327,8 @@ def transformer_config(
         recompute: whether the backward pass computes the activations of layers again.
     """
     family = family_of(config)
-    degrees, sizes = ranks.degrees, ranks.sizes
-    interleaved = sizes.chunks > 1
+    degrees, engine = ranks.degrees, ranks.engine
+    interleaved = ranks.chunks > 1
     return TransformerConfig(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -346,14 +347,14 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=degrees.tensor,
         pipeline_model_parallel_size=degrees.pipeline,
-        context_parallel_size=sizes.context,
-        virtual_pipeline_model_parallel_size=sizes.chunks if interleaved else None,
+        context_parallel_size=engine.context_parallel_size,
+        virtual_pipeline_model_parallel_size=ranks.chunks if interleaved else None,
         # Two stages exchange both directions with the same rank, which must not be one batch.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
-        expert_model_parallel_size=sizes.expert,
-        expert_tensor_parallel_size=1 if sizes.spread_experts else sizes.tensor,
-        sequence_parallel=sizes.sequence_parallel,
+        expert_model_parallel_size=engine.expert_parallel_size,
+        expert_tensor_parallel_size=ranks_of_expert(engine),
+        sequence_parallel=engine.sequence_parallel,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # ranks have different numbers of tokens
         params_dtype=dtype,
@@ -422,7 +423,7 @@ class Pipeline:
         self._ranks = ranks
         self._chunks = [
             Stage(config, transformer, ranks, head, kernel_of, device, chunk)
-            for chunk in range(ranks.sizes.chunks)
+            for chunk in range(ranks.chunks)
         ]
         self.parameters: dict[str, nn.Parameter] = {}
         for chunk, stage in enumerate(self._chunks):
@@ -478,9 +479,9 @@ class Pipeline:
 
             return model(micro), end
 
-        sizes = self._ranks.sizes
+        ranks = self._ranks
         schedule = get_forward_backward_func(
-            sizes.pipeline, sizes.chunks if sizes.chunks > 1 else None
+            ranks.degrees.pipeline, ranks.chunks if ranks.chunks > 1 else None
         )
         try:
             results: list[Any] = schedule(

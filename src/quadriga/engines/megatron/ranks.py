@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from quadriga.engines.megatron.families import Sizes
-from quadriga.engines.megatron.settings import degrees_of
+from quadriga.config.schema import EngineConfig
+from quadriga.engines.megatron.families import degrees_of, ranks_of_expert
 from quadriga.errors import ConfigError
 from quadriga.parallel.distributed import rank, world_size
 from quadriga.parallel.layouts import Degrees, Place
@@ -32,13 +32,13 @@ class Ranks:
     """The ranks of a Megatron engine, and this one among them.
 
     Attributes:
-        sizes: the degrees of the settings.
+        engine: the settings, which have the degrees.
         degrees: of the weights. `expert` × `replicas` ranks have the same part of the model, but
             for experts: the context-parallel ranks of each data-parallel rank.
         place: of this rank.
     """
 
-    sizes: Sizes
+    engine: EngineConfig
     degrees: Degrees
     place: Place
 
@@ -50,11 +50,16 @@ class Ranks:
     @property
     def context(self) -> Subgroup:
         """The ranks that have the tokens of the same rows in parts."""
-        size = self.sizes.context
+        size = self.engine.context_parallel_size
         if size == 1:
             return ALONE
         group = parallel_state.get_context_parallel_group()
         return Subgroup(size, self.replica_rank % size, group)
+
+    @property
+    def chunks(self) -> int:
+        """Parts of a stage's layers."""
+        return self.engine.virtual_pipeline_parallel_size
 
     @property
     def last_stage(self) -> bool:
@@ -88,22 +93,22 @@ class Ranks:
         return found
 
 
-def join_ranks(sizes: Sizes, seed: int = 0) -> Ranks:
+def join_ranks(engine: EngineConfig, seed: int = 0) -> Ranks:
     """Make the process groups, and the generators of random numbers. All ranks call this together.
 
     Raises:
         ConfigError: the ranks do not divide by the degrees, or the process has groups of others.
     """
-    degrees = degrees_of(sizes, world_size())
+    degrees = degrees_of(engine, world_size())
     if parallel_state.model_parallel_is_initialized():
-        _check_same(sizes)
+        _check_same(engine)
     else:
         parallel_state.initialize_model_parallel(
-            sizes.tensor,
-            sizes.pipeline,
-            context_parallel_size=sizes.context,
-            expert_model_parallel_size=sizes.expert,
-            expert_tensor_parallel_size=1 if sizes.spread_experts else sizes.tensor,
+            engine.tensor_parallel_size,
+            engine.pipeline_parallel_size,
+            context_parallel_size=engine.context_parallel_size,
+            expert_model_parallel_size=engine.expert_parallel_size,
+            expert_tensor_parallel_size=ranks_of_expert(engine),
             distributed_timeout_minutes=TIMEOUT_MINUTES,
             create_gloo_process_groups=False,
         )
@@ -111,7 +116,7 @@ def join_ranks(sizes: Sizes, seed: int = 0) -> Ranks:
         state = torch.get_rng_state()
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         torch.set_rng_state(state)
-    return Ranks(sizes, degrees, degrees.place(rank()))
+    return Ranks(engine, degrees, degrees.place(rank()))
 
 
 def layout_of_process() -> RankLayout | None:
@@ -131,10 +136,15 @@ def layout_of_process() -> RankLayout | None:
     )
 
 
-def _check_same(sizes: Sizes) -> None:
+def _check_same(engine: EngineConfig) -> None:
     state = parallel_state
-    expert_tensor = 1 if sizes.spread_experts else sizes.tensor
-    wanted = (sizes.tensor, sizes.pipeline, sizes.context, sizes.expert, expert_tensor)
+    wanted = (
+        engine.tensor_parallel_size,
+        engine.pipeline_parallel_size,
+        engine.context_parallel_size,
+        engine.expert_parallel_size,
+        ranks_of_expert(engine),
+    )
     found = (
         state.get_tensor_model_parallel_world_size(),
         state.get_pipeline_model_parallel_world_size(),

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from quadriga.checkpoint.shards import Block
-from quadriga.config.schema import AttentionName, ModelConfig
+from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines.attention.choice import kernels_of
 from quadriga.engines.attention.kernels import AttentionCall, KernelOf
 from quadriga.engines.base import HeadKind
@@ -30,7 +30,6 @@ from quadriga.engines.loading import (
     tied_names,
 )
 from quadriga.engines.megatron.families import (
-    Sizes,
     family_of,
     head_size,
     megatron_model,
@@ -126,7 +125,7 @@ class RankWeights:
     """
 
     def __init__(self, folder: FolderModel, ranks: Ranks) -> None:
-        self.model = model = megatron_model(folder.config, folder.weights, ranks.sizes)
+        self.model = model = megatron_model(folder.config, folder.weights, ranks.engine)
         self.ranks, self.tied = ranks, folder.tied
         # Replicas have the same tensors, so the layout of one of them is enough.
         spread = ranks.degrees.spread > 1
@@ -137,8 +136,8 @@ class RankWeights:
         own = _rank_of(self._degrees, place if spread else replace(place, replica=0))
         layers = {_layer_number(stored.name) for stored in model.stored} - {None}
         experts = {stored.expert for stored in model.stored} - {None}
-        self._layers_per_part = len(layers) // ranks.degrees.pipeline // ranks.sizes.chunks
-        self._experts_per_rank = max(1, len(experts) // ranks.sizes.expert)
+        self._layers_per_part = len(layers) // ranks.degrees.pipeline // ranks.chunks
+        self._experts_per_rank = max(1, len(experts) // ranks.engine.expert_parallel_size)
         self.tensors = tuple(self._own_tensor(t, own) for t in self.layout.ranks[own])
         self._senders = self._find_senders()
 
@@ -408,9 +407,7 @@ class FolderModel:
 
         check_finite_over_ranks(folder, on_all_ranks(fill))
 
-    def kernels(
-        self, setting: AttentionName, sizes: Sizes, dtype: torch.dtype, device: torch.device
-    ) -> KernelOf:
+    def kernels(self, engine: EngineConfig, dtype: torch.dtype, device: torch.device) -> KernelOf:
         """Choose the kernels of attention.
 
         Raises:
@@ -419,17 +416,17 @@ class FolderModel:
         size = head_size(self.config)
         one = AttentionCall(
             dtype,
-            self.config.num_attention_heads // sizes.tensor,
-            self.config.num_key_value_heads // sizes.tensor,
+            self.config.num_attention_heads // engine.tensor_parallel_size,
+            self.config.num_key_value_heads // engine.tensor_parallel_size,
             size,
             size,
-            part=sizes.context > 1,
+            part=engine.context_parallel_size > 1,
         )
         calls = {
             replace(one, mask="causal" if window is None else "window")
             for window in model_shape(self.config).windows
         }
-        return kernels_of(lambda: calls, setting, device, device.type)
+        return kernels_of(lambda: calls, engine.attention, device, device.type)
 
     def export(self, folder: str | Path, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Write a Hugging Face folder. All ranks exhaust `weights`; rank 0 writes.
