@@ -148,7 +148,7 @@ def own_part(engine: TrainEngine) -> tuple[int, int]:
     ranks = getattr(engine, "ranks", None)
     if ranks is None:
         return rank(), world_size()
-    degrees, context = ranks.degrees, ranks.sizes.context
+    degrees, context = ranks.degrees, ranks.engine.context_parallel_size
     return ranks.replica_rank // context, degrees.expert * degrees.replicas // context
 
 

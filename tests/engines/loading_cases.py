@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import engine_cases as cases
 import torch
@@ -80,18 +80,13 @@ def build(root: str, case: Case) -> FSDPEngine:
     return FSDPEngine(model, engine, optim, head=case.head, min_unit_parameters=1)
 
 
-@contextmanager
 def whole_models():
     """Let engines load whole models within the block."""
-    match_names = loading.match_names
-    loading.match_names = lambda *_, **__: WeightNames(reason="of a test")
-    try:
-        yield
-    finally:
-        loading.match_names = match_names
+    return mock.patch.object(
+        loading, "match_names", lambda *_, **__: WeightNames(reason="of a test")
+    )
 
 
-@contextmanager
 def noted_reads(read: list[str]):
     """Note each tensor file that is read by shards within the block."""
     real = reader.TensorReader.read
@@ -100,11 +95,7 @@ def noted_reads(read: list[str]):
         read.append(tensor.file)
         real(self, tensor, first, target)
 
-    reader.TensorReader.read = noting
-    try:
-        yield
-    finally:
-        reader.TensorReader.read = real
+    return mock.patch.object(reader.TensorReader, "read", noting)
 
 
 def state_of(engine: FSDPEngine, *, steps: int) -> list[torch.Tensor]:
@@ -152,16 +143,13 @@ def error_of(call) -> str:
 
 def failing_reads(root: str, rank: int) -> str:
     """The error of each rank if the disk of rank 1 fails."""
-    real = reader.TensorReader.read
 
     def failing(self, tensor, first, target):
         raise OSError(5, "Input/output error", tensor.file)
 
-    reader.TensorReader.read = failing if rank == 1 else real
-    try:
+    changed = failing if rank == 1 else reader.TensorReader.read
+    with mock.patch.object(reader.TensorReader, "read", changed):
         return error_of(lambda: build(root, Case("untied")))
-    finally:
-        reader.TensorReader.read = real
 
 
 def rank_main(rank: int, ranks: int, root: str) -> None:

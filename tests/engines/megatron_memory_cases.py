@@ -10,7 +10,6 @@ import memory_cases
 import torch
 from torch.utils._pytree import tree_leaves
 
-from memory_models import SIZES
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
 from quadriga.engines.base import EntropyUse
@@ -58,7 +57,7 @@ def measured(case: Case, folder: Path) -> dict[str, int]:
     engine = build_engine(
         case.model(folder), case.engine, OptimConfig(), head=case.head, total_steps=20
     )
-    batch = ROWS.batch(SIZES["vocab_size"])
+    batch = ROWS.batch()
     name = "log_probs" if case.head == "lm" else "values"
 
     def update() -> None:

@@ -16,7 +16,7 @@ import torch
 from optimizer_cases import has_torchao
 from transformers import AutoModelForCausalLM
 
-from memory_models import CONFIGS, SIZES, peak_of
+from memory_models import CONFIGS, peak_of
 from quadriga.config.schema import (
     Checkpointing,
     EngineConfig,
@@ -153,7 +153,7 @@ def measured(case: Case, folder: Path) -> Measured:
         model, engine_settings, OptimConfig(name=case.optimizer), total_steps=4,
         min_unit_parameters=case.unit,
     )  # fmt: skip
-    batch = ROWS.batch(SIZES["vocab_size"])
+    batch = ROWS.batch()
 
     def loss(outputs, _):
         total = outputs["log_probs"].sum()

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from unittest import mock
 
 import conformance
 import engine_cases as cases
@@ -71,28 +72,19 @@ def wide() -> Iterator[None]:
         for name, module in list(sys.modules.items())
         if name.startswith("transformers.models.") and getattr(module, "torch", None) is torch
     ]
-    for module in changed:
-        module.torch = _Wide()
-    narrow = torch.Tensor.float
+    narrow, experts = torch.Tensor.float, transformers.integrations.moe
 
     def widened(x: torch.Tensor) -> torch.Tensor:
         of_model = sys._getframe(1).f_globals["__name__"].startswith("transformers.models.")
         return x if of_model and x.dtype == torch.float64 else narrow(x)
 
-    torch.Tensor.float = widened
-    # The kernel of experts computes no float64; transformers has a loop in its place.
-    experts, uses_kernel = (
-        transformers.integrations.moe,
-        transformers.integrations.moe._can_use_grouped_mm,
-    )
-    experts._can_use_grouped_mm = lambda *_: False
-    try:
-        yield
-    finally:
-        torch.Tensor.float = narrow
-        experts._can_use_grouped_mm = uses_kernel
+    with ExitStack() as stack:
         for module in changed:
-            module.torch = torch
+            stack.enter_context(mock.patch.object(module, "torch", _Wide()))
+        stack.enter_context(mock.patch.object(torch.Tensor, "float", widened))
+        # The kernel of experts computes no float64; transformers has a loop in its place.
+        stack.enter_context(mock.patch.object(experts, "_can_use_grouped_mm", lambda *_: False))
+        yield
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,14 @@ from quadriga.config.schema import (
     CriticConfig,
     EngineConfig,
     RefConfig,
-    RewardModelConfig,
 )
 from quadriga.protocol import DataProto, fields
 from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
-from quadriga.workers.reward_model import RewardModelWorker
 from quadriga.workers.runtime import CriticWorker
 
 
 @pytest.mark.parametrize(("by_tokens", "expected"), [(False, 3), (True, None)])
-def test_passes_have_the_size_of_the_update(by_tokens, expected, monkeypatch):
+def test_passes_have_the_size_of_the_update(by_tokens, expected):
     sizes = []
 
     class Recorder:
@@ -35,10 +33,8 @@ def test_passes_have_the_size_of_the_update(by_tokens, expected, monkeypatch):
     names = (fields.INPUT_IDS, fields.ATTENTION_MASK, fields.POSITION_IDS)
     short = dict.fromkeys((fields.RESPONSES, fields.RESPONSE_MASK), ids[:, :3])
     batch = DataProto.from_dict(dict.fromkeys(names, ids) | short)
-    policy, critic, scorer = map(
-        object.__new__, (ActorRolloutRefWorker, CriticWorker, RewardModelWorker)
-    )
-    policy.actor = policy.ref = critic.engine = scorer.engine = Recorder()
+    policy, critic = map(object.__new__, (ActorRolloutRefWorker, CriticWorker))
+    policy.actor = policy.ref = critic.engine = Recorder()
     engine, size = EngineConfig(use_dynamic_bsz=by_tokens), {"ppo_micro_batch_size_per_gpu": 3}
     policy.config = ActorRolloutRefConfig(
         actor=replace(ActorConfig(), engine=engine, **size), ref=RefConfig(engine=engine)
@@ -48,9 +44,3 @@ def test_passes_have_the_size_of_the_update(by_tokens, expected, monkeypatch):
     critic.config = replace(CriticConfig(), engine=engine, **size)
     critic.compute_values(batch)
     assert sizes == [expected] * 3
-    # A reward model makes no updates, so its setting is of the passes without gradients alone.
-    scorer.config = RewardModelConfig(engine=engine, micro_batch_size_per_gpu=3)
-    scorer.pad, scorer.longest = 0, None
-    monkeypatch.setattr(scorer, "_conversations", lambda data: [([1, 1], [1, 1, 1])] * 2)
-    scorer.compute_rm_score(batch)
-    assert sizes[3:] == [3]

@@ -39,10 +39,6 @@ def test_the_linear_cost_is_that_of_the_weights_of_the_layers(model_folder) -> N
 
 
 KINDS = {
-    "zaya": (
-        {"layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": 8, "num_hidden_layers": 2},
-        (None, 8),
-    ),
     "inkling_text": (
         {
             "layer_types": ["hybrid", "hybrid_sliding", "hybrid_sliding"],
@@ -61,9 +57,6 @@ KINDS = {
     "nemotron_h": (
         {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
         (0, 0, None, 0),
-    ),
-    "zamba2": (
-        {"num_hidden_layers": 2, "layers_block_type": ["linear_attention", "hybrid"]}, (0, None),
     ),
     "gpt_neo": (
         {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 4},

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import memory_cases as cases
 import pytest
 import torch
@@ -13,9 +11,7 @@ from quadriga.config.commands import SFTConfig
 from quadriga.config.loading import load_config
 from quadriga.data.conversations import ConversationLengths
 from quadriga.engines.fsdp import FSDPEngine
-from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.protocol import fields
-from quadriga.trainer.fine_tuning import load_sft_rows
 from quadriga.trainer.memory import sft_plan
 
 VOCABULARY = 2000
@@ -111,26 +107,3 @@ def test_the_pass_of_the_validation_loss_is_planned(model):
     for planned, measured in (update, evaluation):
         assert planned == pytest.approx(measured, rel=0.15)
     assert evaluation[1] > 1.3 * update[1]
-
-
-def test_the_rows_of_the_validation_are_those_of_its_data(tmp_path):
-    folder = tmp_path / "model"
-    write_tiny_model(folder, ["one two three"], TinyModel(hidden_size=24, num_layers=1))
-    for name, count in (("train", 16), ("val", 7)):
-        row = {"prompt": "one two", "extra_info": {"answer": "three " * count}}
-        (tmp_path / name).with_suffix(".jsonl").write_text((json.dumps(row) + "\n") * count)
-
-    def peak(*more):
-        files = (f"data.train_files={tmp_path}/train.jsonl", f"data.val_files={tmp_path}/val.jsonl")
-        size = ("data.train_batch_size=12", "data.micro_batch_size_per_gpu=1")
-        config = settings(folder, *files, *size, *more)
-        rows = load_sft_rows(config)
-        own = None if rows.val_conversations is None else rows.val_conversations.lengths
-        (pool,) = sft_plan(config, "cpu", rows.train.lengths, rows.val_prompts, own).pools
-        assert ("log-probabilities" in pool.phases) == (own is not None)
-        return pool.engines["actor"].peak("evaluate")
-
-    # 7 rows; then 5; then 7 rows are padded to 8, two of each rank.
-    assert peak() > peak("trainer.val_size=5") > peak("trainer.n_gpus_per_node=4")
-    for none in ("data.val_loss=false", "data.val_files=[]"):
-        assert peak(none) == 0

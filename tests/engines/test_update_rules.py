@@ -158,21 +158,16 @@ def test_a_parameter_whose_first_gradient_comes_after_a_resume_is_updated_as_wit
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, [1.0] * 6),
-        ({"lr_warmup_steps": 3}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
-        ({"lr_scheduler": "linear"}, [1.0, 0.8, 0.6, 0.4, 0.2, 0.0]),
+        ({}, [1.0] * 7),
+        ({"lr_warmup_steps": 3}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0]),
+        ({"lr_scheduler": "linear"}, [1.0, 0.8, 0.6, 0.4, 0.2, 0.0, 0.0]),
         (
             {"lr_scheduler": "linear", "lr_warmup_steps": 1, "min_lr_ratio": 0.2},
-            [0.5, 1.0, 0.8, 0.6, 0.4, 0.2],
+            [0.5, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2],
         ),
-        ({"lr_scheduler": "cosine"}, [1.0, 0.90451, 0.65451, 0.34549, 0.09549, 0.0]),
+        ({"lr_scheduler": "cosine"}, [1.0, 0.90451, 0.65451, 0.34549, 0.09549, 0.0, 0.0]),
     ],
 )
 def test_learning_rates(settings, expected):
-    rates = [learning_rate(step, OptimConfig(lr=1.0, **settings), 6) for step in range(6)]
+    rates = [learning_rate(step, OptimConfig(lr=1.0, **settings), 6) for step in range(7)]
     assert rates == pytest.approx(expected, abs=1e-5)
-
-
-def test_rate_stays_at_its_minimum_after_the_last_step():
-    config = OptimConfig(lr=1.0, lr_scheduler="linear", min_lr_ratio=0.1)
-    assert learning_rate(99, config, 6) == pytest.approx(0.1)

@@ -178,13 +178,11 @@ def test_a_run_that_does_not_fit_is_refused_before_it_starts(settings, tmp_path)
     with pytest.raises(ConfigError) as refused:
         check_train_config(small)
     text = str(refused.value)
-    sums = "the run needs .* GiB on a node: ranks × GiB = 1 × .* (actor, rollout: update of the "
-    assert re.match(f"{re.escape(sums)}".replace(r"\.\*", ".*"), text), text
-    assert (
-        "= 0.5 (processes) + " in text
-        and "the 0.51 GiB there are (trainer.device_memory_gb)" in text
-    )
-    assert f"set {'actor_rollout_ref'}.model.gradient_checkpointing=true (" in text
+    sums = r"the run needs .* GiB on a node: ranks × GiB = 1 × .* \(actor, rollout: update of the "
+    assert re.match(sums, text), text
+    assert "= 0.5 (processes) + " in text
+    assert "the 0.51 GiB there are (trainer.device_memory_gb)" in text
+    assert "set actor_rollout_ref.model.gradient_checkpointing=true (" in text
     assert "max_tokens_per_micro_batch=16384 (" in text
     assert "offload_policy" not in text and not (tmp_path / "run").exists()
     RunMemory(settings("trainer.device_memory_gb=0.51", "trainer.check_memory=false")).check()
@@ -207,15 +205,6 @@ def test_a_rank_that_needs_more_than_its_device_has_is_refused(settings):
     assert text.count(" (acts on ") == 3, text  # changes, with the bytes on which they act
 
 
-def test_what_is_set_is_not_proposed(settings):
-    done = ("actor_rollout_ref.model.gradient_checkpointing=true", f"{ROLLOUT}.micro_batch_size=1")
-    text = refusal(settings("trainer.device_memory_gb=0.501", *done))
-    assert "gradient_checkpointing" not in text and "set actor_rollout_ref.model." not in text
-    # No offload or turns where the host is the device.
-    assert "offload_policy" not in text and "take_turns" not in text, text
-    assert "max_tokens_per_micro_batch=16384 (acts on " in text
-
-
 def write_llama(folder, hidden: int) -> str:
     LlamaConfig(
         vocab_size=96, hidden_size=hidden, intermediate_size=hidden, num_hidden_layers=1,
@@ -236,7 +225,6 @@ def test_remedies_are_those_of_the_pool_that_needs_most(settings, tmp_path):
     text = refusal(config)
     assert "ranks × GiB = 1 × 1.04 (critic: " in text
     assert "set critic.engine.offload_policy=true (" in text
-    assert "set critic.optim.name=adamw_8bit (" in text
     assert "actor_rollout_ref" not in text
 
 

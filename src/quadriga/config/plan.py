@@ -50,30 +50,31 @@ class BatchPlan:
     """The numbers of one training step.
 
     Attributes:
+        config: the settings of the run.
         ranks: ranks of the actor.
-        together: ranks of the actor that compute the same rows.
         total_steps: None if the data size is unknown.
     """
 
-    prompts: int
-    responses_per_prompt: int
+    config: TrainConfig
     ranks: int
-    together: int
-    max_tokens_per_sequence: int
     total_steps: int | None
-    critic_warmup_steps: int
     actor: UpdatePlan
     critic: UpdatePlan
 
     @property
     def sequences(self) -> int:
         """Sequences per step, over all ranks."""
-        return self.prompts * self.responses_per_prompt
+        return self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
 
     @property
     def sequences_per_rank(self) -> int:
         """Sequences per step on one rank, or on each group of ranks that compute the same rows."""
-        return self.sequences // (self.ranks // self.together)
+        return self.sequences // (self.ranks // self._together)
+
+    @property
+    def _together(self) -> int:
+        """Ranks of the actor that compute the same rows."""
+        return self.config.actor_rollout_ref.actor.engine.model_parallel_size
 
     def optimizer_steps(self, total_steps: int) -> tuple[int, int]:
         """Return the optimizer steps of the actor and of the critic in a run of `total_steps`.
@@ -84,7 +85,7 @@ class BatchPlan:
             actor    (10 − 4) × 2 = 12
             critic    10 × 1      = 10
         """
-        actor_updates = max(0, total_steps - self.critic_warmup_steps)
+        actor_updates = max(0, total_steps - self.config.critic.warmup_steps)
         return (
             actor_updates * self.actor.optimizer_steps,
             total_steps * self.critic.optimizer_steps,
@@ -92,19 +93,19 @@ class BatchPlan:
 
     def text(self, *, with_critic: bool = True) -> str:
         """Return the plan as lines of text; each number is shown with its calculation."""
-        ranks = f"{self.ranks} ranks"
-        if self.together > 1:
-            ranks = f"({ranks} / {self.together} that compute the same rows)"
+        data, ranks = self.config.data, f"{self.ranks} ranks"
+        longest = data.max_prompt_length + data.max_response_length
+        if self._together > 1:
+            ranks = f"({ranks} / {self._together} that compute the same rows)"
         lines = [
-            f"prompts per step       {self.prompts}",
-            f"sequences per step     {self.sequences} = {self.prompts} prompts × "
-            f"{self.responses_per_prompt} responses",
+            f"prompts per step       {data.train_batch_size}",
+            f"sequences per step     {self.sequences} = {data.train_batch_size} prompts × "
+            f"{self.config.actor_rollout_ref.rollout.n} responses",
             f"  on each rank         {self.sequences_per_rank} = {self.sequences} / {ranks}",
-            f"  tokens, at most      {self.sequences * self.max_tokens_per_sequence:,} = "
-            f"{self.sequences} × {self.max_tokens_per_sequence}",
+            f"  tokens, at most      {self.sequences * longest:,} = {self.sequences} × {longest}",
         ]
         for update in (self.actor, self.critic) if with_critic else (self.actor,):
-            lines += _update_lines(update, self)
+            lines += _update_lines(update, data.train_batch_size)
         if self.total_steps is not None:
             actor_steps, critic_steps = self.optimizer_steps(self.total_steps)
             of_critic = f" and {critic_steps} of the critic" if with_critic else ""
@@ -132,16 +133,11 @@ def batch_plan(
         train_rows: rows of training data, from which the number of steps is computed if
             `total_training_steps` is not given. The last, smaller batch of an epoch is dropped.
     """
-    data, engine = config.data, config.actor_rollout_ref.actor.engine
     actor_ranks = ranks or num_ranks(config, "actor")
     return BatchPlan(
-        prompts=data.train_batch_size,
-        responses_per_prompt=config.actor_rollout_ref.rollout.n,
-        ranks=actor_ranks,
-        together=engine.model_parallel_size,
-        max_tokens_per_sequence=data.max_prompt_length + data.max_response_length,
-        total_steps=_total_steps(config, train_rows),
-        critic_warmup_steps=config.critic.warmup_steps,
+        config,
+        actor_ranks,
+        _total_steps(config, train_rows),
         actor=_update(config, "actor", actor_ranks),
         critic=_update(config, "critic", ranks or num_ranks(config, "critic")),
     )
@@ -178,7 +174,7 @@ def _total_steps(config: TrainConfig, train_rows: int | None) -> int | None:
     return config.trainer.total_epochs * (train_rows // config.data.train_batch_size)
 
 
-def _update_lines(update: UpdatePlan, plan: BatchPlan) -> list[str]:
+def _update_lines(update: UpdatePlan, prompts: int) -> list[str]:
     limits = [(update.micro_batch, "sequences"), (update.max_tokens, "tokens")]
     limit = " and ".join(f"{most} {of}" for most, of in limits if most is not None)
     bound = "at most " if update.max_tokens is not None else ""
@@ -188,6 +184,6 @@ def _update_lines(update: UpdatePlan, plan: BatchPlan) -> list[str]:
         f"  mini-batch           {update.mini_batch_prompts} prompts = "
         f"{update.mini_batch_sequences} sequences = {update.mini_batch_per_rank} on each rank",
         f"  micro-batches        {micro}",
-        f"  optimizer steps      {update.optimizer_steps} per step = {plan.prompts} / "
+        f"  optimizer steps      {update.optimizer_steps} per step = {prompts} / "
         f"{update.mini_batch_prompts} mini-batches × {update.epochs} epochs",
     ]

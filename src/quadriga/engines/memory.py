@@ -76,15 +76,13 @@ class Rows:
     micro_batch: int | None = None
     entropy: EntropyUse = "unused"
 
-    def batch(self, vocabulary: int) -> dict[str, Tensor]:
-        """Return the fields that a forward pass needs, with prompt + response columns."""
+    def batch(self) -> dict[str, Tensor]:
+        """Return the fields that a forward pass needs, with prompt + response columns.
+
+        Different prompts begin with different numbers, which can be above the vocabulary.
+        """
         ids = torch.zeros(self.count, self.prompt + self.response, dtype=torch.int64)
-        # Different prompts begin with different tokens: the digits of the prompt's number. With 5
-        # words, prompt 7 begins with 2 1, because 7 = 2 + 1 · 5.
-        number = torch.arange(self.count) // self.samples
-        for column in range(min(self.prompt, 4)):
-            ids[:, column] = number % vocabulary
-            number = number // vocabulary
+        ids[:, 0] = torch.arange(self.count) // self.samples
         return {
             fields.INPUT_IDS: ids,
             fields.ATTENTION_MASK: torch.ones_like(ids),
@@ -191,7 +189,7 @@ def pass_memory(
         ranks=ModelRanks.simulated(engine),
     )  # fmt: skip
     tokens = engine.micro_batch_tokens if engine.use_dynamic_bsz else None
-    batch = rows.for_micro_batches(tokens).batch(module.config.get_text_config().vocab_size)
+    batch = rows.for_micro_batches(tokens).batch()
     micro_batches = plan_micro_batches(
         batch, size=rows.micro_batch, max_tokens=tokens, share_prompts=model.packed, stages=stages
     )

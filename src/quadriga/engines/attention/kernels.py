@@ -215,21 +215,6 @@ class AttentionCall:
     sinks: bool = False
     part: bool = False
 
-    @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, *, part: bool) -> AttentionCall:
-        """Describe the call with these arguments ([N, H, D] three times)."""
-        return AttentionCall(
-            dtype=q.dtype,
-            heads=q.shape[1],
-            key_heads=k.shape[1],
-            size=q.shape[-1],
-            value_size=v.shape[-1],
-            mask="causal" if scoring.mask is None else scoring.mask.kind,
-            softcap=scoring.softcap is not None,
-            sinks=scoring.sinks is not None,
-            part=part,
-        )
-
 
 KernelOf = Callable[[AttentionCall], Kernel]
 
@@ -679,7 +664,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rows: AttentionRows, scoring: Scorin
 
     With c ranks of context parallelism, the queries are those of `rows.queries`.
     """
-    kernel = rows.kernel_of(AttentionCall.of(q, k, v, scoring, part=rows.queries is not None))
+    kernel = rows.kernel_of(
+        AttentionCall(
+            dtype=q.dtype,
+            heads=q.shape[1],
+            key_heads=k.shape[1],
+            size=q.shape[-1],
+            value_size=v.shape[-1],
+            mask="causal" if scoring.mask is None else scoring.mask.kind,
+            softcap=scoring.softcap is not None,
+            sinks=scoring.sinks is not None,
+            part=rows.queries is not None,
+        )
+    )
     if kernel == "flex":
         query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
         return attend_tokens(query, key, value, rows.ranges, scoring)
