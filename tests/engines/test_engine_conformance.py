@@ -42,25 +42,15 @@ NIGHTLY = [
     megatron("window tp2 sp cp2", "mistral", **SPLIT_TOKENS, **CONTEXT),
     megatron("cp4 recomputed", context_parallel_size=4, recompute=True),
     megatron("tp2 cp2 tied", "qwen2 tied", **TENSOR, **CONTEXT),
-    megatron(
-        "cp2 pp2 interleaved",
-        "qwen2 tied deep",
-        **CONTEXT,
-        **INTERLEAVED,
-        updates=POLICY_UPDATES,
-    ),
+    megatron("cp2 pp2 interleaved", "qwen2 tied deep", **CONTEXT, **INTERLEAVED,
+             updates=POLICY_UPDATES),
     megatron("cp2 dp2", **CONTEXT, updates=POLICY_UPDATES),
     megatron("tp2 sp dp2", **SPLIT_TOKENS, updates=POLICY_UPDATES),
     megatron("values cp2 dp2", head="value", **CONTEXT, updates=VALUE_UPDATES),
     megatron("cp2 dp2 ep2", "qwen3_moe", **CONTEXT, **EXPERTS),
     megatron("cp2 dp2 ep4", "mixtral", **CONTEXT, expert_parallel_size=4),
-    megatron(
-        "tp2 sp cp2 whole experts ep4",
-        "mixtral",
-        **WHOLE_EXPERTS,
-        **CONTEXT,
-        expert_parallel_size=4,
-    ),
+    megatron("tp2 sp cp2 whole experts ep4", "mixtral", **WHOLE_EXPERTS, **CONTEXT,
+             expert_parallel_size=4),
     megatron("scores tp2 cp2 offloaded", head="score", **TENSOR, **CONTEXT, **OFFLOAD),
     megatron("tp2 pp2 tied", "qwen2 tied", **TENSOR, **STAGES, updates=POLICY_UPDATES),
     megatron("ep2 dp2", "qwen3_moe", **EXPERTS),
@@ -77,7 +67,7 @@ NIGHTLY = [
     megatron("mixtral pp2 ep2", "mixtral", **STAGES, **EXPERTS),
     megatron("values tp2 sp pp2", head="value", **SPLIT_TOKENS, **STAGES, updates=VALUE_UPDATES),
     megatron("score pp2", head="score", **STAGES),
-]
+]  # fmt: skip
 BF16 = megatron("bf16 tp2 pp2", dtype="bfloat16", **TENSOR, **STAGES, **OFFLOAD)
 
 

@@ -84,10 +84,10 @@ def evaluation(tiny_task, tmp_path, *more: str) -> list[str]:
             "trainer.backend=local", f"output={tmp_path / 'eval'}", *more]  # fmt: skip
 
 
-def widen(model: Path, *, special: bool) -> int:
+def widen(model: Path) -> int:
     """Add a token to the tokenizer of a folder, and return its id: one beyond the embedding."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.add_tokens(["<beyond>"], special_tokens=special)
+    tokenizer.add_tokens(["<beyond>"], special_tokens=False)
     tokenizer.save_pretrained(model)
     rows = AutoConfig.from_pretrained(model).vocab_size
     beyond = tokenizer.convert_tokens_to_ids("<beyond>")
@@ -209,7 +209,7 @@ def test_a_token_budget_below_the_longest_demonstration_is_refused(
 def test_a_vocabulary_larger_than_the_embedding_is_refused_by_every_command(
     refused, train_overrides, tiny_task, model, tmp_path
 ) -> None:
-    beyond = widen(model, special=False)
+    beyond = widen(model)
     said = f"'<beyond>' of the tokenizer has the id {beyond}, but the embedding of the model in"
     arithmetic = f"has {beyond} rows for the ids 0 to {beyond - 1}"
     for line in (
@@ -241,7 +241,7 @@ def test_the_inputs_of_the_reward_model_are_checked(tiny_task, model, longest) -
     )
     with pytest.raises(ModelError, match=rf"computes at most {longest + 12}"):
         _ingredients(tiny_task, *enabled)
-    widen(model, special=False)
+    widen(model)
     with pytest.raises(ModelError, match="'<beyond>' of the tokenizer has the id"):
         _ingredients(tiny_task, *enabled)  # encoded again, so its window is not compared
 
