@@ -48,6 +48,7 @@ from quadriga.protocol.storage import (
 from quadriga.protocol.values import (
     CARRIER_OF_SIZE,
     NUMPY_KNOWS,
+    POOLED_BYTES,
     FieldSpec,
     Kind,
     LocalValue,
@@ -96,7 +97,10 @@ def _empty(dtype: str, shape: tuple[int, ...]) -> tuple[Tensor, Array]:
     wanted: torch.dtype = getattr(torch, dtype)
     known = wanted in NUMPY_KNOWS
     stored = wanted if known else CARRIER_OF_SIZE[wanted.itemsize]
-    tensor = pooled_empty(shape, stored)
+    small = math.prod(shape) * stored.itemsize < POOLED_BYTES
+    tensor = (
+        torch.empty(shape, dtype=stored, device="cpu") if small else pooled_empty(shape, stored)
+    )
     return (tensor if known else tensor.view(wanted)), tensor.numpy()
 
 

@@ -162,10 +162,8 @@ _pool = Pool()
 
 
 def pooled_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return an uninitialised CPU tensor; a large one uses a buffer of the pool."""
+    """Return an uninitialised CPU tensor over a buffer of the pool."""
     nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < POOLED_BYTES:
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     flat = torch.from_numpy(_pool.acquire(nbytes)[:nbytes])
     return flat.view(dtype).view(tuple(shape))
 
