@@ -205,6 +205,32 @@ def test_a_rank_that_needs_more_than_its_device_has_is_refused(settings):
     assert text.count(" (acts on ") == 3, text  # changes, with the bytes on which they act
 
 
+def test_changes_that_do_nothing_are_not_proposed(pools):
+    def remedies(*more, device="cuda", pool=0):
+        return "; ".join(pools(*RANKS, *more, device=device)[pool].remedies())
+
+    checkpointed = "actor_rollout_ref.model.gradient_checkpointing=true"
+    lower = f"lower {ENGINE}.max_tokens_per_micro_batch=16384"
+    offload = f"set {ENGINE}.offload_policy=true"
+    assert "gradient_checkpointing" in remedies() and "checkpointing" not in remedies(checkpointed)
+    # No offload or turns where the host is the device.
+    found = remedies(device="cpu")
+    assert lower in found and "offload" not in found and "take_turns" not in found
+    # Adapters that are off are the reference, which has the settings of the actor.
+    found = remedies(
+        "actor_rollout_ref.model.lora.rank=2", "actor_rollout_ref.actor.use_kl_loss=true"
+    )
+    assert lower in found and offload in found
+    assert offload not in remedies(f"{ENGINE}.offload_policy=true")
+    by_rows = f"{ENGINE}.use_dynamic_bsz=false"
+    assert f"set {by_rows.replace('false', 'true')} and {lower}" in remedies(by_rows)
+    assert "lower" not in remedies(
+        by_rows, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
+    )
+    rows = f"{ROLLOUT}.micro_batch_size"
+    assert remedies(f"{rows}=2", pool=1) == f"lower {rows}=2" and not remedies(f"{rows}=1", pool=1)
+
+
 def write_llama(folder, hidden: int) -> str:
     LlamaConfig(
         vocab_size=96, hidden_size=hidden, intermediate_size=hidden, num_hidden_layers=1,

@@ -232,16 +232,18 @@ def fsdp_memory(model: ModelConfig, engine: EngineConfig, use: TrainingUse) -> E
     units = _Units(module, engine, use)
     held, host, missing = units.held(), 0, ""
     adds: dict[str, Bytes] = {}
+    rows: dict[str, int] = {}
     if use.update is not None:
         found = count_pass(
             module, engine, use, use.update, backward=True, gradients_exist=bool(units.layers)
         )
         adds, missing = {"backward": units.backward(found), "step": units.step()}, found.problem
+        rows["backward"] = found.rows
     if use.evaluate is not None:
         found = count_pass(module, engine, use, use.evaluate, backward=False)
         gathered = units.gathered(engine.reshard_after_forward)
         adds["evaluate"] = {"gathered parameters": gathered, "activations": units.forward(found)}
-        missing = missing or found.problem
+        missing, rows["evaluate"] = missing or found.problem, found.rows
     if units.hosted:
         host, held = sum(held.values()) + units.shard_bytes(_trained(units.all)), {}
     whole = whole_load_reason(model, use.head, use.update is not None)
@@ -250,6 +252,7 @@ def fsdp_memory(model: ModelConfig, engine: EngineConfig, use: TrainingUse) -> E
         adds=adds,
         host=host,
         missing=missing,
+        rows=rows,
         loading=4 * sum(weights.values()) if whole else 0,
         weights=weights,
         largest_weight=largest_weight,

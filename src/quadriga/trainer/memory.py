@@ -157,25 +157,30 @@ class PoolMemory:
         """Return changes of settings, with the bytes of the largest phase on which they act."""
         phase, held = self.largest[0], self.phases[self.largest[0]]
         found: Counter[str] = Counter()
-        for role, of_role in self.settings.items():
+        for role, memory in self.engines.items():
+            of_role = self.settings[role]
             engine, key = of_role.engine, of_role.key
             activations, parameters, gradients, states = (
                 held.get(f"{role} {what}", 0)
                 for what in ("activations", "parameters", "gradients", _STATES)
             )
-            if phase == f"update of the {role}" and not of_role.model.gradient_checkpointing:
+            updates = phase == f"update of the {role}"
+            if updates and not of_role.model.gradient_checkpointing:
                 found[f"set {of_role.model_key}.gradient_checkpointing=true"] = activations
             fewer = f"lower {key}.max_tokens_per_micro_batch={engine.max_tokens_per_micro_batch}"
             if not engine.use_dynamic_bsz:
-                fewer = f"set {key}.use_dynamic_bsz=true"
-            found[fewer] = activations
-            if self._on_accelerator and "offload_policy" in kind_of(engine).reads:
+                fewer = f"set {key}.use_dynamic_bsz=true and {fewer}"
+            several = memory.rows.get("backward" if updates else "evaluate", 0) > 1
+            found[fewer] = activations if several else 0
+            hosts = self._on_accelerator and "offload_policy" in kind_of(engine).reads
+            if hosts and not engine.offload_policy:
                 found[f"set {key}.offload_policy=true"] = parameters + gradients + states
         if self.generation is not None and self.rollout_key:
             rows_at_once = ("micro_batch_size", self.rollout.micro_batch_size)
             name, value = self.generation.limit or rows_at_once
             rows = sum(held.get(f"{ROLLOUT} {what}", 0) for what in ("KV cache", "buffers"))
-            found[f"lower {self.rollout_key}.{name}={value:g}"] = rows
+            lowers = self.generation.limit or value > 1
+            found[f"lower {self.rollout_key}.{name}={value:g}"] = rows if lowers else 0
             if self._on_accelerator and ACTOR in self.engines and not self.rollout.take_turns:
                 away = (ACTOR, REF) if phase == "generation" else (ROLLOUT,)
                 released = sum(size for what, size in held.items() if what.startswith(away))

@@ -80,6 +80,7 @@ def stage_memories(
                 for name, (found, rows) in counted.items()
             },
             missing=next((found.problem for found, _ in counted.values()), ""),
+            rows={name: found.rows for name, (found, _) in counted.items()},
             weights={None: sum(counts)},  # the rollout is sent other tensors
             largest_weight=max(counts),
         )
