@@ -72,7 +72,7 @@ class Replica:
     """One replica.
 
     Attributes:
-        number: from 0, for messages and for the router. A replica that is started again keeps it.
+        number: from 0, for messages. A replica that is started again keeps it.
         group: its ranks.
         loss: why it is lost; None: it works.
         starts: how often it was started.
