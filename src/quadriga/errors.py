@@ -132,7 +132,7 @@ def unknown_name(
     known = list(known)
     nearest = nearest_name(str(name), known)
     hint = f"; did you mean {nearest!r}?" if nearest else ""
-    text = f"there is no {kind} {name!r}; known: {', '.join(known)}{hint}{remedy}"
+    text = f"there is no {kind} {name!r}; known: {', '.join(known) or 'none'}{hint}{remedy}"
     return UnknownNameError(text, name=name, known=known, nearest=nearest)
 
 

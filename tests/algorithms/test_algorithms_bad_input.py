@@ -220,6 +220,8 @@ def test_a_missing_input_of_a_loss_is_named() -> None:
         losses("decoupled_ppo", rollout_log_prob_BT=None)
     with pytest.raises(AlgorithmError, match=r"needs `selected_BT`.*once over the whole batch"):
         losses("kl_cov", selected_BT=None)
+    with pytest.raises(AlgorithmError, match=r"needs `old_log_prob_BT`, .*\. Pass it, or choose"):
+        losses("kl_cov", old_log_prob_BT=None)
 
 
 def test_unknown_names_and_settings_raise_with_the_nearest_name() -> None:

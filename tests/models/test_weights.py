@@ -230,6 +230,7 @@ def test_one_tensor_of_each_expert():
     assert joined_tensor(ONE, {"down": down}, (2, 5, 2)).parts == tuple(down)
     assert joined_tensor(ONE, {"down": down}, (2, 2, 5)) is None
     assert joined_tensor(ONE, {"down": down}, (3, 5, 2)) is None
+    assert joined_tensor(ONE, {"down": [stored(5), stored(5)]}, (2,)) is None
 
 
 @pytest.mark.parametrize("box", [((0, 2), (0, 5), (0, 3)), ((1, 2), (1, 4), (0, 3)),

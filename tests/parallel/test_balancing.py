@@ -66,6 +66,10 @@ def test_first_partitions_and_exchanges_by_hand() -> None:
     table = np.array([[4, 1, 3], [0, 2, -1]])
     exchange_items(lengths, table)
     assert padded[table].sum(1).tolist() == [15, 15]
+    # The partition of the 40 needs the 1 of another heavy one.
+    lengths = np.array([40.0, 11, 10, 9, 8, 8, 8, 7, 5, 5, 5, 5, 4, 4, 3, 2, 1, 1])
+    partitions = get_seqlen_balanced_partitions(lengths, 6, equal_size=True)
+    assert max(lengths[partition].sum() for partition in partitions) == 42
     six = np.array([9.0, 8, 7, 6, 5, 4])
     assert six[alternating_blocks(six, 3)].tolist() == [[9, 4], [8, 5], [7, 6]]
 

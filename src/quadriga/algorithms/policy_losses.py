@@ -277,7 +277,8 @@ def compute_policy_loss(
         "entropy_BT": entropy_BT,
         "selected_BT": selected_BT,
     }
-    remedies = (SELECT_FIRST,) if "selected_BT" in entry.needs else ()
+    unselected = selected_BT is None and "selected_BT" in entry.needs
+    remedies = (SELECT_FIRST,) if unselected else ()
     inputs = registry.needed_inputs(f"The policy loss `{name}`", entry.needs, given, *remedies)
     inputs.pop("selected_BT", None)
     mask = _checked_mask(response_mask_BT, {**inputs, "log_prob_BT": log_prob_BT}, validate)

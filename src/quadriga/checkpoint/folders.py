@@ -48,6 +48,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -246,6 +247,7 @@ FORMAT = 3
 _STEP_FOLDER = re.compile(r"global_step_(\d+)(\..*)?")
 _VERIFIED: dict[Path, list[tuple[int, int, int]]] = {}
 """Folder → identity and times of its files when they were last compared with their digests."""
+_SETTLED_S = 2.0  # the coarsest resolution of the times of a file system
 _READERS = 8  # files that are read at the same time; SHA-256 runs without Python's lock
 
 
@@ -295,7 +297,8 @@ def verify_checkpoint(folder: str | Path) -> JsonObject:
     files = _files(_read(folder))
     stats = [(folder / name).stat() for name in (MARKER, *(file.name for file in files))]
     stamps = [(stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats]
-    if _VERIFIED.get(folder) == stamps:
+    settled = time.time_ns() - max(stat.st_ctime_ns for stat in stats) > _SETTLED_S * 10**9
+    if settled and _VERIFIED.get(folder) == stamps:
         return info
     with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
         digests = pool.map(lambda file: digest_file(folder / file.name), files)
@@ -306,7 +309,8 @@ def verify_checkpoint(folder: str | Path) -> JsonObject:
                     f"has {file.size} bytes as expected, but other content than was written "
                     f"(SHA-256 {digest[:12]}…, expected {file.digest[:12]}…)",
                 )
-    _VERIFIED[folder] = stamps
+    if settled:
+        _VERIFIED[folder] = stamps
     return info
 
 

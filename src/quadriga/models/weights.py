@@ -163,7 +163,7 @@ def joined_tensor(
         return None
     if any(not t.shape or t.shape[1:] != shape[2:] for t in parts):
         return None
-    fits = all(sum(t.shape[0] for t in of_expert) == shape[1] for of_expert in experts)
+    fits = all((sum(t.shape[0] for t in of_expert),) == shape[1:2] for of_expert in experts)
     return JoinedTensor(shape, parts) if fits else None
 
 

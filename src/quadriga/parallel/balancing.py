@@ -80,7 +80,7 @@ def exchange_items(lengths: Lengths, table: Table) -> None:
 
     The heavier half of the partitions is paired with the lighter half. An item may also be
     exchanged for a gap (-1), which moves it. If the heaviest partition gains nothing in its pair,
-    the next round pairs the halves in another way.
+    it is tried against every other one. If that fails too, no single exchange makes it lighter.
     """
     # Lengths 8 7 6 5 4 in two partitions, heavy 4 7 5 = 16 and light 8 6 = 14 (a gap counts 0).
     # Half the difference of the sums is 1. Giving a for b changes it to |a − b − 1|, so the best
@@ -94,19 +94,23 @@ def exchange_items(lengths: Lengths, table: Table) -> None:
     sums = items.sum(1)
     pairs = len(sums) // 2
     tolerated = _TOLERANCE * float(sums.mean())
-    shift = 0  # of the lighter half
     for round_number in range(_MAX_ROUNDS):
         order = np.argsort(sums, kind="stable")
         spread = sums[order[-1]] - sums[order[0]]
         if pairs == 0 or spread <= 0:
             return
         columns = _columns(table.shape[1], round_number)
-        heavy, light = order[::-1][:pairs], np.roll(order[:pairs], shift)
+        heavy, light = order[::-1][:pairs], order[:pairs]
         given, taken, better = _best_exchanges(items, sums, heavy, light, columns)
-        _apply(items, sums, table, heavy[better], given[better], light[better], taken[better])
-        shift = 0 if better[0] else shift + 1
-        if shift == pairs or (shift and spread <= tolerated):
+        if not better[0] and spread > tolerated:
+            heavy, light = np.full(len(order) - 1, order[-1]), order[:-1]
+            given, taken, better = _best_exchanges(items, sums, heavy, light, columns)
+            moved = items[heavy, given] - items[light, taken]
+            larger = np.where(better, np.maximum(sums[heavy] - moved, sums[light] + moved), np.inf)
+            better &= np.arange(len(light)) == larger.argmin()
+        if not better.any():
             return
+        _apply(items, sums, table, heavy[better], given[better], light[better], taken[better])
 
 
 def _best_exchanges(
