@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING
 
-from quadriga.errors import ConfigError, UnknownNameError, nearest_name
+from quadriga.errors import ConfigError, unknown_name
 from quadriga.lazy import imported
 
 if TYPE_CHECKING:
@@ -40,14 +40,7 @@ def get_backend(name: str, **options: object) -> Backend:
         ConfigError: the backend has no such option.
     """
     if name not in BACKENDS:
-        near = nearest_name(name, BACKENDS)
-        hint = f" Did you mean {near!r}?" if near else ""
-        raise UnknownNameError(
-            f"No backend {name!r}.{hint} Known: {', '.join(BACKENDS)}.",
-            name=name,
-            known=list(BACKENDS),
-            nearest=near,
-        )
+        raise unknown_name("backend", name, BACKENDS)
     factory: Callable[..., Backend] = imported(BACKENDS[name])
     signature = inspect.signature(factory)
     try:

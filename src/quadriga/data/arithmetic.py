@@ -162,9 +162,8 @@ def make_parts(
                 repeats = 0
             elif (repeats := repeats + 1) > _MAX_REPEATS:
                 raise DataError(
-                    f"split {name!r} needs {size} problems, but only {len(made)} were found that "
-                    f"are in no other split ({len(seen)} in all splits); increase max_number or "
-                    "max_steps, or reduce the sizes"
+                    f"split {name!r} needs {size} problems, but only {len(made)} are in no other "
+                    f"split ({len(seen)} in all); increase max_number or max_steps, or reduce sizes"
                 )
         parts[name] = made
     return parts

@@ -7,10 +7,9 @@ response to one prompt.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 import numpy as np
 import torch
@@ -55,7 +54,7 @@ class ConversationLengths:
     share: float
 
 
-@dataclass(repr=False, eq=False)
+@dataclass(repr=False, eq=False, kw_only=True)
 class SFTDataset(EncodedDataset[SFTItem]):
     """Rows of data files as `SFTItem`s: conversations, with a mask of the assistant's tokens.
 
@@ -82,16 +81,10 @@ class SFTDataset(EncodedDataset[SFTItem]):
 
     NOUN = "rows"
 
-    files: Sequence[str | Path]
-    tokenizer: PreTrainedTokenizerBase
-    _: KW_ONLY
-    prompt_key: str = "prompt"
     response_key: str = "extra_info.answer"
     messages_key: str | None = None
     loss_turns: Literal["all", "last"] = "all"
     max_length: int | None = None
-    chat_template_kwargs: TemplateArguments = field(default_factory=dict)
-    cache_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
         self.pad_token_id: int = self.tokenizer.pad_token_id
@@ -211,11 +204,6 @@ class Conversation:
         return self.ids[self.trained.index(1) :]
 
 
-class _Part(NamedTuple):
-    text: str
-    by_assistant: bool
-
-
 def encode_turns(
     tokenizer: PreTrainedTokenizerBase,
     chats: Sequence[Chat],
@@ -249,10 +237,10 @@ def encode_turns(
     for number, (chat, ends) in enumerate(zip(chats, turns, strict=True), start=first):
         of_chat = [next(texts) for _ in ends]
         parts.append(_parts(of_chat, chat[ends[-1]]["content"], tokenizer, number))
-    flat = [part.text for of_chat in parts for part in of_chat]
+    flat = [part for of_chat in parts for part in of_chat]
     ids = iter(tokenizer(flat, add_special_tokens=False)["input_ids"] if flat else [])
     special = _special_tokens(tokenizer)
-    return [_joined(of_chat, [next(ids) for _ in of_chat], special, tokenizer) for of_chat in parts]
+    return [_joined([next(ids) for _ in of_chat], special, tokenizer) for of_chat in parts]
 
 
 def turn_end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -280,8 +268,9 @@ def assistant_turns(chat: Chat, last_only: bool = False) -> list[int]:
 
 def _parts(
     texts: Sequence[tuple[str, str]], answer: str, tokenizer: PreTrainedTokenizerBase, number: int
-) -> list[_Part]:
-    """Return the text of a chat, cut at the borders of what the assistant writes.
+) -> list[str]:
+    """Return the text of a chat, cut at the borders of what the assistant writes: every second part
+    is written by it.
 
     Args:
         texts: for each trained turn, the texts before it and up to it.
@@ -291,8 +280,9 @@ def _parts(
     if len(texts) == 1 and not up_to.startswith(before):
         # The beginning of a response opens a thought (`<think>`), which the text up to the answer
         # does not have. The answer follows what generation would give to the model.
-        return [_Part(before, False), _Part(_answer_to_end(answer, before, up_to), True)]
-    parts, end = [], 0
+        return [before, _answer_to_end(answer, before, up_to)]
+    parts: list[str] = []
+    end = 0
     for before, turn in texts:
         if not (up_to.startswith(turn) and turn.startswith(before) and len(before) >= end):
             name = str(tokenizer.name_or_path)
@@ -303,7 +293,7 @@ def _parts(
                 "each conversation",
                 path=name,
             )
-        parts += [_Part(turn[end : len(before)], False), _Part(turn[len(before) :], True)]
+        parts += [turn[end : len(before)], turn[len(before) :]]
         end = len(turn)
     return parts
 
@@ -327,22 +317,21 @@ def _answer_to_end(answer: str, before: str, up_to: str) -> str:
 
 
 def _joined(
-    parts: Sequence[_Part],
-    ids: Sequence[list[int]],
-    special: Collection[int],
-    tokenizer: PreTrainedTokenizerBase,
+    parts: Sequence[list[int]], special: Collection[int], tokenizer: PreTrainedTokenizerBase
 ) -> Conversation:
-    """Join the parts of a chat. A last turn without an end token gets the tokenizer's."""
+    """Join the token ids of the parts of a chat. A last turn without an end token gets the
+    tokenizer's."""
     joined: list[int] = []
     trained: list[int] = []
-    for part, tokens in zip(parts, ids, strict=True):
-        end = _end_of_turn(tokens, special, tokenizer) if part.by_assistant else None
+    for number, tokens in enumerate(parts, start=1):
+        by_assistant = number % 2 == 0
+        end = _end_of_turn(tokens, special, tokenizer) if by_assistant else None
         size = len(tokens) if end is None else end + 1
-        last = part is parts[-1]
+        last = number == len(parts)
         if last:  # what the template writes after the last end token is left out
             tokens = tokens[:size]
         joined += tokens
-        trained += [int(part.by_assistant and i < size) for i in range(len(tokens))]
+        trained += [int(by_assistant and i < size) for i in range(len(tokens))]
         if last and end is None:
             joined.append(int(tokenizer.eos_token_id))
             trained.append(1)
@@ -393,7 +382,7 @@ class PairLengths:
     own: int
 
 
-@dataclass(repr=False, eq=False)
+@dataclass(repr=False, eq=False, kw_only=True)
 class PairDataset(EncodedDataset[PairItem]):
     """Rows of data files as pairs. See `RMDataConfig` for the columns.
 
@@ -415,17 +404,11 @@ class PairDataset(EncodedDataset[PairItem]):
     rows_per_item = 2
     """Rows of a batch for each pair."""
 
-    files: Sequence[str | Path]
-    tokenizer: PreTrainedTokenizerBase
-    _: KW_ONLY
     pad_token_id: int
-    prompt_key: str = "prompt"
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
     margin_key: str | None = None
     max_length: int | None = None
-    chat_template_kwargs: TemplateArguments = field(default_factory=dict)
-    cache_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
         self.load(self.files, self.max_length, "max_length")

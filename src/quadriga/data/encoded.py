@@ -91,10 +91,16 @@ class _Part:
         return rows_of_columns(batch.select(own), self.path, numbers)
 
 
+@dataclass(repr=False, eq=False)
 class EncodedDataset(Generic[ItemT]):
     """Rows of data files as items: the common part of prompts, conversations and pairs.
 
     A subclass is a dataclass, whose fields are all that its rows depend on beside the files.
+
+    Args:
+        prompt_key: column of the prompts.
+        chat_template_kwargs: arguments of the chat template, such as `enable_thinking`.
+        cache_dir: folder in which the token ids of large files are kept; None: all are in memory.
 
     Attributes:
         filtered: number of rows left out because they are too long.
@@ -105,9 +111,12 @@ class EncodedDataset(Generic[ItemT]):
     NOUN: ClassVar[str]
     KEEPS_ROWS: ClassVar[bool] = False  # whether items need the rows of the file
 
+    files: Sequence[str | Path | Row]
     tokenizer: PreTrainedTokenizerBase
-    chat_template_kwargs: TemplateArguments
-    cache_dir: str | Path | None
+    _: KW_ONLY
+    prompt_key: str = "prompt"
+    chat_template_kwargs: TemplateArguments = field(default_factory=dict)
+    cache_dir: str | Path | None = None
 
     @classmethod
     def from_settings(
@@ -118,11 +127,9 @@ class EncodedDataset(Generic[ItemT]):
         **more: Any,  # fields that the settings do not have
     ) -> Self:
         """Return the dataset of files, with each field that settings have under its name."""
-        made: Any = cls
-        names = [f.name for f in fields_of(made) if hasattr(settings, f.name)]
-        own = {name: getattr(settings, name) for name in names}
-        dataset: Self = made(**{**own, **more, "files": files, "tokenizer": tokenizer})
-        return dataset
+        names = [f.name for f in fields_of(cls) if hasattr(settings, f.name)]
+        own: dict[str, Any] = {name: getattr(settings, name) for name in names}
+        return cls(**{**own, **more, "files": files, "tokenizer": tokenizer})
 
     def encode(self, rows: Sequence[Row]) -> Sequence[EncodedRow | None]:
         """Return each row encoded; None for one that is left out."""
@@ -134,7 +141,7 @@ class EncodedDataset(Generic[ItemT]):
 
     def settings(self, path: Path) -> str:
         """Return what the encoded rows of a file depend on beside its content and the tokenizer."""
-        own = {f.name: getattr(self, f.name) for f in fields_of(self)}  # type: ignore[arg-type]
+        own = {f.name: getattr(self, f.name) for f in fields_of(self)}
         for name in ("files", "tokenizer", "cache_dir"):
             own.pop(name)
         return json.dumps(own, sort_keys=True, default=_plain)
@@ -331,7 +338,7 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-@dataclass(repr=False, eq=False)
+@dataclass(repr=False, eq=False, kw_only=True)
 class PromptDataset(EncodedDataset[PromptItem]):
     """The prompts of parquet or JSON-lines files, as `PromptItem`s.
 
@@ -359,16 +366,10 @@ class PromptDataset(EncodedDataset[PromptItem]):
     NOUN = "prompts"
     KEEPS_ROWS = True
 
-    files: Sequence[str | Path | Row]
-    tokenizer: PreTrainedTokenizerBase
-    _: KW_ONLY
-    prompt_key: str = "prompt"
     max_prompt_length: int | None = None
     filter_overlong_prompts: bool = True
-    chat_template_kwargs: TemplateArguments = field(default_factory=dict)
     image_key: str | None = "images"
     images: ImageRules | None = None
-    cache_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
         self.same_width = False

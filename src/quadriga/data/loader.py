@@ -172,9 +172,8 @@ class PromptLoader:
         for key in ("rows", "batch_size", "seed", "weights"):
             if saved.get(key) != own[key]:
                 raise CheckpointError(
-                    f"the position in the data was saved with {key}={saved.get(key)}, but this run "
-                    f"has {key}={own[key]}; resume with the same data and settings, or start a new "
-                    "run"
+                    f"the position in the data was saved with {key}={saved.get(key)}, this run has "
+                    f"{key}={own[key]}; resume with the same data and settings, or start a new run"
                 )
         if (state.get("sampler") is None) != (self.sampler is None):
             which = "without" if self.sampler is not None else "with"
@@ -365,13 +364,7 @@ def collate_prompts(
     return DataProto.from_dict(tensors, arrays)
 
 
-def collate_answers(
-    items: Sequence[SFTItem],
-    *,
-    pad_token_id: int,
-    prompt_length: int | None = None,
-    response_length: int | None = None,
-) -> DataProto:
+def collate_answers(items: Sequence[SFTItem], *, pad_token_id: int) -> DataProto:
     """Return a batch of conversations, with the columns that a rollout produces.
 
     `prompts` [B, P] are padded on the left, `responses` and `response_mask` [B, R] on the right.
@@ -386,10 +379,8 @@ def collate_answers(
     prompts = [item["prompt_ids"] for item in items]
     answers = [item["response_ids"] for item in items]
     masks = [item["response_mask"] for item in items]
-    prompt_ids, prompt_mask = pad_rows(
-        prompts, pad_token_id, prompt_length or max(map(len, prompts)), "left"
-    )
-    length = response_length or max(map(len, answers))
+    prompt_ids, prompt_mask = pad_rows(prompts, pad_token_id, max(map(len, prompts)), "left")
+    length = max(map(len, answers))
     response_ids, present = pad_rows(answers, pad_token_id, length, "right")
     response_mask, _ = pad_rows(masks, 0, length, "right")
     attention_mask = torch.cat([prompt_mask, present], dim=1)

@@ -26,7 +26,7 @@ from quadriga.protocol.contents import (
     TensorHalf,
     Tensors,
 )
-from quadriga.protocol.message import Message, pack_for_pickle, unpack
+from quadriga.protocol.message import Message, message_of, unpack
 from quadriga.protocol.storage import Array, RowSelection, chunk_bounds
 from quadriga.protocol.values import (
     LocalValue,
@@ -35,8 +35,6 @@ from quadriga.protocol.values import (
     from_index,
     from_slice,
     object_array,
-    padded,
-    repeated,
     row_number,
     tensors_of,
 )
@@ -137,11 +135,42 @@ class DataProto:
     ) -> Self:
         """Return a batch of a `TensorDict`. A `NonTensorStack` becomes an array, a `NonTensorData`
         becomes an entry of `meta_info`."""
-        return cls(*split_tensordict(tensor_dict, meta_info, num_batch_dims))
+        meta = dict(meta_info or {})
+        if tensor_dict is None:
+            return cls(None, {}, meta)
+        tensors: dict[str, Tensors] = {}
+        arrays: ArrayHalf = {}
+        for key, value in tensors_of(tensor_dict).items():
+            if isinstance(value, NonTensorStack):
+                arrays[key] = object_array(value.tolist())
+            elif isinstance(value, NonTensorData):
+                meta[key] = value.data
+            else:
+                tensors[key] = value
+        batch, _ = check_dicts(tensors, {}, num_batch_dims)
+        if batch is None and not arrays and tensor_dict.batch_size:
+            batch = TensorDict({}, batch_size=tensor_dict.batch_size[:num_batch_dims])
+        return cls(batch, arrays, meta)
 
     def to_tensordict(self) -> TensorDict:
-        """Return the inverse of `from_tensordict`. Fetches every field."""
-        return join_tensordict(self.contents)
+        """Return one `TensorDict`, with arrays as `NonTensorStack` and settings as `NonTensorData`.
+
+        The inverse of `from_tensordict`. Fetches every field. Raises `FieldError` when two of them
+        have the same name.
+        """
+        fields: dict[str, object] = {} if self.batch is None else dict(self.batch.items())
+        size = [len(self)] if self.batch is None else list(self.batch.batch_size)
+        arrays = {
+            key: NonTensorStack(*map(NonTensorData, array))
+            for key, array in self.non_tensor_batch.items()
+        }
+        meta = {key: NonTensorData(v, batch_size=size) for key, v in self.meta_info.items()}
+        for half in (arrays, meta):
+            if taken := sorted(half.keys() & fields.keys()):
+                text = f"'{taken[0]}' names two fields of different kinds; a TensorDict has one"
+                raise FieldError(f"{text} name space", field=taken[0])
+            fields |= half
+        return TensorDict(fields, batch_size=size)
 
     def check_consistency(self) -> None:
         """Raise `LengthError` or `FieldError` unless all fields have one length and known types."""
@@ -220,7 +249,14 @@ class DataProto:
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | torch.Tensor | np.ndarray) -> Self:
         """Repeat row `i` `repeat_times[i]` times. Raises `LengthError` unless every row has one."""
-        return self.take_rows(repeated(repeat_times, len(self)))
+        counts: Any = np.asarray(repeat_times)
+        if counts.ndim != 1 or (counts.size and counts.dtype.kind not in "iu"):
+            raise FieldError(f"repeat_times: expected one integer per row, got {repeat_times!r}")
+        if len(counts) != len(self) or (counts < 0).any():
+            wanted = f"{len(self)} counts of 0 or more, one for each row"
+            raise LengthError(f"repeat_times: expected {wanted}, got {counts}")
+        rows = np.arange(len(self), dtype=np.int64)
+        return self.take_rows(np.repeat(rows, counts.astype(np.int64)))
 
     def chunk(self, chunks: int) -> list[Self]:
         """Split into `chunks` parts of equal length, in order.
@@ -307,8 +343,20 @@ class DataProto:
         ...]; a jagged field row by row), all others are repeated. Raises `FieldError` and
         `LengthError` naming the key.
         """
-        unfolded = _unfold_column_chunks(self.contents, n_split, split_keys or [])
-        return self.with_contents(*unfolded)
+        if n_split < 1:
+            raise LengthError(f"expected at least 1 part to split columns into, got {n_split}")
+        split_keys = split_keys or []
+        self.prefetch(split_keys)
+        again = np.repeat(np.arange(len(self), dtype=np.int64), n_split)
+        found: list[dict[str, Column]] = []
+        for half in self.contents.halves():
+            split = {key: half[key] for key in half if key in split_keys}
+            ((others,),) = columns.take([{k: half[k] for k in half if k not in split}], [again])
+            for key, column in split.items():
+                others[key] = _split_value(key, local_value(column), n_split)
+            found.append({key: others[key] for key in half})
+        batch = halves.make_batch(self.batch, found[0], len(again))
+        return self.with_contents(batch, halves.make_arrays(found[1]))
 
     def make_iterator(
         self,
@@ -347,7 +395,13 @@ class DataProto:
 
     def padding(self, padding_size: int, padding_candidate: str = "last") -> None:
         """Append copies of the "first" or "last" row in place. `LengthError` for an empty batch."""
-        self._take_in_place(padded(len(self), padding_size, padding_candidate))
+        length = len(self)
+        if padding_size < 0:
+            raise LengthError(f"padding: expected 0 or more rows to add, got {padding_size}")
+        if padding_size and length == 0:
+            raise LengthError(f"padding: an empty batch has no row to repeat {padding_size} times")
+        added = np.full(padding_size, 0 if padding_candidate == "first" else length - 1)
+        self._take_in_place(np.append(np.arange(length), added).astype(np.int64))
 
     def to(self, device: torch.device | str) -> Self:
         """Move all tensors to a device, fetching those that are remote, and return self."""
@@ -373,9 +427,7 @@ class DataProto:
         """Return a table of the fields: shape, dtype, bytes, where stored, writer; fetches none."""
         return halves.table(self.contents)
 
-    def get_data_info(self) -> str:
-        """Return the table of `describe`."""
-        return self.describe()
+    get_data_info = describe
 
     def print_size(self, prefix: str = "") -> None:
         """Print the size of tensors and of arrays in GB (2**30 bytes)."""
@@ -395,7 +447,9 @@ class DataProto:
         return copied
 
     def __reduce__(self) -> tuple[object, ...]:
-        return from_message, (pack_for_pickle(self.contents, *class_and_attributes(self)),)
+        # Local fields are in the message; their buffers are pickled out of band.
+        kind, attributes = class_and_attributes(self)
+        return from_message, (message_of(self.contents, kind, attributes, columns.for_pickle),)
 
     def __copy__(self) -> Self:
         return self.select()
@@ -593,74 +647,6 @@ def as_array(key: str, value: object) -> Array:
         f"not a numpy array or a list; {hint}",
         field=key,
     )
-
-
-def split_tensordict(
-    tensor_dict: TensorDictBase | None, meta_info: MetaInfo | None, num_batch_dims: int
-) -> Contents:
-    """Return the contents of a `TensorDict` that may have non-tensors."""
-    meta = dict(meta_info or {})
-    if tensor_dict is None:
-        return Contents(None, {}, meta)
-    tensors: dict[str, Tensors] = {}
-    arrays: ArrayHalf = {}
-    for key, value in tensors_of(tensor_dict).items():
-        if isinstance(value, NonTensorStack):
-            arrays[key] = object_array(value.tolist())
-        elif isinstance(value, NonTensorData):
-            meta[key] = value.data
-        else:
-            tensors[key] = value
-    batch, _ = check_dicts(tensors, {}, num_batch_dims)
-    if batch is None and not arrays and tensor_dict.batch_size:
-        batch = TensorDict({}, batch_size=tensor_dict.batch_size[:num_batch_dims])
-    return Contents(batch, arrays, meta)
-
-
-def join_tensordict(contents: Contents) -> TensorDict:
-    """Return one `TensorDict`: tensors, arrays as `NonTensorStack`, settings as `NonTensorData`.
-
-    Raises `FieldError` when two of them have the same name.
-    """
-    fields: dict[str, object] = {} if contents.batch is None else dict(contents.batch.items())
-    size = [contents.rows] if contents.batch is None else list(contents.batch.batch_size)
-    for key, array in contents.arrays.items():
-        _check_free(key, fields)
-        fields[key] = NonTensorStack(*[NonTensorData(item) for item in array])
-    for key, value in contents.meta.items():
-        _check_free(key, fields)
-        fields[key] = NonTensorData(value, batch_size=size)
-    return TensorDict(fields, batch_size=size)
-
-
-def _check_free(key: str, taken: Mapping[str, object]) -> None:
-    if key in taken:
-        raise FieldError(
-            f"'{key}' names two fields of different kinds; a TensorDict has one name space",
-            field=key,
-        )
-
-
-def _unfold_column_chunks(contents: Contents, n_split: int, split_keys: Sequence[str]) -> Contents:
-    """Turn every row into `n_split` rows.
-
-    Fields in `split_keys` are fetched and split along dimension 1, rows of all others are repeated;
-    remote ones stay remote. Raises `FieldError` for an unknown key, `LengthError` where dimension 1
-    does not divide.
-    """
-    if n_split < 1:
-        raise LengthError(f"expected at least 1 part to split columns into, got {n_split}")
-    halves.prefetch(contents.batch, contents.arrays, split_keys)
-    again = np.repeat(np.arange(contents.rows, dtype=np.int64), n_split)
-    found: list[dict[str, Column]] = []
-    for half in contents.halves():
-        split = {key: half[key] for key in half if key in split_keys}
-        ((others,),) = columns.take([{k: half[k] for k in half if k not in split}], [again])
-        for key, column in split.items():
-            others[key] = _split_value(key, local_value(column), n_split)
-        found.append({key: others[key] for key in half})
-    new_batch = halves.make_batch(contents.batch, found[0], contents.rows * n_split)
-    return Contents(new_batch, halves.make_arrays(found[1]), dict(contents.meta))
 
 
 def _split_value(key: str, value: LocalValue, n_split: int) -> LocalValue:

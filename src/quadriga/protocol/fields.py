@@ -100,10 +100,6 @@ class Field:
     unit: str
     written_by: tuple[str, ...]
 
-    @property
-    def is_array(self) -> bool:
-        return self.dtype == "object"
-
 
 _PROMPT_LOADER, _SFT_LOADER = "PromptLoader", "SFTLoader"
 _GENERATE, _SCORE = "generate_sequences", "score_responses"

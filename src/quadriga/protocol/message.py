@@ -1,7 +1,7 @@
 """`Message`: one batch as it is sent, and its pickled form.
 
 A message holds its fields as handles: small fields in a `LocalHandle`, with their bytes, large ones
-in a handle of a store. A `Packer` (`boundary.py`) makes the messages of a call, `pack_for_pickle`
+in a handle of a store. A `Packer` (`boundary.py`) makes the messages of a call, `message_of`
 that of a batch that is pickled outside a call. `unpack` returns the contents of a message, private
 to the receiver.
 """
@@ -21,7 +21,6 @@ from quadriga.protocol.columns import (
     decode,
     decode_leaf,
     encode_leaf,
-    for_pickle,
 )
 from quadriga.protocol.contents import Contents, MetaInfo
 from quadriga.protocol.storage import (
@@ -116,14 +115,6 @@ class Message:
 def has_raw_rows(spec: FieldSpec) -> bool:
     """Return whether a field, or a field of a nested TensorDict in it, is of kind "raw"."""
     return spec.kind == "raw" or any(has_raw_rows(child) for _, child in spec.children)
-
-
-def pack_for_pickle(contents: Contents, kind: type[object] | None, attributes: MetaInfo) -> Message:
-    """Return the message of a batch that is pickled outside a call.
-
-    Local fields are in the message; their buffers are pickled out of band.
-    """
-    return message_of(contents, kind, attributes, for_pickle)
 
 
 def message_of(

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from quadriga.errors import FieldError, LengthError, ProtocolError
+from quadriga.errors import FieldError, ProtocolError
 from quadriga.protocol.storage import Array, Ints, RowSelection
 
 ObjectArray: TypeAlias = NDArray[np.object_]
@@ -491,33 +491,6 @@ def _as_array(index: object) -> Array:
         "expected an int, a slice, a list, a numpy array or a tensor as row index, "
         f"got {type(index).__name__}"
     )
-
-
-def repeated(repeat_times: object, length: int) -> Ints:
-    """Return row `i` `repeat_times[i]` times.
-
-    Raises `FieldError` unless `repeat_times` holds integers, `LengthError` unless it holds one for
-    each row and none is negative.
-    """
-    counts: Any = np.asarray(repeat_times)
-    if counts.ndim != 1 or (counts.size and counts.dtype.kind not in "iu"):
-        raise FieldError(f"repeat_times: expected one integer per row, got {repeat_times!r}")
-    if len(counts) != length or (counts < 0).any():
-        raise LengthError(
-            f"repeat_times: expected {length} counts of 0 or more, one for each row, got {counts}"
-        )
-    return np.repeat(np.arange(length, dtype=np.int64), counts.astype(np.int64))
-
-
-def padded(length: int, size: int, candidate: str) -> Ints:
-    """Return all rows, then `size` times the first row ("first") or the last row (otherwise)."""
-    if size < 0:
-        raise LengthError(f"padding: expected 0 or more rows to add, got {size}")
-    if size and length == 0:
-        raise LengthError(f"padding: an empty batch has no row to repeat {size} times")
-    row = 0 if candidate == "first" else length - 1
-    added = np.full(size, row, dtype=np.int64)
-    return np.append(np.arange(length, dtype=np.int64), added)
 
 
 def row_number(index: object, length: int) -> int | None:

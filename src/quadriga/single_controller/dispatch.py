@@ -31,7 +31,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from operator import attrgetter, methodcaller
+from operator import methodcaller
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeAlias, TypedDict, TypeVar
 
@@ -511,13 +511,17 @@ def mesh_scheme(mesh_name: str, uneven: bool = False) -> PartScheme:
 
 
 def _layout_scheme(parts: str, collects: str) -> PartScheme:
-    """Return the scheme of two properties of a `GroupLayout`."""
-    return PartScheme(attrgetter(f"rank_layout.{parts}"), attrgetter(f"rank_layout.{collects}"))
+    """Return the scheme of two attributes of a `RankLayout`."""
+    return PartScheme(partial(_of_ranks, parts), partial(_of_ranks, collects))
 
 
-DP = _layout_scheme("dp_parts", "dp_collects")
-PP_AS_DP = _layout_scheme("pp_as_dp_parts", "pp_as_dp_collects")
-PP_STAGES = _layout_scheme("pp_stages", "first_of_stages")
+def _of_ranks(attribute: str, view: GroupView) -> list[Any]:  # the type of the attribute
+    return [getattr(rank, attribute) for rank in view.rank_layout.ranks]
+
+
+DP = _layout_scheme("dp_rank", "is_first_of_last_stage")
+PP_AS_DP = _layout_scheme("pp_as_dp_rank", "is_first")
+PP_STAGES = _layout_scheme("pp_rank", "is_first_of_stage")
 
 
 def check_mesh(mesh_name: str, dp_ranks: Sequence[int], collects: Sequence[bool]) -> None:

@@ -43,8 +43,7 @@ def visible_devices(env: Mapping[str, str] = os.environ) -> str | None:
     if len(set(given.values())) > 1:
         listed = ", ".join(f"{name}={value}" for name, value in given.items())
         raise PlacementError(
-            f"Two variables give different visible devices: {listed}. Set one of them, or set all "
-            "to the same list.",
+            f"Two variables give different visible devices: {listed}. Set one, or all to one list.",
             wanted=given,
         )
     return next(iter(given.values()), None)

@@ -327,22 +327,17 @@ class RankHost:
             # A group that has attached may know the class, and so the role, by another name.
             (worker,) = self.workers.values()
         if worker is None:
-            raise UnregisteredMethodError(
-                f"This process has the roles {sorted(self.workers)}, not {call.role!r}.",
-                method=call.method,
-                known=sorted(self.workers),
-            )
+            known = sorted(self.workers)
+            text = f"This process has the roles {known}, not {call.role!r}."
+            raise UnregisteredMethodError(text, method=call.method, known=known)
         try:
             method: Callable[..., object] = getattr(worker, call.method)
         except AttributeError:
             if hasattr(type(worker), call.method):
                 raise  # by a property
             known = sorted(name for name in dir(type(worker)) if not name.startswith("_"))
-            raise UnregisteredMethodError(
-                f"{type(worker).__name__} has no method {call.method!r}. It has {known}.",
-                method=call.method,
-                known=known,
-            ) from None
+            text = f"{type(worker).__name__} has no method {call.method!r}. It has {known}."
+            raise UnregisteredMethodError(text, method=call.method, known=known) from None
         return method
 
     def _arguments(self, call: Call) -> tuple[Arguments, KeywordArguments]:

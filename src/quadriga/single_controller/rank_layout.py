@@ -54,11 +54,9 @@ class RankLayout:
         for name in ("tp", "cp", "dp", "pp"):
             rank, size = getattr(self, f"{name}_rank"), getattr(self, f"{name}_size")
             if not 0 <= rank < size:
-                raise MeshError(
-                    f"{name}_rank must lie in 0..{name}_size-1, got {name}_rank={rank} with "
-                    f"{name}_size={size}.",
-                    mesh_name="layout",
-                )
+                got = f"got {name}_rank={rank} with {name}_size={size}."
+                text = f"{name}_rank must lie in 0..{name}_size-1, {got}"
+                raise MeshError(text, mesh_name="layout")
 
     @classmethod
     def of_rank(cls, rank: int, tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1) -> RankLayout:
@@ -66,16 +64,34 @@ class RankLayout:
 
         Raises `MeshError` unless 0 ≤ `rank` < tp · cp · dp · pp.
         """
-        if not 0 <= rank < tp * cp * dp * pp:
-            raise MeshError(
-                f"Rank {rank} does not fit tp={tp} × cp={cp} × dp={dp} × pp={pp} = "
-                f"{tp * cp * dp * pp} ranks.",
-                mesh_name="layout",
-            )
+        ranks = tp * cp * dp * pp
+        if not 0 <= rank < ranks:
+            sizes = f"tp={tp} × cp={cp} × dp={dp} × pp={pp} = {ranks} ranks"
+            raise MeshError(f"Rank {rank} does not fit {sizes}.", mesh_name="layout")
         rest, tp_rank = divmod(rank, tp)
         rest, cp_rank = divmod(rest, cp)
         pp_rank, dp_rank = divmod(rest, dp)
         return cls(tp_rank, cp_rank, dp_rank, pp_rank, tp, cp, dp, pp)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is tp 0, cp 0."""
+        return self.tp_rank == 0 and self.cp_rank == 0
+
+    @property
+    def is_first_of_last_stage(self) -> bool:
+        """Whether it is tp 0, cp 0 of the last pipeline stage."""
+        return self.is_first and self.pp_rank == self.pp_size - 1
+
+    @property
+    def is_first_of_stage(self) -> bool:
+        """Whether it is tp 0, cp 0, dp 0."""
+        return self.is_first and self.dp_rank == 0
+
+    @property
+    def pp_as_dp_rank(self) -> int:
+        """`dp rank · pp size + pp rank`."""
+        return self.dp_rank * self.pp_size + self.pp_rank
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -107,36 +123,3 @@ class GroupLayout:
                 mesh_name="layout",
             )
         return cls(tuple(layouts))
-
-    @property
-    def dp_parts(self) -> list[int]:
-        """The data-parallel rank of each rank."""
-        return [rank.dp_rank for rank in self.ranks]
-
-    @property
-    def dp_collects(self) -> list[bool]:
-        """For each rank whether it is tp 0, cp 0 of the last pipeline stage."""
-        return [
-            rank.tp_rank == 0 and rank.cp_rank == 0 and rank.pp_rank == rank.pp_size - 1
-            for rank in self.ranks
-        ]
-
-    @property
-    def pp_as_dp_parts(self) -> list[int]:
-        """`dp rank · pp size + pp rank` of each rank."""
-        return [rank.dp_rank * rank.pp_size + rank.pp_rank for rank in self.ranks]
-
-    @property
-    def pp_as_dp_collects(self) -> list[bool]:
-        """For each rank whether it is tp 0, cp 0."""
-        return [rank.tp_rank == 0 and rank.cp_rank == 0 for rank in self.ranks]
-
-    @property
-    def pp_stages(self) -> list[int]:
-        """The pipeline stage of each rank."""
-        return [rank.pp_rank for rank in self.ranks]
-
-    @property
-    def first_of_stages(self) -> list[bool]:
-        """For each rank whether it is tp 0, cp 0, dp 0."""
-        return [r.tp_rank == 0 and r.dp_rank == 0 and r.cp_rank == 0 for r in self.ranks]

@@ -109,22 +109,16 @@ def split_resource_pool(resource_pool: PoolT, split_size: int | Sequence[int]) -
     """
     total = resource_pool.world_size
     if isinstance(split_size, int):
-        if split_size < 1 or total % split_size:
-            raise PlacementError(
-                f"{resource_pool!r} has {total} bundles, which do not divide into parts of "
-                f"{split_size}.",
-                wanted=split_size,
-                available=total,
-            )
-        sizes = [split_size] * (total // split_size)
+        sizes = [split_size] * (total // max(split_size, 1))
     else:
         sizes = list(split_size)
-        if sum(sizes) != total or any(size < 1 for size in sizes):
-            raise PlacementError(
-                f"{resource_pool!r} has {total} bundles, the parts {sizes} have {sum(sizes)}.",
-                wanted=sizes,
-                available=total,
-            )
+    if sum(sizes) != total or any(size < 1 for size in sizes):
+        raise PlacementError(
+            f"{resource_pool!r} has {total} bundles, which do not divide into parts of "
+            f"{split_size}: the parts {sizes} have {sum(sizes)}.",
+            wanted=split_size,
+            available=total,
+        )
     # sizes [1, 4] start at bundles 0 and 1
     starts = accumulate(sizes[:-1], initial=0)
     parts = [resource_pool.part(start, size) for start, size in zip(starts, sizes, strict=True)]
@@ -190,23 +184,15 @@ def check_feasible(pools: Sequence[PoolNeeds], nodes: Sequence[NodeResources]) -
     ]
     for part in parts:
         if not any(_fits(part.wanted, node.resources) for node in nodes):
-            raise _refused(
-                f"Pool {part.pool!r} wants {part.processes} processes on one node, that is "
-                f"{_amounts(part.wanted)}; no node has that much.",
-                part,
-                nodes,
-            )
+            wants = f"{part.processes} processes on one node, that is {_amounts(part.wanted)}"
+            raise _refused(f"Pool {part.pool!r} wants {wants}; no node has that much.", part, nodes)
     # Large parts first: a small part has more nodes to choose from.
     ordered = sorted(parts, key=lambda part: sorted(part.wanted.values()), reverse=True)
     last = _without_node(ordered, nodes) if ordered else None
     if last is not None:
         asked = "; ".join(f"{p.name!r} {list(p.process_on_nodes)}" for p in pools)
-        raise _refused(
-            f"The pools do not fit on the nodes together: {asked}. Pool {last.pool!r} is left "
-            f"without {_amounts(last.wanted)} on one node.",
-            last,
-            nodes,
-        )
+        lacks = f"Pool {last.pool!r} is left without {_amounts(last.wanted)} on one node."
+        raise _refused(f"The pools do not fit on the nodes together: {asked}. {lacks}", last, nodes)
 
 
 def _refused(text: str, part: _Part, nodes: Sequence[NodeResources]) -> PlacementError:

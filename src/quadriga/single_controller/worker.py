@@ -251,12 +251,9 @@ class Worker:
             found: Worker = self._siblings[role]
             return found
         except KeyError:
-            raise UnregisteredMethodError(
-                f"{type(self).__name__} shares its process with {sorted(self._siblings)}, not "
-                f"with {role!r}.",
-                method=role,
-                known=sorted(self._siblings),
-            ) from None
+            known = sorted(self._siblings)
+            text = f"{type(self).__name__} shares its process with {known}, not with {role!r}."
+            raise UnregisteredMethodError(text, method=role, known=known) from None
 
     def __getattr__(self, name: str) -> Any:  # a sibling, whose class no type can name here
         reraise_in_property(self, name)

@@ -577,11 +577,9 @@ class WorkerGroup:
         if role == self._role:
             return self
         if role not in self._ranks.roles:
-            raise UnregisteredMethodError(
-                f"{self} hosts the roles {list(self._ranks.roles)}, not {role!r}.",
-                method=role,
-                known=list(self._ranks.roles),
-            )
+            known = list(self._ranks.roles)
+            text = f"{self} hosts the roles {known}, not {role!r}."
+            raise UnregisteredMethodError(text, method=role, known=known)
         if role not in self._views:
             view = WorkerGroup.__new__(type(self))
             # Attributes of a subclass (its pool, its ports) belong to the view too.
