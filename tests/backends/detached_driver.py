@@ -9,12 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from worker_cases import Adder
 
-from quadriga.backends.ray import (
-    RayClassWithInitArgs,
-    RayResourcePool,
-    RayWorkerGroup,
-    ensure_ray,
-)
+from quadriga.backends.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, ensure_ray
 
 what, address = sys.argv[1:]
 session = ensure_ray(address=address, namespace="quadriga-test")

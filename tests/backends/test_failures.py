@@ -11,12 +11,7 @@ import ray
 import torch
 from worker_cases import Adder, Cases, Collective, Coroutines, Unreadable
 
-from quadriga.errors import (
-    CallTimeoutError,
-    QuadrigaError,
-    WorkerDiedError,
-    WorkerMethodError,
-)
+from quadriga.errors import CallTimeoutError, QuadrigaError, WorkerDiedError, WorkerMethodError
 from quadriga.protocol import DataProto
 
 

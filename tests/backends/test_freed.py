@@ -76,15 +76,6 @@ class KeepingLater(Keeping):
         return data
 
 
-def late(group, other):
-    """An argument arrives after the first attempt to read it."""
-    group.rows(other.rows.submit(batch(), seconds=0.5))
-
-
-def failed(group, other):
-    group.rows(other.rows.submit(batch(), seconds=0.5, fails=True))
-
-
 def too_late(group, other):
     future = other.rows.submit(batch(), seconds=1.5)
     group.rows.options(timeout=0.3)(future)
@@ -97,22 +88,16 @@ def cancelled(group, other):
     waiting.cancel()
 
 
-def cannot_be_pickled(group, other):
-    group.cannot_be_pickled(batch())
-
-
-def failed_in_a_stream(group, other):
-    for _ in group.parts.stream(batch(), fails=True):
-        pass
-
-
-def relayed(group, other):
-    group.relay(other, batch())
-
-
-PROGRAMS = [
-    late, too_late, cancelled, cannot_be_pickled, failed_in_a_stream, relayed,
-]  # fmt: skip
+PROGRAMS = {
+    "failed": lambda a, b: a.rows(b.rows.submit(batch(), seconds=0.5, fails=True)),
+    # An argument arrives after the first attempt to read it.
+    "late": lambda a, b: a.rows(b.rows.submit(batch(), seconds=0.5)),
+    "too late": too_late,
+    "cancelled": cancelled,
+    "cannot be pickled": lambda a, b: a.cannot_be_pickled(batch()),
+    "failed in a stream": lambda a, b: list(a.parts.stream(batch(), fails=True)),
+    "relayed": lambda a, b: a.relay(b, batch()),
+}
 
 
 def batch() -> DataProto:
@@ -149,7 +134,7 @@ def soon(read, expected):
 
 @pytest.mark.parametrize(
     "program",
-    [failed, *(pytest.param(program, marks=pytest.mark.nightly) for program in PROGRAMS)],
+    [pytest.param(n, marks=[pytest.mark.nightly][: n != "failed"]) for n in PROGRAMS],
 )
 def test_nothing_of_a_call_is_kept(groups, program):
     group, other = groups
@@ -157,7 +142,7 @@ def test_nothing_of_a_call_is_kept(groups, program):
     with no_collector():
         before = kept()
         with suppress(QuadrigaError):
-            program(group, other)
+            PROGRAMS[program](group, other)
         assert soon(kept, before) == before
     for made, expected in zip(groups, in_ranks, strict=True):
         assert soon(made.kept, expected) == expected

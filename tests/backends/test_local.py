@@ -9,6 +9,7 @@ import threading
 import pytest
 from worker_cases import Adder, Cases, Collective, Coroutines
 
+from group_fixtures import local_group as start
 from quadriga.backends import BACKENDS, get_backend, register_backend
 from quadriga.errors import (
     CallTimeoutError,
@@ -21,13 +22,6 @@ from quadriga.errors import (
 )
 
 
-def start(cls, ranks, *args, **options):
-    backend = get_backend("local")
-    return backend.worker_group(
-        backend.resource_pool([ranks]), backend.class_with_args(cls, *args), **options
-    )
-
-
 def test_several_local_ranks_run_no_collectives():
     group = start(Collective, 2)
     with pytest.raises(CollectiveError, match="one local rank, or backend=ray"):
@@ -36,8 +30,8 @@ def test_several_local_ranks_run_no_collectives():
 
 def test_one_local_rank_runs_collectives():
     code = (
-        "import sys; sys.path.insert(0, 'tests/backends')\n"
-        "from test_local import start\n"
+        "import sys; sys.path += ['tests', 'tests/backends']\n"
+        "from group_fixtures import local_group as start\n"
         "from worker_cases import Collective\n"
         "group = start(Collective, 1)\n"
         "print(group.connect(), group.reduce_unless(5), 'ray' in sys.modules)"
@@ -124,7 +118,7 @@ def test_options_of_machines_are_accepted_and_unknown_ones_are_not():
 
 def test_backends_by_name(monkeypatch):
     monkeypatch.setattr("quadriga.backends.BACKENDS", dict(BACKENDS))
-    with pytest.raises(UnknownNameError, match="Did you mean 'local'"):
+    with pytest.raises(UnknownNameError, match="did you mean 'local'"):
         get_backend("locl")
     with pytest.raises(ConfigError, match=r"get_backend\('local'\): got an unexpected .*'store'"):
         get_backend("local", store="rows")
@@ -134,7 +128,6 @@ def test_backends_by_name(monkeypatch):
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), True, "3"])
 def test_a_deadline_that_is_no_positive_number_is_refused(timeout):
-    backend = get_backend("local")
-    group = backend.worker_group(backend.resource_pool([1]), backend.class_with_args(Adder))
+    group = start(Adder, 1)
     with pytest.raises(DispatchError, match=r"options\(timeout=…\) expects a number of seconds"):
         group.add.options(timeout=timeout)

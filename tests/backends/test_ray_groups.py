@@ -23,12 +23,7 @@ from quadriga.backends.ray import (
     split_resource_pool,
 )
 from quadriga.backends.ray.pool import NodeResources
-from quadriga.errors import (
-    ConfigError,
-    DispatchError,
-    PlacementError,
-    WorkerDiedError,
-)
+from quadriga.errors import ConfigError, DispatchError, PlacementError, WorkerDiedError
 from quadriga.single_controller import Dispatch, Execute, ResourcePool
 
 HERE = Path(__file__).parent

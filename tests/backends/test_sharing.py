@@ -9,11 +9,7 @@ from worker_cases import Adder, Coroutines, Mirror, Neighbour, Nested
 from group_fixtures import local_group, ray_nightly
 from quadriga.backends import get_backend
 from quadriga.errors import DispatchError, UnregisteredMethodError
-from quadriga.single_controller import (
-    Dispatch,
-    create_colocated_worker_raw_cls,
-    register,
-)
+from quadriga.single_controller import Dispatch, create_colocated_worker_raw_cls, register
 
 
 def two_roles(backend):

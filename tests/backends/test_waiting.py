@@ -13,11 +13,7 @@ from worker_cases import Cases
 from group_fixtures import Starter
 from quadriga.backends.ray import calls, store
 from quadriga.backends.ray.calls import RayBatch, RayPending
-from quadriga.errors import (
-    CallTimeoutError,
-    WorkerDiedError,
-    WorkerMethodError,
-)
+from quadriga.errors import CallTimeoutError, WorkerDiedError, WorkerMethodError
 from quadriga.protocol import DataProto, DataProtoFuture, as_completed
 from quadriga.single_controller.backend import RankFacts, RankHandle, forget, report
 

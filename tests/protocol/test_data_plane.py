@@ -18,6 +18,7 @@ from plane_workers import WIDTH, Plane
 from protocol_cases import ARRAYS, TENSORS, same_value
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from group_fixtures import local_group
 from quadriga.backends.ray.store import RayStore
 from quadriga.errors import CallTimeoutError, LostObjectError, WorkerMethodError
 from quadriga.protocol import DataProto, as_completed, message
@@ -178,8 +179,11 @@ def test_a_dead_owner_is_named(plane_backends, groups):
     data, survivors = group.call_generate(others, prompts(8)), group.generate(prompts(4))
     for handle in group.workers:
         ray.kill(handle)
+    deadline = time.monotonic() + 20  # until the death of the owner is known
     with pytest.raises(LostObjectError, match=r"'big'.*rank 0 in generate") as caught:
-        read_until_lost(data)
+        while time.monotonic() < deadline:
+            data[:1].batch["big"]
+            time.sleep(0.1)
     assert caught.value.method == "generate" and caught.value.rank == 0
     assert caught.value.field == "big" and caught.value.role
     with pytest.raises(WorkerMethodError, match=r"'big'.*rank [0-3] in generate") as told:
@@ -188,14 +192,6 @@ def test_a_dead_owner_is_named(plane_backends, groups):
     assert (told.value.cause.field, told.value.cause.method) == ("big", "generate")
     assert survivors.batch["big"].shape == (4, WIDTH)
     pool.release()
-
-
-def read_until_lost(data: DataProto) -> None:
-    """Read until the death of the owner is known, for at most 20 s."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        data[:1].batch["big"]
-        time.sleep(0.1)
 
 
 # Objects in rows that only the pickler of Ray can send, and batches pickled outside calls
@@ -295,19 +291,15 @@ def test_a_batch_inside_an_object_is_sent_as_references(plain_group):
 # Futures
 
 
-def test_futures_of_the_local_backend_are_done(plane_backends):
-    host = plane_backends["local"]
-    pool = host.resource_pool([2], use_gpu=False)
-    group = host.worker_group(pool, host.class_with_args(Plane))
+def test_futures_of_the_local_backend_are_done():
+    group = local_group(Plane)
     future = group.sleep.submit(prompts(4), 0)
     assert future.done() and not future.cancel() and len(future.get(timeout=60)) == 4
     assert len(group.returns_a_future()[0]) == 4
 
 
-def test_futures_of_the_ray_backend(plane_backends):
-    host = plane_backends["ray"]
-    pool = host.resource_pool([2], use_gpu=False)
-    group = host.worker_group(pool, host.class_with_args(Plane))
+def test_futures_of_the_ray_backend(plain_group):
+    group = plain_group
     group.sleep(prompts(4), 0.0)
     slow = group.sleep.submit(prompts(4), 3.0)
     with pytest.raises(CallTimeoutError, match=r"future of \w+\.\w+ has no result in time"):
@@ -320,7 +312,6 @@ def test_futures_of_the_ray_backend(plane_backends):
         waiting.get(timeout=60)
     fast = group.sleep.submit(prompts(4), 0.0)
     assert [len(future.get()) for future in as_completed([fast], timeout=60)] == [4]
-    pool.release()
 
 
 async def _await(future):

@@ -42,11 +42,6 @@ def batch(n: int = 8) -> DataProto:
     )
 
 
-def as_argument(data: DataProto, ranks: int) -> list[DataProto]:
-    """Return what each of `ranks` ranks receives of a split batch."""
-    return [unpack_argument(pack_argument(part)) for part in data.chunk(ranks)]
-
-
 def test_operations_on_rows_and_fields_fetch_nothing(store):
     data = shard(batch(), 4)
     traffic.reset()

@@ -9,12 +9,7 @@ import pytest
 import torch
 from protocol_cases import Done
 
-from quadriga.protocol import (
-    DataProto,
-    DataProtoFuture,
-    Origin,
-    fold_batch_dim,
-)
+from quadriga.protocol import DataProto, DataProtoFuture, Origin, fold_batch_dim
 from quadriga.protocol.boundary import pack_argument, pack_result, unpack_argument, unpack_result
 
 

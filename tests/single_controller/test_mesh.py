@@ -144,25 +144,17 @@ class Megatron(Worker):
         super().__init__()
         self._register_rank_layout(RankLayout.of_rank(self.rank, tp, cp, dp, pp))
 
-    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE)
-    def lists(self, x):
-        return self.rank, x
+    lists = register(dispatch_mode=Dispatch.MEGATRON_COMPUTE)(lambda self, x: (self.rank, x))
+    stages = register(dispatch_mode=Dispatch.MEGATRON_PP_ONLY)(lambda self, x: (self.rank, x))
+    stage_lists = register(dispatch_mode=Dispatch.MEGATRON_PP_AS_DP)(lambda self, x: (self.rank, x))
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def proto(self, data):
         return self._mark(data)
 
-    @register(dispatch_mode=Dispatch.MEGATRON_PP_AS_DP)
-    def stage_lists(self, x):
-        return self.rank, x
-
     @register(dispatch_mode=Dispatch.MEGATRON_PP_AS_DP_PROTO)
     def stage_proto(self, data):
         return self._mark(data)
-
-    @register(dispatch_mode=Dispatch.MEGATRON_PP_ONLY)
-    def stages(self, x):
-        return self.rank, x
 
     def _mark(self, data):
         data.batch["rank"] = torch.full((len(data),), self.rank)

@@ -6,11 +6,7 @@ import pytest
 
 from quadriga.errors import PlacementError
 from quadriga.single_controller import ResourcePool, merge_resource_pool, split_resource_pool
-from quadriga.single_controller.resource_pool import (
-    NodeResources,
-    PoolNeeds,
-    check_feasible,
-)
+from quadriga.single_controller.resource_pool import NodeResources, PoolNeeds, check_feasible
 
 
 def nodes(*gpus: int) -> list[NodeResources]:

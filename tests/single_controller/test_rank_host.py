@@ -10,12 +10,7 @@ import pytest
 import torch
 
 from quadriga.errors import WorkerMethodError
-from quadriga.single_controller import (
-    ClassWithInitArgs,
-    Dispatch,
-    Worker,
-    register,
-)
+from quadriga.single_controller import ClassWithInitArgs, Dispatch, Worker, register
 from quadriga.single_controller.dispatch import BOUNDARY, Call, boundary_for
 from quadriga.single_controller.environment import RankEnvironment
 from quadriga.single_controller.rank_host import RankHost

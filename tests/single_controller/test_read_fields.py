@@ -10,11 +10,7 @@ import torch
 from group_fixtures import local_group
 from quadriga.errors import DispatchError
 from quadriga.protocol import DataProto, fields
-from quadriga.single_controller import (
-    Dispatch,
-    Worker,
-    register,
-)
+from quadriga.single_controller import Dispatch, Worker, register
 from quadriga.single_controller.worker import registered_methods
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, method_fields
 from quadriga.workers.actor_rollout_ref import SFTWorker
@@ -34,16 +30,17 @@ def timed(function):
     return wrapper
 
 
+def seeing(**options):
+    """Return a method that says which fields its rows have."""
+    return register(**SPLIT, **options)(lambda self, data: self.seen(data))
+
+
 class Reader(Worker):
     """Returns the names of the fields that its rows have, as one field."""
 
-    @register(**SPLIT, reads=("ids", "name", "absent"))
-    def some(self, data):
-        return self.seen(data)
-
-    @register(**SPLIT)
-    def all(self, data):
-        return self.seen(data)
+    some = seeing(reads=("ids", "name", "absent"))
+    all = seeing()
+    overridden, wrapped, registered_again = (seeing(reads=["ids"]) for _ in range(3))
 
     @register(**SPLIT)
     def all_rows(self, data):
@@ -58,20 +55,8 @@ class Reader(Worker):
         return text, number, names(data)
 
     @register(**SPLIT, reads=["ids"])
-    def overridden(self, data):
-        return self.seen(data)
-
-    @register(**SPLIT, reads=["ids"])
-    def wrapped(self, data):
-        return self.seen(data)
-
-    @register(**SPLIT, reads=["ids"])
     @timed
     def marked_outside(self, data):
-        return self.seen(data)
-
-    @register(**SPLIT, reads=["ids"])
-    def registered_again(self, data):
         return self.seen(data)
 
     def seen(self, data):
@@ -84,12 +69,9 @@ class Reader(Worker):
 class Derived(Reader):
     wrapped = timed(Reader.wrapped)
     alias = Reader.some
+    registered_again = seeing(reads=["scores"])
 
     def overridden(self, data):
-        return self.seen(data)
-
-    @register(**SPLIT, reads=["scores"])
-    def registered_again(self, data):
         return self.seen(data)
 
 

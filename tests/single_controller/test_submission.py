@@ -159,11 +159,6 @@ def test_a_group_that_was_sent_to_another_process_is_called_from_both(group, sta
     group.stop_worker_aliveness_check()
 
 
-@pytest.fixture
-def limited(request, start_on_ray):
-    return start_on_ray(Interleaver, 2, actor={"max_concurrency": request.param}, timeout=30)
-
-
 def test_cancelled_calls_keep_no_other_call_waiting(group):
     if not hasattr(group, "record_later"):
         pytest.skip("calls of these ranks do not interleave")
@@ -178,9 +173,9 @@ def test_cancelled_calls_keep_no_other_call_waiting(group):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("limited", [1, 2], indirect=True)
-def test_small_calls_that_overtake_a_large_one_leave_it_room(limited, request):
-    limit = request.node.callspec.params["limited"]
+@pytest.mark.parametrize("limit", [1, 2])
+def test_small_calls_that_overtake_a_large_one_leave_it_room(limit, start_on_ray):
+    limited = start_on_ray(Interleaver, 2, actor={"max_concurrency": limit}, timeout=30)
     futures = []
     for i in range(3):
         futures.append(limited.record_later(("large", i), FIELDS, seconds=0.01))

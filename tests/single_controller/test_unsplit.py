@@ -9,13 +9,7 @@ from tensordict import LazyStackedTensorDict, TensorDict
 from group_fixtures import group_on_both, ray_nightly
 from quadriga.errors import DispatchError, LengthError
 from quadriga.protocol import DataProto
-from quadriga.single_controller import (
-    Dispatch,
-    RankLayout,
-    Worker,
-    register,
-    uneven_dispatch_mode,
-)
+from quadriga.single_controller import Dispatch, RankLayout, Worker, register, uneven_dispatch_mode
 
 pytestmark = ray_nightly
 

@@ -23,14 +23,7 @@ from quadriga.protocol.columns import (
     encode_leaf,
 )
 from quadriga.protocol.contents import Contents, MetaInfo
-from quadriga.protocol.storage import (
-    PLAIN_TYPES,
-    Handle,
-    LocalHandle,
-    row_map_of,
-    traffic,
-    walk,
-)
+from quadriga.protocol.storage import PLAIN_TYPES, Handle, LocalHandle, row_map_of, traffic, walk
 from quadriga.protocol.values import FieldSpec, flat_payload, payload_of
 
 INLINE_BYTES = 64 * 1024
