@@ -221,7 +221,7 @@ def updated(engine: TrainEngine, update: Update):
     if update.loss is None:
         report = update_values(
             engine, data, CriticConfig(cliprange_value=0.3, **common),
-            mini_batch_rows=max(1, len(chosen)), epochs=1, length_scale=cases.R,
+            responses_per_prompt=1, data_ranks=own_part(engine)[1], length_scale=cases.R,
         )  # fmt: skip
     else:
         loss = PolicyLossConfig(name=update.loss)

@@ -12,6 +12,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.protocol import fields
 from quadriga.trainer.ppo import RayPPOTrainer
+from quadriga.trainer.stages import StageRunner
 
 INSTALLED = [name for name in ("vllm", "sglang") if importlib.util.find_spec(name) is not None]
 ENGINES = INSTALLED or [pytest.param("hf", marks=pytest.mark.nightly)]
@@ -44,7 +45,7 @@ def test_a_replica_that_is_killed_while_it_generates_loses_no_sample(settings, e
     trainer = RayPPOTrainer(load_config(TrainConfig, [*settings, f"{ROLLOUT}.name={engine}"]))
     try:
         groups = trainer.init_workers()
-        sampler = trainer.make_sampler(groups, None)
+        sampler = trainer.make_sampler(groups, StageRunner())
         batch = next(trainer.schedule())
         undisturbed = sampler.draw(batch, 1).batch
         replicas = groups.rollout.replicas

@@ -20,23 +20,12 @@ def tiny_task(tmp_path_factory: pytest.TempPathFactory) -> Task:
     from quadriga.cli.make_data import run_make_data
 
     folder = tmp_path_factory.mktemp("task")
-    run_make_data(
-        load_config(
-            ArithmeticDataConfig,
-            [
-                f"output={folder / 'data'}",
-                f"model_output={folder / 'base'}",
-                "train_size=64",
-                "val_size=16",
-                "sft_size=64",
-                "max_number=5",
-                "hidden_size=32",
-                "num_layers=2",
-                "num_heads=2",
-                "intermediate_size=64",
-            ],
-        )
-    )
+    settings = [
+        f"output={folder / 'data'}", f"model_output={folder / 'base'}", "train_size=64",
+        "val_size=16", "sft_size=64", "max_number=5", "hidden_size=32", "num_layers=2",
+        "num_heads=2", "intermediate_size=64",
+    ]  # fmt: skip
+    run_make_data(load_config(ArithmeticDataConfig, settings))
     return Task(folder)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,9 +89,7 @@ def trained(overrides, **arguments) -> list[dict[str, float]]:
 
     config = load_train_config(overrides)
     trainer = RayPPOTrainer(config, **arguments)
-    try:
+    with closing(trainer):
         trainer.init_workers()
         trainer.fit()
-    finally:
-        trainer.close()
     return timeless(list(read_jsonl(f"{config.trainer.default_local_dir}/metrics.jsonl")))

@@ -63,28 +63,23 @@ def test_a_missing_package_of_an_optimizer_is_named(refused, monkeypatch) -> Non
     assert f"{key}=adamw_8bit needs the package torchao" in refused(f"{key}=adamw_8bit")
 
 
-OPTIMIZER_COMMANDS = {
-    "train": "actor_rollout_ref.actor.optim",
-    "sft": "optim",
-    "rm": "optim",
-}
-
-
-@pytest.mark.parametrize("command", OPTIMIZER_COMMANDS)
+@pytest.mark.parametrize(
+    ("command", "key"),
+    [("train", "actor_rollout_ref.actor.optim"), ("sft", "optim"), ("rm", "optim")],
+)
 def test_an_optimizer_that_fits_no_parameter_is_named(
-    command, train_overrides, tiny_task, capsys, tmp_path, monkeypatch
+    command, key, train_overrides, tiny_task, capsys, tmp_path, monkeypatch
 ) -> None:
     """Rows of 32 elements are too short for 8 bits."""
     monkeypatch.setattr("quadriga.engines.find_spec", lambda name: name)
-    name, key = command.split()[0], OPTIMIZER_COMMANDS[command]
     settings = [*train_overrides, "algorithm.adv_estimator=gae"]
-    if name != "train":
+    if command != "train":
         settings = [
             f"model.path={tiny_task.model}", f"data.train_files={tiny_task.data('sft')}",
             "data.train_batch_size=8", f"trainer.default_local_dir={tmp_path / 'run'}",
             "trainer.backend=local",
         ]  # fmt: skip
-    for words in ([name], ["plan", name]):
+    for words in ([command], ["plan", command]):
         assert main([*words, *settings, f"{key}.name=adamw_8bit"]) == 2
         (line,) = capsys.readouterr().err.strip().splitlines()
         assert f"{key}.name=adamw_8bit fits none of the " in line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -204,13 +205,11 @@ def accessed(train_overrides, tmp_path):
         flow = dataflow.StepPlan.of(config).stages
         access = FieldAccess(names(flow))
         trainer = RayPPOTrainer(config)
-        try:
+        with closing(trainer):
             trainer.init_workers()
             with pytest.MonkeyPatch.context() as patch:
                 access.watch(patch)
                 trainer.fit()
-        finally:
-            trainer.close()
         return flow, access
 
     return _accessed

@@ -85,7 +85,7 @@ def test_a_summary_by_hand():
 def test_the_interval_against_a_naive_bootstrap():
     draw = np.random.default_rng(3)
     values = np.stack([draw.random(40), draw.integers(0, 2, 40).astype(float)], axis=1)
-    low, high = bootstrap_interval(values, resamples=300, confidence=0.9, seed=5)
+    low, high = bootstrap_interval(values, SummarySettings(resamples=300, confidence=0.9, seed=5))
     again = np.random.default_rng(5)
     for column in range(2):
         means = []

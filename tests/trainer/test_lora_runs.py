@@ -7,16 +7,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+from fine_tuning_cases import six_steps
 from peft import PeftModel
 from run_cases import metrics_of_run, two_steps
 from transformers import AutoModelForCausalLM
 
-from quadriga.config.commands import SFTConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, InputError
 from quadriga.trainer.memory import train_plan
-from quadriga.trainer.preflight import check_fine_tuning_config
 
 LORA = ("actor_rollout_ref.model.lora.rank=4", "actor_rollout_ref.actor.optim.lr=1e-2")
 KL = (
@@ -92,30 +91,14 @@ def test_the_plan_has_no_second_model_for_the_reference(train_overrides):
 
 
 def test_sft_trains_adapters_and_frozen_weights(tiny_task, tmp_path):
-    from quadriga.trainer.fine_tuning import run_sft
-
-    def config(name, *more):
-        return load_config(
-            SFTConfig,
-            [
-                f"model.path={tiny_task.model}",
-                f"data.train_files={tiny_task.data('sft')}",
-                "data.train_batch_size=16",
-                "optim.lr=1e-2",
-                "trainer.total_training_steps=2",
-                "trainer.backend=local",
-                "trainer.loggers=[jsonl]",
-                f"trainer.default_local_dir={tmp_path / name}",
-                *more,
-            ],
-        )
-
-    result = run_sft(config("lora", "model.lora.rank=2"))
+    steps = ("optim.lr=1e-2", "trainer.total_training_steps=2", "data.val_files=[]")
+    runs = six_steps("sft", tiny_task, tmp_path)
+    result = runs.run("lora", *steps, "model.lora.rank=2")
     assert (Path(result.model_path) / "adapter" / "adapter_model.safetensors").is_file()
-    result = run_sft(config("part", "model.freeze=[model.embed_tokens.*]"))
+    result = runs.run("part", *steps, "model.freeze=[model.embed_tokens.*]")
     before = AutoModelForCausalLM.from_pretrained(tiny_task.model).state_dict()
     after = AutoModelForCausalLM.from_pretrained(result.model_path).state_dict()
     equal = {name for name in before if before[name].equal(after[name])}
     assert equal == {"model.embed_tokens.weight"}
     with pytest.raises(ConfigError, match=r"model\.freeze: no weight"):
-        check_fine_tuning_config(config("none", "model.freeze=[nothing]"))
+        runs.run("none", "model.freeze=[nothing]")

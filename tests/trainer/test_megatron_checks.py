@@ -133,32 +133,28 @@ def test_the_memory_of_a_run_is_planned(train_overrides, available):
     assert actor.peak("backward") > 0 and not plan.missing
 
 
+def of_four_stages(rows: int, micro_batch: int | None, chunks: int = 1) -> list[str]:
+    """Return the problems of a pipeline of four stages."""
+    engine = EngineConfig(
+        name="megatron", pipeline_parallel_size=4, virtual_pipeline_parallel_size=chunks
+    )
+    return [problem for _, problem in stage_problems("engine", engine, rows, micro_batch)]
+
+
 @pytest.mark.parametrize("micro_batch", [1, None])
 def test_enough_micro_batches_for_the_stages(micro_batch):
-    engine = EngineConfig(name="megatron", pipeline_parallel_size=4)
-    assert not list(stage_problems("engine", engine, 4, micro_batch))
-    assert re.search(
-        r"makes 3 .* \(4 - 1\) / \(3 \+ 4 - 1\) = 50%",
-        next(stage_problems("engine", engine, 3, micro_batch))[1],
-    )
+    assert not of_four_stages(4, micro_batch)
+    text = of_four_stages(3, micro_batch)[0]
+    assert re.search(r"makes 3 .* \(4 - 1\) / \(3 \+ 4 - 1\) = 50%", text)
 
 
 def test_an_interleaved_schedule_has_whole_rounds_and_a_smaller_bubble():
-    engine = EngineConfig(
-        name="megatron", pipeline_parallel_size=4, virtual_pipeline_parallel_size=2
-    )
-    assert not list(stage_problems("engine", engine, 8, 1))
-    assert not list(
-        stage_problems("engine", engine, 6, None)
-    )  # cut by tokens: filled up to whole rounds
-    assert re.search(
-        r"makes 3 .* \(4 - 1\) / \(6 \+ 4 - 1\) = 33%",
-        next(stage_problems("engine", engine, 3, 1))[1],
-    )
-    assert re.search(
-        r"in rounds of .*=4, .* makes 6 .* 6 % 4 = 2",
-        next(stage_problems("engine", engine, 6, 1))[1],
-    )
+    assert not of_four_stages(8, 1, chunks=2)
+    assert not of_four_stages(6, None, chunks=2)  # cut by tokens: filled up to whole rounds
+    text = of_four_stages(3, 1, chunks=2)[0]
+    assert re.search(r"makes 3 .* \(4 - 1\) / \(6 \+ 4 - 1\) = 33%", text)
+    text = of_four_stages(6, 1, chunks=2)[0]
+    assert re.search(r"in rounds of .*=4, .* makes 6 .* 6 % 4 = 2", text)
 
 
 def test_tensor_ranks_do_not_enlarge_the_token_budget():

@@ -133,17 +133,12 @@ def test_rows_and_tokens_limit_the_micro_batch_of_an_update(plan):
     assert peak(three, fewer, "engine.use_dynamic_bsz=false") == peak(three)
 
 
-@pytest.mark.parametrize(
-    ("command", "shown"),
-    [
-        ("sft", ("rows per step          8, 8 on each of 1 data ranks", "longest conversation")),
-        ("rm", ("pairs per step         8, 8 on each of 1 data ranks", "longest conversation")),
-    ],
-)
-def test_the_command_plans_the_rows_of_the_data(command, shown, arguments, plan, tmp_path, capsys):
+@pytest.mark.parametrize(("command", "unit"), [("sft", "rows"), ("rm", "pairs")])
+def test_the_command_plans_the_rows_of_the_data(command, unit, arguments, plan, tmp_path, capsys):
     less = limit(plan(command).needed - 1000)
     assert main(["plan", command, *arguments(command, less)]) == 0
     text = capsys.readouterr().out
+    shown = f"{unit + ' per step':<23}8, 8 on each of 1 data ranks", "longest conversation"
     for line in (*shown, "update of the", "lower engine.max_tokens_per_micro_batch"):
         assert line in text
     assert not (tmp_path / "run").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from run_cases import timeless
 from safetensors.torch import load_file
 
 from quadriga.config.loading import load_config
@@ -24,9 +25,11 @@ ONE_STEP = f"{ACTOR}.ppo_mini_batch_size=null"
 # Which settings choose it.
 
 
+USUAL = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"]
+
+
 def chosen(*overrides: str) -> bool:
-    usual = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"]
-    return needed.takes_old_log_probs_from_update(load_config(TrainConfig, [*usual, *overrides]))
+    return needed.takes_old_log_probs_from_update(load_config(TrainConfig, [*USUAL, *overrides]))
 
 
 def test_it_is_chosen_where_a_step_is_one_optimizer_step_and_nothing_reads_them_before() -> None:
@@ -44,15 +47,8 @@ def test_it_is_chosen_where_a_step_is_one_optimizer_step_and_nothing_reads_them_
 
 
 def test_a_stage_that_reads_them_before_the_update_is_named() -> None:
-    config = load_config(
-        TrainConfig,
-        [
-            "algorithm.adv_estimator=grpo",
-            f"{SETTING}=true",
-            "algorithm.use_kl_in_reward=true",
-            "actor_rollout_ref.rollout.n=2",
-        ],
-    )
+    more = [f"{SETTING}=true", "algorithm.use_kl_in_reward=true"]
+    config = load_config(TrainConfig, [*USUAL, *more])
     with pytest.raises(ConfigError, match="stage penalise_kl reads field 'old_log_probs'"):
         RayPPOTrainer(config)
 
@@ -96,12 +92,9 @@ def test_a_run_computes_the_same_numbers_with_one_pass_less(
     assert passes == []
     with_pass = run(*more, f"{SETTING}=false", f"trainer.default_local_dir={tmp_path / 'b'}")
     assert len(passes) == 2
-    for ours, theirs in zip(without, with_pass, strict=True):
-        names = {name for name in theirs if not name.startswith(("time/", "perf/", "progress/"))}
-        assert names == {n for n in ours if not n.startswith(("time/", "perf/", "progress/"))}
-        for name in names:
-            # Statistics of log-probabilities: the pass returns them in float32.
-            assert ours[name] == pytest.approx(theirs[name], abs=2e-5), name
+    for ours, theirs in zip(timeless(without), timeless(with_pass), strict=True):
+        # Statistics of log-probabilities: the pass returns them in float32.
+        assert ours == pytest.approx(theirs, abs=2e-5)
     assert without[1]["actor/entropy"] > 1 and without[1]["mismatch/abs"] >= 0
     ours, theirs = (load_file(tmp_path / f / "model" / "model.safetensors") for f in ("run", "b"))
     for name, value in ours.items():

@@ -26,7 +26,7 @@ from quadriga.workers import ActorRolloutRefWorker
 ACTOR = "actor_rollout_ref.actor"
 REFUSED = {
     f"{ACTOR}.ppo_mini_batch_size=3": (ConfigError, "3 does not divide data.train_batch_size=8"),
-    "trainer.loggers=[jsonll]": (InputError, "did you mean jsonl"),
+    "trainer.loggers=[jsonll]": (InputError, "did you mean 'jsonl'"),
     "data.train_files=[absent.parquet]": (DataError, r"data\.train_files: no such file"),
     "actor_rollout_ref.model.path=absent": (ModelError, "absent does not exist"),
     "trainer.resume_mode=absent": (InputError, "absent"),
@@ -90,8 +90,7 @@ def test_rows_need_no_rule_if_the_program_scores_them(train_overrides, tmp_path,
         ones = torch.ones(data.batch["responses"].shape)
         return ones if names == "verl" else DataProto.from_dict({"token_level_scores": ones})
 
-    made = trainer(config, reward_fn=own)
-    with closing(made):
+    with closing(trainer(config, reward_fn=own)) as made:
         assert len(made.ingredients.train_loader) == 1
 
 

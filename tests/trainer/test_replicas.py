@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 from replica_groups import NEEDS, Future, Group, Method, died, prompts, raised
@@ -23,6 +24,7 @@ from quadriga.protocol import fields
 from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.trainer.preflight import check_settings
 from quadriga.trainer.replicas import ReplicaLink, Replicas, ReplicatedRollout
+from quadriga.trainer.stages import StageRunner
 
 
 def rollout(*groups: Group, restarts: int = 0, **settings) -> ReplicatedRollout:
@@ -236,10 +238,10 @@ class TestRuns:
     ):
         config = load_config(TrainConfig, [*train_overrides, *APART, f"{KEY}.restarts=1"])
         trainer = RayPPOTrainer(config)
-        try:
+        with closing(trainer):
             groups = trainer.init_workers()
             batch = next(trainer.schedule())
-            sampler = trainer.make_sampler(groups, None)
+            sampler = trainer.make_sampler(groups, StageRunner())
             before = sampler.draw(batch, 1).batch
             replicas = groups.rollout.replicas
             first = replicas.all[0].group
@@ -253,5 +255,3 @@ class TestRuns:
             again = sampler.draw(batch, 1).batch
             assert (again.batch[fields.RESPONSES] == before.batch[fields.RESPONSES]).all()
             assert set(again.batch[fields.WEIGHT_VERSION].tolist()) == {2}
-        finally:
-            trainer.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 from run_cases import metrics_of_run, timeless, two_steps
 
@@ -110,11 +112,9 @@ def trainer_of(train_overrides, *more: str, **mapping: str) -> RayPPOTrainer:
 def test_a_reference_on_a_pool_of_its_own_runs_there(train_overrides) -> None:
     trainer = trainer_of(train_overrides, *GAE, ActorRollout="a", RefPolicy="b", Critic="a")
     groups = trainer.init_workers()
-    try:
+    with closing(trainer):
         assert [group.roles for group in groups.groups] == [("actor_rollout", "critic"), ("ref",)]
         assert groups.ref is not groups.actor and groups.rollout is groups.actor
-    finally:
-        trainer.close()
 
 
 class OtherWeights:
@@ -137,12 +137,10 @@ def test_a_bucket_that_is_lost_stops_the_run(train_overrides) -> None:
     small = "actor_rollout_ref.rollout.weight_bucket_mb=1"
     trainer = trainer_of(train_overrides, small, Actor="a", Rollout="b")
     groups = trainer.init_workers()
-    try:
+    with closing(trainer):
         groups.sync_weights()
         with pytest.raises(WorkerError, match="expected bucket 0 of rank 0"):
             WeightLink(OtherWeights(groups.actor), groups.rollout).sync()
-    finally:
-        trainer.close()
 
 
 @pytest.mark.nightly
@@ -151,12 +149,10 @@ def test_a_rollout_that_dies_ends_the_sync_with_its_name(train_overrides) -> Non
             "placement.actor=[0]", "placement.rollout=[1]")  # fmt: skip
     trainer = RayPPOTrainer(load_config(TrainConfig, [*train_overrides, *more]))
     groups = trainer.init_workers()
-    try:
+    with closing(trainer):
         groups.sync_weights()
         rollout = groups.rollout._ranks
         rollout.backend.kill(rollout.handles[0])
         with pytest.raises(WorkerDiedError) as caught:
             groups.sync_weights()
         assert caught.value.role == "rollout"
-    finally:
-        trainer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import closing
 
 import pytest
 import torch
@@ -125,13 +126,10 @@ def test_stages_run_in_the_order_of_the_dataflow(
     flow = [s.name for s in dataflow.StepPlan.of(trainer.config).stages if s.name not in NOT_PLACES]
     assert len(flow) == 3 * len(places)
     EVENTS.clear()
-    try:
-        with monkeypatch.context() as patch:
-            note_calls(patch, places)
-            trainer.init_workers()
-            trainer.fit()
-    finally:
-        trainer.close()
+    with closing(trainer), monkeypatch.context() as patch:
+        note_calls(patch, places)
+        trainer.init_workers()
+        trainer.fit()
     # The passes compute beside the stages that stand before them.
     flow = [name for name in flow if name not in PASSES]
     first = flow
@@ -195,9 +193,7 @@ def test_a_program_may_give_the_class_and_the_pool(train_overrides, own_roles) -
     trainer = RayPPOTrainer(
         config, role_worker_mapping={role: Scorer}, resource_pool_manager=manager
     )
-    try:
+    with closing(trainer):
         groups = trainer.init_workers()
         assert groups.added["reward_model"].world_size == 2
         trainer.fit()
-    finally:
-        trainer.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 
 from quadriga.errors import ConfigError
@@ -120,8 +122,6 @@ def test_a_run_loads_its_models_in_this_order(
         monkeypatch.setattr(cls, "init_model", init_model)
         vars(init_model).update(vars(original))
     trainer = RayPPOTrainer(config)
-    try:
+    with closing(trainer):
         trainer.init_workers()
-    finally:
-        trainer.close()
     assert loaded == ["Model", "Early", "CriticWorker", "ActorRolloutRefWorker", "Late"]

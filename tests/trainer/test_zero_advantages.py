@@ -12,16 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quadriga.algorithms.policy_losses import (
-    POLICY_LOSSES,
-    register_policy_loss,
-)
+from quadriga.algorithms.policy_losses import POLICY_LOSSES, register_policy_loss
 from quadriga.config.loading import load_config
-from quadriga.config.schema import (
-    ActorConfig,
-    PolicyLossConfig,
-    TrainConfig,
-)
+from quadriga.config.schema import ActorConfig, PolicyLossConfig, TrainConfig
 from quadriga.engines.token_model import TokenModel
 from quadriga.errors import ConfigError
 from quadriga.protocol import fields

@@ -111,7 +111,7 @@ def test_a_nan_skips_the_step_of_the_critic(folder):
     def update() -> dict[str, float]:
         config = CriticConfig()
         report = update_values(
-            engine, batch(), config, mini_batch_rows=ROWS, epochs=1, length_scale=R
+            engine, batch(), config, responses_per_prompt=1, data_ranks=1, length_scale=R
         )
         return report.meta_info["metrics"]
 

@@ -9,11 +9,7 @@ from quadriga.config.schema import ActorConfig
 from quadriga.errors import FieldError, LengthError
 from quadriga.protocol import DataProto, fields
 from quadriga.workers.method_fields import UPDATE_ACTOR
-from quadriga.workers.updates import (
-    check_mini_batches_of_ranks,
-    mini_batches,
-    update_policy,
-)
+from quadriga.workers.updates import check_mini_batches_of_ranks, mini_batches, update_policy
 
 
 class Recorder:
@@ -41,8 +37,6 @@ def rows(mask: torch.Tensor) -> DataProto:
         {
             fields.INPUT_IDS: ids,
             fields.ATTENTION_MASK: torch.ones_like(ids),
-            fields.POSITION_IDS: ids,
-            fields.RESPONSES: torch.zeros(size, length, dtype=torch.int64),
             fields.RESPONSE_MASK: mask,
             fields.OLD_LOG_PROBS: torch.zeros(size, length),
             fields.ADVANTAGES: torch.arange(1.0, size + 1)[:, None].expand(size, length).clone(),
@@ -50,23 +44,18 @@ def rows(mask: torch.Tensor) -> DataProto:
     )
 
 
-def update(mask: torch.Tensor, mini: int | None) -> tuple[Recorder, DataProto]:
+def update(data: DataProto, *, n: int = 1, seed: int = 0, **settings) -> tuple[Recorder, DataProto]:
     engine = Recorder()
     report = update_policy(
-        engine,
-        rows(mask),
-        ActorConfig(ppo_mini_batch_size=mini),
-        responses_per_prompt=1,
-        temperature=1.0,
-        length_scale=4,
-        data_ranks=1,
-        seed=0,
-    )
+        engine, data, ActorConfig(**settings), responses_per_prompt=n, temperature=1.0,
+        length_scale=4, data_ranks=1, seed=seed,
+    )  # fmt: skip
     return engine, report
 
 
 def test_the_loss_of_a_mini_batch_is_the_mean_over_its_own_tokens() -> None:
-    engine, report = update(torch.tensor([[1, 1], [1, 0], [1, 1], [0, 0]]), mini=2)
+    mask = torch.tensor([[1, 1], [1, 0], [1, 1], [0, 0]])
+    engine, report = update(rows(mask), ppo_mini_batch_size=2)
     assert [len(seen[fields.RESPONSE_MASK]) for seen in engine.seen] == [2, 2]
     # The ratio is 1, so the gradient of each token is −A / tokens. Mini-batch 1 has tokens with
     # A = 1, 1, 2 and mini-batch 2 with A = 3, 3.
@@ -76,7 +65,8 @@ def test_the_loss_of_a_mini_batch_is_the_mean_over_its_own_tokens() -> None:
 
 
 def test_a_mini_batch_without_tokens_takes_no_optimizer_step() -> None:
-    engine, report = update(torch.tensor([[0, 0], [0, 0], [1, 1], [1, 1]]), mini=2)
+    mask = torch.tensor([[0, 0], [0, 0], [1, 1], [1, 1]])
+    engine, report = update(rows(mask), ppo_mini_batch_size=2)
     assert len(engine.seen) == 1
     assert report.meta_info["metrics"]["actor/optimizer_steps"] == 1.0
 
@@ -87,10 +77,7 @@ def test_two_optimizer_steps_without_old_log_probs_are_refused(mini, epochs) -> 
         batch_keys=[*UPDATE_ACTOR.reads]
     )  # without `old_log_probs`
     with pytest.raises(FieldError, match=r"'old_log_probs', which it needs for 2 optimizer steps"):
-        update_policy(
-            Recorder(), data, ActorConfig(ppo_mini_batch_size=mini, ppo_epochs=epochs),
-            responses_per_prompt=1, temperature=1.0, length_scale=4, data_ranks=1, seed=0,
-        )  # fmt: skip
+        update(data, ppo_mini_batch_size=mini, ppo_epochs=epochs)
 
 
 class Ranks:
@@ -150,12 +137,8 @@ def test_an_update_with_shuffle_makes_mini_batches_of_whole_groups(shuffle) -> N
     given[fields.OLD_LOG_PROBS] = torch.zeros(6, 1)
     orders = set()
     for seed in range(10):
-        engine = Recorder()
-        update_policy(
-            engine, DataProto.from_dict(given),
-            ActorConfig(ppo_mini_batch_size=1, shuffle=shuffle),
-            responses_per_prompt=2, temperature=1.0, length_scale=1, data_ranks=1, seed=seed,
-        )  # fmt: skip
+        data = DataProto.from_dict(given)
+        engine, _ = update(data, n=2, seed=seed, ppo_mini_batch_size=1, shuffle=shuffle)
         prompts = [seen[fields.INPUT_IDS][:, 1].tolist() for seen in engine.seen]
         assert all(len(set(part)) == 1 and len(part) == 2 for part in prompts)
         orders.add(str(prompts))

@@ -194,11 +194,8 @@ def check_changes(
     Raises:
         CheckpointError: names the changes of data, weights or coefficients.
     """
-    lines = {
-        key: changed_words(key, saved.get(key), own.get(key))
-        for key in {**own, **saved}
-        if saved.get(key) != own.get(key) and key not in _WITHOUT_EFFECT
-    }
+    changes = changed_inputs(saved, own)
+    lines = {key: words for key, words in changes.items() if key not in _WITHOUT_EFFECT}
     data = [key for key in lines if key in _DATA or key.startswith(f"{_ARGUMENTS}.")]
     refused = [*data, *(key for key in lines if key in _MODEL)]
     if refused and not override:
@@ -217,11 +214,17 @@ def check_changes(
     return bool(data)
 
 
-def changed_words(key: str, saved: object, own: object) -> str:
-    """Return a change of one input in words: "n: 2 → 4"."""
-    if key.startswith(("content of", "config.json of", "adapter_config.json of")):
-        return f"the {key} is another one"
-    return f"{key}: {saved} → {own}"
+def changed_inputs(saved: Mapping[str, object], own: Mapping[str, object]) -> dict[str, str]:
+    """Return the inputs that differ → the change in words: "n: 2 → 4"."""
+    changed: dict[str, str] = {}
+    for key in {**own, **saved}:
+        before, after = saved.get(key), own.get(key)
+        if before != after:
+            is_digest = key.startswith(("content of", "config.json of", "adapter_config.json of"))
+            changed[key] = (
+                f"the {key} is another one" if is_digest else f"{key}: {before} → {after}"
+            )
+    return changed
 
 
 def read_resumed(
@@ -310,7 +313,6 @@ class Checkpointing:
         record: RunRecord,
         step: int,
         *,
-        last: bool,
         validate: Callable[[], bool] | None,
         save: Save,
         kl_controller: dict[str, float] | None = None,
@@ -322,13 +324,14 @@ class Checkpointing:
         validates after its last step only.
 
         Args:
-            last: the step is the last one of the run, whatever the validation finds.
             validate: logs the validation, and returns whether the run has reached its goal. None:
-                it is not due.
+                there is no validation data.
             save: writes the states of the roles, and that of the controller.
         """
+        last, every = step == record.total_steps, self.config.trainer.test_freq
+        due = last or (every > 0 and step % every == 0 and not self.stop.requested)
         try:
-            if validate is not None and (last or not self.stop.requested):
+            if validate is not None and due:
                 last |= validate()
         except BaseException:  # also a second signal, or the end of `stop_grace_s`
             with suppress(QuadrigaError):  # a rank that has failed cannot save either

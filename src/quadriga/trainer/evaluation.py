@@ -19,7 +19,6 @@ has. Both files are then equal byte for byte.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
 import os
@@ -55,7 +54,7 @@ from quadriga.rewards import RewardManager
 from quadriga.rewards.functions import SCORED, Outcome
 from quadriga.rollout import ROLLOUTS, rollout_of
 from quadriga.trainer import stages
-from quadriga.trainer.checkpoints import changed_words, contents_digest
+from quadriga.trainer.checkpoints import changed_inputs, contents_digest
 from quadriga.trainer.checks.data import check_generation_data, check_images_supported
 from quadriga.trainer.checks.settings import (
     check_device,
@@ -76,18 +75,13 @@ from quadriga.trainer.validation import (
     interval,
     summarise,
 )
-from quadriga.trainer.worker_groups import (
-    StartedGroups,
-    close_on_error,
-    one_pool,
-    open_backend,
-    start_group,
-)
+from quadriga.trainer.worker_groups import StartedGroups, one_pool, open_backend, start_group
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from quadriga.data import PromptDataset
+    from quadriga.single_controller import WorkerGroup
     from quadriga.workers.roles import GeneratingGroup
 
 Messages = Sequence[Mapping[str, object]]
@@ -305,23 +299,21 @@ def rollout_group(config: GenerationConfig) -> Iterator[GeneratingGroup]:
         seed=config.seed,
         max_response_length=config.max_response_length,
     )
-    engine = {f.name: getattr(config.rollout, f.name) for f in dataclasses.fields(config.rollout)}
     policy = ActorRolloutRefConfig(
         model=absolute_paths(config.model),
-        rollout=RolloutConfig(**engine, n=config.n, sampling=config.sampling),
+        rollout=RolloutConfig(**vars(config.rollout), n=config.n, sampling=config.sampling),
     )
     worker = ClassWithInitArgs(
         ActorRolloutRefWorker, config=policy, role=Role.Rollout.key, runtime=runtime
     )
     backend = open_backend(trainer)
-    with close_on_error(backend) as groups:
-        pool, timeout = one_pool(trainer, backend), trainer.call_timeout_s
+    groups: list[WorkerGroup] = []
+    with closing(StartedGroups(backend, groups)):
+        pool = one_pool(trainer, backend)
         rollout: GeneratingGroup
         if config.rollout.replicas.enable:
             members = {Role.Rollout.key: worker}
-            replicas = start_replicas(
-                config.rollout, backend, pool, members, groups, timeout=timeout
-            )
+            replicas = start_replicas(config.rollout, backend, pool, members, groups, trainer)
             replicas.init_model()
             replicas.version = FROM_FOLDER  # which no weight sync changes
             rollout = ReplicatedRollout(replicas, config.rollout)
@@ -329,10 +321,7 @@ def rollout_group(config: GenerationConfig) -> Iterator[GeneratingGroup]:
             group = start_group(backend, pool, worker, groups, trainer)
             group.init_model()
             rollout = group
-    try:
         yield rollout
-    finally:
-        StartedGroups(backend, groups).close()
 
 
 class ResponseFile:
@@ -502,11 +491,7 @@ def inputs_of(config: GenerationConfig) -> Inputs:
 
 def changes(saved: Mapping[str, object], own: Mapping[str, object]) -> str:
     """Return what differs between two results of `inputs_of`, "n: 2 → 4; seed: 0 → 1", or ""."""
-    found = [
-        changed_words(key, saved.get(key), own.get(key))
-        for key in {**own, **saved}
-        if saved.get(key) != own.get(key)
-    ]
+    found = [*changed_inputs(saved, own).values()]
     more = [f"and {len(found) - _LISTED} others"] if len(found) > _LISTED else []
     return "; ".join([*found[:_LISTED], *more])
 

@@ -181,19 +181,11 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
             self.config, self.total_steps, self.tokenizer, resumed, self.given
         ) as record:
             validate = self.validation(policy, record)
-            every = self.config.trainer.test_freq
             for rows in () if self.reached_goal(record.last_validation) else self.schedule():
                 with record.span("step"):
                     record.log_update(self.update(policy, rows))
-                last = self.step == self.total_steps
-                due = last or (every > 0 and self.step % every == 0)
-                if self.checkpoints.end_step(
-                    record,
-                    self.step,
-                    last=last,
-                    validate=validate if due else None,
-                    save=partial(save_roles, groups={key: policy}),
-                ):
+                save = partial(save_roles, groups={key: policy})
+                if self.checkpoints.end_step(record, self.step, validate=validate, save=save):
                     break
             path = str(record.folder.model)
             policy.export_hf(path)
@@ -283,11 +275,8 @@ class SFTTrainer(OneGroupTrainer[SFTConfig, "SFTGroup"]):
     def validation(self, policy: SFTGroup, record: RunRecord) -> Validate | None:
         """Return what logs the loss of the validation conversations, and scores of responses to
         the prompts."""
-        seed, prompts, conversations = (
-            self.config.trainer.seed,
-            self.val_loader,
-            self.val_conversations,
-        )
+        seed, prompts = self.config.trainer.seed, self.val_loader
+        conversations = self.val_conversations
         validator = Validator(seed, prompts, policy, self.reward_fn, record)
         if prompts is None and conversations is None:
             return None

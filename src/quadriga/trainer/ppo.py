@@ -35,7 +35,7 @@ from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.rollout import REFERENCE
 from quadriga.trainer import stages
 from quadriga.trainer.checkpoints import Checkpointing
-from quadriga.trainer.checks.settings import check_run_length
+from quadriga.trainer.checks.settings import refuse, run_length_problems
 from quadriga.trainer.dataflow import StepPlan, balance_of
 from quadriga.trainer.ingredients import Ingredients, check_ingredients, load_ingredients
 from quadriga.trainer.preflight import check_train_config
@@ -99,7 +99,7 @@ class RayPPOTrainer:
         self.ingredients = ingredients or load_ingredients(config, reward_fn)
         self.role_worker_mapping = mapping
         self.resource_pool_manager = resource_pool_manager
-        check_run_length(config, self.total_steps)
+        refuse(config, run_length_problems(config, self.total_steps))
         self.reward_fn = reward_fn or self.ingredients.reward
         kl = config.algorithm.kl_ctrl
         self.kl_controller = make_kl_controller(
@@ -117,10 +117,8 @@ class RayPPOTrainer:
     @property
     def total_steps(self) -> int:
         """The number of training steps of the whole run."""
-        per_epoch = len(self.ingredients.train_loader)
-        return self.config.trainer.total_training_steps or (
-            per_epoch * self.config.trainer.total_epochs
-        )
+        trainer, loader = self.config.trainer, self.ingredients.train_loader
+        return trainer.total_training_steps or len(loader) * trainer.total_epochs
 
     def init_workers(self) -> PPOGroups:
         """Start the processes of every role, load the models, and return the worker groups.
@@ -212,13 +210,10 @@ class RayPPOTrainer:
             validator.run(step=self.step, due=True)
             return False
 
-        last, every = self.step == self.total_steps, self.config.trainer.test_freq
-        due = last or (every > 0 and self.step % every == 0)
         self.checkpoints.end_step(
             record,
             self.step,
-            last=last,
-            validate=validate if due and validator.loader is not None else None,
+            validate=None if validator.loader is None else validate,
             save=partial(self.save, groups),
             kl_controller=self.kl_controller.state_dict(),
         )

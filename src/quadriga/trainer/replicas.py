@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
-from quadriga.config.schema import RolloutEngineConfig, TrainConfig
+from quadriga.config.schema import RolloutEngineConfig, RunConfig, TrainConfig
 from quadriga.errors import (
     CallTimeoutError,
     InputError,
@@ -283,8 +283,7 @@ def start_replicas(
     pool: ResourcePool,
     members: Mapping[str, ClassWithInitArgs],
     started: list[WorkerGroup],
-    *,
-    timeout: float | None,
+    trainer: RunConfig,
 ) -> Replicas:
     """Start one worker group for each copy of the weights that the ranks of a pool can hold.
 
@@ -294,10 +293,10 @@ def start_replicas(
         settings: of the rollout.
         members: worker key → class with its arguments; one entry.
         started: receives every group, also those that are started again later.
-        timeout: the deadline of a call, in seconds.
+        trainer: its `call_timeout_s` is the deadline of a call.
     """
     parts = split_resource_pool(pool, rollout_of(settings).ranks_of_copy)
-    (role,) = members
+    (role,), timeout = members, trainer.call_timeout_s
 
     def start(number: int) -> ReplicaGroup:
         cls = backend.colocate(members)
@@ -464,16 +463,14 @@ class _Call:
         self._waiting.extendleft(reversed(again))
 
     def _check(self, answer: DataProto, rows: int) -> None:
+        if len(answer) != rows:
+            problem = f"a replica was asked for {rows} responses and returned {len(answer)}"
+            raise RolloutOutputError(problem, fault="missing row", row=None, version=None)
         expected = self.replicas.version
         found = sorted(set(answer.batch[fields.WEIGHT_VERSION].tolist()))
-        fault, version, problem = "weight version", found[0], ""
-        if len(answer) != rows:
-            fault, version = "missing row", None
-            problem = f"a replica was asked for {rows} responses and returned {len(answer)}"
-        elif expected is not None and found != [expected]:
+        if expected is not None and found != [expected]:
             problem = (
                 f"the weights of version {', '.join(map(str, found))} sampled an answer, but the "
                 f"last weight sync gave version {expected} ({FROM_FOLDER}: the model folder)"
             )
-        if problem:
-            raise RolloutOutputError(problem, fault=fault, row=None, version=version)
+            raise RolloutOutputError(problem, fault="weight version", row=None, version=found[0])

@@ -22,6 +22,7 @@ The trainer runs a stage with the stages of added roles before and after it, and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, Protocol
 
 import numpy as np
@@ -72,6 +73,8 @@ if TYPE_CHECKING:
     from quadriga.single_controller import WorkerGroup
 
 ArgumentsP = ParamSpec("ArgumentsP")
+Stage = Callable[Concatenate[DataProto, ArgumentsP], StageResult]
+"""A function of this module that is a stage."""
 SamplingMode = Literal["train", "val", "greedy"]
 """Which settings sample: `rollout.sampling`, `rollout.val_sampling`, or temperature 0."""
 
@@ -384,12 +387,8 @@ def estimate_advantages(batch: DataProto, config: AlgorithmConfig) -> StageResul
     batch.batch[fields.ADVANTAGES] = advantages
     batch.batch[fields.RETURNS] = returns
     chosen = advantages[mask.bool()]
-    metrics = {"critic/advantages/mean": 0.0, "critic/advantages/max_abs": 0.0}
-    if chosen.numel():
-        metrics = {
-            "critic/advantages/mean": float(chosen.mean()),
-            "critic/advantages/max_abs": float(chosen.abs().max()),
-        }
+    mean, largest = (chosen.mean(), chosen.abs().max()) if chosen.numel() else (0.0, 0.0)
+    metrics = {"critic/advantages/mean": float(mean), "critic/advantages/max_abs": float(largest)}
     return StageResult(batch, metrics)
 
 
@@ -432,6 +431,7 @@ def tensor_names(batch: DataProto) -> list[str]:
 # Stages with those of added roles beside them.
 
 
+@dataclass(frozen=True, eq=False)
 class StageRunner:
     """Runs stages with those of added roles beside them.
 
@@ -442,21 +442,14 @@ class StageRunner:
         prefix: before the names of their metrics, "val/" in validation.
     """
 
-    def __init__(
-        self,
-        added: Sequence[PlacedStage] = (),
-        groups: Mapping[str, WorkerGroup] | None = None,
-        record: RunRecord | None = None,
-        prefix: str = "",
-    ) -> None:
-        self.added = tuple(added)
-        self.groups = groups or {}
-        self.record = record
-        self.prefix = prefix
+    added: Sequence[PlacedStage] = ()
+    groups: Mapping[str, WorkerGroup] = field(default_factory=dict)
+    record: RunRecord | None = None
+    prefix: str = ""
 
     def run(
         self,
-        stage: Callable[Concatenate[DataProto, ArgumentsP], StageResult],
+        stage: Stage[ArgumentsP],
         batch: DataProto,
         /,
         *args: ArgumentsP.args,
@@ -470,7 +463,7 @@ class StageRunner:
 
     def result(
         self,
-        stage: Callable[Concatenate[DataProto, ArgumentsP], StageResult],
+        stage: Stage[ArgumentsP],
         batch: DataProto,
         /,
         *args: ArgumentsP.args,
@@ -502,8 +495,7 @@ class StageRunner:
 
         It is for rows that are not those of the batch: greedy responses for reward baselines.
         """
-        added = [placed for placed in self.added if placed.stage.writes]
-        return StageRunner(added, self.groups, self.record, self.prefix)
+        return replace(self, added=[placed for placed in self.added if placed.stage.writes])
 
     def beside_passes(self, side: Literal["before", "after"], batch: DataProto) -> DataProto:
         """Run the stages before all passes: those before any of them; or after all of them."""
@@ -627,6 +619,7 @@ _FAILED = (*(f"reward/{status}" for status in FAILURES), "reward/masked")
 """Metrics of a reward function that count samples without a score."""
 
 
+@dataclass(eq=False)
 class Sampler:
     """Draws the batch of a step.
 
@@ -634,24 +627,14 @@ class Sampler:
         rollout: the worker group that generates.
         reward: scores a batch, where sampling depends on scores.
         stream: batches of prompts without end; refilling draws more of them.
-        runner: runs the stages; None: without those of added roles.
+        runner: runs the stages; by default without those of added roles.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        rollout: GeneratingGroup,
-        reward: BatchReward,
-        stream: Iterator[DataProto],
-        runner: StageRunner | None = None,
-    ) -> None:
-        self.config = config
-        self.rollout = rollout
-        self.reward = reward
-        self.stream = stream
-        self.runner = runner or StageRunner()
-        estimator = get_advantage(config.algorithm.adv_estimator)
-        self.with_baselines = estimator.needs_baseline_scores
+    config: TrainConfig
+    rollout: GeneratingGroup
+    reward: BatchReward
+    stream: Iterator[DataProto]
+    runner: StageRunner = field(default_factory=StageRunner)
 
     def draw(self, prompts: DataProto, step: int) -> StageResult:
         """Return the batch of a step and metrics. With refilling the rows are scored already."""
@@ -687,9 +670,7 @@ class Sampler:
             )
             batch = batch.select_idxs(decision.rows)
             if decision.action == "train":
-                drawn = {
-                    f"group/{name}": decision.metrics[name] for name in ("kept", "gen_batches")
-                }
+                drawn = {f"group/{k}": decision.metrics[k] for k in ("kept", "gen_batches")}
                 return StageResult(batch, {**drawn, **_merged(*scoring)})
             # `turn` is part of the seed, so that a prompt that is drawn twice in one step does
             # not sample the same responses again.
@@ -705,20 +686,17 @@ class Sampler:
         seed = self.config.trainer.seed
         result = self.runner.result
         rows = result(expand_prompts, prompts, n=n, step=step, seed=seed, turn=turn).batch
-        if not self.with_baselines:
+        if not get_advantage(self.config.algorithm.adv_estimator).needs_baseline_scores:
             return StageResult(result(generate, rows, self.rollout, "train").batch, {})
-        greedy, scoring = self._score_greedy(rows, n)
+        runner = self.runner.without_updates()
+        # One greedy response per prompt; `n` neighbouring rows have the same prompt.
+        first_of_each = rows.select_idxs(np.arange(0, len(rows), n))
+        greedy = runner.result(generate, first_of_each, self.rollout, "greedy").batch
+        greedy, scoring = runner.result(score_responses, greedy, self.reward)
         rows = add_baselines(rows, greedy).batch
         batch = result(generate, rows, self.rollout, "train").batch
         _mask_without_baseline(batch, greedy)
         return StageResult(batch, {name: scoring[name] for name in _FAILED if name in scoring})
-
-    def _score_greedy(self, rows: DataProto, n: int) -> StageResult:
-        """One greedy response per prompt, scored; `n` neighbouring rows have the same prompt."""
-        first_of_each = rows.select_idxs(np.arange(0, len(rows), n))
-        runner = self.runner.without_updates()
-        greedy = runner.result(generate, first_of_each, self.rollout, "greedy").batch
-        return runner.result(score_responses, greedy, self.reward)
 
 
 def _in_update(batch: DataProto, config: AlgorithmConfig) -> Tensor:
@@ -747,6 +725,7 @@ def _merged(*metrics: Metrics) -> Metrics:
     return merged.reduce()
 
 
+@dataclass(eq=False)
 class ModelReward:
     """Scores batches with rules and a reward model.
 
@@ -755,14 +734,11 @@ class ModelReward:
         masked_rows: rows of the last batch that the rules exclude from the update.
     """
 
-    def __init__(
-        self, rules: BatchReward, group: RewardModelGroup, config: RewardModelConfig
-    ) -> None:
-        self.rules = rules
-        self.group = group
-        self.config = config
-        self.metrics: dict[str, float] = {}
-        self.masked_rows: list[int] = []
+    rules: BatchReward
+    group: RewardModelGroup
+    config: RewardModelConfig
+    metrics: dict[str, float] = field(default_factory=dict, init=False)
+    masked_rows: list[int] = field(default_factory=list, init=False)
 
     def __call__(self, data: DataProto, /) -> DataProto:
         """Return the scores of every row of `data`."""
@@ -774,7 +750,13 @@ class ModelReward:
         # Rows that are added for a rank count are scored for nothing.
         inputs, extra = pad_dataproto_to_divisor(inputs, self.group.world_size)
         pending = self.group.compute_rm_score.submit(inputs)
-        ruled = self._rules(data)
+        self.metrics, self.masked_rows = {}, []
+        ruled: DataProto | None = None
+        if self.config.rule_weight:
+            result = self.rules(data)
+            ruled = result.get() if isinstance(result, DataProtoFuture) else result
+            self.metrics = dict(getattr(self.rules, "metrics", {}))
+            self.masked_rows = list(getattr(self.rules, "masked_rows", []))
         model_BT = unpad_dataproto(pending.get(), extra).batch[fields.RM_SCORES]
         scores_BT = self.config.weight * model_BT
         self.metrics["reward/model"] = float(model_BT.sum(-1).mean())
@@ -785,15 +767,4 @@ class ModelReward:
         self.metrics["reward/rules"] = float(rule_BT.sum(-1).mean())
         ruled.batch[fields.TOKEN_LEVEL_SCORES] = self.config.rule_weight * rule_BT + scores_BT
         ruled.batch[fields.RM_SCORES] = model_BT
-        return ruled
-
-    def _rules(self, data: DataProto) -> DataProto | None:
-        """Return the result of the rules; None if they have no weight."""
-        self.metrics, self.masked_rows = {}, []
-        if not self.config.rule_weight:
-            return None
-        result = self.rules(data)
-        ruled = result.get() if isinstance(result, DataProtoFuture) else result
-        self.metrics = dict(getattr(self.rules, "metrics", {}))
-        self.masked_rows = list(getattr(self.rules, "masked_rows", []))
         return ruled

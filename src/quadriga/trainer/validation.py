@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
@@ -39,6 +39,7 @@ AddMetrics = Callable[[Mapping[str, float]], None]
 """Adds metrics to those of the current step."""
 
 
+@dataclass(eq=False)
 class Validator:
     """Generates `n` responses per validation prompt, and records scores and samples.
 
@@ -50,28 +51,19 @@ class Validator:
     `runner` runs the stages, and those of added roles beside them.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        loader: PromptLoader | None,
-        rollout: GeneratingGroup,
-        reward: BatchReward,
-        record: RunRecord,
-        *,
-        n: int = 1,
-        generating: Callable[[AddMetrics], AbstractContextManager[object]] = nullcontext,
-        runner: StageRunner | None = None,
-    ) -> None:
-        self.seed = seed
-        self.loader = loader
-        self.rollout = rollout
-        self.reward = reward
-        self.record = record
-        self.n = n
-        self.generating = generating
-        self.runner = runner or StageRunner()
+    seed: int
+    loader: PromptLoader | None
+    rollout: GeneratingGroup
+    reward: BatchReward
+    record: RunRecord
+    _: KW_ONLY
+    n: int = 1
+    generating: Callable[[AddMetrics], AbstractContextManager[object]] = nullcontext
+    runner: StageRunner = field(default_factory=StageRunner)
+
+    def __post_init__(self) -> None:
         # A run that is resumed continues after the last validation before the checkpoint.
-        self.last: Metrics = record.last_validation
+        self.last: Metrics = self.record.last_validation
         self.scores_right_or_wrong = not self.last or "val/accuracy" in self.last
 
     def run(self, *, step: int, due: bool) -> Metrics:
@@ -277,12 +269,7 @@ def _summary(
 ) -> SourceSummary:
     columns = _columns(prompts, n, settings)
     values_PM = np.stack(list(columns.values()), axis=1)
-    low_M, high_M = bootstrap_interval(
-        values_PM,
-        resamples=settings.resamples,
-        confidence=settings.confidence,
-        seed=settings.seed,
-    )
+    low_M, high_M = bootstrap_interval(values_PM, settings)
     single = len(prompts) == 1
     estimates = {
         metric: Estimate(
@@ -312,22 +299,20 @@ def _columns(
     return columns
 
 
-def bootstrap_interval(
-    values_PM: Floats, *, resamples: int, confidence: float, seed: int
-) -> tuple[Floats, Floats]:
+def bootstrap_interval(values_PM: Floats, settings: SummarySettings) -> tuple[Floats, Floats]:
     """Return the bounds of the percentile interval of the mean over prompts, each [M].
 
     Each resample draws P prompts with replacement, the same ones for all metrics (Efron and
     Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13).
     """
     count = len(values_PM)
-    generator = np.random.default_rng(seed)
-    means_RM = np.empty((resamples, values_PM.shape[1]))
-    for number in range(resamples):
+    generator = np.random.default_rng(settings.seed)
+    means_RM = np.empty((settings.resamples, values_PM.shape[1]))
+    for number in range(settings.resamples):
         # How often each prompt is drawn; a product with it needs no copy of the drawn rows.
         times_P = np.bincount(generator.integers(count, size=count), minlength=count)
         means_RM[number] = times_P @ values_PM / count
-    tail = (1 - confidence) / 2
+    tail = (1 - settings.confidence) / 2
     low_M, high_M = np.quantile(means_RM, [tail, 1 - tail], axis=0)
     return low_M, high_M
 

@@ -334,8 +334,8 @@ def start_groups(
             members = {key: classes[key] for key in worker_keys(uses)}
             place = manager.resource_pool_dict[pool]
             if are_replicas(config, uses):
-                rollout, timeout = config.actor_rollout_ref.rollout, config.trainer.call_timeout_s
-                replicas = start_replicas(rollout, backend, place, members, groups, timeout=timeout)
+                rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+                replicas = start_replicas(rollout, backend, place, members, groups, trainer)
                 continue
             cls = backend.colocate(members)
             views.update(start_group(backend, place, cls, groups, config.trainer).spawn(members))

@@ -12,23 +12,14 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from quadriga.config.schema import (
-    ActorRolloutRefConfig,
-    EngineConfig,
-    ModelConfig,
-    SamplingConfig,
-)
+from quadriga.config.schema import ActorRolloutRefConfig, EngineConfig, ModelConfig, SamplingConfig
 from quadriga.engines.base import ENTROPY, LOG_PROBS
 from quadriga.errors import ConfigError, WorkerError
 from quadriga.parallel.device import used_memory
 from quadriga.parallel.distributed import local_device
 from quadriga.protocol import DataProto, fields
 from quadriga.rollout import loads_adapters, rollout_of
-from quadriga.single_controller import (
-    Dispatch,
-    make_nd_compute_dataproto_dispatch_fn,
-    register,
-)
+from quadriga.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from quadriga.weight_sync.sync import PolicyWeights
 from quadriga.workers.method_fields import (
     COMPUTE_LOG_PROB,

@@ -18,11 +18,7 @@ from quadriga.data.conversations import MARGINS
 from quadriga.engines.base import VALUES
 from quadriga.errors import LengthError
 from quadriga.protocol import DataProto, fields
-from quadriga.single_controller import (
-    Dispatch,
-    make_nd_compute_dataproto_dispatch_fn,
-    register,
-)
+from quadriga.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from quadriga.workers.method_fields import MODEL_INPUTS
 from quadriga.workers.runtime import EngineWorker, RankRuntime
 
@@ -109,12 +105,10 @@ class RewardModelWorker(EngineWorker[RewardModelConfig]):
 
         ids, mask = data.batch[fields.INPUT_IDS], data.batch[fields.ATTENTION_MASK].bool()
         width = ids.shape[1] - data.batch[fields.RESPONSES].shape[1]
-        prompts = [
-            row[kept].tolist() for row, kept in zip(ids[:, :width], mask[:, :width], strict=True)
-        ]
-        responses = [
-            row[kept].tolist() for row, kept in zip(ids[:, width:], mask[:, width:], strict=True)
-        ]
+        prompts, responses = (
+            [row[kept].tolist() for row, kept in zip(ids[:, part], mask[:, part], strict=True)]
+            for part in (slice(width), slice(width, None))
+        )
         if self.same_tokens:
             return list(zip(prompts, responses, strict=True))
         texts = self.policy_tokenizer.batch_decode(responses, skip_special_tokens=True)

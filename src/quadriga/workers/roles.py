@@ -233,7 +233,7 @@ class PairTrainingGroup(TrainedGroup, Protocol):
         """Compute `rm_scores` of pairs: `PairTrainingWorker.compute_pair_scores`."""
 
 
-class SFTGroup(RolloutGroup, TrainedGroup, Protocol):
+class SFTGroup(RolloutGroup, ActorGroup, Protocol):
     """The policy as it is trained on given responses."""
 
     @property
@@ -243,10 +243,6 @@ class SFTGroup(RolloutGroup, TrainedGroup, Protocol):
     @property
     def update_sft(self) -> GroupMethod[[DataProto], DataProto]:
         """Run one optimizer step on one batch: `SFTWorker.update_sft`."""
-
-    @property
-    def sync_weights(self) -> GroupMethod[[], list[int]]:
-        """Copy the actor's weights to the rollout engine: `ActorRolloutRefWorker.sync_weights`."""
 
 
 def methods_of(roles: Iterable[type]) -> list[str]:
@@ -303,30 +299,20 @@ if TYPE_CHECKING:
         finish_weights = per_rank(ActorRolloutRefWorker.finish_weights)
         rollout_mode = per_rank(ActorRolloutRefWorker.rollout_mode)
         trainer_mode = per_rank(ActorRolloutRefWorker.trainer_mode)
+        update_sft = joined(SFTWorker.update_sft)
+        compute_sft_log_prob = joined(SFTWorker.compute_sft_log_prob)
 
-    class _OfEngine:
+    class _OfEngine:  # mypy compares overridden methods with those of the base class
         world_size = 1
         init_model = per_rank(CriticWorker.init_model)
         save_checkpoint = per_rank(CriticWorker.save_checkpoint)
         load_checkpoint = per_rank(CriticWorker.load_checkpoint)
         export_hf = per_rank(CriticWorker.export_hf)
-
-    class _OfCritic(_OfEngine):
         compute_values = joined(CriticWorker.compute_values)
         update_critic = joined(CriticWorker.update_critic)
-
-    class _OfRewardModel:
-        world_size = 1
-        init_model = per_rank(RewardModelWorker.init_model)
         compute_rm_score = joined(RewardModelWorker.compute_rm_score)
-
-    class _OfPairTraining(_OfEngine):
         update_rm = joined(PairTrainingWorker.update_rm)
         compute_pair_scores = joined(PairTrainingWorker.compute_pair_scores)
-
-    class _OfSFT(_OfPolicy):
-        update_sft = joined(SFTWorker.update_sft)
-        compute_sft_log_prob = joined(SFTWorker.compute_sft_log_prob)
 
     _actor: ActorGroup = _OfPolicy()
     _rollout: RolloutGroup = _OfPolicy()
@@ -334,7 +320,7 @@ if TYPE_CHECKING:
     _ref: RefGroup = _OfPolicy()
     _sender: SendingGroup = _OfPolicy()
     _receiver: ReceivingGroup = _OfPolicy()
-    _critic: CriticGroup = _OfCritic()
-    _reward_model: RewardModelGroup = _OfRewardModel()
-    _pair_training: PairTrainingGroup = _OfPairTraining()
-    _sft: SFTGroup = _OfSFT()
+    _critic: CriticGroup = _OfEngine()
+    _reward_model: RewardModelGroup = _OfEngine()
+    _pair_training: PairTrainingGroup = _OfEngine()
+    _sft: SFTGroup = _OfPolicy()

@@ -258,18 +258,13 @@ class CriticWorker(EngineWorker[CriticConfig]):
         Returns:
             The metrics of the update; see `quadriga.workers.updates.update_values`.
         """
-        from quadriga.workers.updates import rows_per_mini_batch, update_values
+        from quadriga.workers.updates import update_values
 
         return update_values(
             self._engine(),
             data,
             self.config,
-            mini_batch_rows=rows_per_mini_batch(
-                self.config.ppo_mini_batch_size,
-                len(data),
-                self.responses_per_prompt,
-                self.world_size // self.config.engine.model_parallel_size,
-            ),
-            epochs=self.config.ppo_epochs or 1,
+            responses_per_prompt=self.responses_per_prompt,
+            data_ranks=self.world_size // self.config.engine.model_parallel_size,
             length_scale=self.runtime.max_response_length,
         )

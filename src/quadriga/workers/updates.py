@@ -347,8 +347,8 @@ def update_values(
     data: DataProto,
     config: CriticConfig,
     *,
-    mini_batch_rows: int,
-    epochs: int,
+    responses_per_prompt: int,
+    data_ranks: int,
     length_scale: int,
 ) -> DataProto:
     """Run the optimizer steps of the value model on the rows of this rank.
@@ -357,7 +357,7 @@ def update_values(
 
     Args:
         data: the fields `UPDATE_CRITIC.reads`.
-        mini_batch_rows: rows of this rank per optimizer step.
+        responses_per_prompt, data_ranks, length_scale: as of `update_policy`.
 
     Returns:
         As `update_policy`.
@@ -366,10 +366,12 @@ def update_values(
         LengthError: the ranks have different numbers of mini-batches.
     """
     rows = rows_of_update(data, UPDATE_CRITIC.reads)
-    check_mini_batches_of_ranks(engine, len(data), mini_batch_rows)
+    prompts, epochs = config.ppo_mini_batch_size, config.ppo_epochs or 1
+    size = rows_per_mini_batch(prompts, len(data), responses_per_prompt, data_ranks)
+    check_mini_batches_of_ranks(engine, len(data), size)
     steps: list[dict[str, float]] = []
     partials: list[Partials] = []
-    for mini in mini_batches(rows, size=mini_batch_rows, epochs=epochs):
+    for mini in mini_batches(rows, size=size, epochs=epochs):
         counts = BatchCounts.of(mini[fields.RESPONSE_MASK], engine)
         if counts.tokens == 0:  # on all ranks, see `update_policy`
             continue

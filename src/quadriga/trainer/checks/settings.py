@@ -18,11 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from quadriga.algorithms.advantages import ADVANTAGES, compute_advantages, get_advantage
-from quadriga.algorithms.policy_losses import (
-    POLICY_LOSSES,
-    compute_policy_loss,
-    select_tokens,
-)
+from quadriga.algorithms.policy_losses import POLICY_LOSSES, compute_policy_loss, select_tokens
 from quadriga.algorithms.tensors import require_finite
 from quadriga.config.commands import (
     EvalConfig,
@@ -162,11 +158,10 @@ def check_fine_tuning_engine(config: SFTConfig | RMConfig) -> None:
     Raises:
         ConfigError: names the setting.
     """
-    trainer, engine, data = config.trainer, config.engine, config.data
-    _check_engine(fine_tuning_engine(config), trainer)
-    ranks = trainer.nnodes * trainer.n_gpus_per_node // engine.model_parallel_size
-    rows = (2 if isinstance(config, RMConfig) else 1) * data.train_batch_size // ranks
-    refuse(config, stage_problems("engine", engine, rows, data.micro_batch_size_per_gpu))
+    data, (_, parts) = config.data, _ranks_of(config)
+    _check_engine(fine_tuning_engine(config), config.trainer)
+    rows = (2 if isinstance(config, RMConfig) else 1) * data.train_batch_size // parts
+    refuse(config, stage_problems("engine", config.engine, rows, data.micro_batch_size_per_gpu))
 
 
 def _check_engine(found: RoleEngine, trainer: RunConfig) -> None:
@@ -326,16 +321,7 @@ def check_train_settings(config: TrainConfig) -> None:
     for check in (*checks, _full_kl):
         refuse(config, check(config))
     if (steps := config.trainer.total_training_steps) is not None:
-        check_run_length(config, steps)
-
-
-def check_run_length(config: TrainConfig, total_steps: int) -> None:
-    """Check the settings that count steps against the training steps of the run.
-
-    Raises:
-        ConfigError: the actor is never updated, or a warm-up does not end.
-    """
-    refuse(config, _run_length(config, total_steps))
+        refuse(config, run_length_problems(config, steps))
 
 
 def check_fine_tuning_settings(config: SFTConfig | RMConfig) -> None:
@@ -430,10 +416,7 @@ def _shared_ranks(config: TrainConfig, pools: Sequence[RolePool]) -> Problems:
 
 def _local_ranks(config: TrainConfig | SFTConfig | RMConfig, role: str) -> Problems:
     """Yield a role of the local backend on several ranks, which would need collectives."""
-    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    if isinstance(config, TrainConfig):
-        ranks = num_ranks(config, role)
-    if config.trainer.backend == "local" and ranks > 1:
+    if config.trainer.backend == "local" and _ranks_of(config, role)[0] > 1:
         yield (
             "trainer.backend",
             f"runs no collectives, but {role} has {_ranks_in_words(config, role)}; set it to ray, "
@@ -596,10 +579,8 @@ def _full_kl(config: TrainConfig) -> Problems:
 
 
 def _fine_tuning(config: SFTConfig | RMConfig) -> Problems:
-    trainer, rows, found = config.trainer, config.data.train_batch_size, fine_tuning_engine(config)
-    ranks = trainer.nnodes * trainer.n_gpus_per_node
-    yield from engine_problems(found, ranks)
-    parts = ranks // config.engine.model_parallel_size
+    rows, (ranks, parts) = config.data.train_batch_size, _ranks_of(config)
+    yield from engine_problems(fine_tuning_engine(config), ranks)
     if rows % parts:
         below = rows // parts * parts  # 7 rows on 2 ranks: 6 or 8
         near = " or ".join(str(multiple) for multiple in (below, below + parts) if multiple)
@@ -608,7 +589,7 @@ def _fine_tuning(config: SFTConfig | RMConfig) -> Problems:
     yield from _local_ranks(config, "actor")
     if isinstance(config, SFTConfig):
         yield from _sft_validation(config)
-    yield from warmup_problems("optim", config.optim, trainer.total_training_steps)
+    yield from warmup_problems("optim", config.optim, config.trainer.total_training_steps)
 
 
 def _sft_validation(config: SFTConfig) -> Problems:
@@ -621,7 +602,9 @@ def _sft_validation(config: SFTConfig) -> Problems:
         yield "trainer.stop_at_accuracy", f"needs answers that are scored, but {conversations}"
 
 
-def _run_length(config: TrainConfig, total_steps: int) -> Problems:
+def run_length_problems(config: TrainConfig, total_steps: int) -> Problems:
+    """Yield settings that do not fit the training steps of the run: the actor is never updated, or
+    a warm-up does not end."""
     warmup, with_critic = config.critic.warmup_steps, needs_critic(config)
     if with_critic and warmup >= total_steps:
         yield (
@@ -635,17 +618,21 @@ def _run_length(config: TrainConfig, total_steps: int) -> Problems:
         yield from warmup_problems("critic.optim", config.critic.optim, critic_steps)
 
 
+def _ranks_of(config: TrainConfig | SFTConfig | RMConfig, role: str = "actor") -> tuple[int, int]:
+    """Return the number of ranks of a role, and that of its data-parallel ranks."""
+    if isinstance(config, TrainConfig):
+        return num_ranks(config, role), data_ranks(config, role)
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    return ranks, ranks // config.engine.model_parallel_size
+
+
 def _ranks_in_words(config: TrainConfig | SFTConfig | RMConfig, role: str = "actor") -> str:
     """Return the number of ranks of a role and its source: "4 ranks (trainer.nnodes=2 × …)"."""
-    trainer = config.trainer
-    ranks = trainer.nnodes * trainer.n_gpus_per_node
+    trainer, (ranks, parts) = config.trainer, _ranks_of(config, role)
     source = f"trainer.nnodes={trainer.nnodes} × trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
     if isinstance(config, TrainConfig):
-        ranks, parts = num_ranks(config, role), data_ranks(config, role)
         placed = (n for n in (role, "actor") if getattr(config.placement, n) is not None)
         source = next((f"placement.{name}" for name in placed), source)
-    else:
-        parts = ranks // config.engine.model_parallel_size
     whole, same = f"{ranks} ranks ({source})", ranks // parts
     if same == 1:
         return whole

@@ -31,13 +31,7 @@ from quadriga.config.plan import batch_plan, mini_batch_prompts
 from quadriga.config.role_ranks import has_reward_model, role_pools
 from quadriga.config.schema import ModelConfig, RunConfig, TrainConfig
 from quadriga.errors import ConfigError
-from quadriga.single_controller import (
-    Backend,
-    ClassWithInitArgs,
-    Dispatch,
-    Worker,
-    WorkerGroup,
-)
+from quadriga.single_controller import Backend, ClassWithInitArgs, Dispatch, Worker, WorkerGroup
 from quadriga.single_controller.worker import registered_methods
 from quadriga.trainer.roles.registry import (
     AddedRole,
@@ -386,13 +380,7 @@ def worker_classes(
             classes[key] = worker_of(added[key], config, mapping, runtime)
             continue
         cls = _worker_class(key, uses, mapping)
-        methods = registered_methods(cls)
-        needed = methods_of(_protocols(config, uses, apart))
-        if missing := [name for name in needed if name not in methods]:
-            raise ConfigError(
-                f"role {key}: the trainer calls {', '.join(missing)}, but {cls.__name__} has no "
-                "such registered method; define it and mark it with @register",
-            )
+        _check_methods(key, cls, methods_of(_protocols(config, uses, apart)))
         if key == CRITIC:
             arguments, steps = _critic_arguments(config), critic_steps
         elif key == REWARD_MODEL:
@@ -513,6 +501,16 @@ def threads_per_rank(trainer: RunConfig) -> int:
     return max(1, cpus // trainer.n_gpus_per_node)
 
 
+def _check_methods(key: str, cls: type[Worker], called: Iterable[str]) -> None:
+    """Check that the worker class of a role has the methods that the trainer calls."""
+    methods = registered_methods(cls)
+    if missing := [name for name in called if name not in methods]:
+        raise ConfigError(
+            f"role {key}: the trainer calls {', '.join(missing)}, but {cls.__name__} has no such "
+            "registered method; define it and mark it with @register"
+        )
+
+
 # Added roles.
 
 
@@ -541,11 +539,7 @@ def worker_of(
     called = [stage.method for stage in added.stages]
     if (SAVE in methods) != (LOAD in methods):
         called += [SAVE, LOAD]  # a checkpoint needs both
-    if missing := [name for name in called if name not in methods]:
-        raise ConfigError(
-            f"role {key}: the trainer calls {', '.join(missing)}, but {cls.__name__} has no such "
-            "registered method; define it and mark it with @register"
-        )
+    _check_methods(key, cls, called)
     for name in called:
         mode = Dispatch.members.get(methods[name].dispatch_mode.name, methods[name].dispatch_mode)
         if mode in _NO_BATCH and not methods[name].execute_mode.single:
