@@ -12,12 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from quadriga.checkpoint.files import digest_file, write_tensors
-from quadriga.checkpoint.shards import (
-    Block,
-    load_rank_state,
-    read_scalars,
-    save_rank_state,
-)
+from quadriga.checkpoint.shards import Block, load_rank_state, read_scalars, save_rank_state
 from quadriga.errors import CheckpointError
 
 FULL = torch.arange(35.0).view(7, 5)

@@ -98,6 +98,8 @@ def test_names_of_the_package():
 def test_package_names_load():
     assert [name for name in PACKAGE_NAMES if getattr(quadriga, name, None) is None] == []
     assert set(dir(quadriga)) >= PACKAGE_NAMES
+    with pytest.raises(AttributeError, match="module 'quadriga' has no attribute 'answer'"):
+        _ = quadriga.answer
 
 
 def test_an_unknown_name_is_an_attribute_error():

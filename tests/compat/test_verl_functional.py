@@ -9,12 +9,7 @@ import pytest
 import torch
 
 import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
-from quadriga.errors import (
-    AlgorithmError,
-    ConflictError,
-    ModelError,
-    UnknownNameError,
-)
+from quadriga.errors import AlgorithmError, ConflictError, ModelError, UnknownNameError
 from quadriga.protocol import DataProto
 
 ONES = torch.ones(2, 2)

@@ -6,12 +6,7 @@ from typing import get_args
 
 import pytest
 
-from quadriga.config.commands import (
-    ArithmeticDataConfig,
-    EvalConfig,
-    GenerateConfig,
-    SFTConfig,
-)
+from quadriga.config.commands import ArithmeticDataConfig, EvalConfig, GenerateConfig, SFTConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import (
     AggregationName,

@@ -8,12 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    Transpose,
-    WeightConverter,
-)
+from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine

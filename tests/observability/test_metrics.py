@@ -8,13 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.observability.metrics import (
-    METRICS,
-    MetricSet,
-    Timer,
-    add_metric,
-    describe_metric,
-)
+from quadriga.observability.metrics import METRICS, MetricSet, Timer, add_metric, describe_metric
 
 SOURCE = Path(__file__).resolve().parents[2] / "src/quadriga"
 SPACES = "reward|val|response_length|batch|group|mismatch|actor|critic|sft|sync|time|perf|progress"

@@ -11,11 +11,7 @@ import pytest
 
 from quadriga.errors import InputError, UnknownNameError
 from quadriga.observability.run_folder import RunFolder
-from quadriga.observability.trackers import (
-    RunInfo,
-    Trackers,
-    plot_learning_curve,
-)
+from quadriga.observability.trackers import RunInfo, Trackers, plot_learning_curve
 
 
 class Recorder:

@@ -7,13 +7,7 @@ import pytest
 from quadriga.backends import get_backend
 from quadriga.backends.local import LocalBackend, LocalPending
 from quadriga.errors import DispatchError, LengthError
-from quadriga.testing import (
-    BACKEND_LAWS,
-    BackendUnderTest,
-    LawBroken,
-    backends,
-    check_backend,
-)
+from quadriga.testing import BACKEND_LAWS, BackendUnderTest, LawBroken, backends, check_backend
 from quadriga.testing.backends import rows
 
 

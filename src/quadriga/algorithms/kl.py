@@ -25,12 +25,7 @@ from torch import Tensor
 from quadriga.algorithms.aggregation import Partial
 from quadriga.algorithms.clipped_losses import LOG_RATIO_LIMIT, PolicyLoss
 from quadriga.algorithms.registry import look_up
-from quadriga.algorithms.tensors import (
-    as_float,
-    checked_mask,
-    require_finite,
-    require_same_shape,
-)
+from quadriga.algorithms.tensors import as_float, checked_mask, require_finite, require_same_shape
 from quadriga.errors import AlgorithmError, unknown_name
 
 LOW_VARIANCE_LIMIT = 10.0

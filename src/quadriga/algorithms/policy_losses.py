@@ -7,11 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from quadriga.algorithms import (
-    clipped_losses as clipped,
-    covariance_losses as covariance,
-    registry,
-)
+from quadriga.algorithms import clipped_losses as clipped, covariance_losses as covariance, registry
 from quadriga.algorithms.aggregation import Partial
 from quadriga.algorithms.clipped_losses import PolicyLoss
 from quadriga.algorithms.tensors import (

@@ -8,12 +8,7 @@ from pathlib import Path
 
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
-from transformers import (
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from quadriga.checkpoint.folders import replace_folder, restore_folder
 from quadriga.data.conversations import turn_end_ids

@@ -32,12 +32,7 @@ from quadriga.errors import (
 from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.observability.quiet import quiet_libraries
 from quadriga.rollout.abilities import ALL_SETTINGS
-from quadriga.rollout.base import (
-    LogProbKind,
-    RolloutEngine,
-    RolloutOutput,
-    SamplingParams,
-)
+from quadriga.rollout.base import LogProbKind, RolloutEngine, RolloutOutput, SamplingParams
 from quadriga.testing import LawBroken, check_all, expect, expect_raises
 
 BuildRollout = Callable[[str], RolloutEngine]

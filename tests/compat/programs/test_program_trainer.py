@@ -30,11 +30,7 @@ from verl.trainer.ppo.ray_trainer import (
     compute_response_mask,
 )
 from verl.utils import torch_functional as verl_F
-from verl.utils.model import (
-    compute_position_id_with_mask,
-    create_random_mask,
-    get_model_size,
-)
+from verl.utils.model import compute_position_id_with_mask, create_random_mask, get_model_size
 from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 
 from quadriga.algorithms.advantages import ADVANTAGES

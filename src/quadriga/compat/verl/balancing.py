@@ -12,10 +12,7 @@ from tensordict import TensorDict
 
 from quadriga.compat.verl.tensordicts import select_rows
 from quadriga.errors import LengthError
-from quadriga.parallel.balancing import (
-    get_seqlen_balanced_partitions,
-    token_budget_micro_batches,
-)
+from quadriga.parallel.balancing import get_seqlen_balanced_partitions, token_budget_micro_batches
 from quadriga.parallel.device import get_device_name
 from quadriga.protocol import DataProto, fields
 from quadriga.protocol.contents import RemoteBatch
