@@ -26,11 +26,11 @@ def test_pop_of_a_missing_key_is_an_assertion_error_as_in_verl(kind):
 def test_a_wrong_aggregation_is_a_value_error_as_in_verl():
     from verl.trainer.ppo import core_algos
 
-    with pytest.raises(ValueError, match="aggregation `mine`") as caught:
+    with pytest.raises(ValueError, match="aggregation 'mine'") as caught:
         core_algos.agg_loss(ONES, ONES, "mine")
     assert isinstance(caught.value, UnknownNameError)
     assert (caught.value.name, "token-mean" in caught.value.known) == ("mine", True)
-    with pytest.raises(ValueError, match="aggregation `mine`"):
+    with pytest.raises(ValueError, match="aggregation 'mine'"):
         core_algos.compute_value_loss(ONES, ONES, ONES, ONES, 0.2, "mine")
 
 
@@ -38,14 +38,14 @@ def test_a_wrong_kl_is_not_implemented_as_in_verl():
     from verl.trainer.ppo import core_algos
 
     for function in (core_algos.kl_penalty, core_algos.kl_penalty_forward):
-        with pytest.raises(NotImplementedError, match="KL estimator `mine`") as caught:
+        with pytest.raises(NotImplementedError, match="KL estimator 'mine'") as caught:
             function(ONES, ONES, "mine")
         assert isinstance(caught.value, UnknownNameError)
         with pytest.raises(NotImplementedError, match="sums over the vocabulary") as caught:
             function(ONES, ONES, "full")
         assert isinstance(caught.value, AlgorithmError)
     settings = SimpleNamespace(type="mine", kl_coef=0.1, target_kl=1.0, horizon=10)
-    with pytest.raises(NotImplementedError, match="KL controller `mine`"):
+    with pytest.raises(NotImplementedError, match="KL controller 'mine'"):
         core_algos.get_kl_controller(settings)
 
 
