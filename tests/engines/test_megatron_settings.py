@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import conformance
@@ -45,8 +46,9 @@ def test_ranks_have_each_element_once(family, tensor, pipeline, expert):
     model = megatron_model(config, weights, engine)
     layout = parallel_layout(model, Degrees(tensor=tensor, expert=expert, pipeline=pipeline))
     boxes = {name: set() for name in weights}
-    for _, piece in layout.pieces():
-        boxes[piece.weight].add(piece.box)
+    for tensor in itertools.chain(*layout.ranks.values()):
+        for piece in tensor.pieces:
+            boxes[piece.weight].add(piece.box)
     for name, found in boxes.items():
         # Distinct boxes are disjoint: they come from splits into equal parts.
         assert sum(map(count, found)) == count(tuple((0, n) for n in weights[name].shape)), name

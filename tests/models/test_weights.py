@@ -50,7 +50,7 @@ def match(folder, *, value=False):
     return match_names(model, stored_tensors(folder), new_prefix=prefix)
 
 
-@pytest.mark.parametrize("dtype", weights_of.DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", weights_of.STORED_DTYPES.values(), ids=str)
 @pytest.mark.parametrize("piece", [8, 24, 2**20])
 def test_rows_are_read_in_pieces_and_cast(tmp_path, monkeypatch, dtype, piece):
     monkeypatch.setattr(weights_of, "PIECE_BYTES", piece)

@@ -16,7 +16,7 @@ def test_overwrite_removes_the_files_of_the_run_and_no_others(tmp_path):
     (folder.model / "weights").write_text("x")
     (tmp_path / "notes.txt").write_text("mine")
     folder.close()
-    RunFolder.open(tmp_path, TrainConfig(), overwrite=True).close()
+    RunFolder.open(tmp_path, TrainConfig(), "overwrite").close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.yaml", "notes.txt"]
 
 
@@ -24,7 +24,7 @@ def test_resume_keeps_the_steps_up_to_the_checkpoint(tmp_path):
     folder = RunFolder.open(tmp_path, TrainConfig())
     folder.metrics.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     folder.close()
-    again = RunFolder.open(tmp_path, TrainConfig(), resume=True, overwrite=True)
+    again = RunFolder.open(tmp_path, TrainConfig(), "resume")
     again.forget_after(2)
     assert again.metrics.read_text() == '{"step": 1}\n{"step": 2}\n'
 
@@ -36,7 +36,7 @@ def test_a_run_without_checkpoint_and_model_may_begin_again(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     partial = folder.checkpoints / "global_step_1.partial"
     partial.mkdir(parents=True)
-    RunFolder.open(tmp_path, TrainConfig(), restart=True).close()
+    RunFolder.open(tmp_path, TrainConfig(), "restart").close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "config.yaml", "notes.txt"]
 
 
@@ -47,7 +47,7 @@ def test_a_run_does_not_begin_again_where_one_has_left_a_checkpoint_or_a_model(t
     RunFolder.open(tmp_path, TrainConfig()).close()
     (tmp_path / left).mkdir(parents=True)
     with pytest.raises(ConfigError, match=f"but with {tmp_path / left};"):
-        RunFolder.open(tmp_path, TrainConfig(), restart=True)
+        RunFolder.open(tmp_path, TrainConfig(), "restart")
     assert (tmp_path / left).is_dir()
 
 

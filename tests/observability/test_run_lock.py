@@ -21,17 +21,17 @@ def lock_of(folder):
     return folder / LOCK, folder, "trainer.default_local_dir"
 
 
-@pytest.mark.parametrize("how", [{}, {"resume": True}, {"overwrite": True}], ids=str)
+@pytest.mark.parametrize("how", ["refuse", "resume", "overwrite"])
 def test_a_second_run_in_a_folder_is_refused(tmp_path, how):
     first = RunFolder.open(tmp_path, TrainConfig())
     first.metrics.write_text('{"step": 1}\n')
-    for attempt in (lambda: RunFolder.open(tmp_path, TrainConfig(), **how),
-                    lambda: RunFolder(tmp_path).check(**how)):  # fmt: skip
+    for attempt in (lambda: RunFolder.open(tmp_path, TrainConfig(), how),
+                    lambda: RunFolder(tmp_path).check(how)):  # fmt: skip
         with pytest.raises(ConfigError, match=r"in use by another run \(process \d+ of .* since"):
             attempt()
     assert first.metrics.read_text() == '{"step": 1}\n'
     first.close()
-    RunFolder.open(tmp_path, TrainConfig(), overwrite=True).close()
+    RunFolder.open(tmp_path, TrainConfig(), "overwrite").close()
 
 
 def test_a_start_that_fails_releases_the_lock(tmp_path):
@@ -85,9 +85,9 @@ def test_what_is_no_file_in_place_of_a_file_of_the_run_is_not_read(tmp_path, nam
     make = {"pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero")}
     make.get(kind, os.mkdir)(path)
     refused = "is no file|is a symbolic link|already holds a run|cannot write"
-    for how in ({}, {"resume": True}):
+    for how in ("refuse", "resume"):
         with pytest.raises(InputError, match=refused):
-            RunFolder.open(tmp_path / "run", TrainConfig(), **how)
+            RunFolder.open(tmp_path / "run", TrainConfig(), how)
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "samples.jsonl"])
@@ -96,7 +96,7 @@ def test_a_link_in_place_of_a_file_of_the_run_is_not_written_through(tmp_path, n
     (tmp_path / "run" / name).symlink_to(tmp_path / "outside")
     with pytest.raises(ConfigError, match="is a symbolic link"):
         RunFolder.open(tmp_path / "run", TrainConfig())
-    RunFolder.open(tmp_path / "run", TrainConfig(), overwrite=True).close()
+    RunFolder.open(tmp_path / "run", TrainConfig(), "overwrite").close()
     assert not (tmp_path / "outside").exists()
 
 

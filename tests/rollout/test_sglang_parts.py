@@ -63,8 +63,8 @@ def test_an_interpreter_without_sglang_is_named(tmp_path):
 def test_buckets_are_bounded_and_hold_each_weight_once():
     weights = {"a": torch.arange(10.0), "b": torch.arange(4.0), "c": torch.arange(20.0)}
     parts = list(buckets(weights.items(), 64))
-    assert [tuple(part.digests) for part in parts] == [("a", "b"), ("c",)]
-    found = [pickle.loads(part.payload) for part in parts]
+    assert [tuple(digests) for digests, _ in parts] == [("a", "b"), ("c",)]
+    found = [pickle.loads(payload) for _, payload in parts]
     assert [[(e.name, e.start_idx, e.end_idx) for e in b["metadata"]] for b in found] == [
         [("a", 0, 40), ("b", 48, 64)],
         [("c", 0, 80)],

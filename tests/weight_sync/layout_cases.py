@@ -13,7 +13,6 @@ from quadriga.parallel.layouts import (
     Model,
     Stored,
     Weight,
-    by_name,
     parallel_layout,
     slices,
     stored_box,
@@ -21,6 +20,10 @@ from quadriga.parallel.layouts import (
 )
 
 HEADS, GROUPS, HEAD, HIDDEN, INNER, VOCAB, EXPERTS = 8, 4, 2, 10, 16, 21, 4
+
+
+def by_name(weights):
+    return {weight.name: weight for weight in weights}
 
 
 def replicated_layout(weights, ranks, tied=None):

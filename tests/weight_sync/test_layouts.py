@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from layout_cases import filled, fsdp_layout, values_of
+from layout_cases import by_name, filled, fsdp_layout, values_of
 
 from quadriga.errors import ShapeError
 from quadriga.parallel.layouts import (
@@ -13,7 +13,6 @@ from quadriga.parallel.layouts import (
     Model,
     Stored,
     Weight,
-    by_name,
     parallel_layout,
     torch_chunk,
 )

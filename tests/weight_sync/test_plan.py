@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
-from layout_cases import Ranks, filled, pairs, replicated_layout, values_of
+from layout_cases import Ranks, by_name, filled, pairs, replicated_layout, values_of
 
 from quadriga.config.schema import EngineConfig
 from quadriga.errors import WorkerError
@@ -19,7 +19,6 @@ from quadriga.parallel.layouts import (
     Stored,
     StoredTensor,
     Weight,
-    by_name,
     count,
     difference,
     intersection,

@@ -15,20 +15,9 @@ from torch import Tensor
 from quadriga.errors import CheckpointError
 from quadriga.files import atomic_write
 from quadriga.observability.jsonl import JsonObject
+from quadriga.parallel.device import STORED_DTYPES
 
-# The names of dtypes in a safetensors header.
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -81,15 +70,15 @@ def write_tensors(
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
     for name, tensor in ordered:
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in _NAMES:
             raise CheckpointError(
                 f"{path}: {name!r} has dtype {tensor.dtype}, which a checkpoint cannot hold; "
-                f"expected one of {', '.join(map(str, _DTYPES))}",
+                f"expected one of {', '.join(map(str, _NAMES))}",
                 path=str(path),
             )
         stop = start + tensor.numel() * tensor.element_size()
         header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
+            "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, stop],
         }

@@ -51,7 +51,7 @@ import shutil
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -368,10 +368,6 @@ class ControllerState:
     kl_controller: dict[str, float]
     inputs: dict[str, object] = field(default_factory=dict)
     validation: dict[str, float] = field(default_factory=dict)
-
-    def as_info(self) -> dict[str, object]:
-        """Return the state as JSON values, for the marker of the checkpoint."""
-        return asdict(self)
 
     def continue_loader(self, loader: PromptLoader, *, data_changed: bool) -> None:
         """Set a loader to the position in the data.

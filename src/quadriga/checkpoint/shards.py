@@ -330,10 +330,7 @@ def random_scalars() -> JsonObject:
     version, words, gauss = random.getstate()
     state = np.random.get_state(legacy=False)
     numbers = {"key": state["state"]["key"].tolist(), "pos": int(state["state"]["pos"])}
-    return {
-        "python": [version, list(words), gauss],
-        "numpy": {**state, "state": numbers},
-    }
+    return {"python": [version, list(words), gauss], "numpy": {**state, "state": numbers}}
 
 
 def restore_random(tensors: Mapping[str, Tensor], scalars: JsonObject) -> None:

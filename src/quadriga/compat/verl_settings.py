@@ -351,7 +351,7 @@ class Row:
 
     keys: tuple[str, ...]
     convert: Convert
-    left_out: Callable[[object], Sequence[str]]
+    left_out: Callable[[object], Sequence[str]] = lambda value: ()
 
 
 def same(value: object) -> object:
@@ -359,16 +359,9 @@ def same(value: object) -> object:
     return LEAVE if value is None else value
 
 
-def nothing(value: object) -> Sequence[str]:
-    """Return no parts: the whole value is converted."""
-    return ()
-
-
-def to(
-    *keys: str, convert: Convert = same, left_out: Callable[[object], Sequence[str]] = nothing
-) -> Row:
+def to(*keys: str, convert: Convert = same) -> Row:
     """Return a row of the table."""
-    return Row(keys, convert, left_out)
+    return Row(keys, convert)
 
 
 def named(names: Mapping[object, object]) -> Convert:
@@ -419,13 +412,7 @@ ESTIMATOR = named({"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"})
 OPTIMIZER = named({"AdamW": "adamw", "AdamW8bit": "adamw_8bit", "Muon": "muon"})
 STRATEGY = named({"fsdp2": "fsdp"})
 RESUME = named({"resume_path": LEAVE})  # then `resume_from_path` is the value
-TRACKERS = {
-    "console": "console",
-    "file": "jsonl",
-    "jsonl": "jsonl",
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-}
+TRACKERS = {name: name for name in ("console", "jsonl", "tensorboard", "wandb")} | {"file": "jsonl"}
 """verl's logger → our tracker."""
 
 
@@ -463,8 +450,7 @@ def _optim(verl: str, ours: str) -> dict[str, Row]:
         **_section(verl, ours, "lr_warmup_steps", convert=positive),
         **_section(verl, ours, convert=positive, total_training_steps="total_steps"),
         **_section(verl, ours, lr_scheduler_type="lr_scheduler"),
-        **_section(verl, ours, "lr_scheduler", warmup_style="lr_scheduler"),
-        **_section(verl, ours, clip_grad="grad_clip"),
+        **_section(verl, ours, "lr_scheduler", warmup_style="lr_scheduler", clip_grad="grad_clip"),
     }
 
 
@@ -473,6 +459,14 @@ def _engine(verl: str, ours: str) -> dict[str, Row]:
         **_section(verl, ours, "param_offload", "optimizer_offload", "offload_policy"),
         **_section(verl, ours, "reshard_after_forward", "fsdp_size"),
         **_section(verl, ours, "dtype", convert=DTYPE),
+    }
+
+
+def _tokens(verl: str, ours: str) -> dict[str, Row]:
+    return {
+        **_section(verl, ours, "use_dynamic_bsz"),
+        **_section(verl, ours, ppo_max_token_len_per_gpu="max_tokens_per_micro_batch"),
+        **_section(verl, ours, ulysses_sequence_parallel_size="sequence_parallel_size"),
     }
 
 
@@ -508,13 +502,14 @@ def _model(verl: str, ours: str) -> dict[str, Row]:
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _REF, _ALGORITHM = "actor_rollout_ref.ref", "algorithm"
 _LOSS = f"{_ACTOR}.policy_loss"
-_CORRECTION = f"{_ALGORITHM}.rollout_correction"
+_VALIDATION = f"{_ROLLOUT}.val_kwargs"
+_FILTER, _CORRECTION = f"{_ALGORITHM}.filter_groups", f"{_ALGORITHM}.rollout_correction"
 
 _TRAINER = {
     **_section("trainer", "trainer", "nnodes", "n_gpus_per_node", "total_epochs"),
     **_section("trainer", "trainer", "total_training_steps", convert=positive),
     **_section("trainer", "trainer", "project_name", "experiment_name", "default_local_dir"),
-    "trainer.logger": to("trainer.loggers", convert=trackers, left_out=other_loggers),
+    "trainer.logger": Row(("trainer.loggers",), trackers, other_loggers),
     **_section("trainer", "trainer", "test_freq", convert=frequency),
     **_section("trainer", "trainer", "device", convert=DEVICE),
     **_section("ray_kwargs.ray_init", "trainer", "num_cpus"),
@@ -533,13 +528,7 @@ TRAIN: dict[str, Row] = {
     f"{_ACTOR}.strategy": to(f"{_ACTOR}.engine.name", f"{_REF}.engine.name", convert=STRATEGY),
     **_engine(f"{_ACTOR}.fsdp_config", f"{_ACTOR}.engine"),
     **_megatron(f"{_ACTOR}.megatron", f"{_ACTOR}.engine"),
-    **_section(
-        _ACTOR,
-        f"{_ACTOR}.engine",
-        "use_dynamic_bsz",
-        ppo_max_token_len_per_gpu="max_tokens_per_micro_batch",
-        ulysses_sequence_parallel_size="sequence_parallel_size",
-    ),
+    **_tokens(_ACTOR, f"{_ACTOR}.engine"),
     **_section(_ACTOR, _ACTOR, "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs"),
     **_section(_ACTOR, _ACTOR, "shuffle", "loss_agg_mode", "entropy_coeff", "use_kl_loss"),
     **_section(_ACTOR, _ACTOR, "kl_loss_coef", loss_scale_factor="loss_scale_length"),
@@ -556,20 +545,14 @@ TRAIN: dict[str, Row] = {
         f"{_ROLLOUT}.sampling.ignore_eos", f"{_ROLLOUT}.val_sampling.ignore_eos"
     ),
     **_section(_ROLLOUT, _ROLLOUT, "dtype", convert=DTYPE),
-    **_section(f"{_ROLLOUT}.val_kwargs", _ROLLOUT, n="val_n"),
-    **_section(
-        f"{_ROLLOUT}.val_kwargs", f"{_ROLLOUT}.val_sampling", "temperature", "top_p", "top_k"
-    ),
+    **_section(_VALIDATION, _ROLLOUT, n="val_n"),
+    **_section(_VALIDATION, f"{_ROLLOUT}.val_sampling", "temperature", "top_p", "top_k"),
     **_section(_REF, f"{_REF}.engine", convert=STRATEGY, strategy="name"),
     **_engine(f"{_REF}.fsdp_config", f"{_REF}.engine"),
     **_megatron(f"{_REF}.megatron", f"{_REF}.engine"),
-    **_section(
-        _REF,
-        f"{_REF}.engine",
-        log_prob_use_dynamic_bsz="use_dynamic_bsz",
-        log_prob_max_token_len_per_gpu="max_tokens_per_micro_batch",
-        ulysses_sequence_parallel_size="sequence_parallel_size",
-    ),
+    **_section(_REF, f"{_REF}.engine", log_prob_use_dynamic_bsz="use_dynamic_bsz"),
+    **_section(_REF, f"{_REF}.engine", log_prob_max_token_len_per_gpu="max_tokens_per_micro_batch"),
+    **_section(_REF, f"{_REF}.engine", ulysses_sequence_parallel_size="sequence_parallel_size"),
     **_model("critic.model", "critic.model"),
     **_optim("critic.optim", "critic.optim"),
     **_section("critic", "critic.optim", "grad_clip"),
@@ -577,13 +560,7 @@ TRAIN: dict[str, Row] = {
     **_megatron("critic.megatron", "critic.engine"),
     **_engine("critic.fsdp", "critic.engine"),
     **_engine("critic.model.fsdp_config", "critic.engine"),
-    **_section(
-        "critic",
-        "critic.engine",
-        "use_dynamic_bsz",
-        ppo_max_token_len_per_gpu="max_tokens_per_micro_batch",
-        ulysses_sequence_parallel_size="sequence_parallel_size",
-    ),
+    **_tokens("critic", "critic.engine"),
     **_section("critic", "critic", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu"),
     **_section("critic", "critic", "ppo_epochs", "cliprange_value", "loss_agg_mode"),
     **_section("trainer", "critic", critic_warmup="warmup_steps"),
@@ -592,32 +569,18 @@ TRAIN: dict[str, Row] = {
     **_section(_ALGORITHM, _ALGORITHM, norm_adv_by_std_in_grpo="norm_adv_by_std"),
     **_section(_ALGORITHM, _ALGORITHM, "kl_penalty", convert=KL),
     **_section("algorithm.kl_ctrl", "algorithm.kl_ctrl", "type", "kl_coef", "horizon", "target_kl"),
-    **_section("algorithm.filter_groups", "algorithm.filter_groups", "enable"),
-    **_section(
-        "algorithm.filter_groups",
-        "algorithm.filter_groups",
-        "max_num_gen_batches",
-        convert=positive,
-    ),
-    **_section(
-        _CORRECTION,
-        _CORRECTION,
-        rollout_is="level",
-        rollout_is_threshold="upper",
-        rollout_is_batch_normalize="normalise",
-    ),
+    **_section(_FILTER, _FILTER, "enable"),
+    **_section(_FILTER, _FILTER, "max_num_gen_batches", convert=positive),
+    **_section(_CORRECTION, _CORRECTION, rollout_is="level", rollout_is_threshold="upper"),
+    **_section(_CORRECTION, _CORRECTION, rollout_is_batch_normalize="normalise"),
     **_section("custom_reward_function", "reward", "path", "name"),
     **_section("reward.custom_reward_function", "reward", "path", "name"),
     **_TRAINER,
     **_section("trainer", "trainer", "save_freq", convert=frequency),
     **_section("trainer", "trainer", "val_before_train", "balance_batch"),
     **_section("trainer", "trainer", "resume_mode", convert=RESUME),
-    **_section(
-        "trainer",
-        "trainer",
-        resume_from_path="resume_mode",
-        max_actor_ckpt_to_keep="max_ckpt_to_keep",
-    ),
+    **_section("trainer", "trainer", resume_from_path="resume_mode"),
+    **_section("trainer", "trainer", max_actor_ckpt_to_keep="max_ckpt_to_keep"),
 }
 """verl's `ppo_trainer.yaml` → `quadriga train`."""
 

@@ -32,7 +32,8 @@ def expand_home(path: str | Path) -> str:
 
 @dataclass(frozen=True)
 class PathSettings:
-    """A section with settings that are paths, or lists of paths. Its subclasses name them."""
+    """A section with settings that are paths, lists of paths, or mappings in which a key `path` has
+    one. Its subclasses name them."""
 
     PATHS: ClassVar[tuple[str, ...]] = ()
 
@@ -69,7 +70,10 @@ def absolute_paths(config: T) -> T:
 
 
 def _each(value: object, change: Callable[[str], str]) -> object:
-    """Return a path, or each path of a list, with a change; other values as they are."""
+    """Return a path, or each path in a list or a mapping, with a change; others as they are."""
     if isinstance(value, str):
         return change(value)
+    if isinstance(value, dict):
+        nested = {k: v for k, v in value.items() if isinstance(v, dict) or k == "path"}
+        return {**value, **{name: _each(item, change) for name, item in nested.items()}}
     return [_each(item, change) for item in value] if isinstance(value, list) else value

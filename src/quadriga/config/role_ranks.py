@@ -12,6 +12,7 @@ Example: 2 nodes of 4 ranks, placement.actor=[0-3], placement.critic=[4,5], plac
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -109,7 +110,7 @@ def role_pools(config: TrainConfig, roles: Sequence[str] | None = None) -> tuple
     _check_all_used(config, ranks_of, roles)
     per_node = config.trainer.n_gpus_per_node
     return tuple(
-        RolePool(tuple(members), ranks, _per_node(ranks, per_node))
+        RolePool(tuple(members), ranks, tuple(Counter(r // per_node for r in ranks).values()))
         for ranks, members in pools.items()
     )
 
@@ -216,11 +217,6 @@ def _check_all_used(
             "role in the section placement, or lower the number of ranks",
             key="placement",
         )
-
-
-def _per_node(ranks: Sequence[int], per_node: int) -> tuple[int, ...]:
-    nodes = [rank // per_node for rank in ranks]
-    return tuple(nodes.count(node) for node in dict.fromkeys(nodes))
 
 
 def _wrong(role: str, problem: str) -> ConfigError:

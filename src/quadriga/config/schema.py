@@ -26,13 +26,12 @@ before a run starts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from quadriga.config.paths import PathSettings, absolute_path, expand_home
+from quadriga.config.paths import PathSettings
 
 
 @dataclass(frozen=True)
@@ -392,7 +391,7 @@ class CriticConfig:
 class RewardConfig(PathSettings):
     """Rule rewards. `path` and `name` select a function in a Python file of the user."""
 
-    PATHS = ("path",)
+    PATHS = ("path", "parts")
 
     path: str | None = None  # None: the function registered for the data_source of each row
     name: str = "compute_score"  # function in the file `path`
@@ -404,23 +403,6 @@ class RewardConfig(PathSettings):
     # GiB that one process can allocate; None: no limit
     memory_gb: Annotated[float, Ge(0.25)] | None = 8.0
     on_failure: FailurePolicy = "zero"  # a failed sample: score 0, mask its row, or end the run
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "parts", _changed(self.parts, expand_home))
-
-    def absolute(self) -> Self:
-        return replace(super().absolute(), parts=_changed(self.parts, absolute_path))
-
-
-def _changed(parts: Options, change: Callable[[str], str]) -> Options:
-    """Return `RewardConfig.parts` with a change of each path in it."""
-    return {
-        name: {**part, "path": change(part["path"])}
-        if isinstance(part, dict) and isinstance(part.get("path"), str)
-        else part
-        for name, part in parts.items()
-    }
 
 
 @dataclass(frozen=True)

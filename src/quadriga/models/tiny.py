@@ -102,11 +102,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> PreTrainedTo
 
 
 def write_tiny_model(
-    folder: str | Path,
-    texts: Iterable[str],
-    shape: TinyModel | None = None,
-    *,
-    seed: int = 0,
+    folder: str | Path, texts: Iterable[str], shape: TinyModel | None = None, *, seed: int = 0
 ) -> int:
     """Write a Llama model with random weights and its tokenizer; return its parameter count.
 

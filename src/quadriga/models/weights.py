@@ -52,6 +52,7 @@ from transformers.core_model_loading import (
 
 from quadriga.errors import ModelError
 from quadriga.models.folder import StoredTensor, local_folder, read_header, weight_file_names
+from quadriga.parallel.device import STORED_DTYPES
 
 
 @dataclass(frozen=True)
@@ -170,20 +171,6 @@ def joined_tensor(
 PIECE_BYTES = 16 * 2**20
 """How much is read at once. The memory for it is all that reading needs beside its target."""
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""Name of a dtype in a safetensors file -> dtype."""
-
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a folder's weight files by their names. Reads the headers only.
@@ -224,7 +211,7 @@ class TensorReader:
         """Copy `target.numel()` elements from index `first` on into `target`, in its dtype.
 
         Args:
-            tensor: has one of the dtypes in `DTYPES`.
+            tensor: has one of the `STORED_DTYPES`.
             first: the index of an element in row-major order.
             target: contiguous, on any device.
 
@@ -237,7 +224,7 @@ class TensorReader:
                 self.read(part, start, flat[:count])
                 flat = flat[count:]
             return
-        dtype, flat = DTYPES[tensor.dtype], target.view(-1)
+        dtype, flat = STORED_DTYPES[tensor.dtype], target.view(-1)
         size = dtype.itemsize
         if tensor.stop - tensor.start != math.prod(tensor.shape) * size:
             raise ModelError(
@@ -267,7 +254,7 @@ class TensorReader:
         sizes = [stop - start for start, stop in box]
         cut = [dim for dim, size in enumerate(tensor.shape) if sizes[dim] != size]
         runs = sizes[: cut[-1]] if cut else []
-        values = torch.empty(sizes, dtype=DTYPES[tensor.dtype])
+        values = torch.empty(sizes, dtype=STORED_DTYPES[tensor.dtype])
         flat = values.view(math.prod(runs), -1)
         strides = [math.prod(tensor.shape[dim + 1 :]) for dim in range(len(sizes))]
         start = sum(first * stride for (first, _), stride in zip(box, strides, strict=True))
@@ -333,14 +320,14 @@ def match_names(
         target, pattern = _name_in_model(name, state, rules, model.base_model_prefix)
         if pattern is not None:
             rule = _rule_of(pattern, rules)
-            if rule is None or tensor.dtype not in DTYPES:
+            if rule is None or tensor.dtype not in STORED_DTYPES:
                 return WeightNames(reason=f"transformers converts {name}")
             _, of_pattern = experts.setdefault(target, (rule, {}))
             of_pattern.setdefault(pattern, []).append(tensor)
         elif target in state:
             if target in found:
                 return WeightNames(reason=f"two tensors are named {target} in the model")
-            if tensor.shape != state[target].shape or tensor.dtype not in DTYPES:
+            if tensor.shape != state[target].shape or tensor.dtype not in STORED_DTYPES:
                 sizes = f"{tensor.dtype} {list(tensor.shape)}"
                 return WeightNames(reason=f"{name} is {sizes}, not {list(state[target].shape)}")
             found[target] = tensor
@@ -451,7 +438,7 @@ def stored_dtypes(path: str | Path) -> StoredDtypes:
     by_name: dict[str, torch.dtype] = {}
     elements: Counter[torch.dtype] = Counter()
     for name, tensor in stored_tensors(local_folder(path)).items():
-        dtype = DTYPES.get(tensor.dtype)
+        dtype = STORED_DTYPES.get(tensor.dtype)
         if dtype is not None and dtype.is_floating_point:
             by_name[name] = dtype
             elements[dtype] += math.prod(tensor.shape)

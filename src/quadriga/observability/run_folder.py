@@ -21,7 +21,7 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from quadriga.errors import ConfigError
 from quadriga.files import cannot_write, remove
@@ -29,6 +29,13 @@ from quadriga.observability.jsonl import keep_rows
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+    from quadriga.config.schema import RunConfig
+
+Existing: TypeAlias = Literal["refuse", "restart", "overwrite", "resume"]
+"""What happens to a run that a folder already holds. It is kept (resume), or all its files and no
+others are removed (overwrite), or what it has written about its steps, if it has left neither a
+checkpoint nor a model (restart)."""
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -68,27 +75,19 @@ class RunFolder:
 
     @classmethod
     def open(
-        cls,
-        path: str | Path,
-        config: DataclassInstance,
-        *,
-        resume: bool = False,
-        overwrite: bool = False,
-        restart: bool = False,
+        cls, path: str | Path, config: DataclassInstance, existing: Existing = "refuse"
     ) -> RunFolder:
         """Create the folder or continue in it, lock it, and write the settings.
 
         The path is made absolute: processes that were started in another folder get it too.
 
-        If the folder already holds a run, `resume` keeps that run, `overwrite` removes its files
-        and no others, and `restart` removes what it has written about its steps if it has left
-        neither a checkpoint nor a model. Otherwise `ConfigError` is raised. `ConfigError` is also
-        raised if another run writes there now. Raises `InputError` if the folder cannot be written.
+        Raises `ConfigError` if the folder holds a run that `existing` does not allow, or if another
+        run writes there now. Raises `InputError` if the folder cannot be written.
         """
         from quadriga.config.loading import to_yaml
 
         folder = cls(Path(path).absolute())
-        folder.check(resume=resume, overwrite=overwrite, restart=restart)
+        folder.check(existing)
         try:
             folder.path.mkdir(parents=True, exist_ok=True)
             folder.lock = RunLock.acquire(folder.path / LOCK, folder.path, _KEY)
@@ -96,11 +95,9 @@ class RunFolder:
             raise cannot_write(folder.path, error) from error
         try:
             # A second time, under the lock: another run may have written here since the first.
-            folder.check(resume=resume, overwrite=overwrite, restart=restart, locked=True)
-            outdated: tuple[str, ...] = ()
-            if overwrite and not resume:
-                outdated = _ALL
-            elif folder.holds_run and not resume:
+            folder.check(existing, locked=True)
+            outdated: tuple[str, ...] = _ALL if existing == "overwrite" else ()
+            if existing == "restart" and folder.holds_run:
                 _log.warning("%s has no checkpoint: its run begins again from step 1", folder.path)
                 outdated = _OF_STEPS
             for name in outdated:
@@ -118,14 +115,7 @@ class RunFolder:
         if self.lock is not None:
             self.lock.release()
 
-    def check(
-        self,
-        *,
-        resume: bool = False,
-        overwrite: bool = False,
-        restart: bool = False,
-        locked: bool = False,
-    ) -> None:
+    def check(self, existing: Existing = "refuse", *, locked: bool = False) -> None:
         """Raise `ConfigError` if `open` would, without writing anything.
 
         `locked`: this run holds the lock, so it is not checked.
@@ -137,7 +127,7 @@ class RunFolder:
         if not locked:
             check_lock(self.path / LOCK, self.path, _KEY)
         written = [self.config, self.metrics, self.samples, self.plot]
-        for file in written if resume or not overwrite else ():
+        for file in written if existing != "overwrite" else ():
             if file.is_symlink():
                 problem = "a symbolic link, and a run writes no file outside its folder"
             elif file.exists() and not file.is_file():
@@ -145,12 +135,12 @@ class RunFolder:
             else:
                 continue
             raise ConfigError(f"{file} is {problem}; remove it, or choose another {_KEY}", key=_KEY)
-        if self.holds_run and not resume and not overwrite:
-            self._check_restart(restart=restart)
+        if self.holds_run and existing in ("refuse", "restart"):
+            self._check_restart(existing)
 
-    def _check_restart(self, *, restart: bool) -> None:
+    def _check_restart(self, existing: Existing) -> None:
         """Raise `ConfigError` unless the run in the folder may begin again."""
-        if not restart:
+        if existing == "refuse":
             raise ConfigError(
                 f"{self.path} already holds a run; choose another {_KEY}, resume the run "
                 "(trainer.resume_mode=auto) or replace it (trainer.overwrite=true)",
@@ -174,9 +164,14 @@ class RunFolder:
         """Whether the folder holds the files of a run."""
         return any((self.path / mark).exists() for mark in _MARKS)
 
-    def holds_checkpoint(self, checkpoint: Path | None) -> bool:
-        """Whether a checkpoint is one of this run, and not of a run in another folder."""
-        return checkpoint is not None and checkpoint.resolve().parent == self.checkpoints.resolve()
+    def existing(self, trainer: RunConfig, checkpoint: Path | None) -> Existing:
+        """Return what the settings do with a run in the folder. Its checkpoint is resumed, and not
+        that of a run in another folder."""
+        if checkpoint is not None and checkpoint.resolve().parent == self.checkpoints.resolve():
+            return "resume"
+        if trainer.overwrite:
+            return "overwrite"
+        return "restart" if trainer.resume_mode == "auto" else "refuse"
 
     def forget_after(self, step: int) -> None:
         """Remove metrics and samples of steps after `step`.

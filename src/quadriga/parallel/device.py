@@ -32,6 +32,13 @@ DTYPES: Mapping[ComputeDtypeName, torch.dtype] = {
 }
 """Name -> dtype, without "auto"."""
 
+STORED_DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+"""Name in a safetensors file -> dtype, of those that models and checkpoints hold."""
+
 # Accelerator ranks also get gloo, because small Python objects are gathered on the CPU.
 _COLLECTIVE_BACKENDS: Mapping[str, str] = {
     "cpu": "gloo",

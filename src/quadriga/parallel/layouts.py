@@ -22,7 +22,7 @@ layouts, and a weight sync is planned from them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal
@@ -201,18 +201,6 @@ class Layout:
     weights: Mapping[str, Weight]
     ranks: Mapping[int, tuple[StoredTensor, ...]]
     tied: Mapping[str, str] = field(default_factory=dict)
-
-    def pieces(self) -> Iterator[tuple[int, Piece]]:
-        """Yield (rank, piece) of every piece."""
-        for rank, tensors in self.ranks.items():
-            for tensor in tensors:
-                for piece in tensor.pieces:
-                    yield rank, piece
-
-
-def by_name(weights: Iterable[Weight]) -> dict[str, Weight]:
-    """Return the weights by their names, in order."""
-    return {weight.name: weight for weight in weights}
 
 
 Fusion = Literal["parts", "query groups"]

@@ -24,7 +24,6 @@ from quadriga.config.schema import RolloutEngineConfig
 from quadriga.errors import ConfigError, unknown_name
 from quadriga.lazy import imported
 from quadriga.rollout.abilities import (
-    ALL_LOG_PROBS,
     ALL_SETTINGS,
     RolloutAbilities,
     SamplingParams,
@@ -74,15 +73,7 @@ class Rollout:
 
     def abilities(self, vocabulary: int, window: int | None) -> RolloutAbilities:
         """Return what the engine can do with a model of this vocabulary and context window."""
-        return RolloutAbilities(
-            vocabulary=vocabulary,
-            window=window,
-            log_probs=ALL_LOG_PROBS,
-            settings=self.sampling_settings,
-            seeded=True,
-            batch_invariant=True,
-            exposes_weights=True,
-        )
+        return RolloutAbilities(vocabulary, window, settings=self.sampling_settings)
 
     @property
     def ranks_of_copy(self) -> int:
@@ -112,16 +103,7 @@ class Rollout:
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
         """Raise `RolloutAbilityError` if the engine cannot sample with these settings."""
-        params = SamplingParams(
-            max_new_tokens=max(1, sampling.min_new_tokens),
-            eos_token_ids=(0,),
-            pad_token_id=0,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            min_new_tokens=sampling.min_new_tokens,
-        )
+        params = SamplingParams.of(sampling, max(1, sampling.min_new_tokens))
         self.abilities(1, None).check(params, self.settings.name)
 
     def check_window(self, model: ModelConfig, longest: LongestSequence) -> None:

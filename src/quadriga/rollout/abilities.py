@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
+from quadriga.config.schema import SamplingConfig
 from quadriga.errors import ConfigError, RolloutAbilityError
 
 LogProbKind = Literal["policy", "sampled", "temperature_1"]
@@ -92,6 +93,20 @@ class SamplingParams:
             if found:
                 raise ConfigError(f"sampling: {problem}; got {self}")
 
+    @classmethod
+    def of(
+        cls,
+        settings: SamplingConfig,
+        max_new_tokens: int,
+        pad: int = 0,
+        ends: tuple[int, ...] = (),
+        excluded: tuple[int, ...] = (),
+    ) -> SamplingParams:
+        """Return the settings of a run, with the padding, end and excluded tokens of a model."""
+        same = dict(vars(settings))
+        same["stop_strings"] = same.pop("stop")  # the others have the same names here
+        return cls(max_new_tokens, ends, pad, excluded_token_ids=excluded, **same)
+
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is taken instead of a random one."""
@@ -117,16 +132,14 @@ SamplingSetting = Literal[
 ]
 """A setting of `SamplingParams` that an engine may be unable to apply."""
 
-_DEFAULTS = {
-    f.name: f.default for f in fields(SamplingParams) if f.name in get_args(SamplingSetting)
-}
 ALL_SETTINGS: frozenset[SamplingSetting] = frozenset(get_args(SamplingSetting))
 """Every setting that an engine may be unable to apply."""
+_DEFAULTS = {f.name: f.default for f in fields(SamplingParams) if f.name in ALL_SETTINGS}
 
 
 @dataclass(frozen=True)
 class RolloutAbilities:
-    """What one engine can do with the model that it holds.
+    """What one engine can do with the model that it holds. By default everything.
 
     Attributes:
         vocabulary: token ids are below this number.
@@ -141,11 +154,11 @@ class RolloutAbilities:
 
     vocabulary: int
     window: int | None
-    log_probs: frozenset[LogProbKind]
-    settings: frozenset[SamplingSetting]
-    seeded: bool
-    batch_invariant: bool
-    exposes_weights: bool
+    log_probs: frozenset[LogProbKind] = ALL_LOG_PROBS
+    settings: frozenset[SamplingSetting] = ALL_SETTINGS
+    seeded: bool = True
+    batch_invariant: bool = True
+    exposes_weights: bool = True
 
     def check(self, sampling: SamplingParams, engine: str) -> None:
         """Check that the engine can do what `sampling` asks.

@@ -165,11 +165,9 @@ def check_run_folder(config: AnyRun) -> None:
     """
     trainer, folder = config.trainer, RunFolder(Path(config.trainer.default_local_dir))
     resumed = read_resumed(config)
-    continued = resumed is not None and folder.holds_checkpoint(resumed.folder)
-    folder.check(
-        resume=continued, overwrite=trainer.overwrite, restart=trainer.resume_mode == "auto"
-    )
-    for key, value in leaves(config) if trainer.overwrite and not continued else ():
+    existing = folder.existing(trainer, None if resumed is None else resumed.folder)
+    folder.check(existing)
+    for key, value in leaves(config) if existing == "overwrite" else ():
         for path in value if isinstance(value, list | tuple) else [value]:
             if isinstance(path, str) and path and folder.removes(Path(expand_home(path))):
                 raise ConfigError(

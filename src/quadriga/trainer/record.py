@@ -78,18 +78,12 @@ class RunRecord:
         self._began = time.perf_counter()
         self._title = mask_secrets(f"{trainer.project_name} / {trainer.experiment_name}")
         path = Path(trainer.default_local_dir)
-        resume = RunFolder(path).holds_checkpoint(None if resumed is None else resumed.folder)
+        existing = RunFolder(path).existing(trainer, None if resumed is None else resumed.folder)
         with ExitStack() as opened:  # which calls the last callback first
-            self.folder = RunFolder.open(
-                path,
-                given or config,
-                resume=resume,
-                overwrite=trainer.overwrite,
-                restart=trainer.resume_mode == "auto",
-            )
+            self.folder = RunFolder.open(path, given or config, existing)
             opened.callback(self.folder.close)
             step = 0 if resumed is None else resumed.state.step
-            if resume:
+            if existing == "resume":
                 # In this order: killed between the two, the run has the steps of the checkpoints
                 # that are left.
                 set_aside_after(self.folder.checkpoints, step)

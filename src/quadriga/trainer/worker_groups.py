@@ -6,7 +6,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -271,7 +271,7 @@ def save_roles(
             (partial / role).mkdir()
             written = group.save_checkpoint(str(partial / role), state.step)
             files += reported_files(role, written)
-        commit_checkpoint(partial, files, state.as_info())
+        commit_checkpoint(partial, files, asdict(state))
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -461,20 +461,7 @@ def sampling_params(
     from quadriga.rollout.base import SamplingParams
 
     pad, ends, excluded = special_tokens(model)
-    return SamplingParams(
-        max_new_tokens=max_new_tokens,
-        eos_token_ids=ends,
-        pad_token_id=pad,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        min_p=settings.min_p,
-        min_new_tokens=settings.min_new_tokens,
-        stop_token_ids=settings.stop_token_ids,
-        stop_strings=settings.stop,
-        ignore_eos=settings.ignore_eos,
-        excluded_token_ids=excluded,
-    )
+    return SamplingParams.of(settings, max_new_tokens, pad, ends, excluded)
 
 
 @lru_cache(maxsize=8)

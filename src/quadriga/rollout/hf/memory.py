@@ -6,6 +6,8 @@ last token, when no row has ended.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -57,15 +59,7 @@ def generation_memory(
 def _simulate(module: PreTrainedModel, use: GenerationUse) -> tuple[int, int]:
     """Return (bytes of the cache at the end, most bytes beside the weights)."""
     model, counter = CachedModel(module, META), AllocationCounter()
-    sampling = SamplingParams(
-        max_new_tokens=use.response,
-        eos_token_ids=(),
-        pad_token_id=0,
-        temperature=use.sampling.temperature,
-        top_p=use.sampling.top_p,
-        top_k=use.sampling.top_k,
-        min_p=use.sampling.min_p,
-    )
+    sampling = SamplingParams.of(replace(use.sampling, min_new_tokens=0), use.response)
     with META, counter:
         # Token ids, log-probabilities, and the uniform numbers that sampling needs.
         outputs = torch.empty(use.count, use.response, 20, dtype=torch.uint8)

@@ -213,8 +213,9 @@ class SGLangRollout(RolloutEngine):
             self._call("/begin_weight_update")
             with self._at_the_end("/end_weight_update"):
                 while part is not None:
-                    self._load("flattened_bucket", part.payload)
-                    sent.update(part.digests)
+                    digests, payload = part
+                    self._load("flattened_bucket", payload)
+                    sent.update(digests)
                     part = next(parts, None)
             body: Body = {"new_version": str(version), "abort_all_requests": False}
             self._call("/update_weight_version", body)

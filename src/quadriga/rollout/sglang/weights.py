@@ -23,7 +23,6 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,12 +46,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 """Checkpoint name of a weight -> its shape."""
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """Serialized weights, and name → `tensor_digest` of each of them."""
-
-    digests: Mapping[str, int]
-    payload: bytes
+Bucket = tuple[dict[str, int], bytes]
+"""Name → `tensor_digest` of each weight, and the serialized weights."""
 
 
 def model_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -121,7 +116,7 @@ def _serialized(bucket: list[tuple[str, Tensor, int]], size: int) -> Bucket:
         # The types are those that SGLang's list of allowed types has.
         place = {"start_idx": start, "end_idx": end, "numel": weight.nbytes}
         table.append(SimpleNamespace(name=name, shape=weight.shape, dtype=weight.dtype, **place))
-    return Bucket(digests, pickle.dumps({"flattened_tensor": flat, "metadata": table}))
+    return digests, pickle.dumps({"flattened_tensor": flat, "metadata": table})
 
 
 def question(shapes: Shapes, file: Path) -> bytes:
