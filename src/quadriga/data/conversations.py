@@ -6,6 +6,7 @@ response to one prompt.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -237,10 +238,9 @@ def encode_turns(
     for number, (chat, ends) in enumerate(zip(chats, turns, strict=True), start=first):
         of_chat = [next(texts) for _ in ends]
         parts.append(_parts(of_chat, chat[ends[-1]]["content"], tokenizer, number))
-    flat = [part for of_chat in parts for part in of_chat]
-    ids = iter(tokenizer(flat, add_special_tokens=False)["input_ids"] if flat else [])
     special = _special_tokens(tokenizer)
-    return [_joined([next(ids) for _ in of_chat], special, tokenizer) for of_chat in parts]
+    tokens = _tokens_of_parts(tokenizer, parts)
+    return [_joined(of_chat, special, tokenizer) for of_chat in tokens]
 
 
 def turn_end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -314,6 +314,66 @@ def _answer_to_end(answer: str, before: str, up_to: str) -> str:
             if start >= 0 and up_to.startswith(written, start):
                 return up_to[start:]
     return up_to[border:]
+
+
+def _tokens_of_parts(
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[str]]
+) -> list[list[list[int]]]:
+    """Return the tokens of each part of each chat, as the tokenizer gives them for the whole chat.
+
+    A part tokenised alone can have other tokens: many tokenizers put a space before each text. A
+    token that reaches over the end of a turn belongs to the turn. Where a token reaches over the
+    beginning of a turn, the prompt keeps the tokens of generation, and the turn begins with tokens
+    of its own.
+    """
+    if not getattr(tokenizer, "is_fast", False):  # it does not tell the places of its tokens
+        return [
+            [_continued(tokenizer, part, follows=i > 0) for i, part in enumerate(parts)]
+            for parts in chats
+        ]
+    texts = ["".join(parts) for parts in chats]
+    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+    unanswered = iter(_unanswered(tokenizer, chats))
+    found = []
+    for parts, text, ids, spans in zip(
+        chats, texts, encoded["input_ids"], encoded["offset_mapping"], strict=True
+    ):
+        # Some tokenizers do not count the space before a word as part of its token.
+        ends = [0, *(end for _, end in spans)]
+        starts = [min(start, end) for (start, _), end in zip(spans, ends, strict=False)]
+        tokens: list[list[int]] = []
+        first, begun = 0, list[int]()
+        for number, border in enumerate(accumulate(map(len, parts))):
+            cut = bisect_left(starts, border)
+            own, begun = [*begun, *ids[first:cut]], []
+            if number % 2 == 0 and own != next(unanswered):  # before a turn of the assistant
+                own = _continued(tokenizer, text[:border], follows=False)[first:]
+                if cut > first and spans[cut - 1][1] > border:
+                    rest = text[border : spans[cut - 1][1]]
+                    begun = _continued(tokenizer, rest, follows=True)
+            tokens.append(own)
+            first = cut
+        found.append(tokens)
+    return found
+
+
+def _unanswered(
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[str]]
+) -> list[list[int]]:
+    """Return the tokens of the parts before answers as they probably are without the answer."""
+    parts = [(i, part) for parts in chats for i, part in enumerate(parts) if i % 2 == 0]
+    texts = ["a" + part if i else part for i, part in parts]
+    ids = tokenizer(["a", *texts], add_special_tokens=False)["input_ids"]
+    return [own[len(ids[0]) if i else 0 :] for (i, _), own in zip(parts, ids[1:], strict=True)]
+
+
+def _continued(tokenizer: PreTrainedTokenizerBase, text: str, *, follows: bool) -> list[int]:
+    """Return the tokens of a text; `follows`: of one that continues another text."""
+    for before in ("\n", ".", "a") if follows else ():
+        alone, both = tokenizer([before, before + text], add_special_tokens=False)["input_ids"]
+        if both[: len(alone)] == alone:
+            return list(both[len(alone) :])
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _joined(
