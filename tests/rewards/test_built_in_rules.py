@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from quadriga.config.commands import EvalConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import RewardConfig
 from quadriga.errors import ConfigError, InputError
+from quadriga.observability.jsonl import read_jsonl
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager
 from quadriga.rewards.manager import parts_of
@@ -18,6 +20,10 @@ from quadriga.rewards.multiple_choice import chosen_letter
 
 needs_math_verify = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="needs the extra `math`"
+)
+EXPRESSIONS, CHOICES = (
+    list(read_jsonl(Path(__file__).with_name(name)))
+    for name in ("expressions.jsonl", "choices.jsonl")
 )
 MATHS, CHOICE, ARITHMETIC = "quadriga/mathematics", "quadriga/multiple_choice", "openai/gsm8k"
 
@@ -67,6 +73,21 @@ def test_answers_of_mathematics_are_compared_as_expressions() -> None:
     half, same = rule.answers[:2]
     assert half == same == "1/2"
     assert rule.answers[len(EQUAL) + 1 : len(EQUAL) + 3] == [None, None]
+
+
+@needs_math_verify
+def test_of_labelled_expressions_none_is_accepted_wrongly_and_few_are_refused() -> None:
+    """Forms of answers that models write. Refused are 1/2 for sin 30° and the root of -1 for i."""
+    from quadriga.rewards.mathematics import compute_score
+
+    assert len(EXPRESSIONS) > 500
+    found = [
+        bool(compute_score("", f"so \\boxed{{{row['answer']}}}.", row["truth"])["score"])  # type: ignore[arg-type]
+        for row in EXPRESSIONS
+    ]
+    pairs = list(zip(EXPRESSIONS, found, strict=True))
+    assert [row for row, equal in pairs if equal and not row["equal"]] == []
+    assert len([row for row, equal in pairs if row["equal"] and not equal]) <= 2
 
 
 @needs_math_verify
@@ -132,19 +153,26 @@ def test_a_response_of_megabytes_of_boxes_is_searched() -> None:
         ("The answer is (C). In my answer I assumed X.", "C"),
         ("The answer is A because the sum is even", "A"),
         ("The answer is I.", "I"),
-        ("Answer: I think it is C", None),
+        ("Answer: I think it is C", "C"),
         ("Answer: A dog barks", None),
         ("Answer is: [B]", "B"),
         ("My answer I believe: (D)", None),
         ("ANSWER: B", "B"),
         ("The correct option is B", "B"),
-        ("the answers: B", None),
+        ("the answers: B", "B"),
         ("K", None),
         ("", None),
     ],
 )
 def test_the_letter_of_a_choice(text, letter) -> None:
     assert chosen_letter(text) == letter
+
+
+def test_of_labelled_responses_every_choice_is_read() -> None:
+    """The letter is the one that a person reads, None for no choice or several."""
+    assert len(CHOICES) > 400
+    wrong = [(row, chosen_letter(row["text"])) for row in CHOICES]
+    assert [(row, letter) for row, letter in wrong if letter != row["letter"]] == []
 
 
 # Several rewards with weights.

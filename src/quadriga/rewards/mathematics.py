@@ -1,16 +1,17 @@
 """The built-in rule for mathematics: compare answers as expressions, with the package math-verify.
 
-It parses LaTeX and plain expressions, so that 0.5, 1/2 and \\frac{1}{2} are equal. A response's
-answer is what it has in the last \\boxed{…}, else its last expression. Simplifying one can
-take any time, so the rule runs in the processes of the reward pool, which have a deadline.
+It parses LaTeX and plain expressions, so that 0.5, 1/2, 50\\% and \\frac{1}{2} are equal. A
+response's answer is what it has in the last \\boxed{…}, else its last expression. Simplifying one
+can take any time, so the rule runs in the processes of the reward pool, which have a deadline.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from typing import Any
 
 from quadriga.errors import ConfigError
 
@@ -33,6 +34,25 @@ _BOX = re.compile(r"\\boxed ?\{")
 _LISTED = re.compile(r"[\s$,;]*(?:and|or|\\text\{ ?(?:and|or) ?\})?[\s$,;]*")
 """What is between boxes that are one answer."""
 
+_GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\[,; ]|\{,\}| )\d{3})+(?!\d)")
+"""A number with groups of three digits: 1\\,000\\,000, 1{,}000, 1 000."""
+_SPELLINGS = (
+    (re.compile(r"\\varnothing(?![a-zA-Z])"), r"\\emptyset "),
+    (re.compile(r"\\colon(?![a-zA-Z])"), ":"),
+    (re.compile(r"\\log_\{?e\}?(?![a-zA-Z])"), r"\\ln "),
+    (re.compile(r"(\d+(?:\.\d+)?) ?\\?%"), r"\\frac{\1}{100}"),
+    (re.compile(r"\\text\{ ?(\\\$|\d+) ?\}"), r"\1"),
+    (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)\b"), r"\1\\times 10^{\2}"),
+    (re.compile(r"(\d)\.(?=[\s$}]*$)"), r"\1"),
+)
+_IN_A_BASE = re.compile(r"[0-9A-F]+_\d+")
+_NAME = re.compile(r"[A-Z]{2,}|[A-Za-z]")
+"""Points of a figure, or one variable: AB is not BA, and x is not X."""
+_ROUNDED = 2e-6
+"""The relative difference of numbers that are equal, as 0.333333 and 1/3."""
+_EXACT = 1e-12
+"""The relative difference of one number in two spellings, as 6.02e23 and 602e21."""
+
 
 def compute_score(
     data_source: str,
@@ -46,14 +66,53 @@ def compute_score(
         ValueError: the ground truth is no expression.
     """
     del data_source, extra_info
-    truth = parse(_marked(str(ground_truth)), parsing_timeout=None)
+    truth = _parsed(_marked(str(ground_truth)))
     if not truth:
         raise ValueError(f"the ground truth {ground_truth!r:.100} is no expression")
-    found = parse(_last_boxes(solution_str), parsing_timeout=None)
+    found = _parsed(_last_boxes(solution_str))
     if not found:
         return {"score": 0.0, "answer": None}
-    equal = verify(truth, found, timeout_seconds=None)
-    return {"score": float(equal), "answer": str(found[0])}
+    return {"score": float(_equal(truth, found)), "answer": str(found[0])}
+
+
+def _parsed(text: str) -> list[Any]:
+    """Return what the parser reads: an expression and its text, only the text, or nothing."""
+    text = _GROUPED.sub(lambda number: re.sub(r"\D", "", number[0]), text)
+    for pattern, spelling in _SPELLINGS:
+        text = pattern.sub(spelling, text)
+    parsed: list[Any] = parse(text, parsing_timeout=None)
+    return parsed
+
+
+def _equal(truth: Sequence[Any], found: Sequence[Any]) -> bool:
+    """Compare by their texts what the parser would confuse, and all else as expressions."""
+    texts = [_bare(str(side[-1])) for side in (truth, found)]
+    if any(form.fullmatch(text) for form in (_IN_A_BASE, _NAME) for text in texts):
+        return texts[0] == texts[1]
+    if {text[:1] for text in texts} in ({"{", "("}, {"{", "["}):
+        return False  # a set is no tuple and no interval
+    return _same(truth, found)
+
+
+def _bare(text: str) -> str:
+    """The text without spaces, fonts and signs of size."""
+    text = re.sub(r"\\(?:text|textbf|mathrm|mathbf) ?\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\\(?:left|right|[!,; ])|\\(?=[{}%])|[\s$]", "", text)
+    return re.sub(r"_\{(\w+)\}", r"_\1", re.sub(r"^\(([A-Za-z])\)$", r"\1", text))
+
+
+def _same(truth: Sequence[Any], found: Sequence[Any]) -> bool:
+    equal: bool = verify(
+        list(truth), list(found), allow_set_relation_comp=True, timeout_seconds=None
+    )
+    left, right = truth[0], found[0]
+    if not all(getattr(side, "is_number", False) and side.is_finite for side in (left, right)):
+        return equal
+    if left.is_integer and right.is_integer:
+        return equal
+    # `verify` rounds to six decimals, so that 1e-7 would be 2e-7.
+    difference, largest = abs((left - right).evalf()), max(abs(left.evalf()), abs(right.evalf()))
+    return bool(difference <= (_ROUNDED if equal else _EXACT) * largest)
 
 
 def _marked(truth: str) -> str:

@@ -1,48 +1,119 @@
-"""The built-in rule for multiple choice: compare the letter of the answer."""
+"""The built-in rule for multiple choice: compare the letter of the answer.
+
+A response is read in two steps. First every letter from A to J that stands for a choice becomes a
+mark, `\\boxed{\\text{(B)}}` as well as `option B`, and several that are named together become one
+mark without a letter. Then the last statement that names a mark decides.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
-# The text has no stars and no two spaces in a row, so no part of a form repeats, and matching takes
-# time proportional to the length of the text.
-_END = r"(?=[).,:;!?\]]|$)"
-_OPEN = r"(?:[(\[](?=[A-J][)\]]))?"
-# B or (B), but not the B of Banana, and neither the pronoun I nor, after a colon, the article A.
-_SAID = rf"{_OPEN}([A-HJ](?![\w'’])|I{_END})"
-_GIVEN = rf"{_OPEN}([B-HJ](?![\w'’])|[AI]{_END})"
-_FORMS = (
-    re.compile(r"\\boxed ?\{ ?(?:\\(?:text|mathrm|textbf|mathbf) ?\{)? ?\(?([A-J])\)? ?\}"),
-    re.compile(rf"(?i:\banswer) ?(?:(?i:is)(?: ?: ?| ){_SAID}|: ?{_GIVEN})"),
-    re.compile(rf"#### ?{_GIVEN}"),
-    re.compile(
-        rf"(?i:\bcorrect (?:option|choice|letter)) ?(?:(?i:is)(?: ?: ?| ){_SAID}|: ?{_GIVEN})"
-    ),
-    re.compile(rf"^{_OPEN}([A-J])(?:[.):\]]|$)"),
+# Formatting that says nothing about the answer.
+_CLOSED = re.compile(r"</think(?:ing)?>")
+_THINKING = re.compile(r"<think(?:ing)?>.*", re.DOTALL)
+_FONT = re.compile(r"\\(?:text|textbf|mathrm|mathbf) ?\{([^{}]*)\}")
+_SIGNS = re.compile(r"[*`$\"“”]|\\[()\[\]]|'(?=[A-J]')|(?<='[A-J])'")
+_BOX = re.compile(r"\\(?:boxed|fbox) ?\{(?: ?\\boxed ?\{)? ?([^{}\n]*)\}*")
+_TAG = re.compile(r"</?answer>")
+
+# A letter alone: not the B of Banana, B-flat, B = 3 or B12, and not the article of "A dog".
+_END = (
+    r"(?=\s*$|\n| ?[,;:!?})\]/<。，]|\.(?!\w)(?! [A-Z]\.)"
+    r"| (?:or|and|is|are|because|since|as|which|so|from|with|gives|works|fits|[-–—])(?!\w))"
 )
-"""Forms of an answer, the most definite one first."""
+_LETTER = re.compile(
+    r"(?<![\w'’\\{^+=-])(?:(?i:option|choice|letter) )?"
+    rf"(?:[(\[] ?([A-J]) ?[)\]](?!\w)|([A-J]){_END})",
+    re.ASCII,
+)
+_SMALL = re.compile(r"(?:^\s*|(?<=answer: ))\(?([b-j])(?:\)|$)", re.MULTILINE)
+_BOXED = re.compile(r"(?i:option |choice )?(?:\( ?([A-J]) ?\)|([A-J])(?= *$|[.:)](?:[ \\]|$)))")
+_JOINED = r"(?:,| and| or|, and|, or|/|\s*[,;]?\s*(?:and|or)) ?(?:boxed )?"
+_SEVERAL = re.compile(rf"‹.›(?:{_JOINED}‹.›(?! (?:is|gives|works)))+")
+
+_FILLERS = (
+    "is|be|would|must|should|has|to|the|this|that|it|question|here|therefore|thus|then|hence"
+    "|clearly|simply|boxed|correct|right|one|answer|final|either|both|most likely"
+)
+_WORDS = rf"(?:[ ,:=→\n-]|\b(?:{_FILLERS})\b){{0,10}}"
+_NAMED = r"\banswers?|(?:correct|right|best) (?:option|choice|letter|one)"
+_CONCLUDES = (
+    "so|thus|therefore|hence|it|this|which|that|choose|pick|select|go with|leaves"
+    "|corresponds to|matches|choice is|only"
+)
+_BEFORE = r"(?:^|[.,;:!] ?|\b(?:so|thus|therefore|hence|only|that|no)\b,? ?)"
+_RIGHT = (
+    r"(?:is|are) (?:the )?(?:correct|right|best|answer|only|consistent)\b"
+    r"|works\b|fits\b|is consistent"
+)
+_STATEMENTS = tuple(
+    re.compile(pattern, re.MULTILINE)
+    for pattern in (
+        r"boxed (‹.›)",
+        r"####\s?(‹.›)(?!\?)",
+        rf"(?i:{_NAMED})\b{_WORDS}(?:\b(?:is|be)\b|[:=→\n-]){_WORDS}(‹.›)(?!\?)",
+        rf"(?i:\b(?:{_CONCLUDES})\b){_WORDS}(‹.›)(?= ?(?:[.,;:!)]|$))",
+        rf"(?i:{_BEFORE})(‹.›) (?:{_RIGHT})",
+        r"(?:答案|选项)(?:应该)?(?:是|为|：|:)? ?(‹.›)|选 ?(‹.›)",
+        r"(?i:\b(?:respuesta|r[ée]ponse|antwort|ответ))(?: correcta)? ?"
+        r"(?:\b(?:es|est|ist)\b|:) ?(‹.›)",
+    )
+)
+_SUPPOSED = re.compile(r"(?i)\b(?:if|unless|suppose|whether|assum\w+|and not)\b[^.,;:!?\n]*$")
 
 
 def chosen_letter(solution: str) -> str | None:
-    """Return the letter of the answer, A to J; None if there is none.
+    """Return the letter of the answer, A to J; None if there is none, or more than one.
 
-    The first form that occurs decides, and of several occurrences the last one:
-
-        So \\boxed{B}.                    B
-        The answer is (C), not D.         C
-        Answer: A … Final answer: **D**   D
-        B) because the sum is even        B
-        My answer is D: I am sure         D
-        Answer: A dog                     None, since A can be the article
-        A banana is yellow.               None
+    So \\boxed{B}.                              B
+    The answer is (A) or (B); it must be (B).  B
+    <think>Answer: A</think> C                 C
+    B) because the sum is even                 B
+    The answer is A or B.                      None
+    If the answer is A, then x = 1.            None
+    Answer: A dog                              None
+    A) 3 B) 4 C) 5                             None
     """
-    text = " ".join(solution.replace("*", "").split())
-    for form in _FORMS:
-        found = [match[match.lastindex or 0] for match in form.finditer(text)]
-        if found:
-            return found[-1]
-    return None
+    text = _with_marks(solution)
+    stated = [
+        (found.end(), found[found.lastindex or 0])
+        for form in _STATEMENTS
+        for found in form.finditer(text)
+        if not _SUPPOSED.search(text, max(0, found.start() - 100), found.start())
+    ]
+    mark = max(stated)[1] if stated else _opening(text)
+    return mark[1] if mark and mark != _NONE else None
+
+
+_NONE = "‹?›"
+
+
+def _opening(text: str) -> str | None:
+    """The mark of a text that only names a choice: `B`, `B) Paris`, or options and then `B`."""
+    lines = [line.strip() for line in text.strip().splitlines()] or [""]
+    alone = {line[:3] for line in lines if re.fullmatch(r"‹.›[.):,]?", line)}
+    if alone:
+        return alone.pop() if len(alone) == 1 else None
+    first = re.match(r"(‹[A-HJ]›)(?! (?:is|are|and|or)\b)", lines[0])
+    return first[1] if first and len(set(re.findall("‹.›", text))) == 1 else None
+
+
+def _with_marks(solution: str) -> str:
+    """Return the text after the thinking, with ‹B› for choice B and ‹?› for several."""
+    text = _THINKING.sub("", _CLOSED.split(solution)[-1])
+    text = _BOX.sub(_boxed, _SIGNS.sub("", _FONT.sub(r"\1", text)))
+    text = _TAG.sub("\nanswer: ", text.replace("\\ ", " "))
+    text = re.sub(r"\s*\n\s*", "\n", re.sub(r"[^\S\n]+", " ", text))
+    text = _SMALL.sub(lambda found: f"({found[1].upper()})", text)
+    text = _LETTER.sub(lambda found: f"‹{found[1] or found[2]}›", text)
+    return _SEVERAL.sub(_NONE, text)
+
+
+def _boxed(box: re.Match[str]) -> str:
+    letter = _BOXED.match(box[1])
+    return f"boxed ({letter[1] or letter[2]}) " if letter else box[0]
 
 
 def compute_score(
