@@ -50,6 +50,20 @@ def kept(data: DataProto) -> list[int]:
     return data.batch[fields.RESPONSE_MASK].sum(-1).tolist()
 
 
+@pytest.mark.parametrize("rows", [[1, 3], [0, 1, 2, 3, 4, 5]])
+def test_failed_samples_count_in_the_lengths_and_not_in_the_scores(rows) -> None:
+    data = batch()
+    data.batch[fields.SEQUENCE_LENGTH] = torch.tensor(LENGTHS) + 1
+    data.batch[fields.RESPONSE_MASK][rows] = 0  # reward.on_failure=mask
+    data, metrics = stages.measure_batch(data)
+    assert metrics["response_length/mean"] == pytest.approx(sum(LENGTHS) / 6)
+    assert metrics["response_length/max"] == 4
+    left = [score for row, score in enumerate(SCORES) if row not in rows]
+    expected = [sum(left) / len(left), max(left), min(left)] if left else [None] * 3
+    found = [metrics.get(f"reward/{name}") for name in ("mean", "max", "min")]
+    assert found == expected
+
+
 def test_by_default_no_token_is_masked() -> None:
     data, _ = stages.mask_truncated(batch(), algorithm())
     data, metrics = stages.mask_zero_variance_groups(data, algorithm())

@@ -73,7 +73,8 @@ EXPAND_PROMPTS = StageFields(
 ADD_BASELINES = StageFields("add_baselines", reads=(_SCORES,), writes=(fields.REWARD_BASELINES,))
 REFILL = StageFields("refill", reads=(_SCORES, _MASK, fields.FINISHED, fields.UID))
 MEASURE_BATCH = StageFields(
-    "measure_batch", reads=(_MASK, _SCORES, fields.FINISHED, fields.SEQUENCE_LENGTH)
+    "measure_batch",
+    reads=(_MASK, _SCORES, fields.FINISHED, fields.SEQUENCE_LENGTH, fields.PROMPT_LENGTH),
 )
 MEASURE_ENTROPY = StageFields("measure_entropy", reads=(fields.ENTROPYS, _MASK))
 MASK_TRUNCATED = StageFields("mask_truncated", reads=(_MASK, fields.FINISHED), writes=(_MASK,))

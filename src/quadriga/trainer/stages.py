@@ -237,19 +237,25 @@ def _live(batch: DataProto, balance: Balance) -> npt.NDArray[np.bool_]:
 
 
 def measure_batch(batch: DataProto) -> StageResult:
-    """Measure scores, response lengths and the share of truncated responses."""
-    length_B = batch.batch[fields.RESPONSE_MASK].sum(-1).float()
-    score_B = batch.batch[fields.TOKEN_LEVEL_SCORES].sum(-1)
+    """Measure scores, response lengths and the share of truncated responses.
+
+    Rows that are masked because they or their baselines have no score count in the lengths and not
+    in the scores.
+    """
+    length_B = batch.batch[fields.SEQUENCE_LENGTH] - batch.batch[fields.PROMPT_LENGTH]
+    kept_B = batch.batch[fields.RESPONSE_MASK].any(-1) | (length_B == 0)
+    score_B = batch.batch[fields.TOKEN_LEVEL_SCORES].sum(-1)[kept_B]
     metrics = {
-        "reward/mean": float(score_B.mean()),
-        "reward/max": float(score_B.max()),
-        "reward/min": float(score_B.min()),
-        "response_length/mean": float(length_B.mean()),
+        "response_length/mean": float(length_B.float().mean()),
         "response_length/max": float(length_B.max()),
         "response_length/clip_ratio": float((batch.batch[fields.FINISHED] == 0).float().mean()),
         "batch/sequences": float(len(batch)),
         "batch/tokens": float(batch.batch[fields.SEQUENCE_LENGTH].sum()),
     }
+    if len(score_B):
+        metrics["reward/mean"] = float(score_B.mean())
+        metrics["reward/max"] = float(score_B.max())
+        metrics["reward/min"] = float(score_B.min())
     return StageResult(batch, metrics)
 
 
