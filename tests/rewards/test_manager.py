@@ -1,15 +1,17 @@
 """`RewardManager` turns responses into scores per token."""
 
+import asyncio
 import logging
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
-from quadriga.errors import ConfigError, DataError
+from quadriga.errors import ConfigError, DataError, RewardError
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager, load_reward_function
-from quadriga.rewards.manager import at_last_token
+from quadriga.rewards.manager import RewardPart, at_last_token
 
 USER_FILE = Path(__file__).with_name("user_rules.py")
 
@@ -83,6 +85,40 @@ def test_a_callable_can_score_in_this_process_but_not_in_a_pool():
     )
     with pytest.raises(ConfigError, match="by file and name"):
         RewardManager(Letters(), length, num_processes=1)
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_coroutine_is_awaited(processes):
+    function = load_reward_function(USER_FILE, "asks_a_judge")
+    with closing(RewardManager(Letters(), function, num_processes=processes)) as manager:
+        batch = batch_of(["a1", "b22"], ["", "x"])
+        assert manager(batch).batch["token_level_scores"].sum(-1).tolist() == [2.0, 3.0]
+
+        async def notebook():
+            return manager(batch)
+
+        assert asyncio.run(notebook()).batch["token_level_scores"].sum(-1).tolist() == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("score", [1e39, -1e39, float("inf"), float("nan")])
+def test_a_score_that_float32_cannot_hold_fails_its_sample(score):
+    parts = (RewardPart("huge", 1.0, lambda **_: score), RewardPart("half", 0.5, lambda **_: 1.0))
+    for function in (lambda **_: score, parts):
+        manager = RewardManager(Letters(), function)
+        assert manager(batch_of(["a"], [""])).batch["token_level_scores"].sum() == 0
+        assert "at most 3.4e+38" in manager.failures[0].detail
+    weighted = RewardManager(Letters(), (RewardPart("huge", 1e3, lambda **_: 1e38),))
+    weighted(batch_of(["a"], [""]))
+    assert "the weighted sum of the parts: a score" in weighted.failures[0].detail
+
+
+def test_three_batches_without_any_score_end_the_run():
+    manager = RewardManager(Letters(), load_reward_function(USER_FILE, "moody"))
+    lost, scored = batch_of(["a", "b"], ["raise", "nan"]), batch_of(["a", "b"], ["ok", "raise"])
+    for batch in (lost, lost, scored, lost, lost):
+        manager(batch)
+    with pytest.raises(RewardError, match="none of the samples of 3 batches in a row .* no mood"):
+        manager(lost)
 
 
 def test_check_names_the_first_item_that_cannot_be_scored():

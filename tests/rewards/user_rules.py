@@ -1,5 +1,6 @@
 """A reward file of a user, with functions that return, raise, hang and crash."""
 
+import asyncio
 import os
 import time
 
@@ -33,3 +34,8 @@ def process_id(data_source, solution_str, ground_truth, extra_info=None):
 
 def too_few(solution_str):
     return 1.0
+
+
+async def asks_a_judge(data_source, solution_str, ground_truth, extra_info):
+    await asyncio.sleep(0.001)
+    return len(solution_str)

@@ -10,12 +10,13 @@ an outcome is sent between processes as JSON: reading it runs no code.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
-import math
 import numbers
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -170,6 +171,7 @@ FAILURES: tuple[Status, ...] = (RAISED, TIMED_OUT, CRASHED)
 
 MAX_EXTRAS = 64  # entries of the dict that a function returns besides its score
 MAX_NAME = 100  # characters of the key of such an entry
+LARGEST = 3.4028234663852886e38  # of float32
 MAX_TEXT = 1000  # characters of the value of such an entry, if it is a text
 
 
@@ -212,12 +214,26 @@ def call(function: RewardFunction, sample: Sample) -> Outcome:
             ground_truth=sample.ground_truth,
             extra_info=sample.extra_info,
         )
-        return _outcome(value)
+        return _outcome(_awaited(value) if inspect.isawaitable(value) else value)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # `SystemExit` and `CancelledError` are no `Exception`
         # The function is code of the user: one sample that fails must not end the run.
         return Outcome(RAISED, detail=describe(error))
+
+
+def _awaited(value: Awaitable[object]) -> object:
+    """Return the result of a function that is a coroutine."""
+
+    async def wait() -> object:
+        return await value
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(wait())
+    with ThreadPoolExecutor(1) as thread:  # as in a notebook, whose thread runs a loop
+        return thread.submit(asyncio.run, wait()).result()
 
 
 def _outcome(value: object) -> Outcome:
@@ -237,10 +253,14 @@ def _outcome(value: object) -> Outcome:
     # `__float__` and not `float`: a score may be a numpy or torch scalar.
     if isinstance(value, str) or not hasattr(value, "__float__"):
         raise TypeError(f"a score must be a number, got {type(value).__name__}")
-    score = float(value)
-    if not math.isfinite(score):
-        raise ValueError(f"a score must be finite, got {score}")
-    return Outcome(SCORED, score, extra)
+    return Outcome(SCORED, checked_score(float(value)), extra)
+
+
+def checked_score(score: float) -> float:
+    """Return a score that a float32 tensor can hold. Raises `ValueError` for any other."""
+    if not abs(score) <= LARGEST:
+        raise ValueError(f"a score must be finite and at most {LARGEST:.3g}, got {score}")
+    return score
 
 
 def plain_extras(values: Mapping[object, object]) -> dict[str, float | str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from quadriga.rewards.functions import (
     FAILURES,
     FAST,
     MARKED_ANSWER,
+    RAISED,
     SCORED,
     FunctionRef,
     Outcome,
@@ -30,6 +30,7 @@ from quadriga.rewards.functions import (
     Sample,
     Status,
     call,
+    checked_score,
     load_reward_function,
     marked_answer,
     reward_function_for,
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
+
+LOST_BATCHES = 3
+"""So many batches in a row without any score are an error of the function."""
 
 _COLUMNS = (fields.DATA_SOURCE, fields.REWARD_MODEL, fields.EXTRA_INFO)
 
@@ -112,7 +116,11 @@ def combined(parts: Sequence[RewardPart], outcomes: Sequence[Outcome]) -> Outcom
     extra: dict[str, float | str] = {part.name: outcome.score for part, outcome in pairs}
     for part, outcome in pairs:
         extra |= {f"{part.name}/{key}": value for key, value in outcome.extra.items()}
-    return Outcome(SCORED, math.fsum(p.weight * outcome.score for p, outcome in pairs), extra)
+    try:
+        score = checked_score(sum(part.weight * outcome.score for part, outcome in pairs))
+    except ValueError as error:
+        return Outcome(RAISED, detail=f"the weighted sum of the parts: {error}")
+    return Outcome(SCORED, score, extra)
 
 
 @dataclass(frozen=True)
@@ -177,6 +185,7 @@ class RewardManager:
         self.failures: list[Failure] = []
         self.masked_rows: list[int] = []
         self.answers: list[str | None] = []
+        self._without_score = 0  # batches in a row without any score
         pool = RewardPool(num_processes, timeout_s, memory_gb) if num_processes else None
         self._pool = pool
         self._loaded: dict[FunctionRef, RewardFunction] = {}
@@ -244,7 +253,8 @@ class RewardManager:
             FieldError: a row of a built-in function has no ground truth, or a function did not
                 return a component.
             UnknownNameError: a data source has no function.
-            RewardError: a sample failed and `on_failure` is "fail".
+            RewardError: a sample failed and `on_failure` is "fail", or all samples of three batches
+                in a row failed.
         """
         mask = data.batch[fields.RESPONSE_MASK]
         arrays = data.non_tensor_batch
@@ -342,15 +352,19 @@ class RewardManager:
         self.metrics["reward/failed"] = len(self.failures) / max(1, len(outcomes))
         self.metrics["reward/masked"] = float(len(self.masked_rows))
         self.metrics |= mean_extras(outcomes)
+        lost = bool(outcomes) and len(self.failures) == len(outcomes)
+        self._without_score = self._without_score + 1 if lost else 0
         if not self.failures:
             return
         first = self.failures[0]
         what = f"row {first.row} ({first.data_source}), {first.status.replace('_', ' ')}"
         count = f"{len(self.failures)} of {len(outcomes)} samples have no score"
-        if self.on_failure == "fail":
+        if self._without_score == LOST_BATCHES:
+            count = f"none of the samples of {LOST_BATCHES} batches in a row has a score"
+        if self.on_failure == "fail" or self._without_score == LOST_BATCHES:
+            hint = ", or set reward.on_failure to zero or mask" if self.on_failure == "fail" else ""
             raise RewardError(
-                f"{count}; the first is {what}: {first.detail}. Correct the reward function, or "
-                "set reward.on_failure to zero or mask",
+                f"{count}; the first is {what}: {first.detail}. Correct the reward function{hint}",
                 row=first.row,
                 data_source=first.data_source,
                 status=first.status,
