@@ -10,7 +10,7 @@ from quadriga.errors import DataError
 
 def test_rows_of_several_files_in_order_with_file_and_number(tmp_path):
     pq.write_table(pa.Table.from_pylist([{"a": 1}, {"a": 2}]), tmp_path / "x.parquet")
-    (tmp_path / "y.jsonl").write_text('{"a": 3}\n\n{"a": 4}\n')
+    (tmp_path / "y.jsonl").write_text('\ufeff{"a": 3}\n\n{"a": 4}\n')
     rows = read_rows([tmp_path / "x.parquet", tmp_path / "y.jsonl"])
     assert [row.values["a"] for row in rows] == [1, 2, 3, 4]
     assert [row.number for row in rows] == [0, 1, 0, 1]

@@ -16,6 +16,7 @@ from quadriga.models import (
     load_value_model,
     write_tiny_model,
 )
+from quadriga.models.folder import end_token_ids
 
 TEXTS = ["Tom has 3 apples. He buys 4 more.", "3+4=7\n#### 7", "Ann gives 12 pens to Zoe?"] * 4
 SHAPE = TinyModel(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=48)
@@ -36,6 +37,27 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def copy(folder, tmp_path):
     return shutil.copytree(folder, tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ends"),
+    [
+        ({"eos_token_id": [3, 4]}, {"eos_token_id": 5}, [3, 4]),
+        (None, {"eos_token_id": [5, 6]}, [5, 6]),
+        ({}, {"eos_token_id": 5}, [5]),
+        (None, {"text_config": {"eos_token_id": 5}}, [5]),
+        (None, {}, []),
+    ],
+)
+def test_end_tokens_are_those_of_the_generation_settings_else_of_the_config(
+    copy, generation, config, ends
+):
+    tokenizer = load_tokenizer(copy)
+    (copy / "generation_config.json").unlink()
+    if generation is not None:
+        (copy / "generation_config.json").write_text(json.dumps(generation))
+    (copy / "config.json").write_text(json.dumps(config))
+    assert end_token_ids(copy, tokenizer) == tuple(sorted({tokenizer.eos_token_id, *ends}))
 
 
 def test_equal_seeds_give_equal_weights_and_keep_the_random_state(folder, tmp_path):

@@ -117,7 +117,7 @@ def test_three_batches_without_any_score_end_the_run():
     lost, scored = batch_of(["a", "b"], ["raise", "nan"]), batch_of(["a", "b"], ["ok", "raise"])
     for batch in (lost, lost, scored, lost, lost):
         manager(batch)
-    with pytest.raises(RewardError, match="none of the samples of 3 batches in a row .* no mood"):
+    with pytest.raises(RewardError, match=r"none of the samples of 3 batches in a row .* no mood"):
         manager(lost)
 
 

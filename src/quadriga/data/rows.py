@@ -271,7 +271,7 @@ def _some(lines: Iterator[bytes]) -> list[bytes]:
 def _json_row(line: bytes, path: str, number: int) -> Row:
     row = Row({}, path, number)
     try:
-        text = line.decode("utf-8")
+        text = line.decode("utf-8-sig")  # some editors begin a file with a byte order mark
         values = json.loads(text)
         # Half of a surrogate pair ("\\ud83d") is JSON, but no tokenizer accepts it.
         if "\\u" in text:

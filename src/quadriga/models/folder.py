@@ -131,15 +131,20 @@ def _check_entries(folder: Path) -> None:
 def end_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the tokens that end a response, in ascending order.
 
-    They are the tokenizer's end token and those in the folder's generation_config.json.
+    They are the tokenizer's end token and those in the folder's generation_config.json. Without
+    any there, as in transformers, those in its config.json.
     """
-    ends = {int(tokenizer.eos_token_id)}
     folder = local_folder(path)
-    if (folder / "generation_config.json").is_file():
-        named = read_json(folder, "generation_config.json").get("eos_token_id")
-        values = named if isinstance(named, list) else [named]
-        ends.update(value for value in values if isinstance(value, int))
-    return tuple(sorted(ends))
+    named = None
+    for name in ("generation_config.json", "config.json"):
+        if named is None and (folder / name).is_file():
+            settings = read_json(folder, name)
+            text = settings.get("text_config")  # in the config of a model of text and images
+            inner = text.get("eos_token_id") if isinstance(text, dict) else None
+            named = settings.get("eos_token_id", inner)
+    values = named if isinstance(named, list) else [named]
+    ends = {value for value in values if isinstance(value, int)}
+    return tuple(sorted({int(tokenizer.eos_token_id), *ends}))
 
 
 @dataclass(frozen=True)
