@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
 import pytest
 import torch
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.models.loading import load_causal_lm
@@ -74,6 +76,23 @@ def test_generation_equals_the_naive_loop(rollout, model, prompts, settings):
         assert out.rollout_log_probs[row, :n].tolist() == pytest.approx(log_probs, abs=2e-5)
         assert not out.rollout_log_probs[row, n:].any()
         assert out.finish_reason[row] == reason
+
+
+def test_a_config_that_asks_for_router_logits(model_folder, prompts, tmp_path):
+    """In bfloat16 the engine gives the model a mask, which has more tokens than the routers."""
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 32)
+    responses = []
+    for asks in (False, True):
+        config = MixtralConfig(
+            **sizes, vocab_size=256, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, num_local_experts=4, output_router_logits=asks,
+        )  # fmt: skip
+        shutil.copytree(model_folder, tmp_path, dirs_exist_ok=True)
+        torch.manual_seed(0)
+        MixtralForCausalLM(config).save_pretrained(tmp_path)
+        rollout = build_rollout("hf", ModelConfig(path=str(tmp_path)), dtype="bfloat16")
+        responses.append(rollout.generate(*prompts[:2], SAMPLING, prompts[2]).response_ids)
+    assert responses[0].equal(responses[1])
 
 
 def test_training_engine_computes_the_same_log_probs(model_folder, rollout, prompts):

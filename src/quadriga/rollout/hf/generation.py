@@ -204,6 +204,8 @@ class CachedModel:
             "cache_params": cache,  # the name in models without attention
             "use_cache": True,
             "logits_to_keep": 1,
+            # A config.json can ask for the loss of the routers, which a cache makes fail.
+            "output_router_logits": False,
         }
         known = {name: value for name, value in arguments.items() if name in self._parameters}
         logits: Tensor = self.module(**known, **(others or {})).logits
