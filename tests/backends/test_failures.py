@@ -31,6 +31,18 @@ def test_the_first_failure_is_shown_while_peers_hang(ray_cases, sign):
         future.get()
 
 
+@pytest.mark.parametrize(("half", "count"), [("\\ud83d", 1), ("a line\\n", 500_000)])
+def test_an_exception_with_any_text_leaves_the_rank_alive(cases, half, count):
+    def fail():
+        raise ValueError(half.encode().decode("unicode_escape") * count + "end")
+
+    with pytest.raises(WorkerMethodError, match=r"ValueError in critic\.run, rank [01]") as caught:
+        cases.run(fail)
+    assert len(str(caught.value)) < 100_000 and caught.value.remote_traceback.endswith("end")
+    str(caught.value).encode()
+    assert cases.take(1) == [0, 1]
+
+
 def test_a_process_that_dies(ray_group):
     with pytest.raises(WorkerDiedError, match="out of luck") as caught:
         ray_group.die_on(1)

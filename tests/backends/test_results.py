@@ -53,6 +53,12 @@ def test_a_future_that_has_arrived_is_split_as_its_batch(cases, monkeypatch):
     assert lists.arrived() is None
 
 
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_bytes_that_a_method_returns_are_not_read_as_a_message(cases, kind):
+    data = pickle.dumps({"code": "of the user"})
+    assert [bytes(value) for value in cases.run(lambda: kind(data))] == [data] * 2
+
+
 def test_several_batches_in_one_result(cases):
     for count in (4, 2, 5):
         for answers in cases.several(count):

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeGuard, TypeVar
 
+from quadriga.containment import cut
 from quadriga.errors import (
     CollectiveError,
     DispatchError,
@@ -198,6 +199,10 @@ _ENDS_A_CALL = (Exception, SystemExit, KeyboardInterrupt)
 later one would wait for ever."""
 
 
+MOST_TEXT = 20_000
+"""Characters of an exception of a method, and of each half of its traceback, in an error."""
+
+
 class RankHost:
     """The workers of one rank, by role.
 
@@ -242,7 +247,7 @@ class RankHost:
                 worker = class_with_args.build()
             except Exception as error:
                 failed = self.failure(Call(role, "__init__"), error, WorkerInitError)
-                raise failed from error
+                raise failed from self.chained(error)
             self.workers[role] = worker
             # A fused worker has built workers of its own, which are roles of this process too.
             if isinstance(worker, FusedWorker):
@@ -264,7 +269,7 @@ class RankHost:
                 value = self._run(value)
             return self._result(call, value, store)
         except (Exception, asyncio.CancelledError) as error:
-            raise self.failure(call, error) from error
+            raise self.failure(call, error) from self.chained(error)
 
     async def invoke_async(
         self, opened: Callable[[], Call], ticket: Ticket | None = None, store: object = None
@@ -283,7 +288,7 @@ class RankHost:
                 try:
                     value = self._start(call, args, kwargs)
                 except _ENDS_A_CALL as error:
-                    raise self.failure(call, error) from error
+                    raise self.failure(call, error) from self.chained(error)
             try:
                 if _is_awaitable(value):
                     value = await self._await(value)
@@ -291,14 +296,14 @@ class RankHost:
                 # runs the next method, which may write into the same buffer.
                 return self._result(call, copied(value), store)
             except _ENDS_A_CALL as error:
-                raise self.failure(call, error) from error
+                raise self.failure(call, error) from self.chained(error)
 
     def _prepare(self, opened: Callable[[], Call]) -> tuple[Call, Arguments, KeywordArguments]:
         call = opened()
         try:
             return call, *self._arguments(call)
         except Exception as error:
-            raise self.failure(call, error) from error
+            raise self.failure(call, error) from self.chained(error)
 
     def _start(self, call: Call, args: Arguments, kwargs: KeywordArguments) -> object:
         """Call the method, or do one step of a generator method."""
@@ -418,6 +423,14 @@ class RankHost:
         )
         return self._error(WorkerMethodError, text, Call(role, method), error)
 
+    def chained(self, error: BaseException) -> BaseException | None:
+        """Return the cause of an error, for a debugger in this process. Ray would format its text,
+        which can be long, and end the process if it cannot be encoded."""
+        return error if self._in_process else None
+
+    def _is_sent(self, error: Exception) -> bool:
+        return len(_text(error)) <= MOST_TEXT and self._survives(error)
+
     def _error(
         self, kind: type[WorkerError], text: str, call: Call, error: BaseException
     ) -> WorkerError:
@@ -428,7 +441,7 @@ class RankHost:
             node=self.node,
             method=call.method,
             remote_traceback=_traceback_text(error),
-            cause=error if isinstance(error, Exception) and self._survives(error) else None,
+            cause=error if isinstance(error, Exception) and self._is_sent(error) else None,
             raised_at=time.time(),
         )
 
@@ -479,7 +492,7 @@ def _run_on(loop: asyncio.AbstractEventLoop | None, awaitable: Awaitable[T]) -> 
 
 def _text(error: BaseException) -> str:
     try:
-        return str(error)
+        return cut(str(error), MOST_TEXT)
     except Exception as second:  # the traceback of `error` must be shown in any case
         return f"(its __str__ raised {type(second).__name__})"
 
@@ -489,4 +502,5 @@ def _traceback_text(error: BaseException) -> str:
     summary = traceback.TracebackException.from_exception(error)
     while len(summary.stack) > 1 and summary.stack[0].filename == __file__:
         del summary.stack[0]
-    return "".join(summary.format()).rstrip()
+    text = cut("".join(summary.format()).rstrip(), sys.maxsize)
+    return text if len(text) <= 2 * MOST_TEXT else f"{text[:MOST_TEXT]} … {text[-MOST_TEXT:]}"

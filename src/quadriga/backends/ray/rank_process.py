@@ -229,19 +229,19 @@ class RankProcess:
             while isinstance(sent, SharedArgument):
                 sent = sent.open()
         except Exception as error:
-            raise self._host.unreadable(role, method, error) from error
+            raise self._host.unreadable(role, method, error) from None
         assert isinstance(sent, Call)
         return sent
 
     def quadriga_split(self, splits: Splits) -> object:
         """Wait for futures and return their parts, for the ranks that receive one part each (see
         `calls.split_futures`)."""
+        from quadriga.backends.ray.store import pickled_if_bytes
         from quadriga.protocol.boundary import pack_argument, wait_for_arguments
 
         wait_for_arguments([future for future, _ in splits])
         parts = [pack_argument(part) for future, like in splits for part in future.split(like)]
-        # Bytes are always a pickle (see `store.opened`), so a user's bytes are pickled as well.
-        parts = [pickle.dumps(part) if type(part) is bytes else part for part in parts]
+        parts = [pickled_if_bytes(part) for part in parts]
         return tuple(parts) if len(parts) > 1 else parts[0]
 
 

@@ -422,9 +422,8 @@ class ResultStore:
         Returns of fields that this result does not fill are None.
         """
         if not self._fields:
-            # Bytes are always a pickle (see `opened`), so a user's bytes are pickled as well.
-            plain = type(value) is bytes or is_plain_batch(value)
-            return pickle.dumps(value) if plain else value, *[None] * count
+            plain = is_plain_batch(value)
+            return pickle.dumps(value) if plain else pickled_if_bytes(value), *[None] * count
         bundles = _bundles([handle.nbytes for _, handle in self._fields], alone_bytes())
         wanted = len(bundles)
         # Three bundles, two returns: the last two bundles become one object.
@@ -448,6 +447,17 @@ class ResultStore:
         missing = max(0, RETURNED_BYTES - nbytes)
         filling = (np.zeros(missing, dtype=np.uint8),) if missing else ()
         return location, (*[self._fields[i][0] for i in bundle], *filling)
+
+
+def pickled_if_bytes(value: object) -> object:
+    """Return the user's bytes as a pickle, and any other value itself.
+
+    Ray returns such values as `bytes`, which are always a pickle of ours (see `opened`). A view of
+    memory, which cannot be pickled, becomes its bytes.
+    """
+    if isinstance(value, memoryview):
+        value = bytes(value)
+    return pickle.dumps(value) if isinstance(value, bytes | bytearray) else value
 
 
 def opened(returned: object, ref: Ref, fields: Sequence[Ref]) -> object:
