@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ from quadriga.protocol import (
     pad_dataproto_to_divisor,
     unpad_dataproto,
 )
+from quadriga.protocol.boundary import pack_argument
 
 
 @pytest.mark.parametrize(
@@ -169,3 +172,26 @@ def test_gradients_flow_through_rows():
     joined = DataProto.concat([data[[0, 0]], data[1:]])
     joined.batch["v"].sum().backward()
     assert weight.grad[:, 0].tolist() == [2.0, 1.0]
+
+
+@pytest.mark.parametrize("length", [1, 3, 6])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda batch: batch.chunk(2),
+        lambda batch: batch[1:],
+        lambda batch: batch.reorder(torch.tensor([3, 2, 1, 0])),
+        lambda batch: batch.repeat(2),
+        lambda batch: batch.select(["x"], ["n"]),
+        lambda batch: batch.union(DataProto.from_dict({"y": torch.zeros(4)})),
+        lambda batch: DataProto.concat([batch, batch]),
+        lambda batch: pickle.dumps(batch),
+        pack_argument,
+    ],
+)
+def test_an_array_of_another_length_is_named_wherever_the_batch_is_used(use, length):
+    batch = DataProto.from_dict({"x": torch.zeros(4)})
+    batch.non_tensor_batch["n"] = np.arange(length)
+    with pytest.raises(LengthError, match="'n'"):
+        use(batch)
+    assert len(batch) == 4 and "n" in repr(batch) and "n" in batch.describe()

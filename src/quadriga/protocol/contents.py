@@ -407,12 +407,12 @@ def unequal(first: str, expected: object, key: str, got: object) -> LengthError:
 
 
 def take(
-    batch: TensorHalf, arrays: ArrayHalf, selections: Sequence[RowSelection]
+    contents: Contents, selections: Sequence[RowSelection]
 ) -> list[tuple[TensorHalf, ArrayHalf]]:
     """Return for each selection its rows of both halves."""
-    tensors, objects = columns.take([tensor_columns(batch), array_columns(arrays)], selections)
+    tensors, objects = columns.take([*contents.halves()], selections)
     return [
-        (make_batch(batch, fields, len(rows)), make_arrays(part))
+        (make_batch(contents.batch, fields, len(rows)), make_arrays(part))
         for fields, part, rows in zip(tensors, objects, selections, strict=True)
     ]
 
@@ -421,7 +421,7 @@ def row(batch: TensorHalf, arrays: ArrayHalf, index: int) -> tuple[TensorDict | 
     """Return one row of both halves; of remote fields only this row is fetched."""
     if isinstance(batch, RemoteBatch) or isinstance(arrays, RemoteArrays):
         # Taken first, so that prefetch fetches one row and the batch keeps its remote fields.
-        ((batch, arrays),) = take(batch, arrays, [range(index, index + 1)])
+        ((batch, arrays),) = take(Contents(batch, arrays, {}), [range(index, index + 1)])
         prefetch(batch, arrays, None)
         index = 0
     item = {key: value[index] for key, value in arrays.items()}

@@ -174,11 +174,17 @@ class DataProto:
 
     def check_consistency(self) -> None:
         """Raise `LengthError` or `FieldError` unless all fields have one length and known types."""
-        halves.check(self.contents)
+        halves.check(self._contents)
 
     @property
     def contents(self) -> Contents:
-        """The three parts without the class around them."""
+        """The three parts without the class around them, checked as `check_consistency` does: a
+        program can put arrays of any length into the dict of arrays."""
+        self.check_consistency()
+        return self._contents
+
+    @property
+    def _contents(self) -> Contents:
         return Contents(self.batch, self.non_tensor_batch, self.meta_info)
 
     def with_contents(
@@ -192,7 +198,7 @@ class DataProto:
         return made
 
     def __len__(self) -> int:
-        return self.contents.rows
+        return self._contents.rows
 
     def __repr__(self) -> str:
         tensors = [] if self.batch is None else list(self.batch.keys())
@@ -220,7 +226,7 @@ class DataProto:
     def _parts(self, selections: Sequence[RowSelection]) -> list[Self]:
         if not selections:
             return []
-        parts = halves.take(self.batch, self.non_tensor_batch, selections)
+        parts = halves.take(self.contents, selections)
         return [self.with_contents(*part) for part in parts]
 
     def slice(
@@ -238,7 +244,7 @@ class DataProto:
         self._take_in_place(from_index(indices, len(self)))
 
     def _take_in_place(self, selection: RowSelection) -> None:
-        (taken,) = halves.take(self.batch, self.non_tensor_batch, [selection])
+        (taken,) = halves.take(self.contents, [selection])
         self.batch, self.non_tensor_batch = taken
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
@@ -425,7 +431,7 @@ class DataProto:
 
     def describe(self) -> str:
         """Return a table of the fields: shape, dtype, bytes, where stored, writer; fetches none."""
-        return halves.table(self.contents)
+        return halves.table(self._contents)
 
     get_data_info = describe
 
