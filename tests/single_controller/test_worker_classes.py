@@ -8,11 +8,18 @@ import pytest
 import torch
 
 from group_fixtures import local_group
+from quadriga.backends import get_backend
 from quadriga.backends.local import LocalWorkerGroup
 from quadriga.backends.ray.rank_process import AsyncRankProcess
 from quadriga.errors import DispatchError
 from quadriga.protocol import DataProto
-from quadriga.single_controller import Dispatch, Worker, register
+from quadriga.single_controller import (
+    Dispatch,
+    ResourcePool,
+    Worker,
+    create_colocated_worker_raw_cls,
+    register,
+)
 
 ALL = Dispatch.ONE_TO_ALL
 
@@ -134,3 +141,28 @@ def test_attributes_of_the_group_are_no_names_of_methods_and_declared_types_are(
         one: Callable[..., object]
 
     assert Typed._bound_names({"views": Views}, "views")["one"] == ("views", "one")
+
+
+class Runs(Worker):
+    @register(dispatch_mode=ALL)
+    def run(self):
+        return "run"
+
+
+class RunsB(Worker):
+    @register(dispatch_mode=ALL)
+    def b_run(self):
+        return "b_run"
+
+
+def test_names_that_two_roles_share_are_refused_before_a_process_starts():
+    backend = get_backend("local")
+    run, b_run = backend.class_with_args(Runs), backend.class_with_args(RunsB)
+    fused = backend.class_with_args(create_colocated_worker_raw_cls({"run": run}))
+    for roles, words in (
+        ({"a": b_run, "a_b": run}, "a_b_run would be b_run of the role 'a' and run of the role"),
+        ({"run": b_run, "f": fused}, "Two roles of one process are called 'run': RunsB and Runs"),
+        ({"f": fused, "g": fused}, "Two roles of one process are called 'run': Runs and Runs"),
+    ):
+        with pytest.raises(DispatchError, match=words):
+            backend.worker_group(ResourcePool([1]), backend.colocate(roles))

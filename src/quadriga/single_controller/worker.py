@@ -506,10 +506,18 @@ def members_of(cls: type) -> dict[str, object]:
 
 
 def roles_of(classes: dict[str, type]) -> dict[str, type]:
-    """Return every role of a process with its class: the given ones and those of fused classes."""
+    """Return every role of a process with its class: the given ones and those of fused classes.
+
+    Raises `DispatchError` for two roles of one name.
+    """
     roles: dict[str, type] = {}
     for role, cls in classes.items():
-        roles[role] = cls
-        if issubclass(cls, FusedWorker):
-            roles.update({inner: member.cls for inner, member in cls.role_classes.items()})
+        inner = cls.role_classes if issubclass(cls, FusedWorker) else {}
+        for name, kind in ((role, cls), *((name, member.cls) for name, member in inner.items())):
+            if name in roles:
+                raise DispatchError(
+                    f"Two roles of one process are called {name!r}: {roles[name].__name__} and "
+                    f"{kind.__name__}. Give one of them another name."
+                )
+            roles[name] = kind
     return roles

@@ -480,7 +480,8 @@ class WorkerGroup:
         """Return the names that a group of these worker classes offers, as name → (role, method).
 
         `role` and `binding` as in `__init__`. Backends call this before they start a process.
-        Raises `DispatchError` for a method with the name of an attribute of the group.
+        Raises `DispatchError` for a method with the name of an attribute of the group, or with the
+        name of a method of another role.
         """
         names: dict[str, tuple[str, str]] = {}
         # A subclass of a user's, or that of `compat`, may declare the types of bound methods.
@@ -498,7 +499,12 @@ class WorkerGroup:
                             f"{roles[each].__name__}.{name} cannot be bound: a worker group has "
                             f"{offered!r} itself. Rename the method."
                         )
-                names[prefix + name] = each, name
+                taken = names.setdefault(prefix + name, (each, name))
+                if taken != (each, name):
+                    raise DispatchError(
+                        f"{prefix + name} would be {taken[1]} of the role {taken[0]!r} and {name} "
+                        f"of the role {each!r}. Give one of the roles another name."
+                    )
         return names
 
     def __getattr__(self, name: str) -> Any:  # a registered method, which no type can name here
