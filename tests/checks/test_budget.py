@@ -12,34 +12,34 @@ import pytest
 from figures import code_lines
 from source_tree import ROOT, SourceFile, all_python_files
 
-STAGE = "the lighter house"
-"""The row of the page that is in force. Each later stage names its own row here."""
+STAGES = ("the lighter house", "what the attack broke")
+"""The rows of the page that are in force: the first one, and those that have added to it."""
 
 PAGE = ROOT.parent / "shared/BUDGET.md"
 LINES, FILES = "code lines of the package", "files of the package"
-LIMITS = {
-    LINES: 42_000,
-    FILES: 330,
-    "code lines without compat/verl": 38_000,
-    "code lines of the tests": 36_000,
-}
-STILL = {
-    LINES: 43_611,
-    "code lines without compat/verl": 40_115,
-    "code lines of the tests": 37_794,
-}
-"""What is over its limit today. Numbers are lowered, never raised; a row within its limit goes."""
+CORE, TESTS = "code lines without compat/verl", "code lines of the tests"
+LIMITS = {LINES: 42_300, FILES: 332}
+HOUSE = {LINES: 42_000, CORE: 38_000, TESTS: 36_000}
+"""What was allowed when the house was light. Later lines may be in the core, and have 0.8 lines of
+tests each."""
 
 
 def limits(page: str | None) -> dict[str, int]:
-    """Limits with the lines and files of a row `| the lighter house | 42 000 | 330 |`."""
-    if page is None:
-        return LIMITS
-    number = r"([\d \u202f]+)"
-    row = re.search(rf"^\| {re.escape(STAGE)} \| {number} \| {number} \|", page, re.MULTILINE)
-    assert row, f"{PAGE.name} has no row {STAGE!r}"
-    lines, files = (int(re.sub(r"\D", "", text)) for text in row.groups())
-    return {**LIMITS, LINES: lines, FILES: files}
+    """Limits with the lines and files of rows `| the lighter house | 42 000 | 330 |`. A row adds
+    its difference from the one above it."""
+    found = dict(LIMITS)
+    if page is not None:
+        number = r"([\d \u202f]+)"
+        rows = re.findall(rf"^\| ([^|]+) \| {number} \| {number} \|", page, re.MULTILINE)
+        sizes = {name: [int(re.sub(r"\D", "", text)) for text in given] for name, *given in rows}
+        missing = [name for name in STAGES if name not in sizes]
+        assert not missing, f"{PAGE.name} has no row {missing[0]!r}"
+        before = dict(zip(list(sizes)[1:], sizes.values(), strict=False))
+        for i, what in enumerate((LINES, FILES)):
+            added = [sizes[name][i] - before[name][i] for name in STAGES[1:]]
+            found[what] = sizes[STAGES[0]][i] + sum(added)
+    later = found[LINES] - HOUSE[LINES]
+    return {**found, CORE: HOUSE[CORE] + later, TESTS: HOUSE[TESTS] + later * 8 // 10}
 
 
 def weights(files: list[SourceFile]) -> dict[str, int]:
@@ -47,7 +47,7 @@ def weights(files: list[SourceFile]) -> dict[str, int]:
     own = [file for file in package if not file.name.startswith("src/quadriga/compat/verl/")]
     tests = [file for file in files if file.name.startswith("tests/")]
     lines = [sum(map(code_lines, some)) for some in (package, own, tests)]
-    return dict(zip(LIMITS, (lines[0], len(package), *lines[1:]), strict=True))
+    return {LINES: lines[0], FILES: len(package), CORE: lines[1], TESTS: lines[2]}
 
 
 def faults(found: dict[str, int], most: dict[str, int]) -> list[str]:
@@ -56,14 +56,15 @@ def faults(found: dict[str, int], most: dict[str, int]) -> list[str]:
 
 def test_the_code_is_within_its_budget():
     page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else None
-    assert faults(weights(all_python_files()), {**limits(page), **STILL}) == []
+    assert faults(weights(all_python_files()), limits(page)) == []
 
 
-def test_the_page_has_the_row_of_the_stage():
-    found = limits(f"| streams | 1 | 2 |\n| {STAGE} | 41 000 | 320 |\n")
-    assert (found[LINES], found[FILES]) == (41_000, 320)
-    with pytest.raises(AssertionError, match="no row"):
-        limits("| streams | 49 300 | 375 |")
+def test_a_row_adds_its_difference_and_must_be_on_the_page():
+    rows = f"| before | 9 | 9 |\n| {STAGES[0]} | 41 000 | 320 |\n| other | 43 000 | 321 |\n"
+    found = limits(f"{rows}| {STAGES[1]} | 43 500 | 323 |\n| streams | 99 000 | 999 |\n")
+    assert list(found.values()) == [41_500, 322, 37_500, 35_600]
+    with pytest.raises(AssertionError, match="no row 'what the attack broke'"):
+        limits(rows)
 
 
 def test_what_is_over_budget_is_named():
@@ -71,4 +72,4 @@ def test_what_is_over_budget_is_named():
     verl = SourceFile("src/quadriga/compat/verl/x.py", "x = 1\n")
     found = weights([package, verl, SourceFile("tests/test_x.py", "x = 1\n")])
     assert list(found.values()) == [3, 2, 2, 1]
-    assert faults(found, dict.fromkeys(LIMITS, 2)) == ["code lines of the package: 3 > 2"]
+    assert faults(found, dict.fromkeys(found, 2)) == ["code lines of the package: 3 > 2"]
