@@ -47,7 +47,7 @@ def test_accumulator(example, backend_name):
     assert example("accumulator").main(backend_name) == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("backend_name", ["ray"], indirect=True)
+@on_ray_nightly
 def test_data_parallel(example, backend_name):
     by_hand, as_method = example("data_parallel").main(backend_name)
     assert by_hand.shape == (4,)
