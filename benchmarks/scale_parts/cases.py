@@ -21,7 +21,6 @@ from quadriga import DataProto
 from quadriga.backends.ray import health as node_health, pool as bundles
 from quadriga.backends.ray.cluster import cluster_nodes
 from quadriga.single_controller import ResourcePool
-from quadriga.single_controller.worker_group import find_death
 
 from .figures import RAW_CALL, RAW_PUT, RAW_PUT_AND_CALL
 from .simulated import ACTORS, RANKS_PER_NODE, Machines, empty_rows, simulated_nodes
@@ -147,9 +146,9 @@ def watching(machines: Machines, ranks: int) -> Iterator[dict[str, Step]]:
     group = machines.group(ranks, nodes=[node.node_id for node in nodes])
 
     def sweep() -> None:
-        death = find_death(group._ranks)
-        if death is not None:
-            raise SystemExit(f"The watcher found a death: {death}")
+        ranks = group._ranks
+        if dead := ranks.backend.dead(ranks.handles):
+            raise SystemExit(f"The watcher found a death: {dead}")
 
     with mock.patch.object(node_health, "cluster_nodes", lambda: [*real, *nodes]):
         yield {"watcher sweep": sweep}
