@@ -43,6 +43,7 @@ _MOST_THREADS = 64
 _WEIGHTS = ("weights",)
 _MEMORY = (*_WEIGHTS, "kv_cache", "cuda_graph")
 """Kinds of device memory, as SGLang names them."""
+_IDLE_S = 30.0  # for the last request to leave SGLang's scheduler
 
 
 class SGLangRollout(RolloutEngine):
@@ -284,6 +285,8 @@ class SGLangRollout(RolloutEngine):
 
     def _free(self) -> None:
         # The trainer needs the device memory meanwhile. Without a GPU nothing is freed.
+        # It ends SGLang if the last request has not left the scheduler yet; a flush waits for that.
+        self._call("/flush_cache", {"timeout_s": _IDLE_S})
         self._call("/release_memory_occupation", {"tags": list(_MEMORY)})
         self._released = frozenset(_MEMORY)
 
