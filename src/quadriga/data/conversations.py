@@ -7,7 +7,7 @@ response to one prompt.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, TypedDict
@@ -334,27 +334,37 @@ def _tokens_of_parts(
     texts = ["".join(parts) for parts in chats]
     encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
     unanswered = iter(_unanswered(tokenizer, chats))
-    found = []
-    for parts, text, ids, spans in zip(
-        chats, texts, encoded["input_ids"], encoded["offset_mapping"], strict=True
-    ):
-        # Some tokenizers do not count the space before a word as part of its token.
-        ends = [0, *(end for _, end in spans)]
-        starts = [min(start, end) for (start, _), end in zip(spans, ends, strict=False)]
-        tokens: list[list[int]] = []
-        first, begun = 0, list[int]()
-        for number, border in enumerate(accumulate(map(len, parts))):
-            cut = bisect_left(starts, border)
-            own, begun = [*begun, *ids[first:cut]], []
-            if number % 2 == 0 and own != next(unanswered):  # before a turn of the assistant
-                own = _continued(tokenizer, text[:border], follows=False)[first:]
-                if cut > first and spans[cut - 1][1] > border:
-                    rest = text[border : spans[cut - 1][1]]
-                    begun = _continued(tokenizer, rest, follows=True)
-            tokens.append(own)
-            first = cut
-        found.append(tokens)
-    return found
+    whole = zip(chats, encoded["input_ids"], encoded["offset_mapping"], strict=True)
+    return [_cut(tokenizer, *chat, unanswered) for chat in whole]
+
+
+def _cut(
+    tokenizer: PreTrainedTokenizerBase,
+    parts: Sequence[str],
+    ids: Sequence[int],
+    spans: Sequence[tuple[int, int]],
+    unanswered: Iterator[list[int]],
+) -> list[list[int]]:
+    """Return the tokens of each part of one chat, see `_tokens_of_parts`.
+
+    `ids`, `spans`: of the whole chat. `unanswered`: of `_unanswered`, for the parts before answers.
+    """
+    # Some tokenizers do not count the space before a word as part of its token.
+    ends = [0, *(end for _, end in spans)]
+    starts = [min(start, end) for (start, _), end in zip(spans, ends, strict=False)]
+    text = "".join(parts)
+    tokens: list[list[int]] = []
+    first, begun = 0, list[int]()
+    for number, border in enumerate(accumulate(map(len, parts))):
+        cut = bisect_left(starts, border)
+        own, begun = [*begun, *ids[first:cut]], []
+        if number % 2 == 0 and own != next(unanswered):  # before a turn of the assistant
+            own = _continued(tokenizer, text[:border], follows=False)[first:]
+            if cut > first and spans[cut - 1][1] > border:
+                begun = _continued(tokenizer, text[border : spans[cut - 1][1]], follows=True)
+        tokens.append(own)
+        first = cut
+    return tokens
 
 
 def _unanswered(

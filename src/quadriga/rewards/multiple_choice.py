@@ -61,6 +61,8 @@ _STATEMENTS = tuple(
         r"(?:\b(?:es|est|ist)\b|:) ?(‹.›)",
     )
 )
+_NONE = "‹?›"
+"""The mark of several letters that are named together."""
 _SUPPOSED = re.compile(r"(?i)\b(?:if|unless|suppose|whether|assum\w+|and not)\b[^.,;:!?\n]*$")
 
 
@@ -87,11 +89,8 @@ def chosen_letter(solution: str) -> str | None:
     return mark[1] if mark and mark != _NONE else None
 
 
-_NONE = "‹?›"
-
-
 def _opening(text: str) -> str | None:
-    """The mark of a text that only names a choice: `B`, `B) Paris`, or options and then `B`."""
+    """Return the mark of a text that only names a choice: `B`, `B) Paris`, options and then `B`."""
     lines = [line.strip() for line in text.strip().splitlines()] or [""]
     alone = {line[:3] for line in lines if re.fullmatch(r"‹.›[.):,]?", line)}
     if alone:
