@@ -34,6 +34,8 @@ def test_jagged_helpers():
     assert [lengths_of(h["ids"]) for h in halves] == [[2, 1], [3, 2]]
     assert halves[1]["x"].tolist() == [2, 3]
     assert tu.get(halves[1], "uid") == ["c", "d"]
+    assert tu.get(tu.assign_non_tensor(halves[1], top_p=0.8), "top_p") == 0.8
+    assert tu.pop(halves[1], "top_p") == 0.8
     assert tu.get(halves[1], "temperature") == 0.5
     back = tu.concat_tensordict(halves)
     tu.assert_tensordict_eq(back, td)

@@ -41,8 +41,11 @@ def assign_non_tensor_stack(tensor_dict: TensorDict, key: str, val: Sequence[obj
     tensor_dict[key] = _stack(val)
 
 
-def assign_non_tensor(tensor_dict: TensorDict, **kwargs: object) -> None:
-    """Store a list as one object per row, any other value as one object of the whole batch."""
+def assign_non_tensor(tensor_dict: TensorDict, **kwargs: object) -> TensorDict:
+    """Store a list as one object per row, any other value as one object of the whole batch.
+
+    Returns `tensor_dict`, which is changed in place.
+    """
     for key, value in kwargs.items():
         if isinstance(value, NonTensorData | NonTensorStack):
             tensor_dict[key] = value
@@ -50,6 +53,7 @@ def assign_non_tensor(tensor_dict: TensorDict, **kwargs: object) -> None:
             assign_non_tensor_stack(tensor_dict, key, value)
         else:
             assign_non_tensor_data(tensor_dict, key, value)
+    return tensor_dict
 
 
 def unwrap_non_tensor_data(data: object) -> object:
