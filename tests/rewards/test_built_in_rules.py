@@ -57,10 +57,14 @@ EQUAL = [
     ("3", r"\boxed{\boxed{3}}"),
     (r"\{1,2\}", r"$\boxed{1}$ and $\boxed{2}$"),
     (r"\frac{1}{2}", r"\boxed{\frac{1}{2}} and no more"),
+    ("42", r"It costs \$42."),
+    ("42", r"<think>\boxed{43}</think> \boxed{42}"),
+    ("42", r"\fbox{42}"),
 ]
 DIFFERENT = [
     ("7", r"\boxed{8}"), ("7", "no number"), ("7", ""), ("(1,2)", r"\boxed{(1,2]}"),
     ("3", r"I first had \boxed{3}, so finally \boxed{4}"), ("7", r"\boxed{7"),
+    ("42", r"<think>so \boxed{42}</think>"), ("42", "<think>so it is 42"),
 ]  # fmt: skip
 
 

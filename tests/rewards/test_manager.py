@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from quadriga.errors import ConfigError, DataError, RewardError
+from quadriga.errors import ConfigError, DataError, FieldError, RewardError
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager, load_reward_function
-from quadriga.rewards.manager import RewardPart, at_last_token
+from quadriga.rewards.functions import Outcome
+from quadriga.rewards.manager import RewardPart, at_last_token, reward_components
 
 USER_FILE = Path(__file__).with_name("user_rules.py")
 
@@ -107,6 +108,11 @@ def test_a_score_that_float32_cannot_hold_fails_its_sample(score):
         manager = RewardManager(Letters(), function)
         assert manager(batch_of(["a"], [""])).batch["token_level_scores"].sum() == 0
         assert "at most 3.4e+38" in manager.failures[0].detail
+    named = RewardManager(Letters(), lambda **_: {"score": 1.0, "len": score}, components=["len"])
+    assert named(batch_of(["a"], [""])).batch["reward_components"].tolist() == [[0.0]]
+    assert "the entry 'len' of a returned dict must be finite" in named.failures[0].detail
+    with pytest.raises(FieldError, match="one finite number of float32 for each component"):
+        reward_components([Outcome("scored", extra={"len": score})], ["len"])
     weighted = RewardManager(Letters(), (RewardPart("huge", 1e3, lambda **_: 1e38),))
     weighted(batch_of(["a"], [""]))
     assert "the weighted sum of the parts: a score" in weighted.failures[0].detail

@@ -249,6 +249,9 @@ def _outcome(value: object) -> Outcome:
             )
         others = {k: v for k, v in value.items() if k != "score" and v is not None}
         extra = plain_extras(others)
+        for name, number in extra.items():
+            if isinstance(number, float):
+                checked_score(number, f"the entry {name!r} of a returned dict")
         value = value["score"]
     # `__float__` and not `float`: a score may be a numpy or torch scalar.
     if isinstance(value, str) or not hasattr(value, "__float__"):
@@ -256,10 +259,10 @@ def _outcome(value: object) -> Outcome:
     return Outcome(SCORED, checked_score(float(value)), extra)
 
 
-def checked_score(score: float) -> float:
-    """Return a score that a float32 tensor can hold. Raises `ValueError` for any other."""
+def checked_score(score: float, what: str = "a score") -> float:
+    """Return a number that a float32 tensor can hold. Raises `ValueError` for any other."""
     if not abs(score) <= LARGEST:
-        raise ValueError(f"a score must be finite and at most {LARGEST:.3g}, got {score}")
+        raise ValueError(f"{what} must be finite and at most {LARGEST:.3g}, got {score}")
     return score
 
 
@@ -281,12 +284,21 @@ def _plain(value: object) -> float | str:
 _MARKED = re.compile(r"####\s*(-?[\d.,]*\d)")
 
 
+_CLOSED = re.compile(r"</think(?:ing)?>")
+_THINKING = re.compile(r"<think(?:ing)?>.*", re.DOTALL)
+
+
+def after_thoughts(solution: str) -> str:
+    """Return a response without its thoughts: `<think>7</think>8` → `8`, `<think>7` → ``."""
+    return _THINKING.sub("", _CLOSED.split(solution)[-1])
+
+
 def marked_answer(solution: str) -> str | None:
-    """Return the number after the last `####`, without thousands separators; None if there is none.
+    """Return the number after the last `####` that is no thought, without thousands separators.
 
     "3+4=7\\n#### 7" → "7"; "#### 1,234" → "1234"; "#### seven" → None.
     """
-    found = _MARKED.findall(solution)
+    found = _MARKED.findall(after_thoughts(solution))
     return found[-1].replace(",", "") if found else None
 
 

@@ -21,6 +21,7 @@ from quadriga.rewards.functions import (
     BUILT_IN,
     FAILURES,
     FAST,
+    LARGEST,
     MARKED_ANSWER,
     RAISED,
     SCORED,
@@ -414,16 +415,17 @@ def reward_components(outcomes: Sequence[Outcome], names: Sequence[str]) -> torc
     A sample without a score has 0 in every component.
 
     Raises:
-        FieldError: a function did not return one of them, or returned no number.
+        FieldError: a function did not return one of them, or returned no number that float32 holds.
     """
     rows = []
     for outcome in outcomes:
-        missing = [name for name in names if not isinstance(outcome.extra.get(name), float)]
+        values = [(name, outcome.extra.get(name)) for name in names]
+        missing = [n for n, v in values if not (isinstance(v, float) and abs(v) <= LARGEST)]
         if missing and outcome.status == SCORED:
             raise FieldError(
                 f"algorithm.reward_components names {missing}, but besides its score the "
-                f"reward function returned {sorted(outcome.extra)}; return one number for each "
-                "component, under its name",
+                f"reward function returned {sorted(outcome.extra)}; return one finite number of "
+                "float32 for each component, under its name",
                 field=missing[0],
             )
         rows.append([0.0 if missing else float(outcome.extra[name]) for name in names])

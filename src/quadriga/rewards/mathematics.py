@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from quadriga.errors import ConfigError
+from quadriga.rewards.functions import after_thoughts
 
 if find_spec("math_verify") is None:
     raise ConfigError(
@@ -30,7 +31,7 @@ from math_verify import parse, verify
 # the main thread can receive.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-_BOX = re.compile(r"\\boxed ?\{")
+_BOX = re.compile(r"\\f?box(?:ed)? ?\{")
 _LISTED = re.compile(r"[\s$,;]*(?:and|or|\\text\{ ?(?:and|or) ?\})?[\s$,;]*")
 """What is between boxes that are one answer."""
 
@@ -38,14 +39,19 @@ _GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\[,; ]|\{,\}| )\d{3})+(?!\d)")
 """A number with groups of three digits: 1\\,000\\,000, 1{,}000, 1 000."""
 _SPELLINGS = (
     (re.compile(r"\\varnothing(?![a-zA-Z])"), r"\\emptyset "),
+    (re.compile(r"\\text\{ ?all real numbers ?\}"), r"\\mathbb{R}"),
     (re.compile(r"\\colon(?![a-zA-Z])"), ":"),
+    (re.compile(r"\\\$"), ""),
     (re.compile(r"\\log_\{?e\}?(?![a-zA-Z])"), r"\\ln "),
     (re.compile(r"(\d+(?:\.\d+)?) ?\\?%"), r"\\frac{\1}{100}"),
     (re.compile(r"\\text\{ ?(\\\$|\d+) ?\}"), r"\1"),
     (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)\b"), r"\1\\times 10^{\2}"),
     (re.compile(r"(\d)\.(?=[\s$}]*$)"), r"\1"),
 )
+_UNIT = re.compile(r"\\(?:text|mathrm) ?\{[\\ ,]*([mcdk]?m|[mk]?g|m?s|min|h|ft|in|yd)\b")
 _IN_A_BASE = re.compile(r"[0-9A-F]+_\d+")
+_UNREAD = re.compile(r"boxed ?\{\s*(?:\\(?:neq?|not)(?![a-z])|≠)|(?:\\[lc]?dots|\.\.\.)\s*\}\$$")
+"""Signs in a box that the parser leaves out: unequal to a number, and more digits or terms."""
 _NAME = re.compile(r"[A-Z]{2,}|[A-Za-z]")
 """Points of a figure, or one variable: AB is not BA, and x is not X."""
 _ROUNDED = 2e-6
@@ -69,10 +75,14 @@ def compute_score(
     truth = _parsed(_marked(str(ground_truth)))
     if not truth:
         raise ValueError(f"the ground truth {ground_truth!r:.100} is no expression")
-    found = _parsed(_last_boxes(solution_str))
+    answer = _last_boxes(after_thoughts(solution_str))
+    found = _parsed(answer)
     if not found:
         return {"score": 0.0, "answer": None}
-    return {"score": float(_equal(truth, found)), "answer": str(found[0])}
+    units = [_UNIT.findall(text)[-1:] for text in (str(ground_truth), answer)]
+    read = not _UNREAD.search(answer) or answer == f"$\\boxed{{{ground_truth}}}$"
+    equal = read and (units[0] == units[1] or not all(units)) and _equal(truth, found)
+    return {"score": float(equal), "answer": str(found[0])}
 
 
 def _parsed(text: str) -> list[Any]:
@@ -91,6 +101,8 @@ def _equal(truth: Sequence[Any], found: Sequence[Any]) -> bool:
         return texts[0] == texts[1]
     if {text[:1] for text in texts} in ({"{", "("}, {"{", "["}):
         return False  # a set is no tuple and no interval
+    if texts[0] != texts[1] and texts[0].lower() == texts[1].lower() and "\\" in texts[0]:
+        return False  # \\theta is not \\Theta
     return _same(truth, found)
 
 

@@ -9,38 +9,42 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from unicodedata import normalize
+
+from quadriga.rewards.functions import after_thoughts
 
 # Formatting that says nothing about the answer.
-_CLOSED = re.compile(r"</think(?:ing)?>")
-_THINKING = re.compile(r"<think(?:ing)?>.*", re.DOTALL)
 _FONT = re.compile(r"\\(?:text|textbf|mathrm|mathbf) ?\{([^{}]*)\}")
-_SIGNS = re.compile(r"[*`$\"“”]|\\[()\[\]]|'(?=[A-J]')|(?<='[A-J])'")
+_SIGNS = re.compile(r"[*`$\"“”✅]|\\[()\[\]]|'(?=[A-J]')|(?<='[A-J])'")
 _BOX = re.compile(r"\\(?:boxed|fbox) ?\{(?: ?\\boxed ?\{)? ?([^{}\n]*)\}*")
 _TAG = re.compile(r"</?answer>")
 
 # A letter alone: not the B of Banana, B-flat, B = 3 or B12, and not the article of "A dog".
 _END = (
-    r"(?=\s*$|\n| ?[,;:!?})\]/<。，]|\.(?!\w)(?! [A-Z]\.)"
-    r"| (?:or|and|is|are|because|since|as|which|so|from|with|gives|works|fits|[-–—])(?!\w))"
+    r"(?=\s*$|\n| ?[,;:!?})\]/<。，(]|\.(?!\w)(?! [A-Z]\.)"
+    r"| (?:or|and|is|are|because|since|as|which|so|from|with|gives|works|fits|rather|[-–—])(?!\w))"
 )
 _LETTER = re.compile(
     r"(?<![\w'’\\{^+=-])(?:(?i:option|choice|letter) )?"
     rf"(?:[(\[] ?([A-J]) ?[)\]](?!\w)|([A-J]){_END})",
     re.ASCII,
 )
-_SMALL = re.compile(r"(?:^\s*|(?<=answer: ))\(?([b-j])(?:\)|$)", re.MULTILINE)
+_SMALL = re.compile(r"((?i:^|answer:|answer is:?)\s*)\(?([b-j])(?:\)|\.?$)", re.MULTILINE)
 _BOXED = re.compile(r"(?i:option |choice )?(?:\( ?([A-J]) ?\)|([A-J])(?= *$|[.:)](?:[ \\]|$)))")
-_JOINED = r"(?:,| and| or|, and|, or|/|\s*[,;]?\s*(?:and|or)) ?(?:boxed )?"
+_JOINED = r"(?: ?\([^()‹›]{0,60}\))?(?:,| and| or|, and|, or|/|\s*[,;]?\s*(?:and|or)) ?(?:boxed )?"
 _SEVERAL = re.compile(rf"‹.›(?:{_JOINED}‹.›(?! (?:is|gives|works)))+")
 
 _FILLERS = (
-    "is|be|would|must|should|has|to|the|this|that|it|question|here|therefore|thus|then|hence"
-    "|clearly|simply|boxed|correct|right|one|answer|final|either|both|most likely"
+    r"is|be|would|must|should|has|to|the|this|that|it|question(?: \d+)?|here|therefore|thus|then"
+    "|hence|clearly|simply|indeed|boxed|correct|right|one|answer|final|either|both|most likely"
 )
 _WORDS = rf"(?:[ ,:=→\n-]|\b(?:{_FILLERS})\b){{0,10}}"
-_NAMED = r"\banswers?|(?:correct|right|best) (?:option|choice|letter|one)"
+_NAMED = (
+    r"\b(?:answers?|guess)|(?:correct|right|best|closest|final|selected|answer)"
+    " (?:option|choice|letter|one)|^(?:selection|conclusion|result)(?=:)"
+)
 _CONCLUDES = (
-    "so|thus|therefore|hence|it|this|which|that|choose|pick|select|go with|leaves"
+    "so|thus|therefore|hence|it(?:['’]s)?|this|which|that|choose|pick|select|go with|leaves"
     "|corresponds to|matches|choice is|only"
 )
 _BEFORE = r"(?:^|[.,;:!] ?|\b(?:so|thus|therefore|hence|only|that|no)\b,? ?)"
@@ -56,11 +60,12 @@ _STATEMENTS = tuple(
         rf"(?i:{_NAMED})\b{_WORDS}(?:\b(?:is|be)\b|[:=→\n-]){_WORDS}(‹.›)(?!\?)",
         rf"(?i:\b(?:{_CONCLUDES})\b){_WORDS}(‹.›)(?= ?(?:[.,;:!)]|$))",
         rf"(?i:{_BEFORE})(‹.›) (?:{_RIGHT})",
-        r"(?:答案|选项)(?:应该)?(?:是|为|：|:)? ?(‹.›)|选 ?(‹.›)",
+        r"(?:答案|选项)(?:应该)?(?:是|为)?:? ?(‹.›)|选 ?(‹.›)",
         r"(?i:\b(?:respuesta|r[ée]ponse|antwort|ответ))(?: correcta)? ?"
         r"(?:\b(?:es|est|ist)\b|:) ?(‹.›)",
     )
 )
+_ALONE = re.compile(r"(?i:(?:option|choice|solution|probably|[=-]>):? )?(‹.›)[.):,]?")
 _NONE = "‹?›"
 """The mark of several letters that are named together."""
 _SUPPOSED = re.compile(r"(?i)\b(?:if|unless|suppose|whether|assum\w+|and not)\b[^.,;:!?\n]*$")
@@ -92,7 +97,7 @@ def chosen_letter(solution: str) -> str | None:
 def _opening(text: str) -> str | None:
     """Return the mark of a text that only names a choice: `B`, `B) Paris`, options and then `B`."""
     lines = [line.strip() for line in text.strip().splitlines()] or [""]
-    alone = {line[:3] for line in lines if re.fullmatch(r"‹.›[.):,]?", line)}
+    alone = {found[1] for line in lines if (found := _ALONE.fullmatch(line))}
     if alone:
         return alone.pop() if len(alone) == 1 else None
     first = re.match(r"(‹[A-HJ]›)(?! (?:is|are|and|or)\b)", lines[0])
@@ -101,11 +106,11 @@ def _opening(text: str) -> str | None:
 
 def _with_marks(solution: str) -> str:
     """Return the text after the thinking, with ‹B› for choice B and ‹?› for several."""
-    text = _THINKING.sub("", _CLOSED.split(solution)[-1])
+    text = after_thoughts(normalize("NFKC", solution))
     text = _BOX.sub(_boxed, _SIGNS.sub("", _FONT.sub(r"\1", text)))
     text = _TAG.sub("\nanswer: ", text.replace("\\ ", " "))
     text = re.sub(r"\s*\n\s*", "\n", re.sub(r"[^\S\n]+", " ", text))
-    text = _SMALL.sub(lambda found: f"({found[1].upper()})", text)
+    text = _SMALL.sub(lambda found: f"{found[1]}({found[2].upper()})", text)
     text = _LETTER.sub(lambda found: f"‹{found[1] or found[2]}›", text)
     return _SEVERAL.sub(_NONE, text)
 
