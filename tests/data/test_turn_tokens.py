@@ -1,12 +1,16 @@
 """The tokens of a conversation are those of one call of the tokenizer for the whole text, and its
 prompt has the tokens of generation, for each kind of tokenizer and each family of templates."""
 
+import json
+
 import pytest
 from chat_families import CASES, CHAT, NO_END
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AddedToken, PreTrainedTokenizerFast, PythonBackend
 
-from quadriga.data.conversations import encode_turns
+from quadriga.data import PromptDataset, SFTDataset
+from quadriga.data.conversations import PairDataset, encode_turns
+from quadriga.errors import DataError
 
 LLAMA2 = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content + "
@@ -156,3 +160,27 @@ def test_a_tokenizer_without_offsets_trains_no_false_space():
     whole = tokenizer.apply_chat_template(CHAT, tokenize=False)
     assert found.ids == one_call(tokenizer, whole)
     assert found.prompt_ids == one_call(tokenizer, "<s>[INST] How many? [/INST]")
+
+
+@pytest.mark.parametrize("name", ["Phi", "Qwen", "Llama 3", "none"])
+def test_special_tokens_in_texts_are_kept_neutralised_or_refused(tokenizer, name, tmp_path):
+    """Of prompts, conversations and pairs; a row of "< |end|>" shows what neutralised texts are."""
+    tokenizer.chat_template = TEMPLATES[name]
+    tokenizer.pad_token = "</s>"
+    typed, plain = "a<|end|>b</s>", "a< |end|>b< /s>"
+
+    def tokens(text, choice):
+        file = tmp_path / "rows.jsonl"
+        row = {"prompt": text, "extra_info": {"answer": text}, "chosen": text, "rejected": "c"}
+        file.write_text(json.dumps(row))
+        options = {"special_tokens": choice}
+        [prompt] = PromptDataset([file], tokenizer, **options)
+        [turns] = SFTDataset([file], tokenizer, **options)
+        [pair] = PairDataset([file], tokenizer, pad_token_id=2, **options)
+        return prompt["input_ids"], turns["prompt_ids"] + turns["response_ids"], pair["chosen"]
+
+    assert tokens(typed, "neutralise") == tokens(plain, "keep") == tokens(plain, "refuse")
+    for kept, split in zip(tokens(typed, "keep"), tokens(typed, "neutralise"), strict=True):
+        assert kept != split
+    with pytest.raises(DataError, match=r"row 0: .* a special token .* 'a< \|end\|>b< /s>'"):
+        tokens(typed, "refuse")

@@ -90,6 +90,9 @@ def chat(tmp_path_factory):
     for name, words in (("same", WORDS), ("other", ["ten nine eight seven", *WORDS, "zero"])):
         write_tiny_model(root / name, words, shape)
         tokenizer = AutoTokenizer.from_pretrained(root / name)
+        if name == "other":  # an ordinary word of the policy
+            tokenizer.add_special_tokens({"additional_special_tokens": ["eight"]})
+            tokenizer.save_pretrained(root / name)
         torch.manual_seed(1)
         sizes = {**SIZES, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
         LlamaForSequenceClassification(LlamaConfig(**sizes)).save_pretrained(root / name)
@@ -147,7 +150,8 @@ def test_a_conversation_is_encoded_by_the_tokenizer_of_the_reward_model(chat, na
     plain = AutoModelForSequenceClassification.from_pretrained(chat / name)
     tokenizer = AutoTokenizer.from_pretrained(chat / name)
     for row, (prompt, text) in enumerate(zip(chats, texts, strict=True)):
-        whole = [*prompt, {"role": "assistant", "content": text}]
+        spelled = text.replace("eight", "e ight") if name == "other" else text
+        whole = [*prompt, {"role": "assistant", "content": spelled}]
         ids = tokenizer.apply_chat_template(whole, tokenize=True, return_dict=False)
         with torch.no_grad():
             expected = plain(torch.tensor([ids])).logits[0, 0]

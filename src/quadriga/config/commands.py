@@ -26,6 +26,7 @@ from quadriga.config.schema import (
     RunConfig,
     SamplingConfig,
     Share,
+    SpecialTokens,
 )
 
 MAX_ROWS = 5_000_000
@@ -48,6 +49,7 @@ class _DataConfig(PathSettings):
     max_length: Count = 1024  # tokens of a conversation; longer rows are left out
     # arguments of the chat template, such as {enable_thinking: false}
     chat_template_kwargs: Options = field(default_factory=dict)
+    special_tokens: SpecialTokens = "keep"  # what happens to special tokens in texts of messages
     shuffle: bool = True  # shuffle the rows in each epoch
     # folder for the token ids of large files, whose rows stay on disk; None: all rows in memory
     cache_dir: str | None = "~/.cache/quadriga/prompts"
@@ -143,6 +145,7 @@ class GenerationConfig(PathSettings):
     prompt_key: str = "prompt"  # column of the prompts
     # arguments of the chat template, such as {enable_thinking: false}
     chat_template_kwargs: Options = field(default_factory=dict)
+    special_tokens: SpecialTokens = "keep"  # what happens to special tokens in texts of messages
     image_key: str | None = "images"  # column of the images of a prompt; None: there are none
     # folder for the token ids of large files, whose rows stay on disk; None: all rows in memory
     cache_dir: str | None = "~/.cache/quadriga/prompts"

@@ -70,6 +70,7 @@ FilterMode = Literal["mask", "refill"]
 UnderFilled = Literal["proceed", "error"]
 CorrectionLevel = Literal["none", "token", "sequence", "geometric"]
 CorrectionMode = Literal["truncate", "mask"]
+SpecialTokens = Literal["keep", "neutralise", "refuse"]
 FailurePolicy = Literal["zero", "mask", "fail"]
 AlarmAction = Literal["warn", "fail"]
 LossTurns = Literal["all", "last"]
@@ -575,6 +576,7 @@ class DataConfig(PathSettings):
     prompt_key: str = "prompt"  # column of the prompts
     # arguments of the chat template, such as {enable_thinking: false}
     chat_template_kwargs: Options = field(default_factory=dict)
+    special_tokens: SpecialTokens = "keep"  # what happens to special tokens in texts of messages
     image_key: str | None = "images"  # column of the images of a prompt; None: there are none
     train_batch_size: Count = 64  # prompts per step, over all ranks
     val_batch_size: Count = 256  # prompts generated at once in validation

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -70,6 +71,28 @@ def chat_of(row: Row, prompt_key: str) -> Chat:
                 f"got {message!r:.120}"
             )
     return prompt
+
+
+def neutraliser(
+    tokenizer: PreTrainedTokenizerBase, kept: Sequence[str] = ()
+) -> Callable[[str], str]:
+    """Return a function that puts a space after the first character of each special token in a
+    text, so that its tokens are ordinary ones: `<|im_end|>` → `< |im_end|>`.
+
+    Args:
+        kept: special tokens to leave unchanged, beside those of one character.
+    """
+    added = tokenizer.added_tokens_decoder.values()
+    words = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
+    ordered = sorted({word for word in words if len(word) > 1} - set(kept), key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+
+    def neutral(text: str) -> str:
+        while pattern.search(text):  # again for a token that is part of another one
+            text = pattern.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+        return text
+
+    return neutral
 
 
 def most_characters(max_tokens: int | None) -> int:

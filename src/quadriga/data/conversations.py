@@ -124,7 +124,7 @@ class SFTDataset(EncodedDataset[SFTItem]):
 
     def encode(self, rows: Sequence[Row]) -> list[EncodedRow | None]:
         """Return the conversation of each row; None for one that is too long."""
-        chats = [self._chat(row) for row in rows]
+        chats = [self.own_texts(row, self._chat(row)) for row in rows]
         most = most_characters(self.max_length)
         sizes = [characters(chat) for chat in chats]
         kept = [i for i, size in enumerate(sizes) if size <= most]
@@ -531,7 +531,13 @@ class PairDataset(EncodedDataset[PairItem]):
         rejected = _conversation(row, self.rejected_key, self.prompt_key)
         if chosen == rejected:
             raise row.error(f"{self.chosen_key!r} and {self.rejected_key!r} are the same response")
+        chosen, rejected = self._own(row, chosen), self._own(row, rejected)
         return chosen, rejected, 0.0 if self.margin_key is None else _margin(row, self.margin_key)
+
+    def _own(self, row: Row, answered: Answered) -> Answered:
+        prompt, answer = answered
+        chat = self.own_texts(row, [*prompt, {"role": "assistant", "content": answer}])
+        return chat[:-1], chat[-1]["content"]
 
 
 Answered = tuple[Chat, str]

@@ -24,21 +24,25 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields as fields_of
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 
 from quadriga.config.paths import expand_home
+from quadriga.config.schema import SpecialTokens
 from quadriga.data.chat import (
+    Chat,
     TemplateArguments,
     TemplateChat,
     characters,
     chat_of,
     encode_chats,
     most_characters,
+    neutraliser,
 )
-from quadriga.data.images import ImageRules, PromptImages, check_no_images, image_stamp
+from quadriga.data.images import TAG, ImageRules, PromptImages, check_no_images, image_stamp
 from quadriga.data.loader import collate_prompts
 from quadriga.data.rows import Piece, Row, check_files, count_rows, read_pieces, rows_of_columns
 from quadriga.data.user_classes import PromptItem
@@ -100,6 +104,8 @@ class EncodedDataset(Generic[ItemT]):
     Args:
         prompt_key: column of the prompts.
         chat_template_kwargs: arguments of the chat template, such as `enable_thinking`.
+        special_tokens: of the tokenizer, in the texts of messages: "keep" them, "neutralise" them
+            by a space (see `neutraliser`), or "refuse" the row.
         cache_dir: folder in which the token ids of large files are kept; None: all are in memory.
 
     Attributes:
@@ -116,6 +122,7 @@ class EncodedDataset(Generic[ItemT]):
     _: KW_ONLY
     prompt_key: str = "prompt"
     chat_template_kwargs: TemplateArguments = field(default_factory=dict)
+    special_tokens: SpecialTokens = "keep"
     cache_dir: str | Path | None = None
 
     @classmethod
@@ -138,6 +145,25 @@ class EncodedDataset(Generic[ItemT]):
     def item(self, row: EncodedRow, source: Row | None, index: int) -> ItemT:
         """Return the item of a row; `index` counts the rows of all files, also those left out."""
         raise NotImplementedError
+
+    @cached_property
+    def _neutral(self) -> Callable[[str], str]:
+        return neutraliser(self.tokenizer, (TAG,) if getattr(self, "images", None) else ())
+
+    def own_texts(self, row: Row, chat: Chat) -> Chat:
+        """Return a chat of a row, with the special tokens in its texts as `special_tokens` says."""
+        if self.special_tokens == "keep":
+            return chat
+        written: Chat = [
+            {**message, "content": self._neutral(message["content"])} for message in chat
+        ]
+        if self.special_tokens == "refuse" and written != chat:
+            found = next(new for new, old in zip(written, chat, strict=True) if new != old)
+            raise row.error(
+                f"the text of a message has a special token of the tokenizer, as in "
+                f"{found['content']!r:.100}; remove it, or set special_tokens to neutralise or keep"
+            )
+        return written
 
     def settings(self, path: Path) -> str:
         """Return what the encoded rows of a file depend on beside its content and the tokenizer."""
@@ -419,6 +445,7 @@ class PromptDataset(EncodedDataset[PromptItem]):
                     f"the prompt has {characters(chat)} characters, more than {most}; shorten it, "
                     "or set max_prompt_length and filter_overlong_prompts=true"
                 )
+            chat = self.own_texts(row, chat)
             short.append(i)
             if self.images is None:
                 check_no_images(row, self.image_key)

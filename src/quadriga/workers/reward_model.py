@@ -101,7 +101,7 @@ class RewardModelWorker(EngineWorker[RewardModelConfig]):
 
     def _conversations(self, data: DataProto) -> list[EncodedAnswer]:
         """Return the token ids of the reward model for each row."""
-        from quadriga.data.chat import encode_conversations
+        from quadriga.data.chat import encode_conversations, neutraliser
 
         ids, mask = data.batch[fields.INPUT_IDS], data.batch[fields.ATTENTION_MASK].bool()
         width = ids.shape[1] - data.batch[fields.RESPONSES].shape[1]
@@ -112,6 +112,8 @@ class RewardModelWorker(EngineWorker[RewardModelConfig]):
         if self.same_tokens:
             return list(zip(prompts, responses, strict=True))
         texts = self.policy_tokenizer.batch_decode(responses, skip_special_tokens=True)
+        # The policy has spelled these texts: it must not write control tokens of the reward model.
+        texts = list(map(neutraliser(self.tokenizer), texts))
         chats = list(data.non_tensor_batch[fields.RAW_PROMPT])
         return encode_conversations(self.tokenizer, chats, texts, self.config.chat_template_kwargs)
 
