@@ -180,7 +180,13 @@ def stop_strings(subject: RolloutUnderTest) -> None:
             readable = string.isascii() and string.isprintable()
             if readable and subject.end_of(stops, response) == count:
                 for least in (0, count, count + 1):
-                    subject.applied(replace(stops, min_new_tokens=least), [(first, 83), (200,)])
+                    wanted, prompts = replace(stops, min_new_tokens=least), [(first, 83), (200,)]
+                    whole = subject.applied(wanted, prompts)
+                    # Borders of slices: within the string, at its end, and behind it.
+                    for at_most in (count - 1, count, count + 1):
+                        if whole and subject.engine.abilities.continues:
+                            found = subject.in_slices(wanted, at_most, prompts)
+                            expect(found, whole, f"{wanted} in slices of {at_most}")
                 return
 
 

@@ -19,8 +19,11 @@ from quadriga.engines.token_model import TokenModel
 from quadriga.errors import ModelError
 from quadriga.models import check_model_folder
 from quadriga.models.architectures import ARCHITECTURES, REFUSED
+from quadriga.protocol import DataProto
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams
+from quadriga.workers.actor_rollout_ref import generate_batch
+from quadriga.workers.method_fields import BEGUN_RESPONSES
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -113,6 +116,16 @@ def check_generation(model, token_model, folder, batch):
     assert torch.equal(out.response_ids[mask], token[mask])
     assert torch.allclose(out.rollout_log_probs[mask], best[mask], atol=TOLERANCE)
     assert torch.allclose(out.rollout_log_probs, trained, atol=TOLERANCE)
+    # Responses that go on behind 0, 1, 2 … of their tokens are the same.
+    count = seeds.clamp(max=mask.sum(1) - 1)[:, None]
+    begun = torch.arange(RESPONSE_WIDTH) < count
+    known = out.response_ids, begun.long(), out.rollout_log_probs, -out.response_mask
+    rows = dict(zip(BEGUN_RESPONSES, known, strict=True)) | prompts | {"sample_seed": seeds}
+    whole = generate_batch(rollout, DataProto.from_dict(rows), sampling, RESPONSE_WIDTH).batch
+    assert torch.equal(whole["responses"], out.response_ids)
+    assert torch.allclose(whole["rollout_log_probs"], out.rollout_log_probs, atol=TOLERANCE)
+    assert torch.equal(whole["token_versions"], -out.response_mask)
+    assert not whole["paused"].any()
 
 
 def test_every_causal_architecture_of_transformers_is_supported_or_refused():

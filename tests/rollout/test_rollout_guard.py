@@ -19,7 +19,7 @@ from quadriga.errors import (
     RolloutTimeoutError,
     ShapeError,
 )
-from quadriga.rollout.base import RolloutOutput, SamplingParams, tensor_digest
+from quadriga.rollout.base import Continued, RolloutOutput, SamplingParams, tensor_digest
 from quadriga.rollout.guard import GuardedRollout
 from quadriga.testing import write_reference_model
 
@@ -159,6 +159,31 @@ def test_a_right_output_passes():
     guard("mine").check_output(empty, 0, THREE, range(2, 3))
     # A stop string may end a response with any token.
     check(changed("response_ids", 0, 1, 6), replace(THREE, stop_strings=("x",)))
+
+
+PAUSED = replace(OUT, finish_reason=("stop", "paused"))
+
+
+@pytest.mark.parametrize(
+    ("out", "sampled", "fault"),
+    [
+        (PAUSED, [4, 2], None),
+        (PAUSED, [3, 3], "finish reason"),  # row 1 is at its limit of 6
+        (OUT, [3, 3], None),
+        (OUT, [3, 2], "finish reason"),  # row 1 has 5 of 6 tokens
+        (replace(PAUSED, finish_reason=("paused", "paused")), [0, 0], "finish reason"),
+        (replace(PAUSED, finish_reason=("stop", "stop")), [0, 0], "finish reason"),
+        (PAUSED, [5, 0], "mask"),  # row 0 has 7 tokens
+    ],
+)
+def test_paused_rows_have_the_most_new_tokens_and_fewer_than_the_limit(out, sampled, fault):
+    continued = Continued(torch.tensor(sampled), at_most=3)
+    run = lambda: guard("mine").check_output(out, 2, SAMPLING, range(2, 3), continued)  # noqa: E731
+    if fault is None:
+        return run()
+    with pytest.raises(RolloutOutputError) as raised:
+        run()
+    assert raised.value.fault == fault
 
 
 @pytest.mark.parametrize(("fault", "out"), FAULTY, ids=lambda v: v if isinstance(v, str) else "")

@@ -22,7 +22,7 @@ from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.trainer.record import RunRecord
 from quadriga.trainer.stages import Sampler
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, SFTWorker
-from quadriga.workers.method_fields import MODEL_INPUTS, UPDATE_SFT
+from quadriga.workers.method_fields import CONTINUE_SEQUENCES, MODEL_INPUTS, UPDATE_SFT
 
 ACTOR = "actor_rollout_ref.actor"
 LOAD_IMAGES = StageFields("PromptLoader", writes=(fields.MULTI_MODAL_INPUTS,))
@@ -151,7 +151,8 @@ def all_stages() -> list[StageFields]:
     stages_ = [stage for flow in flows for stage in flow]
     # In a step the baselines are one stage with the branch that makes them; here it is taken apart.
     apart = [stage for stage in stages_ if stage.name != dataflow.ADD_BASELINES.name]
-    return [*apart, dataflow.ADD_BASELINES, LOAD_IMAGES, LOAD_DEMONSTRATIONS, UPDATE_SFT]
+    more = [LOAD_IMAGES, LOAD_DEMONSTRATIONS, UPDATE_SFT, CONTINUE_SEQUENCES]
+    return [*apart, dataflow.ADD_BASELINES, *more]
 
 
 def test_writers_of_the_list_of_fields_are_those_of_the_stages() -> None:
@@ -166,6 +167,7 @@ def test_every_field_is_read_by_a_stage() -> None:
     read = {name for stage in all_stages() for name in (*stage.reads, *stage.reads_if_present)}
     of_users = {
         fields.PROMPTS, fields.POSITION_IDS, fields.INDEX, fields.WEIGHT_VERSION, fields.RM_SCORES,
+        fields.PAUSED,
     }  # fmt: skip
     assert set(fields.BY_NAME) - read == of_users
 

@@ -9,14 +9,22 @@ import torch
 import vision_cases as cases
 
 from fake_rollout import full_abilities
-from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig
+from quadriga.config.schema import (
+    EngineConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    SamplingConfig,
+)
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import ConfigError, FieldError, ModelError, RolloutAbilityError
 from quadriga.models.images import MultiModalRows, image_tokens
 from quadriga.models.loading import load_causal_lm, load_value_model
-from quadriga.protocol import fields
+from quadriga.protocol import DataProto, fields
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import RolloutEngine
+from quadriga.workers.actor_rollout_ref import generate_batch, sampling_params
+from quadriga.workers.method_fields import GENERATE_SEQUENCES
 from rank_groups import run_two_ranks
 
 
@@ -65,6 +73,21 @@ def test_prompts_with_equal_tokens_and_different_images_are_different_prompts(fo
     assert (found[:4] - other[:4]).abs().max() > 1e-3
     torch.testing.assert_close(found[4:], other[4:])
     assert images.image_numbers().tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_responses_to_images_go_on(folder, batch):
+    """Row i goes on behind i % 4 of its tokens, with positions behind those of its images."""
+    rows, mask = cases.prompts(folder), batch.batch[fields.RESPONSE_MASK]
+    kept = torch.arange(6) < (torch.arange(len(rows)) % 4).clamp(max=mask.sum(1) - 1)[:, None]
+    params = sampling_params(SamplingConfig(), ModelConfig(path=str(folder)), max_new_tokens=6)
+    begun = {key: batch.batch[key] for key in (fields.RESPONSES, fields.ROLLOUT_LOG_PROBS)}
+    begun |= {fields.RESPONSE_MASK: kept.long(), fields.TOKEN_VERSIONS: torch.full_like(mask, -1)}
+    engine = build_rollout("hf", ModelConfig(path=str(folder)))
+    found = generate_batch(engine, rows.union(DataProto.from_dict(begun)), params, at_most=6).batch
+    for name in set(GENERATE_SEQUENCES.writes) - {fields.ROLLOUT_LOG_PROBS}:
+        assert torch.equal(found[name], batch.batch[name]), name
+    log_probs = found[fields.ROLLOUT_LOG_PROBS]
+    torch.testing.assert_close(log_probs, batch.batch[fields.ROLLOUT_LOG_PROBS], atol=3e-6, rtol=0)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

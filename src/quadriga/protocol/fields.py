@@ -31,6 +31,8 @@ RESPONSE_MASK: Final = "response_mask"
 ROLLOUT_LOG_PROBS: Final = "rollout_log_probs"
 SEQUENCE_LENGTH: Final = "sequence_length"
 FINISHED: Final = "finished"
+PAUSED: Final = "paused"
+TOKEN_VERSIONS: Final = "token_versions"
 WEIGHT_VERSION: Final = "weight_version"
 REWARD_BASELINES: Final = "reward_baselines"
 OLD_LOG_PROBS: Final = "old_log_probs"
@@ -128,7 +130,13 @@ FIELDS: tuple[Field, ...] = (
           (_GENERATE,)),
     Field(FINISHED, "[B]", "int64", "1: the response has an end token; 0: the length limit cut it",
           (_GENERATE,)),
-    Field(WEIGHT_VERSION, "[B]", "int64", "version of the weights that generated", (_GENERATE,)),
+    Field(PAUSED, "[B]", "int64", "1: the response has not ended, a later call continues it",
+          (_GENERATE,)),
+    Field(WEIGHT_VERSION, "[B]", "int64",
+          "version of the weights that generated, of the oldest token", (_GENERATE,)),
+    Field(TOKEN_VERSIONS, "[B, R]", "int64",
+          "version of the weights that sampled each token, 0 outside the mask; written where "
+          "responses are continued", (_GENERATE,)),
     Field(REWARD_BASELINES, "[B]", "float32", "reward, of the greedy response to the same prompt",
           ("add_baselines",)),
     Field(OLD_LOG_PROBS, "[B, R]", "float32", "nats, of the actor before the update",

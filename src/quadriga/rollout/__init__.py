@@ -62,10 +62,12 @@ class Rollout:
     Attributes:
         engine: "module:class" of the `RolloutEngine`, which is imported when it is built.
         computes_images: it generates from prompts with images.
+        continues: it can pause a response and continue it later, under new weights too.
     """
 
     engine: ClassVar[str] = ""
     computes_images: ClassVar[bool] = False
+    continues: ClassVar[bool] = False
     sampling_settings: ClassVar[frozenset[SamplingSetting]] = ALL_SETTINGS
 
     def __init__(self, settings: RolloutEngineConfig) -> None:
@@ -73,7 +75,9 @@ class Rollout:
 
     def abilities(self, vocabulary: int, window: int | None) -> RolloutAbilities:
         """Return what the engine can do with a model of this vocabulary and context window."""
-        return RolloutAbilities(vocabulary, window, settings=self.sampling_settings)
+        return RolloutAbilities(
+            vocabulary, window, settings=self.sampling_settings, continues=self.continues
+        )
 
     @property
     def ranks_of_copy(self) -> int:

@@ -150,6 +150,7 @@ class RolloutAbilities:
         batch_invariant: in float32 the response of a row depends neither on the other rows nor on
             the number of replicas. Meaningful only if `seeded`, or if greedy.
         exposes_weights: `weights_digest` is offered.
+        continues: `generate` takes `continued`: it can pause a response and continue it later.
     """
 
     vocabulary: int
@@ -159,6 +160,7 @@ class RolloutAbilities:
     seeded: bool = True
     batch_invariant: bool = True
     exposes_weights: bool = True
+    continues: bool = False
 
     def check(self, sampling: SamplingParams, engine: str) -> None:
         """Check that the engine can do what `sampling` asks.

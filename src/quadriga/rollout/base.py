@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from quadriga.models.images import MultiModalRows
     from quadriga.parallel.layouts import Box
 
-FinishReason = Literal["stop", "length"]
-"""Why a response ended: with an end token or a stop string, or at `max_new_tokens`."""
+FinishReason = Literal["stop", "length", "paused"]
+"""Why a response ended: with an end token or a stop string, or at `max_new_tokens`. A paused one
+has not ended: it has the most new tokens of its call, and a later call can continue it."""
 
 State = Literal["ready", "released", "failed", "closed"]
 """Whether an engine can generate, waits for `resume`, stopped in the middle, or has ended."""
@@ -54,8 +55,27 @@ _DIGEST_CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
+class Continued:
+    """A call that continues responses of earlier calls, and pauses those that do not end in it.
+
+    `max_new_tokens`, `min_new_tokens` and stop strings are about the whole response. The engine
+    keeps nothing between calls: it computes prompt and earlier tokens with the weights that it has.
+
+    Attributes:
+        sampled: [B] int64, how many of the last tokens of each prompt were sampled before as the
+            beginning of its response; 0 for a new response.
+        at_most: new tokens of each row in this call, at most.
+    """
+
+    sampled: Tensor
+    at_most: int
+
+
+@dataclass(frozen=True)
 class RolloutOutput:
     """Responses in the order of the request, right-padded to R columns.
+
+    Of a `Continued` call these are the new tokens alone, and R is its `at_most`.
 
     Attributes:
         response_ids: [B, R] int64. Padding is `pad_token_id`.
@@ -64,7 +84,7 @@ class RolloutOutput:
             `SamplingParams.log_probs` names.
         finish_reason: B reasons.
         weight_versions: [B] int64, the version of the weights that sampled each row. One version
-            sampled all tokens of a row.
+            sampled all tokens of a row, those of earlier calls excepted.
     """
 
     response_ids: Tensor
@@ -111,6 +131,7 @@ class RolloutEngine(ABC):
         sampling: SamplingParams,
         sample_seeds: Tensor,
         images: MultiModalRows | None = None,
+        continued: Continued | None = None,
     ) -> RolloutOutput:
         """Sample one response for each row, in the order of the rows.
 
@@ -123,6 +144,7 @@ class RolloutEngine(ABC):
             prompt_ids, attention_mask: [B, P] int64, left-padded.
             sample_seeds: [B] int64.
             images: of the rows, with `position_ids` [B, 3, P]; given to engines that compute them.
+            continued: given to engines that declare `abilities.continues`, if rows may be paused.
 
         Raises:
             ShapeError: the three shapes disagree.
@@ -150,7 +172,12 @@ class RolloutEngine(ABC):
     # Checks of requests
 
     def check_request(
-        self, prompt_ids: Tensor, attention_mask: Tensor, sampling: SamplingParams, seeds: Tensor
+        self,
+        prompt_ids: Tensor,
+        attention_mask: Tensor,
+        sampling: SamplingParams,
+        seeds: Tensor,
+        continued: Continued | None = None,
     ) -> None:
         """Check the arguments of `generate`.
 
@@ -158,15 +185,19 @@ class RolloutEngine(ABC):
             ShapeError: the three shapes disagree.
             RolloutInputError: a prompt is empty, is not left-padded, does not leave space for
                 `max_new_tokens` in the window, or has an id outside the vocabulary; or a stop token
-                is outside the vocabulary. Attributes: `engine`, `row`.
-            RolloutAbilityError: the engine cannot do what `sampling` asks.
+                is outside the vocabulary; or `continued` disagrees with a row. Attributes:
+                `engine`, `row`.
+            RolloutAbilityError: the engine cannot do what `sampling` asks, or continue responses.
         """
         if seeds.shape != prompt_ids.shape[:1]:
             raise ShapeError(
                 f"rollout engine {self.name!r}: sample_seeds must be [B], one seed for each of the "
                 f"{len(prompt_ids)} prompts; got {list(seeds.shape)}"
             )
-        self.check_sequences(prompt_ids, attention_mask, sampling.max_new_tokens)
+        left: int | Tensor = sampling.max_new_tokens
+        if continued is not None:
+            left = self._left(prompt_ids, attention_mask, sampling.max_new_tokens, continued)
+        self.check_sequences(prompt_ids, attention_mask, left)
         self.abilities.check(sampling, self.name)
         vocabulary = self.abilities.vocabulary
         outside = [i for i in sampling.stop_token_ids if i >= vocabulary]
@@ -178,8 +209,37 @@ class RolloutEngine(ABC):
         right = (attention_mask.diff(dim=1) < 0).any(1)
         self._refuse(right, "is padded on the right or inside; pad prompts on the left only")
 
-    def check_sequences(self, ids: Tensor, attention_mask: Tensor, new_tokens: int = 0) -> None:
-        """Check token ids and their mask, [B, T], with space in the window for `new_tokens` more.
+    def _left(self, ids: Tensor, mask: Tensor, limit: int, continued: Continued) -> Tensor:
+        """Check how far the responses have come; return [B] how many tokens each may still get."""
+        sampled, at_most = continued.sampled, continued.at_most
+        if not self.abilities.continues:
+            raise self._unable(
+                "continue responses; use rollout.name=hf, vllm or sglang", "continues"
+            )
+        if sampled.shape != ids.shape[:1] or sampled.dtype != torch.int64:
+            raise ShapeError(
+                f"rollout engine {self.name!r}: continued.sampled must be [B] int64 for the "
+                f"{len(ids)} prompts; got {list(sampled.shape)} of {sampled.dtype}"
+            )
+        if not 1 <= at_most <= limit:
+            raise self._wrong_input(
+                f"continued.at_most must be at least 1 and at most max_new_tokens, {limit}; got "
+                f"{at_most}"
+            )
+        ended = (sampled < 0) | (sampled >= limit)
+        count = next(iter(sampled[ended].tolist()), None)
+        problem = f"has {count} response tokens sampled before, of at most {limit}; it cannot go on"
+        self._refuse(ended, problem)
+        if mask.shape == ids.shape:
+            no_prompt = (sampled > 0) & (sampled >= mask.sum(-1))
+            self._refuse(no_prompt, "has no prompt before the tokens that were sampled before")
+        return limit - sampled
+
+    def check_sequences(
+        self, ids: Tensor, attention_mask: Tensor, new_tokens: int | Tensor = 0
+    ) -> None:
+        """Check token ids and their mask, [B, T], with space in the window for `new_tokens` more,
+        one number or [B].
 
         Raises:
             ShapeError, RolloutInputError: as `check_request`.
@@ -204,14 +264,16 @@ class RolloutEngine(ABC):
             f"has the token id {next(iter(ids[outside].tolist()), None)}, which is outside the "
             f"vocabulary of {vocabulary} tokens; use the tokenizer of the model",
         )
-        window, longest = self.abilities.window, max(lengths.tolist(), default=0)
-        if window is not None and longest + new_tokens > window:
-            more = f" and max_new_tokens is {new_tokens}, together {longest + new_tokens}"
+        wholes = lengths + new_tokens
+        window, longest = self.abilities.window, max(wholes.tolist(), default=0)
+        if window is not None and longest > window:
+            length = int(lengths[wholes == longest][0])
+            more = f" and can get {longest - length} more, together {longest}"
             self._refuse(
-                lengths == longest,
-                f"has {longest} tokens{more if new_tokens else ''}, but the window has {window}; "
-                f"shorten the sequence{' or the response' if new_tokens else ''} by "
-                f"{longest + new_tokens - window}",
+                wholes == longest,
+                f"has {length} tokens{more if longest > length else ''}, but the window has "
+                f"{window}; shorten the sequence{' or the response' if longest > length else ''} "
+                f"by {longest - window}",
             )
 
     def _refuse(self, wrong_B: Tensor, problem: str) -> None:

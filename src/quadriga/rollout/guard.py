@@ -10,7 +10,8 @@ training reads them. A violation is a `RolloutOutputError`, whose attribute `fau
 - `padding`: something other than the padding token behind the end of a response.
 - `log-probability`: NaN, infinite or above 0; or not 0 at padding.
 - `end`: an end token inside a response.
-- `finish reason`: it disagrees with the last token or with the length.
+- `finish reason`: it disagrees with the last token or with the length. A paused response has the
+  most new tokens of its call, and fewer than `max_new_tokens` in all.
 - `weight version`: other weights than the engine held during the call.
 
 After a weight sync the digest of every weight of the training engine is compared with what the
@@ -50,6 +51,7 @@ from quadriga.errors import (
 from quadriga.models.images import MultiModalRows
 from quadriga.rollout.abilities import RolloutAbilities
 from quadriga.rollout.base import (
+    Continued,
     RolloutEngine,
     RolloutOutput,
     SamplingParams,
@@ -129,9 +131,10 @@ class GuardedRollout(RolloutEngine):
         sampling: SamplingParams,
         sample_seeds: Tensor,
         images: MultiModalRows | None = None,
+        continued: Continued | None = None,
     ) -> RolloutOutput:
         request = prompt_ids, attention_mask, sampling, sample_seeds
-        self.check_request(*request)
+        self.check_request(*request, continued)
         if self._syncing is not None:
             raise self._failure(
                 RolloutError,
@@ -140,10 +143,16 @@ class GuardedRollout(RolloutEngine):
                 "the engine may hold wrong ones; sync the weights again",
             )
         oldest, engine = self.version, self.engine
-        more = () if images is None else (images,)
-        out = self._call("generate", lambda: engine.generate(*request, *more))
+        more = () if images is None else (images,)  # an engine may lack both arguments
+
+        def sample() -> RolloutOutput:
+            if continued is None:
+                return engine.generate(*request, *more)
+            return engine.generate(*request, images=images, continued=continued)
+
+        out = self._call("generate", sample)
         versions = range(oldest, self.version + 1)
-        self.check_output(out, len(prompt_ids), sampling, versions)
+        self.check_output(out, len(prompt_ids), sampling, versions, continued)
         return out
 
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -332,7 +341,12 @@ class GuardedRollout(RolloutEngine):
     # Checks of outputs
 
     def check_output(
-        self, out: RolloutOutput, rows: int, sampling: SamplingParams, versions: range
+        self,
+        out: RolloutOutput,
+        rows: int,
+        sampling: SamplingParams,
+        versions: range,
+        continued: Continued | None = None,
     ) -> None:
         """Check the output of `generate` for `rows` rows.
 
@@ -343,6 +357,9 @@ class GuardedRollout(RolloutEngine):
             RolloutOutputError: the output breaks the protocol. Attribute `fault`; see the module.
         """
         width, vocabulary = sampling.max_new_tokens, self.abilities.vocabulary
+        limit = torch.full((rows,), width)  # tokens that a row may have
+        if continued is not None:
+            width, limit = continued.at_most, limit - continued.sampled
         self._form("response_ids", out.response_ids, (rows, width), torch.int64)
         self._form("response_mask", out.response_mask, (rows, width), torch.int64)
         self._form("rollout_log_probs", out.rollout_log_probs, (rows, width), torch.float32)
@@ -360,12 +377,17 @@ class GuardedRollout(RolloutEngine):
         stopped = torch.tensor([reason == "stop" for reason in reasons]).bool()
         by_length = torch.tensor([reason == "length" for reason in reasons]).bool()
         may_stop = ended | bool(sampling.stop_strings)
-        right_reason = (stopped & may_stop) | (by_length & (lengths == width) & ~ended)
+        paused = torch.tensor([reason == "paused" for reason in reasons]).bool()
+        at_pause = paused & (lengths == width) & (lengths < limit)
+        at_limit = by_length & (lengths == limit)
+        right_reason = (stopped & may_stop) | ((at_limit | at_pause) & ~ended)
         held = (found >= versions.start) & (found < versions.stop)
         wrong = [*found[~held].tolist(), None][0]
         self._require("mask", mask == (columns < lengths[:, None]), "is not ones, then zeros")
         self._require("mask", out.response_mask <= 1, "has numbers above 1")
         self._require("mask", lengths > 0, "is empty, but a response has at least one token")
+        too_long = f"has more tokens than are left of {sampling.max_new_tokens}"
+        self._require("mask", lengths <= limit, too_long)
         known = (ids >= 0) & (ids < vocabulary)
         self._require("token id", known | ~mask, f"has a token outside the {vocabulary} tokens")
         self._require("token id", ~(excluded & mask), "has a token of `excluded_token_ids`")
@@ -373,7 +395,7 @@ class GuardedRollout(RolloutEngine):
         self._require("padding", (ids == sampling.pad_token_id) | mask, padding)
         self._require_log_probs(out.rollout_log_probs, mask)
         self._require("end", ~(ends & mask & ~last), "has an end token before its last token")
-        reason = f"has a finish reason that disagrees with its last token or its length of {width}"
+        reason = f"has a finish reason that disagrees with its last token or the limit of {width}"
         self._require("finish reason", right_reason, reason)
         names = " or ".join(map(str, versions))
         version = f"has version {wrong}, but the engine held version {names}"

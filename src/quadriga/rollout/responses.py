@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from quadriga.config.schema import ModelConfig
 from quadriga.models.loading import load_tokenizer
-from quadriga.rollout.base import FinishReason, RolloutOutput, SamplingParams
+from quadriga.rollout.base import Continued, FinishReason, RolloutOutput, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,17 @@ class Response:
 
 
 def padded_output(
-    responses: Sequence[Response], sampling: SamplingParams, version: int
+    responses: Sequence[Response],
+    sampling: SamplingParams,
+    version: int,
+    continued: Continued | None = None,
 ) -> RolloutOutput:
-    """Return the responses, padded to `max_new_tokens`, as sampled by weights of one version.
+    """Return the responses, padded to the most new tokens, as sampled by weights of one version.
 
     The log-probabilities are those of the responses, but 0 for "sampled" ones of greedy responses:
     the most likely token is drawn with probability 1.
     """
-    count, width = len(responses), sampling.max_new_tokens
+    count, width = len(responses), continued.at_most if continued else sampling.max_new_tokens
     ids = torch.full((count, width), sampling.pad_token_id, dtype=torch.int64)
     mask = torch.zeros(count, width, dtype=torch.int64)
     log_probs = torch.zeros(count, width)
@@ -46,14 +49,38 @@ def padded_output(
         mask[row, :length] = 1
         if not certain:
             log_probs[row, :length] = torch.tensor(response.log_probs)
-    reasons = tuple(response.reason for response in responses)
+    reasons = with_pauses([each.reason for each in responses], mask, sampling, continued)
     versions = torch.full((count,), version, dtype=torch.int64)
     return RolloutOutput(ids, mask, log_probs, reasons, versions)
+
+
+def with_pauses(
+    reasons: Sequence[FinishReason],
+    response_mask: Tensor,
+    sampling: SamplingParams,
+    continued: Continued | None,
+) -> tuple[FinishReason, ...]:
+    """Return "paused" in place of "length" for each response that may still get tokens."""
+    if continued is None:
+        return tuple(reasons)
+    more = continued.sampled + response_mask.sum(1) < sampling.max_new_tokens
+    each = zip(reasons, more.tolist(), strict=True)
+    return tuple("paused" if cut and reason == "length" else reason for reason, cut in each)
 
 
 def token_rows(ids: Tensor, attention_mask: Tensor) -> list[list[int]]:
     """Return the token ids of each row without padding."""
     return [row[valid].tolist() for row, valid in zip(ids, attention_mask.bool(), strict=True)]
+
+
+def begun_responses(prompt_ids: Tensor, sampled: Tensor) -> list[list[int]]:
+    """Return the last tokens of each prompt that were sampled before, `sampled` [B] of them.
+
+    The prompts are padded on the left.
+    """
+    width = prompt_ids.shape[1]
+    rows = zip(prompt_ids.tolist(), sampled.tolist(), strict=True)
+    return [ids[width - count :] for ids, count in rows]
 
 
 _UNFINISHED = "\ufffd"

@@ -32,7 +32,13 @@ from quadriga.errors import (
 from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.observability.quiet import quiet_libraries
 from quadriga.rollout.abilities import ALL_SETTINGS
-from quadriga.rollout.base import LogProbKind, RolloutEngine, RolloutOutput, SamplingParams
+from quadriga.rollout.base import (
+    Continued,
+    LogProbKind,
+    RolloutEngine,
+    RolloutOutput,
+    SamplingParams,
+)
 from quadriga.testing import LawBroken, check_all, expect, expect_raises
 
 BuildRollout = Callable[[str], RolloutEngine]
@@ -147,6 +153,38 @@ class RolloutUnderTest(ExitStack):
         ids, mask = left_padded(prompts)
         return self.engine.generate(ids, mask, sampling, torch.tensor(list(seeds)).long())
 
+    def in_slices(
+        self,
+        sampling: SamplingParams,
+        at_most: int,
+        prompts: Prompts = PROMPTS,
+        between: Callable[[], None] = lambda: None,
+    ) -> list[list[int]]:
+        """Generate in calls of `at_most` new tokens, and check each one.
+
+        The first two rows begin in the first call, the next two in the second one, and so on.
+
+        Args:
+            between: is called after each call.
+        """
+        found = [list[int]() for _ in prompts]
+        going, call = list(range(len(prompts))), 0
+        while going:
+            now = [row for row in going if row // 2 <= call]
+            given, begun = [prompts[row] for row in now], [found[row] for row in now]
+            ids, mask = left_padded([(*p, *b) for p, b in zip(given, begun, strict=True)])
+            continued = Continued(torch.tensor([len(b) for b in begun]).long(), at_most)
+            numbers = torch.tensor([100 + row for row in now]).long()
+            out = self.engine.generate(ids, mask, sampling, numbers, continued=continued)
+            responses = self.check(sampling, out, given, begun, at_most)
+            for row, response, reason in zip(now, responses, out.finish_reason, strict=True):
+                found[row] = response
+                if reason != "paused":
+                    going.remove(row)
+            call += 1
+            between()
+        return found
+
     def refuses(self, sampling: SamplingParams) -> bool:
         """Return whether the engine declares that it cannot do this; if so, check its error."""
         abilities = self.engine.abilities
@@ -165,10 +203,20 @@ class RolloutUnderTest(ExitStack):
         return self.check(sampling, self.generate(sampling, prompts), prompts)
 
     def check(
-        self, sampling: SamplingParams, out: RolloutOutput, prompts: Prompts = PROMPTS
+        self,
+        sampling: SamplingParams,
+        out: RolloutOutput,
+        prompts: Prompts = PROMPTS,
+        begun: Sequence[list[int]] | None = None,
+        at_most: int | None = None,
     ) -> list[list[int]]:
-        """Compare every row with the reference and return the responses without padding."""
-        count, width = len(prompts), sampling.max_new_tokens
+        """Compare every row with the reference and return the responses without padding.
+
+        Args:
+            begun: the tokens of earlier calls, with which the responses that are returned begin.
+            at_most: new tokens of the call.
+        """
+        count, width = len(prompts), at_most or sampling.max_new_tokens
         shapes = {tuple(t.shape) for t in (out.response_ids, out.response_mask)}
         expect(shapes | {tuple(out.rollout_log_probs.shape)}, {(count, width)}, "shapes")
         expect(out.weight_versions.tolist(), [self.engine.version] * count, "weight versions")
@@ -176,19 +224,22 @@ class RolloutUnderTest(ExitStack):
         for row, prompt in enumerate(prompts):
             where = f"row {row} with {sampling}"
             length, ids = int(out.response_mask[row].sum()), out.response_ids[row].tolist()
-            response: list[int] = ids[:length]
+            before = begun[row] if begun else []
+            response: list[int] = [*before, *ids[:length]]
+            most = min(len(before) + width, sampling.max_new_tokens)
             padding = width - length
             mask = [1] * length + [0] * padding
             expect(out.response_mask[row].tolist(), mask, f"{where}: response mask")
             expect(ids[length:], [sampling.pad_token_id] * padding, f"{where}: padding")
             end = self.end_of(sampling, response)
-            expect(end or width, length, f"{where}: tokens up to the end of {response}")
-            reason = "length" if end is None else "stop"
+            expect(len(response), end or most, f"{where}: tokens up to the end of {response}")
+            cut = "length" if most == sampling.max_new_tokens else "paused"
+            reason = cut if end is None else "stop"
             expect(out.finish_reason[row], reason, f"{where}: finish reason of {response}")
             log_probs = out.rollout_log_probs[row].tolist()
             unscaled = sampling.greedy or sampling.log_probs == "temperature_1"
             expected = []
-            for t, token in enumerate(response):
+            for t, token in list(enumerate(response))[len(before) :]:
                 probs = self.probs(sampling, prompt, response[:t])
                 if not probs[token]:
                     raise LawBroken(f"{where}: token {t} of {response} is excluded")
@@ -371,6 +422,48 @@ def update(subject: RolloutUnderTest) -> None:
     subject.check_weights()
 
 
+def continuation(subject: RolloutUnderTest) -> None:
+    """Slices of a response, also by weights of several versions, are right; if this is declared."""
+    engine, late = subject.engine, replace(SAMPLING, min_new_tokens=5)
+    if not engine.abilities.continues:
+        return
+    can = "min_new_tokens" in engine.abilities.settings
+    for sampling in (SAMPLING, GREEDY, *((late, replace(late, temperature=0.0)) if can else ())):
+        whole = subject.applied(sampling)
+        for at_most in (1, 3, SAMPLING.max_new_tokens):
+            found = subject.in_slices(sampling, at_most)
+            if sampling.greedy:
+                expect(found, whole, f"greedy responses in slices of {at_most}")
+            elif engine.abilities.seeded:
+                again = subject.in_slices(sampling, at_most)
+                expect(again, found, f"the same slices of {at_most} again")
+    seeds = iter(range(20, 60))
+
+    def update() -> None:
+        new = subject.noise(next(seeds))
+        subject.load(new)
+        engine.update_weights(new.items(), engine.version + 1)
+
+    endless = replace(SAMPLING, eos_token_ids=())
+    try:
+        found = subject.in_slices(endless, 2, between=update)
+    finally:
+        subject.restore()
+    expect(found != subject.applied(endless), True, "an update changes the later tokens")
+    ids, mask = left_padded(PROMPTS[:2])
+    numbers = torch.arange(2)
+    for what, sampled, at_most, kind in (
+        ("too few numbers", [0], 2, ShapeError),
+        ("a response at its limit", [0, 12], 2, RolloutInputError),
+        ("no prompt", [0, 1], 2, RolloutInputError),
+        ("no new token", [0, 0], 0, RolloutInputError),
+        ("more new tokens than the limit", [0, 0], 13, RolloutInputError),
+    ):
+        wrong = Continued(torch.tensor(sampled), at_most)
+        run = partial(engine.generate, ids, mask, SAMPLING, numbers, continued=wrong)
+        expect_raises(run, kind, what)
+
+
 def release(subject: RolloutUnderTest) -> None:
     """A released engine refuses to generate; `resume` gives the same engine back."""
     engine, (ids, mask) = subject.engine, left_padded(PROMPTS)
@@ -411,7 +504,8 @@ def close(subject: RolloutUnderTest) -> None:
 
 
 ROLLOUT_LAWS: tuple[Callable[[RolloutUnderTest], None], ...] = (
-    protocol, prompts, log_probabilities, ends, seeds, bad_input, update, release, close,
+    protocol, prompts, log_probabilities, ends, seeds, bad_input, update, continuation, release,
+    close,
 )  # fmt: skip
 """All laws. The last one closes the engine."""
 

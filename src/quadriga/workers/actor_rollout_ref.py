@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from quadriga.config.schema import ActorRolloutRefConfig, EngineConfig, ModelConfig, SamplingConfig
 from quadriga.engines.base import ENTROPY, LOG_PROBS
-from quadriga.errors import ConfigError, WorkerError
+from quadriga.errors import ConfigError, FieldError, WorkerError
 from quadriga.parallel.device import used_memory
 from quadriga.parallel.distributed import local_device
 from quadriga.protocol import DataProto, fields
@@ -22,6 +22,7 @@ from quadriga.rollout import loads_adapters, rollout_of
 from quadriga.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from quadriga.weight_sync.sync import PolicyWeights
 from quadriga.workers.method_fields import (
+    BEGUN_RESPONSES,
     COMPUTE_LOG_PROB,
     COMPUTE_REF_LOG_PROB,
     COMPUTE_SFT_LOG_PROB,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from quadriga.checkpoint.files import SavedFile
     from quadriga.engines.base import Outputs, TrainEngine
     from quadriga.models.images import MultiModalRows
-    from quadriga.rollout.base import RolloutEngine, SamplingParams
+    from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams
 
 Use = Literal["actor", "rollout", "ref"]
 
@@ -132,14 +133,15 @@ class ActorRolloutRefWorker(PolicyWeights):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Sample one response per row.
+        """Sample one response per row, or its next tokens.
 
         Args:
             prompts: the fields `GENERATE_SEQUENCES.reads`; `meta_info["sampling"]` is "train"
-                (the default), "val" or "greedy".
+                (the default), "val" or "greedy". With `meta_info["at_most"]` each row gets so many
+                new tokens at most, and the batch may have the fields `BEGUN_RESPONSES`.
 
         Returns:
-            The fields `GENERATE_SEQUENCES.writes`.
+            The fields `GENERATE_SEQUENCES.writes`; `CONTINUE_SEQUENCES.writes` with `at_most`.
         """
         settings = self.config.rollout
         modes = {
@@ -153,7 +155,8 @@ class ActorRolloutRefWorker(PolicyWeights):
             self.config.model,
             max_new_tokens=self.runtime.max_response_length,
         )
-        return generate_batch(self._rollout(), prompts, sampling)
+        at_most: int | None = prompts.meta_info.get("at_most")
+        return generate_batch(self._rollout(), prompts, sampling, at_most)
 
     @register(
         dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), reads=COMPUTE_LOG_PROB.inputs
@@ -385,7 +388,10 @@ class SFTWorker(ActorRolloutRefWorker):
 
 
 def generate_batch(
-    engine: RolloutEngine, prompts: DataProto, sampling: SamplingParams
+    engine: RolloutEngine,
+    prompts: DataProto,
+    sampling: SamplingParams,
+    at_most: int | None = None,
 ) -> DataProto:
     """Generate one response per row, check them, and lay the sequences out as fields.
 
@@ -404,14 +410,19 @@ def generate_batch(
 
     Args:
         prompts: the fields `GENERATE_SEQUENCES.reads`: `input_ids`, `attention_mask` [B, P] int64,
-            padded on the left, and `sample_seed` [B] int64.
+            padded on the left, and `sample_seed` [B] int64. With `at_most` also `BEGUN_RESPONSES`,
+            of rows that are to go on; the mask of a row is 0 if its response is new. Without these
+            fields all are new.
+        at_most: new tokens of each row, at most; a row that has not ended then is paused.
 
     Returns:
-        The fields `GENERATE_SEQUENCES.writes`; R is `sampling.max_new_tokens`.
+        The fields `GENERATE_SEQUENCES.writes`; R is `sampling.max_new_tokens`. With `at_most`, the
+        fields `CONTINUE_SEQUENCES.writes` of the responses so far.
 
     Raises:
         RolloutError: the prompts, the settings or the engine's output cannot be used; see
             `rollout.guard`.
+        FieldError: some of `BEGUN_RESPONSES` are missing, or have another shape than [B, R].
     """
     import torch
 
@@ -421,9 +432,16 @@ def generate_batch(
     engine = guarded(engine)  # that of a worker class of the user may have no guard
     prompt_ids = prompts.batch[fields.INPUT_IDS]
     prompt_mask = prompts.batch[fields.ATTENTION_MASK]
-    request = prompt_ids, prompt_mask, sampling, prompts.batch[fields.SAMPLE_SEED]
     images = MultiModalRows.of(prompts)
-    out = engine.generate(*request, images)
+    more: dict[str, Tensor] = {}
+    if at_most is None:
+        request = prompt_ids, prompt_mask, sampling, prompts.batch[fields.SAMPLE_SEED]
+        out = engine.generate(*request, images)
+    else:
+        out, versions = _continued(engine, prompts, sampling, images, at_most)
+        paused = [reason == "paused" for reason in out.finish_reason]
+        more[fields.TOKEN_VERSIONS] = versions
+        more[fields.PAUSED] = torch.tensor(paused, dtype=torch.int64)
     attention_mask = torch.cat([prompt_mask, out.response_mask], dim=1)
     finished = [reason == "stop" for reason in out.finish_reason]
     return DataProto.from_dict(
@@ -438,8 +456,79 @@ def generate_batch(
             fields.SEQUENCE_LENGTH: attention_mask.sum(-1),
             fields.FINISHED: torch.tensor(finished, dtype=torch.int64),
             fields.WEIGHT_VERSION: out.weight_versions,
+            **more,
         }
     )
+
+
+def _continued(
+    engine: RolloutEngine,
+    prompts: DataProto,
+    sampling: SamplingParams,
+    images: MultiModalRows | None,
+    at_most: int,
+) -> tuple[RolloutOutput, Tensor]:
+    """Return the whole responses after at most so many new tokens, and the version of each token.
+
+    Two rows, P = 3, R = 5, at_most = 2. Row 0 has two tokens of an earlier call, row 1 is new:
+
+        prompts   begun        sent to the engine    new    whole responses
+        . p p     a b . . .    . . . . p p a b       c d    a b c d .         paused
+        p p p     . . . . .    . . . . . p p p       e .    e . . . .
+    """
+    import torch
+
+    from quadriga.models.images import MultiModalRows
+    from quadriga.rollout.base import Continued, RolloutOutput
+
+    begun, limit = _begun_responses(prompts, sampling), sampling.max_new_tokens
+    mask = begun[fields.RESPONSE_MASK]
+    sampled = mask.sum(-1)
+    ids = torch.cat([prompts.batch[fields.INPUT_IDS], begun[fields.RESPONSES]], dim=1)
+    whole_mask = torch.cat([prompts.batch[fields.ATTENTION_MASK], mask], dim=1)
+    # The padding behind the response of a row goes before its prompt.
+    width = ids.shape[1]
+    source = (torch.arange(width) - (limit - sampled)[:, None]) % width
+    ids, whole_mask = ids.gather(1, source), whole_mask.gather(1, source)
+    if images is not None:  # the next token is behind the largest number, so padding has 0
+        positions = images.followed_by(mask).gather(2, source[:, None].expand(-1, 3, -1))
+        images = MultiModalRows(images.inputs, positions * whole_mask[:, None])
+    request = ids, whole_mask, sampling, prompts.batch[fields.SAMPLE_SEED]
+    out = engine.generate(*request, images, Continued(sampled, min(at_most, limit)))
+    row, column = out.response_mask.nonzero(as_tuple=True)
+    versions = out.weight_versions[:, None].expand_as(out.response_ids)
+    new = out.response_ids, out.response_mask, out.rollout_log_probs, versions
+    for name, tensor in zip(BEGUN_RESPONSES, new, strict=True):
+        begun[name][row, sampled[row] + column] = tensor[row, column]
+    responses, mask, log_probs, versions = begun.values()
+    whole = RolloutOutput(responses, mask, log_probs, out.finish_reason, versions[:, 0])
+    return whole, versions
+
+
+def _begun_responses(prompts: DataProto, sampling: SamplingParams) -> dict[str, Tensor]:
+    """Return a copy of `BEGUN_RESPONSES`, [B, R], with padding outside the mask.
+
+    Raises:
+        FieldError: the batch has some of them only, or in another form.
+    """
+    import torch
+
+    shape = len(prompts), sampling.max_new_tokens
+    none = torch.zeros(shape, dtype=torch.int64)
+    padding = torch.full_like(none, sampling.pad_token_id)
+    blank = dict(zip(BEGUN_RESPONSES, (padding, none, torch.zeros(shape), none), strict=True))
+    found = {name: prompts.batch[name] for name in blank if name in prompts.batch.keys()}  # noqa: SIM118
+    for name, tensor in blank.items() if found else ():
+        given = found.get(name)
+        if given is None or (given.shape, given.dtype) != (tensor.shape, tensor.dtype):
+            form = "is missing" if given is None else f"is {list(given.shape)} of {given.dtype}"
+            raise FieldError(
+                f"generate_sequences: responses that go on need {', '.join(BEGUN_RESPONSES)} of "
+                f"[B, R] = {list(shape)}; {name!r} {form}, and must be {tensor.dtype}",
+                field=name,
+            )
+    known = found.get(fields.RESPONSE_MASK, none).bool()
+    return {name: torch.where(known, found.get(name, t), t) for name, t in blank.items()}
 
 
 def _positions(

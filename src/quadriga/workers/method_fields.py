@@ -6,6 +6,8 @@ a run starts, that an earlier stage writes every field that a method reads.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from quadriga.protocol import fields
 from quadriga.protocol.fields import StageFields
 
@@ -35,6 +37,18 @@ GENERATE_SEQUENCES = StageFields(
     ),
     drops=(fields.SAMPLE_SEED,),
 )
+BEGUN_RESPONSES = (
+    fields.RESPONSES, fields.RESPONSE_MASK, fields.ROLLOUT_LOG_PROBS, fields.TOKEN_VERSIONS,
+)  # fmt: skip
+"""The responses of an earlier call so far."""
+
+CONTINUE_SEQUENCES = replace(
+    GENERATE_SEQUENCES,
+    reads_if_present=(*IMAGE_INPUTS, *BEGUN_RESPONSES),
+    writes=(*GENERATE_SEQUENCES.writes, fields.TOKEN_VERSIONS, fields.PAUSED),
+)
+"""A call of `generate_sequences` that may pause and continue responses."""
+
 COMPUTE_LOG_PROB = StageFields(
     "compute_log_prob",
     reads=MODEL_INPUTS,

@@ -20,6 +20,7 @@ from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device
 from quadriga.rollout import Rollout
 from quadriga.rollout.base import (
+    Continued,
     FinishReason,
     RolloutEngine,
     RolloutOutput,
@@ -29,7 +30,7 @@ from quadriga.rollout.base import (
     integer_bits,
 )
 from quadriga.rollout.hf.generation import CachedModel, Generation, check_generation
-from quadriga.rollout.responses import stop_strings_of
+from quadriga.rollout.responses import stop_strings_of, with_pauses
 
 
 class HFRollout(RolloutEngine):
@@ -84,27 +85,30 @@ class HFRollout(RolloutEngine):
         sampling: SamplingParams,
         sample_seeds: Tensor,
         images: MultiModalRows | None = None,
+        continued: Continued | None = None,
     ) -> RolloutOutput:
         self._check_ready("generate")
-        self.check_request(prompt_ids, attention_mask, sampling, sample_seeds)
+        self.check_request(prompt_ids, attention_mask, sampling, sample_seeds, continued)
         check_images(prompt_ids, attention_mask, images, image_tokens_of(self.module.config))
-        count, width = len(prompt_ids), sampling.max_new_tokens
+        count, width = len(prompt_ids), continued.at_most if continued else sampling.max_new_tokens
         ids = torch.full((count, width), sampling.pad_token_id, dtype=torch.int64)
         mask = torch.zeros(count, width, dtype=torch.int64)
         log_probs = torch.zeros(count, width)
         stopped = torch.zeros(count, dtype=torch.bool)
         stop_strings = stop_strings_of(self.model, sampling.stop_strings)
         with torch.inference_mode():
-            for rows in self._micro_batches(attention_mask):
+            for rows in self._micro_batches(attention_mask, by_length=continued is not None):
                 seeds = sample_seeds[rows].to(self.device)
-                generation = Generation(self._cached, sampling, seeds, stop_strings)
+                begun = continued and Continued(continued.sampled[rows], continued.at_most)
+                generation = Generation(self._cached, sampling, seeds, stop_strings, begun)
                 of_rows = None if images is None else images.select(rows)
                 generation.prefill(prompt_ids[rows], attention_mask[rows], of_rows)
                 generation.decode()
                 ids[rows], mask[rows], log_probs[rows], stopped[rows] = generation.collect()
         reasons: list[FinishReason] = ["stop" if row else "length" for row in stopped.tolist()]
+        ended = with_pauses(reasons, mask, sampling, continued)
         versions = torch.full((count,), self._version, dtype=torch.int64)
-        return RolloutOutput(ids, mask, log_probs, tuple(reasons), versions)
+        return RolloutOutput(ids, mask, log_probs, ended, versions)
 
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
         self._check_ready("score")
@@ -121,8 +125,8 @@ class HFRollout(RolloutEngine):
                 log_probs[row, columns] = chosen.cpu()
         return log_probs.clone()
 
-    def _micro_batches(self, attention_mask: Tensor) -> Iterator[Tensor]:
-        """Yield the row indices of each micro-batch.
+    def _micro_batches(self, attention_mask: Tensor, *, by_length: bool) -> Iterator[Tensor]:
+        """Yield the row indices of each micro-batch, of similar lengths with `by_length`.
 
         A model that cannot compute prompts of different lengths together gets equal lengths.
         """
@@ -133,10 +137,11 @@ class HFRollout(RolloutEngine):
         rows = torch.arange(len(attention_mask))
         if not len(rows):
             return
+        lengths = attention_mask.sum(1).cpu()
         if self.prompts == "mixed lengths":
+            rows = lengths.argsort(stable=True) if by_length else rows
             yield from torch.split(rows, self.micro_batch_size)
             return
-        lengths = attention_mask.sum(1).cpu()
         for length in torch.unique(lengths):
             yield from torch.split(rows[lengths == length], self.micro_batch_size)
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from quadriga.errors import ModelError
 from quadriga.models.images import MultiModalRows
 from quadriga.parallel.packing import first_row_with_same_prompt
 from quadriga.rollout.abilities import SamplingParams
+from quadriga.rollout.base import Continued
 from quadriga.rollout.hf.kv_cache import (
     RepeatedPrompts,
     SharedPrompts,
@@ -29,7 +31,7 @@ from quadriga.rollout.hf.kv_cache import (
     reorder_cache,
     use_decode_attention,
 )
-from quadriga.rollout.responses import StopStrings
+from quadriga.rollout.responses import StopStrings, begun_responses
 
 COMPACT_BELOW = 0.9
 """Ended rows leave the batch when at most this share of its rows is still generating. The cache is
@@ -37,6 +39,9 @@ copied then, and kernels are prepared anew for each number of rows."""
 
 
 # One token
+
+Position = int | Tensor
+"""Index of a token in its response: of all rows, or [B] int64."""
 
 
 def _as_int64(value: int) -> int:
@@ -62,23 +67,30 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
-def uniform(seeds_B: Tensor, positions_R: Tensor) -> Tensor:
+def uniform(seeds_B: Tensor, positions: Tensor) -> Tensor:
     """Return [B, R] float64 numbers in [0, 1), functions of seed and token position alone.
 
     Args:
-        seeds_B, positions_R: int64.
+        seeds_B: int64.
+        positions: [R] or [B, R] int64.
     """
-    steps = (positions_R + 1) * _GOLDEN
+    steps = (positions + 1) * _GOLDEN
     states = _mix(seeds_B + _GOLDEN)[:, None] + steps
     # A float64 has 53 bits of precision, so the upper 53 of the 64 bits are used.
     return _shift_right(_mix(states), 11).to(torch.float64) * 2.0**-53
 
 
-def _without_excluded(scores_BV: Tensor, sampling: SamplingParams, position: int) -> Tensor:
+def _without_excluded(scores_BV: Tensor, sampling: SamplingParams, position: Position) -> Tensor:
     """Set the scores of tokens that must not be sampled at this position to -inf.
 
     End tokens are among them while the response is shorter than its minimum.
     """
+    if isinstance(position, Tensor):
+        if not sampling.min_new_tokens:
+            return _without_excluded(scores_BV, sampling, 0)
+        late = position >= sampling.min_new_tokens
+        early, others = (_without_excluded(scores_BV, sampling, n) for n in (0, sys.maxsize))
+        return torch.where(late[:, None], others, early)
     ends = sampling.end_token_ids if position < sampling.min_new_tokens else ()
     tokens = [t for t in (*sampling.excluded_token_ids, *ends) if t < scores_BV.shape[-1]]
     if not tokens:
@@ -118,13 +130,13 @@ def _filtered(scores_BV: Tensor, sampling: SamplingParams) -> Tensor:
 
 
 def draw(
-    logits_BV: Tensor, sampling: SamplingParams, uniform_B: Tensor, position: int
+    logits_BV: Tensor, sampling: SamplingParams, uniform_B: Tensor, position: Position
 ) -> tuple[Tensor, Tensor]:
     """Sample one token for each row.
 
     Args:
         uniform_B: [B], the numbers of the rows at this position (`uniform`).
-        position: index t of the response token.
+        position: index t of the response token, one number or [B] int64.
 
     Returns:
         [B] int64 tokens, and [B] float32 log-probabilities of the kind `sampling.log_probs`, nats.
@@ -241,13 +253,22 @@ class Generation:
         sampling: SamplingParams,
         seeds: Tensor,
         stop_strings: StopStrings | None,
+        continued: Continued | None = None,
     ) -> None:
         self.model = model
         self.device = model.device
         self.stop_strings = stop_strings
         self.sampling = sampling
         count, width = len(seeds), sampling.max_new_tokens
-        self.uniform = uniform(seeds, torch.arange(width, device=self.device))
+        self.sampled: Tensor | None = None  # of each active row, if responses are continued
+        self.begun: Sequence[Sequence[int]] = [()] * count
+        if continued is not None:
+            self.sampled, width = continued.sampled.to(self.device), continued.at_most
+        self.width = width
+        columns = torch.arange(width, device=self.device)
+        self.uniform = uniform(
+            seeds, columns if self.sampled is None else self.sampled[:, None] + columns
+        )
         self.ids = torch.full((count, width), sampling.pad_token_id, device=self.device)
         self.log_probs = torch.zeros(count, width, device=self.device)
         self.lengths = torch.full((count,), width, device=self.device)
@@ -264,6 +285,8 @@ class Generation:
 
         Prompts with equal tokens and different images are distinct.
         """
+        if self.sampled is not None:
+            self.begun = begun_responses(prompt_ids, self.sampled)
         valid = attention_mask.bool()
         first_column = int(valid.any(0).long().argmax())
         valid = valid[:, first_column:]
@@ -286,9 +309,7 @@ class Generation:
         self.rows = self.model.new_cache()
         ids = prompts[distinct].to(self.device)
         logits = self.model.forward(self.rows.cache, ids, positions, others)
-        self.rows.begin_rows(
-            prompt_of_row, prompt_mask if padded else None, self.sampling.max_new_tokens
-        )
+        self.rows.begin_rows(prompt_of_row, prompt_mask if padded else None, self.width)
         self.logits = logits.index_select(0, prompt_of_row)
         self.positions = following.index_select(0, prompt_of_row)
 
@@ -296,17 +317,21 @@ class Generation:
         """Sample a token for each active row and run the model on it, until every row has ended."""
         running = torch.ones_like(self.active, dtype=torch.bool)
         running_count = len(running)
-        last = self.sampling.max_new_tokens - 1
+        last = self.width - 1
         for t in range(last + 1):
-            token, log_prob = draw(self.logits, self.sampling, self.uniform[:, t], t)
+            position = t if self.sampled is None else self.sampled + t
+            token, log_prob = draw(self.logits, self.sampling, self.uniform[:, t], position)
             # Rows that ended but were not removed yet are written too; `collect` masks them.
             self.ids[self.active, t] = token
             self.log_probs[self.active, t] = log_prob
-            ended = running & self._ends(token, t)
+            stopped = running & self._ends(token, t)
+            ended = stopped
+            if self.sampled is not None:  # a row that began earlier has its last token earlier
+                ended = stopped | running & (self.sampled + t + 1 >= self.sampling.max_new_tokens)
             ended_count = int(ended.sum())
             if ended_count:
                 self.lengths[self.active[ended]] = t + 1
-                self.stopped[self.active[ended]] = True
+                self.stopped[self.active[stopped]] = True
                 running = running & ~ended
                 running_count -= ended_count
             if running_count == 0 or t == last:
@@ -320,16 +345,20 @@ class Generation:
     def _ends(self, token: Tensor, t: int) -> Tensor:
         """Return [b] bool: whether token t of each active row ends it."""
         ends = torch.isin(token, self.end_tokens)
-        if self.stop_strings is None or t + 1 < self.sampling.min_new_tokens:
+        if self.stop_strings is None:
             return ends
-        rows = self.ids[self.active, : t + 1].tolist()
-        complete = [self.stop_strings.completed_by_last(row) for row in rows]
+        new, least = self.ids[self.active, : t + 1].tolist(), self.sampling.min_new_tokens
+        rows = [[*self.begun[i], *row] for i, row in zip(self.active.tolist(), new, strict=True)]
+        text = self.stop_strings
+        complete = [len(row) >= least and text.completed_by_last(row) for row in rows]
         return ends | torch.tensor(complete, device=self.device)
 
     def _keep(self, order: Tensor) -> None:
         """Remove ended rows from the batch."""
         self.active = self.active[order]
         self.uniform = self.uniform[order]
+        if self.sampled is not None:
+            self.sampled = self.sampled[order]
         self.positions = self.positions[order]
         self.rows.keep_rows(order)
 

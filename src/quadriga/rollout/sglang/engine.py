@@ -28,7 +28,13 @@ from quadriga.models.limits import context_window
 from quadriga.models.loading import load_causal_lm, read_config
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device, rank
-from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams, UpdateForm
+from quadriga.rollout.base import (
+    Continued,
+    RolloutEngine,
+    RolloutOutput,
+    SamplingParams,
+    UpdateForm,
+)
 from quadriga.rollout.responses import Response, padded_output, stop_strings_of, token_rows
 from quadriga.rollout.sglang.client import NAME, Body, HostTransport, Launch, failed
 from quadriga.rollout.sglang.host import Json
@@ -115,28 +121,36 @@ class SGLangRollout(RolloutEngine):
         sampling: SamplingParams,
         sample_seeds: Tensor,
         images: MultiModalRows | None = None,
+        continued: Continued | None = None,
     ) -> RolloutOutput:
         self._check_generates("generate", images)
-        self.check_request(prompt_ids, attention_mask, sampling, sample_seeds)
+        self.check_request(prompt_ids, attention_mask, sampling, sample_seeds, continued)
         prompts, version = token_rows(prompt_ids, attention_mask), self.version
-        seeds = sample_seeds.tolist() if self._options.seeds else None
+        begun = continued or Continued(torch.zeros_like(sample_seeds), sampling.max_new_tokens)
+        sampled = begun.sampled.tolist()
+        limits = [min(begun.at_most, sampling.max_new_tokens - count) for count in sampled]
+        own: list[dict[str, Json]] = [{"max_new_tokens": limit} for limit in limits]
+        if self._options.seeds:  # SGLang draws by seed and position in the sequence
+            for of_row, seed in zip(own, sample_seeds.tolist(), strict=True):
+                of_row["sampling_seed"] = seed
 
         def body(rows: range) -> Body:
-            own = None if seeds is None else [seeds[row] for row in rows]
-            return generate_body([prompts[row] for row in rows], sampling, own)
+            part = slice(rows.start, rows.stop)
+            return generate_body(prompts[part], own[part], sampling)
 
-        read = partial(read_sample, sampling=sampling)
+        read = partial(read_sample, sampling=sampling, limits=limits)
         samples = self._run(len(prompts), body, read)
         stops = stop_strings_of(self._model, sampling.stop_strings)
         if stops is not None:
             # SGLang has no tokenizer here, so it samples on behind a stop string. The tokens up
             # to it do not depend on the tokens behind it.
             for row, sample in enumerate(samples):
-                end = stops.completed_at(sample.tokens, 1)
-                if end is not None:
-                    of_row = sample.tokens[:end], sample.log_probs[:end]
-                    samples[row] = Response(*of_row, "stop")
-        return padded_output(samples, sampling, version)
+                before = prompts[row][len(prompts[row]) - sampled[row] :]
+                whole = stops.completed_at([*before, *sample.tokens], len(before) + 1)
+                if whole is not None:
+                    end = whole - len(before)
+                    samples[row] = Response(sample.tokens[:end], sample.log_probs[:end], "stop")
+        return padded_output(samples, sampling, version, continued)
 
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
         self._check_generates("score")
@@ -309,15 +323,14 @@ class SGLangRollout(RolloutEngine):
 
 
 def generate_body(
-    prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int] | None
+    prompts: Sequence[Sequence[int]], own: Sequence[dict[str, Json]], sampling: SamplingParams
 ) -> Body:
     """Return the body of a request for one response to each prompt.
 
     Args:
-        seeds: one for each prompt, or None if SGLang was started without seeds.
+        own: the parameters of each prompt: most new tokens, and a seed if SGLang has seeds.
     """
     parameters: dict[str, Json] = {
-        "max_new_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -327,7 +340,6 @@ def generate_body(
         # that it was started with has no end token of its own.
         "ignore_eos": not sampling.end_token_ids,
     }
-    own = [{}] * len(prompts) if seeds is None else [{"sampling_seed": seed} for seed in seeds]
     return {
         "input_ids": [list(prompt) for prompt in prompts],
         "sampling_params": [{**parameters, **of_row} for of_row in own],
@@ -372,13 +384,15 @@ def read_rows(
     return found
 
 
-def read_sample(entry: _Entry, row: int, sampling: SamplingParams) -> Response:
+def read_sample(
+    entry: _Entry, row: int, sampling: SamplingParams, limits: Sequence[int]
+) -> Response:
     """Return the response of a row of an answer to `generate_body`."""
     ids = [int(token) for token in entry["output_ids"]]
     log_probs = _log_probs(entry["meta_info"]["output_token_logprobs"], len(ids), row)
     reason = entry["meta_info"]["finish_reason"]
     kind = reason["type"]
-    if kind == "length" and len(ids) == sampling.max_new_tokens:
+    if kind == "length" and len(ids) == limits[row]:
         return Response(ids, log_probs, "length")
     if kind == "stop" and ids and ids[-1] in sampling.end_token_ids:
         return Response(ids, log_probs, "stop")

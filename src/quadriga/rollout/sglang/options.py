@@ -137,6 +137,7 @@ class SGLang(Rollout):
     """See `Rollout`."""
 
     engine = "quadriga.rollout.sglang.engine:SGLangRollout"
+    continues = True
 
     def __init__(self, settings: RolloutEngineConfig) -> None:
         super().__init__(settings)

@@ -42,7 +42,13 @@ from quadriga.models.loading import model_without_weights
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import init_distributed, local_device, rank, world_size
 from quadriga.parallel.layouts import Box
-from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams, UpdateForm
+from quadriga.rollout.base import (
+    Continued,
+    RolloutEngine,
+    RolloutOutput,
+    SamplingParams,
+    UpdateForm,
+)
 from quadriga.rollout.responses import (
     Response,
     StopStrings,
@@ -167,15 +173,17 @@ class VLLMRollout(RolloutEngine):
         sampling: SamplingParams,
         sample_seeds: Tensor,
         images: MultiModalRows | None = None,
+        continued: Continued | None = None,
     ) -> RolloutOutput:
         self._check_generates("generate", images)
-        self.check_request(prompt_ids, attention_mask, sampling, sample_seeds)
+        self.check_request(prompt_ids, attention_mask, sampling, sample_seeds, continued)
         check_temperature(sampling.temperature)
+        begun = continued or Continued(torch.zeros_like(sample_seeds), sampling.max_new_tokens)
         with self._inside("generate"):
             stops = stop_strings_of(self._model, sampling.stop_strings)
             prompts = token_rows(prompt_ids, attention_mask)
-            responses = self._sample(prompts, sampling, sample_seeds.tolist(), stops)
-        return padded_output(responses, sampling, self.version)
+            responses = self._sample(prompts, sampling, sample_seeds.tolist(), stops, begun)
+        return padded_output(responses, sampling, self.version, continued)
 
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
         self._check_generates("score")
@@ -194,8 +202,9 @@ class VLLMRollout(RolloutEngine):
         sampling: SamplingParams,
         seeds: Sequence[int],
         stop_strings: StopStrings | None,
+        begun: Continued,
     ) -> list[Response]:
-        """Sample a response for each prompt."""
+        """Sample a response for each prompt, or its next tokens."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams as VLLMSamplingParams
 
         scaled = sampling.log_probs == "policy" and not sampling.greedy
@@ -203,15 +212,18 @@ class VLLMRollout(RolloutEngine):
         _set_sampler(self._engine, mode, sampling.temperature if scaled else 1.0)
         watch = stop_strings is not None
         ends = [token for token in sampling.end_token_ids if token < self.abilities.vocabulary]
+        sampled = begun.sampled.tolist()
+        most = [min(begun.at_most, sampling.max_new_tokens - count) for count in sampled]
+        least = [max(0, sampling.min_new_tokens - count) for count in sampled]
         requests = [
             VLLMSamplingParams(
                 temperature=sampling.temperature,
                 top_p=1.0 if sampling.greedy else sampling.top_p,
                 top_k=0 if sampling.greedy or sampling.top_k < 0 else sampling.top_k,
                 min_p=0.0 if sampling.greedy else sampling.min_p,
-                seed=None if sampling.greedy else spread_seed(seed),
-                max_tokens=sampling.max_new_tokens,
-                min_tokens=sampling.min_new_tokens if ends else 0,
+                seed=None if sampling.greedy else seed_from(seed, sampled[row]),
+                max_tokens=most[row],
+                min_tokens=min(least[row], most[row]) if ends else 0,
                 stop_token_ids=ends,
                 ignore_eos=True,
                 logprobs=0,
@@ -219,16 +231,18 @@ class VLLMRollout(RolloutEngine):
                 detokenize=False,
                 output_kind=RequestOutputKind.CUMULATIVE if watch else RequestOutputKind.FINAL_ONLY,
             )
-            for seed in seeds
+            for row, seed in enumerate(seeds)
         ]
         known = [0] * len(prompts)
+        before = [prompts[row][len(prompts[row]) - count :] for row, count in enumerate(sampled)]
 
         def read(row: int, output: RequestOutput) -> Response | None:
             sample = output.outputs[0]
             tokens, end = [int(token) for token in sample.token_ids], None
             if stop_strings is not None:
-                first = max(known[row] + 1, sampling.min_new_tokens)
-                end = stop_strings.completed_at(tokens, first)
+                first = sampled[row] + max(known[row] + 1, least[row])
+                end = stop_strings.completed_at([*before[row], *tokens], first)
+                end = end and end - sampled[row]
             known[row] = len(tokens)
             if end is None and not output.finished:
                 return None
@@ -653,6 +667,14 @@ def spread_seed(seed: int) -> int:
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _64_BITS
     return (mixed ^ (mixed >> 31)) >> 1
+
+
+def seed_from(seed: int, position: int) -> int:
+    """Return the seed of a row whose first new token has this position in its response.
+
+    A generator of vLLM begins anew with each call, so each call has a seed of its own.
+    """
+    return spread_seed(spread_seed(seed) + position) if position else spread_seed(seed)
 
 
 def _set_sampler(engine: LLMEngine, mode: str, temperature: float) -> None:

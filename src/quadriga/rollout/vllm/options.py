@@ -96,6 +96,7 @@ class VLLM(Rollout):
     """See `Rollout`."""
 
     engine = "quadriga.rollout.vllm.engine:VLLMRollout"
+    continues = True
 
     def __init__(self, settings: RolloutEngineConfig) -> None:
         super().__init__(settings)
