@@ -12,13 +12,13 @@ import pytest
 from figures import code_lines
 from source_tree import ROOT, SourceFile, all_python_files
 
-STAGES = ("the lighter house", "what the attack broke")
+STAGES = ("the lighter house", "the specification in verl's spelling", "what the attack broke")
 """The rows of the page that are in force: the first one, and those that have added to it."""
 
 PAGE = ROOT.parent / "shared/BUDGET.md"
 LINES, FILES = "code lines of the package", "files of the package"
 CORE, TESTS = "code lines without compat/verl", "code lines of the tests"
-LIMITS = {LINES: 42_300, FILES: 332}
+LIMITS = {LINES: 42_600, FILES: 332}
 HOUSE = {LINES: 42_000, CORE: 38_000, TESTS: 36_000}
 """What was allowed when the house was light. Later lines may be in the core, and have 0.8 lines of
 tests each."""
@@ -61,9 +61,10 @@ def test_the_code_is_within_its_budget():
 
 def test_a_row_adds_its_difference_and_must_be_on_the_page():
     rows = f"| before | 9 | 9 |\n| {STAGES[0]} | 41 000 | 320 |\n| other | 43 000 | 321 |\n"
-    found = limits(f"{rows}| {STAGES[1]} | 43 500 | 323 |\n| streams | 99 000 | 999 |\n")
-    assert list(found.values()) == [41_500, 322, 37_500, 35_600]
-    with pytest.raises(AssertionError, match="no row 'what the attack broke'"):
+    later = f"| {STAGES[1]} | 43 500 | 323 |\n| {STAGES[2]} | 44 000 | 324 |\n"
+    found = limits(f"{rows}{later}| streams | 99 000 | 999 |\n")
+    assert list(found.values()) == [42_000, 323, 38_000, 36_000]
+    with pytest.raises(AssertionError, match=r"no row .the specification in verl's"):
         limits(rows)
 
 

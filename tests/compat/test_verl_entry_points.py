@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import ray
+import torch
 from omegaconf import OmegaConf
 
 from quadriga.compat.verl.config import number
@@ -60,6 +61,22 @@ def test_private_and_absent_arguments_of_ray_are_taken(no_ray):
         options = dict(told.value.args[0])
         assert options.pop("runtime_env")["env_vars"]["NCCL_DEBUG"] == "WARN"
         assert options == expected
+
+
+def test_the_environment_of_ray_leaves_out_what_is_set(monkeypatch):
+    for name in trainer.RUNTIME_ENV["env_vars"]:
+        monkeypatch.delenv(name, raising=False)
+    assert trainer.get_ppo_ray_runtime_env() == trainer.RUNTIME_ENV
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    assert trainer.ray_settings({})[0]["runtime_env"] == {
+        "env_vars": {"TOKENIZERS_PARALLELISM": "true"}
+    }
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for strategy, expected in (("fsdp", None), ("megatron", "1")):
+        config = {"actor_rollout_ref": {"actor": {"strategy": strategy}}}
+        variables = trainer.get_ppo_ray_runtime_env(config)["env_vars"]
+        assert variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
 
 
 def test_a_list_is_no_configuration():

@@ -77,7 +77,6 @@ def test_every_name_can_be_imported(module):
         ("from verl.utils.torch_functional import get_unpad_data", r"Instead: quadriga\.engines"),
         ("from verl.trainer.main_ppo import TaskRunnerV1", r"Did you mean TaskRunner\?"),
         ("from verl.trainer.ppo.core_algos import compute_dro", r"Instead: .* register_adv_est"),
-        ("import verl.single_controller.base.register_center.ray", r"register_center=True"),
         ("import verl.tools", r"one response per prompt"),
         ("import verl.nothing", r"module 'verl\.nothing'\. docs/concepts"),
     ],

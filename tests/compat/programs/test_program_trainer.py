@@ -169,7 +169,7 @@ def test_roles_and_pools(judge):
         mapping={Role.ActorRollout: "global_pool", Role.Critic: "critic_pool"},
     )
     assert manager.get_n_gpus() == 5
-    assert Role.add("Judge") is not None  # once more
+    assert Role.register("Judge") == Role.add("Judge") == judge  # once more
     with pytest.raises(AttributeError, match=r"Role has no 'Env'; .*Role\.add\('Env'\)"):
         Role.Env  # noqa: B018
     assert not hasattr(Role, "Env")

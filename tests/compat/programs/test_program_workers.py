@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,7 +111,8 @@ def by_hand(cls, rank, prefix, **more):
         "LOCAL_RANK": str(rank),
         "WG_PREFIX": prefix,
         "WG_BACKEND": "ray",
-        "PYTHONPATH": str(Path(__file__).parent),  # Ray alone does not send the path of the driver
+        # Ray alone does not send the path of the driver.
+        "PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), *sys.path)),
         **more,
     }
     return ray.remote(num_cpus=0)(cls).options(runtime_env={"env_vars": variables}).remote()

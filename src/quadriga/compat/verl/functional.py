@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
@@ -83,6 +83,72 @@ def list_of_dict_to_dict_of_list(
                 )
             lists[key].append(value)
     return lists
+
+
+class DynamicEnumMeta(type):
+    """`member in Own`, `Own["NAME"]`, and the members in order of a `DynamicEnum`."""
+
+    _registry: dict[str, DynamicEnum]
+
+    def __iter__(cls) -> Iterator[DynamicEnum]:
+        return iter(cls._registry.values())
+
+    def __contains__(cls, item: object) -> bool:
+        return item in (cls._registry if isinstance(item, str) else cls._registry.values())
+
+    def __getitem__(cls, name: str) -> DynamicEnum:
+        return cls._registry[name]
+
+    def names(cls) -> list[str]:
+        """Return the name of every member."""
+        return list(cls._registry)
+
+    def values(cls) -> list[DynamicEnum]:
+        """Return every member."""
+        return list(cls)
+
+
+class DynamicEnum(metaclass=DynamicEnumMeta):
+    """An enumeration that grows: `class Own(DynamicEnum)`, `Own.register("a")` makes `Own.A`."""
+
+    _registry: ClassVar[dict[str, DynamicEnum]] = {}
+    _next_value = 0
+
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        cls._registry = dict(vars(cls).get("_registry", {}))  # not that of the base class
+
+    def __init__(self, name: str, value: int) -> None:
+        self.name, self.value = name, value
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}.{self.name}: {self.value}>"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return getattr, (type(self), self.name)
+
+    @classmethod
+    def register(cls, name: str) -> DynamicEnum:
+        """Add a member under its name in capital letters. Raises `ConfigError` if it exists."""
+        key = name.upper()
+        if key in cls._registry:
+            raise ConfigError(f"{cls.__name__}.{key} is registered already; choose another name")
+        member = cls._registry[key] = cls(key, cls._next_value)
+        setattr(cls, key, member)
+        cls._next_value += 1
+        return member
+
+    @classmethod
+    def remove(cls, name: str) -> DynamicEnum:
+        """Remove a member and return it. Raises KeyError if it does not exist."""
+        member = cls._registry.pop(name.upper())
+        delattr(cls, member.name)
+        return member
+
+    @classmethod
+    def from_name(cls, name: str) -> DynamicEnum | None:
+        """Return the member of that name in any case, None if there is none."""
+        return cls._registry.get(name.upper())
 
 
 def parallel_put(data_list: Sequence[object], max_workers: int | None = None) -> list[object]:

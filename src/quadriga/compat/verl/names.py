@@ -16,7 +16,7 @@ BALANCING, TABLES = f"{COMPAT}.balancing", f"{COMPAT}.tensordicts"
 FUNCTIONS, METRICS, TENSORS = f"{COMPAT}.functional", f"{COMPAT}.metrics", f"{COMPAT}.tensors"
 CONFIG = f"{COMPAT}.config"
 DECORATOR, WORKER = f"{COMPAT}.controller.decorator", f"{COMPAT}.controller.worker"
-GROUPS = f"{COMPAT}.controller.groups"
+GROUPS, REFERENCES = f"{COMPAT}.controller.groups", f"{COMPAT}.controller.references"
 TRAINER, SETTINGS = f"{COMPAT}.training.trainer", f"{COMPAT}.training.run_settings"
 SHARDING = f"{COMPAT}.training.sharding_managers"
 SFT = "quadriga.trainer.fine_tuning"
@@ -26,9 +26,11 @@ MODULES: dict[str, tuple[str, ...]] = {
     "verl.protocol": (DECORATOR, PROTOCOL, TENSORS, FUNCTIONS),
     "verl.single_controller": (GROUPS, WORKER, CONTROLLER),
     "verl.single_controller.base": (GROUPS, WORKER, CONTROLLER),
-    "verl.single_controller.base.decorator": (DECORATOR, CONTROLLER),
+    "verl.single_controller.base.decorator": (DECORATOR, CONTROLLER, FUNCTIONS),
     "verl.single_controller.base.megatron": (),
     "verl.single_controller.base.megatron.worker": (WORKER,),
+    "verl.single_controller.base.register_center": (),
+    "verl.single_controller.base.register_center.ray": (REFERENCES,),
     "verl.single_controller.base.worker": (WORKER, CONTROLLER, FUNCTIONS),
     "verl.single_controller.base.worker_group": (GROUPS, DECORATOR, CONTROLLER),
     "verl.single_controller.ray": (GROUPS, WORKER, RAY),
@@ -79,6 +81,8 @@ MODULES: dict[str, tuple[str, ...]] = {
 
 NAMES: dict[str, str] = {
     "verl.protocol._padding_size_key": f"{DECORATOR}:PADDING",
+    "verl.single_controller.base.decorator._padding_size_key": f"{DECORATOR}:PADDING",
+    "verl.single_controller.ray.base._unwrap_ray_remote": f"{CONTROLLER}.worker:plain_class",
     "verl.trainer.fsdp_sft_trainer.FSDPSFTTrainer": f"{SFT}:SFTTrainer",
     "verl.trainer.fsdp_sft_trainer.main": f"{TRAINER}:run_sft",
     "verl.trainer.main_eval.main": f"{TRAINER}:run_eval",
@@ -114,10 +118,19 @@ NOT_OFFERED: dict[str, str] = {
     "verl.model_merger": "ActorRolloutRefWorker.export_hf of quadriga.workers writes a Hugging "
     "Face folder",
     "verl.models": "quadriga.models loads the models of transformers",
-    "verl.single_controller.base.register_center": "pass register_center=True to RayWorkerGroup",
     "verl.third_party": _ROLLOUTS,
     "verl.tools": _TURNS,
     "verl.trainer.config": _SETTINGS,
+    **{
+        f"verl.trainer.{module}": f"quadriga {command} is its command line; a program calls main"
+        for module, command in (
+            ("fsdp_sft_trainer", "sft"),
+            ("main_eval", "eval"),
+            ("main_generation", "generate"),
+            ("main_generation_server", "generate"),
+            ("sft_trainer", "sft"),
+        )
+    },
     "verl.trainer.distillation": "Quadriga has no distillation loss",
     "verl.trainer.main_ppo": _DATA,
     "verl.trainer.ppo.core_algos": "add an estimator with register_adv_est, and a loss with "

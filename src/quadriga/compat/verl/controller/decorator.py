@@ -30,10 +30,11 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
 
 import torch
+from tensordict import TensorDict
 
 from quadriga import protocol, single_controller
 from quadriga.compat.verl.controller.references import all_references, is_reference, pending_values
-from quadriga.errors import DispatchError, LengthError
+from quadriga.errors import DispatchError, FieldError, LengthError
 from quadriga.protocol import DataProto
 from quadriga.protocol.threads import PendingValue
 from quadriga.single_controller import Dispatch, Execute, dispatch
@@ -68,8 +69,8 @@ class DataProtoFuture(protocol.DataProtoFuture):
     """A batch that ranks may still be computing, with the arguments of verl.
 
     Args:
-        collect_fn: joins the objects of the references to one batch. `DataProto.concat` also joins
-            TensorDicts.
+        collect_fn: joins the objects of the references to one batch. `DataProto.concat`, the
+            default, also joins TensorDicts. `DataProtoFuture(refs)` has the references alone.
         futures: Ray's references to batches, in order.
         dispatch_fn: makes the value of `get()` from the joined batch; None: the batch itself.
         others: references of other ranks of the call. They are not joined, but waited for: a rank
@@ -78,11 +79,17 @@ class DataProtoFuture(protocol.DataProtoFuture):
 
     def __init__(
         self,
-        collect_fn: Callable[[list[Any]], Any],  # batches of a user's own classes
-        futures: Sequence[Any],  # references of Ray
+        collect_fn: Callable[[list[Any]], Any] | Sequence[Any] = protocol.DataProto.concat,
+        futures: Sequence[Any] | None = None,  # references of Ray
         dispatch_fn: Callable[[Any], Any] | None = None,
         others: Sequence[Any] = (),
     ) -> None:
+        if not callable(collect_fn):  # `DataProtoFuture(refs)`
+            futures, collect_fn = collect_fn, protocol.DataProto.concat
+        if not futures or not all(map(is_reference, futures)):
+            raise FieldError(
+                f"DataProtoFuture: expected a list of Ray's references to batches, got {futures!r}"
+            )
         super().__init__(list(pending_values([*futures, *others])), collect_fn)
         self.futures = list(futures)
         self.dispatch_fn = dispatch_fn
@@ -202,6 +209,68 @@ def _future(
 ) -> DataProtoFuture:
     assert isinstance(view, GroupView)
     return DataProtoFuture(Collector(collect_fn, view), list(refs), others=others)
+
+
+# What verl's dispatch functions are made of, for functions of a program that are made of it too
+
+BatchParts: TypeAlias = tuple[list[list[Any]], dict[str, list[Any]]]
+"""For each argument one part per rank."""
+
+
+def _materialize_futures(
+    *args: object, **kwargs: object
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Return the arguments with the batch of each future in its place."""
+
+    def value(given: object) -> object:
+        return given.get() if isinstance(given, protocol.DataProtoFuture) else given
+
+    return tuple(map(value, args)), {name: value(given) for name, given in kwargs.items()}
+
+
+def _split_args_kwargs_data_proto(chunks: int, *args: object, **kwargs: object) -> BatchParts:
+    """Split each argument into equal parts. Raises `LengthError` if its rows do not divide, and
+    `FieldError` if it is neither a batch nor the future of one."""
+
+    def parts(given: object) -> list[Any]:
+        if isinstance(given, DataProto | protocol.DataProtoFuture):
+            return list(given.chunk(chunks))
+        if isinstance(given, TensorDict):
+            return [part.to_tensordict() for part in DataProto.from_tensordict(given).chunk(chunks)]
+        raise FieldError(f"expected a batch to split into {chunks} parts, got {given!r:.200}")
+
+    return list(map(parts, args)), {name: parts(given) for name, given in kwargs.items()}
+
+
+def _split_args_kwargs_data_proto_with_auto_padding(
+    chunks: int, *args: object, **kwargs: object
+) -> BatchParts:
+    """Split as above, after a batch that allows it was padded to equal parts. Then the rows that
+    were added are under `PADDING`. Raises `LengthError` if such batches differ in length."""
+    padded = [
+        given
+        for given in (*args, *kwargs.values())
+        if isinstance(given, DataProto) and given.is_padding_enabled()
+    ]
+    lengths = sorted(set(map(len, padded)))
+    if len(lengths) > 1:
+        raise LengthError(f"batches to pad must have one length, got {lengths}")
+    for given in padded:
+        given.padding(-lengths[0] % chunks)
+    split_args, split_kwargs = _split_args_kwargs_data_proto(chunks, *args, **kwargs)
+    return split_args, split_kwargs | ({PADDING: cast(Any, -lengths[0] % chunks)} if padded else {})
+
+
+def _concat_data_proto_or_future(output: Sequence[Any]) -> Any:
+    """Join the batches, or the futures or references of batches, of all ranks.
+
+    Raises `FieldError` unless all of them are of one kind.
+    """
+    if len({type(value) for value in output}) != 1:
+        raise FieldError(f"expected batches or futures of one type to join, got {output!r:.200}")
+    if isinstance(output[0], TensorDict):
+        return DataProto.concat(list(map(DataProto.from_tensordict, output))).to_tensordict()
+    return (DataProto if isinstance(output[0], DataProto) else DataProtoFuture).concat(output)
 
 
 MAGIC_ATTR = "attrs_3141562937"

@@ -679,17 +679,19 @@ class ResourcePoolManager(Generic[RoleT]):
         Raises `PlacementError` unless all fit on the nodes at the same time.
         """
         ensure_ray()  # as Ray's own functions do, if the program has not called ray.init
-        pools = {
-            name: RayResourcePool(
-                ranks,
-                use_gpu=True,
-                name_prefix=name,
-                max_colocate_count=self.max_colocate_count,
-            )
+        self._check_resource_available()
+        self.resource_pool_dict.update(self._pools())
+
+    def _pools(self) -> dict[str, RayResourcePool]:
+        count = self.max_colocate_count
+        return {
+            name: RayResourcePool(ranks, use_gpu=True, name_prefix=name, max_colocate_count=count)
             for name, ranks in self.resource_pool_spec.items()
         }
-        check_feasible([pool.needs() for pool in pools.values()], alive_nodes())
-        self.resource_pool_dict.update(pools)
+
+    def _check_resource_available(self) -> None:
+        """Raise `PlacementError` unless the nodes have what all pools need at the same time."""
+        check_feasible([pool.needs() for pool in self._pools().values()], alive_nodes())
 
     def get_resource_pool(self, role: RoleT) -> RayResourcePool:
         """Return the pool of a role."""

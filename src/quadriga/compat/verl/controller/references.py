@@ -12,7 +12,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import ray
 from ray import cloudpickle
@@ -72,6 +72,34 @@ def actor_method(actor: object, name: str) -> Callable[..., Ref]:
     """Return the function that starts a method of an actor of any class."""
     started: Callable[..., Ref] = getattr(actor, name).remote
     return started
+
+
+class RegisterCenter:
+    """What rank 0 tells the other ranks of a group, and the node of each rank."""
+
+    def __init__(self, rank_zero_info: object) -> None:
+        self.rank_zero_info = rank_zero_info
+        self.workers_info: dict[int, str] = {}
+
+    def get_rank_zero_info(self) -> object:
+        """Return what the center was made with."""
+        return self.rank_zero_info
+
+    def set_worker_info(self, rank: int, node_id: str) -> None:
+        """Keep the node of a rank."""
+        self.workers_info[rank] = node_id
+
+    def get_worker_info(self) -> dict[int, str]:
+        """Return rank → its node."""
+        return self.workers_info
+
+
+WorkerGroupRegisterCenter: Any = ray.remote(num_cpus=0)(RegisterCenter)  # untyped in Ray
+
+
+def create_worker_group_register_center(name: str, info: object) -> Any:
+    """Start a register center of a program's own as the actor `name`. Return its handle."""
+    return WorkerGroupRegisterCenter.options(name=name).remote(info)
 
 
 class ProgramActor:

@@ -14,10 +14,12 @@ from quadriga import single_controller
 from quadriga.backends.ray import RayClassWithInitArgs
 from quadriga.backends.ray.cluster import node_address, this_node
 from quadriga.backends.ray.start import join_register_center
+from quadriga.compat.verl.controller.decorator import attributes_of, register as mark_as_verl
 from quadriga.errors import DispatchError
 from quadriga.parallel.device import get_device_name
 from quadriga.single_controller import ClassWithInitArgs, Dispatch, RankLayout, register
 from quadriga.single_controller.environment import RankEnvironment, ReservedPort
+from quadriga.single_controller.worker import members_of
 
 
 class WorkerHelper:
@@ -63,6 +65,13 @@ def get_visible_devices_keyword() -> str:
 
 DISABLED = "DISABLE_WORKER_INIT"
 """With the value 1, a worker that is started by hand does not look for the other ranks."""
+
+
+@dataclass
+class WorkerMeta:
+    """What `_configure_with_store` reads, as older versions of verl pass it."""
+
+    store: Mapping[str, object]
 
 
 @dataclass
@@ -112,9 +121,13 @@ class Worker(single_controller.Worker, WorkerHelper):
             place = RankEnvironment.read()
             self = super().__new__(cls)
             self._configure_before_init(f"{place.group_prefix}_register_center", place.rank)
-            return self
-        return super().__new__(cls)
+        else:
+            self = super().__new__(cls)
+        self._name_store_server()
+        return self
 
+    fused_worker_attr_name = "fused_worker_dict"
+    """The attribute that has the roles of a process."""
     _rank = OfEnvironment("rank")
     _world_size = OfEnvironment("world_size")
     _local_rank = OfEnvironment("local_rank")
@@ -136,6 +149,18 @@ class Worker(single_controller.Worker, WorkerHelper):
         found = {name: store.get(f"_{name.lower()}") for name in self.env_keys()}
         os.environ.update({name: str(value) for name, value in found.items() if value is not None})
         self._environment = RankEnvironment.read()
+        self._name_store_server()
+
+    def _configure_with_meta(self, meta: WorkerMeta) -> None:
+        """Do the same for a `WorkerMeta`. Raises `DispatchError` for anything else."""
+        if not isinstance(meta, WorkerMeta):
+            raise DispatchError(f"_configure_with_meta expects a WorkerMeta, got {meta!r}")
+        self._configure_with_store(meta.store)
+
+    def _name_store_server(self) -> None:
+        """Set REDIS_STORE_SERVER_HOST, from which programs read the address of rank 0."""
+        if self.master_address:
+            os.environ["REDIS_STORE_SERVER_HOST"] = self.master_address.strip("[]")
 
     def get_master_addr_port(self) -> tuple[str, str]:
         """Return (address, port) of rank 0: `master_address`, `master_port`."""
@@ -222,12 +247,50 @@ class FusedWorker(single_controller.FusedWorker, Worker):
         return getattr(self.sibling(role), name)(*args, **kwargs)
 
 
+FusedWorkerCLSName = "FusedWorker"
+"""The first part of the name of a fused class."""
+
+
 def create_colocated_worker_raw_cls(class_dict: dict[str, ClassWithInitArgs]) -> type[FusedWorker]:
     """Return a class with one attribute per role, for subclasses that use several roles."""
     made = single_controller.create_colocated_worker_raw_cls(class_dict, FusedWorker)
     fused = cast(type[FusedWorker], made)
+    fused.__name__ = "_".join((FusedWorkerCLSName, *class_dict))
     fused.raw_cls_dict = {role: member.cls for role, member in class_dict.items()}
     return fused
+
+
+def _determine_fsdp_megatron_base_class(mros: Sequence[Sequence[type]]) -> type:
+    """Return the first `Worker` or `MegatronWorker` among the bases of the first class.
+
+    Raises `DispatchError` if there is none.
+    """
+    found = next((c for c in mros[0] if c.__name__ in ("Worker", "MegatronWorker")), None)
+    if found is None:
+        raise DispatchError(f"none of {list(mros[0])} is a Worker; derive the class from Worker")
+    return found
+
+
+def _bind_workers_method_to_parent(cls: type, key: str, user_defined_cls: type) -> None:
+    """Give `cls` a method `<key>_<name>` for each registered one of a worker class, with its modes.
+
+    The method calls `self.worker_dict[key].<name>`. A DIRECT_ROLLOUT_METHOD of a role whose key has
+    "rollout" in it keeps its name; `DispatchError` if `cls` has a method of this name.
+    """
+    for name, member in members_of(user_defined_cls).items():
+        modes = attributes_of(member)
+        if modes is None:
+            continue
+
+        def call(self: Any, *args: object, _name: str = name, **kwargs: object) -> object:
+            return getattr(self.worker_dict[key], _name)(*args, **kwargs)
+
+        direct = modes["dispatch_mode"] == Dispatch["DIRECT_ROLLOUT_METHOD"] and "rollout" in key
+        if direct and hasattr(cls, name):
+            raise DispatchError(
+                f"{cls.__name__} has a method {name!r} already; rename that of {key}"
+            )
+        setattr(cls, name if direct else f"{key}_{name}", mark_as_verl(**modes)(call))
 
 
 def _is_fused(held: RayClassWithInitArgs) -> bool:

@@ -44,6 +44,8 @@ from quadriga.trainer.stages import BatchReward
 
 C = TypeVar("C", TrainConfig, SFTConfig, GenerateConfig, EvalConfig)
 
+setattr(Role, "register", Role.add)  # noqa: B010 - verl's name
+
 _REWARD_MODEL = Role.RewardModel.key
 """Also the name of a section of verl, which a program may leave in its configuration."""
 

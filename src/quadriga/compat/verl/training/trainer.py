@@ -12,9 +12,12 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
 
 from quadriga.algorithms.user_files import load_user_files
 from quadriga.backends.ray import RayWorkerGroup as QuadrigaRayWorkerGroup
@@ -181,11 +184,13 @@ def ray_settings(config: VerlConfig) -> tuple[dict[str, Any], str | None]:
             f"ray_kwargs.{_TIMELINE} must be a file name, got {trace!r}",
             key=f"ray_kwargs.{_TIMELINE}",
         )
-    return ray_init_arguments(given.get("ray_init", older)), trace
+    return ray_init_arguments(given.get("ray_init", older), get_ppo_ray_runtime_env(config)), trace
 
 
-def ray_init_arguments(given: VerlConfig) -> dict[str, Any]:
-    """Return the arguments of `ray.init`: the user's, and `RUNTIME_ENV` where they are silent.
+def ray_init_arguments(
+    given: VerlConfig, defaults: Mapping[str, Mapping[str, str]] = RUNTIME_ENV
+) -> dict[str, Any]:
+    """Return the arguments of `ray.init`: the user's, and `defaults` where they are silent.
 
     Raises:
         ConfigError: `ray.init` has no such argument.
@@ -204,13 +209,21 @@ def ray_init_arguments(given: VerlConfig) -> dict[str, Any]:
     kept = {key: value for key, value in environment.items() if value is not None}
     return {
         **{key: value for key, value in arguments.items() if value is not None},
-        "runtime_env": {**kept, "env_vars": {**RUNTIME_ENV["env_vars"], **variables}},
+        "runtime_env": {**kept, "env_vars": {**defaults["env_vars"], **variables}},
     }
 
 
 def get_ppo_ray_runtime_env(config: VerlConfig = None) -> dict[str, dict[str, str]]:
-    """Return what `run_ppo` asks of Ray's processes. `config` is not used."""
-    return {name: dict(value) for name, value in RUNTIME_ENV.items()}
+    """Return what `run_ppo` asks of Ray's processes, without the variables that are set here.
+
+    Megatron needs one more variable on Ampere and Hopper, for its overlap of communication.
+    """
+    wanted = dict(RUNTIME_ENV["env_vars"])
+    sections = (setting(config, "critic"), setting(setting(config, "actor_rollout_ref"), "actor"))
+    megatron = any(setting(section, "strategy") == "megatron" for section in sections)
+    if megatron and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (8, 9):
+        wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    return {"env_vars": {name: v for name, v in wanted.items() if name not in os.environ}}
 
 
 def _section(value: object, key: str) -> dict[str, object]:

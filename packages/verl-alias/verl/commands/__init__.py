@@ -1,0 +1,1 @@
+"""What `python -m verl.<module>` runs, and verl's default settings."""
