@@ -209,6 +209,20 @@ def test_calls_interleave_if_only_a_role_of_a_fused_class_has_coroutine_methods(
     group.shutdown()
 
 
+def make_pool():
+    made = RayResourcePool([1], use_gpu=False, max_colocate_count=1)
+    return made.get_placement_groups()[0].id.hex()
+
+
+def test_pools_of_ranks_end_with_their_group(start_on_ray):
+    """Ray would keep the bundles until the driver ends."""
+    group = start_on_ray(Cases, 2)
+    ids = group.run(make_pool)
+    ray.kill(group.workers[1])
+    group.shutdown()
+    assert {ray.util.placement_group_table()[id]["state"] for id in ids} == {"REMOVED"}
+
+
 def test_a_worker_process_loads_only_what_it_uses(start_on_ray):
     names = ["torch", "tensordict", "transformers", "worker_cases"]
     assert start_on_ray(Cases, 1).loaded(names) == [["worker_cases"]]

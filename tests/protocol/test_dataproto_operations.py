@@ -115,6 +115,27 @@ def test_fold_and_unfold(form):
         unfold_batch_dim(data)
 
 
+@pytest.mark.parametrize(
+    ("fold", "tensors", "error", "text"),
+    [
+        (lambda d: fold_batch_dim(d, True), {}, LengthError, "new_batch_size.*1 or more, got True"),
+        (lambda d: fold_batch_dim(d, "2"), {}, LengthError, "new_batch_size.*got '2'"),
+        (lambda d: unfold_batch_dim(d, 0), {}, LengthError, "batch_dims.*1 or more, got 0"),
+        (lambda d: unfold_batch_dim(d, (2, 3)), {}, LengthError, r"batch_dims.*got \(2, 3\)"),
+        (unfold_batch_dim, {"y": torch.zeros(6, 3)}, FieldError, r"'y' .*\[6, 3\].*\[6, 2\]"),
+        (
+            lambda d: fold_batch_dim(d, 2),
+            {"q": TensorDict({"rag": six().batch["rag"]}, [6])},
+            FieldError,
+            "'q' is jagged",
+        ),
+    ],
+)
+def test_what_cannot_be_folded_is_refused_by_name(fold, tensors, error, text):
+    with pytest.raises(error, match=text):
+        fold(DataProto.from_dict({"x": torch.zeros(6, 2), **tensors}))
+
+
 def test_unfold_column_chunks(form):
     data = form(six())[1:3]
     split = data.unfold_column_chunks(2, ["xy"])
@@ -210,7 +231,9 @@ class Statistics:
 
 
 @pytest.mark.parametrize(
-    "make", [Statistics, lambda mean: deque([mean, 1])], ids=["dataclass", "deque"]
+    "make",
+    [Statistics, lambda mean: deque([mean, 1]), lambda mean: DataProto.from_dict({"m": mean})],
+    ids=["dataclass", "deque", "batch"],
 )
 def test_meta_values_that_hold_tensors_are_compared_by_their_parts(make):
     def batch(value: float) -> DataProto:

@@ -27,6 +27,14 @@ def test_strings_inside_a_nested_tensordict_are_sent(store):
         assert DataProto.concat([found, data]).batch["tree"]["s"] == ["a", "b", "c"] * 2
 
 
+def test_strings_of_two_batch_dimensions_are_sent(store):
+    rows = [["a", "b"], ["c", ["d"]]]
+    stack = NonTensorStack(*[NonTensorStack(*map(NonTensorData, row)) for row in rows])
+    data = DataProto.from_dict({"tree": TensorDict({"x": torch.zeros(2, 2), "s": stack}, [2, 2])})
+    assert sent(data, store).batch["tree"].get("s").tolist() == rows
+    assert sent(data, store)[[1, 0]].batch["tree"].get("s").tolist() == rows[::-1]
+
+
 def test_one_value_for_all_rows_of_a_nested_tensordict_is_refused(store):
     inner = TensorDict({"x": torch.arange(2), "k": NonTensorData("v", batch_size=[2])}, [2])
     with pytest.raises(FieldError, match=r"field 'tree\.k'.*NonTensorData"):

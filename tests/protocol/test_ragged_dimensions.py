@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from quadriga.errors import FieldError
 from quadriga.protocol import DataProto, collate_fn
@@ -41,6 +43,21 @@ def test_rows_keep_their_shape(form):
     assert rows(collate_fn(list(form(batch())))) == expected(0, 1, 2, 3)
     assert len(form(batch()).union(batch())) == 4
     assert rows(pickle.loads(pickle.dumps(form(batch())))) == expected(0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint16, torch.float8_e8m0fnu])
+def test_rows_inside_a_nested_tensordict(form, dtype):
+    """Rows with holes between them, of dtypes that torch hardly knows; a part without rows."""
+    values = torch.arange(48, dtype=torch.uint8).repeat(1, 4)[0].view(dtype)
+    nested = torch.nested.nested_tensor_from_jagged(
+        values[:20], torch.tensor([0, 8, 16, 20]), lengths=torch.tensor([3, 1, 2])
+    )
+    data = DataProto.from_dict({"q": TensorDict({"j": nested}, [3])})
+    wide = [form(data)[[2, 0]], form(data)[:0], data[:0], copy.deepcopy(data)]
+    found = DataProto.concat(wide).batch["q"]["j"]
+    assert [len(row) for row in found.unbind()] == [2, 3, 3, 1, 2]
+    assert torch.equal(found.unbind()[0].view(torch.uint8), values[16:18].view(torch.uint8))
+    assert len(collate_fn(list(data)).batch["q"]["j"].unbind()) == 3
 
 
 def test_other_ragged_dimensions_do_not_fit(form):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import time
 
@@ -14,6 +15,10 @@ from quadriga.backends import get_backend
 from quadriga.errors import DispatchError, LengthError, WorkerMethodError
 from quadriga.protocol import DataProto
 from quadriga.single_controller import Dispatch, Worker, register
+
+
+def wrapped(function):
+    return functools.wraps(function)(lambda *args: function(*args))
 
 
 class Streamer(Worker):
@@ -45,6 +50,15 @@ class Streamer(Worker):
         for i in range(count):
             await asyncio.sleep(0.001)
             yield 10 * self.rank + i
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @wrapped
+    def behind_a_decorator(self, count):
+        yield from range(count)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def generator_object(self, count):
+        return (i for i in range(count))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def counts(self):
@@ -124,3 +138,7 @@ def test_generators_and_other_methods_are_not_confused(group):
         group.numbers([1, 1])
     with pytest.raises(DispatchError, match=r"plain is not a generator"):
         group.plain.stream()
+    assert list(group.behind_a_decorator.stream(2)) == [[0, 0], [1, 1]]
+    for method in (group.behind_a_decorator, group.generator_object):
+        with pytest.raises(WorkerMethodError, match=r"returned a generator object.*Return a list"):
+            method(2)

@@ -32,6 +32,7 @@ from quadriga.protocol.storage import (
     LocalHandle,
     Origin,
     Plan,
+    Refilled,
     RowMap,
     RowSelection,
     Shard,
@@ -39,6 +40,7 @@ from quadriga.protocol.storage import (
     concat_maps,
     cut_rows,
     fetch_many,
+    is_read_only,
     is_row_handle,
     is_transport_pickling,
     snapshot,
@@ -61,7 +63,6 @@ from quadriga.protocol.values import (
     dtype_name,
     jagged_parts,
     nbytes_of,
-    object_array,
     pooled_empty,
     ragged_dim,
     same_values,
@@ -199,8 +200,12 @@ def _tree(
         total += nbytes
         # Objects are entries of a TensorDict only as a stack of non-tensors.
         stacked = child.kind in ("objects", "raw") and isinstance(value, np.ndarray)
-        fields[key] = NonTensorStack(*map(NonTensorData, value)) if stacked else value
+        fields[key] = _stack_of_objects(value) if stacked else value  # type: ignore[arg-type]
     return TensorDict(fields, batch_size=[len(rows), *spec.tail]), total
+
+
+def _stack_of_objects(rows: ObjectArray) -> NonTensorStack:
+    return NonTensorStack(*map(NonTensorData if rows.ndim == 1 else _stack_of_objects, rows))
 
 
 # The kind of the spec says which payloads each decoder receives.
@@ -370,11 +375,18 @@ def _encode_jagged(value: Tensor, key: str) -> Encoded:
     return spec, (data, ends), int(data.nbytes + ends.nbytes)
 
 
+def _objects_of(stack: NonTensorStack) -> ObjectArray:
+    """Return the objects of a stack, in an array with its batch dimensions."""
+    objects = np.empty(tuple(stack.batch_size), dtype=object)
+    for place in np.ndindex(objects.shape):
+        objects[place] = stack[place].data
+    return objects
+
+
 def _encode_tree(value: TensorDictBase, key: str) -> Encoded:
     encoded: dict[str, Encoded] = {}
     for name, entry in value.items():
-        is_stack = isinstance(entry, NonTensorStack)
-        rows = object_array(entry.tolist()) if is_stack else entry
+        rows = _objects_of(entry) if isinstance(entry, NonTensorStack) else entry
         encoded[str(name)] = encode(rows, f"{key}.{name}")
     spec = FieldSpec(
         "tree",
@@ -448,6 +460,8 @@ class _RowPickler(pickle.Pickler):
     def reducer_override(self, obj: object) -> TensorReduction:
         if isinstance(obj, Tensor):
             return EncodedTensor.decode, (encode_tensor(obj, private=False),)
+        if is_read_only(obj) and _is_importable(type(obj).__module__):
+            return Refilled(obj).__reduce__()  # type: ignore[no-any-return]
         if any(isinstance(obj, transport.types) for transport in transports):
             raise _NeedsTransport
         owner = obj if isinstance(obj, type) or callable(obj) else type(obj)
@@ -477,7 +491,7 @@ def encode_leaf(value: StoredValue, private: bool = False) -> StoredValue:
     if isinstance(value, Tensor) or (isinstance(value, TensorDictBase) and value.batch_dims):
         return encode_tensor(value, private)
     if not private:
-        return value
+        return Refilled(value) if is_read_only(value) else value
     try:
         copied = snapshot(value)
     except Exception:  # a lock, an open file: sender and receiver share the object

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +35,7 @@ from quadriga.protocol.values import (
     describe_value,
     from_index,
     from_slice,
+    is_jagged,
     object_array,
     row_number,
     tensors_of,
@@ -546,7 +548,11 @@ def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
     return DataProto.from_dict(tensors, arrays, dict(first.meta_info))
 
 
-def _stack(rows: Sequence[Tensor]) -> Tensor:
+def _stack(rows: Sequence[Any]) -> Any:  # of tensors, TensorDicts or their objects
+    first = rows[0]
+    if isinstance(first, TensorDict):
+        fields = {key: _stack([row.get(key) for row in rows]) for key in tensors_of(first)}
+        return TensorDict(fields, [len(rows), *first.batch_size])
     if len({tuple(row.shape) for row in rows}) == 1:
         return torch.stack(list(rows))
     return torch.nested.nested_tensor(list(rows), layout=torch.jagged)
@@ -559,7 +565,7 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     layout for rows of different lengths below two batch dimensions.
     """
     length = len(data)
-    if new_batch_size < 1 or length % new_batch_size:
+    if _count("new_batch_size", new_batch_size) and length % new_batch_size:
         raise LengthError(f"{length} rows do not fold into {new_batch_size} equal rows")
     return _reshaped(data, 1, (new_batch_size, length // new_batch_size), new_batch_size)
 
@@ -567,11 +573,23 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     """Flatten the first `batch_dims` dimensions of every field to one: the inverse of folding.
 
-    Raises `FieldError` for a field with fewer dimensions.
+    Raises `FieldError` for a field with fewer dimensions, or with others than the first field.
     """
-    first = next(iter(_fields(data).values()), np.empty((0,) * batch_dims))
-    length = int(np.prod(first.shape[:batch_dims]))
-    return _reshaped(data, batch_dims, (length,), length)
+    dims = _count("batch_dims", batch_dims)
+    first = next(iter(_fields(data).values()), np.empty((0,) * dims))
+    length = math.prod(first.shape[:dims])
+    return _reshaped(data, dims, (length,), length)
+
+
+def _holds_jagged(value: object) -> bool:
+    entries = tensors_of(value).values() if isinstance(value, TensorDictBase) else ()
+    return is_jagged(value) or any(map(_holds_jagged, entries))
+
+
+def _count(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise LengthError(f"{name}: expected an integer of 1 or more, got {value!r}")
+    return int(value)
 
 
 def _fields(data: DataProto) -> dict[str, Any]:
@@ -581,12 +599,15 @@ def _fields(data: DataProto) -> dict[str, Any]:
 
 def _reshaped(data: DataProto, dims: int, to: tuple[int, ...], length: int) -> DataProto:
     """Return the batch with the first `dims` dimensions of every field reshaped."""
-    for key, value in _fields(data).items():
-        if isinstance(value, Tensor) and value.is_nested:
+    fields = _fields(data)
+    for key, value in fields.items():
+        if _holds_jagged(value):
             raise FieldError(f"field '{key}' is jagged and cannot be folded", field=key)
-        if len(value.shape) < dims:
+        size, expected = list(value.shape[:dims]), list(next(iter(fields.values())).shape[:dims])
+        if len(size) < dims or size != expected:
             raise FieldError(
-                f"field '{key}' has shape {list(value.shape)}, fewer than {dims} dimensions",
+                f"field '{key}' has shape {list(value.shape)}; expected {dims} batch dimensions, "
+                f"{expected} as the first field",
                 field=key,
             )
     batch = None

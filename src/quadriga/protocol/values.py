@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from quadriga.errors import FieldError, ProtocolError
@@ -200,12 +200,13 @@ def jagged_parts(nested: Tensor) -> tuple[Tensor, Tensor]:
             f"expected a nested tensor of layout torch.jagged, got layout {nested.layout}. "
             "Build it with torch.nested.nested_tensor(rows, layout=torch.jagged)"
         )
-    if nested.lengths() is not None:  # type: ignore[attr-defined]  # a method of NestedTensor
+    # torch cannot make a nested tensor without rows contiguous. Its values may still have some.
+    if nested.lengths() is not None and len(nested):  # type: ignore[attr-defined]  # NestedTensor
         nested = nested.contiguous()
     values: Tensor = nested.values()
     dim = ragged_dim(nested)
     values = values if dim == 1 else values.movedim(dim - 1, 0)
-    return values, nested.offsets()  # type: ignore[attr-defined]  # of NestedTensor
+    return values if len(nested) else values[:0], nested.offsets()  # type: ignore[attr-defined]  # of NestedTensor
 
 
 def build_jagged(values: Tensor, offsets: Tensor, dim: int = 1) -> Tensor:
@@ -307,7 +308,13 @@ def take_value(value: LocalValue, selection: RowSelection) -> LocalValue:
     if isinstance(value, np.ndarray):
         return value[selection]  # type: ignore[call-overload]  # no TensorDict
     index = torch.from_numpy(selection)
-    return value[index.to(value.device) if isinstance(value, Tensor) else index]
+    if isinstance(value, Tensor):
+        return value[index.to(value.device)]
+    try:
+        return value[index]
+    except NotImplementedError:  # a dtype that tensordict cannot index, uint16 in a jagged tensor
+        fields = {key: take_value(entry, selection) for key, entry in tensors_of(value).items()}
+        return TensorDict(fields, [len(selection), *value.batch_size[1:]], device=value.device)
 
 
 def value_row(value: LocalValue, index: int) -> object:
@@ -397,6 +404,8 @@ def same(a: object, b: object) -> bool:
         return all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
     if isinstance(a, np.ndarray | list | tuple | deque | Mapping | TensorDictBase):
         return _same_items(a, b)
+    if isinstance(contents := getattr(a, "contents", None), tuple):  # of a batch
+        return same(contents, getattr(b, "contents", None))
     try:
         return bool(a == b)
     except (RuntimeError, ValueError, RecursionError):  # of tensors inside: `==` has no truth

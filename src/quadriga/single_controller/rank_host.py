@@ -194,10 +194,9 @@ class OpenStream:
 
 
 T = TypeVar("T")
-_ENDS_A_CALL = (Exception, SystemExit, KeyboardInterrupt)
-"""What a method on an event loop may raise. The last two would end the loop: this call and every
-later one would wait for ever."""
-
+_ENDS_THE_COROUTINE = (asyncio.CancelledError, GeneratorExit)
+"""What an event loop raises in a coroutine that it ends. Whatever else a method raises is the error
+of its call: `SystemExit` and `KeyboardInterrupt` would end the loop or the process."""
 
 MOST_TEXT = 20_000
 """Characters of an exception of a method, and of each half of its traceback, in an error."""
@@ -245,7 +244,8 @@ class RankHost:
         for role, class_with_args in classes.items():
             try:
                 worker = class_with_args.build()
-            except Exception as error:
+            except BaseException as error:
+                self._raise_interrupt(error)
                 failed = self.failure(Call(role, "__init__"), error, WorkerInitError)
                 raise failed from self.chained(error)
             self.workers[role] = worker
@@ -268,7 +268,8 @@ class RankHost:
             if _is_awaitable(value):  # also a synchronous method that returns a coroutine
                 value = self._run(value)
             return self._result(call, value, store)
-        except (Exception, asyncio.CancelledError) as error:
+        except BaseException as error:
+            self._raise_interrupt(error)
             raise self.failure(call, error) from self.chained(error)
 
     async def invoke_async(
@@ -287,7 +288,7 @@ class RankHost:
                 await slot.enter_async_context(self._slots)
                 try:
                     value = self._start(call, args, kwargs)
-                except _ENDS_A_CALL as error:
+                except BaseException as error:
                     raise self.failure(call, error) from self.chained(error)
             try:
                 if _is_awaitable(value):
@@ -295,7 +296,9 @@ class RankHost:
                 # The backend encodes the result after this coroutine has ended, while the loop
                 # runs the next method, which may write into the same buffer.
                 return self._result(call, copied(value), store)
-            except _ENDS_A_CALL as error:
+            except _ENDS_THE_COROUTINE:
+                raise
+            except BaseException as error:
                 raise self.failure(call, error) from self.chained(error)
 
     def _prepare(self, opened: Callable[[], Call]) -> tuple[Call, Arguments, KeywordArguments]:
@@ -371,6 +374,12 @@ class RankHost:
         """Return what is sent to the controller for the value that a method returned."""
         if value is None:
             return value
+        if isinstance(value, Generator | AsyncGenerator):
+            raise DispatchError(
+                f"{call.label} returned a generator object, which cannot be sent. Return a list, "
+                "or write the method itself with yield and receive its items with "
+                f"group.{call.method}.stream(...)."
+            )
         boundary = boundary_for((value,))
         if boundary is None:
             return copied(value) if self._in_process else value
@@ -395,6 +404,11 @@ class RankHost:
         return started_in_thread(run).result()
 
     # Failures
+
+    def _raise_interrupt(self, error: BaseException) -> None:
+        """Raise the Ctrl-C of a program whose ranks share its process."""
+        if self._in_process and isinstance(error, KeyboardInterrupt):
+            raise error
 
     def failure(
         self, call: Call, error: BaseException, kind: type[WorkerError] = WorkerMethodError

@@ -97,9 +97,9 @@ class BoundMethod(Generic[P, R]):
         self.__qualname__ = self.label
         function = getattr(group.class_of(role), record.name)
         self.__doc__ = function.__doc__
-        self.is_generator = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(
-            function
-        )
+        self.is_generator = _is_generator(function)
+        # A decorator may make a list of the items, so only the rank knows what it returns.
+        self._streams = self.is_generator or _is_generator(inspect.unwrap(function))
         # A function whose code has the method's name: profiles then show a frame of that name.
         code = _call.__code__.replace(co_name=record.name, co_qualname=record.name)
         self._run = types.FunctionType(code, globals())
@@ -136,7 +136,7 @@ class BoundMethod(Generic[P, R]):
         is sent before the first item. Raises `DispatchError` for a method that is not a generator.
         """
         ranks = self.group._ranks
-        if not self.is_generator:
+        if not self._streams:
             raise DispatchError(
                 f"{self.label} is not a generator: its method has no yield. Call it directly."
             )
@@ -159,6 +159,10 @@ class BoundMethod(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<{self.label} on {len(self.group._ranks)} ranks>"
+
+
+def _is_generator(function: object) -> bool:
+    return inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
 
 
 def _call(method: BoundMethod[P, R], args: Arguments, kwargs: KeywordArguments) -> object:

@@ -26,6 +26,7 @@ from quadriga.backends.ray.pool import (
     alive_nodes,
     local_places,
     local_ranks,
+    release_pools_of,
 )
 from quadriga.backends.ray.start import (
     Nsight,
@@ -195,6 +196,11 @@ class RayWorkerGroup(WorkerGroup):
             worker_handles=worker_handles,
             **kwargs,
         )
+
+    def shutdown(self) -> None:
+        """End the processes of the group, and remove the pools that its ranks have made."""
+        super().shutdown()
+        release_pools_of([actor._actor_id.hex() for actor in self.workers])
 
 
 _Placed = tuple[str, tuple[int, int], dict[str, object], dict[str, str]]

@@ -11,13 +11,14 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Literal, TypeAlias
 
 import ray
+from ray import PlacementGroupID
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
@@ -90,10 +91,11 @@ def place(
             batch = list(same_size)
             for part in batch:
                 prefix = name or f"{part.pool.name_prefix}{uuid.uuid4().hex[:6]}:"
+                rank = None if part.pool.detached else ray.get_runtime_context().get_actor_id()
                 made[part.place] = placement_group(
                     bundles=[dict(part.bundle) for _ in range(part.count)],
                     strategy=strategy,
-                    name=f"{prefix}{part.place[1]}",
+                    name=f"{prefix}{part.place[1]}{_made_by(rank) if rank else ''}",
                     lifetime="detached" if part.pool.detached else None,
                 )
             if not _await([made[part.place] for part in batch], batch[0].pool, deadline):
@@ -106,6 +108,20 @@ def place(
         sort_by_node_address([made[number, node] for node in range(len(pool.store))])
         for number, pool in enumerate(pools)
     ]
+
+
+def _made_by(actor_id: str) -> str:
+    """Return the end of the name of a placement group that a rank has made."""
+    return f" of {actor_id}"
+
+
+def release_pools_of(actor_ids: Iterable[str]) -> None:
+    """Remove the placement groups that ranks made which have ended: Ray keeps them until the driver
+    ends."""
+    ends = tuple(map(_made_by, actor_ids))
+    for group_id, row in ray.util.placement_group_table().items():
+        if row["state"] != "REMOVED" and row["name"].endswith(ends):
+            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))))
 
 
 def _await(groups: list[PlacementGroup], pool: RayResourcePool, deadline: float) -> bool:
