@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from quadriga.errors import FieldError, LostObjectError
@@ -63,9 +63,11 @@ from quadriga.protocol.values import (
     dtype_name,
     jagged_parts,
     nbytes_of,
+    objects_of,
     pooled_empty,
     ragged_dim,
     same_values,
+    stack_of_objects,
     take_value,
 )
 
@@ -198,14 +200,9 @@ def _tree(
     for key, child in spec.children:
         value, nbytes = decode(child, rows, [payload[key] for payload in payloads])
         total += nbytes
-        # Objects are entries of a TensorDict only as a stack of non-tensors.
         stacked = child.kind in ("objects", "raw") and isinstance(value, np.ndarray)
-        fields[key] = _stack_of_objects(value) if stacked else value  # type: ignore[arg-type]
+        fields[key] = stack_of_objects(value) if stacked else value  # type: ignore[arg-type]
     return TensorDict(fields, batch_size=[len(rows), *spec.tail]), total
-
-
-def _stack_of_objects(rows: ObjectArray) -> NonTensorStack:
-    return NonTensorStack(*map(NonTensorData if rows.ndim == 1 else _stack_of_objects, rows))
 
 
 # The kind of the spec says which payloads each decoder receives.
@@ -375,18 +372,10 @@ def _encode_jagged(value: Tensor, key: str) -> Encoded:
     return spec, (data, ends), int(data.nbytes + ends.nbytes)
 
 
-def _objects_of(stack: NonTensorStack) -> ObjectArray:
-    """Return the objects of a stack, in an array with its batch dimensions."""
-    objects = np.empty(tuple(stack.batch_size), dtype=object)
-    for place in np.ndindex(objects.shape):
-        objects[place] = stack[place].data
-    return objects
-
-
 def _encode_tree(value: TensorDictBase, key: str) -> Encoded:
     encoded: dict[str, Encoded] = {}
     for name, entry in value.items():
-        rows = _objects_of(entry) if isinstance(entry, NonTensorStack) else entry
+        rows = objects_of(entry) if isinstance(entry, NonTensorStack) else entry
         encoded[str(name)] = encode(rows, f"{key}.{name}")
     spec = FieldSpec(
         "tree",

@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from quadriga.errors import FieldError, ProtocolError
@@ -278,6 +278,19 @@ def object_array(items: Sequence[object]) -> ObjectArray:
     for i, item in enumerate(items):
         array[i] = item
     return array
+
+
+def objects_of(stack: NonTensorStack) -> ObjectArray:
+    """Return the objects of a stack, in an array with its batch dimensions."""
+    objects = np.empty(tuple(stack.batch_size), dtype=object)
+    for place in np.ndindex(objects.shape):
+        objects[place] = stack[place].data
+    return objects
+
+
+def stack_of_objects(rows: ObjectArray) -> NonTensorStack:
+    """Return the stack of an array of objects; a `TensorDict` holds objects only in one."""
+    return NonTensorStack(*map(NonTensorData if rows.ndim == 1 else stack_of_objects, rows))
 
 
 def nbytes_of(value: LocalValue) -> int:
