@@ -19,6 +19,7 @@ LAYERS = (
     ("engines", "rollout"),
     ("weight_sync",),
     ("workers",),
+    ("streams",),
     ("trainer",),
     ("compat",),
     ("cli", "testing"),

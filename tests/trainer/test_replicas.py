@@ -23,7 +23,7 @@ from quadriga.errors import (
 from quadriga.protocol import fields
 from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.trainer.preflight import check_settings
-from quadriga.trainer.replicas import ReplicaLink, Replicas, ReplicatedRollout
+from quadriga.streams.replicas import ReplicaLink, Replicas, ReplicatedRollout
 from quadriga.trainer.stages import StageRunner
 
 

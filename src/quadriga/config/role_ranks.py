@@ -151,6 +151,14 @@ def reference_engine(config: TrainConfig) -> tuple[str, EngineConfig]:
     return "actor_rollout_ref.ref.engine", policy.ref.engine
 
 
+def has_replicas(config: TrainConfig) -> bool:
+    """Return whether the ranks of the rollout are replicas. Those that generate while the policy is
+    trained always are."""
+    ranks = role_ranks(config)
+    beside = config.trainer.max_staleness > 0 and ranks["rollout"] != ranks["actor"]
+    return beside or config.actor_rollout_ref.rollout.replicas.enable
+
+
 def data_ranks(config: TrainConfig, role: str) -> int:
     """Return the number of data-parallel ranks of a role: each receives equal rows of its own."""
     ranks = num_ranks(config, role)
@@ -160,7 +168,7 @@ def data_ranks(config: TrainConfig, role: str) -> int:
         "ref": reference_engine(config)[1],
         "critic": config.critic.engine,
     }
-    if role == "rollout" and policy.rollout.replicas.enable:
+    if role == "rollout" and has_replicas(config):
         return 1  # any number of rows is divided into requests
     if has_reward_model(config):
         engines[REWARD_MODEL] = config.reward_model.engine

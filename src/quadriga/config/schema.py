@@ -353,6 +353,9 @@ class RolloutConfig(RolloutEngineConfig):
     # with model.lora: the engine computes with the adapters, which alone are sent after the first
     # weight sync; false: they are merged into the weights; None: if the engine can
     load_adapters: bool | None = None
+    # with trainer.max_staleness: tokens of a response that are sampled in one call. Between two
+    # calls other responses may join, and weights are updated
+    slice_tokens: Count = 64
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)
 
 
@@ -465,7 +468,8 @@ class OverlongConfig:
 class RolloutCorrectionConfig:
     """Importance correction for the difference of rollout and training log-probabilities."""
 
-    level: CorrectionLevel = "none"  # what one weight covers; none: no correction
+    # what one weight covers; none: no correction; None: token with trainer.max_staleness, else none
+    level: CorrectionLevel | None = None
     mode: CorrectionMode = "truncate"  # outside [lower, upper]: clamp the weight, or set it to 0
     upper: PositiveLimit = 2.0  # largest weight
     lower: Positive | None = None  # smallest weight; None: 1 / upper in mode mask, else 0
@@ -597,6 +601,9 @@ class TrainerConfig(RunConfig):
 
     val_before_train: bool = True  # validate before the first step
     test_freq: Natural = 10  # steps between validations; 0: only after the last step
+    # training steps by which the weights that sampled a response may be behind; 0: a step waits for
+    # its own responses; above 0: generation goes on while the policy is trained
+    max_staleness: Natural = 0
     samples_per_step: Natural = 8  # responses written to the run folder in each step
     balance_batch: bool = True  # give each rank about the same work in each mini-batch
     # keep the responses of one prompt on one rank, which computes the prompt once for all of them;

@@ -10,7 +10,7 @@
     preflight.py      calls all checks before a process starts
     memory.py         the memory of a run, known before a process starts
     worker_groups.py  starts, stops and saves the worker groups of a run
-    replicas.py       a rollout of worker groups that fail and start again one by one
+    streaming.py      the batches of a run whose generation goes on while the policy is trained
     checkpoints.py    what a checkpoint holds, when it is saved, and resuming
     record.py         metrics, samples and times in the run folder
     main.py           `quadriga train`

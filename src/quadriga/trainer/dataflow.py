@@ -51,6 +51,7 @@ from quadriga.workers.method_fields import (
     COMPUTE_LOG_PROB,
     COMPUTE_REF_LOG_PROB,
     COMPUTE_VALUES,
+    CONTINUE_SEQUENCES,
     GENERATE_SEQUENCES,
     UPDATE_ACTOR,
     UPDATE_CRITIC,
@@ -137,6 +138,8 @@ class StepPlan:
 
     Attributes:
         stages: what `RayPPOTrainer.fit` runs, in order, with the fields of each stage.
+        streams: generation goes on while the policy is trained, and each response is scored when
+            its prompt group is complete.
         draws_again: more prompts are drawn in place of zero-variance prompt groups, so the scores
             decide which rows stay in the batch and the sampler computes them. Otherwise they are
             computed while the roles evaluate the batch.
@@ -150,6 +153,7 @@ class StepPlan:
     """
 
     stages: tuple[StageFields, ...]
+    streams: bool
     draws_again: bool
     masks_before_passes: bool
     advantages_before_passes: bool
@@ -180,12 +184,18 @@ class StepPlan:
         masks = algorithm.overlong.drop_truncated and scored_first
         plan = cls(
             stages=(),
+            streams=config.trainer.max_staleness > 0,
             draws_again=algorithm.filter_groups.refills,
             masks_before_passes=algorithm.filter_groups.enable or masks or early,
             advantages_before_passes=early,
             old_log_prob_pass=not takes_old_log_probs_from_update(config),
         )
         return replace(plan, stages=_step_stages(config, plan, custom_reward))
+
+    @property
+    def sampler_scores(self) -> bool:
+        """Whether the rows have scores when the sampler returns them."""
+        return self.draws_again or self.streams
 
     def text(self) -> str:
         """Return the plan in words, for `quadriga plan`."""
@@ -202,6 +212,8 @@ class StepPlan:
             ("left out of passes", " and ".join(left_out) or "nothing"),
             ("scores", "before the passes" if self.masks_before_passes else "during the passes"),
         ]
+        if self.streams:
+            rows[-1] = ("scores", "as soon as a prompt group is complete")
         if self.draws_again:
             rows.append(("prompts", "drawn again in place of zero-variance prompt groups"))
         return "\n".join(f"{key:<23}{value}" for key, value in rows)
@@ -228,7 +240,7 @@ def _step_stages(
     inputs = [(field, name in estimator.needs) for name, field in ESTIMATOR_FIELDS.items()]
     estimate = _reading(ESTIMATE_ADVANTAGES, inputs)
     masking = (
-        (score, not plan.draws_again),
+        (score, not plan.sampler_scores),
         (MEASURE_BATCH, True),
         (MASK_TRUNCATED, algorithm.overlong.drop_truncated),
         (mask_groups, True),
@@ -238,8 +250,8 @@ def _step_stages(
         (EXPAND_PROMPTS, True),
         # On greedy responses of their own, of which only the baselines reach the batch.
         (replace(ADD_BASELINES, reads=()), estimator.needs_baseline_scores),
-        (GENERATE_SEQUENCES, True),
-        (score, plan.draws_again),
+        (CONTINUE_SEQUENCES if plan.streams else GENERATE_SEQUENCES, True),
+        (score, plan.sampler_scores),
         (REFILL, plan.draws_again),
         *(masking if plan.masks_before_passes else ()),
         (SHAPE_SCORES, early),

@@ -63,7 +63,7 @@ from quadriga.trainer.checks.settings import (
 )
 from quadriga.trainer.ingredients import image_rules
 from quadriga.trainer.preflight import check_files, check_reward, require_model_path
-from quadriga.trainer.replicas import FROM_FOLDER, ReplicatedRollout, start_replicas
+from quadriga.streams.replicas import FROM_FOLDER, ReplicatedRollout, start_replicas
 from quadriga.trainer.roles.registry import Role
 from quadriga.trainer.roles.workers import threads_per_rank
 from quadriga.trainer.validation import (

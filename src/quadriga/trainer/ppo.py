@@ -33,6 +33,7 @@ from quadriga.errors import MismatchError
 from quadriga.parallel.balancing import Balance
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.rollout import REFERENCE
+from quadriga.streams.replicas import Replicas
 from quadriga.trainer import stages
 from quadriga.trainer.checkpoints import Checkpointing
 from quadriga.trainer.checks.settings import refuse, run_length_problems
@@ -41,7 +42,7 @@ from quadriga.trainer.ingredients import Ingredients, check_ingredients, load_in
 from quadriga.trainer.preflight import check_train_config
 from quadriga.trainer.record import RunRecord
 from quadriga.trainer.roles.registry import ResourcePoolManager, Role, added_stages
-from quadriga.trainer.roles.workers import POLICY_ROLES
+from quadriga.trainer.roles.workers import POLICY_ROLES, correction_of
 from quadriga.trainer.stages import (
     BatchReward,
     ModelReward,
@@ -49,6 +50,7 @@ from quadriga.trainer.stages import (
     StageRunner,
     rows_with_advantage,
 )
+from quadriga.trainer.streaming import StreamedSampler
 from quadriga.trainer.validation import Validator
 from quadriga.trainer.worker_groups import PPOGroups, gather, save_roles, start_groups
 from quadriga.workers.updates import MISMATCH
@@ -113,6 +115,7 @@ class RayPPOTrainer:
         self.checkpoints = Checkpointing(config, self.ingredients.train_loader, self.given)
         self.stop = self.checkpoints.stop
         self._groups: PPOGroups | None = None
+        self._sampler: Sampler | None = None
 
     @property
     def total_steps(self) -> int:
@@ -151,7 +154,7 @@ class RayPPOTrainer:
             validator = self.make_validator(groups, record)
             due = resumed is None and self.config.trainer.val_before_train
             validator.run(step=0, due=due)
-            sampler = self.make_sampler(groups, runner)
+            sampler = self._sampler = self.make_sampler(groups, runner)
             balance = self.balance_of(groups)
             for prompts in self.schedule():
                 with record.span("step"):
@@ -186,10 +189,11 @@ class RayPPOTrainer:
                     if self.step > self.config.critic.warmup_steps or not critic:
                         with record.span("update_actor"):
                             batch = runner.update(actor.update_actor, batch)
-                        with record.span("sync_weights"):
+                        with record.span("sync_weights"), sampler.paused():
                             groups.sync_weights()
 
-                self.end_step(groups, batch, validator, record)
+                with sampler.paused():
+                    self.end_step(groups, batch, validator, record)
             actor.export_hf(str(record.folder.model))
             return validator.last
 
@@ -221,7 +225,7 @@ class RayPPOTrainer:
     def score_and_mask(self, batch: DataProto, runner: StageRunner) -> DataProto:
         """Score the responses, measure them, and mask those that take no part in the update."""
         config = self.config.algorithm
-        if not self.plan.draws_again:  # otherwise the sampler has scored them
+        if not self.plan.sampler_scores:
             batch = runner.run(stages.score_responses, batch, self.training_reward())
         batch = runner.run(stages.measure_batch, batch)
         batch = runner.run(stages.mask_truncated, batch, config)
@@ -242,7 +246,7 @@ class RayPPOTrainer:
     def measure_policy(self, batch: DataProto, runner: StageRunner) -> DataProto:
         """Measure entropy and mismatch from the pass over the log-probabilities, and correct the
         mismatch. Without such a pass the update measures both."""
-        correction = self.config.algorithm.rollout_correction
+        correction = correction_of(self.config)
         bound = self.config.actor_rollout_ref.rollout.mismatch.bound
         batch = runner.run(stages.measure_entropy, batch)
         return runner.run(stages.correct_mismatch, batch, correction, bound)
@@ -283,8 +287,13 @@ class RayPPOTrainer:
 
     def make_sampler(self, groups: PPOGroups, runner: StageRunner) -> Sampler:
         """Return the sampler of the run."""
-        reward = self.training_reward()
-        return Sampler(self.config, groups.generator, reward, self.stream, runner)
+        given = self.config, groups.generator, self.training_reward(), self.stream, runner
+        if not self.config.trainer.max_staleness:
+            return Sampler(*given)
+        replicas = groups.replicas or Replicas(lambda _: groups.rollout, 1)
+        return StreamedSampler(
+            *given, replicas=replicas, total_steps=self.total_steps, beside=bool(groups.replicas)
+        )
 
     def training_reward(self) -> BatchReward:
         """Return the reward of a training step: the rules, with the reward model if enabled."""
@@ -315,6 +324,8 @@ class RayPPOTrainer:
     def close(self) -> None:
         """Stop the worker groups and the reward processes, if they are started."""
         with closing(self.ingredients):
+            if self._sampler is not None:
+                self._sampler.close()
             if self._groups is not None:
                 self._groups.close()
                 self._groups = None
@@ -354,6 +365,8 @@ class MismatchWatch:
             f"{self.config.actor_rollout_ref.actor.engine.dtype}), no top_p, top_k and min_p, "
             f"{key}.name={REFERENCE}, or algorithm.rollout_correction.level=token"
         )
+        if staleness := self.config.trainer.max_staleness:
+            text += f". Old responses differ, too: lower trainer.max_staleness={staleness}"
         if settings.on_alarm == "fail":
             raise MismatchError(text, step=step, share=share)
         if str(self.alarms).strip("0") == "1":

@@ -22,6 +22,7 @@ The trainer runs a stage with the stages of added roles before and after it, and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, Protocol
 
@@ -647,8 +648,16 @@ class Sampler:
         batch, metrics = self._generate(prompts, step, turn=0)
         if self.config.algorithm.filter_groups.refills:
             batch, refilled = self.refill(batch, len(prompts), step)
-            metrics = _merged(metrics, refilled)
+            metrics = merged(metrics, refilled)
         return StageResult(batch, metrics)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within the block nothing is generated. Without a stream nothing is anyway."""
+        yield
+
+    def close(self) -> None:
+        """End what `draw` has started."""
 
     def refill(self, batch: DataProto, wanted: int, step: int) -> StageResult:
         """Keep the prompt groups whose scores differ, and draw more until there are `wanted`
@@ -677,7 +686,7 @@ class Sampler:
             batch = batch.select_idxs(decision.rows)
             if decision.action == "train":
                 drawn = {f"group/{k}": decision.metrics[k] for k in ("kept", "gen_batches")}
-                return StageResult(batch, {**drawn, **_merged(*scoring)})
+                return StageResult(batch, {**drawn, **merged(*scoring)})
             # `turn` is part of the seed, so that a prompt that is drawn twice in one step does
             # not sample the same responses again.
             more, of_greedy = self._generate(next(self.stream), step, turn)
@@ -723,7 +732,7 @@ def _mask_without_baseline(batch: DataProto, greedy: DataProto) -> None:
         batch.batch[fields.RESPONSE_MASK] = mask * scored_B.to(mask.dtype)[:, None]
 
 
-def _merged(*metrics: Metrics) -> Metrics:
+def merged(*metrics: Metrics) -> Metrics:
     """Reduce the metrics of several draws by their kinds: counts are added."""
     merged = MetricSet()
     for some in metrics:

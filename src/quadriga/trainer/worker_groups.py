@@ -23,7 +23,7 @@ from quadriga.config.schema import RunConfig, TrainConfig
 from quadriga.errors import CheckpointError, QuadrigaError, RolloutOutputError
 from quadriga.protocol import DataProto, DataProtoFuture, fields
 from quadriga.trainer.checkpoints import check_states, unchanged_handlers
-from quadriga.trainer.replicas import (
+from quadriga.streams.replicas import (
     ReplicaLink,
     Replicas,
     ReplicatedRollout,
@@ -180,7 +180,8 @@ class PPOGroups(StartedGroups):
     `ref` is None if no stage reads `ref_log_prob`, `critic` is None if no stage reads `values`,
     `reward_model` is None unless it is enabled,
     `turns` is None unless the engines of the policy take turns in device memory, and `link` is None
-    unless actor and rollout are in different processes. `actor_version` returns the version of the
+    unless actor and rollout are in different processes; `replicas` are those of the rollout, if it
+    has any. `actor_version` returns the version of the
     actor's weights; None if the worker class of the actor has no such method. `added` has the
     groups of added roles by their keys.
     """
@@ -192,6 +193,7 @@ class PPOGroups(StartedGroups):
     reward_model: RewardModelGroup | None
     turns: TurnTakingGroup | None
     link: WeightLink | ReplicaLink | None
+    replicas: Replicas | None = None
     actor_version: Callable[[], int] | None = None
     added: Mapping[str, WorkerGroup] = field(default_factory=dict)
 
@@ -383,6 +385,7 @@ def _ppo_groups(
         reward_model=view_of[REWARD_MODEL] if has_reward_model(config) else None,
         turns=actor if settings.take_turns else None,
         link=link,
+        replicas=replicas,
         actor_version=getattr(actor, ACTOR_VERSION, None),
         added={added.key: view_of[added.key] for added in added_roles(config)},
     )

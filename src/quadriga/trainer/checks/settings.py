@@ -34,6 +34,7 @@ from quadriga.config.role_ranks import (
     RolePool,
     added_keys,
     data_ranks,
+    has_replicas,
     has_reward_model,
     num_ranks,
     reference_engine,
@@ -52,7 +53,7 @@ from quadriga.config.schema import (
 from quadriga.engines import ENGINES, check_engine, kind_of
 from quadriga.errors import ConfigError
 from quadriga.parallel.device import planned_device
-from quadriga.rollout import ROLLOUTS
+from quadriga.rollout import ROLLOUTS, rollout_of
 from quadriga.trainer.roles.workers import critic_model, needs_critic, needs_reference, uses_of_run
 from quadriga.workers.updates import loss_settings, reads_zero_advantages
 
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
+STALENESS = "trainer.max_staleness"
 OUTPUTS = (".jsonl", ".parquet")
 """Suffixes of the files that `quadriga generate` writes."""
 
@@ -318,7 +320,7 @@ def check_train_settings(config: TrainConfig) -> None:
         if found.optim is not None:
             refuse(config, warmup_problems(found.optim_key, found.optim))
     checks = (_reward_model, _responses, _batches, _old_log_probs, _algorithm, _skipped_rows)
-    for check in (*checks, _full_kl):
+    for check in (*checks, _full_kl, _staleness):
         refuse(config, check(config))
     if (steps := config.trainer.total_training_steps) is not None:
         refuse(config, run_length_problems(config, steps))
@@ -394,16 +396,17 @@ def _shared_ranks(config: TrainConfig, pools: Sequence[RolePool]) -> Problems:
             "remove placement.rollout, or set it to false",
         )
     beside = [role for pool in pools if "rollout" in pool.roles for role in pool.roles[:2]]
-    if rollout.replicas.enable and beside != ["rollout"]:
+    if has_replicas(config) and beside != ["rollout"]:
         other = next(role for role in beside if role != "rollout")
         yield (
-            f"{ROLLOUT}.replicas.enable",
+            f"{ROLLOUT}.replicas.enable" if rollout.replicas.enable else STALENESS,
             "needs ranks on which only the rollout runs, but they are also those of "
             f"{other}; set placement.rollout and placement.{other} to different ranks",
         )
     refused = {
         "trainer.backend=local": config.trainer.backend == "local",
         f"{ROLLOUT}.replicas.enable=true": rollout.replicas.enable,
+        f"{STALENESS}={config.trainer.max_staleness}": has_replicas(config),
     }
     for setting, is_set in refused.items():
         if rollout.weight_transport == "collective" and is_set:
@@ -576,6 +579,27 @@ def _full_kl(config: TrainConfig) -> Problems:
     if not kind_of(actor.engine).computes_full_kl:
         name = f"{ACTOR}.engine.name={actor.engine.name}"
         yield key, f"is not built for {name}; set it to k3, or name=fsdp"
+
+
+def _staleness(config: TrainConfig) -> Problems:
+    """Yield what cannot be done with responses of older weights."""
+    algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
+    if not config.trainer.max_staleness:
+        return
+    if not rollout_of(rollout).continues:
+        yield STALENESS, f"needs an engine that continues responses; {ROLLOUT}.name={rollout.name} does not"
+    if ADVANTAGES[algorithm.adv_estimator].needs_baseline_scores:
+        name = f"algorithm.adv_estimator={algorithm.adv_estimator}"
+        yield STALENESS, f"is not built for the greedy responses of {name}; set it to 0"
+    if algorithm.filter_groups.refills:
+        mode = "algorithm.filter_groups.mode=refill"
+        yield STALENESS, f"is not built for {mode}, which draws prompts again; set mode=mask"
+    if config.actor_rollout_ref.actor.old_log_probs_from_update:
+        yield (
+            f"{ACTOR}.old_log_probs_from_update",
+            f"needs responses of the current weights, but {STALENESS}="
+            f"{config.trainer.max_staleness}; set it to null or false",
+        )
 
 
 def _fine_tuning(config: SFTConfig | RMConfig) -> Problems:

@@ -29,7 +29,13 @@ from quadriga.algorithms.advantages import get_advantage
 from quadriga.algorithms.policy_losses import get_policy_loss
 from quadriga.config.plan import batch_plan, mini_batch_prompts
 from quadriga.config.role_ranks import has_reward_model, role_pools
-from quadriga.config.schema import ModelConfig, RunConfig, TrainConfig
+from quadriga.config.schema import (
+    CorrectionLevel,
+    ModelConfig,
+    RolloutCorrectionConfig,
+    RunConfig,
+    TrainConfig,
+)
 from quadriga.errors import ConfigError
 from quadriga.single_controller import Backend, ClassWithInitArgs, Dispatch, Worker, WorkerGroup
 from quadriga.single_controller.worker import registered_methods
@@ -117,7 +123,7 @@ def critic_model(config: TrainConfig) -> ModelConfig:
 def takes_old_log_probs_from_update(config: TrainConfig) -> bool:
     """Return whether the update computes the old log-probabilities itself.
 
-    If a step is one optimizer step, by the weights that generated the responses, they equal the
+    If a step is one optimizer step, by the weights that generated all responses, they equal the
     log-probabilities of the update without their gradient. A pass of their own is needed if a stage
     reads them before the update, if the actor is not updated in every step, or if adapters drop
     inputs in an update, because responses were sampled without dropout.
@@ -125,7 +131,7 @@ def takes_old_log_probs_from_update(config: TrainConfig) -> bool:
     chosen = config.actor_rollout_ref.actor.old_log_probs_from_update
     if chosen is not None:
         return chosen
-    one_step = batch_plan(config).actor.optimizer_steps == 1
+    one_step = batch_plan(config).actor.optimizer_steps == 1 and not config.trainer.max_staleness
     drops = config.actor_rollout_ref.model.lora.dropout > 0
     read_earlier = reads_old_log_probs(config) or selects_tokens(config)
     return one_step and not read_earlier and not drops and not config.critic.warmup_steps
@@ -140,7 +146,14 @@ def reads_old_log_probs(config: TrainConfig) -> bool:
 
 def corrects_mismatch(config: TrainConfig) -> bool:
     """Return whether importance weights correct the mismatch of rollout and training."""
-    return config.algorithm.rollout_correction.level != "none"
+    return correction_of(config).level != "none"
+
+
+def correction_of(config: TrainConfig) -> RolloutCorrectionConfig:
+    """Return the importance correction. By default old responses have one, and others have none."""
+    correction = config.algorithm.rollout_correction
+    default: CorrectionLevel = "token" if config.trainer.max_staleness else "none"
+    return dataclasses.replace(correction, level=correction.level or default)
 
 
 def selects_tokens(config: TrainConfig) -> bool:

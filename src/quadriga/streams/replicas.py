@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
+from quadriga.config.role_ranks import has_replicas
 from quadriga.config.schema import RolloutEngineConfig, RunConfig, TrainConfig
 from quadriga.errors import (
     CallTimeoutError,
@@ -274,7 +275,7 @@ def _receive(parts: list[DataProto], group: ReplicaGroup) -> DataProtoFuture:
 
 def are_replicas(config: TrainConfig, uses: Sequence[str]) -> bool:
     """Return whether the ranks of a pool with these uses are replicas of the rollout."""
-    return config.actor_rollout_ref.rollout.replicas.enable and "rollout" in uses
+    return has_replicas(config) and "rollout" in uses
 
 
 def start_replicas(

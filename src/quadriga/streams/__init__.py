@@ -1,0 +1,11 @@
+"""Generation that goes on while the policy is trained, with a bound on how old a response may be.
+
+    staleness.py    `StalenessBound`: how many prompt groups may be on their way, and which of the
+                    complete ones a step may train
+    queue.py        `PromptQueue`: the prompt groups on their way, each in one state
+    generation.py   `SlicedGeneration`: generates the responses of the groups, slice by slice
+    replicas.py     worker groups of the rollout that fail and start again one by one
+
+The trainer's part, which draws prompts and scores responses, is `trainer.streaming`. May import
+every package below `streams` in docs/architecture.md.
+"""

@@ -1,0 +1,185 @@
+"""Generates the responses of prompt groups on replicas, a slice of tokens at a time.
+
+    groups that wait ──► rows of a replica ──call──► at most `slice_tokens` more tokens of each row
+                               ▲                          │                │
+                               └──────── paused ──────────┘                └──► ended
+
+consumes      prompt groups, and the replicas
+produces      complete groups; each row is ended once
+waits for     the replicas, each with one call in flight
+unblocked by  the end of a call, or its deadline (`trainer.call_timeout_s`), which is the loss of a
+              replica. Groups with a row on a lost replica begin again on another one.
+
+Between two calls an engine holds nothing of a response. The next call continues the rows with the
+weights that the engine has then, so a weight sync, a checkpoint and the end of a step need nothing
+but a pause between calls. New rows join at the next call (iteration-level scheduling, Orca, OSDI
+2022, with slices of several tokens as iterations).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quadriga.errors import QuadrigaError
+from quadriga.protocol import (
+    DataProto,
+    DataProtoFuture,
+    as_completed,
+    fields,
+    pad_dataproto_to_divisor,
+    unpad_dataproto,
+)
+from quadriga.streams.queue import PromptGroup, PromptQueue
+from quadriga.streams.replicas import Replica, Replicas
+from quadriga.workers.method_fields import BEGUN_RESPONSES
+
+Rows = npt.NDArray[np.int64]
+"""Numbers of rows within a prompt group."""
+Members = list[tuple[PromptGroup, Rows]]
+"""Groups with those of their rows that a call has, in the order of the call."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Begun:
+    """The rows that a replica continues, and what they have so far (`BEGUN_RESPONSES`)."""
+
+    members: Members
+    tokens: DataProto
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    replica: Replica
+    members: Members
+    future: DataProtoFuture
+    padding: int
+
+
+class SlicedGeneration:
+    """Generates the groups of a queue.
+
+    Args:
+        inputs: returns what generation reads, of rows of a group.
+        slice_tokens: the most tokens of a row in one call.
+        response_tokens: R, the columns of a response.
+        rows: the most rows that a replica has at once.
+        loses: whether a replica may be lost; False: the error of its call is raised.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        queue: PromptQueue,
+        inputs: Callable[[DataProto], DataProto],
+        *,
+        slice_tokens: int,
+        response_tokens: int,
+        rows: int,
+        loses: bool,
+    ) -> None:
+        self.replicas, self.queue = replicas, queue
+        self._inputs, self._loses = inputs, loses
+        self._slice, self._columns, self._rows = slice_tokens, response_tokens, rows
+        self._begun: dict[Replica, _Begun] = {}
+        self._calls: dict[DataProtoFuture, _Call] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is in flight."""
+        return bool(self._calls)
+
+    @property
+    def begun(self) -> bool:
+        """Whether some rows are paused between two calls."""
+        return bool(self._begun)
+
+    def submit(self, *, start: bool = True) -> None:
+        """Start a call on every replica without one that has rows. `start`: new rows, too."""
+        at_work = {call.replica for call in self._calls.values()}
+        idle = [replica for replica in self.replicas.working if replica not in at_work]
+        begun = {replica: self._begun.pop(replica, None) for replica in idle}
+        members: dict[Replica, Members] = {r: list(b.members) if b else [] for r, b in begun.items()}
+        while start and idle and self.queue.waiting:
+            # One after the other, so that replicas which are idle together share the groups.
+            replica = min(idle, key=lambda replica: _rows_of(members[replica]))
+            count = len(self.queue.waiting[0].prompts)
+            if members[replica] and _rows_of(members[replica]) + count > self._rows:
+                break
+            members[replica].append((self.queue.start(), np.arange(count)))
+        for replica in idle:
+            if members[replica]:
+                self._call(replica, members[replica], begun[replica])
+
+    def _call(self, replica: Replica, members: Members, begun: _Begun | None) -> None:
+        rows = DataProto.concat([self._inputs(g.prompts.select_idxs(own)) for g, own in members])
+        if begun is not None:
+            new = _rows_of(members) - len(begun.tokens)
+            tokens = [begun.tokens, self._no_tokens(new)] if new else [begun.tokens]
+            rows = rows.union(DataProto.concat(tokens))
+        rows.meta_info["at_most"] = self._slice
+        for group, _ in members:
+            group.home = replica
+        try:
+            padded, padding = pad_dataproto_to_divisor(rows, replica.group.world_size)
+            future = replica.group.generate_sequences.submit(padded)
+        except QuadrigaError as error:
+            self._lose(replica, error)
+        else:
+            self._calls[future] = _Call(replica, members, future, padding)
+
+    def _no_tokens(self, rows: int) -> DataProto:
+        """Return `BEGUN_RESPONSES` of rows that begin."""
+        none = torch.zeros(rows, self._columns, dtype=torch.int64)
+        tensors = {name: none for name in BEGUN_RESPONSES}
+        return DataProto.from_dict({**tensors, fields.ROLLOUT_LOG_PROBS: none.float()})
+
+    def wait(self) -> DataProtoFuture | None:
+        """Wait for the end of a call, and return its future; None: none is in flight."""
+        return next(as_completed(list(self._calls)), None)
+
+    def keep(self, ended: DataProtoFuture) -> list[PromptGroup]:
+        """Keep the results of a call that has ended. Return the groups that it has completed."""
+        call = self._calls.pop(ended)
+        try:
+            answers: DataProto = unpad_dataproto(ended.get(), call.padding)
+        except QuadrigaError as error:
+            self._lose(call.replica, error)
+            return []
+        return list(self._divided(call, answers))
+
+    def _divided(self, call: _Call, answers: DataProto) -> Iterator[PromptGroup]:
+        """Divide the rows of a call into those that have ended and those that go on."""
+        paused_B = answers.batch[fields.PAUSED].numpy().astype(bool)
+        results = answers.select(
+            [str(k) for k in answers.batch.keys() if k != fields.PAUSED]  # noqa: SIM118
+        )
+        members, first = Members(), 0
+        for group, rows in call.members:
+            paused = paused_B[first : first + len(rows)]
+            if not paused.all():
+                group.end(rows[~paused], results.select_idxs(first + np.flatnonzero(~paused)))
+            if paused.any():
+                members.append((group, rows[paused]))
+            if group.batch is not None:
+                yield group
+            first += len(rows)
+        if members:
+            tokens = results.select(list(BEGUN_RESPONSES), meta_info_keys=[])
+            self._begun[call.replica] = _Begun(members, tokens.select_idxs(paused_B))
+
+    def _lose(self, replica: Replica, error: QuadrigaError) -> None:
+        """Lose a replica. What it has generated is lost with it, so these groups begin again."""
+        if not self._loses:
+            raise error
+        self.replicas.lose(replica, error)
+        self._begun.pop(replica, None)
+        self.queue.restart([g for g in self.queue.groups.values() if g.home is replica])
+
+
+def _rows_of(members: Members) -> int:
+    return sum(len(rows) for _, rows in members)

@@ -1,0 +1,113 @@
+"""The prompt groups between the data and a training step.
+
+    waiting ──► generating ──► scoring ──► ready ──► trained
+       ▲            │             │          │
+       └────────────┴─────────────┴──────────┘   a replica that holds its rows is lost
+
+Every group is in one state, so no prompt is lost and none is trained twice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from quadriga.protocol import DataProto
+from quadriga.streams.staleness import StalenessBound
+from quadriga.workers.method_fields import CONTINUE_SEQUENCES, GENERATE_SEQUENCES
+
+
+@dataclass(eq=False)
+class PromptGroup:
+    """The rows of one prompt.
+
+    Attributes:
+        number: in the order of the data.
+        prompts: the rows before their generation.
+        started: training steps that had ended when its generation started; None: it waits.
+        home: the replica that has its rows, and on which its responses lie.
+        batch: the rows with their responses, and scores once they are there; None before.
+    """
+
+    number: int
+    prompts: DataProto
+    started: int | None = None
+    home: object = None
+    batch: DataProto | None = None
+    _ended: list[tuple[npt.NDArray[np.int64], DataProto]] = field(default_factory=list)
+
+    def end(self, rows: npt.NDArray[np.int64], answers: DataProto) -> None:
+        """Keep the responses of some rows, which have ended."""
+        self._ended.append((rows, answers))
+        order = np.concatenate([some for some, _ in self._ended])
+        if len(order) < len(self.prompts):
+            return
+        assert len(set(order.tolist())) == len(self.prompts) == len(order), "each row ends once"
+        answered = DataProto.concat([answers for _, answers in self._ended])
+        answered = answered.select_idxs(np.argsort(order))
+        replaced = {*GENERATE_SEQUENCES.reads, *CONTINUE_SEQUENCES.writes}
+        kept = [str(key) for key in self.prompts.batch.keys() if key not in replaced]  # noqa: SIM118
+        self.batch = self.prompts.select(batch_keys=kept, meta_info_keys=[]).union(answered)
+
+    def restart(self) -> None:
+        """Forget the responses."""
+        self.batch, self._ended = None, []
+        self.started, self.home = None, None
+
+
+class PromptQueue:
+    """All prompt groups on their way.
+
+    Args:
+        bound: how old a group may become.
+
+    Attributes:
+        groups: those on their way, by their numbers.
+        ended: training steps that have ended.
+        restarted: groups whose generation began again.
+    """
+
+    def __init__(self, bound: StalenessBound) -> None:
+        self.bound = bound
+        self.groups: dict[int, PromptGroup] = {}
+        self.waiting: deque[PromptGroup] = deque()
+        self._ready: list[int] = []  # the first to be complete first
+        self.ended = self.restarted = 0
+
+    def add(self, groups: Sequence[PromptGroup]) -> None:
+        """Let groups wait behind the others."""
+        self.groups |= {group.number: group for group in groups}
+        self.waiting += groups
+        assert len(self.groups) <= self.bound.most, "one of them would become too old"
+
+    def start(self) -> PromptGroup:
+        """Take the first group that waits; its generation starts now."""
+        group = self.waiting.popleft()
+        group.started = self.ended
+        return group
+
+    def ready(self, group: PromptGroup) -> None:
+        """A group has its scores, or needs none yet."""
+        self._ready.append(group.number)
+
+    def restart(self, groups: Sequence[PromptGroup]) -> None:
+        """Let groups wait again, before the others: what they had is lost."""
+        for group in sorted(groups, key=lambda group: group.number, reverse=True):
+            if group.number in self._ready:
+                self._ready.remove(group.number)
+            group.restart()
+            self.waiting.appendleft(group)
+            self.restarted += 1
+
+    def take(self) -> list[PromptGroup] | None:
+        """Return the groups of the step, in the order of the data; None: they are not ready."""
+        started = {n: g.started for n, g in self.groups.items() if g.started is not None}
+        chosen = self.bound.choose(self.ended, started, self._ready)
+        if chosen is None:
+            return None
+        self._ready = [number for number in self._ready if number not in chosen]
+        return [self.groups.pop(number) for number in chosen]
