@@ -21,9 +21,9 @@ from quadriga.errors import (
     WorkerMethodError,
 )
 from quadriga.protocol import fields
+from quadriga.streams.replicas import ReplicaLink, Replicas, ReplicatedRollout
 from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.trainer.preflight import check_settings
-from quadriga.streams.replicas import ReplicaLink, Replicas, ReplicatedRollout
 from quadriga.trainer.stages import StageRunner
 
 

@@ -82,6 +82,13 @@ METRICS: dict[str, MetricInfo] = {
     "group/std_mean": _I("reward", "standard deviation of the rewards within a group"),
     "group/kept": _I("groups", "groups, not zero-variance, that mode refill kept", "last"),
     "group/gen_batches": _I("batches", "batches that mode refill generated", "last"),
+    # Prompt groups that are generated while the policy is trained (trainer.max_staleness)
+    "staleness/mean": _I("steps", "training steps since the generation of a group started"),
+    "staleness/max": _I("steps", "the same, of the oldest group of the step", "max"),
+    "staleness/share_*": _I("share", "groups of the step that started so many steps before"),
+    "stream/waiting": _I("groups", "groups whose generation has not started", "last"),
+    "stream/started": _I("groups", "groups that are generated, scored or ready", "last"),
+    "stream/restarted": _I("groups", "groups so far that began again: a replica was lost", "last"),
     # Difference between rollout and training log-probabilities
     "mismatch/k1": _I("nats", "KL(rollout‖training) per token, estimator k1"),
     "mismatch/k3": _I("nats", "KL(rollout‖training) per token, estimator k3"),

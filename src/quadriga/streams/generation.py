@@ -18,7 +18,7 @@ but a pause between calls. New rows join at the next call (iteration-level sched
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,6 +55,7 @@ class _Begun:
 @dataclass(frozen=True, eq=False)
 class _Call:
     replica: Replica
+    starts: int
     members: Members
     future: DataProtoFuture
     padding: int
@@ -98,12 +99,39 @@ class SlicedGeneration:
         """Whether some rows are paused between two calls."""
         return bool(self._begun)
 
+    def paused_rows(self) -> tuple[Members, list[DataProto]]:
+        """Return the rows that are paused between two calls, and what they have so far
+        (`BEGUN_RESPONSES`), in parts."""
+        found = list(self._begun.values())
+        return [member for begun in found for member in begun.members], [b.tokens for b in found]
+
+    def go_on(self, members: Members, tokens: Sequence[DataProto]) -> None:
+        """Continue the rows of some groups of another run, with the tokens of each group."""
+        working = self.replicas.working
+        for first, replica in enumerate(working):
+            own = range(first, len(members), len(working))
+            for i in own:
+                members[i][0].place(replica)
+            if own:
+                of_own = DataProto.concat([tokens[i] for i in own])
+                self._begun[replica] = _Begun([members[i] for i in own], of_own)
+
+    def reclaim(self) -> None:
+        """Let the groups of lost replicas begin again. A weight sync can lose one, too."""
+        for replica, begun in list(self._begun.items()):
+            if begun.members[0][0].is_lost:
+                del self._begun[replica]
+        self.queue.restart_lost()
+
     def submit(self, *, start: bool = True) -> None:
         """Start a call on every replica without one that has rows. `start`: new rows, too."""
+        self.reclaim()
         at_work = {call.replica for call in self._calls.values()}
         idle = [replica for replica in self.replicas.working if replica not in at_work]
         begun = {replica: self._begun.pop(replica, None) for replica in idle}
-        members: dict[Replica, Members] = {r: list(b.members) if b else [] for r, b in begun.items()}
+        members: dict[Replica, Members] = {
+            r: list(b.members) if b else [] for r, b in begun.items()
+        }
         while start and idle and self.queue.waiting:
             # One after the other, so that replicas which are idle together share the groups.
             replica = min(idle, key=lambda replica: _rows_of(members[replica]))
@@ -123,19 +151,19 @@ class SlicedGeneration:
             rows = rows.union(DataProto.concat(tokens))
         rows.meta_info["at_most"] = self._slice
         for group, _ in members:
-            group.home = replica
+            group.place(replica)
         try:
             padded, padding = pad_dataproto_to_divisor(rows, replica.group.world_size)
             future = replica.group.generate_sequences.submit(padded)
         except QuadrigaError as error:
             self._lose(replica, error)
         else:
-            self._calls[future] = _Call(replica, members, future, padding)
+            self._calls[future] = _Call(replica, replica.starts, members, future, padding)
 
     def _no_tokens(self, rows: int) -> DataProto:
         """Return `BEGUN_RESPONSES` of rows that begin."""
         none = torch.zeros(rows, self._columns, dtype=torch.int64)
-        tensors = {name: none for name in BEGUN_RESPONSES}
+        tensors = dict.fromkeys(BEGUN_RESPONSES, none)
         return DataProto.from_dict({**tensors, fields.ROLLOUT_LOG_PROBS: none.float()})
 
     def wait(self) -> DataProtoFuture | None:
@@ -145,6 +173,9 @@ class SlicedGeneration:
     def keep(self, ended: DataProtoFuture) -> list[PromptGroup]:
         """Keep the results of a call that has ended. Return the groups that it has completed."""
         call = self._calls.pop(ended)
+        self.reclaim()
+        if call.replica.loss is not None or call.replica.starts != call.starts:
+            return []  # it was lost meanwhile
         try:
             answers: DataProto = unpad_dataproto(ended.get(), call.padding)
         except QuadrigaError as error:
@@ -177,8 +208,7 @@ class SlicedGeneration:
         if not self._loses:
             raise error
         self.replicas.lose(replica, error)
-        self._begun.pop(replica, None)
-        self.queue.restart([g for g in self.queue.groups.values() if g.home is replica])
+        self.reclaim()
 
 
 def _rows_of(members: Members) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quadriga.protocol import DataProto
+from quadriga.streams.replicas import Replica
 from quadriga.streams.staleness import StalenessBound
 from quadriga.workers.method_fields import CONTINUE_SEQUENCES, GENERATE_SEQUENCES
 
@@ -29,14 +30,16 @@ class PromptGroup:
         number: in the order of the data.
         prompts: the rows before their generation.
         started: training steps that had ended when its generation started; None: it waits.
-        home: the replica that has its rows, and on which its responses lie.
+        home: the replica that has its rows, and on which its responses lie; None: none has.
+        starts: how often this replica had been started when it got them.
         batch: the rows with their responses, and scores once they are there; None before.
     """
 
     number: int
     prompts: DataProto
     started: int | None = None
-    home: object = None
+    home: Replica | None = None
+    starts: int = 0
     batch: DataProto | None = None
     _ended: list[tuple[npt.NDArray[np.int64], DataProto]] = field(default_factory=list)
 
@@ -52,6 +55,21 @@ class PromptGroup:
         replaced = {*GENERATE_SEQUENCES.reads, *CONTINUE_SEQUENCES.writes}
         kept = [str(key) for key in self.prompts.batch.keys() if key not in replaced]  # noqa: SIM118
         self.batch = self.prompts.select(batch_keys=kept, meta_info_keys=[]).union(answered)
+
+    @property
+    def answers(self) -> Sequence[tuple[npt.NDArray[np.int64], DataProto]]:
+        """The rows that have ended, and their responses without scores."""
+        return self._ended
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the replica with its responses was lost."""
+        home = self.home
+        return home is not None and (home.loss is not None or home.starts != self.starts)
+
+    def place(self, replica: Replica) -> None:
+        """Give the rows to a replica."""
+        self.home, self.starts = replica, replica.starts
 
     def restart(self) -> None:
         """Forget the responses."""
@@ -78,10 +96,20 @@ class PromptQueue:
         self._ready: list[int] = []  # the first to be complete first
         self.ended = self.restarted = 0
 
+    @property
+    def complete(self) -> list[PromptGroup]:
+        """The groups that can be trained, the first to be complete first."""
+        return [self.groups[number] for number in self._ready]
+
+    @property
+    def full(self) -> bool:
+        """Whether a later step alone can train more groups in time."""
+        return len(self.groups) == self.bound.most
+
     def add(self, groups: Sequence[PromptGroup]) -> None:
         """Let groups wait behind the others."""
         self.groups |= {group.number: group for group in groups}
-        self.waiting += groups
+        self.waiting += [group for group in groups if group.started is None]
         assert len(self.groups) <= self.bound.most, "one of them would become too old"
 
     def start(self) -> PromptGroup:
@@ -94,9 +122,10 @@ class PromptQueue:
         """A group has its scores, or needs none yet."""
         self._ready.append(group.number)
 
-    def restart(self, groups: Sequence[PromptGroup]) -> None:
-        """Let groups wait again, before the others: what they had is lost."""
-        for group in sorted(groups, key=lambda group: group.number, reverse=True):
+    def restart_lost(self) -> None:
+        """Let the groups of lost replicas wait again, before the others."""
+        lost = [group for group in self.groups.values() if group.is_lost]
+        for group in sorted(lost, key=lambda group: group.number, reverse=True):
             if group.number in self._ready:
                 self._ready.remove(group.number)
             group.restart()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# `groups` = 2 prompt groups a step, `steps` = 1. Four groups start before step 1; A C D are complete
-# at step 1, and B takes long:
+# `groups` = 2 prompt groups a step, `steps` = 1. Four groups start before step 1, and A C D are the
+# first to be complete:
 #
 #   step   on the way, with the steps that had ended at the start   complete   trained
 #   1      A0 B0 C0 D0                                              A C D      A C
@@ -61,5 +61,7 @@ class StalenessBound:
             if must > len(able):
                 return None
             chosen += able[: max(must, 0)]
-        chosen += [number for number in complete if number not in chosen][: self.groups - len(chosen)]
+        chosen += [number for number in complete if number not in chosen][
+            : self.groups - len(chosen)
+        ]
         return sorted(chosen) if len(chosen) == self.groups else None

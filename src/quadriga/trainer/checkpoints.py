@@ -63,6 +63,7 @@ _MODEL = (
     "optim.name", "actor_rollout_ref.actor.optim.name", "critic.optim.name",
     "algorithm.adv_estimator", "algorithm.kl_ctrl.type",
 )  # fmt: skip
+_STALENESS = "trainer.max_staleness"
 # Settings that do not change what a run computes.
 _WITHOUT_EFFECT = {"data.cache_dir"} | {
     f"trainer.{name}"
@@ -204,6 +205,13 @@ def check_changes(
             f"{'; '.join(lines[key] for key in refused)}; undo them, start a new run, or set "
             "trainer.resume_override=true, with which changed data begins at the start of the "
             "epoch",
+            path=str(checkpoint),
+        )
+    before, after = (int(str(found.get(_STALENESS, 0))) for found in (saved, own))
+    if after < before:
+        raise CheckpointError(
+            f"{checkpoint} may hold prompts that were on their way, for which {_STALENESS}={after} "
+            f"is too low; resume with {before} or more",
             path=str(checkpoint),
         )
     if tell and lines:

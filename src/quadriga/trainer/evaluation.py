@@ -53,6 +53,7 @@ from quadriga.protocol import DataProto, fields
 from quadriga.rewards import RewardManager
 from quadriga.rewards.functions import SCORED, Outcome
 from quadriga.rollout import ROLLOUTS, rollout_of
+from quadriga.streams.replicas import FROM_FOLDER, ReplicatedRollout, start_replicas
 from quadriga.trainer import stages
 from quadriga.trainer.checkpoints import changed_inputs, contents_digest
 from quadriga.trainer.checks.data import check_generation_data, check_images_supported
@@ -63,7 +64,6 @@ from quadriga.trainer.checks.settings import (
 )
 from quadriga.trainer.ingredients import image_rules
 from quadriga.trainer.preflight import check_files, check_reward, require_model_path
-from quadriga.streams.replicas import FROM_FOLDER, ReplicatedRollout, start_replicas
 from quadriga.trainer.roles.registry import Role
 from quadriga.trainer.roles.workers import threads_per_rank
 from quadriga.trainer.validation import (

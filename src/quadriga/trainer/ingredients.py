@@ -67,7 +67,8 @@ def load_ingredients(config: TrainConfig, reward: BatchReward | None = None) -> 
     images = image_rules(model, data.image_key)
     train = load_prompts(data.train_files, data, tokenizer, images)
     # Dynamic sampling concatenates the batches of several draws.
-    train.same_width = config.algorithm.filter_groups.enable
+    joined = config.algorithm.filter_groups.enable or config.trainer.max_staleness > 0
+    train.same_width = joined
     datasets, val_loader, sampler = [train], None, None
     if data.val_files:
         val = load_prompts(data.val_files, data, tokenizer, images)

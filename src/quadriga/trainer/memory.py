@@ -459,7 +459,12 @@ def _train_generation(config: TrainConfig, ranks: int, device_type: str) -> Engi
     """Return the memory of the batch that needs most: of training or of validation."""
     policy, data = config.actor_rollout_ref, config.data
     rollout, limit = policy.rollout, device_limit(config.trainer, device_type)
+    prompt, response = data.max_prompt_length, data.max_response_length
     batches = [(batch_plan(config).sequences, rollout.n, rollout.sampling)]
+    if staleness := config.trainer.max_staleness:
+        # The rows of several steps are on their way. One that goes on is a prompt of its own.
+        batches = [(batches[0][0] * (staleness + 1), 1, rollout.sampling)]
+        prompt, response = prompt + response - 1, min(response, rollout.slice_tokens)
     if data.val_files:
         rows = data.val_batch_size * rollout.val_n
         batches.append((rows, rollout.val_n, rollout.val_sampling))
@@ -467,8 +472,8 @@ def _train_generation(config: TrainConfig, ranks: int, device_type: str) -> Engi
     for rows, samples, sampling in batches:
         count = rollout.rows_at_once(rows, ranks)
         use = GenerationUse(
-            count, math.ceil(count / samples), data.max_prompt_length, data.max_response_length,
-            sampling, device_type, limit[0] if limit else None,
+            count, math.ceil(count / samples), prompt, response, sampling, device_type,
+            limit[0] if limit else None,
         )  # fmt: skip
         found.append(rollout_of(rollout).memory(policy.model, use))
     return max(found, key=lambda memory: memory.peak("generate"))

@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING
 from quadriga.algorithms.kl import make_kl_controller
 from quadriga.checkpoint.folders import ControllerState, Resumed
 from quadriga.config.paths import absolute_paths
+from quadriga.config.role_ranks import has_replicas
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import MismatchError
 from quadriga.parallel.balancing import Balance
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.rollout import REFERENCE
-from quadriga.streams.replicas import Replicas
 from quadriga.trainer import stages
 from quadriga.trainer.checkpoints import Checkpointing
 from quadriga.trainer.checks.settings import refuse, run_length_problems
@@ -115,7 +115,7 @@ class RayPPOTrainer:
         self.checkpoints = Checkpointing(config, self.ingredients.train_loader, self.given)
         self.stop = self.checkpoints.stop
         self._groups: PPOGroups | None = None
-        self._sampler: Sampler | None = None
+        self._sampler: Sampler | StreamedSampler | None = None
 
     @property
     def total_steps(self) -> int:
@@ -154,7 +154,7 @@ class RayPPOTrainer:
             validator = self.make_validator(groups, record)
             due = resumed is None and self.config.trainer.val_before_train
             validator.run(step=0, due=due)
-            sampler = self._sampler = self.make_sampler(groups, runner)
+            sampler = self._sampler = self.make_sampler(groups, runner, resumed)
             balance = self.balance_of(groups)
             for prompts in self.schedule():
                 with record.span("step"):
@@ -285,15 +285,21 @@ class RayPPOTrainer:
             runner=StageRunner(added, groups.added, record, prefix="val/"),
         )
 
-    def make_sampler(self, groups: PPOGroups, runner: StageRunner) -> Sampler:
+    def make_sampler(
+        self, groups: PPOGroups, runner: StageRunner, resumed: Resumed | None = None
+    ) -> Sampler | StreamedSampler:
         """Return the sampler of the run."""
-        given = self.config, groups.generator, self.training_reward(), self.stream, runner
+        given = self.training_reward(), self.stream, runner
         if not self.config.trainer.max_staleness:
-            return Sampler(*given)
-        replicas = groups.replicas or Replicas(lambda _: groups.rollout, 1)
-        return StreamedSampler(
-            *given, replicas=replicas, total_steps=self.total_steps, beside=bool(groups.replicas)
-        )
+            return Sampler(self.config, groups.generator, *given)
+        apart = has_replicas(self.placed)
+        sampler = StreamedSampler(
+            self.config, groups.replicas, *given, self.total_steps,
+            apart, beside=apart and self.config.trainer.backend != "local",
+        )  # fmt: skip
+        if resumed is not None and not resumed.data_changed:
+            sampler.load(resumed.folder, resumed.state.step)
+        return sampler
 
     def training_reward(self) -> BatchReward:
         """Return the reward of a training step: the rules, with the reward model if enabled."""
@@ -306,7 +312,8 @@ class RayPPOTrainer:
         self, groups: PPOGroups, folder: Path, state: ControllerState, max_to_keep: int | None
     ) -> None:
         """Write a checkpoint of every role that learns, and of the controller."""
-        save_roles(folder, state, max_to_keep, groups.saved)
+        more = self._sampler.save if isinstance(self._sampler, StreamedSampler) else None
+        save_roles(folder, state, max_to_keep, groups.saved, more)
 
     def resume(self, groups: PPOGroups) -> Resumed | None:
         """Load the checkpoint that `trainer.resume_mode` names, if there is one, and return it.

@@ -356,12 +356,13 @@ def correct_mismatch(
     rollout = batch.batch[fields.ROLLOUT_LOG_PROBS]
     mask = batch.batch[fields.RESPONSE_MASK]
     metrics = mismatch_metrics(old, rollout, mask, bound=bound)
-    if config.level != "none":
+    level = config.level or "none"
+    if level != "none":
         correction = importance_correction(
             old,
             rollout,
             mask,
-            level=config.level,
+            level=level,
             mode=config.mode,
             upper=config.upper,
             lower=config.lower,

@@ -4,8 +4,8 @@
 
 On ranks of their own, the replicas of the rollout generate in a thread of the controller, and
 responses are scored in another one as soon as their prompt group is complete. On the ranks of the
-actor they generate while a step draws its batch; groups that are not complete then go on in the
-next step, with newer weights.
+actor, and on the local backend, they generate while a step draws its batch; groups that are not
+complete then go on in the next step, with newer weights.
 
 waits for     complete prompt groups of the step, which `StalenessBound.choose` names
 unblocked by  the end of calls to the replicas and of scoring; an error of either is raised here
@@ -14,7 +14,7 @@ unblocked by  the end of calls to the replicas and of scoring; an error of eithe
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,37 +23,52 @@ import numpy as np
 
 from quadriga.checkpoint.files import SavedFile, digest_file
 from quadriga.config.schema import TrainConfig
-from quadriga.errors import QuadrigaError
-from quadriga.protocol import DataProto, fields
-from quadriga.streams.generation import SlicedGeneration
+from quadriga.errors import CheckpointError
+from quadriga.protocol import DataProto
+from quadriga.streams.generation import Members, SlicedGeneration
 from quadriga.streams.queue import PromptGroup, PromptQueue
 from quadriga.streams.replicas import Replicas
 from quadriga.streams.staleness import StalenessBound
+from quadriga.trainer.dataflow import EXPAND_PROMPTS, SCORE
 from quadriga.trainer.record import Metrics, StageResult
 from quadriga.trainer.stages import (
-    Sampler,
+    BatchReward,
+    StageRunner,
     expand_prompts,
     generation_inputs,
     merged,
     score_responses,
 )
+from quadriga.workers.method_fields import GENERATE_SEQUENCES
 
 FOLDER = "stream"
 """The folder of a checkpoint with the prompt groups on their way."""
+_PROMPTS, _ENDED, _BEGUN, _READY = (
+    f"{name}.batch" for name in ("prompts", "ended", "begun", "ready")
+)
 
 
-@dataclass(eq=False, kw_only=True)
-class StreamedSampler(Sampler):
+@dataclass(eq=False)
+class StreamedSampler:
     """Draws the batch of a step from prompt groups that are generated meanwhile.
 
     Args:
         replicas: of the rollout.
+        reward: scores a batch.
+        stream: batches of prompts without end; the first step draws more of them.
+        runner: runs the stages.
         total_steps: of the run; its last steps begin no more prompts.
-        beside: the replicas have ranks of their own, and generate while the actor is trained.
+        apart: the replicas have ranks of their own, and one may be lost.
+        beside: they generate in a thread, while the actor is trained.
     """
 
+    config: TrainConfig
     replicas: Replicas
+    reward: BatchReward
+    stream: Iterator[DataProto]
+    runner: StageRunner
     total_steps: int
+    apart: bool
     beside: bool
     queue: PromptQueue = field(init=False)
 
@@ -68,11 +83,15 @@ class StreamedSampler(Sampler):
             generation_inputs,
             slice_tokens=rollout.slice_tokens,
             response_tokens=data.max_response_length,
-            rows=min(rollout.micro_batch_size, share) if self.beside else share,
-            loses=self.beside,
+            rows=min(rollout.micro_batch_size, share) if self.apart else share,
+            loses=self.apart,
         )
+        # Stages of added roles are run by the thread of the loop, on whole batches.
+        early = EXPAND_PROMPTS.name, GENERATE_SEQUENCES.name, SCORE
+        self._roles_score = any(placed.stage.neighbour in early for placed in self.runner.added)
+        self._n = rollout.n
         self._drawn = 0  # batches of prompts
-        self._scoring: list[PromptGroup] = []
+        self._scoring: dict[PromptGroup, DataProto] = {}  # groups whose scores are awaited
         self._metrics: list[Metrics] = []  # of the scores since the last step
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -88,26 +107,32 @@ class StreamedSampler(Sampler):
         """
         with self._changed:
             self.queue.ended = step - 1
-            while prompts is not None and self._drawn < self.total_steps:
-                self.queue.add(self._groups(prompts))
-                first = len(self.queue.groups) < self.queue.bound.most
-                prompts = next(self.stream) if first and self._drawn < self.total_steps else None
+            self._begin(prompts)
+            while self._drawn < self.total_steps and not self.queue.full:
+                self._begin(next(self.stream))
             self._changed.notify_all()
         taken = self._taken_meanwhile() if self.beside else self._taken()
         batch = DataProto.concat([group.batch for group in taken if group.batch is not None])
         scores, self._metrics = self._metrics, []
-        return StageResult(batch, {**merged(*scores), **self._staleness(batch, taken)})
+        if self._roles_score:
+            batch = self.runner.beside("after", GENERATE_SEQUENCES.name, batch)
+            batch, metrics = self.runner.result(score_responses, batch, self.reward)
+            scores.append(metrics)
+        return StageResult(batch, {**merged(*scores), **self._staleness(taken)})
 
-    def _groups(self, prompts: DataProto) -> list[PromptGroup]:
-        """Return the groups of a batch of prompts, with the seeds that a step would give them."""
+    def _begin(self, prompts: DataProto) -> None:
+        """Add the groups of a batch of prompts, with the seeds that a step would give them."""
+        if self._drawn == self.total_steps:
+            return  # no step is left that could train them
         self._drawn += 1
-        n, seed = self.config.actor_rollout_ref.rollout.n, self.config.trainer.seed
-        rows = self.runner.result(expand_prompts, prompts, n=n, step=self._drawn, seed=seed).batch
-        first = (self._drawn - 1) * len(prompts)
-        groups = rows.split(n)
-        return [PromptGroup(first + i, group) for i, group in enumerate(groups)]
+        seed, step = self.config.trainer.seed, self._drawn
+        rows = self.runner.result(expand_prompts, prompts, n=self._n, step=step, seed=seed).batch
+        rows = self.runner.beside("before", GENERATE_SEQUENCES.name, rows)
+        first = (step - 1) * len(prompts)
+        groups = enumerate(rows.split(self._n), first)
+        self.queue.add([PromptGroup(number, own) for number, own in groups])
 
-    def _staleness(self, batch: DataProto, taken: Sequence[PromptGroup]) -> Metrics:
+    def _staleness(self, taken: Sequence[PromptGroup]) -> Metrics:
         """Measure how old the groups of a step are."""
         ages = np.array([self.queue.ended - (group.started or 0) for group in taken])
         shares = {
@@ -131,20 +156,19 @@ class StreamedSampler(Sampler):
             self.generation.submit()
             ended = self.generation.wait()
             assert ended is not None, "a group that must be trained is on its way"
-            self._score(self.generation.keep(ended))
+            self._score(_batches(self.generation.keep(ended)))
         return taken
 
-    def _score(self, groups: Sequence[PromptGroup]) -> None:
+    def _score(self, complete: Mapping[PromptGroup, DataProto]) -> None:
         """Score complete groups in one call of the reward function."""
-        complete = [(group, group.batch) for group in groups if group.batch is not None]
-        if not complete:
-            return
-        whole = DataProto.concat([batch for _, batch in complete])
-        batch, metrics = self.runner.result(score_responses, whole, self.reward)
-        with self._changed:
+        parts = list(complete.values())
+        if parts and not self._roles_score:
+            whole = DataProto.concat(parts)
+            batch, metrics = self.runner.result(score_responses, whole, self.reward)
             self._metrics.append(metrics)
             parts = batch.split(len(batch) // len(complete))
-            for (group, before), scored in zip(complete, parts, strict=True):
+        with self._changed:
+            for (group, before), scored in zip(complete.items(), parts, strict=True):
                 if group.batch is before:  # otherwise its replica was lost meanwhile
                     group.batch = scored
                     self.queue.ready(group)
@@ -159,6 +183,7 @@ class StreamedSampler(Sampler):
                 self._threads.append(thread)
                 thread.start()
         with self._changed:
+            self.generation.reclaim()
             while (taken := self.queue.take()) is None:
                 self._raise()
                 self._changed.wait()
@@ -189,19 +214,19 @@ class StreamedSampler(Sampler):
             ended = self.generation.wait()
             with self._changed:
                 if ended is not None and not self._closed:
-                    complete = self.generation.keep(ended)
-                    self._scoring += complete
+                    self._scoring |= _batches(self.generation.keep(ended))
                 self._changed.notify_all()
 
     def _score_complete(self) -> None:
         while not self._closed:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._scoring)
-                groups = list(self._scoring)
-            if groups:
-                self._score(groups)
+                complete = dict(self._scoring)
+            self._score(complete)
             with self._changed:
-                self._scoring = self._scoring[len(groups) :]
+                for group, batch in complete.items():
+                    if self._scoring[group] is batch:  # otherwise it is complete again
+                        del self._scoring[group]
                 self._changed.notify_all()
 
     @contextmanager
@@ -209,7 +234,9 @@ class StreamedSampler(Sampler):
         """Within the block no replica is called, and no response is scored."""
         with self._changed:
             self._pauses += 1
-            self._changed.wait_for(lambda: self._error or not (self.generation.busy or self._scoring))
+            self._changed.wait_for(
+                lambda: self._error or not (self.generation.busy or self._scoring)
+            )
             self._raise()
         try:
             yield
@@ -218,8 +245,92 @@ class StreamedSampler(Sampler):
                 self._pauses -= 1
                 self._changed.notify_all()
 
+    # Checkpoints
+
+    def save(self, checkpoint: Path) -> list[SavedFile]:
+        """Write the prompt groups on their way, with their responses so far, to a checkpoint.
+
+        The caller has paused the generation.
+        """
+        groups = list(self.queue.groups.values())
+        first = {group.number: i * self._n for i, group in enumerate(groups)}
+        members, begun = self.generation.paused_rows()
+        ready = self.queue.complete
+        ended = [(g, *answer) for g in groups if g not in ready for answer in g.answers]
+        parts = {
+            _PROMPTS: [group.prompts for group in groups],
+            _ENDED: [answers for _, _, answers in ended],
+            _BEGUN: begun,
+            _READY: [group.batch for group in ready if group.batch is not None],
+        }
+        meta: dict[str, dict[str, object]] = {
+            _PROMPTS: {
+                "drawn": self._drawn,
+                "numbers": list(first),
+                "started": [group.started for group in groups],
+            },
+            _ENDED: {"rows": [first[g.number] + int(row) for g, rows, _ in ended for row in rows]},
+            _BEGUN: {"rows": [first[g.number] + int(row) for g, rows in members for row in rows]},
+            _READY: {"rows": [first[g.number] + row for g in ready for row in range(self._n)]},
+        }
+        (checkpoint / FOLDER).mkdir()
+        files = []
+        for name, batches in parts.items():
+            if batches:
+                path = checkpoint / FOLDER / name
+                batch = DataProto.concat(batches)
+                batch.meta_info = meta[name]
+                batch.save_to_disk(path)
+                files.append(SavedFile(path.name, path.stat().st_size, digest_file(path)))
+        return [file.under(FOLDER) for file in files]
+
+    def load(self, checkpoint: Path, step: int) -> None:
+        """Continue with the prompt groups that were on their way at the end of a step.
+
+        Raises:
+            CheckpointError: they have another number of responses.
+        """
+        self._drawn = self.queue.ended = step
+        files = {name: checkpoint / FOLDER / name for name in (_PROMPTS, _ENDED, _BEGUN, _READY)}
+        saved = {n: DataProto.load_from_disk(path) for n, path in files.items() if path.exists()}
+        if _PROMPTS not in saved:  # no group was
+            return
+        meta = {name: batch.meta_info for name, batch in saved.items()}
+        for batch in saved.values():
+            batch.meta_info = {}
+        numbers, prompts = meta[_PROMPTS]["numbers"], saved[_PROMPTS]
+        self._drawn = meta[_PROMPTS]["drawn"]
+        if len(prompts) != self._n * len(numbers):
+            raise CheckpointError(
+                f"{checkpoint} has prompts on their way with {len(prompts) // len(numbers)} "
+                f"responses each, but actor_rollout_ref.rollout.n={self._n}; resume with the same "
+                "number",
+                path=str(checkpoint),
+            )
+        groups = list(map(PromptGroup, numbers, prompts.split(self._n), meta[_PROMPTS]["started"]))
+        self.queue.add(groups)
+        members, tokens = Members(), []
+        for name in set(saved) - {_PROMPTS}:
+            rows = np.array(meta[name]["rows"])
+            for i in dict.fromkeys((rows // self._n).tolist()):  # in the order of the rows
+                places = np.flatnonzero(rows // self._n == i)
+                group, own = groups[i], saved[name].select_idxs(places)
+                if name == _READY:
+                    group.batch = own
+                    self.queue.ready(group)
+                elif name == _ENDED:
+                    group.end(rows[places] % self._n, own)
+                else:
+                    members.append((group, rows[places] % self._n))
+                    tokens.append(own)
+        self.generation.go_on(members, tokens)
+
     def close(self) -> None:
         """End the threads. A call that a replica still computes is not waited for."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+
+def _batches(groups: Iterable[PromptGroup]) -> dict[PromptGroup, DataProto]:
+    return {group: group.batch for group in groups if group.batch is not None}

@@ -22,7 +22,6 @@ from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import RunConfig, TrainConfig
 from quadriga.errors import CheckpointError, QuadrigaError, RolloutOutputError
 from quadriga.protocol import DataProto, DataProtoFuture, fields
-from quadriga.trainer.checkpoints import check_states, unchanged_handlers
 from quadriga.streams.replicas import (
     ReplicaLink,
     Replicas,
@@ -30,6 +29,7 @@ from quadriga.streams.replicas import (
     are_replicas,
     start_replicas,
 )
+from quadriga.trainer.checkpoints import check_states, unchanged_handlers
 from quadriga.trainer.roles.registry import ResourcePoolManager, Role, added_roles
 from quadriga.trainer.roles.workers import (
     CRITIC,
@@ -180,8 +180,8 @@ class PPOGroups(StartedGroups):
     `ref` is None if no stage reads `ref_log_prob`, `critic` is None if no stage reads `values`,
     `reward_model` is None unless it is enabled,
     `turns` is None unless the engines of the policy take turns in device memory, and `link` is None
-    unless actor and rollout are in different processes; `replicas` are those of the rollout, if it
-    has any. `actor_version` returns the version of the
+    unless actor and rollout are in different processes; `replicas` are those of the rollout, one
+    if all its ranks are one group. `actor_version` returns the version of the
     actor's weights; None if the worker class of the actor has no such method. `added` has the
     groups of added roles by their keys.
     """
@@ -193,7 +193,7 @@ class PPOGroups(StartedGroups):
     reward_model: RewardModelGroup | None
     turns: TurnTakingGroup | None
     link: WeightLink | ReplicaLink | None
-    replicas: Replicas | None = None
+    replicas: Replicas
     actor_version: Callable[[], int] | None = None
     added: Mapping[str, WorkerGroup] = field(default_factory=dict)
 
@@ -255,8 +255,10 @@ def save_roles(
     state: ControllerState,
     max_to_keep: int | None,
     groups: Mapping[str, TrainedGroup | WorkerGroup],
+    save_more: Callable[[Path], list[SavedFile]] | None = None,
 ) -> None:
     """Save groups, by the names of their roles, and the controller's state as one checkpoint.
+    `save_more` writes other files into its folder, and returns them.
 
     The checkpoint becomes visible by one rename at the end: a run that is killed before that leaves
     the earlier checkpoints, and no incomplete one.
@@ -273,6 +275,7 @@ def save_roles(
             (partial / role).mkdir()
             written = group.save_checkpoint(str(partial / role), state.step)
             files += reported_files(role, written)
+        files += save_more(partial) if save_more else []
         commit_checkpoint(partial, files, asdict(state))
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -385,7 +388,7 @@ def _ppo_groups(
         reward_model=view_of[REWARD_MODEL] if has_reward_model(config) else None,
         turns=actor if settings.take_turns else None,
         link=link,
-        replicas=replicas,
+        replicas=replicas or Replicas(lambda _: view_of["rollout"], 1),
         actor_version=getattr(actor, ACTOR_VERSION, None),
         added={added.key: view_of[added.key] for added in added_roles(config)},
     )

@@ -587,7 +587,8 @@ def _staleness(config: TrainConfig) -> Problems:
     if not config.trainer.max_staleness:
         return
     if not rollout_of(rollout).continues:
-        yield STALENESS, f"needs an engine that continues responses; {ROLLOUT}.name={rollout.name} does not"
+        name = f"{ROLLOUT}.name={rollout.name}"
+        yield STALENESS, f"needs an engine that can continue a response, and {name} cannot"
     if ADVANTAGES[algorithm.adv_estimator].needs_baseline_scores:
         name = f"algorithm.adv_estimator={algorithm.adv_estimator}"
         yield STALENESS, f"is not built for the greedy responses of {name}; set it to 0"

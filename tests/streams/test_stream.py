@@ -1,0 +1,166 @@
+"""Prompt groups that are generated while the policy is trained: none is lost, too old or mixed."""
+
+from __future__ import annotations
+
+import random
+from contextlib import closing
+
+import pytest
+
+from conftest import COLUMNS, length_of, sampler, score
+from quadriga.errors import CheckpointError, WorkerDiedError
+from quadriga.protocol import DataProto, fields
+from quadriga.streams.staleness import StalenessBound
+from quadriga.trainer.streaming import StreamedSampler
+
+
+class TestStalenessBound:
+    BOUND = StalenessBound(groups=2, steps=1)
+
+    @pytest.mark.parametrize(
+        ("ended", "started", "complete", "chosen"),
+        [
+            (0, "A0 B0 C0 D0", "A C D", "A C"),
+            (1, "B0 D0 E1 F1", "B D E", "B D"),  # of age 1: both must be trained
+            (1, "B0 D0 E1 F1", "D E F", None),  # waits for B
+            (2, "E1 F1 G2 H2", "E G H", None),  # waits for F
+            (2, "E1 G2 H2", "G H E", "E G"),  # E must be, and G was complete first
+            (0, "A0 B0", "B A", "A B"),
+            (0, "A0 B0", "B", None),
+        ],
+    )
+    def test_the_groups_of_a_step(self, ended, started, complete, chosen):
+        at = {ord(name): int(step) for name, step in started.split()}
+        found = self.BOUND.choose(ended, at, [ord(name) for name in complete.split()])
+        assert (found and [chr(number) for number in found]) == (chosen and chosen.split())
+
+    def test_without_staleness_a_step_trains_its_own_groups(self):
+        bound = StalenessBound(3, 0)
+        assert bound.most == 3
+        assert bound.choose(5, {7: 5, 8: 5, 9: 5}, [9, 7]) is None
+        assert bound.choose(5, {7: 5, 8: 5, 9: 5}, [9, 7, 8]) == [7, 8, 9]
+
+
+def trained(ours: StreamedSampler, first: int = 1, last: int | None = None) -> list[DataProto]:
+    """The batches of some steps. A weight sync ends each step."""
+    found = []
+    for step in range(first, (last or ours.total_steps) + 1):
+        found.append(ours.draw(next(ours.stream), step).batch)
+        with ours.paused():
+            for replica in ours.replicas.all:
+                replica.group.version = step
+            ours.replicas.restart_lost()
+            for replica in ours.replicas.all:
+                replica.group.version = step
+    return found
+
+
+def check(ours: StreamedSampler, found: list[DataProto], staleness: int) -> None:
+    """Every prompt of the run is trained once, whole, and by weights that are new enough."""
+    n = ours.config.actor_rollout_ref.rollout.n
+    uids = [uid for batch in found for uid in batch.non_tensor_batch[fields.UID]]
+    size = ours.config.data.train_batch_size
+    expected = {f"{s}-0-{i}" for s in range(1, len(found) + 1) for i in range(size)}
+    assert set(uids) == expected and len(uids) == n * len(expected)
+    for step, batch in enumerate(found, start=1):
+        mask, ids = batch.batch[fields.RESPONSE_MASK], batch.batch[fields.RESPONSES]
+        versions = batch.batch[fields.TOKEN_VERSIONS]
+        for row in range(len(batch)):
+            length, first = int(mask[row].sum()), int(ids[row, 0])
+            assert length == length_of(first), "the seed is the first token"
+            assert ids[row, :length].tolist() == list(range(first, first + length))
+            own = versions[row, :length].tolist()
+            assert own == sorted(own) and own[-1] <= step - 1
+            assert own[0] >= step - 1 - staleness, "too old"
+        groups = batch.non_tensor_batch[fields.UID].reshape(-1, n)
+        assert (groups == groups[:, :1]).all(), "the rows of a prompt are neighbours"
+        scores = batch.batch[fields.TOKEN_LEVEL_SCORES].sum(-1)
+        assert scores.tolist() == mask.sum(-1).tolist()
+
+
+CASES = [
+    {"staleness": 1}, {"staleness": 3, "replicas": 3}, {"staleness": 2, "prompts": 1, "n": 1},
+    {"staleness": 1, "beside": False}, {"staleness": 4, "beside": False, "slice_tokens": 1},
+    {"staleness": 2, "slice_tokens": COLUMNS},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_every_prompt_is_trained_once_and_in_time(case, seed):
+    with closing(sampler(random.Random(seed), steps=8, **case)) as ours:
+        check(ours, trained(ours), case["staleness"])
+    assert not ours.queue.groups and not ours.generation.busy
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_groups_of_a_lost_replica_begin_again(seed):
+    with closing(sampler(random.Random(seed), steps=8, replicas=3, dies=0.2)) as ours:
+        check(ours, trained(ours), 1)
+    assert sum(replica.starts for replica in ours.replicas.all) > 3
+
+
+def test_scores_of_groups_that_were_lost_meanwhile_do_not_count():
+    lost = []
+
+    def loses_the_replica(data):
+        with ours._changed:
+            homes = [group.home for group in ours.queue.groups.values() if group.batch is not None]
+            if not lost:
+                lost.extend(homes[:1])
+                ours.replicas.lose(homes[0], WorkerDiedError("the process of rank 0 ended"))
+                ours.generation.reclaim()
+        return score(data)
+
+    with closing(sampler(random.Random(0), steps=8)) as ours:
+        ours.reward = loses_the_replica
+        check(ours, trained(ours), 1)
+    assert lost and ours.queue.restarted
+
+
+def test_the_loss_of_the_ranks_of_the_actor_ends_the_run():
+    ours = sampler(random.Random(0), beside=False)
+    ours.replicas.all[0].group.dies = 1.0
+    with pytest.raises(WorkerDiedError, match="the process of rollout rank 0 ended"):
+        ours.draw(next(ours.stream), 1)
+
+
+def test_an_error_of_the_reward_ends_the_wait():
+    def fails(data):
+        raise ZeroDivisionError("in the reward")
+
+    with closing(sampler(random.Random(0))) as ours:
+        ours.reward = fails
+        with pytest.raises(ZeroDivisionError, match="in the reward"):
+            ours.draw(next(ours.stream), 1)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_a_resumed_stream_has_every_group_and_every_token(beside, at, tmp_path):
+    first = sampler(random.Random(at), steps=6, staleness=2, beside=beside, slice_tokens=1)
+    with closing(first):
+        before = trained(first, last=at)
+        with first.paused():
+            files = first.save(tmp_path)
+    assert {file.name.split("/")[0] for file in files} == {"stream"}
+    second = sampler(random.Random(9), steps=6, staleness=2, beside=beside, slice_tokens=1)
+    with closing(second):
+        second.load(tmp_path, at)
+        for replica in second.replicas.all:
+            replica.group.version = at
+        for _ in range(second._drawn):
+            next(second.stream)
+        asked = second.generation.paused_rows()[0]
+        check(second, before + trained(second, first=at + 1), 2)
+    if not beside and at == 1:
+        assert asked, "responses were paused when the checkpoint was saved"
+
+
+def test_another_number_of_responses_cannot_continue_a_stream(tmp_path):
+    with closing(sampler(random.Random(0))) as ours:
+        trained(ours, last=1)
+        with ours.paused():
+            ours.save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"2 responses each, but .*rollout\.n=4"):
+        sampler(random.Random(0), n=4).load(tmp_path, 1)

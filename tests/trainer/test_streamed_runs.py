@@ -1,0 +1,58 @@
+"""Runs with `trainer.max_staleness`: resumed to the bit, on ranks of their own, and refused."""
+
+from __future__ import annotations
+
+import pytest
+from run_cases import assert_equal_tensors, metrics_of_run, timeless
+
+from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
+from quadriga.errors import CheckpointError, ConfigError
+from quadriga.trainer.checks.settings import check_train_settings
+
+STREAMED = ["trainer.max_staleness=1", "actor_rollout_ref.rollout.slice_tokens=5"]
+APART = ["trainer.n_gpus_per_node=2", "placement.actor=[0]", "placement.rollout=[1]"]
+NO_VALIDATION = "data.val_files=[]"
+ENDS = "actor_rollout_ref.rollout.sampling.stop_token_ids=[3,4,5,6,7,8,9,10]"
+
+
+def test_a_run_is_resumed_to_the_bit(train_overrides, tmp_path):
+    common = [*train_overrides, *STREAMED, ENDS, NO_VALIDATION, "trainer.total_training_steps=4"]
+    whole = metrics_of_run([*common, "trainer.save_freq=1", "trainer.max_ckpt_to_keep=null"])
+    first = tmp_path / "run"
+    middle = first / "checkpoints/global_step_1"
+    assert {file.name for file in (middle / "stream").iterdir()} > {"prompts.batch"}
+    run = f"trainer.default_local_dir={tmp_path / 'resumed'}"
+    resumed = metrics_of_run([*common, run, f"trainer.resume_mode={middle}"])
+    assert timeless(resumed) == timeless(whole)[1:]
+    assert_equal_tensors(tmp_path / "resumed/model", first / "model")
+    ages = [row["staleness/max"] for row in whole]
+    assert max(ages) == 1 and whole[-1]["stream/started"] == whole[-1]["stream/waiting"] == 0
+    assert "mismatch/is_weight_mean" in whole[0], "old responses are corrected by default"
+    with pytest.raises(CheckpointError, match=r"max_staleness=0 is too low; resume with 1 or more"):
+        metrics_of_run([*common, run, "trainer.max_staleness=0", "trainer.resume_mode=auto"])
+
+
+def test_a_rollout_of_its_own_generates_meanwhile(train_overrides):
+    given = [*STREAMED, *APART, NO_VALIDATION, "trainer.total_training_steps=3"]
+    rows = metrics_of_run([*train_overrides, *given])
+    assert [row["batch/sequences"] for row in rows] == [16.0] * 3
+    assert [row["staleness/max"] for row in rows] == [0.0, 1.0, 0.0]
+
+
+REFUSED = {
+    "algorithm.adv_estimator=remax": r"max_staleness=1 is not built for the greedy responses of",
+    "algorithm.filter_groups={enable: true, mode: refill}": r"mode=refill, .* set mode=mask",
+    "actor_rollout_ref.actor.old_log_probs_from_update=true": r"old_log_probs_from_update=true "
+    r"needs responses of the current weights, but trainer.max_staleness=1",
+    "placement.ref=[1]": r"max_staleness=1 needs ranks on which only the rollout runs, .* of ref",
+    "actor_rollout_ref.rollout.weight_transport=collective": r"but trainer.max_staleness=1; set",
+}
+
+
+@pytest.mark.parametrize(("setting", "message"), REFUSED.items(), ids=REFUSED)
+def test_what_cannot_be_streamed_is_refused(setting, message):
+    apart = [*APART, "algorithm.use_kl_in_reward=true", "actor_rollout_ref.model.path=some"]
+    given = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", *STREAMED, *apart]
+    with pytest.raises(ConfigError, match=message):
+        check_train_settings(load_config(TrainConfig, [*given, setting]))
