@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from conftest import COLUMNS, length_of, sampler, score
+from stream_cases import COLUMNS, length_of, sampler, score
 from quadriga.errors import CheckpointError, WorkerDiedError
 from quadriga.protocol import DataProto, fields
 from quadriga.streams.staleness import StalenessBound
