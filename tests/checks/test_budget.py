@@ -12,13 +12,18 @@ import pytest
 from figures import code_lines
 from source_tree import ROOT, SourceFile, all_python_files
 
-STAGES = ("the lighter house", "the specification in verl's spelling", "what the attack broke")
+STAGES = (
+    "the lighter house",
+    "the specification in verl's spelling",
+    "what the attack broke",
+    "streams",
+)
 """The rows of the page that are in force: the first one, and those that have added to it."""
 
 PAGE = ROOT.parent / "shared/BUDGET.md"
 LINES, FILES = "code lines of the package", "files of the package"
 CORE, TESTS = "code lines without compat/verl", "code lines of the tests"
-LIMITS = {LINES: 42_600, FILES: 332}
+LIMITS = {LINES: 44_100, FILES: 342}
 HOUSE = {LINES: 42_000, CORE: 38_000, TESTS: 36_000}
 """What was allowed when the house was light. Later lines may be in the core, and have 0.8 lines of
 tests each."""

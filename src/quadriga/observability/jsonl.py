@@ -135,7 +135,8 @@ _NON_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 @dataclass(frozen=True)
 class Sample:
-    """One response. `reward` is the sum over its tokens; `split` is "train" or "val"."""
+    """One response. `reward` is the sum over its tokens; `split` is "train" or "val".
+    `weight_versions`: with `trainer.max_staleness`, (version, tokens that it sampled) in order."""
 
     step: int
     split: str
@@ -145,6 +146,7 @@ class Sample:
     ground_truth: object = None
     data_source: str | None = None
     response_tokens: int | None = None
+    weight_versions: list[tuple[int, int]] | None = None
 
 
 def read_samples(path: str | Path) -> list[Sample]:

@@ -105,7 +105,7 @@ ESTIMATE_ADVANTAGES = StageFields(
 LOG_UPDATE = StageFields("log_update", reads=(fields.PARTIALS,))
 LOG_SAMPLES = StageFields(
     "log_samples", reads=(fields.RESPONSES, _MASK, _SCORES, fields.RAW_PROMPT),
-    reads_if_present=(fields.REWARD_MODEL, fields.DATA_SOURCE),
+    reads_if_present=(fields.REWARD_MODEL, fields.DATA_SOURCE, fields.TOKEN_VERSIONS),
 )
 # fmt: on
 

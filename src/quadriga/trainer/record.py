@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -265,6 +266,7 @@ def read_samples(
     rewards = tensors[fields.TOKEN_LEVEL_SCORES].sum(-1).tolist()
     responses, masks = tensors[fields.RESPONSES], tensors[fields.RESPONSE_MASK]
     truths = arrays[fields.REWARD_MODEL] if fields.REWARD_MODEL in arrays else [None] * len(batch)
+    versions = tensors[fields.TOKEN_VERSIONS] if fields.TOKEN_VERSIONS in tensors.keys() else None  # noqa: SIM118
     sources = arrays[fields.DATA_SOURCE] if fields.DATA_SOURCE in arrays else [None] * len(batch)
     for i, (ids, mask) in enumerate(zip(responses, masks, strict=True)):
         kept = ids[mask.bool()]
@@ -277,7 +279,13 @@ def read_samples(
             ground_truth=(truths[i] or {}).get("ground_truth"),
             data_source=sources[i],
             response_tokens=len(kept),
+            weight_versions=None if versions is None else _spans(versions[i][mask.bool()].tolist()),
         )
+
+
+def _spans(values: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (value, how often it follows itself): 2 2 2 3 → (2, 3) (3, 1)."""
+    return [(value, len(list(same))) for value, same in groupby(values)]
 
 
 def _prompt_text(messages: Sequence[Mapping[str, object]]) -> str:
