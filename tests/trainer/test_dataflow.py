@@ -22,7 +22,7 @@ from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.trainer.record import RunRecord
 from quadriga.trainer.stages import Sampler
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, SFTWorker
-from quadriga.workers.method_fields import CONTINUE_SEQUENCES, MODEL_INPUTS, UPDATE_SFT
+from quadriga.workers.method_fields import MODEL_INPUTS, UPDATE_SFT
 
 ACTOR = "actor_rollout_ref.actor"
 LOAD_IMAGES = StageFields("PromptLoader", writes=(fields.MULTI_MODAL_INPUTS,))
@@ -42,6 +42,7 @@ VARIANTS = {
     "gae, KL in the reward": ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true"],
     "KL over the vocabulary": [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full"],
     "remax": ["algorithm.adv_estimator=remax"],
+    "streamed": ["trainer.max_staleness=1"],
     "gdpo": ["algorithm.adv_estimator=gdpo", "algorithm.reward_components=[form,length]"],
     "clip_cov, corrected": [
         f"{ACTOR}.policy_loss.name=clip_cov", "algorithm.rollout_correction.level=token",
@@ -151,7 +152,7 @@ def all_stages() -> list[StageFields]:
     stages_ = [stage for flow in flows for stage in flow]
     # In a step the baselines are one stage with the branch that makes them; here it is taken apart.
     apart = [stage for stage in stages_ if stage.name != dataflow.ADD_BASELINES.name]
-    more = [LOAD_IMAGES, LOAD_DEMONSTRATIONS, UPDATE_SFT, CONTINUE_SEQUENCES]
+    more = [LOAD_IMAGES, LOAD_DEMONSTRATIONS, UPDATE_SFT]
     return [*apart, dataflow.ADD_BASELINES, *more]
 
 

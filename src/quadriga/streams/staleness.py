@@ -37,7 +37,7 @@ class StalenessBound:
     @property
     def most(self) -> int:
         """How many groups may be on their way before a step takes its own. Then no group can become
-        too old, whatever the order in which they end (AReaL, arXiv 2505.24298, eq. 3)."""
+        too old, whatever the order in which they end (AReaL, arXiv 2505.24298)."""
         return self.groups * (self.steps + 1)
 
     def choose(
