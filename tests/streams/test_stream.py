@@ -6,8 +6,8 @@ import random
 from contextlib import closing
 
 import pytest
-
 from stream_cases import COLUMNS, length_of, sampler, score
+
 from quadriga.errors import CheckpointError, WorkerDiedError
 from quadriga.protocol import DataProto, fields
 from quadriga.streams.staleness import StalenessBound
