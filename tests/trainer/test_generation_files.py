@@ -15,7 +15,8 @@ from quadriga.config.commands import GenerateConfig
 from quadriga.config.loading import load_config
 from quadriga.errors import ConfigError, InputError
 from quadriga.observability import jsonl
-from quadriga.trainer import evaluation as generation, replicas
+from quadriga.streams import replicas
+from quadriga.trainer import evaluation as generation
 from quadriga.trainer.evaluation import ResponseFile, run_generation
 
 
