@@ -16,6 +16,8 @@
     │   └── LostObjectError         a remote field is lost: its owner or its node has ended
     ├── DispatchError           the dispatch mode cannot split, send or collect a call
     │   ├── UnregisteredMethodError the worker has no registered method of this name
+    │   ├── TakenModeError          a mode of this name is registered already
+    │   ├── DirectCallError         the method is called on a worker, not through its group
     │   └── MeshError               a mesh is not registered, or is registered twice
     ├── WorkerError             a call failed in a worker
     │   ├── WorkerMethodError       the method raised; carries role, rank and the worker's traceback
@@ -37,8 +39,8 @@
         ├── NonFiniteError          NaN or infinity; names the tensor and the row
         └── GroupError              a prompt group is empty or of the wrong size
 
-`LengthError`, `FieldError`, `ConflictError` and `MeshError` are AssertionErrors too: verl checks
-the same by `assert`, and programs written for it catch that class.
+`LengthError`, `FieldError`, `ConflictError`, `MeshError` and `TakenModeError` are AssertionErrors
+too: verl checks the same by `assert`, and programs written for it catch that class.
 
 A message says what was expected, what was received, where, and what to do. Keyword arguments become
 attributes (`error.rank`). Errors are sent between processes, so every error can be pickled, and its
@@ -136,7 +138,7 @@ def unknown_name(
     return UnknownNameError(text, name=name, known=known, nearest=nearest)
 
 
-class PlacementError(InputError, RuntimeError):
+class PlacementError(InputError, RuntimeError, ValueError):
     """The cluster lacks resources. Attributes: `pool`, `wanted`, `available`."""
 
 
@@ -174,6 +176,14 @@ class DispatchError(QuadrigaError, ValueError):
 
 class UnregisteredMethodError(DispatchError, AttributeError):
     """The worker class has no registered method of this name. Attributes: `method`, `known`."""
+
+
+class TakenModeError(DispatchError, AssertionError):
+    """A dispatch or execute mode of this name is registered already. Attribute: `name`."""
+
+
+class DirectCallError(DispatchError, NotImplementedError):
+    """A method that is called on a worker was called through its group. Attribute: `method`."""
 
 
 class MeshError(DispatchError, AssertionError):

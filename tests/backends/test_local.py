@@ -7,10 +7,12 @@ import sys
 import threading
 
 import pytest
+import torch
 from worker_cases import Adder, Cases, Collective, Coroutines
 
 from group_fixtures import local_group as start
 from quadriga.backends import BACKENDS, get_backend, register_backend
+from quadriga.config.schema import ActorConfig, ActorRolloutRefConfig, EngineConfig
 from quadriga.errors import (
     CallTimeoutError,
     CollectiveError,
@@ -20,12 +22,29 @@ from quadriga.errors import (
     UnknownNameError,
     WorkerMethodError,
 )
+from quadriga.parallel.distributed import init_distributed
+from quadriga.parallel.model_ranks import model_ranks, shard_meshes
+from quadriga.workers import ActorRolloutRefWorker, RankRuntime
 
 
 def test_several_local_ranks_run_no_collectives():
     group = start(Collective, 2)
     with pytest.raises(CollectiveError, match="one local rank, or backend=ray"):
         group.connect()
+
+
+@pytest.mark.parametrize(
+    "degree",
+    ["tensor_parallel_size", "sequence_parallel_size", "context_parallel_size", "fsdp_size"],
+)
+def test_a_local_rank_does_not_compute_without_the_others(degree):
+    init_distributed()  # as a group of one rank has done in this process
+    engine = EngineConfig(**{degree: 2})
+    config = ActorRolloutRefConfig(actor=ActorConfig(engine=engine))
+    with pytest.raises(CollectiveError, match=r"the 2 ranks of a local group .* or backend=ray"):
+        start(ActorRolloutRefWorker, 2, config, "actor", RankRuntime(device="cpu"))
+    with pytest.raises(ConfigError, match=r"divide the 1 ranks of the worker group"):
+        model_ranks(engine, "cpu"), shard_meshes(engine, torch.device("cpu"))
 
 
 def test_one_local_rank_runs_collectives():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
-from quadriga.errors import ConfigError, DispatchError, ModelError
+from group_fixtures import local_group
+from quadriga.errors import ConfigError, DispatchError, ModelError, PlacementError
 
 
 def test_a_path_of_this_machine_needs_no_copy(tmp_path, monkeypatch):
@@ -14,8 +15,35 @@ def test_a_path_of_this_machine_needs_no_copy(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert copy_to_local("models/small", use_shm=False) == "models/small"
     assert copy_to_local("~/small") == f"{tmp_path}/small"
-    with pytest.raises(ModelError, match=r"'hdfs://a/b' is not on this machine\. Copy it to"):
+    with pytest.raises(ConfigError, match=r"hdfs://a/b is not on this machine: .* copy its files"):
         copy_to_local("hdfs://a/b")
+
+
+def test_an_error_is_of_the_class_that_verl_raises_too():
+    from verl.single_controller.base import Worker
+    from verl.single_controller.base.decorator import (
+        Dispatch,
+        dummy_direct_rollout_call,
+        register,
+        register_dispatch_mode,
+    )
+
+    from quadriga.single_controller.resource_pool import NodeResources, PoolNeeds, check_feasible
+
+    class Server(Worker):
+        @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
+        def chat(self): ...
+
+    group, pool = local_group(Server, 2), PoolNeeds("p", (8,), {"GPU": 1})
+    for builtin, own, call in (
+        (AssertionError, DispatchError, lambda: register_dispatch_mode("ONE_TO_ALL", len, len)),
+        (NotImplementedError, DispatchError, lambda: group.chat()),
+        (NotImplementedError, DispatchError, lambda: dummy_direct_rollout_call(group)),
+        (ValueError, PlacementError, lambda: check_feasible([pool], [NodeResources("n", {})])),
+    ):
+        with pytest.raises(builtin) as caught:
+            call()
+        assert isinstance(caught.value, own)
 
 
 @pytest.fixture

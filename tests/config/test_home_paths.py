@@ -1,4 +1,4 @@
-"""A `~` at the beginning of a path is the home folder, in every setting and for every reader."""
+"""Every path is of this machine, and a `~` at its beginning is the home folder for all readers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from quadriga.cli.main import COMMANDS, PLANNED
+from quadriga import models
+from quadriga.algorithms.user_files import load_user_file
+from quadriga.checkpoint import folders, shards
+from quadriga.checkpoint.hf_export import export_hf
+from quadriga.cli.main import COMMANDS, PLANNED, main
 from quadriga.config.commands import EvalConfig, SFTConfig
 from quadriga.config.convert import is_settings, walk_keys
 from quadriga.config.loading import load_config, to_yaml
-from quadriga.config.paths import PathSettings, absolute_paths, expand_home
+from quadriga.config.paths import PathSettings, absolute_paths, local_path
 from quadriga.config.schema import (
     AlgorithmConfig,
     DataConfig,
@@ -23,15 +28,19 @@ from quadriga.config.schema import (
     TrainConfig,
     TrainerConfig,
 )
+from quadriga.data.arithmetic import write_arithmetic
+from quadriga.data.rows import read_rows
 from quadriga.errors import ConfigError, DataError
+from quadriga.observability.jsonl import JsonlFile, read_jsonl
+from quadriga.observability.run_folder import RunFolder
+from quadriga.protocol import DataProto
+from quadriga.rewards.functions import load_reward_function
 from quadriga.trainer.checkpoints import inputs_of
+from quadriga.trainer.evaluation import rows_of
 from quadriga.trainer.preflight import check_files
 
 SETTINGS = tuple({*PLANNED.values(), *(c.settings for c in COMMANDS if c.settings is not None)})
 NAMES_A_PATH = re.compile(r"(path|file|files|dir|folder|output|images)$")
-# The default of `cache_dir` must fit every user who reads a settings file that another has written,
-# so it is replaced where the folder is used.
-REPLACED_WHERE_IT_IS_USED = {"cache_dir"}
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +61,15 @@ def sections(cls: type) -> set[type]:
 )
 def test_every_setting_with_the_name_of_a_path_is_one(cls):
     texts = {field.name for field in dataclasses.fields(cls) if "str" in str(field.type)}
-    named = {name for name in texts if NAMES_A_PATH.search(name)} - REPLACED_WHERE_IT_IS_USED
-    paths = set(cls.PATHS) if issubclass(cls, PathSettings) else set()
+    named = {name for name in texts if NAMES_A_PATH.search(name)}
+    paths = {*cls.PATHS, *cls.KEPT} if issubclass(cls, PathSettings) else set()
     assert named <= paths <= texts | {"parts"}
+    for name in paths:
+        for scheme in ("hdfs", "s3", "gs", "https", "file", *([] if cls.ON_HUB else ["hf"])):
+            remote = f"{scheme}://host/x"
+            for given in ({"own": {"path": remote}},) if name == "parts" else (remote, [remote]):
+                with pytest.raises(ConfigError, match=f"{name}={remote} is not on this machine"):
+                    cls(**{name: given})
 
 
 @pytest.mark.parametrize(
@@ -96,14 +111,52 @@ def test_lists_of_paths_and_the_parts_of_the_reward(home):
 
 
 def test_names_that_are_no_paths_of_the_home_folder_stay(tmp_path):
-    for path in ("hf://owner/~name", "a/~/b", "", "~no such user/b", "https://h/~u"):
+    for path in ("hf://owner/~name", "a/~/b", "", "~no such user/b", "a:/b", "./exp:/b"):
         assert ModelConfig(path=path).path == path
-        assert expand_home(path) == path
+        assert local_path(path, hub=True) == path
     assert TrainerConfig(resume_mode="auto").resume_mode == "auto"
     assert absolute_paths(ModelConfig(path="hf://owner/~name")).path == "hf://owner/~name"
     with pytest.raises(DataError, match=r"data\.train_files: no such file: ~no such user/a"):
         check_files(DataConfig(train_files=["~no such user/a"]).train_files, "data.train_files",
                     needed=True)  # fmt: skip
+
+
+def test_a_remote_path_is_refused_before_anything_starts(home, capsys):
+    for given, message in (
+        ("trainer.default_local_dir=hdfs://ns/x", ""),
+        ("trainer.resume_mode=s3://b/x", ""),
+        ("actor_rollout_ref.model.path=gs://b/x", "or mount gs://, and give that path"),
+        ("data.train_files=[a.parquet,s3://b/x]", "data.train_files=s3://b/x"),
+        ("reward.path=file:///a.py", "write a path without file://"),
+        ("trainer.default_local_dir=s3://me:password@b/x", "=s3://***@b/x is not"),
+    ):
+        assert main(["train", given]) == 2
+        printed = capsys.readouterr().err
+        assert printed.startswith(f"error: {given.partition('=')[0]}=") and message in printed
+    assert list(Path().iterdir()) == []
+    (home / "run.yaml").write_text("trainer: {default_local_dir: hdfs://ns/x}")
+    with pytest.raises(ConfigError, match=r"run.yaml: trainer.default_local_dir=hdfs:") as caught:
+        load_config(TrainConfig, file="~/run.yaml")
+    assert caught.value.key == "trainer.default_local_dir"
+
+
+@pytest.mark.parametrize("remote", ["s3://b/x", Path("s3://b/x")])
+def test_a_function_refuses_a_remote_path(home, remote):
+    for call in (
+        DataProto.from_dict({"x": torch.ones(1)}).save_to_disk, DataProto.load_from_disk,
+        lambda path: load_config(TrainConfig, file=path), lambda path: next(read_jsonl(path)),
+        JsonlFile, lambda path: RunFolder.open(path, TrainConfig()), rows_of,
+        lambda path: folders.begin_checkpoint(path, 1), folders.complete_checkpoints,
+        folders.read_marker, folders.verify_checkpoint, shards.read_scalars,
+        lambda path: shards.save_rank_state(path, {}, {}, rank=0, world_size=1),
+        lambda path: shards.load_rank_state(path, {}, rank=0),
+        lambda path: models.write_tiny_model(path, ["a"]), write_arithmetic,
+        models.check_model_folder, models.load_tokenizer, load_user_file, load_reward_function,
+        lambda path: read_rows([path]), lambda path: export_hf(path, [], None),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=r"s3://?b/x is not on this machine"):
+            call(remote)
+    assert list(Path().iterdir()) == []
 
 
 def test_a_changed_file_of_the_home_folder_is_a_change_for_a_resumed_run(home):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from quadriga.algorithms.advantages import ADVANTAGES
 from quadriga.algorithms.policy_losses import POLICY_LOSSES
-from quadriga.config.paths import expand_home
+from quadriga.config.paths import local_path
 from quadriga.containment import import_file
 from quadriga.errors import InputError
 
@@ -46,7 +46,7 @@ def load_user_file(path: str | Path) -> tuple[str, ...]:
         InputError: the file does not exist, is not a Python file or cannot be imported, for example
             because a name that it adds is taken.
     """
-    file = Path(expand_home(path)).resolve()
+    file = Path(local_path(path)).resolve()
     if file.suffix != ".py" or not file.is_file():
         raise InputError(f"`{path}` is not a Python file (resolved to {file}).", path=str(file))
     digest = hashlib.sha256(file.read_bytes()).hexdigest()

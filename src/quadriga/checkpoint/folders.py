@@ -64,6 +64,7 @@ from quadriga.checkpoint.files import (
     read_json,
     write_json,
 )
+from quadriga.config.paths import local_path
 from quadriga.errors import CheckpointError
 from quadriga.files import cannot_write, flush, remove
 from quadriga.observability.jsonl import JsonObject
@@ -73,7 +74,7 @@ _NAME = re.compile(r"global_step_(\d+)(\.replaced)?")
 
 def step_folder(root: str | Path, step: int) -> Path:
     """Return the folder of the complete checkpoint of a step."""
-    return Path(root) / f"global_step_{step}"
+    return Path(local_path(root)) / f"global_step_{step}"
 
 
 def begin_checkpoint(root: str | Path, step: int) -> Path:
@@ -175,7 +176,7 @@ def complete_checkpoints(root: str | Path) -> list[tuple[int, Path]]:
     Complete means that the marker was written. `verify_checkpoint` reads the files.
     """
     found: dict[int, Path] = {}
-    root = Path(root)
+    root = Path(local_path(root))
     for path in sorted(root.iterdir()) if root.is_dir() else ():
         match = _NAME.fullmatch(path.name)
         if match and not path.is_symlink() and is_plain_file(path, MARKER):
@@ -273,7 +274,7 @@ def read_marker(folder: str | Path) -> JsonObject:
     Raises `CheckpointError` if the marker is missing, damaged or of another format, or if a file
     that it lists is missing, is reached through a link, or has another size.
     """
-    folder = Path(folder)
+    folder = Path(local_path(folder))
     marker = _read(folder)
     for file in _files(marker):
         path = folder / file.name
@@ -292,7 +293,7 @@ def verify_checkpoint(folder: str | Path) -> JsonObject:
 
     Raises `CheckpointError` as `read_marker` does, and if the content of a file is changed.
     """
-    folder = Path(folder).absolute()
+    folder = Path(local_path(folder)).absolute()
     info = read_marker(folder)
     files = _files(_read(folder))
     stats = [(folder / name).stat() for name in (MARKER, *(file.name for file in files))]

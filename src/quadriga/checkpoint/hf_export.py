@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from quadriga.checkpoint.folders import replace_folder, restore_folder
+from quadriga.config.paths import local_path
 from quadriga.data.conversations import turn_end_ids
 from quadriga.errors import ModelError
 from quadriga.files import flush, remove
@@ -56,7 +57,7 @@ def export_hf(
             kept[name] = tensor.detach().to("cpu", copy=True).contiguous()
     if not write:
         return
-    folder = Path(folder)
+    folder = Path(local_path(folder))
     partial = folder.with_name(folder.name + ".partial")
     restore_folder(folder)
     remove(partial)

@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from quadriga.checkpoint.files import SavedFile, read_json, write_json, write_tensors
+from quadriga.config.paths import local_path
 from quadriga.errors import CheckpointError
 from quadriga.observability.jsonl import JsonObject
 
@@ -228,7 +229,7 @@ def save_rank_state(
     Returns:
         The files, for the marker of the checkpoint.
     """
-    folder, origin = Path(folder), Origin(step, rank, world_size)
+    folder, origin = Path(local_path(folder)), Origin(step, rank, world_size)
     folder.mkdir(parents=True, exist_ok=True)
     random_file = write_tensors(_random_file(folder, rank), random_tensors(), origin.as_texts())
     name = _shard_name(rank)
@@ -247,7 +248,7 @@ def save_rank_state(
 
 def read_scalars(folder: str | Path, *, step: int | None = None) -> JsonObject:
     """Return the scalars that rank 0 saved. Raises `CheckpointError` as `load_rank_state`."""
-    return {**read_indexes(Path(folder), step=step)[0].extra["scalars"]}
+    return {**read_indexes(Path(local_path(folder)), step=step)[0].extra["scalars"]}
 
 
 def check_all_taken(folder: str | Path, names: Collection[str], prefix: str) -> None:
@@ -260,7 +261,7 @@ def check_all_taken(folder: str | Path, names: Collection[str], prefix: str) -> 
     Raises:
         CheckpointError: names such a tensor; or as `read_indexes` raises.
     """
-    stored = {name for index in read_indexes(Path(folder)) for name in index.of_tensor}
+    stored = {name for index in read_indexes(Path(local_path(folder))) for name in index.of_tensor}
     left = sorted(name for name in stored if name.startswith(prefix) and name not in names)
     if left:
         raise CheckpointError(
@@ -289,7 +290,7 @@ def load_rank_state(
             shape, or a file is of another step than `step` (None: than the first file) or of
             another rank.
     """
-    folder = Path(folder)
+    folder = Path(local_path(folder))
     indexes = read_indexes(folder, step=step)
     with ExitStack() as stack, torch.no_grad():
         files = [stack.enter_context(open_tensors(i.path, i.origin)) for i in indexes]

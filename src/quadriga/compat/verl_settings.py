@@ -30,7 +30,7 @@ from quadriga.config.loading import (
     read_settings_file,
     remember_given,
 )
-from quadriga.config.paths import expand_home
+from quadriga.config.paths import local_path
 from quadriga.config.secrets import mask_secrets
 from quadriga.errors import ConfigError, nearest_name
 
@@ -120,7 +120,7 @@ def read_verl(
     `ConfigError` if the file or an override cannot be read, if a key is in neither, and for a
     setting that must be off.
     """
-    path = Path(expand_home(file)).resolve()
+    path = Path(local_path(file, "--verl")).resolve()
     read_settings_file(path)  # checks its size and its structure
     texts = list(overrides)
     chosen = frozenset(text.partition("=")[0].lstrip("+~") for text in texts)

@@ -237,8 +237,11 @@ def _section(root: type, default: T, values: object, prefix: str, where: str) ->
         given[name] = checked(kinds[name], value, key, where)
     try:
         return dataclasses.replace(default, **given)
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        name = str(getattr(error, "key", ""))
+        if name not in given or not str(error).startswith(name):
+            raise
+        raise ConfigError(f"{where}{prefix}{error}", key=f"{prefix}{name}") from None
     except (ValueError, TypeError) as error:  # `__post_init__` of a section of a user
         raise ConfigError(f"{where}{section}: {error}", key=section) from error
 

@@ -37,7 +37,7 @@ from quadriga.config.convert import (
     type_of_key,
     unknown_setting,
 )
-from quadriga.config.paths import expand_home
+from quadriga.config.paths import local_path
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import is_secret_name, mask_secrets, mask_values, remember_secret
 from quadriga.errors import ConfigError, UnknownSettingError
@@ -110,7 +110,7 @@ def _given(
     all_known: bool = True,
 ) -> DictConfig:
     """Return the values of a file and of overrides. `all_known`: each key must be a setting."""
-    values = {} if file is None else read_settings_file(Path(expand_home(file)))
+    values = {} if file is None else read_settings_file(Path(local_path(file, "--config")))
     if all_known and "${" not in str(values):
         # The file is built by itself first, so that the message of an error in it begins with its
         # name. A `${…}` in it may refer to an override, so it is checked only at the end.

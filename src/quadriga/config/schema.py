@@ -92,6 +92,7 @@ class LoraConfig(PathSettings):
     """
 
     PATHS = ("path",)
+    ON_HUB = True
 
     rank: Count | None = None  # size of the adapters; None: none, or that of `path`
     alpha: Positive | None = None  # scaling × rank; None: 2 × rank, or that of `path`
@@ -113,6 +114,7 @@ class ModelConfig(PathSettings):
     """A Hugging Face folder or hub name, and how to load it."""
 
     PATHS = ("path", "tokenizer_path")
+    ON_HUB = True
 
     path: str = MISSING_PATH  # a model folder, or hf://owner/name
     tokenizer_path: str | None = None  # None: the folder of the model
@@ -572,6 +574,7 @@ class DataConfig(PathSettings):
     """The prompts: files, batch sizes, lengths in tokens."""
 
     PATHS = ("train_files", "val_files")
+    KEPT = ("cache_dir",)
 
     train_files: list[str] = field(default_factory=list)  # .parquet or .jsonl files
     # share of each training file in the prompts; None: every row once in an epoch

@@ -27,6 +27,7 @@ from typing import TypeAlias
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from quadriga.config.paths import local_path
 from quadriga.errors import DataError
 
 DATA_SOURCE = "quadriga/arithmetic"
@@ -214,7 +215,7 @@ def write_arithmetic(
         raise DataError(
             f"sft_careful must be a share of the demonstrations between 0 and 1, got {sft_careful}"
         )
-    folder = Path(folder)
+    folder = Path(local_path(folder))
     folder.mkdir(parents=True, exist_ok=True)
     # "train" is last: the other files do not depend on its size.
     sizes = {"test": test_size, "sft": sft_size, "rm": rm_size, "train": train_size}

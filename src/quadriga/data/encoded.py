@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 
-from quadriga.config.paths import expand_home
+from quadriga.config.paths import local_path
 from quadriga.config.schema import SpecialTokens
 from quadriga.data.chat import (
     Chat,
@@ -207,7 +207,7 @@ class EncodedDataset(Generic[ItemT]):
             digest = _tokenizer_digest(self.tokenizer)
             if digest is not None:
                 key = f"{_FORMAT} {digest} {self.settings(path)}"
-                batches = _cached(path, Path(expand_home(self.cache_dir)), key, self._write)
+                batches = _cached(path, Path(local_path(self.cache_dir)), key, self._write)
                 return count_rows(path), [_Part(batch, path, first, None) for batch in batches]
         size, parts = 0, []
         for piece in [Piece(given, None)] if given else read_pieces(path):

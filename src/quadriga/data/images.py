@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from quadriga.config.paths import expand_home
+from quadriga.config.paths import local_path
 from quadriga.data.chat import TemplateChat
 from quadriga.data.rows import MAX_ROW, Row, read_pieces
 
@@ -292,7 +292,7 @@ def _given(source: object) -> object:
 
 def _path(row: Row, given: str) -> Path:
     """Return the path of an image file that a row names."""
-    return Path(row.path).parent / Path(expand_home(given.removeprefix(_FILE)))
+    return Path(row.path).parent / Path(local_path(given.removeprefix(_FILE)))
 
 
 def _rgb(image: Image) -> Image:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quadriga.config.paths import expand_home
+from quadriga.config.paths import local_path
 from quadriga.errors import ModelError
 from quadriga.models.architectures import check_architecture
 
@@ -41,7 +41,7 @@ def local_folder(path: str | Path, *, weights: bool = True) -> Path:
     """
     text = str(path)
     if not text.startswith(HUB_PREFIX):
-        return Path(expand_home(text))
+        return Path(local_path(text))
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

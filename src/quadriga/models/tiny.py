@@ -18,6 +18,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from quadriga.config.paths import local_path
 from quadriga.errors import ModelError
 from quadriga.observability.quiet import quiet_libraries
 
@@ -111,7 +112,7 @@ def write_tiny_model(
     equal weights: the global random state is neither used nor changed.
     """
     shape = shape or TinyModel()
-    folder = Path(folder)
+    folder = Path(local_path(folder))
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(texts, shape.vocab_size)
     config = LlamaConfig(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from quadriga.config.paths import local_path
 from quadriga.config.secrets import mask_secrets
 from quadriga.errors import DataError
 from quadriga.files import cannot_write, replacing
@@ -36,7 +37,7 @@ class JsonlFile:
     """
 
     def __init__(self, path: str | Path, *, masked: bool = True) -> None:
-        self.path = Path(path)
+        self.path = Path(local_path(path))
         self._masked = mask_secrets if masked else str
         try:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -79,7 +80,7 @@ def read_jsonl(path: str | Path) -> Iterator[JsonObject]:
 
     Raises `DataError` if the file is missing or a complete line is not a JSON object.
     """
-    path = Path(path)
+    path = Path(local_path(path))
     try:
         file = path.open("rb")
     except OSError as error:

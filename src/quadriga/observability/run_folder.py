@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from quadriga.config.paths import local_path
 from quadriga.errors import ConfigError
 from quadriga.files import cannot_write, remove
 from quadriga.observability.jsonl import keep_rows
@@ -86,7 +87,7 @@ class RunFolder:
         """
         from quadriga.config.loading import to_yaml
 
-        folder = cls(Path(path).absolute())
+        folder = cls(Path(local_path(path)).absolute())
         folder.check(existing)
         try:
             folder.path.mkdir(parents=True, exist_ok=True)

@@ -43,13 +43,20 @@ def init_distributed(device_name: str = "cpu", *, timeout_s: float = 600.0) -> N
 
     Raises:
         CollectiveError: WORLD_SIZE is above 1 and one of the other variables is not set or no
-            number, or rank 0 cannot listen on MASTER_ADDR.
+            number, rank 0 cannot listen on MASTER_ADDR, or the group has other ranks.
     """
+    world_size = _number_of("WORLD_SIZE", 1)
     if dist.is_initialized():
+        # A local rank whose process has a group of another rank would compute without the others.
+        if "WORLD_SIZE" in os.environ and world_size != dist.get_world_size():
+            raise CollectiveError(
+                f"WORLD_SIZE is {world_size} (MASTER_PORT {os.environ.get('MASTER_PORT')}), but "
+                f"this process has joined a group of {dist.get_world_size()} ranks; start each "
+                "rank in a process of its own"
+            )
         return
     timeout = timedelta(seconds=timeout_s)
     backend = collective_backend(device_name)
-    world_size = _number_of("WORLD_SIZE", 1)
     if world_size == 1:
         own = HashStore()
         # This may be the controller, whose child processes must not inherit the variable.

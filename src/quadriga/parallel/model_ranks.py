@@ -110,12 +110,7 @@ def model_ranks(engine: EngineConfig, device_type: str) -> ModelRanks:
     size = engine.model_parallel_size
     if size == 1:
         return ModelRanks()
-    world = world_size()
-    if world % size:
-        raise ConfigError(
-            f"engine.{engine.model_parallel_text()} ranks compute the same rows, which does not "
-            f"divide the {world} ranks of the worker group"
-        )
+    world = _divided_ranks(engine)
     mesh = device_mesh(
         device_type,
         {
@@ -132,6 +127,17 @@ def model_ranks(engine: EngineConfig, device_type: str) -> ModelRanks:
         whole = Subgroup.of(groups, "all")
     assert whole.index == rank() % size
     return ModelRanks(whole, *subgroups.values())
+
+
+def _divided_ranks(engine: EngineConfig) -> int:
+    """Return the number of ranks. Raises `ConfigError` if the degrees do not divide it."""
+    world = world_size()
+    if world % engine.model_parallel_size:
+        raise ConfigError(
+            f"engine.{engine.model_parallel_text()} ranks compute the same rows, which does not "
+            f"divide the {world} ranks of the worker group"
+        )
+    return world
 
 
 @dataclass(frozen=True)
@@ -167,7 +173,7 @@ def shard_meshes(engine: EngineConfig, device: torch.device) -> ShardMeshes:
     #                   rank 2     rank 3     shard 1         rank  4  5  6  7    replicate 1
     #   replicate 1     rank 4     rank 5     shard 0
     #                   rank 6     rank 7     shard 1
-    parts = world_size() // tensor
+    parts = _divided_ranks(engine) // tensor
     whole = data_parallel_mesh(device, size if size == -1 else size * tensor)
     copies = {SHARD: parts} if size in (-1, parts) else {REPLICATE: parts // size, SHARD: size}
     mesh = device_mesh(device.type, {**copies, TENSOR: tensor})

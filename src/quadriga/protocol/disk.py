@@ -28,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
+from quadriga.config.paths import local_path
 from quadriga.errors import DataError, FieldError, ProtocolError
 from quadriga.files import atomic_write
 from quadriga.protocol import contents as halves
@@ -87,7 +88,7 @@ def save(contents: Contents, filepath: str | Path) -> None:
         _check_json(meta[key], f"meta_info[{key!r}]")
     _check_json(dict.fromkeys(meta), "meta_info")
     fields = {key: writer.field(value, key) for key, value in columns.items()}
-    writer.write(Path(filepath), {"tensors": tree, "arrays": fields, "meta_info": meta})
+    writer.write(Path(local_path(filepath)), {"tensors": tree, "arrays": fields, "meta_info": meta})
 
 
 class _Writer:
@@ -204,7 +205,7 @@ def load(filepath: str | Path) -> Contents:
     Tensors are placed on the type of device that they had, if this process has one. Raises
     `DataError` for a file of another format, of an earlier version, and for one that is damaged.
     """
-    path = Path(filepath)
+    path = Path(local_path(filepath))
     try:
         if not path.is_file():  # False also for a pipe, and for a name with a zero byte
             raise OSError("no batch file")

@@ -24,7 +24,7 @@ from typing import Final, Literal
 
 from pydantic import ConfigDict
 
-from quadriga.config.paths import expand_home
+from quadriga.config.paths import local_path
 from quadriga.containment import contained, cut, describe, import_file
 from quadriga.errors import DataError, InputError, unknown_name
 
@@ -132,7 +132,7 @@ def load_reward_function(path: str | Path, name: str = "compute_score") -> Funct
         InputError: the file cannot be imported, has no such function, or the function does not
             accept the four arguments.
     """
-    file = Path(expand_home(path)).absolute()
+    file = Path(local_path(path)).absolute()
     if file.suffix != ".py":
         raise DataError(f"reward file {file} is not a Python file (.py)", path=str(file))
     ref = FunctionRef(str(file), name)

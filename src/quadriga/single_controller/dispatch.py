@@ -35,7 +35,7 @@ from operator import methodcaller
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeAlias, TypedDict, TypeVar
 
-from quadriga.errors import DispatchError, LengthError, MeshError
+from quadriga.errors import DirectCallError, DispatchError, LengthError, MeshError
 from quadriga.protocol.threads import PendingValue
 from quadriga.single_controller.rank_layout import GroupLayout
 
@@ -686,10 +686,11 @@ def _checked_list(
 
 
 def refuse_direct_call(view: GroupView, /, *args: object, **kwargs: object) -> NoReturn:
-    """Raise DispatchError: the method is for a rollout engine that calls its workers itself."""
-    raise DispatchError(
+    """Raise DirectCallError: the method is for a rollout engine that calls its workers itself."""
+    raise DirectCallError(
         f"{view.method} is registered with Dispatch.DIRECT_ROLLOUT_METHOD: an engine calls it on "
-        "the workers itself (group.workers[rank]); it cannot be called through a group."
+        "the workers itself (group.workers[rank]); it cannot be called through a group.",
+        method=view.method,
     )
 
 

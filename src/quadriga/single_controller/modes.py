@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, NoReturn, TypeVar
 
-from quadriga.errors import DispatchError, UnknownNameError, nearest_name
+from quadriga.errors import DispatchError, TakenModeError, UnknownNameError, nearest_name
 from quadriga.single_controller.dispatch import (
     DP,
     PP_AS_DP,
@@ -175,12 +175,12 @@ class ModeRegistry(Generic[ModeT]):
     def register(self, name: str) -> ModeT:
         """Add a mode by its name alone, in capital letters.
 
-        A call with it fails until it gets its functions. Raises `DispatchError` if it exists.
+        A call with it fails until it gets its functions. Raises `TakenModeError` if it exists.
         """
         return self.add(self._by_name(name.upper()))
 
     def add(self, mode: ModeT) -> ModeT:
-        """Add a mode. Raises `DispatchError` if its name is taken.
+        """Add a mode. Raises `TakenModeError` if its name is taken.
 
         A mode that was adopted from another process may be added once more, because the file that
         added it there is imported here too.
@@ -188,9 +188,10 @@ class ModeRegistry(Generic[ModeT]):
         if not mode.name.isidentifier():
             raise DispatchError(f"{self.title} mode names are identifiers, got {mode.name!r}.")
         if mode.name in self.members and mode.name not in self._adopted:
-            raise DispatchError(
+            raise TakenModeError(
                 f"{self.title}.{mode.name} exists already. Choose another name, or replace it "
-                f"with update_{self.title.lower()}_mode."
+                f"with update_{self.title.lower()}_mode.",
+                name=mode.name,
             )
         self._adopted.discard(mode.name)
         self.members[mode.name] = mode
@@ -246,7 +247,7 @@ Execute = ModeRegistry("Execute", ExecuteMode, _execute_by_name)
 def register_dispatch_mode(
     dispatch_mode_name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn
 ) -> DispatchMode:
-    """Add `Dispatch.<name>`. Raises `DispatchError` if the name is taken."""
+    """Add `Dispatch.<name>`. Raises `TakenModeError` if the name is taken."""
     _check_callable(dispatch_fn=dispatch_fn, collect_fn=collect_fn)
     return Dispatch.add(DispatchMode(dispatch_mode_name, dispatch_fn, collect_fn))
 

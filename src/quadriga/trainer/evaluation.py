@@ -37,7 +37,7 @@ from quadriga.checkpoint.files import digest_file, digest_json, read_json, write
 from quadriga.config.commands import EvalConfig, GenerateConfig, GenerationConfig
 from quadriga.config.convert import check_choice
 from quadriga.config.loading import setting_leaves, to_yaml
-from quadriga.config.paths import absolute_paths
+from quadriga.config.paths import absolute_paths, local_path
 from quadriga.config.role_ranks import trainer_settings
 from quadriga.config.schema import ActorRolloutRefConfig, RolloutConfig
 from quadriga.config.secrets import mask_secrets
@@ -443,7 +443,7 @@ class ResponseFile:
 
 def rows_of(output: str | Path) -> Iterator[JsonObject]:
     """Yield the rows of an output."""
-    path = Path(output)
+    path = Path(local_path(output))
     if path.suffix == ".jsonl":
         return read_jsonl(path)
     return (row.values for piece in read_pieces(path) for row in piece.rows)

@@ -5,6 +5,7 @@ This is the one place that calls the checks of settings, engines, rollouts, role
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING
 from quadriga.algorithms.user_files import load_user_files
 from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.convert import leaves
-from quadriga.config.paths import expand_home
 from quadriga.config.role_ranks import has_reward_model, num_ranks
 from quadriga.config.schema import ModelConfig, RewardConfig, TrainConfig
 from quadriga.engines import check_engine_folder
@@ -169,7 +169,7 @@ def check_run_folder(config: AnyRun) -> None:
     folder.check(existing)
     for key, value in leaves(config) if existing == "overwrite" else ():
         for path in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(path, str) and path and folder.removes(Path(expand_home(path))):
+            if isinstance(path, str) and path and folder.removes(Path(os.path.expanduser(path))):
                 raise ConfigError(
                     f"{key}={path} is in the run folder {folder.path}, whose files "
                     "trainer.overwrite=true removes before they are read; move it, or choose "

@@ -32,6 +32,7 @@ from quadriga.workers.method_fields import (
 )
 from quadriga.workers.runtime import (
     RankRuntime,
+    check_section,
     groups_of_copies,
     prepare_rank,
     register_engine_ranks,
@@ -70,6 +71,7 @@ class ActorRolloutRefWorker(PolicyWeights):
         self, config: ActorRolloutRefConfig, role: str, runtime: RankRuntime | None = None
     ) -> None:
         super().__init__()
+        check_section(self, config, ActorRolloutRefConfig)
         if role not in _ROLES:
             raise ConfigError(
                 f"ActorRolloutRefWorker: role must be one of {sorted(_ROLES)}, got {role!r}"

@@ -118,6 +118,18 @@ def _check_divides(worker: Worker, mesh: str, size: int) -> None:
         )
 
 
+def check_section(worker: Worker, config: object, *kinds: type) -> None:
+    """Raise `ConfigError` if a worker is given other settings than Quadriga's."""
+    if not isinstance(config, kinds):
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        raise ConfigError(
+            f"{type(worker).__name__}: config must be {expected}, got {type(config).__name__}; use "
+            "load_config. Worker classes of quadriga.compat translate settings of another library "
+            "(docs/concepts/migration.md)",
+            key="config",
+        )
+
+
 def prepare_rank(runtime: RankRuntime) -> str:
     """Set threads and seed, join the process group, load the user's files.
 
@@ -163,6 +175,7 @@ class EngineWorker(Worker, Generic[ConfigT]):
         self, role: str, config: ConfigT, head: HeadKind, runtime: RankRuntime | None
     ) -> None:
         super().__init__()
+        check_section(self, config, CriticConfig, RewardModelConfig, RMConfig)
         self.config, self.head = config, head
         self.role = role
         self.runtime = runtime or RankRuntime()

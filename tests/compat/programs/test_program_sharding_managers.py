@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import Qwen2Config
 
 import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
-from quadriga.errors import ConfigError, RolloutError, WorkerError
+from quadriga.errors import ConfigError, LengthError, RolloutError, WorkerError
 from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.protocol import DataProto
 from quadriga.rollout import build_rollout
@@ -43,12 +44,16 @@ def test_a_block_generates_with_the_weights_that_are_trained(folder):
     model = ModelConfig(path=folder)
     engine = build_engine(model, EngineConfig(), OptimConfig(lr=0.01), total_steps=4)
     rollout = build_rollout("hf", model)
-    manager = FSDPVLLMShardingManager(module=engine, inference_engine=rollout, offload_param=True)
+    manager = FSDPVLLMShardingManager(
+        module=engine, inference_engine=rollout, model_config=engine.module.config,
+        full_params=True, device_mesh=None, offload_param=True, load_format="dummy_dtensor",
+        layered_summon=False,
+    )  # fmt: skip
     data = DataProto.from_dict({"input_ids": IDS})
     for version in (1, 2):
         step(engine)
         with manager:
-            assert rollout.version == version
+            assert rollout.version == version and manager.timing["reshard"] > 0
             assert manager.preprocess_data(data) is manager.postprocess_data(data) is data
             held = rollout.module.state_dict()
             assert all(torch.equal(held[name], full) for name, full in engine.state_stream())
@@ -82,8 +87,11 @@ def test_what_has_no_meaning_is_refused(folder):
     from verl.workers.sharding_manager.fsdp_vllm import FSDPVLLMShardingManager
 
     rollout = build_rollout("hf", ModelConfig(path=folder))
-    with pytest.raises(ConfigError, match=r"no arguments \['load_format'\]"):
-        FSDPVLLMShardingManager(rollout, rollout, load_format="dummy_hf")
+    with pytest.raises(ConfigError, match=r"no arguments \['use_param_offload'\]"):
+        FSDPVLLMShardingManager(rollout, rollout, use_param_offload=True)
+    engine = build_engine(ModelConfig(path=folder), EngineConfig(), None)
+    with pytest.raises(ConfigError, match=r"model_type 'qwen2', but .* of type 'llama'"):
+        FSDPVLLMShardingManager(engine, rollout, Qwen2Config())
     with pytest.raises(ConfigError, match="got HFRollout and HFRollout"):
         FSDPVLLMShardingManager(rollout, rollout)
     with BaseShardingManager() as nothing:
@@ -104,19 +112,11 @@ def test_the_managers_of_other_engines_have_their_names(folder):
         MegatronVLLMShardingManager(engine, rollout, weight_converter=None)
 
 
-def test_ranks_that_share_sequences_are_refused():
-    from verl.workers.sharding_manager.fsdp_ulysses import FSDPUlyssesShardingManager
-
-    class Mesh(dict):
-        def size(self) -> int:
-            return 2
-
-    with pytest.raises(ConfigError, match="2 ranks in its dimension 'sp'"):
-        FSDPUlyssesShardingManager({"sp": Mesh()})
-
-
 def rows_of_two_ranks(rank: int, folder: str, port: int) -> None:
-    from quadriga.compat.verl.training.sharding_managers import FSDPVLLMShardingManager
+    from quadriga.compat.verl.training.sharding_managers import (
+        FSDPUlyssesShardingManager,
+        FSDPVLLMShardingManager,
+    )
 
     os.environ.update(
         RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
@@ -132,6 +132,22 @@ def rows_of_two_ranks(rank: int, folder: str, port: int) -> None:
         together = manager.preprocess_data(own)
         assert together.batch["x"].tolist() == [0, 1, 10, 11]
         assert manager.postprocess_data(together).batch["x"].tolist() == own.batch["x"].tolist()
+    # The rows that dispatch has given to each rank, as `DP_COMPUTE_PROTO` does.
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "sp"))
+    ulysses = FSDPUlyssesShardingManager(mesh)
+    shared = build_engine(model, EngineConfig(sequence_parallel_size=2), None)
+    mask = torch.ones_like(IDS)
+    batch = {"input_ids": IDS, "attention_mask": mask, "response_mask": mask[:, 4:]}
+    data = DataProto.from_dict(batch)[2 * rank : 2 * rank + 2]
+    with ulysses:
+        whole = ulysses.preprocess_data(data)
+        out = shared.forward(dict(whole.batch.items()))
+        part = ulysses.postprocess_data(DataProto.from_dict(dict(out)))
+    alone = engine.forward(batch)["log_probs"]
+    torch.testing.assert_close(out["log_probs"], alone)
+    torch.testing.assert_close(part.batch["log_probs"], alone[2 * rank : 2 * rank + 2])
+    with pytest.raises(LengthError, match=r"have \[2, 1\] rows, which must be equal"):
+        ulysses.preprocess_data(data[rank:])
     dist.destroy_process_group()
 
 

@@ -15,6 +15,7 @@ import torch
 from quadriga import protocol
 from quadriga.compat.verl.controller.references import stored
 from quadriga.compat.verl.controller.worker import get_visible_devices_keyword
+from quadriga.config.paths import local_path
 from quadriga.errors import ConfigError, ConflictError, FieldError, LengthError, ModelError
 from quadriga.parallel.device import get_device_name
 from quadriga.single_controller import ray_noset_visible_devices
@@ -234,14 +235,9 @@ def copy_to_local(src: str, cache_dir: str | None = None, **kwargs: object) -> s
     """Return the path of a file or folder of this machine, unchanged; `~` is replaced.
 
     `cache_dir` and the other arguments are for other places, which are refused. Raises
-    `ModelError` for a path of HDFS or an object store.
+    `ConfigError` for a path of HDFS or an object store.
     """
-    if "://" in src and not src.startswith("hf://"):
-        raise ModelError(
-            f"copy_to_local: {src!r} is not on this machine. Copy it to a folder first, and pass "
-            "that folder"
-        )
-    return str(Path(src).expanduser()) if src.startswith("~") else src
+    return local_path(src, "src", hub=True)
 
 
 def hf_tokenizer(

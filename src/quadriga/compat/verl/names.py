@@ -18,7 +18,7 @@ CONFIG = f"{COMPAT}.config"
 DECORATOR, WORKER = f"{COMPAT}.controller.decorator", f"{COMPAT}.controller.worker"
 GROUPS, REFERENCES = f"{COMPAT}.controller.groups", f"{COMPAT}.controller.references"
 TRAINER, SETTINGS = f"{COMPAT}.training.trainer", f"{COMPAT}.training.run_settings"
-SHARDING = f"{COMPAT}.training.sharding_managers"
+SHARDING, ROLES = f"{COMPAT}.training.sharding_managers", f"{COMPAT}.training.workers"
 SFT = "quadriga.trainer.fine_tuning"
 
 MODULES: dict[str, tuple[str, ...]] = {
@@ -69,8 +69,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "verl.utils.torch_functional": (TENSORS, FUNCTIONS),
     "verl.workers": (),
     "verl.workers.config": (CONFIG,),
-    "verl.workers.engine_workers": (WORKERS, DECORATOR, WORKER, CONTROLLER, FUNCTIONS),
-    "verl.workers.fsdp_workers": (WORKERS, DECORATOR, WORKER, CONTROLLER, FUNCTIONS),
+    "verl.workers.engine_workers": (ROLES, WORKERS, DECORATOR, WORKER, CONTROLLER, FUNCTIONS),
+    "verl.workers.fsdp_workers": (ROLES, WORKERS, DECORATOR, WORKER, CONTROLLER, FUNCTIONS),
     "verl.workers.sharding_manager": (),
     "verl.workers.sharding_manager.base": (SHARDING,),
     "verl.workers.sharding_manager.fsdp_ulysses": (SHARDING,),

@@ -438,7 +438,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> ModeFunctions:
 
 
 def dummy_direct_rollout_call(worker_group: GroupInfo, *args: object, **kwargs: object) -> None:
-    """Raise DispatchError: methods of DIRECT_ROLLOUT_METHOD are not called through a group."""
+    """Raise DirectCallError: methods of DIRECT_ROLLOUT_METHOD are not called through a group."""
     dispatch.refuse_direct_call(_view(worker_group), *args, **kwargs)
 
 

@@ -11,14 +11,14 @@ They work on `quadriga.weight_sync`, for every training engine and every rollout
 
 from __future__ import annotations
 
-from types import TracebackType
+import time
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from quadriga.engines.base import TrainEngine
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, LengthError
 from quadriga.protocol import DataProto
 from quadriga.rollout.base import RolloutEngine
 from quadriga.weight_sync.sync import WeightSync
@@ -35,12 +35,7 @@ class BaseShardingManager:
     def __enter__(self) -> None:
         """Prepare the generation."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Prepare the training."""
 
     def preprocess_data(self, data: DataProto) -> DataProto:
@@ -52,54 +47,93 @@ class BaseShardingManager:
         return data
 
 
-class FSDPUlyssesShardingManager(BaseShardingManager):
-    """The manager of an actor whose ranks share sequences. Here each rank has whole sequences.
+class _SharedRows(BaseShardingManager):
+    """The manager of ranks that compute the same rows together, each of which has a part of them.
+
+    `dimension`: of `device_mesh`, that of these ranks; without a mesh each rank is alone.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh | None, dimension: str) -> None:
+        self.device_mesh = device_mesh
+        self._group = None if device_mesh is None else device_mesh[dimension].get_group()
+
+    def preprocess_data(self, data: DataProto) -> DataProto:
+        """Return the rows of all ranks of the group, in the order of ranks.
+
+        Raises `LengthError` if the ranks have different numbers of rows.
+        """
+        if self._group is None or self._group.size() == 1:
+            return data
+        gathered = [data] * self._group.size()
+        dist.all_gather_object(gathered, data, group=self._group)
+        if len(set(map(len, gathered))) > 1:
+            raise LengthError(
+                f"{type(self).__name__}: the ranks have {[*map(len, gathered)]} rows, which must "
+                "be equal to be shared; pad the batch with pad_dataproto_to_divisor"
+            )
+        return DataProto.concat(gathered)
+
+    def postprocess_data(self, data: DataProto) -> DataProto:
+        """Return this rank's part of the rows of `preprocess_data`."""
+        if self._group is None or self._group.size() == 1:
+            return data
+        return data.chunk(self._group.size())[self._group.rank()]
+
+
+class FSDPUlyssesShardingManager(_SharedRows):
+    """The manager of an actor whose ranks share sequences (Ulysses).
+
+    The training engine has process groups of its own for them (`engine.sequence_parallel_size`), so
+    entry and exit change nothing. All ranks of a group must gather and split together.
 
     Args:
-        device_mesh: a mesh whose dimension `sp` has one rank, or None.
-
-    Raises:
-        ConfigError: several ranks would share sequences.
+        device_mesh: a mesh whose dimension `sp` has the ranks that share sequences; None: each
+            rank has whole sequences.
     """
 
     def __init__(self, device_mesh: DeviceMesh | None = None) -> None:
-        if device_mesh is None:
-            return
-        ranks = device_mesh[SEQUENCE_DIM].size()
-        if ranks > 1:
-            raise ConfigError(
-                f"FSDPUlyssesShardingManager: the mesh has {ranks} ranks in its dimension "
-                f"{SEQUENCE_DIM!r}, but the managers of quadriga.compat give each rank whole "
-                "sequences; use a mesh with one rank in it (ulysses_sequence_parallel_size=1)"
-            )
+        super().__init__(device_mesh, SEQUENCE_DIM)
 
 
-class FSDPVLLMShardingManager(BaseShardingManager):
+class FSDPVLLMShardingManager(_SharedRows):
     """The manager of an actor that is trained with FSDP and generates with vLLM, or any engine.
 
     Entry resumes the rollout engine and gives it the weights of the training engine under the next
     version, with the comparison of `WeightSync`. Exit releases the rollout engine. All ranks must
-    enter and exit together.
+    enter and exit together. A row is sampled with a seed of its own, so torch's generators are not
+    switched in the block.
 
     Args:
         module: the training engine, as `quadriga.engines.build_engine` returns it.
         inference_engine: the rollout engine, as `quadriga.rollout.build_rollout` returns it.
-        device_mesh: a mesh whose dimension `infer_tp` has the ranks that generate together; None
-            if each rank generates by itself.
+        model_config: the config of the model, which must have the model type of `module`.
+        full_params, load_format, layered_summon: how verl gathers weights. Here a plan of the
+            layouts of both engines sends all of them, so each value has the same result.
+        device_mesh: a mesh whose dimensions are `dp` and `infer_tp`, the ranks that generate
+            together; None if each rank generates by itself.
         offload_param: whether the training engine leaves the device within the block.
-        options: verl's further arguments, which are refused.
+        rollout_config: settings of the rollout, which `inference_engine` has already.
+        options: other arguments, which are refused.
+
+    Attributes:
+        timing: `reshard`, the seconds of the last entry.
 
     Raises:
-        ConfigError: the engines are of another kind, or an argument has no meaning here.
+        ConfigError: the engines are of another kind, the config is of another model, or an
+            argument has no meaning here.
     """
 
     def __init__(
         self,
         module: TrainEngine,
         inference_engine: RolloutEngine,
-        *,
+        model_config: object = None,
+        rollout_config: object = None,
+        full_params: bool = False,
         device_mesh: DeviceMesh | None = None,
         offload_param: bool = False,
+        load_format: str = "dummy_hf",
+        layered_summon: bool = True,
         **options: object,
     ) -> None:
         if options:
@@ -114,42 +148,32 @@ class FSDPVLLMShardingManager(BaseShardingManager):
                 f"`inference_engine`, got {type(module).__name__} and "
                 f"{type(inference_engine).__name__}"
             )
+        own = getattr(getattr(module, "module", None), "config", None)
+        given, kind = (getattr(config, "model_type", None) for config in (model_config, own))
+        if given not in (None, kind):
+            raise ConfigError(
+                f"{type(self).__name__}: model_config has model_type {given!r}, but the training "
+                f"engine has a model of type {kind!r}; pass its config, or None",
+                key="model_config",
+            )
+        super().__init__(device_mesh, ROLLOUT_DIM)
         self.module, self.inference_engine = module, inference_engine
-        self.offload_param = offload_param
-        self._group: dist.ProcessGroup | None = None
-        if device_mesh is not None:
-            self._group = device_mesh.get_group(ROLLOUT_DIM)
+        self.model_config, self.offload_param = model_config, offload_param
+        self.timing: dict[str, float] = {}
         self._sync = WeightSync(module, inference_engine)
 
     def __enter__(self) -> None:
+        began = time.perf_counter()
         self.inference_engine.resume()
         self._sync.run(max(self.inference_engine.version, 0) + 1)
         if self.offload_param:
             self.module.offload()
+        self.timing = {"reshard": time.perf_counter() - began}
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.inference_engine.release()
         if self.offload_param:
             self.module.reload()
-
-    def preprocess_data(self, data: DataProto) -> DataProto:
-        """Return the rows of all ranks that generate together, in the order of ranks."""
-        if self._group is None or self._group.size() == 1:
-            return data
-        gathered = [data] * self._group.size()
-        dist.all_gather_object(gathered, data, group=self._group)
-        return DataProto.concat(gathered)
-
-    def postprocess_data(self, data: DataProto) -> DataProto:
-        """Return this rank's part of the rows of `preprocess_data`."""
-        if self._group is None or self._group.size() == 1:
-            return data
-        return data.chunk(self._group.size())[self._group.rank()]
 
 
 class MegatronVLLMShardingManager(FSDPVLLMShardingManager):

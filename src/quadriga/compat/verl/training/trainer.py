@@ -37,8 +37,10 @@ from quadriga.compat.verl.training.run_settings import (
     train_settings,
     worker_classes,
 )
+from quadriga.compat.verl.training.workers import ActorRolloutRefWorker, CriticWorker
 from quadriga.compat.verl_settings import EVAL, GENERATE, SFT, plain_values
 from quadriga.config.commands import EvalConfig, GenerateConfig, SFTConfig
+from quadriga.config.paths import local_path
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import mask_secrets
 from quadriga.errors import ConfigError, DispatchError, nearest_name
@@ -51,7 +53,6 @@ from quadriga.trainer.roles.registry import (
     register_again,
     registered_for,
 )
-from quadriga.workers import ActorRolloutRefWorker, CriticWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -184,6 +185,8 @@ def ray_settings(config: VerlConfig) -> tuple[dict[str, Any], str | None]:
             f"ray_kwargs.{_TIMELINE} must be a file name, got {trace!r}",
             key=f"ray_kwargs.{_TIMELINE}",
         )
+    if trace is not None:
+        trace = local_path(trace, f"ray_kwargs.{_TIMELINE}")
     return ray_init_arguments(given.get("ray_init", older), get_ppo_ray_runtime_env(config)), trace
 
 
