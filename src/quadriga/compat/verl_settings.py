@@ -168,9 +168,13 @@ def translate(
 
 def plain_values(config: object) -> dict[str, object]:
     """Return a configuration of verl as plain values: an OmegaConf node, a mapping, or an object
-    with attributes. Raises `ConfigError` for anything else."""
+    with attributes. Raises `ConfigError` for anything else, and if a value cannot be resolved."""
     if OmegaConf.is_dict(config):
-        return {**plain_dict(config, resolve=True)}
+        try:
+            return {**plain_dict(config, resolve=True)}
+        except OmegaConfBaseException as error:
+            text = f"cannot resolve settings of verl: {str(error).splitlines()[0]}"
+            raise ConfigError(f"{text}; give a section of the whole configuration") from None
     found = config if isinstance(config, Mapping) else getattr(config, "__dict__", None)
     if OmegaConf.is_list(config) or not isinstance(found, Mapping):
         raise ConfigError(

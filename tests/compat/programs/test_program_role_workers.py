@@ -85,8 +85,8 @@ def test_a_section_that_is_not_of_quadriga_is_refused(config):
     for cls, given, message in (
         (workers.ActorRolloutRefWorker, config.actor_rollout_ref, "must be ActorRolloutRefConfig"),
         (workers.CriticWorker, config.critic, "classes of quadriga.compat translate settings of"),
-        (ActorRolloutRefWorker, alone, r"pass the section .*key 'data\.path' not found"),
-        (ActorRolloutRefWorker, {"modle": 1}, "with actor_rollout_ref.model.path, got .* modle"),
+        (ActorRolloutRefWorker, alone, r"key 'data\.path' not found; give a section of the whole"),
+        (ActorRolloutRefWorker, {"modle": 1}, "with actor_rollout_ref.model.path; got modle"),
         (CriticWorker, "critic", "expected settings of verl"),
         (CriticWorker, {"model": {"path": "hdfs://a"}}, "critic.model.path=hdfs://a is not on"),
     ):
@@ -124,7 +124,7 @@ def test_what_a_checkpoint_cannot_be_is_refused(config):
     for call, given, message in (
         ("load", {"local_path": "hdfs://a/b"}, f"local_path=hdfs://a/b {remote}"),
         ("load", {"local_path": "x", "remote_path": "s3://b"}, f"remote_path=s3://b {remote}"),
-        ("save", {"local_path": "x", "hdfs_path": "/mnt/b"}, "expected hdfs_path=None, got '/mnt"),
+        ("save", {"local_path": "x", "hdfs_path": "b"}, "expected hdfs_path=None, got 'b'"),
         ("save", {"path": "x", "step": "s3://b"}, f"step=s3://b {remote}"),
         ("load", {"path": "x", "local_path": "y"}, "local_path='y' is the same argument as"),
         ("save", {"path": "x", "step": 1, "global_steps": 2}, "global_steps=2 is the same"),

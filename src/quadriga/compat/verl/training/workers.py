@@ -15,8 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from omegaconf.errors import OmegaConfBaseException
-
 from quadriga import workers
 from quadriga.checkpoint.shards import read_indexes
 from quadriga.compat.verl.config import VerlConfig
@@ -44,16 +42,11 @@ def translated(config: VerlConfig, section: str) -> tuple[TrainConfig, int]:
     Raises:
         ConfigError: it is no such section, or a value cannot be translated.
     """
-    try:
-        whole: Mapping[str, Any] = plain_values(config)
-    except OmegaConfBaseException as error:
-        whole, reason = {}, f": {str(error).splitlines()[0]}"
-    else:
-        reason = f", got one with {', '.join(whole) or 'no keys'}"
+    whole: dict[str, Any] = plain_values(config)
     values = {**(whole.get(section) or whole)}
     if not isinstance(model := values.get("model"), Mapping) or not model.get("path"):
-        key = f"{section}.model.path"
-        text = f"pass the section {section} of verl's settings, with {key}{reason}"
+        key, got = f"{section}.model.path", ", ".join(whole) or "no keys"
+        text = f"pass the section {section} of verl's settings, with {key}; got {got}"
         raise ConfigError(f"config: {text}", key=key)
     rollout, per_prompt = {**(values.get("rollout") or {})}, values.pop("rollout_n", None) or 1
     # verl's rollout has the number of tokens that the trainer reads in `data`.
