@@ -212,9 +212,20 @@ def verification(subject: RolloutUnderTest) -> None:
         subject.restore()
 
 
+def slices(subject: RolloutUnderTest) -> None:
+    """Where numbers belong to positions, a response in slices has the tokens of the uncut one."""
+    if not subject.engine.abilities.seeded or subject.engine.name not in ("hf", "sglang"):
+        return
+    least = int("min_new_tokens" in subject.engine.abilities.settings) * 7
+    for sampling in (SAMPLING, replace(SAMPLING, temperature=1.6, top_p=0.7, min_new_tokens=least)):
+        whole = subject.applied(sampling)
+        for at_most in (1, 3, 5):
+            expect(subject.in_slices(sampling, at_most), whole, f"slices of {at_most}")
+
+
 ROLLOUT_LAWS = (
     *rollouts.ROLLOUT_LAWS[:-1],
-    *(temperature, filters, end_of_the_model, stop_strings, verification),
+    *(temperature, filters, end_of_the_model, stop_strings, slices, verification),
     rollouts.ROLLOUT_LAWS[-1],
 )
 """All laws. The last one closes the engine."""

@@ -11,7 +11,6 @@ from fake_rollout import FakeRollout, full_abilities
 from quadriga.config.schema import ModelConfig
 from quadriga.rollout import build_rollout
 from quadriga.testing import LawBroken, write_reference_model
-from quadriga.testing.rollouts import SAMPLING
 from rollout_laws import ROLLOUT_LAWS, RolloutUnderTest
 
 
@@ -46,15 +45,6 @@ def subject(folder, request):
 @pytest.mark.parametrize("law", ROLLOUT_LAWS, ids=lambda law: law.__name__)
 def test_the_engine_satisfies_the_law(subject, law):
     law(subject)
-
-
-@pytest.mark.parametrize("changes", [{}, {"top_p": 0.7, "min_new_tokens": 7, "temperature": 1.6}])
-def test_slices_of_hf_have_the_tokens_of_the_uncut_response(folder, changes):
-    sampling = replace(SAMPLING, **changes)
-    with RolloutUnderTest(BUILT["hf"], folder) as subject:
-        whole = subject.applied(sampling)
-        for at_most in (1, 3, 5):
-            assert subject.in_slices(sampling, at_most) == whole
 
 
 class Liar(FakeRollout):
