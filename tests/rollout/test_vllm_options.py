@@ -14,7 +14,7 @@ from quadriga.config.schema import ModelConfig, RolloutEngineConfig, SamplingCon
 from quadriga.errors import ConfigError, RolloutAbilityError, UnknownSettingError
 from quadriga.rollout import build_rollout, rollout_of
 from quadriga.rollout.vllm import options, weights
-from quadriga.rollout.vllm.engine import Isolation, spread_seed
+from quadriga.rollout.vllm.engine import Isolation, seed_from, spread_seed
 from quadriga.trainer.preflight import check_engines
 
 
@@ -78,7 +78,10 @@ def test_every_bit_of_a_seed_changes_the_32_bits_that_torch_uses():
     spread = [spread_seed(seed) for seed in seeds]
     assert len({number & 0xFFFFFFFF for number in spread}) == len(seeds)
     assert all(0 <= number < 2**63 for number in spread)
-    assert spread_seed(7) == spread_seed(7)
+    assert spread_seed(7) == spread_seed(7) == seed_from(7, 0)
+    assert len({seed_from(seed, position) for seed in seeds for position in range(9)}) == 9 * len(
+        seeds
+    )
 
 
 def test_what_the_engine_changes_is_seen_inside_only(monkeypatch):

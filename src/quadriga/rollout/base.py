@@ -196,7 +196,7 @@ class RolloutEngine(ABC):
             )
         left: int | Tensor = sampling.max_new_tokens
         if continued is not None:
-            left = self._left(prompt_ids, attention_mask, sampling.max_new_tokens, continued)
+            left = self._left(prompt_ids, attention_mask, sampling, continued)
         self.check_sequences(prompt_ids, attention_mask, left)
         self.abilities.check(sampling, self.name)
         vocabulary = self.abilities.vocabulary
@@ -209,13 +209,16 @@ class RolloutEngine(ABC):
         right = (attention_mask.diff(dim=1) < 0).any(1)
         self._refuse(right, "is padded on the right or inside; pad prompts on the left only")
 
-    def _left(self, ids: Tensor, mask: Tensor, limit: int, continued: Continued) -> Tensor:
+    def _left(
+        self, ids: Tensor, mask: Tensor, sampling: SamplingParams, continued: Continued
+    ) -> Tensor:
         """Check how far the responses have come; return [B] how many tokens each may still get."""
-        sampled, at_most = continued.sampled, continued.at_most
+        sampled, at_most, limit = continued.sampled, continued.at_most, sampling.max_new_tokens
         if not self.abilities.continues:
             raise self._unable(
                 "continue responses; use rollout.name=hf, vllm or sglang", "continues"
             )
+        self.check_sequences(ids, mask)
         if sampled.shape != ids.shape[:1] or sampled.dtype != torch.int64:
             raise ShapeError(
                 f"rollout engine {self.name!r}: continued.sampled must be [B] int64 for the "
@@ -226,13 +229,14 @@ class RolloutEngine(ABC):
                 f"continued.at_most must be at least 1 and at most max_new_tokens, {limit}; got "
                 f"{at_most}"
             )
-        ended = (sampled < 0) | (sampled >= limit)
-        count = next(iter(sampled[ended].tolist()), None)
+        wrong = (sampled < 0) | (sampled >= limit)
+        count = next(iter(sampled[wrong].tolist()), None)
         problem = f"has {count} response tokens sampled before, of at most {limit}; it cannot go on"
-        self._refuse(ended, problem)
-        if mask.shape == ids.shape:
-            no_prompt = (sampled > 0) & (sampled >= mask.sum(-1))
-            self._refuse(no_prompt, "has no prompt before the tokens that were sampled before")
+        self._refuse(wrong, problem)
+        no_prompt = (sampled > 0) & (sampled >= mask.sum(1))
+        self._refuse(no_prompt, "has no prompt before the tokens that were sampled before")
+        ends = torch.isin(ids[:, -1:], torch.tensor(sampling.end_token_ids).long()).any(1)
+        self._refuse(ends & (sampled > 0), "has ended with its last token; it cannot go on")
         return limit - sampled
 
     def check_sequences(
