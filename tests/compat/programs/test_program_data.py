@@ -102,6 +102,7 @@ def test_concat_joins_metrics():
 
 def test_split_and_chunk():
     assert [len(part) for part in batch().split(3)] == [3, 1]
+    assert str(batch().to("meta").batch.device) == "meta"
     assert [len(part) for part in batch().chunk(2)] == [2, 2]
     assert batch(temperature=1.0).split(3)[1].meta_info == {"temperature": 1.0}
 

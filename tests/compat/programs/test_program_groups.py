@@ -44,6 +44,15 @@ def test_the_workers_of_a_group_are_called(group):
     assert group.world_size == len(group.workers) == len(group.worker_names)
 
 
+def test_ray_shows_the_processes_of_a_group(group):
+    group._block_until_all_workers_alive()
+    assert [group._is_worker_alive(worker) for worker in group.workers] == [True, True]
+    assert set(group.worker_names) <= set(ray.util.list_named_actors())
+    prefix, tables = group.resource_pool.name_prefix, ray.util.placement_group_table().values()
+    assert [t["state"] for t in tables if t["name"].startswith(prefix)] == ["CREATED"]
+    assert ray.available_resources()["CPU"] < ray.cluster_resources()["CPU"]
+
+
 def test_one_worker_is_called(group):
     ref = group._execute_remote_single_worker(group.workers[1], "own", "x", y=1)
     assert ray.get(ref) == (1, "x", 1)

@@ -181,11 +181,13 @@ def test_the_arguments_of_ray_init_are_merged():
         {
             "num_cpus": 4,
             "address": None,
+            "include_dashboard": True,
             "runtime_env": {"env_vars": {"NCCL_DEBUG": "INFO", "MINE": "1"}, "py_executable": None},
         }
     )
     assert merged == {
         "num_cpus": 4,
+        "include_dashboard": True,
         "runtime_env": {
             "env_vars": {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "INFO", "MINE": "1"}
         },
