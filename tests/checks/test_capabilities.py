@@ -1,6 +1,6 @@
 """`tests/compat/rows.txt` names the tests of each capability, and the page shows this table.
 
-python tests/checks/test_rows.py writes the page.
+python tests/checks/test_capabilities.py writes the page.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from source_tree import ROOT
 TABLE, PAGE = ROOT / "tests/compat/rows.txt", ROOT / "docs/measurements/rows.md"
 HEAD = """# Capabilities and their tests
 
-What a system of this design has, and the test of each. The page is written from
-[the table](../../tests/compat/rows.txt) by `python tests/checks/test_rows.py`. Names in verl's
-spelling are tested in that spelling.
+What a system of this design has, and the test of each.
+`python tests/checks/test_capabilities.py` writes the page from
+[the table](../../tests/compat/rows.txt). Names in verl's spelling are tested in that spelling.
 """
 
 
