@@ -159,6 +159,7 @@ class RewardManager:
         failures: of the last batch.
         masked_rows: rows of the last batch that must take no part in the update.
         answers: the answers that the responses of the last batch give, None where there is none.
+        outcomes: of the last batch, one per row.
     """
 
     def __init__(
@@ -186,6 +187,7 @@ class RewardManager:
         self.failures: list[Failure] = []
         self.masked_rows: list[int] = []
         self.answers: list[str | None] = []
+        self.outcomes: list[Outcome] = []
         self._without_score = 0  # batches in a row without any score
         pool = RewardPool(num_processes, timeout_s, memory_gb) if num_processes else None
         self._pool = pool
@@ -308,7 +310,7 @@ class RewardManager:
                 samples.append(Sample(ref, str(source), text, truth, info))
         scored, count = self._score(samples), len(self.parts)
         own = [slice(start, start + count) for start in range(0, len(samples), count)]
-        outcomes = [combined(self.parts, scored[part]) for part in own]
+        self.outcomes = outcomes = [combined(self.parts, scored[part]) for part in own]
         self._report(outcomes, [sample.data_source for sample in samples[::count]])
         self.answers = [first_answer(samples[part], scored[part]) for part in own]
         return outcomes

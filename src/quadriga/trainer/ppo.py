@@ -33,6 +33,7 @@ from quadriga.config.schema import TrainConfig
 from quadriga.errors import MismatchError
 from quadriga.parallel.balancing import Balance
 from quadriga.protocol import DataProto, DataProtoFuture
+from quadriga.rewards.tensors import BatchFunction, batch_reward
 from quadriga.rollout import REFERENCE
 from quadriga.trainer import stages
 from quadriga.trainer.checkpoints import Checkpointing
@@ -71,7 +72,9 @@ class RayPPOTrainer:
         ingredients: tokenizer, prompts and reward function; None: those that the settings name.
         role_worker_mapping: role → worker class, in place of the built-in or registered class.
         resource_pool_manager: which role runs on which pool; None: as `config.placement` says.
-        reward_fn: scores a batch; None: the reward function of the ingredients.
+        reward_fn: scores a batch (`BatchReward`), or returns its scores [B, R] as a tensor
+            (`rewards.tensors`); None: the reward function of the ingredients.
+        val_reward_fn: the same for the validation; None: that of the training.
 
     Raises:
         ConfigError: with these settings a stage reads a field that no earlier stage writes, or a
@@ -87,7 +90,8 @@ class RayPPOTrainer:
         *,
         role_worker_mapping: Mapping[Role, type[Worker]] | None = None,
         resource_pool_manager: ResourcePoolManager | None = None,
-        reward_fn: BatchReward | None = None,
+        reward_fn: BatchReward | BatchFunction | None = None,
+        val_reward_fn: BatchReward | BatchFunction | None = None,
     ) -> None:
         mapping = role_worker_mapping or {}
         own_data, own_reward = ingredients is not None, reward_fn is not None
@@ -98,11 +102,16 @@ class RayPPOTrainer:
         self.placed = absolute_paths(placed)
         if ingredients is not None and not any(role in POLICY_ROLES for role in mapping):
             check_ingredients(config, ingredients)
-        self.ingredients = ingredients or load_ingredients(config, reward_fn)
+        components = config.algorithm.reward_components
+        reward = None if reward_fn is None else batch_reward(reward_fn, components)
+        self.ingredients = ingredients or load_ingredients(config, reward)
         self.role_worker_mapping = mapping
         self.resource_pool_manager = resource_pool_manager
         refuse(config, run_length_problems(config, self.total_steps))
-        self.reward_fn = reward_fn or self.ingredients.reward
+        self.reward_fn = self.ingredients.reward if reward is None else reward
+        self.val_reward_fn = self.reward_fn
+        if val_reward_fn is not None:
+            self.val_reward_fn = batch_reward(val_reward_fn, key="val_reward_fn")
         kl = config.algorithm.kl_ctrl
         self.kl_controller = make_kl_controller(
             kl.type, kl_coef=kl.kl_coef, horizon=kl.horizon, target_kl=kl.target_kl
@@ -278,7 +287,7 @@ class RayPPOTrainer:
             self.config.trainer.seed,
             self.ingredients.val_loader,
             groups.generator,
-            self.reward_fn,
+            self.val_reward_fn,
             record,
             n=self.config.actor_rollout_ref.rollout.val_n,
             generating=groups.generating,
@@ -330,9 +339,13 @@ class RayPPOTrainer:
 
     def close(self) -> None:
         """Stop the worker groups and the reward processes, if they are started."""
+        from quadriga.rewards import RewardManager
+
         with closing(self.ingredients):
             if self._sampler is not None:
                 self._sampler.close()
+            if isinstance(self.val_reward_fn, RewardManager):
+                self.val_reward_fn.close()
             if self._groups is not None:
                 self._groups.close()
                 self._groups = None

@@ -41,8 +41,9 @@ class LengthTrainer(RayPPOTrainer):
     def fit(self):
         n = self.config.actor_rollout_ref.rollout.n
         metrics: dict = {}
-        for prompts in self.train_dataloader:
+        for batch_dict in self.train_dataloader:
             self.global_steps += 1
+            prompts = DataProto.from_single_dict(batch_dict)
             prompts.non_tensor_batch["uid"] = np.array([str(i) for i in range(len(prompts))])
             batch = prompts.repeat(repeat_times=n, interleave=True)
             batch.batch["sample_seed"] = torch.arange(len(batch))

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -34,9 +35,9 @@ from verl.utils.model import compute_position_id_with_mask, create_random_mask, 
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
 from quadriga.algorithms.advantages import ADVANTAGES
-from quadriga.compat.verl.training.run_settings import RewardOfTensors
 from quadriga.compat.verl.training.trainer import ray_init_arguments
 from quadriga.errors import ConfigError, InputError
+from quadriga.rewards.tensors import TensorReward
 
 
 @pytest.fixture
@@ -245,9 +246,6 @@ def test_the_runner_is_not_on_a_head_node_without_cpus(task, tmp_path):
 
 def test_what_the_trainer_cannot_take_is_refused(task, tmp_path, monkeypatch):
     settings = verl_settings(task, tmp_path)
-    for name in ("train_dataset", "collate_fn", "train_sampler", "processor"):
-        with pytest.raises(ConfigError, match=f"{name} has no counterpart"):
-            RayPPOTrainer(settings, **{name: object()})
     with pytest.raises(ConfigError, match="groups of Quadriga, not of"):
         RayPPOTrainer(settings, ray_worker_group_cls=dict)
     monkeypatch.setitem(POLICY_LOSS_REGISTRY, "own", lambda *args: (torch.tensor(0.0), {}))
@@ -271,14 +269,49 @@ def test_a_configuration_is_validated_before_anything_starts(task, tmp_path):
         validate_config(settings)
 
 
-def test_a_reward_function_of_verl(task, tmp_path):
+@pytest.mark.parametrize("names", ["quadriga", "verl"])
+def test_reward_functions_of_training_and_validation(task, tmp_path, names):
+    from quadriga import RayPPOTrainer as QuadrigaTrainer
+    from quadriga.compat.verl.training.run_settings import train_settings
+
     def reward_fn(data, return_dict=False):
         scores = torch.zeros(data.batch["responses"].shape)
         return {"reward_tensor": scores} if return_dict else scores
 
-    trainer = RayPPOTrainer(verl_settings(task, tmp_path), reward_fn=reward_fn)
+    class RewardManager:
+        def __call__(self, data):
+            return torch.ones(data.batch["responses"].shape)
+
+    settings = verl_settings(task, tmp_path)
+    cls, given = RayPPOTrainer, settings
+    if names == "quadriga":
+        cls, given = QuadrigaTrainer, train_settings(settings, tell=False)
     batch = DataProto.from_dict({"responses": torch.zeros(2, 3)})
-    assert trainer.reward_fn(batch).batch["token_level_scores"].shape == (2, 3)
+    for val, expected in ((None, 0.0), (reward_fn, 0.0), (RewardManager(), 1.0)):
+        trainer = cls(given, reward_fn=reward_fn, val_reward_fn=val)
+        validator = trainer.make_validator(mock.Mock(), mock.Mock(last_validation={}))
+        for reward, score in ((trainer.reward_fn, 0.0), (validator.reward, expected)):
+            assert reward(batch).batch["token_level_scores"].tolist() == [[score] * 3] * 2
+        trainer.close()
+    for name in ("reward_fn", "val_reward_fn"):
+        with pytest.raises(ConfigError, match=f"{name} must be a function of a batch, got 5"):
+            cls(given, **{name: 5})
+
+
+def test_what_a_trainer_tells_of_its_run(task, tmp_path, monkeypatch):
+    monkeypatch.setattr(RayPPOTrainer, "init_workers", lambda self: pytest.fail("a start"))
+    names = ["use_critic", "use_rm", "use_reference_policy", "ref_in_actor", "hybrid_engine"]
+
+    def told(**actor):
+        settings = verl_settings(task, tmp_path)
+        settings["algorithm"]["adv_estimator"] = actor.pop("estimator", "grpo")
+        settings["actor_rollout_ref"]["actor"].update(actor)
+        trainer = RayPPOTrainer(settings)
+        trainer.close()
+        return [name for name in names if getattr(trainer, name)]
+
+    assert told() == ["hybrid_engine"]
+    assert told(estimator="gae", use_kl_loss=True) == [names[0], names[2], names[4]]
 
 
 def test_a_reward_function_is_called_once_with_what_it_takes():
@@ -293,9 +326,9 @@ def test_a_reward_function_is_called_once_with_what_it_takes():
         raise TypeError("planted")
 
     batch = DataProto.from_dict({"responses": torch.zeros(2, 3)})
-    assert RewardOfTensors(plain)(batch).batch["token_level_scores"].shape == (2, 3)
+    assert TensorReward(plain)(batch).batch["token_level_scores"].shape == (2, 3)
     with pytest.raises(TypeError, match="planted"):
-        RewardOfTensors(broken)(batch)
+        TensorReward(broken)(batch)
     assert calls == [2, True]
 
 

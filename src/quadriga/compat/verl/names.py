@@ -18,6 +18,7 @@ CONFIG = f"{COMPAT}.config"
 DECORATOR, WORKER = f"{COMPAT}.controller.decorator", f"{COMPAT}.controller.worker"
 GROUPS, REFERENCES = f"{COMPAT}.controller.groups", f"{COMPAT}.controller.references"
 TRAINER, SETTINGS = f"{COMPAT}.training.trainer", f"{COMPAT}.training.run_settings"
+INPUTS = f"{COMPAT}.training.inputs"
 SHARDING, ROLES = f"{COMPAT}.training.sharding_managers", f"{COMPAT}.training.workers"
 SFT = "quadriga.trainer.fine_tuning"
 
@@ -44,19 +45,22 @@ MODULES: dict[str, tuple[str, ...]] = {
     "verl.trainer.main_eval": (TRAINER,),
     "verl.trainer.main_generation": (TRAINER,),
     "verl.trainer.main_generation_server": (TRAINER,),
-    "verl.trainer.main_ppo": (TRAINER, SETTINGS, FUNCTIONS),
-    "verl.trainer.main_ppo_v0": (TRAINER, SETTINGS, FUNCTIONS),
+    "verl.trainer.main_ppo": (TRAINER, SETTINGS, FUNCTIONS, INPUTS),
+    "verl.trainer.main_ppo_v0": (TRAINER, SETTINGS, FUNCTIONS, INPUTS),
     "verl.trainer.ppo": (),
     "verl.trainer.ppo.core_algos": (ALGOS, LOSSES),
     "verl.trainer.ppo.metric_utils": (METRICS, FUNCTIONS),
     "verl.trainer.ppo.ray_trainer": (
         *(TRAINER, ALGOS, METRICS, BALANCING, GROUPS, WORKER, SETTINGS, RAY, FUNCTIONS),
-        *(PROTOCOL, TENSORS),
+        *(PROTOCOL, TENSORS, INPUTS),
     ),
-    "verl.trainer.ppo.utils": (WORKER, SETTINGS, ALGOS),
+    "verl.trainer.ppo.reward": (INPUTS, PROTOCOL),
+    "verl.trainer.ppo.utils": (WORKER, SETTINGS, ALGOS, INPUTS),
     "verl.trainer.sft_trainer": (TRAINER, SFT, FUNCTIONS),
     "verl.utils": (FUNCTIONS, SETTINGS),
     "verl.utils.config": (SETTINGS,),
+    "verl.utils.dataset": (INPUTS,),
+    "verl.utils.dataset.rl_dataset": (INPUTS,),
     "verl.utils.device": (FUNCTIONS,),
     "verl.utils.fs": (FUNCTIONS,),
     "verl.utils.metric": (METRICS,),

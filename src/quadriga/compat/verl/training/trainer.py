@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -25,6 +25,7 @@ from quadriga.backends.ray.cluster import ensure_ray
 from quadriga.compat.verl.config import VerlConfig, setting
 from quadriga.compat.verl.controller.groups import RayWorkerGroup, ResourcePoolManager
 from quadriga.compat.verl.controller.references import init_parameters, run_in_actor, write_timeline
+from quadriga.compat.verl.training.inputs import BatchDicts, LoadedRewards, with_inputs
 from quadriga.compat.verl.training.run_settings import (
     check_called,
     check_policy_loss,
@@ -32,7 +33,6 @@ from quadriga.compat.verl.training.run_settings import (
     need_critic,
     need_reference_policy,
     pools_of,
-    reward_of_tensors,
     settings_of,
     train_settings,
     worker_classes,
@@ -41,10 +41,11 @@ from quadriga.compat.verl.training.workers import ActorRolloutRefWorker, CriticW
 from quadriga.compat.verl_settings import EVAL, GENERATE, SFT, plain_values
 from quadriga.config.commands import EvalConfig, GenerateConfig, SFTConfig
 from quadriga.config.paths import local_path
+from quadriga.config.role_ranks import has_reward_model, role_ranks
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import mask_secrets
 from quadriga.errors import ConfigError, DispatchError, nearest_name
-from quadriga.protocol import DataProto
+from quadriga.rewards.tensors import BatchFunction
 from quadriga.single_controller.worker import plain_class
 from quadriga.trainer.ppo import RayPPOTrainer as QuadrigaTrainer
 from quadriga.trainer.roles.registry import (
@@ -53,12 +54,13 @@ from quadriga.trainer.roles.registry import (
     register_again,
     registered_for,
 )
+from quadriga.trainer.roles.workers import needs_critic, needs_reference
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from quadriga.algorithms.kl import KLController
-    from quadriga.workers.roles import ActorGroup, CriticGroup, RefGroup
+    from quadriga.workers.roles import ActorGroup, CriticGroup, RefGroup, RewardModelGroup
 
 PoolManager: TypeAlias = "ResourcePoolManager[Role] | QuadrigaPools"
 
@@ -292,24 +294,46 @@ class VerlTrainerNames(QuadrigaTrainer):
         return self.init_workers().ref
 
     @property
+    def rm_wg(self) -> RewardModelGroup | None:
+        """The worker group of the reward model; None if it is not enabled."""
+        return self.init_workers().reward_model
+
+    @property
+    def use_rm(self) -> bool:
+        """Whether the run has a reward model."""
+        return has_reward_model(self.config)
+
+    @property
     def use_critic(self) -> bool:
         """Whether the run has a critic."""
-        return self.critic_wg is not None
+        return needs_critic(self.config)
 
     @property
     def use_reference_policy(self) -> bool:
         """Whether the run has a reference."""
-        return self.ref_policy_wg is not None
+        return needs_reference(self.config)
 
     @property
-    def train_dataloader(self) -> Iterable[DataProto]:
-        """The loader of the prompts; its batches are `DataProto`s."""
-        return self.ingredients.train_loader
+    def ref_in_actor(self) -> bool:
+        """Whether the reference is the actor without its adapters."""
+        return self.config.actor_rollout_ref.model.lora.enabled
 
     @property
-    def val_dataloader(self) -> Iterable[DataProto] | None:
+    def hybrid_engine(self) -> bool:
+        """Whether actor and rollout share their processes."""
+        ranks = role_ranks(self.placed)
+        return ranks["actor"] == ranks["rollout"]
+
+    @property
+    def train_dataloader(self) -> BatchDicts:
+        """The loader of the prompts; its batches are dicts for `DataProto.from_single_dict`."""
+        return BatchDicts(self.ingredients.train_loader)
+
+    @property
+    def val_dataloader(self) -> BatchDicts | None:
         """The loader of the prompts of the validation; None without such data."""
-        return self.ingredients.val_loader
+        loader = self.ingredients.val_loader
+        return None if loader is None else BatchDicts(loader)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -363,9 +387,9 @@ def check_methods_of_subclass(cls: type[QuadrigaTrainer], fit: object) -> None:
 class RayPPOTrainer(VerlTrainerNames):
     """Quadriga's trainer with the arguments of verl's.
 
-    The tokenizer and the data come from the settings. Raises `ConfigError` for datasets, samplers
-    and collate functions, which Quadriga's loaders replace, and for a subclass whose methods
-    nothing would call.
+    The tokenizer comes from the settings, and so do the data, or from the files of datasets of
+    `create_rl_dataset`. Raises `ConfigError` for other datasets, samplers and collate functions,
+    and for a subclass whose methods nothing would call.
     """
 
     def __init__(
@@ -376,8 +400,8 @@ class RayPPOTrainer(VerlTrainerNames):
         resource_pool_manager: PoolManager | None = None,
         ray_worker_group_cls: type = RayWorkerGroup,
         processor: object = None,
-        reward_fn: object = None,
-        val_reward_fn: object = None,
+        reward_fn: BatchFunction | None = None,
+        val_reward_fn: BatchFunction | None = None,
         train_dataset: object = None,
         val_dataset: object = None,
         collate_fn: object = None,
@@ -385,28 +409,21 @@ class RayPPOTrainer(VerlTrainerNames):
         device_name: str | None = None,
     ) -> None:
         check_methods_of_subclass(type(self), RayPPOTrainer.fit)
-        refused = {
-            "processor": processor,
-            "val_reward_fn": None if val_reward_fn is reward_fn else val_reward_fn,
-            "train_dataset": train_dataset,
-            "val_dataset": val_dataset,
-            "collate_fn": collate_fn,
-            "train_sampler": train_sampler,
-        }
-        for name, value in refused.items():
-            if value is not None:
-                raise ConfigError(
-                    f"RayPPOTrainer: {name} has no counterpart; Quadriga reads data.train_files "
-                    "and data.val_files with loaders that can be resumed. Pass None",
-                    key=name,
-                )
+        if processor is not None:
+            raise ConfigError(
+                "RayPPOTrainer: processor has no counterpart, because images are encoded with that "
+                "of the model folder; pass None",
+                key="processor",
+            )
         if ray_worker_group_cls not in (RayWorkerGroup, QuadrigaRayWorkerGroup):
             raise ConfigError(
                 f"RayPPOTrainer starts groups of Quadriga, not of {ray_worker_group_cls!r}; start "
                 "groups of your own class in a loop of your own",
                 key="ray_worker_group_cls",
             )
-        ours = train_settings(config)
+        ours = with_inputs(
+            train_settings(config), train_dataset, val_dataset, collate_fn, train_sampler
+        )
         # verl's default is "cuda", also where a program runs on CPUs.
         device = ours.trainer.device if device_name in (None, "cuda") else device_name
         _check_tokenizer(tokenizer, ours)
@@ -421,7 +438,8 @@ class RayPPOTrainer(VerlTrainerNames):
             ours,
             role_worker_mapping=worker_classes(classes),
             resource_pool_manager=pools,
-            reward_fn=reward_of_tensors(reward_fn, ours.algorithm.reward_components),
+            reward_fn=_rules_of(reward_fn),
+            val_reward_fn=_rules_of(val_reward_fn),
         )
 
 
@@ -539,6 +557,11 @@ def run_eval(config: VerlConfig) -> object:
     from quadriga.trainer.evaluation import run_evaluation as run
 
     return run(settings_of(config, EvalConfig, EVAL))
+
+
+def _rules_of(reward_fn: BatchFunction | None) -> BatchFunction | None:
+    """Return the manager of `load_reward_manager`; another function unchanged."""
+    return reward_fn.manager if isinstance(reward_fn, LoadedRewards) else reward_fn
 
 
 def _check_tokenizer(tokenizer: object, config: TrainConfig) -> None:

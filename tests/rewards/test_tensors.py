@@ -1,4 +1,4 @@
-"""A reward function of verl as one of Quadriga: scores, and what it returns besides them."""
+"""A reward function that returns a tensor: scores, and what it returns besides them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from quadriga.compat.verl.training.run_settings import RewardOfTensors
 from quadriga.errors import ConfigError, FieldError
 from quadriga.protocol import DataProto, fields
+from quadriga.rewards.tensors import TensorReward
 from quadriga.trainer.stages import score_responses
 
 BATCH = DataProto.from_dict({"responses": torch.zeros(2, 3)})
@@ -16,7 +16,7 @@ SCORES = torch.tensor([[0.0, 0, 1], [0, 2, 0]])
 
 
 def returning(value, components=()):
-    return RewardOfTensors(lambda data, return_dict=False: value, components)
+    return TensorReward(lambda data, return_dict=False: value, components)
 
 
 def extras(value):
@@ -58,8 +58,8 @@ def test_extras_are_the_components_that_the_settings_name():
         (extras([1, 0]), "a dict of lists, got list"),
         (extras({"acc": [1]}), r"\['acc'\] must have one value for each of the 2 rows, got 1"),
         (extras({"acc": 0.5}), r"\['acc'\] must have one value for each of the 2 rows, got 0\.5"),
-        (torch.ones(2), r"a tensor \[2, R\], .* got shape \[2\]"),
-        (torch.ones(3, 3), r"a tensor \[2, R\], .* got shape \[3, 3\]"),
+        (torch.ones(2), r"a tensor \[2, 3\], .* got shape \[2\]"),
+        (torch.ones(2, 1), r"a tensor \[2, 3\], .* got shape \[2, 1\]"),
         (5, "got int"),
     ],
 )

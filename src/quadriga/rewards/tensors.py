@@ -1,0 +1,122 @@
+"""Reward functions of a program that return the scores of a batch as a tensor [B, R].
+
+`f(data) -> scores`, or `f(data, return_dict=True) -> {"reward_tensor": scores, "reward_extra_info":
+{"acc": [1, 0]}}`, where each list has one value per row.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias, cast
+
+from torch import Tensor
+
+from quadriga.errors import ConfigError
+from quadriga.protocol import DataProto, DataProtoFuture, fields
+from quadriga.rewards.functions import SCORED, Outcome, plain_extras
+from quadriga.rewards.manager import mean_extras, reward_components
+
+SCORES, EXTRA = "reward_tensor", "reward_extra_info"
+Scored: TypeAlias = DataProto | DataProtoFuture
+Returned: TypeAlias = Scored | Tensor | Mapping[str, object]
+BatchFunction: TypeAlias = Callable[[DataProto], Returned]
+
+
+class TensorReward:
+    """A reward function of a program, called once for each batch.
+
+    What it returns as a tensor becomes `token_level_scores` float32. The numbers of
+    `reward_extra_info` are measured, and those that `components` names become the field
+    `reward_components` [B, K]. A batch, or the future of one, is returned unchanged.
+
+    Attributes:
+        metrics: `reward/extra/<name>`, the means of the numbers of the last batch.
+    """
+
+    def __init__(self, reward_fn: BatchFunction, components: Sequence[str] = ()) -> None:
+        self.reward_fn = cast(Callable[..., Returned], reward_fn)
+        self.components = tuple(components)
+        self.metrics: dict[str, float] = {}
+        # From the signature, and not by a call: a TypeError can also be one of its own code.
+        parameters = inspect.signature(reward_fn).parameters.values()
+        self._returns_dict = any(
+            p.name == "return_dict" or p.kind is p.VAR_KEYWORD for p in parameters
+        )
+
+    def returned(self, data: DataProto) -> Scored | Mapping[str, object]:
+        """Return what the function returns; for a tensor, a dict with it."""
+        options = {"return_dict": True} if self._returns_dict else {}
+        found = self.reward_fn(data, **options)
+        return found if isinstance(found, Scored | Mapping) else {SCORES: found}
+
+    def __call__(self, data: DataProto, /) -> Scored:
+        """Score every row of `data`.
+
+        Raises:
+            ConfigError: the function returned something else than one value per row.
+            FieldError: it did not return a component.
+        """
+        found = self.returned(data)
+        if not isinstance(found, Mapping):
+            return found
+        outcomes = _outcomes(found.get(EXTRA), len(data))
+        shape = data.batch[fields.RESPONSES].shape
+        written = {fields.TOKEN_LEVEL_SCORES: _scores(found.get(SCORES), shape)}
+        if self.components:
+            written[fields.REWARD_COMPONENTS] = reward_components(outcomes, self.components)
+        self.metrics = mean_extras(outcomes)
+        return DataProto.from_dict(written)
+
+
+def batch_reward(
+    reward_fn: BatchFunction, components: Sequence[str] = (), key: str = "reward_fn"
+) -> Callable[[DataProto], Scored]:
+    """Return a reward function of a program as one that returns batches.
+
+    One that keeps `metrics`, as `RewardManager` does, is returned unchanged. Raises `ConfigError`
+    if it cannot be called.
+    """
+    if not callable(reward_fn):
+        raise ConfigError(
+            f"RayPPOTrainer: {key} must be a function of a batch, got {reward_fn!r}", key=key
+        )
+    if hasattr(reward_fn, "metrics"):
+        return cast("Callable[[DataProto], Scored]", reward_fn)
+    return TensorReward(reward_fn, components)
+
+
+def _scores(scores: object, shape: Sequence[int]) -> Tensor:
+    if isinstance(scores, Tensor) and scores.shape == shape:
+        return scores.float()
+    got = type(scores).__name__
+    if isinstance(scores, Tensor):
+        got = f"shape {list(scores.shape)}"
+    raise ConfigError(
+        f"reward_fn must return a tensor {list(shape)}, one score per response token, or a dict "
+        f"with {SCORES!r}, got {got}",
+        key="reward_fn",
+    )
+
+
+def _outcomes(extra: object, rows: int) -> list[Outcome]:
+    """Return one outcome per row, with the values of the row in `reward_extra_info`."""
+    if extra is None:
+        extra = {}
+    if not isinstance(extra, Mapping):
+        raise ConfigError(
+            f"{EXTRA} of reward_fn must be a dict of lists, got {type(extra).__name__}",
+            key="reward_fn",
+        )
+    for name, values in extra.items():
+        sized = hasattr(values, "__len__") and not isinstance(values, str)
+        if not sized or len(values) != rows:
+            raise ConfigError(
+                f"{EXTRA}[{name!r}] must have one value for each of the {rows} rows, got "
+                f"{len(values) if sized else values!r}",
+                key="reward_fn",
+            )
+    return [
+        Outcome(SCORED, extra=plain_extras({name: values[row] for name, values in extra.items()}))
+        for row in range(rows)
+    ]
