@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import inspect
+import operator
 import re
 from pathlib import Path
 
 import pytest
-import torch
 
-from quadriga import models
-from quadriga.algorithms.user_files import load_user_file
-from quadriga.checkpoint import folders, shards
-from quadriga.checkpoint.hf_export import export_hf
 from quadriga.cli.main import COMMANDS, PLANNED, main
 from quadriga.config.commands import EvalConfig, SFTConfig
 from quadriga.config.convert import is_settings, walk_keys
@@ -28,15 +26,8 @@ from quadriga.config.schema import (
     TrainConfig,
     TrainerConfig,
 )
-from quadriga.data.arithmetic import write_arithmetic
-from quadriga.data.rows import read_rows
 from quadriga.errors import ConfigError, DataError
-from quadriga.observability.jsonl import JsonlFile, read_jsonl
-from quadriga.observability.run_folder import RunFolder
-from quadriga.protocol import DataProto
-from quadriga.rewards.functions import load_reward_function
 from quadriga.trainer.checkpoints import inputs_of
-from quadriga.trainer.evaluation import rows_of
 from quadriga.trainer.preflight import check_files
 
 SETTINGS = tuple({*PLANNED.values(), *(c.settings for c in COMMANDS if c.settings is not None)})
@@ -140,22 +131,34 @@ def test_a_remote_path_is_refused_before_anything_starts(home, capsys):
     assert caught.value.key == "trainer.default_local_dir"
 
 
+FUNCTIONS = {
+    "algorithms.user_files": ["load_user_file"],
+    "checkpoint.folders": [
+        "begin_checkpoint", "complete_checkpoints", "read_marker", "verify_checkpoint",
+    ],
+    "checkpoint.hf_export": ["export_hf"],
+    "checkpoint.shards": ["read_scalars", "load_rank_state"],
+    "data.arithmetic": ["write_arithmetic"],
+    "data.rows": ["read_rows"],
+    "models": ["check_model_folder", "load_tokenizer", "write_tiny_model"],
+    "observability.jsonl": ["JsonlFile"],
+    "observability.run_folder": ["RunFolder.open"],
+    "protocol.disk": ["load", "save"],
+    "rewards.functions": ["load_reward_function"],
+    "trainer.evaluation": ["rows_of"],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("remote", ["s3://b/x", Path("s3://b/x")])
 def test_a_function_refuses_a_remote_path(home, remote):
-    for call in (
-        DataProto.from_dict({"x": torch.ones(1)}).save_to_disk, DataProto.load_from_disk,
-        lambda path: load_config(TrainConfig, file=path), lambda path: next(read_jsonl(path)),
-        JsonlFile, lambda path: RunFolder.open(path, TrainConfig()), rows_of,
-        lambda path: folders.begin_checkpoint(path, 1), folders.complete_checkpoints,
-        folders.read_marker, folders.verify_checkpoint, shards.read_scalars,
-        lambda path: shards.save_rank_state(path, {}, {}, rank=0, world_size=1),
-        lambda path: shards.load_rank_state(path, {}, rank=0),
-        lambda path: models.write_tiny_model(path, ["a"]), write_arithmetic,
-        models.check_model_folder, models.load_tokenizer, load_user_file, load_reward_function,
-        lambda path: read_rows([path]), lambda path: export_hf(path, [], None),
-    ):  # fmt: skip
+    given = {"step": 1, "weights": [], "config": None, "texts": ["a"], "tensors": {}, "rank": 0}
+    for module, name in ((place, name) for place, names in FUNCTIONS.items() for name in names):
+        function = operator.attrgetter(name)(importlib.import_module(f"quadriga.{module}"))
+        needed = inspect.signature(function).parameters
+        more = {key: value for key, value in given.items() if key in needed}
+        contents = [(None, {}, {})] if name == "save" else []
         with pytest.raises(ConfigError, match=r"s3://?b/x is not on this machine"):
-            call(remote)
+            function(*contents, remote, **more)
     assert list(Path().iterdir()) == []
 
 

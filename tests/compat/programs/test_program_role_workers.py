@@ -24,7 +24,10 @@ IDS = torch.arange(5, 45).view(4, 10)
 
 
 class Own(ActorRolloutRefWorker):
-    """Switches as verl's workers do, and saves with verl's arguments."""
+    """Switches as verl's workers do, and has verl's constructor and arguments."""
+
+    def __init__(self, config, role):
+        super().__init__(config, role)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def switch(self):
@@ -40,6 +43,11 @@ class Own(ActorRolloutRefWorker):
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None):
         own = {"hdfs_path": hdfs_path, "global_step": global_step}
         return super().save_checkpoint(local_path, max_ckpt_to_keep=max_ckpt_to_keep, **own)
+
+
+class Forgetful(ActorRolloutRefWorker):
+    def __init__(self, config, role, **kwargs):
+        super().__init__(config, role)
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +82,9 @@ def test_a_worker_takes_a_section_of_verl(config, capsys):
     assert worker.config.rollout.sampling.temperature == 0.7
     assert worker.config.actor.ppo_mini_batch_size == 4
     assert worker.runtime.max_response_length == 6
+    runtime = workers.RankRuntime(seed=3)  # which the trainer gives to every worker
+    assert Own(worker.config, role="actor", runtime=runtime).runtime is runtime
+    assert Forgetful(worker.config, role="actor", runtime=runtime).runtime is runtime
     critic = CriticWorker(config.critic)
     assert (critic.config.ppo_mini_batch_size, critic.responses_per_prompt) == (4, 2)
     assert CriticWorker(config).config == critic.config  # the whole configuration

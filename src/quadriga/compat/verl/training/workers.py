@@ -9,6 +9,8 @@ Each takes Quadriga's arguments too, with which the trainer builds and calls it.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Coroutine, Generator, Mapping
 from dataclasses import replace
@@ -122,10 +124,36 @@ def _arguments(
     return {**found, _FOLDER: local_path(found[_FOLDER], _FOLDER)}
 
 
+_OF_TRAINER = ("runtime", "responses_per_prompt")
+
+
 class _Trained(Worker):
     """Checkpoint methods with the arguments of verl, or those of Quadriga: `(path, step)`."""
 
     _saved: tuple[str, ...] = ()
+    _given: Mapping[str, Any]
+    """Arguments of the trainer that verl does not have."""
+
+    def __init_subclass__(cls) -> None:
+        """Let a constructor with verl's arguments alone be called with those of the trainer."""
+        super().__init_subclass__()
+        if (own := vars(cls).get("__init__")) is None:
+            return
+        parameters = inspect.signature(own).parameters.values()
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        known = {parameter.name for parameter in parameters}
+
+        @functools.wraps(own)
+        def init(self: _Trained, *args: Any, **given: Any) -> None:
+            more = {name: given[name] for name in _OF_TRAINER if name in given}
+            self._given = {**self._given, **more} if "_given" in vars(self) else more
+            own(
+                self,
+                *args,
+                **{k: v for k, v in given.items() if takes_all or k not in {*more} - known},
+            )
+
+        setattr(cls, "__init__", init)  # noqa: B010  # mypy refuses the assignment
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, *args: Any, **given: Any) -> list[SavedFile]:
@@ -169,6 +197,7 @@ class ActorRolloutRefWorker(_Trained, workers.ActorRolloutRefWorker):
     """
 
     def __init__(self, config: Any, role: str, runtime: RankRuntime | None = None) -> None:
+        runtime = runtime or self._given.get("runtime")
         if not isinstance(config, ActorRolloutRefConfig):
             ours, _ = translated(config, "actor_rollout_ref")
             config, length = ours.actor_rollout_ref, ours.data.max_response_length
@@ -205,8 +234,9 @@ class CriticWorker(_Trained, workers.CriticWorker):
     def __init__(
         self, config: Any, responses_per_prompt: int = 0, runtime: RankRuntime | None = None
     ) -> None:
+        per_prompt = responses_per_prompt or self._given.get("responses_per_prompt", 0)
         if not isinstance(config, CriticConfig):
-            ours, per_prompt = translated(config, "critic")
+            ours, of_verl = translated(config, "critic")
             config = replace(ours.critic, ppo_epochs=ours.critic.ppo_epochs or 1)
-            responses_per_prompt = responses_per_prompt or per_prompt
-        super().__init__(config, responses_per_prompt or 1, runtime)
+            per_prompt = per_prompt or of_verl
+        super().__init__(config, per_prompt or 1, runtime or self._given.get("runtime"))
