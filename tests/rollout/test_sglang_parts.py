@@ -55,7 +55,7 @@ def test_an_interpreter_without_sglang_is_named(tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho sglang >&2\nexit 1\n", encoding="utf-8")
     python.chmod(0o755)
-    with pytest.raises(ConfigError, match="does not find sglang; make an environment with") as e:
+    with pytest.raises(ConfigError, match="does not find sglang; run `make engines") as e:
         engine({"python": str(python)}).check(None)
     assert "\n" not in str(e.value)
 

@@ -3,25 +3,38 @@
     verl's file and overrides ──Hydra──► values ──table──► our values ──build──► TrainConfig
                                             └── no row in the table ──► `Translation.ignored`
 
-A setting that changes what is computed and has no counterpart is an error (`_REFUSED`). Any other
-one is listed. The tables are at the end. This module is not in `compat.verl`, because the command
-line uses it, and an import of `compat.verl` provides verl's modules.
+A setting that changes what is computed and has no counterpart is an error (`verl_rules.REFUSED`).
+Any other one is listed. The tables are at the end. Keys of ours can stand beside verl's.
+This module is not in `compat.verl`, because the command line uses it, and an import of
+`compat.verl` provides verl's modules.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Generic, TypeGuard, TypeVar
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from quadriga.config.convert import build
+from quadriga.compat.verl_rules import (
+    OF_VERL,
+    REFUSED,
+    check_refused,
+    check_together,
+    converted,
+    implied,
+    without_effect,
+)
+from quadriga.config.convert import build, is_settings, type_of_key
 from quadriga.config.loading import (
     Plain,
     check_interpolations,
@@ -32,30 +45,13 @@ from quadriga.config.loading import (
 )
 from quadriga.config.paths import local_path
 from quadriga.config.secrets import mask_secrets
-from quadriga.errors import ConfigError, nearest_name
+from quadriga.errors import ConfigError, UnknownSettingError, nearest_name
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
 
-_SCORES = (
-    "Quadriga scores with rules, unless settings of its own ask for a reward model: "
-    "reward_model.enable and reward_model.model.path (docs/concepts/reward_models.md); or add the "
-    "reward model as a role of your own (docs/concepts/roles.md)"
-)
-_REFUSED: dict[str, str] = {
-    "actor_rollout_ref.model.lora.rank": "it is for Megatron, whose engine has no adapters; set "
-    "model.lora_rank and strategy=fsdp2",
-    "actor_rollout_ref.rollout.multi_turn.enable": "Quadriga generates one response per prompt",
-    "reward.reward_model.enable": _SCORES,
-    "reward_model.enable": _SCORES,
-    "distillation.enabled": "Quadriga has no distillation loss",
-    "algorithm.use_pf_ppo": "Quadriga has no reweighting of samples",
-    "algorithm.rollout_correction.bypass_mode": "Quadriga computes the log-probabilities again",
-}
-"""Settings that must be off, and why."""
-_RESUME_MODE, _RESUME_PATH = "trainer.resume_mode", "trainer.resume_from_path"
 _ABSENT = object()
 _UNUSED = ("_target_", "???")
 MOST_LISTED = 30
@@ -124,7 +120,7 @@ def read_verl(
     read_settings_file(path)  # checks its size and its structure
     texts = list(overrides)
     chosen = frozenset(text.partition("=")[0].lstrip("+~") for text in texts)
-    return translate(cls, table, _composed(path, texts, {*table, *_REFUSED}), chosen)
+    return translate(cls, table, _composed(path, texts, cls, table), chosen)
 
 
 def translate(
@@ -134,29 +130,23 @@ def translate(
     chosen: frozenset[str] = frozenset(),
 ) -> Translation[T]:
     """Translate verl's values, a mapping of mappings. Raises `ConfigError` as `read_verl`."""
+    table = {**table, **_engine_rows(table, values)}
     given = {key: value for key, value in _leaves(values, table) if not _is_unused(key, value)}
     _check_sections(given, table)
-    _check_offered(given)
+    check_refused(given)
+    check_together(given)
+    becomes, left_out = _chosen_values(_candidates(cls, table, given, chosen), chosen)
+    for key, row in table.items():
+        if key in given and (reason := without_effect(key, given)) is None:
+            left_out += [f"{key}={part}" for part in row.left_out(given[key])]
+        elif key in given and key in chosen:
+            left_out.append(f"{key}={given[key]} ({reason})")
     ours: dict[str, Plain] = {}
-    becomes = []
-    left_out = []
-    for verl_key, row in table.items():
-        if verl_key not in given:
-            continue
-        reason = _without_effect(verl_key, given)
-        if reason is not None:
-            if verl_key in chosen:
-                left_out.append(f"{verl_key}={given[verl_key]} ({reason})")
-            continue
-        left_out += [f"{verl_key}={part}" for part in row.left_out(given[verl_key])]
-        value = row.convert(given[verl_key])
-        if value is LEAVE:
-            continue
-        for key in row.keys:
-            _set(ours, key, value)
-            becomes.append(Becomes(verl_key, given[verl_key], key, value))
+    for found in becomes:
+        _set(ours, found.key, found.value)
+    read = {*table, *(found.verl_key for found in becomes)}
     ignored = [
-        key for key, value in given.items() if key not in table and value not in (None, {}, [])
+        key for key, value in given.items() if key not in read and value not in (None, {}, [])
     ]
     try:
         config = build(cls, ours, "translated from verl: ")
@@ -164,6 +154,70 @@ def translate(
         raise _with_verl_key(error, becomes) from None
     remember_given(config, ours)
     return Translation(config, tuple(becomes), (*ignored, *left_out), chosen)
+
+
+def _candidates(
+    cls: type, table: Mapping[str, Row], given: Mapping[str, object], chosen: Collection[str]
+) -> Iterator[tuple[int, Becomes]]:
+    """Yield each value of each of our settings with its precedence.
+
+    A row with one key of ours precedes one with several (`clip_ratio_high`, `clip_ratio`), and the
+    command line the file.
+    """
+    for verl_key, key, value in implied(given):
+        yield 5 * key.startswith("trainer."), Becomes(verl_key, given[verl_key], key, value)
+    units = converted(given)
+    for verl_key, row in table.items():
+        if verl_key not in given or without_effect(verl_key, given) is not None:
+            continue
+        try:
+            value = row.convert(units.get(verl_key, given[verl_key]))
+        except ConfigError as error:
+            raise ConfigError(f"{verl_key} of verl: {error}", key=verl_key) from None
+        for key in () if value is LEAVE else row.keys:
+            rank = 1 + 2 * (len(row.keys) == 1) + (verl_key in chosen)
+            yield rank, Becomes(verl_key, given[verl_key], key, value)
+    for key, value in given.items():
+        if key not in table and _is_ours(cls, key):
+            yield 4, Becomes(key, value, key, value)
+
+
+def _chosen_values(
+    candidates: Iterable[tuple[int, Becomes]], chosen: Collection[str]
+) -> tuple[list[Becomes], list[str]]:
+    """Return the value of each of our settings, and the lines of the command line that lose.
+
+    Raises `ConfigError` for two settings of the command line that disagree.
+    """
+    best: dict[str, tuple[int, Becomes]] = {}
+    lost = []
+    for rank, found in candidates:
+        before = best.get(found.key)
+        if before is None:
+            best[found.key] = rank, found
+            continue
+        winner, loser = (found, before[1]) if rank >= before[0] else (before[1], found)
+        differ = winner.value != loser.value
+        if differ and rank == before[0] == 4:
+            raise ConfigError(
+                f"{loser.verl_key}={loser.verl_value!r} and {winner.verl_key}="
+                f"{winner.verl_value!r} both set {found.key}; remove one of them",
+                key=winner.verl_key,
+            )
+        if differ and loser.verl_key in chosen and rank < 5:
+            lost.append(
+                f"{loser.verl_key}={loser.verl_value} ({winner.verl_key}={winner.verl_value} holds)"
+            )
+        best[found.key] = max(rank, before[0]), winner
+    return [found for _, found in best.values()], lost
+
+
+def _is_ours(cls: type, key: str) -> bool:
+    """Return whether a key is a setting of ours. `model.lora` is a section of verl's, too."""
+    try:
+        return not is_settings(type_of_key(cls, key)) and ".model.lora." not in key
+    except UnknownSettingError:
+        return False
 
 
 def plain_values(config: object) -> dict[str, object]:
@@ -184,24 +238,30 @@ def plain_values(config: object) -> dict[str, object]:
     return {k: v if isinstance(v, nested) else plain_values(v) for k, v in found.items()}
 
 
-def _composed(path: Path, overrides: list[str], known: Collection[str]) -> Mapping[str, object]:
-    """Return the values of a file with its defaults list and overrides. An override without "+"
-    needs a key of the file or of `known`."""
+def _composed(
+    path: Path, overrides: list[str], cls: type, table: Mapping[str, Row]
+) -> Mapping[str, object]:
+    """Return the values of a file with its defaults list and overrides.
+
+    An override without "+" needs a key of the file, of the table, of another version of verl or of
+    ours. One whose key is a folder beside the file chooses a file of it: model_engine=megatron.
+    """
     texts, strange = [], []
     for text in overrides:
         key, sign, _ = text.partition("=")
         if not sign or not key:
             raise ConfigError(f"expected key=value, got {text!r}", key=key)
         check_override(text, key)
-        if key[0] not in "+~" and not any(f"{name}.".startswith(f"{key}.") for name in known):
+        is_group = "@" in key or (path.parent / key.lstrip("+")).is_dir()
+        if not (is_group or key[0] in "+~" or _is_known(cls, table, key)):
             strange.append(key)
-        texts.append(text if text.startswith(("+", "~")) else f"++{text}")
+        texts.append(text if is_group or key[0] == "~" else _grammatical(text.lstrip("+")))
     before = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base=None, config_dir=str(path.parent)):
             if strange:
-                _refuse_strange(compose(config_name=path.stem), strange, known, path)
+                _refuse_strange(compose(config_name=path.stem), strange, table, path)
             tree = compose(config_name=path.stem, overrides=texts)
         check_interpolations(plain_dict(tree, resolve=False))
         return plain_dict(tree, resolve=True)
@@ -212,6 +272,27 @@ def _composed(path: Path, overrides: list[str], known: Collection[str]) -> Mappi
         ) from None
     finally:
         GlobalHydra.instance().hydra = before
+
+
+def _grammatical(text: str) -> str:
+    """Return an override that sets a key, with a text that Hydra cannot read in quotes."""
+    key, _, raw = text.partition("=")
+    try:
+        OverridesParser.create().parse_override(text)
+    except HydraException:
+        if raw[:1] not in ("", "[", "{", "'", '"'):
+            quoted = raw.replace("\\", "\\\\").replace("'", "\\'")
+            return f"++{key}='{quoted}'"
+    return f"++{text}"
+
+
+def _is_known(cls: type, table: Mapping[str, Row], key: str) -> bool:
+    patterns = (*REFUSED, *OF_VERL)
+    return (
+        any(f"{name}.".startswith(f"{key}.") for name in table)
+        or any(fnmatchcase(key, pattern) for pattern in patterns)
+        or _is_ours(cls, key)
+    )
 
 
 def _refuse_strange(
@@ -236,11 +317,11 @@ def _refuse_strange(
 def _leaves(
     values: Mapping[str, object], table: Mapping[str, Row], prefix: str = ""
 ) -> Iterator[tuple[str, object]]:
-    """Yield (dotted key, value) of every value. A mapping is a value where the table, or the list
-    of refused settings, has its key."""
+    """Yield (dotted key, value) of every value. A mapping is a value where the table has its
+    key."""
     for name, value in values.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value and key not in table and key not in _REFUSED:
+        if isinstance(value, Mapping) and value and key not in table:
             yield from _leaves({str(k): v for k, v in value.items()}, table, f"{key}.")
         else:
             yield key, value
@@ -250,27 +331,9 @@ def _is_unused(key: str, value: object) -> bool:
     return key.rpartition(".")[2] == _UNUSED[0] or value == _UNUSED[1] or value is None
 
 
-def _without_effect(key: str, given: Mapping[str, object]) -> str | None:
-    """Return why verl does not read `key` beside the other settings `given`; None: it does."""
-    if key.startswith("critic.") and given.get("algorithm.adv_estimator", "gae") != "gae":
-        return "the estimator reads no values"
-    role, found, name = key.rpartition(".megatron.")
-    if not found:
-        return None
-    of_actor = given.get("actor_rollout_ref.actor.strategy", "fsdp")
-    default = of_actor if role == "actor_rollout_ref.ref" else "fsdp"
-    strategy = given.get(f"{role}.strategy", default)
-    if strategy != "megatron":
-        return f"the strategy is {strategy}"
-    ranks = given.get(f"{role}.megatron.tensor_model_parallel_size", 1)
-    if name == "sequence_parallel" and ranks == 1:
-        return "tensor_model_parallel_size is 1"  # verl turns it off
-    return None
-
-
 def _check_sections(given: Mapping[str, object], table: Mapping[str, Row]) -> None:
     """Check that no value stands where the table has a section, whose settings it would replace."""
-    known = [*table, *_REFUSED]
+    known = [*table, *REFUSED]
     for key, value in given.items():
         inner = next((name for name in known if name.startswith(f"{key}.")), None)
         if inner is not None and key not in table and value != {}:
@@ -279,25 +342,6 @@ def _check_sections(given: Mapping[str, object], table: Mapping[str, Row]) -> No
                 f"keys, such as {inner}, or null for Quadriga's defaults",
                 key=key,
             )
-
-
-def _check_offered(given: Mapping[str, object]) -> None:
-    """Check the settings that have no counterpart, and that a path to resume from is read."""
-    for key, reason in _REFUSED.items():
-        if given.get(key) not in (None, False, 0):
-            raise ConfigError(f"{key}={given[key]!r} of verl has no counterpart: {reason}", key=key)
-    mode, path = given.get(_RESUME_MODE), given.get(_RESUME_PATH)
-    if mode == "resume_path" and not isinstance(path, str):
-        raise ConfigError(
-            f"{_RESUME_MODE}={mode} needs {_RESUME_PATH}, the folder of a checkpoint; got {path!r}",
-            key=_RESUME_MODE,
-        )
-    if mode not in (None, "resume_path") and path is not None:
-        raise ConfigError(
-            f"{_RESUME_MODE} is {mode!r}, which reads no {_RESUME_PATH}, but that is {path!r}; set "
-            f"{_RESUME_MODE}=resume_path to resume from it",
-            key=_RESUME_PATH,
-        )
 
 
 def _with_verl_key(error: ConfigError, becomes: Iterable[Becomes]) -> ConfigError:
@@ -369,8 +413,8 @@ def to(*keys: str, convert: Convert = same) -> Row:
 
 
 def named(names: Mapping[object, object]) -> Convert:
-    """Return a conversion of names; other names stay as they are."""
-    return lambda value: names.get(value, value) if isinstance(value, str) else same(value)
+    """Return a conversion of names or numbers; others stay as they are."""
+    return lambda value: names.get(value, value) if isinstance(value, str | int) else same(value)
 
 
 def files(value: object) -> object:
@@ -399,9 +443,34 @@ def only(name: str) -> Convert:
     return convert
 
 
-def hugging_face(value: object) -> object:
-    """The name of any rollout engine → "hf"."""
-    return "hf" if isinstance(value, str) else same(value)
+def hub_model(value: object) -> object:
+    """A name of the hub, owner/name, if there is no such folder → "hf://owner/name"."""
+    if not isinstance(value, str) or not _HUB_NAME.fullmatch(value):
+        return same(value)
+    return value if Path(value).exists() else f"hf://{value}"
+
+
+def layers(value: object) -> object:
+    """A name of layers or a list of names; `.*` of a regular expression → `*`."""
+    names = files(value)
+    if not isinstance(names, list):
+        return names
+    return [n.replace(".*", "*").replace("\\.", ".") if isinstance(n, str) else n for n in names]
+
+
+def engine_arguments(value: object) -> object:
+    """Arguments of a rollout engine other than null, in today's spelling."""
+    if not isinstance(value, Mapping):
+        return same(value)
+    given = {str(name): setting for name, setting in value.items() if setting is not None}
+    if given.pop("disable_mm_preprocessor_cache", False):
+        given["mm_processor_cache_gb"] = 0
+    return given or LEAVE
+
+
+def unlimited(value: object) -> object:
+    """A limit of batches; 0 and -1, no limit → a million."""
+    return 10**6 if _is_integer(value) and value <= 0 else same(value)
 
 
 def _is_integer(value: object) -> TypeGuard[int]:
@@ -413,9 +482,13 @@ DTYPE = named({"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half":
 DEVICE = named({"cuda": "auto"})
 LOSS = named({"vanilla": "ppo_clip", "gspo": "gspo_token"})
 ESTIMATOR = named({"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"})
-OPTIMIZER = named({"AdamW": "adamw", "AdamW8bit": "adamw_8bit", "Muon": "muon"})
+OPTIMIZER = named({"AdamW": "adamw", "adam": "adamw", "AdamW8bit": "adamw_8bit", "Muon": "muon"})
 STRATEGY = named({"fsdp2": "fsdp"})
+RECOMPUTED = named({"full": True})
+ALL_TOKENS = named({0: -1})
+VISION = named({True: ["*visual.*"], False: LEAVE})
 RESUME = named({"resume_path": LEAVE})  # then `resume_from_path` is the value
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 TRACKERS = {name: name for name in ("console", "jsonl", "tensorboard", "wandb")} | {"file": "jsonl"}
 """verl's logger → our tracker."""
 
@@ -452,6 +525,8 @@ def _optim(verl: str, ours: str) -> dict[str, Row]:
         **_section(verl, ours, convert=OPTIMIZER, optimizer="name"),
         **_section(verl, ours, "lr", "betas", "weight_decay", "min_lr_ratio"),
         **_section(verl, ours, "lr_warmup_steps", convert=positive),
+        **_section(verl, ours, lr_warmup_steps_ratio="lr_warmup_ratio"),
+        **_section(verl, ours, min_lr="min_lr_ratio", lr_decay_style="lr_scheduler"),
         **_section(verl, ours, convert=positive, total_training_steps="total_steps"),
         **_section(verl, ours, lr_scheduler_type="lr_scheduler"),
         **_section(verl, ours, "lr_scheduler", warmup_style="lr_scheduler", clip_grad="grad_clip"),
@@ -462,7 +537,10 @@ def _engine(verl: str, ours: str) -> dict[str, Row]:
     return {
         **_section(verl, ours, "param_offload", "optimizer_offload", "offload_policy"),
         **_section(verl, ours, "reshard_after_forward", "fsdp_size"),
+        **_section(verl, ours, ulysses_sequence_parallel_size="sequence_parallel_size"),
         **_section(verl, ours, "dtype", convert=DTYPE),
+        **_section(f"{verl}.mixed_precision", ours, convert=DTYPE, param_dtype="dtype"),
+        **_section(f"{verl}.mixed_precision", ours, "reduce_dtype", convert=DTYPE),
     }
 
 
@@ -495,12 +573,57 @@ def _megatron(verl: str, ours: str) -> dict[str, Row]:
 
 def _model(verl: str, ours: str) -> dict[str, Row]:
     return {
-        **_section(verl, ours, "path", "tokenizer_path", "trust_remote_code", "use_shm"),
+        **_section(verl, ours, "path", "tokenizer_path", convert=hub_model),
+        **_section(verl, ours, "trust_remote_code", "use_shm"),
+        **_section(f"{verl}.override_config", ours, "attn_implementation"),
         **_section(verl, ours, enable_gradient_checkpointing="gradient_checkpointing"),
         **_section(verl, f"{ours}.lora", convert=positive, lora_rank="rank"),
         **_section(verl, f"{ours}.lora", lora_alpha="alpha", lora_adapter_path="path"),
-        **_section(verl, f"{ours}.lora", "target_modules", "exclude_modules", convert=files),
+        **_section(verl, f"{ours}.lora", "target_modules", "exclude_modules", convert=layers),
     }
+
+
+ENGINES: dict[str, dict[str, tuple[str, Convert]]] = {
+    "vllm": {
+        "engine_kwargs.vllm": ("options.engine_args", engine_arguments),
+        "tensor_model_parallel_size": ("options.tensor_parallel_size", same),
+        "gpu_memory_utilization": ("options.gpu_memory_utilization", same),
+        "max_model_len": ("options.max_model_len", same),
+        "max_num_batched_tokens": ("options.engine_args.max_num_batched_tokens", same),
+        "enforce_eager": ("options.enforce_eager", same),
+        "enable_prefix_caching": ("options.enable_prefix_caching", same),
+        "max_num_seqs": ("micro_batch_size", same),
+        "free_cache_engine": ("take_turns", same),
+    },
+    "sglang": {
+        "engine_kwargs.sglang": ("options.server_args", engine_arguments),
+        "tensor_model_parallel_size": ("options.tensor_parallel", same),
+        "gpu_memory_utilization": ("options.server_args.mem_fraction_static", same),
+        "enforce_eager": ("options.server_args.disable_cuda_graph", same),
+        "max_num_seqs": ("micro_batch_size", same),
+        "free_cache_engine": ("take_turns", same),
+    },
+}
+"""Rollout engine → setting of verl's section `rollout` → key of our section and conversion."""
+
+
+def _engine_rows(table: Mapping[str, Row], values: Mapping[str, object]) -> dict[str, Row]:
+    """Return the rows of the rollout engine that `rollout.name` chooses."""
+    rows: dict[str, Row] = {}
+    for section in (_ROLLOUT, "rollout"):
+        if f"{section}.name" not in table:
+            continue
+        found: object = values
+        for part in (*section.split("."), "name"):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        for name, (key, convert) in ENGINES.get(str(found), {}).items():
+            if section == _ROLLOUT or key != "take_turns":  # generation alone has no turns
+                rows[f"{section}.{name}"] = to(f"{section}.{key}", convert=convert)
+    return rows
+
+
+def _overlong(verl: str) -> dict[str, Row]:
+    return _section(verl, "algorithm.overlong", "enable", "penalty_factor", len="buffer_length")
 
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -509,12 +632,17 @@ _LOSS = f"{_ACTOR}.policy_loss"
 _VALIDATION = f"{_ROLLOUT}.val_kwargs"
 _FILTER, _CORRECTION = f"{_ALGORITHM}.filter_groups", f"{_ALGORITHM}.rollout_correction"
 
+_REWARD = "reward_model"
+_BUFFER = "reward_kwargs.overlong_buffer_cfg"
+
 _TRAINER = {
     **_section("trainer", "trainer", "nnodes", "n_gpus_per_node", "total_epochs"),
     **_section("trainer", "trainer", "total_training_steps", convert=positive),
     **_section("trainer", "trainer", "project_name", "experiment_name", "default_local_dir"),
     "trainer.logger": Row(("trainer.loggers",), trackers, other_loggers),
-    **_section("trainer", "trainer", "test_freq", convert=frequency),
+    **_section("trainer", "trainer", "test_freq", "save_freq", convert=frequency),
+    **_section("trainer", "trainer", "resume_mode", convert=RESUME),
+    **_section("trainer", "trainer", resume_from_path="resume_mode"),
     **_section("trainer", "trainer", "device", convert=DEVICE),
     **_section("ray_kwargs.ray_init", "trainer", "num_cpus"),
     **_section("ray_init", "trainer", "num_cpus"),
@@ -525,13 +653,22 @@ TRAIN: dict[str, Row] = {
     **_section("data", "data", "prompt_key", "image_key", "train_batch_size", "val_batch_size"),
     **_section("data", "data", "max_prompt_length", "max_response_length", "shuffle", "seed"),
     **_section("data", "data", "filter_overlong_prompts"),
+    **_section("data", "data", apply_chat_template_kwargs="chat_template_kwargs"),
+    **_section("data", "actor_rollout_ref.model", convert=hub_model, tokenizer="tokenizer_path"),
     **_model("actor_rollout_ref.model", "actor_rollout_ref.model"),
+    "actor_rollout_ref.model.torch_dtype": to(
+        f"{_ACTOR}.engine.dtype", f"{_REF}.engine.dtype", convert=DTYPE
+    ),
+    f"{_ACTOR}.freeze_vision_tower": to("actor_rollout_ref.model.freeze", convert=VISION),
     **_optim(f"{_ACTOR}.optim", f"{_ACTOR}.optim"),
     **_section(_ACTOR, f"{_ACTOR}.optim", "grad_clip"),
     # verl's reference policy has the strategy of the actor, unless it is given.
     f"{_ACTOR}.strategy": to(f"{_ACTOR}.engine.name", f"{_REF}.engine.name", convert=STRATEGY),
     **_engine(f"{_ACTOR}.fsdp_config", f"{_ACTOR}.engine"),
     **_megatron(f"{_ACTOR}.megatron", f"{_ACTOR}.engine"),
+    f"{_ACTOR}.megatron.override_transformer_config.recompute_granularity": to(
+        "actor_rollout_ref.model.gradient_checkpointing", convert=RECOMPUTED
+    ),
     **_tokens(_ACTOR, f"{_ACTOR}.engine"),
     **_section(_ACTOR, _ACTOR, "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs"),
     **_section(_ACTOR, _ACTOR, "shuffle", "loss_agg_mode", "entropy_coeff", "use_kl_loss"),
@@ -541,16 +678,22 @@ TRAIN: dict[str, Row] = {
     f"{_ACTOR}.clip_ratio": to(f"{_LOSS}.clip_ratio_low", f"{_LOSS}.clip_ratio_high"),
     **_section(_ACTOR, _LOSS, "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
     **_section(_LOSS, _LOSS, convert=LOSS, loss_mode="name"),
-    **_section(_ROLLOUT, _ROLLOUT, "name", convert=hugging_face),
-    **_section(_ROLLOUT, _ROLLOUT, "n"),
-    **_section(_ROLLOUT, f"{_ROLLOUT}.sampling", "temperature", "top_p", "top_k"),
+    **_section(_ROLLOUT, _ROLLOUT, "name", "n", update_weights_bucket_megabytes="weight_bucket_mb"),
+    **_section(
+        f"{_ROLLOUT}.checkpoint_engine",
+        _ROLLOUT,
+        update_weights_bucket_megabytes="weight_bucket_mb",
+    ),
+    **_section(_ROLLOUT, f"{_ROLLOUT}.sampling", "temperature", "top_p"),
+    **_section(_ROLLOUT, f"{_ROLLOUT}.sampling", "top_k", convert=ALL_TOKENS),
     # verl ignores end tokens in validation too.
     f"{_ROLLOUT}.ignore_eos": to(
         f"{_ROLLOUT}.sampling.ignore_eos", f"{_ROLLOUT}.val_sampling.ignore_eos"
     ),
     **_section(_ROLLOUT, _ROLLOUT, "dtype", convert=DTYPE),
     **_section(_VALIDATION, _ROLLOUT, n="val_n"),
-    **_section(_VALIDATION, f"{_ROLLOUT}.val_sampling", "temperature", "top_p", "top_k"),
+    **_section(_VALIDATION, f"{_ROLLOUT}.val_sampling", "temperature", "top_p"),
+    **_section(_VALIDATION, f"{_ROLLOUT}.val_sampling", "top_k", convert=ALL_TOKENS),
     **_section(_REF, f"{_REF}.engine", convert=STRATEGY, strategy="name"),
     **_engine(f"{_REF}.fsdp_config", f"{_REF}.engine"),
     **_megatron(f"{_REF}.megatron", f"{_REF}.engine"),
@@ -574,16 +717,28 @@ TRAIN: dict[str, Row] = {
     **_section(_ALGORITHM, _ALGORITHM, "kl_penalty", convert=KL),
     **_section("algorithm.kl_ctrl", "algorithm.kl_ctrl", "type", "kl_coef", "horizon", "target_kl"),
     **_section(_FILTER, _FILTER, "enable"),
-    **_section(_FILTER, _FILTER, "max_num_gen_batches", convert=positive),
+    **_section(_FILTER, _FILTER, "max_num_gen_batches", convert=unlimited),
     **_section(_CORRECTION, _CORRECTION, rollout_is="level", rollout_is_threshold="upper"),
     **_section(_CORRECTION, _CORRECTION, rollout_is_batch_normalize="normalise"),
+    **_overlong(f"{_REWARD}.overlong_buffer"),
+    **_overlong(f"{_REWARD}.{_BUFFER}"),
+    **_overlong(f"reward.{_BUFFER}"),
+    **_section("reward.reward_model", _REWARD, "enable"),
+    **_section("reward.reward_model", f"{_REWARD}.model", convert=hub_model, model_path="path"),
+    **_section(_REWARD, _REWARD, "enable", "micro_batch_size_per_gpu"),
+    **_section(f"{_REWARD}.model", f"{_REWARD}.model", "path", convert=hub_model),
+    **_section(f"{_REWARD}.model", f"{_REWARD}.model", "trust_remote_code", "use_shm"),
+    **_section(_REWARD, f"{_REWARD}.engine", convert=STRATEGY, strategy="name"),
+    **_engine(f"{_REWARD}.model.fsdp_config", f"{_REWARD}.engine"),
+    **_megatron(f"{_REWARD}.megatron", f"{_REWARD}.engine"),
+    **_tokens(_REWARD, f"{_REWARD}.engine"),
+    **_section(
+        _REWARD, f"{_REWARD}.engine", forward_max_token_len_per_gpu="max_tokens_per_micro_batch"
+    ),
     **_section("custom_reward_function", "reward", "path", "name"),
     **_section("reward.custom_reward_function", "reward", "path", "name"),
     **_TRAINER,
-    **_section("trainer", "trainer", "save_freq", convert=frequency),
     **_section("trainer", "trainer", "val_before_train", "balance_batch"),
-    **_section("trainer", "trainer", "resume_mode", convert=RESUME),
-    **_section("trainer", "trainer", resume_from_path="resume_mode"),
     **_section("trainer", "trainer", max_actor_ckpt_to_keep="max_ckpt_to_keep"),
 }
 """verl's `ppo_trainer.yaml` → `quadriga train`."""
@@ -591,21 +746,25 @@ TRAIN: dict[str, Row] = {
 SFT: dict[str, Row] = {
     **_section("data", "data", "train_files", "val_files", convert=files),
     **_section("data", "data", "prompt_key", "response_key", "train_batch_size", "max_length"),
-    **_section("data", "data", "micro_batch_size_per_gpu"),
+    **_section("data", "data", "micro_batch_size_per_gpu", "messages_key"),
+    **_section("data", "data", apply_chat_template_kwargs="chat_template_kwargs"),
     **_section("data", "engine", "use_dynamic_bsz"),
     **_section("data", "engine", max_token_len_per_gpu="max_tokens_per_micro_batch"),
-    **_section("model", "model", partial_pretrain="path"),
+    **_section("model", "model", convert=hub_model, partial_pretrain="path"),
     **_model("model", "model"),
     **_optim("optim", "optim"),
+    **_megatron("engine", "engine"),
     **_engine("engine", "engine"),
     **_engine("model.fsdp_config", "engine"),
+    **_section("engine", "engine", convert=STRATEGY, strategy="name"),
+    "ulysses_sequence_parallel_size": to("engine.sequence_parallel_size"),
     **_TRAINER,
-    **_section("trainer", "trainer", "seed"),
+    **_section("trainer", "trainer", "seed", "max_ckpt_to_keep"),
 }
 """verl's settings of fine-tuning → `quadriga sft`."""
 
 GENERATE: dict[str, Row] = {
-    **_section("model", "model", "path"),
+    **_section("model", "model", "path", convert=hub_model),
     "data.path": to("data_files", convert=files),
     "data.train_files": to("data_files", convert=files),
     "data.prompt_key": to("prompt_key"),
@@ -615,7 +774,7 @@ GENERATE: dict[str, Row] = {
     **_section("rollout", "sampling", "temperature", "top_p", "top_k", "ignore_eos"),
     "rollout.prompt_length": to("max_prompt_length"),
     "rollout.response_length": to("max_response_length"),
-    **_section("rollout", "rollout", "name", convert=hugging_face),
+    **_section("rollout", "rollout", "name"),
     **_section("rollout", "rollout", "dtype", convert=DTYPE),
     **_section("trainer", "trainer", "nnodes", "n_gpus_per_node"),
     **_section("trainer", "trainer", "device", convert=DEVICE),

@@ -58,9 +58,11 @@ MAX_RESOLVED = 1 << 20  # characters of all interpolated texts together, resolve
 
 MAX_NESTED = 4  # interpolations inside one another
 
-_INNERMOST = re.compile(r"\$\{([^${}]*)\}")
+# What stands in an interpolation without another one in it, also a mapping: `oc.select:a,{}`.
+_PLAIN = r"((?:[^${}]|\{[^${}]*\})*)"
+_INNERMOST = re.compile(rf"\$\{{{_PLAIN}\}}")
 # An interpolation as a whole argument after the first one: the default of `${oc.select:a,${b}}`.
-_ARGUMENT = re.compile(r",[ ]?\$\{([^${}]*)\}(?=[,}])")
+_ARGUMENT = re.compile(rf",[ ]?\$\{{{_PLAIN}\}}(?=[,}}])")
 _NAME = re.compile(r"[\w.-]+")
 
 

@@ -97,8 +97,8 @@ class LoraConfig(PathSettings):
     rank: Count | None = None  # size of the adapters; None: none, or that of `path`
     alpha: Positive | None = None  # scaling × rank; None: 2 × rank, or that of `path`
     dropout: Decay = 0.0  # share of their inputs that adapters drop in an update
-    # linear layers by the end of their names, as q_proj; None: all but the output layer, or those
-    # of `path`
+    # linear layers by the end of their names, as q_proj, * for any characters; None: all but the
+    # output layer, or those of `path`
     target_modules: tuple[str, ...] | None = None
     exclude_modules: tuple[str, ...] = ()  # layers without adapters, in the same way
     path: str | None = None  # an adapter in PEFT's format, to start from; None: new adapters
@@ -146,6 +146,7 @@ class OptimConfig:
     weight_decay: NonNegative = 0.01  # decoupled from the gradient
     lr_scheduler: LrSchedulerName = "constant"  # form after the warm-up
     lr_warmup_steps: Natural = 0  # optimizer steps of linear warm-up
+    lr_warmup_ratio: Share = 0.0  # the same as a part of all optimizer steps, if that is 0
     min_lr_ratio: Share = 0.0  # learning rate of the last step, relative to lr
     total_steps: Count | None = None  # None: the number of optimizer steps of the run
     grad_clip: PositiveLimit = 1.0  # largest norm of the gradient

@@ -615,8 +615,8 @@ def learning_rate(step: int, optim: OptimConfig, total_steps: int | None) -> flo
     """Return the learning rate of optimizer step `step` (0 is the first).
 
     During warmup the rate rises linearly. Its first value is above 0, and it reaches the peak
-    `optim.lr` at step `lr_warmup_steps`. Then the schedule falls to `min_lr_ratio` of the peak,
-    which it reaches at the last step.
+    `optim.lr` at step `lr_warmup_steps`, or after `lr_warmup_ratio` of all steps. Then the schedule
+    falls to `min_lr_ratio` of the peak, which it reaches at the last step.
     """
     # lr 1, two warmup steps, six steps in total, min_lr_ratio 0:
     #
@@ -625,7 +625,7 @@ def learning_rate(step: int, optim: OptimConfig, total_steps: int | None) -> flo
     #   progress                0    1/3   2/3    1     1      (step − 2) / (6 − 1 − 2)
     #   linear     .33   .67    1    .67   .33    0     0
     #   cosine     .33   .67    1    .75   .25    0     0
-    warmup = optim.lr_warmup_steps
+    warmup = optim.lr_warmup_steps or int(optim.lr_warmup_ratio * (total_steps or 0))
     if step < warmup:
         return optim.lr * (step + 1) / (warmup + 1)
     if optim.lr_scheduler == "constant" or total_steps is None:
@@ -641,10 +641,10 @@ def check_schedule(optim: OptimConfig, total_steps: int | None) -> None:
     Raises:
         ConfigError: the schedule needs the number of steps, and it is not known.
     """
-    if optim.lr_scheduler != "constant" and total_steps is None:
+    if (optim.lr_scheduler != "constant" or optim.lr_warmup_ratio) and total_steps is None:
         raise ConfigError(
-            f"lr_scheduler {optim.lr_scheduler!r} needs the number of optimizer steps; set "
-            "optim.total_steps"
+            f"lr_scheduler {optim.lr_scheduler!r} and lr_warmup_ratio={optim.lr_warmup_ratio:g} "
+            "need the number of optimizer steps; set optim.total_steps"
         )
 
 

@@ -24,6 +24,7 @@ import math
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
@@ -442,5 +443,5 @@ def check_not_shared(
 
 
 def _fits(layer: str, name: str) -> bool:
-    """Return whether a name of the settings means this layer: all of its name, or its end."""
-    return layer == name or layer.endswith(f".{name}")
+    """Return whether a name or pattern of the settings means this layer: all of it, or its end."""
+    return fnmatchcase(layer, name) or fnmatchcase(layer, f"*.{name}")

@@ -20,7 +20,7 @@ def verl_settings(task: Path, folder: Path) -> dict:
         "actor_rollout_ref": {
             "model": {"path": str(task / "base")},
             "actor": {"ppo_mini_batch_size": 4, "optim": {"lr": 1e-3}, "use_kl_loss": False},
-            "rollout": {"name": "vllm", "n": 2, "gpu_memory_utilization": 0.4},
+            "rollout": {"name": "hf", "n": 2, "gpu_memory_utilization": 0.4},
         },
         "algorithm": {"adv_estimator": "grpo"},
         "trainer": {

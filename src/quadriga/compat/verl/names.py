@@ -20,6 +20,7 @@ GROUPS, REFERENCES = f"{COMPAT}.controller.groups", f"{COMPAT}.controller.refere
 TRAINER, SETTINGS = f"{COMPAT}.training.trainer", f"{COMPAT}.training.run_settings"
 INPUTS = f"{COMPAT}.training.inputs"
 SHARDING, ROLES = f"{COMPAT}.training.sharding_managers", f"{COMPAT}.training.workers"
+MEGATRON = f"{COMPAT}.training.megatron_workers"
 SFT = "quadriga.trainer.fine_tuning"
 
 MODULES: dict[str, tuple[str, ...]] = {
@@ -75,6 +76,9 @@ MODULES: dict[str, tuple[str, ...]] = {
     "verl.workers.config": (CONFIG,),
     "verl.workers.engine_workers": (ROLES, WORKERS, DECORATOR, WORKER, CONTROLLER, FUNCTIONS),
     "verl.workers.fsdp_workers": (ROLES, WORKERS, DECORATOR, WORKER, CONTROLLER, FUNCTIONS),
+    "verl.workers.megatron_workers": (
+        *(MEGATRON, ROLES, WORKERS, DECORATOR, WORKER, CONTROLLER, FUNCTIONS),
+    ),
     "verl.workers.sharding_manager": (),
     "verl.workers.sharding_manager.base": (SHARDING,),
     "verl.workers.sharding_manager.fsdp_ulysses": (SHARDING,),
@@ -160,7 +164,6 @@ NOT_OFFERED: dict[str, str] = {
     "verl.workers.critic": "use quadriga.workers.CriticWorker",
     "verl.workers.engine": _ENGINES,
     "verl.workers.fsdp_workers": "the classes are those of quadriga.workers",
-    "verl.workers.megatron_workers": "use verl.workers.fsdp_workers, with engine.name=megatron",
     "verl.workers.reward_manager": _REWARDS,
     "verl.workers.rollout": _ROLLOUTS,
     "verl.workers.sharding_manager": "weights are sent by quadriga.weight_sync",

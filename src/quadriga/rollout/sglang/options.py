@@ -219,7 +219,8 @@ def check_installed(options: SGLangOptions) -> None:
     if found.returncode:
         missing = found.stderr.strip().splitlines()[-1] if found.stderr.strip() else "sglang"
         raise ConfigError(
-            f"rollout engine 'sglang': {python} does not find {missing}; make an environment with "
-            f"`make engines ENGINES=sglang` and run in it, or name its interpreter in {KEY}.python",
+            f"rollout engine 'sglang': {python} does not find {missing}; run "
+            "`make engines ENGINES=sglang` and `source .venv-sglang/bin/activate`, or name the "
+            f"interpreter in {KEY}.python",
             key="actor_rollout_ref.rollout.name",
         )

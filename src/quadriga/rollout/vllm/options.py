@@ -224,7 +224,7 @@ def check_installed(options: VLLMOptions) -> None:
     if found is None:
         raise ConfigError(
             f"{ROLLOUT_KEY}.name=vllm needs vLLM, which is not installed in this environment; run "
-            "make engines ENGINES=vllm and start quadriga from .venv-vllm, or set "
+            "`make engines ENGINES=vllm` and `source .venv-vllm/bin/activate`, or set "
             f"{ROLLOUT_KEY}.name=hf",
             key=f"{ROLLOUT_KEY}.name",
         )

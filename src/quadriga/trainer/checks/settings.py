@@ -224,6 +224,11 @@ def warmup_problems(key: str, optim: OptimConfig, steps: int | None = None) -> P
 
     `steps`: optimizer steps; None: not known yet.
     """
+    if optim.lr_warmup_steps and optim.lr_warmup_ratio:
+        yield (
+            f"{key}.lr_warmup_ratio",
+            f"and {key}.lr_warmup_steps are both set; remove one of them",
+        )
     source = f"the {steps} optimizer steps of the run"
     if optim.total_steps is not None:
         steps, source = optim.total_steps, f"{key}.total_steps={optim.total_steps}"

@@ -347,9 +347,7 @@ def check_roles(
         ConfigError: a class, a pool or the start order does not fit.
     """
     added = added_roles(config)
-    known = {role.role for role in added}
-    if has_reward_model(config):
-        known.add(Role.RewardModel)
+    known = {role.role for role in added} | {Role.RewardModel}
     pooled = () if manager is None else manager.mapping
     for name, roles in (("role_worker_mapping", mapping),
                         ("the mapping of resource_pool_manager", pooled)):  # fmt: skip

@@ -33,7 +33,7 @@ from quadriga.trainer.roles.registry import (
     is_built_in,
     registered_for,
 )
-from quadriga.trainer.roles.workers import use_gpu, uses_by_pool
+from quadriga.trainer.roles.workers import ROLES_OF_USE, use_gpu, uses_by_pool, uses_of_run
 
 C = TypeVar("C", TrainConfig, SFTConfig, GenerateConfig, EvalConfig)
 
@@ -174,7 +174,7 @@ def check_called(roles: Iterable[Role], config: TrainConfig, where: str) -> None
                 f"{where} has the key {role!r}, expected a role: Role.Critic, or the result of "
                 "Role.add('Judge')"
             )
-        if not is_built_in(role) and role not in known:
+        if not (is_built_in(role) or role == Role.RewardModel or role in known):
             raise ConfigError(
                 f"{where} has role {role}, but no stage of a step calls it. Register it before the "
                 f"run: register_role(Role.{role.name}, worker=…, stages=[RoleStage('method', "
@@ -199,7 +199,7 @@ def pools_of(
     """Return the pools of the run, from those of a program. None: those of the settings.
 
     An added role that is mapped to no pool shares the pool of the policy. A pool of verl's manager
-    that no role of the run uses is left out, and stderr names it.
+    that no role of the run uses is left out, and so is such a role; stderr names them.
     """
     if not isinstance(manager, ResourcePoolManager):
         return manager
@@ -211,6 +211,10 @@ def pools_of(
     options: dict[str, object] = {"use_gpu": use_gpu(device), "max_colocate_count": count}
     given = QuadrigaPools(spec, mapping, pool_options=options)
     used = uses_by_pool(config, given)
+    uses = {role for use in uses_of_run(config) for role in ROLES_OF_USE.get(use, ())}
+    uses |= {added.role for added in added_roles(config)}
+    if idle := [str(role) for role in mapping if role not in uses]:
+        print(f"roles that this run does not use: {', '.join(idle)}", file=sys.stderr)
     if unused := [name for name in spec if name not in used]:
         told = f"pools without a role of this run, which are not created: {', '.join(unused)}"
         print(told, file=sys.stderr)

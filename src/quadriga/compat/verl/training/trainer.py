@@ -41,7 +41,7 @@ from quadriga.compat.verl.training.workers import ActorRolloutRefWorker, CriticW
 from quadriga.compat.verl_settings import EVAL, GENERATE, SFT, plain_values
 from quadriga.config.commands import EvalConfig, GenerateConfig, SFTConfig
 from quadriga.config.paths import local_path
-from quadriga.config.role_ranks import has_reward_model, role_ranks
+from quadriga.config.role_ranks import REWARD_MODEL, has_reward_model, role_pools, role_ranks
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import mask_secrets
 from quadriga.errors import ConfigError, DispatchError, nearest_name
@@ -474,7 +474,11 @@ class TaskRunner:
             self.mapping[Role.Critic] = "global_pool"
 
     def add_reward_model_resource_pool(self, config: VerlConfig) -> None:
-        """Do nothing: rewards are rules, which need no pool."""
+        """Choose the pool of the reward model if it is enabled: its own, or that of the policy."""
+        ours = train_settings(config, tell=False)
+        if has_reward_model(ours):
+            own = ours.placement.reward_model is not None
+            self.mapping[Role.RewardModel] = "reward_pool" if own else "global_pool"
 
     def add_teacher_model_resource_pool(self, config: VerlConfig) -> None:
         """Do nothing: Quadriga has no distillation loss."""
@@ -483,10 +487,15 @@ class TaskRunner:
         """Do nothing: the reference is in the workers of the policy."""
 
     def init_resource_pool_mgr(self, config: VerlConfig) -> PoolManager:
-        """Return the pools: one, with `n_gpus_per_node` ranks on each node."""
+        """Return the pools: one, with `n_gpus_per_node` ranks on each node, and one of the reward
+        model if it has ranks of its own."""
         ours = train_settings(config, tell=False)
-        ranks = [ours.trainer.n_gpus_per_node] * ours.trainer.nnodes
-        return ResourcePoolManager({"global_pool": ranks}, self.mapping, max_colocate_count=1)
+        spec = {"global_pool": [ours.trainer.n_gpus_per_node] * ours.trainer.nnodes}
+        if self.mapping.get(Role.RewardModel) == "reward_pool":
+            own = {pool.roles == (REWARD_MODEL,): pool for pool in role_pools(ours)}
+            names = {"global_pool": own[False], "reward_pool": own[True]}
+            spec = {name: list(pool.ranks_per_node) for name, pool in names.items()}
+        return ResourcePoolManager(spec, self.mapping, max_colocate_count=1)
 
     def run(self, config: VerlConfig) -> dict[str, float]:
         """Train. Return the metrics of the last validation.
