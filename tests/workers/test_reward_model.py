@@ -145,6 +145,8 @@ def test_a_conversation_is_encoded_by_the_tokenizer_of_the_reward_model(chat, na
     try:
         group.init_model()
         found = group.compute_rm_score(data).batch["rm_scores"]
+        data.batch["attention_mask"][0, -data.batch["responses"].shape[1] :] = 0
+        assert group.compute_rm_score(data).batch["rm_scores"][0].tolist() == [0.0] * len(found[0])
     finally:
         group.shutdown()
     plain = AutoModelForSequenceClassification.from_pretrained(chat / name)

@@ -452,13 +452,3 @@ def _without_padding(
         end -= 1
     border = max(1, min(len(prompt), end))
     return whole[:border], whole[border:end]
-
-
-def at_last_token(scores_B: Tensor, response_tokens_BR: Tensor) -> Tensor:
-    """Return [B, R] float32 with the score of each row at its last response token, 0 elsewhere.
-
-    `response_tokens_BR`: 1 for each token of the response, whatever the loss does with it.
-    """
-    length_B = response_tokens_BR.sum(-1).clamp(min=1)
-    placed = torch.zeros(response_tokens_BR.shape, dtype=torch.float32)
-    return placed.scatter_(1, (length_B - 1)[:, None], scores_B[:, None].float())

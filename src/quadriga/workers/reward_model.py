@@ -81,22 +81,25 @@ class RewardModelWorker(EngineWorker[RewardModelConfig]):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("reward_model"))
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        """Compute `rm_scores` [B, R] float32: the score at the last response token, 0 elsewhere.
+        """Compute `rm_scores` [B, R] float32: the score at the last response token, 0 elsewhere
+        and in a row without a response.
 
         Reads the fields `COMPUTE_RM_SCORE.reads`.
 
         Raises:
             LengthError: a conversation is longer than the reward model can compute.
         """
-        from quadriga.data.loader import at_last_token, scored_rows
+        from quadriga.data.loader import scored_rows
+        from quadriga.rewards.manager import at_last_token
 
         rows = scored_rows(self._conversations(data), self.pad, self.longest)
         outputs = self._engine().forward(
             rows, micro_batch_size=self.config.micro_batch_size_per_gpu
         )
         responses = data.batch[fields.RESPONSES]
+        # All tokens of the response, whatever the loss does with them.
         tokens = data.batch[fields.ATTENTION_MASK][:, -responses.shape[1] :]
-        scores = at_last_token(outputs[VALUES].sum(-1), tokens)
+        scores = at_last_token(outputs[VALUES].sum(-1).float(), tokens)
         return DataProto.from_dict(tensors={fields.RM_SCORES: scores})
 
     def _conversations(self, data: DataProto) -> list[EncodedAnswer]:
