@@ -8,16 +8,30 @@ from run_cases import assert_equal_tensors, metrics_of_run, timeless
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import CheckpointError, ConfigError
+from quadriga.observability.jsonl import read_jsonl
 from quadriga.trainer.checks.settings import check_train_settings
 
 STREAMED = ["trainer.max_staleness=1", "actor_rollout_ref.rollout.slice_tokens=5"]
 APART = ["trainer.n_gpus_per_node=2", "placement.actor=[0]", "placement.rollout=[1]"]
 NO_VALIDATION = "data.val_files=[]"
+STEPS = "trainer.total_training_steps=4"
 ENDS = f"actor_rollout_ref.rollout.sampling.stop_token_ids={list(range(3, 90))}"
 
 
-def test_a_run_is_resumed_to_the_bit(train_overrides, tmp_path):
-    common = [*train_overrides, *STREAMED, ENDS, NO_VALIDATION, "trainer.total_training_steps=4"]
+def of_tokens(rows):
+    """The metrics without times, and without counts of the calls of the reward function."""
+    return [{k: v for k, v in row.items() if "reward/" not in k} for row in timeless(rows)]
+
+
+def test_a_run_is_resumed_to_the_bit(train_overrides, rule, tmp_path):
+    common = [
+        *train_overrides,
+        rule,
+        *STREAMED,
+        ENDS,
+        NO_VALIDATION,
+        "trainer.total_training_steps=4",
+    ]
     whole = metrics_of_run([*common, "trainer.save_freq=1", "trainer.max_ckpt_to_keep=null"])
     first = tmp_path / "run"
     middle = first / "checkpoints/global_step_1"
@@ -25,6 +39,7 @@ def test_a_run_is_resumed_to_the_bit(train_overrides, tmp_path):
     run = f"trainer.default_local_dir={tmp_path / 'resumed'}"
     resumed = metrics_of_run([*common, run, f"trainer.resume_mode={middle}"])
     assert timeless(resumed) == timeless(whole)[1:]
+    assert len({row["actor/grad_norm"] for row in whole}) == 4
     assert_equal_tensors(tmp_path / "resumed/model", first / "model")
     ages = [row["staleness/max"] for row in whole]
     assert max(ages) == 1 and whole[-1]["stream/started"] == whole[-1]["stream/waiting"] == 0
@@ -40,12 +55,31 @@ def test_a_rollout_of_its_own_generates_meanwhile(train_overrides):
     assert [row["staleness/max"] for row in rows] == [0.0, 1.0, 0.0]
 
 
+def test_the_order_of_a_run_is_repeated_to_the_bit_on_one_process(train_overrides, rule, tmp_path):
+    common = [*train_overrides, rule, *STREAMED, ENDS, NO_VALIDATION, "trainer.max_staleness=2"]
+    apart = ["trainer.n_gpus_per_node=3", "placement.actor=[0]", "placement.rollout=[1,2]"]
+    first = metrics_of_run([*common, *apart, STEPS])
+    run = f"trainer.default_local_dir={tmp_path / 'again'}"
+    replay = [run, f"trainer.replay_order={tmp_path / 'run'}"]
+    again = metrics_of_run([*common, *replay, STEPS])
+    assert of_tokens(again) == of_tokens(first)
+    assert_equal_tensors(tmp_path / "again/model", tmp_path / "run/model")
+    orders = [list(read_jsonl(tmp_path / name / "stream.jsonl")) for name in ("run", "again")]
+    calls = [[event["call"] for event in order if "call" in event] for order in orders]
+    assert calls[0] == calls[1] and len(calls[0]) > 6
+    with pytest.raises(ConfigError, match=r"replay_order=.*run does not fit this run at step 1"):
+        metrics_of_run(
+            [*common, *replay, "trainer.total_training_steps=3", "trainer.overwrite=true"]
+        )
+
+
 REFUSED = {
     "algorithm.adv_estimator=remax": r"max_staleness=1 is not built for the greedy responses of",
     "algorithm.filter_groups={enable: true, mode: refill}": r"mode=refill, .* set mode=mask",
     "actor_rollout_ref.actor.old_log_probs_from_update=true": r"old_log_probs_from_update=true "
     r"needs responses of the current weights, but trainer.max_staleness=1",
     "placement.ref=[1]": r"max_staleness=1 needs ranks on which only the rollout runs, .* of ref",
+    "trainer.replay_order=nowhere": r"replay_order=nowhere is no run folder with a stream\.jsonl",
     "actor_rollout_ref.rollout.weight_transport=collective": r"but trainer.max_staleness=1; set",
 }
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -523,7 +523,7 @@ class MachineConfig(PathSettings):
 class RunConfig(MachineConfig):
     """Machines, number of steps, validation, checkpoints and the run folder."""
 
-    PATHS = ("default_local_dir", "resume_mode")
+    PATHS: ClassVar[tuple[str, ...]] = ("default_local_dir", "resume_mode")
 
     backend: BackendName = "ray"  # local: one process, in which breakpoints work
     total_epochs: Count = 1  # passes over the training data
@@ -603,11 +603,16 @@ class DataConfig(PathSettings):
 class TrainerConfig(RunConfig):
     """Machines, number of steps, validation, checkpoints, the run folder, and balancing."""
 
+    PATHS: ClassVar[tuple[str, ...]] = (*RunConfig.PATHS, "replay_order")
+
     val_before_train: bool = True  # validate before the first step
     test_freq: Natural = 10  # steps between validations; 0: only after the last step
     # training steps by which the weights that sampled a response may be behind; 0: a step waits for
     # its own responses; above 0: generation goes on while the policy is trained
     max_staleness: Natural = 0
+    # a run folder with its own max_staleness: repeat the order of its calls to the rollout, and so
+    # its tokens and its model; None: responses are taken as they come
+    replay_order: str | None = None
     samples_per_step: Natural = 8  # responses written to the run folder in each step
     balance_batch: bool = True  # give each rank about the same work in each mini-batch
     # keep the responses of one prompt on one rank, which computes the prompt once for all of them;

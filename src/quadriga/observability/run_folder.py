@@ -4,6 +4,7 @@ runs/run/
   config.yaml         all settings, with secrets masked
   metrics.jsonl       one object per step
   samples.jsonl       some responses of each step
+  stream.jsonl        the order of the calls to the rollout, with trainer.max_staleness
   tensorboard/        the same metrics for TensorBoard
   wandb/              the files of Weights & Biases, if trainer.loggers contains wandb
   learning_curve.png  reward and validation score over steps
@@ -41,6 +42,7 @@ checkpoint nor a model (restart)."""
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
+STREAM = "stream.jsonl"
 TENSORBOARD = "tensorboard"
 WANDB = "wandb"
 PLOT = "learning_curve.png"
@@ -51,9 +53,9 @@ _MARKS = (CONFIG, METRICS)  # a folder with one of these holds a run
 # What an export that was killed leaves beside the model.
 _REPLACED = f"{MODEL}.replaced"
 _EXPORTS = (f"{MODEL}.partial", _REPLACED)
-_ALL = (CONFIG, METRICS, SAMPLES, TENSORBOARD, WANDB, PLOT, CHECKPOINTS, MODEL, *_EXPORTS)
+_ALL = (CONFIG, METRICS, SAMPLES, STREAM, TENSORBOARD, WANDB, PLOT, CHECKPOINTS, MODEL, *_EXPORTS)
 # What a run that begins again writes anew. Each start has files of its own under wandb/.
-_OF_STEPS = (METRICS, SAMPLES, TENSORBOARD, PLOT)
+_OF_STEPS = (METRICS, SAMPLES, STREAM, TENSORBOARD, PLOT)
 
 _log = logging.getLogger("quadriga")
 
@@ -69,6 +71,7 @@ class RunFolder:
         self.config = path / CONFIG
         self.metrics = path / METRICS
         self.samples = path / SAMPLES
+        self.stream = path / STREAM
         self.tensorboard = path / TENSORBOARD
         self.plot = path / PLOT
         self.checkpoints = path / CHECKPOINTS

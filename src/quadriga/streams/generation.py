@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -70,6 +71,8 @@ class SlicedGeneration:
         response_tokens: R, the columns of a response.
         rows: the most rows that a replica has at once.
         loses: whether a replica may be lost; False: the error of its call is raised.
+        note: records what decides on the tokens, as (event, numbers): a "call" with the group and
+            the number in it of each row; a "restart" of groups.
     """
 
     def __init__(
@@ -82,9 +85,10 @@ class SlicedGeneration:
         response_tokens: int,
         rows: int,
         loses: bool,
+        note: Callable[[str, Sequence[object]], None],
     ) -> None:
         self.replicas, self.queue = replicas, queue
-        self._inputs, self._loses = inputs, loses
+        self._inputs, self._loses, self._note = inputs, loses, note
         self._slice, self._columns, self._rows = slice_tokens, response_tokens, rows
         self._begun: dict[Replica, _Begun] = {}
         self._calls: dict[DataProtoFuture, _Call] = {}
@@ -121,7 +125,8 @@ class SlicedGeneration:
         for replica, begun in list(self._begun.items()):
             if begun.members[0][0].is_lost:
                 del self._begun[replica]
-        self.queue.restart_lost()
+        if lost := self.queue.restart([g for g in self.queue.groups.values() if g.is_lost]):
+            self._note("restart", lost)
 
     def submit(self, *, start: bool = True) -> None:
         """Start a call on every replica without one that has rows. `start`: new rows, too."""
@@ -138,7 +143,7 @@ class SlicedGeneration:
             count = len(self.queue.waiting[0].prompts)
             if members[replica] and _rows_of(members[replica]) + count > self._rows:
                 break
-            members[replica].append((self.queue.start(), np.arange(count)))
+            members[replica].append((self.queue.start(self.queue.waiting[0]), np.arange(count)))
         for replica in idle:
             if members[replica]:
                 self._call(replica, members[replica], begun[replica])
@@ -159,6 +164,40 @@ class SlicedGeneration:
             self._lose(replica, error)
         else:
             self._calls[future] = _Call(replica, replica.starts, members, future, padding)
+            self._note("call", [(g.number, int(row)) for g, own in members for row in own])
+
+    def repeat(self, rows: Sequence[tuple[int, int]]) -> list[PromptGroup]:
+        """Make the call of another run, on one replica: the same rows in the same order. Return the
+        groups that it has completed."""
+        (replica,) = self.replicas.working
+        groups = self.queue.groups
+        held = self._begun.pop(replica, None)
+        places = {} if held is None else _places(held.members)
+        begun = [places[row] for row in rows if row in places]
+        new = dict.fromkeys(number for number, row in rows if (number, row) not in places)
+        for number in new:
+            self.queue.start(groups[number])
+        members = [
+            (groups[number], np.array([row for _, row in own]))
+            for number, own in groupby(rows, lambda row: row[0])
+        ]
+        tokens = None if held is None or not begun else held.tokens.select_idxs(begun)
+        self._call(replica, members, None if tokens is None else _Begun([], tokens))
+        (future,) = self._calls
+        complete = self.keep(future)
+        if held is not None and (rest := sorted(set(places.values()) - set(begun))):
+            self._begun[replica] = _joined(held, rest, self._begun.get(replica))
+        return complete
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Let groups begin again that have in another run."""
+        self.queue.restart([self.queue.groups[number] for number in numbers])
+        for replica, begun in list(self._begun.items()):
+            rest = [place for (number, _), place in _places(begun.members).items()
+                    if number not in numbers]  # fmt: skip
+            del self._begun[replica]
+            if rest:
+                self._begun[replica] = _joined(begun, rest, None)
 
     def _no_tokens(self, rows: int) -> DataProto:
         """Return `BEGUN_RESPONSES` of rows that begin."""
@@ -209,6 +248,22 @@ class SlicedGeneration:
             raise error
         self.replicas.lose(replica, error)
         self.reclaim()
+
+
+def _places(members: Members) -> dict[tuple[int, int], int]:
+    """Return (number of the group, row in it) → place among the rows."""
+    rows = [(group.number, int(row)) for group, own in members for row in own]
+    return {row: place for place, row in enumerate(rows)}
+
+
+def _joined(begun: _Begun, rest: Sequence[int], other: _Begun | None) -> _Begun:
+    """Return the rows of `begun` at some places, and those of `other`."""
+    rows = [(group, row) for group, own in begun.members for row in own]
+    members = [(rows[place][0], np.array([rows[place][1]])) for place in rest]
+    tokens = begun.tokens.select_idxs(list(rest))
+    if other is None:
+        return _Begun(members, tokens)
+    return _Begun(members + list(other.members), DataProto.concat([tokens, other.tokens]))
 
 
 def _rows_of(members: Members) -> int:

@@ -112,9 +112,9 @@ class PromptQueue:
         self.waiting += [group for group in groups if group.started is None]
         assert len(self.groups) <= self.bound.most, "one of them would become too old"
 
-    def start(self) -> PromptGroup:
-        """Take the first group that waits; its generation starts now."""
-        group = self.waiting.popleft()
+    def start(self, group: PromptGroup) -> PromptGroup:
+        """Take a group that waits; its generation starts now."""
+        self.waiting.remove(group)
         group.started = self.ended
         return group
 
@@ -122,21 +122,23 @@ class PromptQueue:
         """A group has its scores, or needs none yet."""
         self._ready.append(group.number)
 
-    def restart_lost(self) -> None:
-        """Let the groups of lost replicas wait again, before the others."""
-        lost = [group for group in self.groups.values() if group.is_lost]
-        for group in sorted(lost, key=lambda group: group.number, reverse=True):
+    def restart(self, groups: Sequence[PromptGroup]) -> list[int]:
+        """Let groups wait again, before the others: what they had is lost. Return their numbers."""
+        for group in sorted(groups, key=lambda group: group.number, reverse=True):
             if group.number in self._ready:
                 self._ready.remove(group.number)
             group.restart()
             self.waiting.appendleft(group)
             self.restarted += 1
+        return [group.number for group in groups]
 
     def take(self) -> list[PromptGroup] | None:
         """Return the groups of the step, in the order of the data; None: they are not ready."""
         started = {n: g.started for n, g in self.groups.items() if g.started is not None}
         chosen = self.bound.choose(self.ended, started, self._ready)
-        if chosen is None:
-            return None
+        return None if chosen is None else self.pop(chosen)
+
+    def pop(self, chosen: Sequence[int]) -> list[PromptGroup]:
+        """Return the groups with these numbers for a step."""
         self._ready = [number for number in self._ready if number not in chosen]
         return [self.groups.pop(number) for number in chosen]

@@ -299,12 +299,13 @@ class RayPPOTrainer:
     ) -> Sampler | StreamedSampler:
         """Return the sampler of the run."""
         given = self.training_reward(), self.stream, runner
-        if not self.config.trainer.max_staleness:
+        trainer = self.config.trainer
+        if not trainer.max_staleness:
             return Sampler(self.config, groups.generator, *given)
         apart = has_replicas(self.placed)
         sampler = StreamedSampler(
             self.config, groups.replicas, *given, self.total_steps,
-            apart, beside=apart and self.config.trainer.backend != "local",
+            apart, beside=apart and not (trainer.backend == "local" or trainer.replay_order),
         )  # fmt: skip
         if resumed is not None and not resumed.data_changed:
             sampler.load(resumed.folder, resumed.state.step)

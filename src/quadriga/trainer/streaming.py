@@ -23,7 +23,9 @@ import numpy as np
 
 from quadriga.checkpoint.files import SavedFile, digest_file
 from quadriga.config.schema import TrainConfig
-from quadriga.errors import CheckpointError
+from quadriga.errors import CheckpointError, ConfigError
+from quadriga.observability.jsonl import JsonlFile, JsonObject, keep_rows, read_jsonl
+from quadriga.observability.run_folder import STREAM
 from quadriga.protocol import DataProto
 from quadriga.streams.generation import Members, SlicedGeneration
 from quadriga.streams.queue import PromptGroup, PromptQueue
@@ -85,7 +87,11 @@ class StreamedSampler:
             response_tokens=data.max_response_length,
             rows=min(rollout.micro_batch_size, share) if self.apart else share,
             loses=self.apart,
+            note=self._note,
         )
+        trainer, record = self.config.trainer, self.runner.record
+        self._calls = None if record is None else JsonlFile(record.folder.stream)
+        self._script = None if trainer.replay_order is None else _events(trainer.replay_order)
         # Stages of added roles are run by the thread of the loop, on whole batches.
         early = EXPAND_PROMPTS.name, GENERATE_SEQUENCES.name, SCORE
         self._roles_score = any(placed.stage.neighbour in early for placed in self.runner.added)
@@ -107,11 +113,14 @@ class StreamedSampler:
         """
         with self._changed:
             self.queue.ended = step - 1
+            if not self._drawn:
+                self._note("settings", self._settings())
             self._begin(prompts)
             while self._drawn < self.total_steps and not self.queue.full:
                 self._begin(next(self.stream))
             self._changed.notify_all()
         taken = self._taken_meanwhile() if self.beside else self._taken()
+        self._note("take", [group.number for group in taken])
         batch = DataProto.concat([group.batch for group in taken if group.batch is not None])
         scores, self._metrics = self._metrics, []
         if self._roles_score:
@@ -152,12 +161,19 @@ class StreamedSampler:
     # Generation while a step draws its batch
 
     def _taken(self) -> list[PromptGroup]:
+        if self._script is not None:
+            groups = self.queue.pop(self._repeat("take"))
+            self._repeat("pause")  # what was called before the weights of the step were there
+            return groups
         while (taken := self.queue.take()) is None:
             self.generation.submit()
-            ended = self.generation.wait()
-            assert ended is not None, "a group that must be trained is on its way"
-            self._score(_batches(self.generation.keep(ended)))
+            assert self.generation.busy, "a group that must be trained is on its way"
+            self._end_call()
         return taken
+
+    def _end_call(self) -> None:
+        if (ended := self.generation.wait()) is not None:
+            self._score(_batches(self.generation.keep(ended)))
 
     def _score(self, complete: Mapping[PromptGroup, DataProto]) -> None:
         """Score complete groups in one call of the reward function."""
@@ -234,10 +250,13 @@ class StreamedSampler:
         """Within the block no replica is called, and no response is scored."""
         with self._changed:
             self._pauses += 1
+            while not self.beside and self.generation.busy:
+                self._end_call()
             self._changed.wait_for(
                 lambda: self._error or not (self.generation.busy or self._scoring)
             )
             self._raise()
+            self._note("pause", [])
         try:
             yield
         finally:
@@ -291,6 +310,7 @@ class StreamedSampler:
             CheckpointError: they have another number of responses.
         """
         self._drawn = self.queue.ended = step
+        self._forget_calls_after(step)
         files = {name: checkpoint / FOLDER / name for name in (_PROMPTS, _ENDED, _BEGUN, _READY)}
         saved = {n: DataProto.load_from_disk(path) for n, path in files.items() if path.exists()}
         if _PROMPTS not in saved:  # no group was
@@ -330,6 +350,60 @@ class StreamedSampler:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        if self._calls is not None:
+            self._calls.close()
+
+    # The order of the calls
+
+    def _forget_calls_after(self, step: int) -> None:
+        """Remove the events after the checkpoint of a step, which a resumed run writes again."""
+        if self._calls is None:
+            return
+        path, last = self._calls.path, 0
+        for number, event in enumerate(read_jsonl(path), 1):
+            last = number if "pause" in event and int(event["step"]) <= step else last
+        kept = iter(range(1, 1 << 62))
+        self._calls.close()
+        keep_rows(path, lambda _: next(kept) <= last)
+        self._calls = JsonlFile(path)
+
+    def _note(self, event: str, numbers: Sequence[object]) -> None:
+        """Write what decides on the tokens of the run, one event a line: the rows of each call, the
+        groups that each step takes, and where weights and checkpoints come between."""
+        if self._calls is not None and not self._closed:
+            self._calls.write({"step": self.queue.ended + 1, event: numbers})
+
+    def _settings(self) -> list[int]:
+        """Return the settings that a run must have to repeat the order of another one."""
+        bound = self.queue.bound
+        slice_tokens = self.config.actor_rollout_ref.rollout.slice_tokens
+        return [bound.groups, bound.steps, self._n, slice_tokens, self.total_steps]
+
+    def _repeat(self, until: str) -> list[int]:
+        """Make the calls of the run that is repeated, up to an event. Return its numbers."""
+        assert self._script is not None
+        for event in self._script:
+            if "call" in event:
+                rows = [(number, row) for number, row in event["call"]]
+                self._score(_batches(self.generation.repeat(rows)))
+            elif "restart" in event:
+                self.generation.forget(event["restart"])
+            elif until in event:
+                numbers: list[int] = event[until]
+                return numbers
+            elif event.get("settings", self._settings()) != self._settings():
+                break
+        raise ConfigError(
+            f"trainer.replay_order={self.config.trainer.replay_order} does not fit this run at "
+            f"step {self.queue.ended + 1}: repeat it with its data.train_batch_size, "
+            "rollout.n, rollout.slice_tokens, trainer.max_staleness and number of steps",
+            key="trainer.replay_order",
+        )
+
+
+def _events(run: str) -> Iterator[JsonObject]:
+    """Yield the events of a run folder."""
+    return read_jsonl(Path(run) / STREAM)
 
 
 def _batches(groups: Iterable[PromptGroup]) -> dict[PromptGroup, DataProto]:

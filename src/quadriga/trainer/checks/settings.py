@@ -52,6 +52,7 @@ from quadriga.config.schema import (
 )
 from quadriga.engines import ENGINES, check_engine, kind_of
 from quadriga.errors import ConfigError
+from quadriga.observability.run_folder import STREAM
 from quadriga.parallel.device import planned_device
 from quadriga.rollout import ROLLOUTS, rollout_of
 from quadriga.trainer.roles.workers import critic_model, needs_critic, needs_reference, uses_of_run
@@ -588,8 +589,15 @@ def _full_kl(config: TrainConfig) -> Problems:
 
 def _staleness(config: TrainConfig) -> Problems:
     """Yield what cannot be done with responses of older weights."""
-    algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
-    if not config.trainer.max_staleness:
+    algorithm, rollout, trainer = config.algorithm, config.actor_rollout_ref.rollout, config.trainer
+    if trainer.replay_order is not None:
+        if not trainer.max_staleness:
+            yield "trainer.replay_order", f"needs the {STALENESS} of that run, which is above 0"
+        if trainer.resume_mode != "disable":
+            yield "trainer.replay_order", "repeats a whole run; set trainer.resume_mode=disable"
+        if not (Path(trainer.replay_order) / STREAM).is_file():
+            yield "trainer.replay_order", f"is no run folder with a {STREAM}"
+    if not trainer.max_staleness:
         return
     if not rollout_of(rollout).continues:
         name = f"{ROLLOUT}.name={rollout.name}"
