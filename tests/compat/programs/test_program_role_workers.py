@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs
-from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
+from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 
 from quadriga import workers
 from quadriga.backends import get_backend
@@ -88,6 +88,9 @@ def test_a_worker_takes_a_section_of_verl(config, capsys):
     critic = CriticWorker(config.critic)
     assert (critic.config.ppo_mini_batch_size, critic.responses_per_prompt) == (4, 2)
     assert CriticWorker(config).config == critic.config  # the whole configuration
+    model = {**config.critic.model, "input_tokenizer": "other"}
+    judge = RewardModelWorker({"model": model, "micro_batch_size_per_gpu": 2})
+    assert (judge.config.micro_batch_size_per_gpu, judge.policy.path) == (2, "other")
     assert "settings of verl were translated" in capsys.readouterr().err
 
 
@@ -99,6 +102,7 @@ def test_a_section_that_is_not_of_quadriga_is_refused(config):
         (ActorRolloutRefWorker, alone, r"key 'data\.path' not found; give a section of the whole"),
         (ActorRolloutRefWorker, {"modle": 1}, "with actor_rollout_ref.model.path; got modle"),
         (CriticWorker, "critic", "expected settings of verl"),
+        (ActorRolloutRefWorker, {"model": {"path": "a"}, "rollout": "hf"}, "got 'hf'"),
         (CriticWorker, {"model": {"path": "hdfs://a"}}, "critic.model.path=hdfs://a is not on"),
     ):
         role = {} if issubclass(cls, workers.CriticWorker) else {"role": "actor"}

@@ -23,7 +23,13 @@ from quadriga.compat.verl.config import VerlConfig
 from quadriga.compat.verl.controller.worker import Worker
 from quadriga.compat.verl_settings import TRAIN, plain_values, translate
 from quadriga.config.paths import local_path
-from quadriga.config.schema import ActorRolloutRefConfig, CriticConfig, TrainConfig
+from quadriga.config.schema import (
+    ActorRolloutRefConfig,
+    CriticConfig,
+    ModelConfig,
+    RewardModelConfig,
+    TrainConfig,
+)
 from quadriga.errors import ConfigError
 from quadriga.files import remove
 from quadriga.parallel.distributed import gather_over_ranks
@@ -35,29 +41,34 @@ if TYPE_CHECKING:
     from quadriga.checkpoint.files import SavedFile
 
 
-def translated(config: VerlConfig, section: str) -> tuple[TrainConfig, int]:
-    """Return our settings for a section of verl's, and the sequences per prompt of a critic. Rank 0
-    reports on stderr.
+def translated(config: VerlConfig, section: str) -> tuple[TrainConfig, dict[str, Any]]:
+    """Return our settings for a section of verl's. Rank 0 reports on stderr.
 
-    `config`: the section, or a whole configuration that has it.
+    The second result has `rollout_n`, the sequences per prompt of a critic, and `input_tokenizer`,
+    the model that a reward model scores, or None. `config`: the section, or a whole configuration.
 
     Raises:
         ConfigError: it is no such section, or a value cannot be translated.
     """
     whole: dict[str, Any] = plain_values(config)
-    values = {**(whole.get(section) or whole)}
+    own = whole.get(section)
+    values = {**(own if isinstance(own, Mapping) else whole)}
     if not isinstance(model := values.get("model"), Mapping) or not model.get("path"):
         key, got = f"{section}.model.path", ", ".join(whole) or "no keys"
         text = f"pass the section {section} of verl's settings, with {key}; got {got}"
         raise ConfigError(f"config: {text}", key=key)
-    rollout, per_prompt = {**(values.get("rollout") or {})}, values.pop("rollout_n", None) or 1
+    values |= {name: {**inner} for name, inner in values.items() if isinstance(inner, Mapping)}
+    places = {"response_length": values.get("rollout"), "input_tokenizer": values["model"]}
+    others: dict[str, Any] = {"rollout_n": values.pop("rollout_n", None)}
+    for name, place in places.items():
+        others[name] = place.pop(name, None) if isinstance(place, dict) else None
     # verl's rollout has the number of tokens that the trainer reads in `data`.
-    tree = {section: values, "data": {"max_response_length": rollout.pop("response_length", None)}}
-    values["rollout"] = rollout
+    tree = {section: values, "data": {"max_response_length": others["response_length"]}}
+    values |= {"enable": True} if section == "reward_model" else {}
     translation = translate(TrainConfig, TRAIN, tree)
     if RankEnvironment.read().rank == 0:
         print(translation.report(), file=sys.stderr)
-    return translation.config, per_prompt
+    return translation.config, others
 
 
 class Finished(dict[str, float], Coroutine[Any, Any, dict[str, float]]):
@@ -236,7 +247,25 @@ class CriticWorker(_Trained, workers.CriticWorker):
     ) -> None:
         per_prompt = responses_per_prompt or self._given.get("responses_per_prompt", 0)
         if not isinstance(config, CriticConfig):
-            ours, of_verl = translated(config, "critic")
+            ours, others = translated(config, "critic")
             config = replace(ours.critic, ppo_epochs=ours.critic.ppo_epochs or 1)
-            per_prompt = per_prompt or of_verl
+            per_prompt = per_prompt or others["rollout_n"]
         super().__init__(config, per_prompt or 1, runtime or self._given.get("runtime"))
+
+
+class RewardModelWorker(_Trained, workers.RewardModelWorker):
+    """The reward model in one rank.
+
+    Args:
+        config: the section `reward_model` of verl, or ours.
+        policy: the model whose tokens are scored; None: verl's `model.input_tokenizer`, or the
+            reward model itself.
+        more: further arguments of `quadriga.workers.RewardModelWorker`.
+    """
+
+    def __init__(self, config: Any, policy: ModelConfig | None = None, **more: Any) -> None:
+        if not isinstance(config, RewardModelConfig):
+            ours, others = translated(config, "reward_model")
+            config = ours.reward_model
+            policy = policy or ModelConfig(path=others["input_tokenizer"] or config.model.path)
+        super().__init__(config, policy, **{**self._given, **more})
