@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -84,7 +85,8 @@ COMMANDS = (
             f"{_SHOW}:show_evaluation", EvalConfig),
     Command("data make", "Make arithmetic problems, and optionally a tiny model",
             "quadriga.cli.make_data:run_make_data", ArithmeticDataConfig),
-    Command("plan", "Show batches and memory of a run: plan, plan sft, plan rm, plan generate",
+    Command("plan", "Show batches and memory of a run: plan, plan sft, plan rm, plan generate; or "
+            "the gain of generation beside training: plan --async RUN",
             f"{_SHOW}:show_plan", TrainConfig, PLANNED),
     Command("algorithms", "Show estimators, losses and their settings",
             f"{_SHOW}:show_algorithms", AlgorithmsConfig),
@@ -97,18 +99,23 @@ COMMANDS = (
 
 @dataclass(frozen=True)
 class Invocation:
-    """A parsed command line. `verl`: a settings file of verl; the overrides are verl's then."""
+    """A parsed command line. `verl`: a settings file of verl; the overrides are verl's then.
+    `measured`: the run whose times `plan` uses."""
 
     command: Command
     overrides: tuple[str, ...] = ()
     file: str | None = None
     print_config: bool = False
     verl: str | None = None
+    measured: str | None = None
 
     def run(self) -> None:
         """Load the settings and call the function of the command, or only print them."""
         if self.command.settings is None:
             imported(self.command.target)()
+            return
+        if self.measured is not None:
+            imported("quadriga.cli.async_plan:show_async_plan")(Path(self.measured))
             return
         from quadriga.config.loading import to_yaml
 
@@ -244,12 +251,16 @@ def parse(arguments: Sequence[str]) -> Invocation:
         parser.error(f"unknown option {options[0]}; write settings as key=value")
     if rest and known.command.settings is None:
         parser.error(f"{known.command.name} has no settings, got {rest[0]}")
+    measured, own = getattr(known, "measured", None), (*known.overrides, *rest)
+    if measured is not None and (own or known.config or known.verl or known.print_config):
+        parser.error(f"plan --async {measured} takes all settings from this run, and no others")
     return Invocation(
         command=known.command,
-        overrides=(*known.overrides, *rest),
+        overrides=own,
         file=getattr(known, "config", None),
         print_config=getattr(known, "print_config", False),
         verl=getattr(known, "verl", None),
+        measured=measured,
     )
 
 
@@ -300,6 +311,9 @@ def _parser() -> _Parser:
         if command.settings is TrainConfig:
             text = "A settings file of verl; settings are verl's then"
             own.add_argument("--verl", metavar="FILE", help=text)
+        if command.name == "plan":
+            text = "The folder of a run: show what generation beside training would give it"
+            own.add_argument("--async", dest="measured", metavar="RUN", help=text)
         text = "Print all settings as YAML and exit"
         own.add_argument("--print-config", action="store_true", help=text)
     return parser

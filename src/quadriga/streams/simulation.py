@@ -1,17 +1,18 @@
 """A run in virtual time: what a staleness and a division of the ranks would give.
 
     lengths of the responses ─┐
-    seconds of calls, steps ──┼──► PromptQueue, StalenessBound, SlicedGeneration ──► spans, figures
+    seconds of calls, steps ──┼──► PromptQueue, StalenessBound, SlicedGeneration ──► Timeline
     ranks and settings ───────┘
 
 The queue, the bound and the generation are those of a run. The replicas and the trainer only add
-seconds (`Costs`) to a clock, so nothing sleeps, and equal arguments give equal results.
+seconds (`Costs`) to a clock, so nothing sleeps, and equal arguments give equal results. Scoring
+takes no time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -23,8 +24,8 @@ from quadriga.streams.generation import SlicedGeneration
 from quadriga.streams.queue import PromptGroup, PromptQueue
 from quadriga.streams.replicas import ReplicaGroup, Replicas
 from quadriga.streams.staleness import StalenessBound
+from quadriga.workers.method_fields import BEGUN_RESPONSES
 
-Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
 
@@ -36,23 +37,23 @@ class Costs:
         decode: a decoding step of one copy of the weights.
         decode_row: more of a step for each row.
         decode_context: more of a step for each token that its rows attend to.
-        prefill: a token of a row that begins, or that a call continues.
+        prefill: a token of a row that begins or, after a weight sync, is continued.
+        keeps_cache: False: each call computes all tokens of its rows again.
         call: a call to a replica besides.
         train: a token of a training step, on one rank.
         step: a training step besides.
         sync: a weight sync.
-        keeps_cache: a continued row is computed again only after a weight sync.
     """
 
     decode: float
     decode_row: float = 0.0
     decode_context: float = 0.0
     prefill: float = 0.0
+    keeps_cache: bool = True
     call: float = 0.0
     train: float = 0.0
     step: float = 0.0
     sync: float = 0.0
-    keeps_cache: bool = True
 
     def of_call(self, tokens: Counts, contexts: Counts, computed: Counts) -> float:
         """Return the seconds of a call on one copy.
@@ -63,13 +64,9 @@ class Costs:
             computed: those of them that the call has to compute.
         """
         attended = tokens * contexts + tokens * (tokens - 1) // 2
-        return (
-            self.call
-            + self.prefill * float(computed.sum())
-            + self.decode * float(tokens.max(initial=0))
-            + self.decode_row * float(tokens.sum())
-            + self.decode_context * float(attended.sum())
-        )
+        seconds = self.call + self.decode * tokens.max() + self.decode_row * tokens.sum()
+        more = self.decode_context * attended.sum() + self.prefill * computed.sum()
+        return float(seconds + more)
 
 
 @dataclass(frozen=True)
@@ -98,16 +95,13 @@ class Division:
 
 
 class Span(NamedTuple):
-    """A piece of work, from `start` to `end` in seconds. `rows` × `steps` could be decoded in a
-    call, and `tokens` were."""
+    """A piece of work, from `start` to `end` in seconds."""
 
     track: str
     name: str
     start: float
     end: float
-    tokens: int = 0
-    rows: int = 0
-    steps: int = 0
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -116,64 +110,57 @@ class Timeline:
 
     Attributes:
         ends: the end of each step.
-        tokens: the response tokens that each step has trained.
-        ages: of the groups of each step, in training steps.
-        numbers: of the groups of each step.
+        numbers: the groups of each step.
+        ages: their ages, in training steps.
+        tokens: the response tokens of each step.
     """
 
-    division: Division
     spans: Sequence[Span]
-    ends: Floats
+    ends: npt.NDArray[np.float64]
+    numbers: Counts
+    ages: Counts
     tokens: Counts
-    ages: Sequence[Counts]
-    numbers: Sequence[Counts]
 
     @property
-    def steady(self) -> tuple[int, int]:
-        """The steps between which a run neither begins nor ends: first and last."""
-        steps, margin = len(self.ends), 2 * self.division.staleness + 1
-        return (margin, steps - margin + 1) if steps > 3 * margin else (0, steps - 1)
+    def _steady(self) -> tuple[int, int]:
+        """Two steps, between which the run neither begins nor ends: it has fewer groups then."""
+        steps, k = len(self.ends), int(self.ages.max())
+        return (2 * k, steps - 1 - k) if steps > 3 * k + 1 else (0, steps - 1)
+
+    @property
+    def step_seconds(self) -> float:
+        """The time of a step in the steady state."""
+        first, last = self._steady
+        return float(self.ends[last] - self.ends[first]) / (last - first)
 
     @property
     def tokens_per_second(self) -> float:
-        """Response tokens trained per second."""
-        first, last = self.steady
-        return float(self.tokens[first + 1 : last + 1].sum() / (self.ends[last] - self.ends[first]))
+        """Response tokens trained per second in the steady state."""
+        first, last = self._steady
+        return float(self.tokens[first + 1 : last + 1].mean()) / self.step_seconds
 
-    def share(self, tracks: str) -> float:
-        """The share of time in which the tracks whose names begin so work, on average."""
-        first, last = self.ends[list(self.steady)]
-        own = [span for span in self.spans if span.track.startswith(tracks)]
+    def share(self, track: str) -> float:
+        """The share of the steady state in which the tracks whose names begin so work."""
+        first, last = self.ends[list(self._steady)]
+        own = [span for span in self.spans if span.track.startswith(track)]
         worked = sum(max(0.0, min(span.end, last) - max(span.start, first)) for span in own)
         return float(worked / (last - first) / max(1, len({span.track for span in own})))
 
-    @property
-    def occupancy(self) -> float:
-        """Decoded tokens over those that the largest call's rows could have had. It is low if
-        replicas wait for a few long responses."""
-        calls = [span for span in self.spans if span.rows]
-        most = max(span.rows for span in calls)
-        return sum(span.tokens for span in calls) / (most * sum(span.steps for span in calls))
-
     def chrome_trace(self) -> dict[str, object]:
         """The spans as a JSON object that Perfetto and chrome://tracing open."""
-        tracks = {name: i for i, name in enumerate(dict.fromkeys(s.track for s in self.spans))}
-        names: list[dict[str, object]] = [
-            {"ph": "M", "name": "thread_name", "pid": 0, "tid": i, "args": {"name": name}}
-            for name, i in tracks.items()
-        ]
-        events = [
-            {
-                "ph": "X", "name": span.name, "pid": 0, "tid": tracks[span.track],
-                "ts": 1e6 * span.start, "dur": 1e6 * (span.end - span.start),
-                "args": {"tokens": span.tokens, "rows": span.rows},
-            }
-            for span in self.spans
-        ]  # fmt: skip
-        return {"traceEvents": names + events}
+        events: list[dict[str, object]] = []
+        for tid, track in enumerate(sorted({span.track for span in self.spans})):
+            of_track = {"pid": 0, "tid": tid}
+            events.append({"ph": "M", "name": "thread_name", "args": {"name": track}, **of_track})
+            for _, name, start, end, tokens in (s for s in self.spans if s.track == track):
+                times = {"ts": 1e6 * start, "dur": 1e6 * (end - start)}
+                events.append(
+                    {"ph": "X", "name": name, "args": {"tokens": tokens}, **times, **of_track}
+                )
+        return {"traceEvents": events}
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Call:
     """A call whose end is known from its start."""
 
@@ -198,41 +185,30 @@ class _SimulatedGroup:
         return self
 
     def submit(self, rows: DataProto) -> _Call:
-        lengths = rows.batch[fields.INPUT_IDS][:, 0].numpy()
+        run = self.run
+        lengths = rows.batch[fields.INPUT_IDS].numpy()
         begun = np.zeros_like(lengths)
         if fields.RESPONSES in rows.batch.keys():  # noqa: SIM118
-            begun = rows.batch[fields.RESPONSES][:, 0].numpy()
-        costs, prompt = self.run.costs, self.run.prompt_tokens
+            begun = rows.batch[fields.RESPONSES].numpy()
         tokens = np.minimum(lengths - begun, rows.meta_info["at_most"])
-        again = self.synced or not costs.keeps_cache
-        computed = np.where((begun == 0) | again, prompt + begun, 0)
-        parts = np.split(np.arange(len(lengths)), self.world_size)
-        seconds = [costs.of_call(tokens[p], prompt + begun[p], computed[p]) for p in parts]
+        contexts = begun + run.prompt_tokens
+        computed = contexts * ((begun == 0) | self.synced | (not run.costs.keeps_cache))
         self.synced = False
-        sampled = begun + tokens
-        columns = {
-            fields.RESPONSES: sampled, fields.RESPONSE_MASK: sampled,
-            fields.TOKEN_VERSIONS: sampled, fields.ROLLOUT_LOG_PROBS: sampled.astype(np.float32),
-            fields.PAUSED: sampled < lengths,
-        }  # fmt: skip
-        tensors = {name: torch.from_numpy(values) for name, values in columns.items()}
-        answers = {k: v if k == fields.PAUSED else v[:, None] for k, v in tensors.items()}
-        now = self.run.now
-        call = _Call(now + max(seconds), DataProto.from_dict(answers))
-        steps = sum(int(tokens[part].max()) for part in parts)
-        count = len(lengths) // self.world_size
-        span = Span(f"replica {self.number}", "generate", now, call.ends, int(tokens.sum()), count)
-        self.run.spans.append(span._replace(steps=steps))
-        self.run.in_flight.append(call)
+        parts = [np.split(column, self.world_size) for column in (tokens, contexts, computed)]
+        ends = run.now + max(map(run.costs.of_call, *parts))
+        answers = dict.fromkeys(BEGUN_RESPONSES, torch.from_numpy(begun + tokens))
+        answers[fields.PAUSED] = torch.from_numpy(begun + tokens < lengths)[:, 0]
+        call = _Call(ends, DataProto.from_dict(answers))
+        run.in_flight.append(call)
+        run.note(f"replica {self.number}", "generate", run.now, ends, int(tokens.sum()))
         return call
 
 
 class Simulation:
-    """One run.
+    """One run, which trains all groups.
 
     Args:
-        lengths: response tokens, of each group (in the order of the data) and its responses. All
-            groups are trained; the number of steps follows.
+        lengths: response tokens, of each group (in the order of the data) and its responses.
         prompt_tokens: of each row.
     """
 
@@ -241,91 +217,73 @@ class Simulation:
     ) -> None:
         self.division, self.costs, self.prompt_tokens = division, costs, prompt_tokens
         self.now = 0.0
-        self.spans: list[Span] = []
         self.in_flight: list[_Call] = []
-        self._ages: list[Counts] = []
+        self._spans: list[Span] = []
         self._lengths, self._drawn = lengths, 0
         self._queue = PromptQueue(StalenessBound(division.groups, division.staleness))
-        self._most = division.on_the_way or self._queue.bound.most
-        count = division.copies if division.apart else 1
-        self._replicas = Replicas(self._start, count)
+        most = self._queue.bound.most
+        self._most = min(division.on_the_way or most, most)
+        replicas, size = (division.copies, 1) if division.apart else (1, division.copies)
+        self._groups = [_SimulatedGroup(self, number, size) for number in range(replicas)]
         share = -(-self._most * lengths.shape[1] // division.copies)
-        rows = min(division.rows or share, share) * (1 if division.apart else division.copies)
         self._generation = SlicedGeneration(
-            self._replicas, self._queue, lambda rows: rows, slice_tokens=division.slice_tokens,
-            response_tokens=1, rows=rows, loses=False,
+            Replicas(lambda number: cast("ReplicaGroup", self._groups[number]), replicas),
+            self._queue, lambda rows: rows, slice_tokens=division.slice_tokens, response_tokens=1,
+            rows=size * min(division.rows or share, share), loses=False,
         )  # fmt: skip
-
-    def _start(self, number: int) -> ReplicaGroup:
-        size = 1 if self.division.apart else self.division.copies
-        return cast("ReplicaGroup", _SimulatedGroup(self, number, size))
 
     def run(self) -> Timeline:
         """Train all groups, and return what happened."""
-        size = self.division.groups
-        ends, numbers = [], []
-        for step in range(1, len(self._lengths) // size + 1):
-            self._queue.ended = step - 1
+        ends, ages, numbers = [], [], []
+        for step in range(len(self._lengths) // self.division.groups):
+            self._queue.ended, began = step, self.now
             self._draw()
-            began = self.now
             while (taken := self._queue.take()) is None:
                 self._generation.submit()
                 self._end_call()
-            self._work("controller", "wait for groups", began)
-            self._ages.append(np.array([step - 1 - (g.started or 0) for g in taken]))
-            numbers.append(np.array([group.number for group in taken]))
-            self._train(numbers[-1])
+            self.note("controller", "wait for prompt groups", began, self.now)
+            ages.append([step - (group.started or 0) for group in taken])
+            numbers.append([group.number for group in taken])
+            self._train(self._lengths[numbers[-1]])
             ends.append(self.now)
-        tokens = np.array([self._lengths[of_step].sum() for of_step in numbers])
-        return Timeline(
-            self.division, self.spans, np.array(ends), tokens, self._ages, numbers
-        )
+        tokens = self._lengths[numbers].sum((1, 2))
+        return Timeline(self._spans, np.array(ends), np.array(numbers), np.array(ages), tokens)
+
+    def note(self, track: str, name: str, start: float, end: float, tokens: int = 0) -> None:
+        """Add a span."""
+        self._spans.append(Span(track, name, start, end, tokens))
 
     def _draw(self) -> None:
         """Let prompts begin, as many as may be on their way."""
-        left = min(len(self._lengths) - self._drawn, self._most - len(self._queue.groups))
-        groups = []
-        for number in range(self._drawn, self._drawn + left):
-            ids = torch.from_numpy(self._lengths[number])[:, None]
-            groups.append(PromptGroup(number, DataProto.from_dict({fields.INPUT_IDS: ids})))
-        self._queue.add(groups)
-        self._drawn += left
+        room = self._most - len(self._queue.groups)
+        lengths = torch.from_numpy(self._lengths[self._drawn : self._drawn + room, :, None])
+        prompts = [DataProto.from_dict({fields.INPUT_IDS: own}) for own in lengths]
+        self._queue.add([PromptGroup(i, own) for i, own in enumerate(prompts, self._drawn)])
+        self._drawn += len(prompts)
 
     def _end_call(self) -> None:
+        """Go on to the end of the next call that ends."""
         call = min(self.in_flight, key=lambda call: call.ends)
         self.in_flight.remove(call)
-        self.now = max(self.now, call.ends)
+        self.now = call.ends
         for group in self._generation.keep(cast("DataProtoFuture", call)):
             self._queue.ready(group)
 
-    def _train(self, numbers: Counts) -> None:
+    def _train(self, lengths: Counts) -> None:
         """A training step and a weight sync. Replicas on ranks of their own go on meanwhile."""
-        began, costs, lengths = self.now, self.costs, self._lengths[numbers]
-        tokens = int(lengths.sum()) + self.prompt_tokens * lengths.size
-        ends = began + costs.step + costs.train * tokens / self.division.trainers
+        costs, began = self.costs, self.now
+        tokens = int((lengths + self.prompt_tokens).sum())
+        trained = began + costs.step + costs.train * tokens / self.division.trainers
         while self.division.apart:
             self._generation.submit()
-            if not any(call.ends <= ends for call in self.in_flight):
+            if all(call.ends > trained for call in self.in_flight):
                 break
             self._end_call()
-        self.now = ends
-        self._work("trainer", "train", began, tokens)
+        self.note("trainer", "train", began, trained, tokens)
         while self.in_flight:  # a weight sync waits for the ends of all calls
             self._end_call()
-        began = self.now
-        self.now += costs.sync
-        self._work("sync", "weights", began)
-        for replica in self._replicas.all:
-            cast("_SimulatedGroup", replica.group).synced = True
-
-    def _work(self, track: str, name: str, began: float, tokens: int = 0) -> None:
-        if self.now > began:
-            self.spans.append(Span(track, name, began, self.now, tokens))
-
-
-def lognormal_lengths(
-    groups: int, n: int, *, median: float, sigma: float, limit: int, seed: int
-) -> Counts:
-    """Draw lengths of responses, in tokens; those beyond the limit are cut."""
-    drawn = np.random.default_rng(seed).lognormal(np.log(median), sigma, (groups, n))
-    return np.clip(drawn.round(), 1, limit).astype(np.int64)
+        began = max(self.now, trained)
+        self.now = began + costs.sync
+        self.note("sync", "weights", began, self.now)
+        for group in self._groups:
+            group.synced = True

@@ -1,0 +1,181 @@
+"""`quadriga plan --async RUN`: what generation beside training would give a run.
+
+    metrics.jsonl, samples.jsonl ──► Costs, lengths ──► Simulation of each division ──► table
+
+Training on fewer ranks is taken to be slower in proportion. What a decoding step takes for itself,
+and what more for each row, is fitted to the steps of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from quadriga.config.role_ranks import role_ranks
+from quadriga.config.schema import TrainConfig
+from quadriga.errors import ConfigError
+from quadriga.observability.jsonl import JsonObject, read_jsonl, read_samples
+from quadriga.observability.run_folder import RunFolder
+from quadriga.rollout import rollout_of
+from quadriga.streams.simulation import Costs, Counts, Division, Simulation, Timeline
+from quadriga.trainer.checks.settings import check_train_settings
+from quadriga.trainer.dataflow import StepPlan
+from quadriga.trainer.roles.registry import load_train_config
+
+MIN_STEPS = 3
+"""Steps that a run must have after its first one, which is slower than the others."""
+NEAR = 0.97
+"""Of divisions that reach this share of the best one, that with the least staleness is
+recommended."""
+_NEEDED = ("time/rollout", "time/update_actor", "time/sync_weights", "batch/tokens")
+_TRAINED = ("time/evaluate", "time/advantages", "time/update_critic", "time/update_actor")
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A run and what its work takes. `seconds`: of a step."""
+
+    file: Path
+    config: TrainConfig
+    costs: Costs
+    lengths: Counts
+    prompt_tokens: int
+    seconds: float
+
+    def simulated(self, config: TrainConfig) -> Timeline:
+        """Simulate the run with other settings."""
+        costs = self.costs
+        if StepPlan.of(config).old_log_prob_pass > StepPlan.of(self.config).old_log_prob_pass:
+            costs = replace(costs, train=costs.train + costs.prefill)
+        return Simulation(division_of(config), costs, self.lengths, self.prompt_tokens).run()
+
+
+def division_of(config: TrainConfig) -> Division:
+    """Return how a run with these settings uses its ranks."""
+    ranks, rollout = role_ranks(config), config.actor_rollout_ref.rollout
+    staleness, apart = config.trainer.max_staleness, ranks["rollout"] != ranks["actor"]
+    copies = len(ranks["rollout"]) // rollout_of(rollout).ranks_of_copy
+    return Division(
+        len(ranks["actor"]), copies, apart, config.data.train_batch_size, staleness,
+        rollout.slice_tokens if staleness else config.data.max_response_length,
+        rollout.micro_batch_size if apart and staleness else None,
+    )  # fmt: skip
+
+
+def read_run(path: Path) -> MeasuredRun:
+    """Read the folder of a run.
+
+    Raises:
+        ConfigError: it is no such folder, or the run does not have what the plan needs.
+    """
+    folder, config, problem = RunFolder(path), None, None
+    rows, found = list[JsonObject](), list[int]()
+    if folder.config.is_file() and folder.metrics.is_file():
+        config = load_train_config((), folder.config)
+        rows = [row for row in read_jsonl(folder.metrics) if all(name in row for name in _NEEDED)]
+        samples = read_samples(folder.samples) if folder.samples.is_file() else []
+        found = [s.response_tokens for s in samples if s.split == "train" and s.response_tokens]
+    if config is None:
+        problem = "is no run folder (trainer.default_local_dir) with config.yaml and metrics.jsonl"
+    elif config.trainer.max_staleness:
+        problem = "has times of generation and training that overlap; pass a run with " \
+                  f"trainer.max_staleness=0, not {config.trainer.max_staleness}"  # fmt: skip
+    elif len(rows) <= MIN_STEPS:
+        problem = f"has {len(rows)} training steps with their times, expected {MIN_STEPS + 1}"
+    elif not found:
+        problem = "has no training samples; pass a run with trainer.samples_per_step above 0"
+    if config is None or problem:
+        raise ConfigError(f"plan --async: {path} {problem}", key="--async")
+    return _measured(folder.config, config, rows[1:], np.array(found))
+
+
+def _measured(
+    file: Path, config: TrainConfig, rows: list[JsonObject], found: Counts
+) -> MeasuredRun:
+    names = (*_NEEDED, *_TRAINED, "response_length/mean", "response_length/max")
+    of = {name: np.array([float(row.get(name, 0.0)) for row in rows]) for name in names}
+    groups, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    division, longest = division_of(config), of["response_length/max"]
+    sampled, generated = of["response_length/mean"] * groups * n, of["time/rollout"]
+    trained, prompts = sum(of[name].mean() for name in _TRAINED), of["batch/tokens"] - sampled
+    per_token = division.trainers / of["batch/tokens"].mean()
+    # A forward pass takes a third of an update, which has a backward pass, too.
+    prefill = of["time/update_actor"].mean() * per_token / 3
+    # Seconds of a step = decode × its longest response + decode_row × its tokens. Where the steps
+    # differ too little to tell the two apart, both take an equal part.
+    decoding = np.maximum(generated - prefill * prompts / division.copies, generated / 2)
+    parts = np.stack([longest, sampled / division.copies], axis=1)
+    weights = np.linalg.lstsq(parts / parts.mean(0), decoding, rcond=0.03)[0].clip(min=0.0)
+    decode, row = weights / weights.sum() * decoding.mean() / parts.mean(0)
+    train, sync = trained * per_token, of["time/sync_weights"].mean()
+    costs = Costs(
+        decode, row, prefill=prefill, keeps_cache=config.actor_rollout_ref.rollout.name != "hf",
+        train=train, sync=sync,
+    )  # fmt: skip
+    # Each simulated step has the longest response and the tokens of a step of the run.
+    steps = np.resize(np.arange(len(rows)), max(16, min(32, 2048 // groups)))
+    rng = np.random.default_rng(config.trainer.seed)
+    drawn = rng.choice(found, (len(steps), groups * n)).astype(float)
+    drawn *= ((sampled - longest)[steps] / np.maximum(drawn[:, 1:].sum(1), 1.0))[:, None]
+    drawn[:, 0] = np.inf
+    drawn = rng.permuted(drawn.clip(1, longest[steps, None]), axis=1).round()
+    lengths = drawn.astype(np.int64).reshape(-1, n)
+    prompt = round(prompts.mean() / (groups * n))
+    return MeasuredRun(file, config, costs, lengths, prompt, generated.mean() + trained + sync)
+
+
+def candidates(run: MeasuredRun) -> Iterator[tuple[str, TrainConfig]]:
+    """Yield the settings that can be recommended: all ranks in turns, or divided."""
+    world = run.config.trainer.nnodes * run.config.trainer.n_gpus_per_node
+    divided = sorted({max(1, world * part // 4) for part in (1, 2, 3)} if world > 1 else ())
+    slice_tokens = max(64, run.config.data.max_response_length // 32)
+    for generating in (0, *divided):
+        trains, generates = f"[0-{world - generating - 1}]", f"[{world - generating}-{world - 1}]"
+        if not generating:
+            trains = generates = "null"
+        for staleness in (0, 1, 2, 4):
+            line = f"trainer.max_staleness={staleness} placement.actor={trains} "
+            line += f"placement.rollout={generates}"
+            line += f" actor_rollout_ref.rollout.slice_tokens={slice_tokens}" * (staleness > 0)
+            try:
+                config = load_train_config(line.split(), run.file)
+                check_train_settings(config)
+            except ConfigError:
+                continue  # the ranks do not divide the batch or the model so
+            yield line, config
+
+
+def limit_of(run: MeasuredRun, config: TrainConfig, found: Timeline) -> str:
+    """Name what the time of a step depends on most."""
+    training, generation = found.share("trainer"), found.share("replica")
+    if training >= generation:
+        return "training"
+    # A response may take `staleness` + 1 steps, and no division makes a decoding step shorter.
+    longest = run.costs.decode * run.lengths.max() / (config.trainer.max_staleness + 1)
+    return "longest response" if 2 * longest > generation * found.step_seconds else "generation"
+
+
+def show_async_plan(path: Path) -> None:
+    """Print what each staleness and division of the ranks would give a run."""
+    run = read_run(path)
+    own, table = run.simulated(run.config), Table()
+    for name in ("staleness", "ranks train", "copies generate", "tokens/s", "× run", "limit"):
+        table.add_column(name, justify="right", no_wrap=name == "limit")
+    found = []
+    for line, config in candidates(run):
+        timeline, division = run.simulated(config), division_of(config)
+        gain = timeline.tokens_per_second / own.tokens_per_second
+        found.append((gain, division.staleness, line))
+        copies = f"{division.copies}{'' if division.apart else ', in turns'}"
+        rate, limit = f"{timeline.tokens_per_second:.0f}", limit_of(run, config, timeline)
+        of_row = (division.staleness, division.trainers, copies, rate, f"{gain:.2f}", limit)
+        table.add_row(*map(str, of_row))
+    Console(highlight=False).print(table)
+    print(f"a step of the run: {run.seconds:.3g} s measured, {own.step_seconds:.3g} s simulated")
+    near = [item for item in found if item[0] >= NEAR * max(found)[0]]
+    print(f"recommended: {min(near, key=lambda item: (item[1], -item[0]))[2]}")
