@@ -85,8 +85,7 @@ COMMANDS = (
             f"{_SHOW}:show_evaluation", EvalConfig),
     Command("data make", "Make arithmetic problems, and optionally a tiny model",
             "quadriga.cli.make_data:run_make_data", ArithmeticDataConfig),
-    Command("plan", "Show batches and memory of a run: plan, plan sft, plan rm, plan generate; or "
-            "the gain of generation beside training: plan --async RUN",
+    Command("plan", "Show batches and memory of a run: plan, plan sft, plan rm, plan generate",
             f"{_SHOW}:show_plan", TrainConfig, PLANNED),
     Command("algorithms", "Show estimators, losses and their settings",
             f"{_SHOW}:show_algorithms", AlgorithmsConfig),

@@ -229,7 +229,7 @@ class Simulation:
         self._generation = SlicedGeneration(
             Replicas(lambda number: cast("ReplicaGroup", self._groups[number]), replicas),
             self._queue, lambda rows: rows, slice_tokens=division.slice_tokens, response_tokens=1,
-            rows=size * min(division.rows or share, share), loses=False,
+            rows=size * min(division.rows or share, share), loses=False, note=lambda *_: None,
         )  # fmt: skip
 
     def run(self) -> Timeline:
