@@ -1,7 +1,7 @@
 """Rules of verl's settings that depend on several settings, and the settings that must be off.
 
 REFUSED          patterns of keys → the values that Quadriga computes as verl does
-OF_VERL          patterns of keys that a version of verl has, though not every file of it
+is_of_verl       whether a version of verl has a key, though not every file of it
 check_together   settings that contradict each other
 without_effect   settings that verl itself does not read beside the others
 converted        values whose unit depends on other settings
@@ -98,87 +98,111 @@ _HARMLESS = (
 )
 """Keys that a pattern of `REFUSED` does not mean."""
 
-_OF_VERL = {
-    "actor_rollout_ref": "nccl_timeout",
-    f"{_ACTOR} {_REF} critic {_RM}":
-        "rollout_n tau_pos tau_neg calculate_entropy calculate_sum_pi_squared use_prefix_grouper "
-        "data_loader_seed pad_to_length use_remove_padding entropy_* use_torch_compile load_weight "
-        "log_prob_*_per_gpu forward_*_per_gpu log_prob_use_dynamic_bsz shuffle loss_scale_factor "
-        "checkpoint.* profiler.* profile.* qat.* use_fused_kernels nccl_timeout enable",
-    f"{_ACTOR}.policy_loss": "clip_cov_* kl_cov_ratio ppo_kl_coef dro_beta",
-    "*.optim":
-        "optimizer_impl num_cycles zero_indexed_step lr_warmup_init lr_decay_steps lr_wsd_* muon_* "
-        "weight_decay_incr_style use_* main_grads_dtype exp_avg_* override_optimizer_config",
-    "*.fsdp_config *.fsdp":
-        "forward_prefetch model_dtype use_* seed full_determinism pad_to_length* forward_only "
-        "strategy wrap_policy.* qat.* turbo_config.* mixed_precision.* entropy_*",
-    "*.megatron":
-        "grad_offload override_* use_* dist_* distrib_* dynamic_context_parallel max_seqlen_* seed "
-        "vanilla_mbridge pad_* forward_only router_replay.* qat.* extra.* entropy_* dtype",
-    "*.rollout":
-        "name mode n_gpus_per_node full_determinism seed prompt_length response_length *_engine "
-        "gpu_memory_utilization enforce_eager cudagraph_capture_sizes *_parallel_size max_num_* "
-        "max_model_len enable_* logprobs_mode scheduling_policy load_format layered_summon "
-        "log_prob_* disable_log_stats do_sample multi_stage_wake_up router_config_path micro_* "
-        "calculate_log_probs moe_* quantization* mtp qat over_* skip_* limit_images use_fire_* "
-        "sglang_engine_mode chat_scheduler val_kwargs.do_sample checkpoint_engine.* prometheus.* "
-        "disaggregation.* engine_kwargs.* trace.* agent.* multi_turn.* profiler.* dtype",
-    "*.model":
-        "use_remove_padding use_fused_kernels fused_kernel_options.* use_liger tiled_mlp.* mtp.* "
-        "enable_activation_offload lora.* override_config.* input_tokenizer",
-    "data":
-        "use_shm gen_batch_size image_patch_size validation_shuffle video_key audio_key truncation "
-        "return_* need_tools_* custom_cls.* datagen.* sampler.* trust_remote_code "
-        "filter_overlong_prompts_workers dataloader_num_workers",
-    f"{_RM} reward":
-        "num_workers use_reward_loop launch_reward_fn_async reward_* enable_resource_pool nnodes "
-        "n_gpus_per_node rollout.* sandbox_fusion.* overlong_buffer.*",
-    "algorithm": "filter_groups.* rollout_correction.* pf_ppo.* gdpo_*",
-    "trainer":
-        "log_val_generations rollout_data_dir validation_data_dir esi_redundant_time ray_* use_v1 "
-        "max_critic_ckpt_to_keep v1.* npu_profile.* profile_* *nsight_options* use_legacy_* "
-        "remove_previous_ckpt_in_save val_generations_to_log_*",
-    "sandbox_fusion distillation transfer_queue global_profiler skip ray_kwargs": "*",
-}  # fmt: skip
-OF_VERL: tuple[str, ...] = tuple(
-    f"{section}.{name}"
-    for sections, names in _OF_VERL.items()
-    for section in sections.split()
-    for name in names.split()
-)
-"""Patterns of keys that some version of verl has, for which no "+" is asked."""
+_SECTIONS = """
+    actor_rollout_ref actor_rollout_ref.actor actor_rollout_ref.ref critic reward_model reward
+    data reward.reward_model algorithm trainer *.optim *.fsdp_config *.fsdp *.megatron *.rollout
+    *.model *.policy_loss
+    """
+_NAMES = """
+    *nsight_options* agent.* audio_key calculate_* calculate_log_probs chat_scheduler
+    checkpoint.* checkpoint_engine.* clip_cov_* cudagraph_* custom_cls.* data_loader_seed
+    data_parallel_size datagen.* dataloader_num_workers disable_log_stats disaggregation.*
+    dist_* distrib_* do_sample dro_beta dtype dynamic_context_parallel enable
+    enable_activation_offload enable_chunked_prefill enable_prefix_caching enable_resource_pool
+    enable_rollout_routing_replay enforce_eager engine_kwargs.* entropy_* esi_redundant_time
+    exp_avg_* expert_parallel_size extra.* filter_groups.* filter_overlong_prompts_workers
+    forward_max_token_len_per_gpu forward_micro_batch_size_per_gpu forward_only forward_prefetch
+    free_cache_engine full_determinism fused_kernel_options.* gdpo_* gen_batch_size
+    gpu_memory_utilization grad_offload image_patch_size input_tokenizer kl_cov_ratio
+    launch_reward_fn_async layered_summon limit_images load_format load_weight log_prob_*
+    log_val_generations logprobs_mode lora.* loss_scale_factor lr_decay_steps lr_warmup_init
+    lr_wsd_* main_grads_dtype max_critic_ckpt_to_keep max_model_len max_num_* max_seqlen_*
+    micro_batch_size mixed_precision.* mode model_dtype moe_* mtp mtp.* multi_* muon_*
+    n_gpus_per_node name nccl_timeout need_tools_* nnodes npu_profile.* num_cycles num_workers
+    optimizer_impl over_sample_rate override_* pad_* pf_ppo.* pipeline_model_parallel_size
+    ppo_kl_coef profile.* profile_* profiler.* prometheus.* prompt_length qat* quantization*
+    ray_* remove_previous_ckpt_in_save response_length return_* reward_kwargs.* reward_loop_*
+    reward_manager.* rollout.* rollout_correction.* rollout_data_dir rollout_n
+    router_config_path router_replay.* sampler.* sandbox_fusion.* scheduling_policy seed
+    sglang_engine_mode shuffle skip_* strategy tau_* tensor_model_parallel_size tiled_mlp.*
+    trace.* truncation trust_remote_code turbo_config.* use_checkpoint_* use_dist_*
+    use_fire_sampling use_fused_kernels use_layer_* use_legacy_* use_liger use_mbridge
+    use_megatron_fsdp use_no_sync_* use_orig_params use_precision_* use_prefix_grouper
+    use_remove_padding use_reward_loop use_shm use_torch_compile use_v1 v1.*
+    val_generations_to_log_* val_kwargs.do_sample validation_* vanilla_* video_key
+    weight_decay_incr_style wrap_policy.* zero_indexed_step
+    """
+_WHOLE = "sandbox_fusion distillation transfer_queue global_profiler skip ray_kwargs"
 
 
-def check_refused(given: Given) -> None:
-    """Raise `ConfigError` for a setting that changes what is computed and has no counterpart."""
+def is_of_verl(key: str) -> bool:
+    """Return whether some version of verl has a key, for which no "+" is asked then."""
+    parts = key.split(".")
+    return parts[0] in _WHOLE.split() or any(
+        fnmatchcase(".".join(parts[:size]), section) and fnmatchcase(".".join(parts[size:]), name)
+        for size in range(1, len(parts))
+        for section in _SECTIONS.split()
+        for name in _NAMES.split()
+    )
+
+
+def check_refused(given: Given) -> set[str]:
+    """Return the keys of `REFUSED` with values that Quadriga computes.
+
+    Raises:
+        ConfigError: a setting changes what is computed and has no counterpart.
+    """
+    found = set()
     for key, value in given.items():
         for pattern, (allowed, remedy) in REFUSED.items():
-            refused = fnmatchcase(key, pattern) and value not in (*allowed, None, {}, [])
-            if refused and not any(fnmatchcase(key, harmless) for harmless in _HARMLESS):
+            if not fnmatchcase(key, pattern) or any(fnmatchcase(key, name) for name in _HARMLESS):
+                continue
+            found.add(key)
+            if value not in (*allowed, None, {}, []):
                 text = f"{key}={value!r} of verl has no counterpart: {remedy}"
                 raise ConfigError(text, key=key)
+    return found
 
 
-def check_together(given: Given) -> None:
-    """Raise `ConfigError` for settings that contradict each other, with both keys and values."""
-    for key, other, why in (*_contradictions(given), *_of_reward(given)):
+def check_together(given: Given) -> set[str]:
+    """Return the keys that only have to agree with another one.
+
+    Raises:
+        ConfigError: settings contradict each other; the message has both keys and values.
+    """
+    equal = _equal_settings(given)
+    for key, other, why in (*_contradictions(given, equal), *_of_reward(given)):
         raise ConfigError(
             f"{key}={given.get(key)!r} of verl, but {other} is {given.get(other)!r}: {why}", key=key
         )
+    return {key for key in equal if key in given}
 
 
-def _contradictions(given: Given) -> Iterator[tuple[str, str, str]]:
-    kept = "trainer.max_actor_ckpt_to_keep"
-    equal = {
-        f"{_ROLLOUT}.prompt_length": ("data.max_prompt_length", "one length holds for both"),
-        f"{_ROLLOUT}.response_length": ("data.max_response_length", "one length holds for both"),
-        **({"trainer.max_critic_ckpt_to_keep": (kept, "a checkpoint holds actor and critic")}
-           if reads_values(given) else {}),
-        **({} if given.get("algorithm.filter_groups.enable") else
-           {"data.gen_batch_size": ("data.train_batch_size", "each prompt is trained on")}),
-    }  # fmt: skip
+def _equal_settings(given: Given) -> dict[str, tuple[str, str]]:
+    """Return key → another one that must have the same value, and why."""
+    one, longest = "one length holds for both", "data.max_response_length"
+    pairs = {
+        f"{_ROLLOUT}.prompt_length": ("data.max_prompt_length", one),
+        f"{_ROLLOUT}.response_length": (longest, one),
+    }
+    if reads_values(given):
+        kept = "trainer.max_actor_ckpt_to_keep"
+        pairs["trainer.max_critic_ckpt_to_keep"] = (kept, "a checkpoint holds actor and critic")
+    if not given.get("algorithm.filter_groups.enable"):
+        pairs["data.gen_batch_size"] = ("data.train_batch_size", "each prompt is trained on")
+    if _punishes_length(given):
+        for section in ("reward_model", "reward"):
+            ends = "the penalty ends at the longest response"
+            pairs[f"{section}.reward_kwargs.max_resp_len"] = (longest, ends)
+    return pairs
+
+
+def _contradictions(
+    given: Given, equal: Mapping[str, tuple[str, str]]
+) -> Iterator[tuple[str, str, str]]:
     for key, (other, why) in equal.items():
-        if key in given and given[key] != given.get(other, None if other == kept else given[key]):
+        absent = None if key.endswith("_ckpt_to_keep") else given.get(key)  # our default of data
+        if key in given and given[key] != given.get(other, absent):
             yield key, other, f"{why}; set both equal"
     mode, path = "trainer.resume_mode", "trainer.resume_from_path"
     if given.get(mode) == "resume_path" and not isinstance(given.get(path), str):
@@ -188,11 +212,6 @@ def _contradictions(given: Given) -> Iterator[tuple[str, str, str]]:
 
 
 def _of_reward(given: Given) -> Iterator[tuple[str, str, str]]:
-    longest = "data.max_response_length"
-    for section in ("reward_model", "reward"):
-        key = f"{section}.reward_kwargs.max_resp_len"
-        if _punishes_length(given) and given.get(key, given.get(longest)) != given.get(longest):
-            yield key, longest, "the penalty ends at the longest response; set both equal"
     for key in ("custom_reward_function.path", "reward.custom_reward_function.path"):
         if key in given and (model := _reward_model(given)):
             yield key, model, "verl scores with only one of them; remove the other"
@@ -330,6 +349,6 @@ def _pool_of_reward_model(given: Given, section: str) -> Iterator[tuple[str, str
         )
     first, last = of_policy * each, of_policy * each + nodes * size - 1
     more = ("trainer.nnodes", of_policy + nodes)
-    yield key, *(more if size == each else ("trainer.n_gpus_per_node", each + size))
+    yield f"{section}nnodes", *(more if size == each else ("trainer.n_gpus_per_node", each + size))
     yield key, "placement.actor", [f"0-{first - 1}"]
-    yield key, "placement.reward_model", [f"{first}-{last}"]
+    yield f"{section}n_gpus_per_node", "placement.reward_model", [f"{first}-{last}"]

@@ -26,12 +26,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from quadriga.compat.verl_rules import (
-    OF_VERL,
     REFUSED,
     check_refused,
     check_together,
     converted,
     implied,
+    is_of_verl,
     without_effect,
 )
 from quadriga.config.convert import build, is_settings, type_of_key
@@ -44,8 +44,10 @@ from quadriga.config.loading import (
     remember_given,
 )
 from quadriga.config.paths import local_path
+from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import mask_secrets
 from quadriga.errors import ConfigError, UnknownSettingError, nearest_name
+from quadriga.rollout import rollout_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -133,8 +135,7 @@ def translate(
     table = {**table, **_engine_rows(table, values)}
     given = {key: value for key, value in _leaves(values, table) if not _is_unused(key, value)}
     _check_sections(given, table)
-    check_refused(given)
-    check_together(given)
+    checked = check_refused(given) | check_together(given)
     becomes, left_out = _chosen_values(_candidates(cls, table, given, chosen), chosen)
     for key, row in table.items():
         if key in given and (reason := without_effect(key, given)) is None:
@@ -144,12 +145,14 @@ def translate(
     ours: dict[str, Plain] = {}
     for found in becomes:
         _set(ours, found.key, found.value)
-    read = {*table, *(found.verl_key for found in becomes)}
+    read = {*table, *checked, *(found.verl_key for found in becomes)}
     ignored = [
         key for key, value in given.items() if key not in read and value not in (None, {}, [])
     ]
     try:
         config = build(cls, ours, "translated from verl: ")
+        if isinstance(config, TrainConfig) and config.actor_rollout_ref.rollout.name in ENGINES:
+            rollout_of(config.actor_rollout_ref.rollout)  # checks its options
     except ConfigError as error:
         raise _with_verl_key(error, becomes) from None
     remember_given(config, ours)
@@ -287,10 +290,10 @@ def _grammatical(text: str) -> str:
 
 
 def _is_known(cls: type, table: Mapping[str, Row], key: str) -> bool:
-    patterns = (*REFUSED, *OF_VERL)
     return (
         any(f"{name}.".startswith(f"{key}.") for name in table)
-        or any(fnmatchcase(key, pattern) for pattern in patterns)
+        or any(fnmatchcase(key, pattern) for pattern in REFUSED)
+        or is_of_verl(key)
         or _is_ours(cls, key)
     )
 
@@ -461,7 +464,7 @@ def layers(value: object) -> object:
 def engine_arguments(value: object) -> object:
     """Arguments of a rollout engine other than null, in today's spelling."""
     if not isinstance(value, Mapping):
-        return same(value)
+        raise ConfigError(f"expected a section of arguments, got {value!r}")
     given = {str(name): setting for name, setting in value.items() if setting is not None}
     if given.pop("disable_mm_preprocessor_cache", False):
         given["mm_processor_cache_gb"] = 0
@@ -486,6 +489,7 @@ OPTIMIZER = named({"AdamW": "adamw", "adam": "adamw", "AdamW8bit": "adamw_8bit",
 STRATEGY = named({"fsdp2": "fsdp"})
 RECOMPUTED = named({"full": True})
 ALL_TOKENS = named({0: -1})
+EAGER = named({False: LEAVE})  # graphs are ours by default, where the engine has them
 VISION = named({True: ["*visual.*"], False: LEAVE})
 RESUME = named({"resume_path": LEAVE})  # then `resume_from_path` is the value
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -583,28 +587,25 @@ def _model(verl: str, ours: str) -> dict[str, Row]:
     }
 
 
-ENGINES: dict[str, dict[str, tuple[str, Convert]]] = {
+_BOTH = {"max_num_seqs": "micro_batch_size", "free_cache_engine": "take_turns"}
+ENGINES: dict[str, dict[str, str]] = {
     "vllm": {
-        "engine_kwargs.vllm": ("options.engine_args", engine_arguments),
-        "tensor_model_parallel_size": ("options.tensor_parallel_size", same),
-        "gpu_memory_utilization": ("options.gpu_memory_utilization", same),
-        "max_model_len": ("options.max_model_len", same),
-        "max_num_batched_tokens": ("options.engine_args.max_num_batched_tokens", same),
-        "enforce_eager": ("options.enforce_eager", same),
-        "enable_prefix_caching": ("options.enable_prefix_caching", same),
-        "max_num_seqs": ("micro_batch_size", same),
-        "free_cache_engine": ("take_turns", same),
+        "engine_kwargs.vllm": "options.engine_args",
+        "tensor_model_parallel_size": "options.tensor_parallel_size",
+        "max_num_batched_tokens": "options.engine_args.max_num_batched_tokens",
+        **{name: f"options.{name}" for name in (
+            "gpu_memory_utilization", "max_model_len", "enforce_eager", "enable_prefix_caching")},
+        **_BOTH,
     },
     "sglang": {
-        "engine_kwargs.sglang": ("options.server_args", engine_arguments),
-        "tensor_model_parallel_size": ("options.tensor_parallel", same),
-        "gpu_memory_utilization": ("options.server_args.mem_fraction_static", same),
-        "enforce_eager": ("options.server_args.disable_cuda_graph", same),
-        "max_num_seqs": ("micro_batch_size", same),
-        "free_cache_engine": ("take_turns", same),
+        "engine_kwargs.sglang": "options.server_args",
+        "tensor_model_parallel_size": "options.tensor_parallel",
+        "gpu_memory_utilization": "options.server_args.mem_fraction_static",
+        "enforce_eager": "options.server_args.disable_cuda_graph",
+        **_BOTH,
     },
-}
-"""Rollout engine → setting of verl's section `rollout` → key of our section and conversion."""
+}  # fmt: skip
+"""Rollout engine → setting of verl's section `rollout` → key of our section."""
 
 
 def _engine_rows(table: Mapping[str, Row], values: Mapping[str, object]) -> dict[str, Row]:
@@ -616,7 +617,9 @@ def _engine_rows(table: Mapping[str, Row], values: Mapping[str, object]) -> dict
         found: object = values
         for part in (*section.split("."), "name"):
             found = found.get(part) if isinstance(found, Mapping) else None
-        for name, (key, convert) in ENGINES.get(str(found), {}).items():
+        for name, key in ENGINES.get(str(found), {}).items():
+            convert = {"enforce_eager": EAGER}.get(name, same)
+            convert = engine_arguments if name.startswith("engine_kwargs") else convert
             if section == _ROLLOUT or key != "take_turns":  # generation alone has no turns
                 rows[f"{section}.{name}"] = to(f"{section}.{key}", convert=convert)
     return rows

@@ -141,6 +141,12 @@ class SGLang(Rollout):
 
     def __init__(self, settings: RolloutEngineConfig) -> None:
         super().__init__(settings)
+        if "restarts" in settings.options:
+            raise ConfigError(
+                f"{KEY}.restarts is a setting of every engine now; set "
+                "actor_rollout_ref.rollout.replicas.restarts",
+                key=f"{KEY}.restarts",
+            )
         self.options = build(SGLangOptions, settings.options, f"{KEY} for sglang: ")
 
     def abilities(self, vocabulary: int, window: int | None) -> RolloutAbilities:
