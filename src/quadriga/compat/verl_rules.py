@@ -26,7 +26,7 @@ _OFF: Final[tuple[object, ...]] = (False, 0, -1, "", "disabled", {}, [])
 _AGAIN = "Quadriga computes the log-probabilities again"
 _ONE = "Quadriga generates one response per prompt; leave it off"
 _FUNCTION = "reward.path names a file with a function of yours, which scores one response"
-_CLASS = "write the class in Quadriga's form (docs/concepts/data.md), and set data."
+_CLASS = "write the class in Quadriga's form (docs/concepts/prompts.md), and set data."
 _SYNC = "leave it at sync; trainer.max_staleness of Quadriga lets generation go on in an update"
 _MANAGERS = (("naive", "dapo", "prime"), _FUNCTION)
 
@@ -47,7 +47,7 @@ _OFF_BY_REMEDY = {
         "trainer.default_hdfs_dir trainer.checkpoint_callback_class",
     "set trainer.max_actor_ckpt_to_keep, after which old checkpoints are deleted":
         "trainer.del_local_ckpt_after_load",
-    f"{_CLASS}dataset.path and name": "data.custom_cls.path data.datagen.path",
+    f"{_CLASS}dataset.path and name": "data.datagen.path",
     f"{_CLASS}sampler.path and name": "data.sampler.class_path *.custom_sampler.path",
     "write a file with the rows that the run is to have":
         "data.train_max_samples data.val_max_samples",
@@ -105,7 +105,7 @@ _SECTIONS = """
     """
 _NAMES = """
     *nsight_options* agent.* audio_key calculate_* calculate_log_probs chat_scheduler
-    checkpoint.* checkpoint_engine.* clip_cov_* cudagraph_* custom_cls.* data_loader_seed
+    checkpoint.* checkpoint_engine.* clip_cov_* cudagraph_* data_loader_seed
     data_parallel_size datagen.* dataloader_num_workers disable_log_stats disaggregation.*
     dist_* distrib_* do_sample dro_beta dtype dynamic_context_parallel enable
     enable_activation_offload enable_chunked_prefill enable_prefix_caching enable_resource_pool
