@@ -59,8 +59,6 @@ def read(tmp_path, overrides, cls=TrainConfig, table=TRAIN):
          {f"{R}.{key}": value for key, value in SGLANG.items()}),
         (["+data.custom_cls.path=a.py", "+data.custom_cls.name=Own"],
          {"data.dataset.path": "a.py", "data.dataset.name": "Own"}),
-        (["+data.custom_cls.path=a.py", "+data.custom_cls.name=Own"],
-         {"data.dataset.path": "a.py", "data.dataset.name": "Own"}),
         ([f"{R}.name=hf"], {f"{R}.options": {}, f"{R}.take_turns": False}),
         ([f"{M}.path=Qwen/Qwen2-7B"], {f"{M}.path": "hf://Qwen/Qwen2-7B"}),
         ([f"{M}.path=<path>"], {f"{M}.path": "<path>"}),
@@ -116,8 +114,8 @@ def test_command_lines_become_settings(tmp_path, overrides, expected):
     ("overrides", "message"),
     [
         *(([f"+{key}={value}"], rf"^{key}=.* of verl has no counterpart: ") for key, value in {
-            "data.sampler.class_path": "a.py", "data.val_max_samples": 8, "trainer.default_hdfs_dir": "hdfs://a",
-            "trainer.del_local_ckpt_after_load": True,
+            "data.sampler.class_path": "a.py", "data.val_max_samples": 8,
+            "trainer.default_hdfs_dir": "hdfs://a", "trainer.del_local_ckpt_after_load": True,
             "actor_rollout_ref.hybrid_engine": False, f"{M}.external_lib": "a.b",
             f"{R}.skip_rollout": True, "data.reward_fn_key": "source", f"{A}.ppo_micro_batch_size":
             8, f"{M}.override_config.rope_theta": 1, "reward_model.reward_manager": "batch",

@@ -658,7 +658,6 @@ TRAIN: dict[str, Row] = {
     **_section("data", "data", "filter_overlong_prompts"),
     **_section("data", "data", apply_chat_template_kwargs="chat_template_kwargs"),
     **_section("data.custom_cls", "data.dataset", "path", "name"),
-    **_section("data.custom_cls", "data.dataset", "path", "name"),
     **_section("data", "actor_rollout_ref.model", convert=hub_model, tokenizer="tokenizer_path"),
     **_model("actor_rollout_ref.model", "actor_rollout_ref.model"),
     "actor_rollout_ref.model.torch_dtype": to(
