@@ -46,7 +46,7 @@ def trained(ours: StreamedSampler, first: int = 1, last: int | None = None) -> l
     found = []
     for step in range(first, (last or ours.total_steps) + 1):
         found.append(ours.draw(next(ours.stream), step).batch)
-        with ours.paused():
+        with ours.paused("sync"):
             for replica in ours.replicas.all:
                 replica.group.version = step
             ours.replicas.restart_lost()
@@ -141,7 +141,7 @@ def test_a_resumed_stream_has_every_group_and_every_token(beside, at, tmp_path):
     first = sampler(random.Random(at), steps=6, staleness=2, beside=beside, slice_tokens=1)
     with closing(first):
         before = trained(first, last=at)
-        with first.paused():
+        with first.paused("save"):
             files = first.save(tmp_path)
     assert {file.name.split("/")[0] for file in files} == {"stream"}
     second = sampler(random.Random(9), steps=6, staleness=2, beside=beside, slice_tokens=1)
@@ -160,7 +160,7 @@ def test_a_resumed_stream_has_every_group_and_every_token(beside, at, tmp_path):
 def test_another_number_of_responses_cannot_continue_a_stream(tmp_path):
     with closing(sampler(random.Random(0))) as ours:
         trained(ours, last=1)
-        with ours.paused():
+        with ours.paused("save"):
             ours.save(tmp_path)
     with pytest.raises(CheckpointError, match=r"2 responses each, but .*rollout\.n=4"):
         sampler(random.Random(0), n=4).load(tmp_path, 1)

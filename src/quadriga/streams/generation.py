@@ -128,8 +128,8 @@ class SlicedGeneration:
         if lost := self.queue.restart([g for g in self.queue.groups.values() if g.is_lost]):
             self._note("restart", lost)
 
-    def submit(self, *, start: bool = True) -> None:
-        """Start a call on every replica without one that has rows. `start`: new rows, too."""
+    def submit(self) -> None:
+        """Start a call on every replica without one, of its rows and of groups that wait."""
         self.reclaim()
         at_work = {call.replica for call in self._calls.values()}
         idle = [replica for replica in self.replicas.working if replica not in at_work]
@@ -137,7 +137,7 @@ class SlicedGeneration:
         members: dict[Replica, Members] = {
             r: list(b.members) if b else [] for r, b in begun.items()
         }
-        while start and idle and self.queue.waiting:
+        while idle and self.queue.waiting:
             # One after the other, so that replicas which are idle together share the groups.
             replica = min(idle, key=lambda replica: _rows_of(members[replica]))
             count = len(self.queue.waiting[0].prompts)

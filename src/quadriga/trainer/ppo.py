@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,7 +51,7 @@ from quadriga.trainer.stages import (
     StageRunner,
     rows_with_advantage,
 )
-from quadriga.trainer.streaming import StreamedSampler
+from quadriga.trainer.streaming import Pause, StreamedSampler
 from quadriga.trainer.validation import Validator
 from quadriga.trainer.worker_groups import PPOGroups, gather, save_roles, start_groups
 from quadriga.workers.updates import MISMATCH
@@ -124,7 +124,7 @@ class RayPPOTrainer:
         self.checkpoints = Checkpointing(config, self.ingredients.train_loader, self.given)
         self.stop = self.checkpoints.stop
         self._groups: PPOGroups | None = None
-        self._sampler: Sampler | StreamedSampler | None = None
+        self._streamed: StreamedSampler | None = None
 
     @property
     def total_steps(self) -> int:
@@ -163,7 +163,7 @@ class RayPPOTrainer:
             validator = self.make_validator(groups, record)
             due = resumed is None and self.config.trainer.val_before_train
             validator.run(step=0, due=due)
-            sampler = self._sampler = self.make_sampler(groups, runner, resumed)
+            sampler = self.make_sampler(groups, runner, resumed)
             balance = self.balance_of(groups)
             for prompts in self.schedule():
                 with record.span("step"):
@@ -198,11 +198,10 @@ class RayPPOTrainer:
                     if self.step > self.config.critic.warmup_steps or not critic:
                         with record.span("update_actor"):
                             batch = runner.update(actor.update_actor, batch)
-                        with record.span("sync_weights"), sampler.paused():
+                        with record.span("sync_weights"), self.paused("sync"):
                             groups.sync_weights()
 
-                with sampler.paused():
-                    self.end_step(groups, batch, validator, record)
+                self.end_step(groups, batch, validator, record)
             actor.export_hf(str(record.folder.model))
             return validator.last
 
@@ -220,7 +219,8 @@ class RayPPOTrainer:
             raise
 
         def validate() -> bool:
-            validator.run(step=self.step, due=True)
+            with self.paused("validate"):
+                validator.run(step=self.step, due=True)
             return False
 
         self.checkpoints.end_step(
@@ -303,13 +303,13 @@ class RayPPOTrainer:
         if not trainer.max_staleness:
             return Sampler(self.config, groups.generator, *given)
         apart = has_replicas(self.placed)
-        sampler = StreamedSampler(
+        self._streamed = StreamedSampler(
             self.config, groups.replicas, *given, self.total_steps,
             apart, beside=apart and not (trainer.backend == "local" or trainer.replay_order),
         )  # fmt: skip
         if resumed is not None and not resumed.data_changed:
-            sampler.load(resumed.folder, resumed.state.step)
-        return sampler
+            self._streamed.load(resumed.folder, resumed.state.step)
+        return self._streamed
 
     def training_reward(self) -> BatchReward:
         """Return the reward of a training step: the rules, with the reward model if enabled."""
@@ -322,8 +322,13 @@ class RayPPOTrainer:
         self, groups: PPOGroups, folder: Path, state: ControllerState, max_to_keep: int | None
     ) -> None:
         """Write a checkpoint of every role that learns, and of the controller."""
-        more = self._sampler.save if isinstance(self._sampler, StreamedSampler) else None
-        save_roles(folder, state, max_to_keep, groups.saved, more)
+        more = None if self._streamed is None else self._streamed.save
+        with self.paused("save"):
+            save_roles(folder, state, max_to_keep, groups.saved, more)
+
+    def paused(self, why: Pause) -> AbstractContextManager[None]:
+        """Within the block nothing is generated. Without `max_staleness` nothing is anyway."""
+        return nullcontext() if self._streamed is None else self._streamed.paused(why)
 
     def resume(self, groups: PPOGroups) -> Resumed | None:
         """Load the checkpoint that `trainer.resume_mode` names, if there is one, and return it.
@@ -343,8 +348,8 @@ class RayPPOTrainer:
         from quadriga.rewards import RewardManager
 
         with closing(self.ingredients):
-            if self._sampler is not None:
-                self._sampler.close()
+            if self._streamed is not None:
+                self._streamed.close()
             if isinstance(self.val_reward_fn, RewardManager):
                 self.val_reward_fn.close()
             if self._groups is not None:

@@ -22,7 +22,6 @@ The trainer runs a stage with the stages of added roles before and after it, and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, Protocol
 
@@ -651,14 +650,6 @@ class Sampler:
             batch, refilled = self.refill(batch, len(prompts), step)
             metrics = merged(metrics, refilled)
         return StageResult(batch, metrics)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Within the block nothing is generated. Without a stream nothing is anyway."""
-        yield
-
-    def close(self) -> None:
-        """End what `draw` has started."""
 
     def refill(self, batch: DataProto, wanted: int, step: int) -> StageResult:
         """Keep the prompt groups whose scores differ, and draw more until there are `wanted`

@@ -17,7 +17,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -45,6 +47,8 @@ from quadriga.workers.method_fields import GENERATE_SEQUENCES
 
 FOLDER = "stream"
 """The folder of a checkpoint with the prompt groups on their way."""
+Pause = Literal["sync", "validate", "save"]
+"""For what the generation is paused."""
 _PROMPTS, _ENDED, _BEGUN, _READY = (
     f"{name}.batch" for name in ("prompts", "ended", "begun", "ready")
 )
@@ -122,7 +126,8 @@ class StreamedSampler:
         taken = self._taken_meanwhile() if self.beside else self._taken()
         self._note("take", [group.number for group in taken])
         batch = DataProto.concat([group.batch for group in taken if group.batch is not None])
-        scores, self._metrics = self._metrics, []
+        with self._changed:
+            scores, self._metrics = self._metrics, []
         if self._roles_score:
             batch = self.runner.beside("after", GENERATE_SEQUENCES.name, batch)
             batch, metrics = self.runner.result(score_responses, batch, self.reward)
@@ -163,7 +168,7 @@ class StreamedSampler:
     def _taken(self) -> list[PromptGroup]:
         if self._script is not None:
             groups = self.queue.pop(self._repeat("take"))
-            self._repeat("pause")  # what was called before the weights of the step were there
+            self._repeat("sync")  # with the weights that the step is to change
             return groups
         while (taken := self.queue.take()) is None:
             self.generation.submit()
@@ -181,8 +186,9 @@ class StreamedSampler:
         if parts and not self._roles_score:
             whole = DataProto.concat(parts)
             batch, metrics = self.runner.result(score_responses, whole, self.reward)
-            self._metrics.append(metrics)
             parts = batch.split(len(batch) // len(complete))
+            with self._changed:
+                self._metrics.append(metrics)
         with self._changed:
             for (group, before), scored in zip(complete.items(), parts, strict=True):
                 if group.batch is before:  # otherwise its replica was lost meanwhile
@@ -200,6 +206,7 @@ class StreamedSampler:
                 thread.start()
         with self._changed:
             self.generation.reclaim()
+            self._changed.notify_all()
             while (taken := self.queue.take()) is None:
                 self._raise()
                 self._changed.wait()
@@ -246,17 +253,20 @@ class StreamedSampler:
                 self._changed.notify_all()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Within the block no replica is called, and no response is scored."""
+    def paused(self, why: Pause) -> Iterator[None]:
+        """Within the block no replica is called. During a validation no response is scored,
+        because it calls the reward function, too."""
+
+        def at_work() -> bool:
+            return self.generation.busy or (why == "validate" and bool(self._scoring))
+
         with self._changed:
             self._pauses += 1
             while not self.beside and self.generation.busy:
                 self._end_call()
-            self._changed.wait_for(
-                lambda: self._error or not (self.generation.busy or self._scoring)
-            )
+            self._changed.wait_for(lambda: self._error or not at_work())
             self._raise()
-            self._note("pause", [])
+            self._note(why, [])
         try:
             yield
         finally:
@@ -271,6 +281,10 @@ class StreamedSampler:
 
         The caller has paused the generation.
         """
+        with self._changed:  # a group whose scores come now is saved without them
+            return self._save(checkpoint / FOLDER)
+
+    def _save(self, folder: Path) -> list[SavedFile]:
         groups = list(self.queue.groups.values())
         first = {group.number: i * self._n for i, group in enumerate(groups)}
         members, begun = self.generation.paused_rows()
@@ -292,11 +306,11 @@ class StreamedSampler:
             _BEGUN: {"rows": [first[g.number] + int(row) for g, rows in members for row in rows]},
             _READY: {"rows": [first[g.number] + row for g in ready for row in range(self._n)]},
         }
-        (checkpoint / FOLDER).mkdir()
+        folder.mkdir()
         files = []
         for name, batches in parts.items():
             if batches:
-                path = checkpoint / FOLDER / name
+                path = folder / name
                 batch = DataProto.concat(batches)
                 batch.meta_info = meta[name]
                 batch.save_to_disk(path)
@@ -344,6 +358,11 @@ class StreamedSampler:
                     members.append((group, rows[places] % self._n))
                     tokens.append(own)
         self.generation.go_on(members, tokens)
+        ready = self.queue.complete
+        self._scoring = _batches(group for group in groups if group not in ready)
+        if not self.beside:
+            self._score(self._scoring)
+            self._scoring = {}
 
     def close(self) -> None:
         """End the threads. A call that a replica still computes is not waited for."""
@@ -361,7 +380,7 @@ class StreamedSampler:
             return
         path, last = self._calls.path, 0
         for number, event in enumerate(read_jsonl(path), 1):
-            last = number if "pause" in event and int(event["step"]) <= step else last
+            last = number if "save" in event and int(event["step"]) <= step else last
         kept = iter(range(1, 1 << 62))
         self._calls.close()
         keep_rows(path, lambda _: next(kept) <= last)
@@ -391,6 +410,9 @@ class StreamedSampler:
             elif until in event:
                 numbers: list[int] = event[until]
                 return numbers
+            elif until == "sync" and "take" in event:  # the step was without a weight sync
+                self._script = chain([event], self._script)
+                return []
             elif event.get("settings", self._settings()) != self._settings():
                 break
         raise ConfigError(
