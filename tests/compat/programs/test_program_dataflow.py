@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+import ray
+import torch
 from small_runs import make_task, verl_settings
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from verl.trainer.main_ppo import run_ppo
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role
+from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 
 from quadriga import TrainConfig, load_config
 from quadriga.trainer.main import run_training
@@ -57,3 +62,54 @@ def test_a_step_of_ppo_has_the_same_numbers_with_both_names(cluster, tmp_path):
     assert metrics["reward/max"] > metrics["reward/min"]
     assert {"time/update_actor", "time/update_critic", "time/rollout"} <= stages
     assert {"model/model.safetensors"} < set(files)
+
+
+class Scores:
+    """A reward manager: twice the score of the model; a fixed score where there is none."""
+
+    def __init__(self, num_examine):
+        self.num_examine = num_examine
+
+    def __call__(self, data, return_dict=False):
+        if "rm_scores" in data.batch:
+            return 2 * data.batch["rm_scores"]
+        return torch.eye(data.batch["responses"].shape[1])[:1].repeat(len(data), 1)
+
+
+@pytest.mark.nightly
+def test_split_placement_with_a_reward_model(cluster, tmp_path):
+    make_task(tmp_path)
+    base, scorer = str(tmp_path / "base"), str(tmp_path / "scorer")
+    AutoModelForSequenceClassification.from_pretrained(base, num_labels=1).save_pretrained(scorer)
+    AutoTokenizer.from_pretrained(base).save_pretrained(scorer)
+    settings = verl_settings(tmp_path, tmp_path)
+    settings["data"]["val_files"] = settings["data"]["train_files"]
+    settings["algorithm"] = {"adv_estimator": "gae", "use_kl_in_reward": True}
+    settings["critic"] = {"model": {"path": base}}
+    settings["reward_model"] = {"enable": True, "model": {"path": scorer}}
+    settings["trainer"]["n_gpus_per_node"] = 3
+    workers = {
+        Role.ActorRollout: ActorRolloutRefWorker, Role.Critic: CriticWorker,
+        Role.RefPolicy: ActorRolloutRefWorker, Role.RewardModel: RewardModelWorker,
+    }  # fmt: skip
+    names = ("actor_pool", "critic_pool", "ref_pool", "ref_pool")
+    trainer = RayPPOTrainer(
+        config=settings,
+        role_worker_mapping={role: ray.remote(worker) for role, worker in workers.items()},
+        resource_pool_manager=ResourcePoolManager(
+            {name: [1] for name in names}, dict(zip(workers, names, strict=True))
+        ),
+        reward_fn=Scores(0),
+        val_reward_fn=Scores(1),
+    )
+    try:
+        groups = trainer.init_workers().groups
+        trainer.fit()
+        roles = {("actor_rollout",), ("critic",), ("ref", "reward_model")}
+        assert {group.roles for group in groups} == roles
+        assert (trainer.use_rm, trainer.use_critic, trainer.ref_in_actor) == (True, True, False)
+    finally:
+        trainer.close()
+    step, _, _ = step_and_files(tmp_path / "run")
+    assert step["reward/mean"] == pytest.approx(2 * step["reward/model"]) != 0
+    assert step["val/score"] == 1.0

@@ -25,6 +25,7 @@ from quadriga.protocol.values import object_array
 from quadriga.rewards import RewardManager
 from quadriga.rewards.tensors import EXTRA, SCORES, BatchFunction, TensorReward
 from quadriga.trainer.ingredients import load_prompts
+from quadriga.trainer.stages import ModelReward
 
 OWN = "set data.custom_cls.path and .name for a dataset class of your own"
 
@@ -219,3 +220,28 @@ def compute_reward(
     if isinstance(found, DataProto):
         return found.batch[fields.TOKEN_LEVEL_SCORES], {}
     return found[SCORES], dict(found.get(EXTRA) or {})
+
+
+class RulesAfterModel:
+    """Scores as verl does: the function of a program receives the scores of the reward model.
+
+    Its own scores are those of the step.
+
+    Attributes:
+        metrics: the mean of the model's scores, and what the function has measured.
+        masked_rows: rows that the function excludes from the update.
+    """
+
+    def __init__(self, model: ModelReward) -> None:
+        self.model = model
+        self.metrics: dict[str, float] = {}
+        self.masked_rows: list[int] = []
+
+    def __call__(self, data: DataProto, /) -> DataProto:
+        """Score every row of `data`."""
+        of_model = self.model(data).select(batch_keys=[fields.RM_SCORES])
+        found = self.model.rules(data.select().union(of_model))
+        scored = found.get() if isinstance(found, DataProtoFuture) else found
+        self.metrics = {**self.model.metrics, **getattr(self.model.rules, "metrics", {})}
+        self.masked_rows = list(getattr(self.model.rules, "masked_rows", []))
+        return scored.union(of_model)

@@ -25,7 +25,12 @@ from quadriga.backends.ray.cluster import ensure_ray
 from quadriga.compat.verl.config import VerlConfig, setting
 from quadriga.compat.verl.controller.groups import RayWorkerGroup, ResourcePoolManager
 from quadriga.compat.verl.controller.references import init_parameters, run_in_actor, write_timeline
-from quadriga.compat.verl.training.inputs import BatchDicts, LoadedRewards, with_inputs
+from quadriga.compat.verl.training.inputs import (
+    BatchDicts,
+    LoadedRewards,
+    RulesAfterModel,
+    with_inputs,
+)
 from quadriga.compat.verl.training.run_settings import (
     check_called,
     check_policy_loss,
@@ -55,6 +60,7 @@ from quadriga.trainer.roles.registry import (
     registered_for,
 )
 from quadriga.trainer.roles.workers import needs_critic, needs_reference
+from quadriga.trainer.stages import BatchReward, ModelReward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -441,6 +447,13 @@ class RayPPOTrainer(VerlTrainerNames):
             reward_fn=_rules_of(reward_fn),
             val_reward_fn=_rules_of(val_reward_fn),
         )
+        self._own_reward = reward_fn is not None and not isinstance(reward_fn, LoadedRewards)
+
+    def training_reward(self) -> BatchReward:
+        """Return the reward of a step: with a reward model, `reward_fn` receives its scores."""
+        made = super().training_reward()
+        own = self._own_reward and not self.config.reward_model.rule_weight
+        return RulesAfterModel(made) if own and isinstance(made, ModelReward) else made
 
 
 class TaskRunner:
