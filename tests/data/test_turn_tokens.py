@@ -10,7 +10,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast, PythonBackend
 
 from quadriga.data import PromptDataset, SFTDataset
 from quadriga.data.conversations import PairDataset, encode_turns
-from quadriga.errors import DataError
+from quadriga.errors import DataError, UnknownNameError
 
 LLAMA2 = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content + "
@@ -179,6 +179,11 @@ def test_special_tokens_in_texts_are_kept_neutralised_or_refused(tokenizer, name
         [pair] = PairDataset([file], tokenizer, pad_token_id=2, **options)
         return prompt["input_ids"], turns["prompt_ids"] + turns["response_ids"], pair["chosen"]
 
+    tools = [{"role": "user", "content": "", "calls": [{"name": typed}], "count": 2}]
+    data = PromptDataset.from_rows([{"prompt": "a"}], tokenizer, special_tokens="neutralise")
+    assert data.own_texts(None, tools)[0]["calls"] == [{"name": plain}]
+    with pytest.raises(UnknownNameError, match="special_tokens 'neutralize'; known: keep,"):
+        tokens(plain, "neutralize")
     assert tokens(typed, "neutralise") == tokens(plain, "keep") == tokens(plain, "refuse")
     for kept, split in zip(tokens(typed, "keep"), tokens(typed, "neutralise"), strict=True):
         assert kept != split

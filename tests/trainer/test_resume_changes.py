@@ -50,6 +50,7 @@ CHANGES = {
     "data.train_batch_size=4": "data.train_batch_size: 8 → 4",
     "trainer.seed=5": "trainer.seed: 0 → 5",
     "data.shuffle=false": "data.shuffle: True → False",
+    "data.special_tokens=refuse": "data.special_tokens: keep → refuse",
     "algorithm.adv_estimator=gae": "algorithm.adv_estimator: grpo → gae",
     "actor_rollout_ref.actor.optim.name=muon": "actor.optim.name: adamw → muon",
     "actor_rollout_ref.model.freeze=[model.embed_tokens.*]": "actor_rollout_ref.model.freeze",

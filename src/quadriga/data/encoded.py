@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields as fields_of
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, get_args
 
 import numpy as np
 
@@ -46,7 +46,7 @@ from quadriga.data.images import TAG, ImageRules, PromptImages, check_no_images,
 from quadriga.data.loader import collate_prompts
 from quadriga.data.rows import Piece, Row, check_files, count_rows, read_pieces, rows_of_columns
 from quadriga.data.user_classes import PromptItem
-from quadriga.errors import DataError
+from quadriga.errors import DataError, unknown_name
 from quadriga.files import replacing
 from quadriga.observability.console import progress
 from quadriga.protocol import DataProto, fields
@@ -151,17 +151,18 @@ class EncodedDataset(Generic[ItemT]):
         return neutraliser(self.tokenizer, (TAG,) if getattr(self, "images", None) else ())
 
     def own_texts(self, row: Row, chat: Chat) -> Chat:
-        """Return a chat of a row, with the special tokens in its texts as `special_tokens` says."""
+        """Return a chat of a row, with the special tokens in its texts as `special_tokens` says.
+
+        The texts are all that a template may write: also a name, or a thought.
+        """
         if self.special_tokens == "keep":
             return chat
-        written: Chat = [
-            {**message, "content": self._neutral(message["content"])} for message in chat
-        ]
+        written: Chat = _with_texts(chat, self._neutral)
         if self.special_tokens == "refuse" and written != chat:
             found = next(new for new, old in zip(written, chat, strict=True) if new != old)
             raise row.error(
-                f"the text of a message has a special token of the tokenizer, as in "
-                f"{found['content']!r:.100}; remove it, or set special_tokens to neutralise or keep"
+                f"a message has a special token of the tokenizer in its text, which neutralised is "
+                f"{found!r:.200}; remove it, or set special_tokens to neutralise or keep"
             )
         return written
 
@@ -178,6 +179,9 @@ class EncodedDataset(Generic[ItemT]):
         Args:
             limit: tokens of the longest row, from the setting `key`.
         """
+        if self.special_tokens not in get_args(SpecialTokens):
+            known = get_args(SpecialTokens)
+            raise unknown_name("value of special_tokens", self.special_tokens, known)
         self._parts: list[_Part] = []
         self.file_sizes: list[int] = []
         count = 0
@@ -292,6 +296,15 @@ class EncodedDataset(Generic[ItemT]):
         ends = np.minimum(np.cumsum([0, *self.file_sizes]), count)
         part.file_sizes = np.diff(ends).tolist()
         return part
+
+
+def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return JSON values with each text in them changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _with_texts(item, change) for key, item in value.items()}
+    return [_with_texts(item, change) for item in value] if isinstance(value, list) else value
 
 
 def _plain(value: object) -> object:

@@ -49,8 +49,9 @@ _DATA = (
     "content of data.train_files", "data.train_batch_size", "data.shuffle", "data.seed",
     "data.prompt_key", "data.response_key", "data.messages_key", "data.chosen_key",
     "data.rejected_key", "data.image_key", "data.max_prompt_length", "data.max_length", _ARGUMENTS,
-    "data.filter_overlong_prompts", "data.train_weights", "content of data.dataset.path",
-    "data.dataset.name", "content of data.sampler.path", "data.sampler.name", "trainer.seed",
+    "data.filter_overlong_prompts", "data.special_tokens", "data.train_weights",
+    "content of data.dataset.path", "data.dataset.name", "content of data.sampler.path",
+    "data.sampler.name", "trainer.seed",
 )  # fmt: skip
 _OF_MODEL = (
     "config.json of {}.path", "adapter_config.json of {}.lora.path", "{}.freeze", "{}.lora.rank",
