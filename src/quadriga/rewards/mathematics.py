@@ -48,7 +48,13 @@ _SPELLINGS = (
     (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)\b"), r"\1\\times 10^{\2}"),
     (re.compile(r"(\d)\.(?=[\s$}]*$)"), r"\1"),
 )
-_UNIT = re.compile(r"\\(?:text|mathrm) ?\{[\\ ,]*([mcdk]?m|[mk]?g|m?s|min|h|ft|in|yd)\b")
+_UNITS = tuple(
+    re.compile(rf"\\(?:text|mathrm) ?\{{[\\ ,~]*({units})s?\b")
+    for units in (
+        "[mcdk]?m|[mk]?g|m?s|min|h|ft|in|yd",
+        "second|minute|hour|day|week|year|dollar|cent",
+    )
+)
 _IN_A_BASE = re.compile(r"[0-9A-F]+_\d+")
 _UNREAD = re.compile(r"boxed ?\{\s*(?:\\(?:neq?|not)(?![a-z])|≠)|(?:\\[lc]?dots|\.\.\.)\s*\}\$$")
 """Signs in a box that the parser leaves out: unequal to a number, and more digits or terms."""
@@ -79,9 +85,11 @@ def compute_score(
     found = _parsed(answer)
     if not found:
         return {"score": 0.0, "answer": None}
-    units = [_UNIT.findall(text)[-1:] for text in (str(ground_truth), answer)]
+    texts = (str(ground_truth), answer)
+    units = [[form.findall(text)[-1:] for text in texts] for form in _UNITS]
     read = not _UNREAD.search(answer) or answer == f"$\\boxed{{{ground_truth}}}$"
-    equal = read and (units[0] == units[1] or not all(units)) and _equal(truth, found)
+    same_unit = all(one == other or not (one and other) for one, other in units)
+    equal = read and same_unit and _equal(truth, found)
     return {"score": float(equal), "answer": str(found[0])}
 
 
@@ -149,7 +157,7 @@ def _last_boxes(solution: str) -> str:
         if boxes and (end > start or not _LISTED.fullmatch(solution[end:start])):
             break
         start = found.start()
-        boxes.append(f"${solution[start:end]}$")
+        boxes.append(f"$\\boxed{{{solution[found.end() : end]}$")
     return " and ".join(reversed(boxes)) or solution
 
 

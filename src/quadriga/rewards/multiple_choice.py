@@ -29,9 +29,12 @@ _LETTER = re.compile(
     rf"(?:[(\[] ?([A-J]) ?[)\]](?!\w)|([A-J]){_END})",
     re.ASCII,
 )
-_SMALL = re.compile(r"((?i:^|answer:|answer is:?)\s*)\(?([b-j])(?:\)|\.?$)", re.MULTILINE)
+_SMALL = re.compile(
+    r"((?i:^|answer:|answer is:?(?= \(?[a-e]))\s*)\(?(?:([b-j])(?:\)|\.?$)|(a)\))",
+    re.MULTILINE,
+)
 _BOXED = re.compile(r"(?i:option |choice )?(?:\( ?([A-J]) ?\)|([A-J])(?= *$|[.:)](?:[ \\]|$)))")
-_JOINED = r"(?: ?\([^()‹›]{0,60}\))?(?:,| and| or|, and|, or|/|\s*[,;]?\s*(?:and|or)) ?(?:boxed )?"
+_JOINED = r"(?: ?\([^()‹›]{0,60}\))?(?:,| and| or|, and|, or|/|\s*[,;]?\s*(?:and|or))? ?(?:boxed )?"
 _SEVERAL = re.compile(rf"‹.›(?:{_JOINED}‹.›(?! (?:is|gives|works)))+")
 
 _FILLERS = (
@@ -52,12 +55,13 @@ _RIGHT = (
     r"(?:is|are) (?:the )?(?:correct|right|best|answer|only|consistent)\b"
     r"|works\b|fits\b|is consistent"
 )
+_WRONG = r"(?!\?|,? (?:which |that )?(?:is|are|was) (?:not|wrong|incorrect|false)\b)"
 _STATEMENTS = tuple(
     re.compile(pattern, re.MULTILINE)
     for pattern in (
         r"boxed (‹.›)",
         r"####\s?(‹.›)(?!\?)",
-        rf"(?i:{_NAMED})\b{_WORDS}(?:\b(?:is|be)\b|[:=→\n-]){_WORDS}(‹.›)(?!\?)",
+        rf"(?i:{_NAMED})\b{_WORDS}(?:\b(?:is|be)\b|[:=→\n-]){_WORDS}(‹.›){_WRONG}",
         rf"(?i:\b(?:{_CONCLUDES})\b){_WORDS}(‹.›)(?= ?(?:[.,;:!)]|$))",
         rf"(?i:{_BEFORE})(‹.›) (?:{_RIGHT})",
         r"(?:答案|选项)(?:应该)?(?:是|为)?:? ?(‹.›)|选 ?(‹.›)",
@@ -66,6 +70,7 @@ _STATEMENTS = tuple(
     )
 )
 _ALONE = re.compile(r"(?i:(?:option|choice|solution|probably|[=-]>):? )?(‹.›)[.):,]?")
+_MARK = re.compile("‹.›")
 _NONE = "‹?›"
 """The mark of several letters that are named together."""
 _SUPPOSED = re.compile(r"(?i)\b(?:if|unless|suppose|whether|assum\w+|and not)\b[^.,;:!?\n]*$")
@@ -101,7 +106,7 @@ def _opening(text: str) -> str | None:
     if alone:
         return alone.pop() if len(alone) == 1 else None
     first = re.match(r"(‹[A-HJ]›)(?! (?:is|are|and|or)\b)", lines[0])
-    return first[1] if first and len(set(re.findall("‹.›", text))) == 1 else None
+    return first[1] if first and len(set(_MARK.findall(text))) == 1 else None
 
 
 def _with_marks(solution: str) -> str:
@@ -110,9 +115,11 @@ def _with_marks(solution: str) -> str:
     text = _BOX.sub(_boxed, _SIGNS.sub("", _FONT.sub(r"\1", text)))
     text = _TAG.sub("\nanswer: ", text.replace("\\ ", " "))
     text = re.sub(r"\s*\n\s*", "\n", re.sub(r"[^\S\n]+", " ", text))
-    text = _SMALL.sub(lambda found: f"{found[1]}({found[2].upper()})", text)
+    text = _SMALL.sub(lambda found: f"{found[1]}({(found[2] or found[3]).upper()})", text)
     text = _LETTER.sub(lambda found: f"‹{found[1] or found[2]}›", text)
-    return _SEVERAL.sub(_NONE, text)
+    return _SEVERAL.sub(
+        lambda found: _NONE if len(set(_MARK.findall(found[0]))) > 1 else found[0], text
+    )
 
 
 def _boxed(box: re.Match[str]) -> str:
