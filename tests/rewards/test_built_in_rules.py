@@ -64,7 +64,8 @@ EQUAL = [
 DIFFERENT = [
     ("7", r"\boxed{8}"), ("7", "no number"), ("7", ""), ("(1,2)", r"\boxed{(1,2]}"),
     ("3", r"I first had \boxed{3}, so finally \boxed{4}"), ("7", r"\boxed{7"),
-    ("42", r"<think>so \boxed{42}</think>"), ("42", "<think>so it is 42"), ("5", r"\fbox{4}, \boxed{5}"),
+    ("42", r"<think>so \boxed{42}</think>"), ("42", "<think>so it is 42"),
+    ("5", r"\fbox{4}, \boxed{5}"),
 ]  # fmt: skip
 
 
