@@ -15,6 +15,7 @@ from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker, Rewar
 
 from quadriga import workers
 from quadriga.backends import get_backend
+from quadriga.backends.ray.rank_process import AsyncRankProcess, rank_process_class
 from quadriga.errors import ConfigError, WorkerInitError, WorkerMethodError
 from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.protocol import DataProto
@@ -117,6 +118,8 @@ def test_the_modes_are_coroutines_and_the_rollout_gets_the_trained_weights(polic
     metrics = {"memory/trainer_mode_before", "memory/trainer_mode_after"}
     assert policy.switch() == [(2, True, metrics)]
     assert type(policy.rollout_mode()[0]) is dict
+    # No event loop runs around a plain method on Ray.
+    assert not issubclass(rank_process_class("Own", {"Own": Own}), AsyncRankProcess)
 
 
 def test_checkpoints_in_verls_spelling(policy, tmp_path):

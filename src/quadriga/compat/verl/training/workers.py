@@ -12,10 +12,10 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Coroutine, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from quadriga import workers
 from quadriga.checkpoint.shards import read_indexes
@@ -35,10 +35,13 @@ from quadriga.files import remove
 from quadriga.parallel.distributed import gather_over_ranks
 from quadriga.single_controller import Dispatch, register
 from quadriga.single_controller.environment import RankEnvironment
+from quadriga.single_controller.worker import record_of
 from quadriga.workers.runtime import RankRuntime
 
 if TYPE_CHECKING:
     from quadriga.checkpoint.files import SavedFile
+
+T = TypeVar("T")
 
 
 def translated(config: VerlConfig, section: str) -> tuple[TrainConfig, dict[str, Any]]:
@@ -135,6 +138,16 @@ def _arguments(
     return {**found, _FOLDER: local_path(found[_FOLDER], _FOLDER)}
 
 
+def _plain(method: Callable[..., T]) -> Callable[..., T]:
+    """Return a function, and no coroutine function, that returns the coroutine of a method."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> T:
+        return method(*args, **kwargs)
+
+    return call
+
+
 _OF_TRAINER = ("runtime", "responses_per_prompt")
 
 
@@ -146,8 +159,13 @@ class _Trained(Worker):
     """Arguments of the trainer that verl does not have."""
 
     def __init_subclass__(cls) -> None:
-        """Let a constructor with verl's arguments alone be called with those of the trainer."""
+        """Let a constructor with verl's arguments alone be called with those of the trainer, and
+        coroutines that are not registered be given to `asyncio.run` by a plain method."""
         super().__init_subclass__()
+        for name, member in tuple(vars(cls).items()):
+            # In a process of a class with coroutine methods an event loop runs all methods.
+            if inspect.iscoroutinefunction(member) and record_of(member) is None:
+                setattr(cls, name, _plain(member))
         if (own := vars(cls).get("__init__")) is None:
             return
         parameters = inspect.signature(own).parameters.values()
