@@ -12,10 +12,10 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Coroutine, Generator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from quadriga import workers
 from quadriga.checkpoint.shards import read_indexes
@@ -40,8 +40,6 @@ from quadriga.workers.runtime import RankRuntime
 
 if TYPE_CHECKING:
     from quadriga.checkpoint.files import SavedFile
-
-T = TypeVar("T")
 
 
 def translated(config: VerlConfig, section: str) -> tuple[TrainConfig, dict[str, Any]]:
@@ -138,14 +136,8 @@ def _arguments(
     return {**found, _FOLDER: local_path(found[_FOLDER], _FOLDER)}
 
 
-def _plain(method: Callable[..., T]) -> Callable[..., T]:
-    """Return a function, and no coroutine function, that returns the coroutine of a method."""
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> T:
-        return method(*args, **kwargs)
-
-    return call
+def _call(self: Worker, method: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return method(self, *args, **kwargs)
 
 
 _OF_TRAINER = ("runtime", "responses_per_prompt")
@@ -165,21 +157,17 @@ class _Trained(Worker):
         for name, member in tuple(vars(cls).items()):
             # In a process of a class with coroutine methods an event loop runs all methods.
             if inspect.iscoroutinefunction(member) and record_of(member) is None:
-                setattr(cls, name, _plain(member))
+                setattr(cls, name, functools.partialmethod(_call, member))
         if (own := vars(cls).get("__init__")) is None:
             return
-        parameters = inspect.signature(own).parameters.values()
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        known = {parameter.name for parameter in parameters}
+        known = {*inspect.signature(own).parameters}
 
         @functools.wraps(own)
         def init(self: _Trained, *args: Any, **given: Any) -> None:
-            more = {name: given[name] for name in _OF_TRAINER if name in given}
-            self._given = {**self._given, **more} if "_given" in vars(self) else more
+            of_trainer = {name: given[name] for name in _OF_TRAINER if name in given}
+            self._given = {**vars(self).get("_given", {}), **of_trainer}
             own(
-                self,
-                *args,
-                **{k: v for k, v in given.items() if takes_all or k not in {*more} - known},
+                self, *args, **{k: v for k, v in given.items() if k in known or k not in of_trainer}
             )
 
         setattr(cls, "__init__", init)  # noqa: B010  # mypy refuses the assignment
