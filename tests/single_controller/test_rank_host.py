@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 
@@ -126,6 +127,15 @@ class Leaving(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def ping(self):
         return 1
+
+
+def test_sys_exit_in_a_child_that_a_method_has_forked_ends_the_child(monkeypatch):
+    host = host_of(Leaving)
+    with pytest.raises(WorkerMethodError, match=r"SystemExit in role\.leave_later"):
+        host.invoke(Call("role", "leave_later"))
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with pytest.raises(SystemExit):
+        host.invoke(Call("role", "leave_later"))
 
 
 def test_a_method_that_raises_a_cancellation_fails_by_name():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import os
 import sys
 import time
 import traceback
@@ -229,6 +230,7 @@ class RankHost:
         self.node = node
         self._survives = survives
         self._in_process = in_process
+        self._pid = os.getpid()
         self.workers: dict[str, Any] = {}  # a class of the user's need not be a `Worker`
         self._loop: asyncio.AbstractEventLoop | None = None
         self._order = CallOrder()
@@ -406,8 +408,10 @@ class RankHost:
     # Failures
 
     def _raise_interrupt(self, error: BaseException) -> None:
-        """Raise the Ctrl-C of a program whose ranks share its process."""
-        if self._in_process and isinstance(error, KeyboardInterrupt):
+        """Raise the Ctrl-C of a program whose ranks share its process, and the `sys.exit` of a
+        child that a method has forked."""
+        interrupts = self._in_process and isinstance(error, KeyboardInterrupt)
+        if interrupts or (isinstance(error, SystemExit) and os.getpid() != self._pid):
             raise error
 
     def failure(
