@@ -18,7 +18,7 @@ CONFIG = f"{COMPAT}.config"
 DECORATOR, WORKER = f"{COMPAT}.controller.decorator", f"{COMPAT}.controller.worker"
 GROUPS, REFERENCES = f"{COMPAT}.controller.groups", f"{COMPAT}.controller.references"
 TRAINER, SETTINGS = f"{COMPAT}.training.trainer", f"{COMPAT}.training.run_settings"
-INPUTS = f"{COMPAT}.training.inputs"
+INPUTS, MODELS = f"{COMPAT}.training.inputs", f"{COMPAT}.training.models"
 SHARDING, ROLES = f"{COMPAT}.training.sharding_managers", f"{COMPAT}.training.workers"
 MEGATRON = f"{COMPAT}.training.megatron_workers"
 SFT = "quadriga.trainer.fine_tuning"
@@ -73,6 +73,19 @@ MODULES: dict[str, tuple[str, ...]] = {
     "verl.utils.tokenizer": (FUNCTIONS,),
     "verl.utils.torch_functional": (TENSORS, FUNCTIONS),
     "verl.workers": (),
+    **dict.fromkeys(
+        (
+            *("verl.workers.actor", "verl.workers.actor.dp_actor"),
+            *("verl.workers.actor.megatron_actor", "verl.workers.critic"),
+            *("verl.workers.critic.dp_critic", "verl.workers.critic.megatron_critic"),
+            *("verl.workers.reward_model", "verl.workers.reward_model.megatron"),
+            "verl.workers.reward_model.megatron.reward_model",
+            *("verl.workers.rollout", "verl.workers.rollout.hf_rollout"),
+            "verl.workers.rollout.vllm_rollout",
+            "verl.workers.rollout.vllm_rollout.vllm_rollout",
+        ),
+        (MODELS,),
+    ),
     "verl.workers.config": (CONFIG,),
     "verl.workers.engine_workers": (ROLES, WORKERS, DECORATOR, WORKER, CONTROLLER, FUNCTIONS),
     "verl.workers.fsdp_workers": (ROLES, WORKERS, DECORATOR, WORKER, CONTROLLER, FUNCTIONS),

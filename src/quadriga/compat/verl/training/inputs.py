@@ -169,6 +169,14 @@ class BatchDicts:
         return getattr(self._loader, name)
 
 
+def with_response_mask(data: DataProto) -> DataProto:
+    """Return a batch that has a `response_mask`, from its `attention_mask` if it has none."""
+    if fields.RESPONSE_MASK in data.batch:
+        return data
+    mask = DataProto.from_dict({fields.RESPONSE_MASK: compute_response_mask(data)})
+    return data.select().union(mask)
+
+
 class LoadedRewards:
     """The rules of the settings as verl calls them: `f(data)` returns scores [B, R].
 
@@ -180,10 +188,7 @@ class LoadedRewards:
         self.manager = manager
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> Tensor | dict[str, Any]:
-        if fields.RESPONSE_MASK not in data.batch:
-            mask = DataProto.from_dict({fields.RESPONSE_MASK: compute_response_mask(data)})
-            data = data.select().union(mask)
-        scores: Tensor = self.manager(data).batch[fields.TOKEN_LEVEL_SCORES]
+        scores: Tensor = self.manager(with_response_mask(data)).batch[fields.TOKEN_LEVEL_SCORES]
         rows = [outcome.extra for outcome in self.manager.outcomes]
         names = dict.fromkeys(name for row in rows for name in row)
         extra = {name: [row.get(name) for row in rows] for name in names}

@@ -8,17 +8,19 @@ an error.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import sys
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quadriga.algorithms.advantages import get_advantage
 from quadriga.algorithms.policy_losses import ALIASES, POLICY_LOSSES
-from quadriga.compat.verl.config import VerlConfig, setting
+from quadriga.compat.verl.config import VerlConfig, VerlSettings, setting
 from quadriga.compat.verl.controller.groups import ResourcePoolManager
 from quadriga.compat.verl.policy_losses import POLICY_LOSS_REGISTRY
 from quadriga.compat.verl_settings import ESTIMATOR, TRAIN, Row, plain_values, to, translate
 from quadriga.config.commands import EvalConfig, GenerateConfig, SFTConfig
+from quadriga.config.convert import build
 from quadriga.config.role_ranks import with_roles
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
@@ -94,6 +96,38 @@ def _drop_switch(values: dict[str, object]) -> None:
         section = parent.get(_REWARD_MODEL) if isinstance(parent, dict) else None
         if isinstance(section, dict):
             section.pop("enable", None)
+
+
+def omega_conf_to_dataclass(config: VerlConfig, dataclass_type: type | None = None) -> Any:
+    """Return a section of settings as an object of a class; another object unchanged.
+
+    Without settings the class has its defaults. Without a class, the section names one of verl
+    under `_target_`; sections in it may do the same.
+
+    Raises:
+        ConfigError: there is no such class, or a setting does not fit it.
+    """
+    if not config:
+        return None if dataclass_type is None else dataclass_type()
+    if isinstance(config, VerlSettings) or not isinstance(config, Mapping):
+        return config
+    values = plain_values(config)
+    target = str(values.pop("_target_", None))
+    if dataclass_type is None:
+        module, _, name = target.rpartition(".")
+        if module.partition(".")[0] != "verl":  # a class of any other module is not imported
+            text = f"pass a dataclass, or a section with a class of verl as _target_, not {target}"
+            raise ConfigError(f"omega_conf_to_dataclass: {text}", key="_target_")
+        try:
+            dataclass_type = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"omega_conf_to_dataclass: {error}", key="_target_") from None
+    if dataclasses.is_dataclass(dataclass_type):
+        return build(dataclass_type, values)
+    if not (isinstance(dataclass_type, type) and issubclass(dataclass_type, VerlSettings)):
+        raise ConfigError(f"omega_conf_to_dataclass: {dataclass_type!r} must be a dataclass")
+    inner = {k: v for k, v in values.items() if isinstance(v, dict) and "_target_" in v}
+    return dataclass_type(**values | {k: omega_conf_to_dataclass(v) for k, v in inner.items()})
 
 
 def need_reference_policy(config: VerlConfig) -> bool:
