@@ -10,7 +10,7 @@ from run_cases import timeless
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
-from quadriga.errors import CheckpointError
+from quadriga.errors import CheckpointError, ConfigError
 from quadriga.trainer.ingredients import load_ingredients
 from quadriga.trainer.main import run_training
 
@@ -60,6 +60,9 @@ def test_a_dataset_class_is_used_for_training_and_validation(train_overrides, tm
     with closing(plain), closing(own):
         for a, b in ((plain.train_loader, own.train_loader), (plain.val_loader, own.val_loader)):
             assert b.dataset[0] == a.dataset[len(a.dataset) - 1]
+    for setting in ("data.special_tokens=refuse", "+data.chat_template_kwargs.thinking=true"):
+        with pytest.raises(ConfigError, match=r"has no effect: Backwards of .* does not pass"):
+            load_ingredients(load_config(TrainConfig, [*train_overrides, *settings, setting]))
 
 
 def test_a_mixture_of_files(train_overrides, tiny_task) -> None:

@@ -102,12 +102,21 @@ def user_dataset(
     Raises:
         DataError: there is no such file.
         InputError: the file cannot be imported.
-        ConfigError: it has no such class, or the object lacks a method or an attribute.
+        ConfigError: it has no such class, the object lacks a method or an attribute, or it drops a
+            setting of the texts.
     """
     needed = ("__len__", "__getitem__", "collate", "longest", "largest_id", "same_width")
     args, name = (files, tokenizer, config), config.dataset.name
     options = {} if images is None else {"images": images}
     dataset = _made(path, name, "data.dataset", needed, *args, optional=options)
+    for key in ("special_tokens", "chat_template_kwargs"):
+        given = getattr(config, key)
+        if getattr(dataset, key, given) != given:
+            raise ConfigError(
+                f"data.{key} has no effect: {name} of {path} does not pass {key}=config.{key} on "
+                "to the class that it extends",
+                key=f"data.{key}",
+            )
     return cast(Prompts, dataset)
 
 
