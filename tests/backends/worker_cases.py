@@ -7,6 +7,7 @@ import itertools
 import os
 import resource
 import sys
+import threading
 import time
 
 from quadriga.single_controller import (
@@ -155,7 +156,7 @@ class Cases(Adder):
 
     @register(dispatch_mode=ALL)
     def unpicklable(self):
-        return (x for x in ())
+        return threading.Lock()
 
     @register(dispatch_mode=ALL)
     def unreadable(self):
