@@ -51,6 +51,11 @@ def test_sampling_settings_are_checked_before_the_start(options, sampling, setti
     engine({}).check_sampling(SamplingConfig(temperature=0.7, top_k=5, min_p=0.1))
 
 
+def test_restarts_are_a_setting_of_every_engine():
+    with pytest.raises(ConfigError, match=r"restarts .*; set actor_.*rollout\.replicas\.restarts"):
+        engine({"restarts": 1})
+
+
 def test_an_interpreter_without_sglang_is_named(tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho sglang >&2\nexit 1\n", encoding="utf-8")

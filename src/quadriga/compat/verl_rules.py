@@ -42,6 +42,8 @@ _OFF_BY_REMEDY = {
     "Quadriga has no reweighting of samples; remove it": "algorithm.use_pf_ppo",
     "set rollout_is, and beside it algorithm.rollout_correction.mode=mask of Quadriga":
         "*.rollout_correction.rollout_rs algorithm.rollout_is_veto_threshold",
+    "set algorithm.rollout_correction.rollout_is=token and rollout_is_threshold":
+        "algorithm.rollout_is algorithm.rollout_is_threshold *.tis_imp_ratio_cap",
     "validate a model with `quadriga eval`": "trainer.val_only",
     "checkpoints are written to trainer.default_local_dir; copy them from there":
         "trainer.default_hdfs_dir trainer.checkpoint_callback_class",

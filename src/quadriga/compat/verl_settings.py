@@ -135,20 +135,24 @@ def translate(
     table = {**table, **_engine_rows(table, values)}
     given = {key: value for key, value in _leaves(values, table) if not _is_unused(key, value)}
     _check_sections(given, table)
-    checked = check_refused(given) | check_together(given)
-    becomes, left_out = _chosen_values(_candidates(cls, table, given, chosen), chosen)
-    for key, row in table.items():
-        if key in given and (reason := without_effect(key, given)) is None:
-            left_out += [f"{key}={part}" for part in row.left_out(given[key])]
-        elif key in given and key in chosen:
-            left_out.append(f"{key}={given[key]} ({reason})")
+    of_roles = {key for key, row in table.items() if row.of_role}
+    of_verl = {key: value for key, value in given.items() if key not in of_roles}
+    checked = check_refused(of_verl) | check_together(of_verl)
+    unread = {
+        key: reason
+        for key in given.keys() & table.keys() - of_roles
+        if (reason := without_effect(key, given)) is not None
+    }
+    read = {key: row for key, row in table.items() if key in given and key not in unread}
+    own = [key for key in given if key not in table and _is_ours(cls, key)]
+    becomes, left_out = _chosen_values(_candidates(read, own, given, chosen), chosen)
+    left_out += [f"{key}={part}" for key, row in read.items() for part in row.left_out(given[key])]
+    left_out += [f"{key}={given[key]} ({unread[key]})" for key in sorted(unread.keys() & chosen)]
     ours: dict[str, Plain] = {}
     for found in becomes:
         _set(ours, found.key, found.value)
-    read = {*table, *checked, *(found.verl_key for found in becomes)}
-    ignored = [
-        key for key, value in given.items() if key not in read and value not in (None, {}, [])
-    ]
+    known = {*table, *checked, *(found.verl_key for found in becomes)}
+    ignored = [key for key, value in given.items() if key not in known and value not in ({}, [])]
     try:
         config = build(cls, ours, "translated from verl: ")
         if isinstance(config, TrainConfig) and config.actor_rollout_ref.rollout.name in ENGINES:
@@ -160,19 +164,17 @@ def translate(
 
 
 def _candidates(
-    cls: type, table: Mapping[str, Row], given: Mapping[str, object], chosen: Collection[str]
+    read: Mapping[str, Row],
+    own: Iterable[str],
+    given: Mapping[str, object],
+    chosen: Collection[str],
 ) -> Iterator[tuple[int, Becomes]]:
-    """Yield each value of each of our settings with its precedence.
-
-    A row with one key of ours precedes one with several (`clip_ratio_high`, `clip_ratio`), and the
-    command line the file.
-    """
+    """Yield each value of each of our settings with its precedence: a row with one key of ours
+    precedes one with several (`clip_ratio_high`, `clip_ratio`), the command line the file."""
     for verl_key, key, value in implied(given):
         yield 5 * key.startswith("trainer."), Becomes(verl_key, given[verl_key], key, value)
     units = converted(given)
-    for verl_key, row in table.items():
-        if verl_key not in given or without_effect(verl_key, given) is not None:
-            continue
+    for verl_key, row in read.items():
         try:
             value = row.convert(units.get(verl_key, given[verl_key]))
         except ConfigError as error:
@@ -180,9 +182,7 @@ def _candidates(
         for key in () if value is LEAVE else row.keys:
             rank = 1 + 2 * (len(row.keys) == 1) + (verl_key in chosen)
             yield rank, Becomes(verl_key, given[verl_key], key, value)
-    for key, value in given.items():
-        if key not in table and _is_ours(cls, key):
-            yield 4, Becomes(key, value, key, value)
+    yield from ((4, Becomes(key, given[key], key, given[key])) for key in own)
 
 
 def _chosen_values(
@@ -397,12 +397,14 @@ LEAVE: Final = object()
 class Row:
     """Our keys for one of verl's, and the conversion of its value.
 
-    `left_out`: the parts of verl's value that the conversion drops.
+    `left_out`: the parts of verl's value that the conversion drops. `of_role`: the setting is of a
+    role that the program has added, whatever verl has under its name.
     """
 
     keys: tuple[str, ...]
     convert: Convert
     left_out: Callable[[object], Sequence[str]] = lambda value: ()
+    of_role: bool = False
 
 
 def same(value: object) -> object:

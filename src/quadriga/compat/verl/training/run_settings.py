@@ -71,9 +71,11 @@ def train_settings(config: VerlConfig, tell: bool = True) -> TrainConfig:
     added = registered_for(())
     cls = with_roles({role.key: role.settings for role in added})
     values = plain_values(config)
+    table = TRAIN
     if any(role.key == _REWARD_MODEL for role in added):
         _drop_switch(values)
-    return settings_of(values, cls, {**TRAIN, **_rows(added)}, tell)
+        table = {key: row for key, row in TRAIN.items() if f"{_REWARD_MODEL}." not in key}
+    return settings_of(values, cls, {**table, **_rows(added)}, tell)
 
 
 def _rows(added: tuple[AddedRole, ...]) -> dict[str, Row]:
@@ -84,7 +86,8 @@ def _rows(added: tuple[AddedRole, ...]) -> dict[str, Row]:
             continue
         if role.key == _REWARD_MODEL:  # verl has other keys in this section
             names = [field.name for field in dataclasses.fields(role.settings)]
-            rows |= {key: to(key) for key in (f"{role.key}.{name}" for name in names)}
+            keys = [f"{role.key}.{name}" for name in names]
+            rows |= {key: dataclasses.replace(to(key), of_role=True) for key in keys}
         else:  # as a whole, so that an unknown key is an error
             rows[role.key] = to(role.key)
     return rows
