@@ -118,10 +118,12 @@ def test_a_score_that_float32_cannot_hold_fails_its_sample(score):
     assert "the weighted sum of the parts: a score" in weighted.failures[0].detail
 
 
-def test_three_batches_without_any_score_end_the_run():
+@pytest.mark.parametrize(("rows", "times"), [(0, 1), (4, 2)])
+def test_three_batches_without_any_score_end_the_run(rows, times):
     manager = RewardManager(Letters(), load_reward_function(USER_FILE, "moody"))
     lost, scored = batch_of(["a", "b"], ["raise", "nan"]), batch_of(["a", "b"], ["ok", "raise"])
-    for batch in (lost, lost, scored, lost, lost):
+    manager.batch_rows = rows  # more than a call has, if responses are scored group by group
+    for batch in (lost, lost, scored, *[lost] * (3 * times - 1)):
         manager(batch)
     with pytest.raises(RewardError, match=r"none of the samples of 3 batches in a row .* no mood"):
         manager(lost)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from contextlib import closing
+from datetime import date
 
+import numpy as np
 import pytest
 from stream_cases import COLUMNS, length_of, sampler, score
 
-from quadriga.errors import CheckpointError, WorkerDiedError
+from quadriga.errors import CheckpointError, FieldError, WorkerDiedError
 from quadriga.protocol import DataProto, fields
 from quadriga.streams.staleness import StalenessBound
 from quadriga.trainer.streaming import StreamedSampler
@@ -45,7 +47,7 @@ def trained(ours: StreamedSampler, first: int = 1, last: int | None = None) -> l
     """The batches of some steps. A weight sync ends each step."""
     found = []
     for step in range(first, (last or ours.total_steps) + 1):
-        found.append(ours.draw(next(ours.stream), step).batch)
+        found.append(ours.draw(DataProto(), step).batch)
         with ours.paused("sync"):
             for replica in ours.replicas.all:
                 replica.group.version = step
@@ -90,6 +92,8 @@ CASES = [
 def test_every_prompt_is_trained_once_and_in_time(case, seed):
     with closing(sampler(random.Random(seed), steps=8, **case)) as ours:
         check(ours, trained(ours), case["staleness"])
+        after = next(ours.stream).batch[fields.INPUT_IDS]  # what a longer run would go on with
+        assert after[0] == 8 * len(after)
     assert not ours.queue.groups and not ours.generation.busy
 
 
@@ -122,7 +126,7 @@ def test_the_loss_of_the_ranks_of_the_actor_ends_the_run():
     ours = sampler(random.Random(0), beside=False)
     ours.replicas.all[0].group.dies = 1.0
     with pytest.raises(WorkerDiedError, match="the process of rollout rank 0 ended"):
-        ours.draw(next(ours.stream), 1)
+        ours.draw(DataProto(), 1)
 
 
 def test_an_error_of_the_reward_ends_the_wait():
@@ -132,7 +136,7 @@ def test_an_error_of_the_reward_ends_the_wait():
     with closing(sampler(random.Random(0))) as ours:
         ours.reward = fails
         with pytest.raises(ZeroDivisionError, match="in the reward"):
-            ours.draw(next(ours.stream), 1)
+            ours.draw(DataProto(), 1)
 
 
 @pytest.mark.parametrize("beside", [False, True])
@@ -157,10 +161,22 @@ def test_a_resumed_stream_has_every_group_and_every_token(beside, at, tmp_path):
         assert asked, "responses were paused when the checkpoint was saved"
 
 
+def test_prompts_that_no_checkpoint_can_hold_are_refused_before_the_first_step():
+    ours = sampler(random.Random(0))
+    rows = next(sampler(random.Random(0), prompts=3).stream)
+    rows.non_tensor_batch["extra_info"] = np.array([date.min] * 3, dtype=object)
+    ours.stream = iter([rows])
+    with pytest.raises(FieldError, match=r"max_staleness=1 saves .*'extra_info' contains a .*date"):
+        ours.draw(DataProto(), 1)
+
+
 def test_another_number_of_responses_cannot_continue_a_stream(tmp_path):
     with closing(sampler(random.Random(0))) as ours:
         trained(ours, last=1)
         with ours.paused("save"):
             ours.save(tmp_path)
+    other = sampler(random.Random(0), n=4)
     with pytest.raises(CheckpointError, match=r"2 responses each, but .*rollout\.n=4"):
-        sampler(random.Random(0), n=4).load(tmp_path, 1)
+        other.load(tmp_path, 1)
+    other.load(None, 3)  # with other data
+    assert other._drawn == 3 and not other.queue.groups

@@ -10,7 +10,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import GroupError
 from quadriga.protocol import DataProto, fields
-from quadriga.trainer.stages import Sampler
+from quadriga.trainer.stages import Sampler, merged
 
 COLUMNS = 3
 
@@ -99,6 +99,11 @@ def test_each_draw_counts_the_same_in_the_shares_of_a_step() -> None:
     reward = Reward([1.0, None, 1.0, 1.0], [0.0, 0.0, None, None], [None] * 4)
     _, metrics = sampler(reward, *REFILL).draw(prompts(2), step=1)
     assert metrics["reward/failed"] == pytest.approx(7 / 12)
+
+
+def test_means_of_unequal_calls_are_over_their_rows_and_counts_are_added() -> None:
+    calls = {"reward/failed": 0.5, "reward/raised": 1.0}, {"reward/failed": 0.0}
+    assert merged(*calls, rows=[2, 6]) == {"reward/failed": 0.125, "reward/raised": 1.0}
 
 
 def test_refilling_does_not_count_truncated_responses_that_are_dropped() -> None:

@@ -8,7 +8,8 @@ from run_cases import assert_equal_tensors, metrics_of_run, timeless
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import CheckpointError, ConfigError
-from quadriga.observability.jsonl import read_jsonl
+from quadriga.observability.jsonl import keep_rows, read_jsonl
+from quadriga.trainer.checkpoints import read_state
 from quadriga.trainer.checks.settings import check_train_settings
 
 STREAMED = ["trainer.max_staleness=1", "actor_rollout_ref.rollout.slice_tokens=5"]
@@ -39,6 +40,8 @@ def test_a_run_is_resumed_to_the_bit(train_overrides, rule, tmp_path):
     run = f"trainer.default_local_dir={tmp_path / 'resumed'}"
     resumed = metrics_of_run([*common, run, f"trainer.resume_mode={middle}"])
     assert timeless(resumed) == timeless(whole)[1:]
+    drawn = read_state(first / "checkpoints/global_step_4").loader["batches_done"]
+    assert drawn == 4, "a longer run goes on with the next prompts"
     assert len({row["actor/grad_norm"] for row in whole}) == 4
     assert_equal_tensors(tmp_path / "resumed/model", first / "model")
     ages = [row["staleness/max"] for row in whole]
@@ -57,6 +60,8 @@ def test_a_rollout_of_its_own_generates_meanwhile(train_overrides):
 
 def test_the_order_of_a_run_is_repeated_to_the_bit_on_one_process(train_overrides, rule, tmp_path):
     common = [*train_overrides, rule, *STREAMED, ENDS, NO_VALIDATION, "trainer.max_staleness=2"]
+    critic = train_overrides[0].replace("actor_rollout_ref", "critic")
+    common += [critic, "algorithm.adv_estimator=gae", "critic.warmup_steps=2"]  # no sync in these
     apart = ["trainer.n_gpus_per_node=3", "placement.actor=[0]", "placement.rollout=[1,2]"]
     first = metrics_of_run([*common, *apart, STEPS])
     run = f"trainer.default_local_dir={tmp_path / 'again'}"
@@ -67,10 +72,13 @@ def test_the_order_of_a_run_is_repeated_to_the_bit_on_one_process(train_override
     orders = [list(read_jsonl(tmp_path / name / "stream.jsonl")) for name in ("run", "again")]
     calls = [[event["call"] for event in order if "call" in event] for order in orders]
     assert calls[0] == calls[1] and len(calls[0]) > 6
-    with pytest.raises(ConfigError, match=r"replay_order=.*run does not fit this run at step 1"):
-        metrics_of_run(
-            [*common, *replay, "trainer.total_training_steps=3", "trainer.overwrite=true"]
-        )
+    for folder, steps in (("run", 3), ("again", 4)):
+        order = tmp_path / folder / "stream.jsonl"
+        keep_rows(order, lambda event, kept=folder == "run": kept or event["step"] > 1)
+        given = [f"trainer.total_training_steps={steps}", "trainer.overwrite=true"]
+        given += [run.replace("again", "third"), f"trainer.replay_order={tmp_path / folder}"]
+        with pytest.raises(ConfigError, match=r"replay_order=.* does not fit this run at step 1"):
+            metrics_of_run([*common, *given])
 
 
 REFUSED = {

@@ -196,8 +196,13 @@ class MetricSet:
 
 
 def _reduce(name: str, values: list[float]) -> float:
+    return _REDUCERS[metric_kind(name)](values)
+
+
+def metric_kind(name: str) -> Kind:
+    """Return how the values of a metric are reduced; unknown names are averaged."""
     info = describe_metric(name)
-    return _REDUCERS[info.kind if info else "mean"](values)
+    return info.kind if info else "mean"
 
 
 class Timer:

@@ -160,6 +160,7 @@ class RewardManager:
         masked_rows: rows of the last batch that must take no part in the update.
         answers: the answers that the responses of the last batch give, None where there is none.
         outcomes: of the last batch, one per row.
+        batch_rows: of a training step, if a call may have fewer.
     """
 
     def __init__(
@@ -188,7 +189,8 @@ class RewardManager:
         self.masked_rows: list[int] = []
         self.answers: list[str | None] = []
         self.outcomes: list[Outcome] = []
-        self._without_score = 0  # batches in a row without any score
+        self._without_score = 0  # samples in a row without any score
+        self.batch_rows = 0
         pool = RewardPool(num_processes, timeout_s, memory_gb) if num_processes else None
         self._pool = pool
         self._loaded: dict[FunctionRef, RewardFunction] = {}
@@ -356,15 +358,16 @@ class RewardManager:
         self.metrics["reward/masked"] = float(len(self.masked_rows))
         self.metrics |= mean_extras(outcomes)
         lost = bool(outcomes) and len(self.failures) == len(outcomes)
-        self._without_score = self._without_score + 1 if lost else 0
+        self._without_score = self._without_score + len(outcomes) if lost else 0
+        ends = self._without_score >= LOST_BATCHES * max(len(outcomes), self.batch_rows, 1)
         if not self.failures:
             return
         first = self.failures[0]
         what = f"row {first.row} ({first.data_source}), {first.status.replace('_', ' ')}"
         count = f"{len(self.failures)} of {len(outcomes)} samples have no score"
-        if self._without_score == LOST_BATCHES:
+        if ends:
             count = f"none of the samples of {LOST_BATCHES} batches in a row has a score"
-        if self.on_failure == "fail" or self._without_score == LOST_BATCHES:
+        if self.on_failure == "fail" or ends:
             hint = ", or set reward.on_failure to zero or mask" if self.on_failure == "fail" else ""
             raise RewardError(
                 f"{count}; the first is {what}: {first.detail}. Correct the reward function{hint}",

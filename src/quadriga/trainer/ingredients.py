@@ -104,6 +104,7 @@ def _rules(
 
     components = config.algorithm.reward_components
     rules = RewardManager.from_settings(config.reward, tokenizer, components)
+    rules.batch_rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
     # Rows need no rule where a role scores the responses.
     if not scores_come_from_roles(StepPlan.of(config).stages):
         check_rows(rules, train_loader, config.data.train_files)

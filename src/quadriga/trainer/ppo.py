@@ -269,11 +269,12 @@ class RayPPOTrainer:
         return balance_of(self.config, self.plan, ranks, critic_ranks)
 
     def schedule(self) -> Iterator[DataProto]:
-        """Yield one batch of prompts per step up to the last step, and count `step`."""
+        """Yield one batch of prompts per step up to the last step, and count `step`. With
+        `max_staleness` the batch is empty: the sampler draws the prompts."""
         with self.stop.steps():
             while self.step < self.total_steps:
                 self.step += 1
-                yield next(self.stream)
+                yield next(self.stream) if self._streamed is None else DataProto()
 
     def open_record(self, resumed: Resumed | None) -> RunRecord:
         """Open the run folder; `resumed` is the loaded checkpoint, if there is one."""
@@ -307,8 +308,9 @@ class RayPPOTrainer:
             self.config, groups.replicas, *given, self.total_steps,
             apart, beside=apart and not (trainer.backend == "local" or trainer.replay_order),
         )  # fmt: skip
-        if resumed is not None and not resumed.data_changed:
-            self._streamed.load(resumed.folder, resumed.state.step)
+        if resumed is not None:
+            folder = None if resumed.data_changed else resumed.folder
+            self._streamed.load(folder, resumed.state.step)
         return self._streamed
 
     def training_reward(self) -> BatchReward:

@@ -51,7 +51,7 @@ from quadriga.config.schema import (
     TrainConfig,
 )
 from quadriga.errors import FieldError, LengthError, WorkerError
-from quadriga.observability.metrics import MetricSet
+from quadriga.observability.metrics import MetricSet, metric_kind
 from quadriga.parallel.balancing import Balance
 from quadriga.protocol import (
     DataProto,
@@ -724,11 +724,12 @@ def _mask_without_baseline(batch: DataProto, greedy: DataProto) -> None:
         batch.batch[fields.RESPONSE_MASK] = mask * scored_B.to(mask.dtype)[:, None]
 
 
-def merged(*metrics: Metrics) -> Metrics:
-    """Reduce the metrics of several draws by their kinds: counts are added."""
+def merged(*metrics: Metrics, rows: Sequence[int] = ()) -> Metrics:
+    """Reduce the metrics of several draws by their kinds: counts are added, and means weigh the
+    `rows` of each draw; without them all draws are equally large."""
     merged = MetricSet()
-    for some in metrics:
-        merged.add(some)
+    for some, count in zip(metrics, rows or [1] * len(metrics), strict=True):
+        merged.add({k: [v] * count if metric_kind(k) == "mean" else v for k, v in some.items()})
     return merged.reduce()
 
 

@@ -19,13 +19,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 import numpy as np
 
 from quadriga.checkpoint.files import SavedFile, digest_file
 from quadriga.config.schema import TrainConfig
-from quadriga.errors import CheckpointError, ConfigError
+from quadriga.errors import CheckpointError, ConfigError, FieldError
 from quadriga.observability.jsonl import JsonlFile, JsonObject, keep_rows, read_jsonl
 from quadriga.observability.run_folder import STREAM
 from quadriga.protocol import DataProto
@@ -102,7 +103,7 @@ class StreamedSampler:
         self._n = rollout.n
         self._drawn = 0  # batches of prompts
         self._scoring: dict[PromptGroup, DataProto] = {}  # groups whose scores are awaited
-        self._metrics: list[Metrics] = []  # of the scores since the last step
+        self._metrics: list[tuple[int, Metrics]] = []  # rows that were scored since the last step
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._error: BaseException | None = None
@@ -112,6 +113,8 @@ class StreamedSampler:
     def draw(self, prompts: DataProto, step: int) -> StageResult:
         """Let prompts begin, and return the batch of a step. Its rows are scored.
 
+        `prompts` is not read: which prompts the step needs depends on those on their way.
+
         Raises:
             QuadrigaError: a replica or the reward function has failed.
         """
@@ -119,7 +122,6 @@ class StreamedSampler:
             self.queue.ended = step - 1
             if not self._drawn:
                 self._note("settings", self._settings())
-            self._begin(prompts)
             while self._drawn < self.total_steps and not self.queue.full:
                 self._begin(next(self.stream))
             self._changed.notify_all()
@@ -131,20 +133,31 @@ class StreamedSampler:
         if self._roles_score:
             batch = self.runner.beside("after", GENERATE_SEQUENCES.name, batch)
             batch, metrics = self.runner.result(score_responses, batch, self.reward)
-            scores.append(metrics)
-        return StageResult(batch, {**merged(*scores), **self._staleness(taken)})
+            scores.append((len(batch), metrics))
+        scored = merged(*(own for _, own in scores), rows=[rows for rows, _ in scores])
+        return StageResult(batch, {**scored, **self._staleness(taken)})
 
     def _begin(self, prompts: DataProto) -> None:
         """Add the groups of a batch of prompts, with the seeds that a step would give them."""
-        if self._drawn == self.total_steps:
-            return  # no step is left that could train them
         self._drawn += 1
         seed, step = self.config.trainer.seed, self._drawn
         rows = self.runner.result(expand_prompts, prompts, n=self._n, step=step, seed=seed).batch
         rows = self.runner.beside("before", GENERATE_SEQUENCES.name, rows)
+        if not self.queue.groups:
+            self._check_saved(rows)
         first = (step - 1) * len(prompts)
         groups = enumerate(rows.split(self._n), first)
         self.queue.add([PromptGroup(number, own) for number, own in groups])
+
+    def _check_saved(self, rows: DataProto) -> None:
+        """Raise `FieldError` for prompts that no checkpoint can hold, before a step is trained."""
+        with TemporaryDirectory() as folder:
+            try:
+                rows.save_to_disk(Path(folder) / _PROMPTS)
+            except FieldError as error:
+                key = f"trainer.max_staleness={self.config.trainer.max_staleness}"
+                text = f"{key} saves the prompts on their way with each checkpoint, but {error}"
+                raise FieldError(text) from error
 
     def _staleness(self, taken: Sequence[PromptGroup]) -> Metrics:
         """Measure how old the groups of a step are."""
@@ -188,7 +201,7 @@ class StreamedSampler:
             batch, metrics = self.runner.result(score_responses, whole, self.reward)
             parts = batch.split(len(batch) // len(complete))
             with self._changed:
-                self._metrics.append(metrics)
+                self._metrics.append((len(batch), metrics))
         with self._changed:
             for (group, before), scored in zip(complete.items(), parts, strict=True):
                 if group.batch is before:  # otherwise its replica was lost meanwhile
@@ -317,14 +330,18 @@ class StreamedSampler:
                 files.append(SavedFile(path.name, path.stat().st_size, digest_file(path)))
         return [file.under(FOLDER) for file in files]
 
-    def load(self, checkpoint: Path, step: int) -> None:
-        """Continue with the prompt groups that were on their way at the end of a step.
+    def load(self, checkpoint: Path | None, step: int) -> None:
+        """Continue with the prompt groups that were on their way at the end of a step; None: with
+        none of them.
 
         Raises:
             CheckpointError: they have another number of responses.
         """
         self._drawn = self.queue.ended = step
         self._forget_calls_after(step)
+        self._note("settings", self._settings())
+        if checkpoint is None:
+            return
         files = {name: checkpoint / FOLDER / name for name in (_PROMPTS, _ENDED, _BEGUN, _READY)}
         saved = {n: DataProto.load_from_disk(path) for n, path in files.items() if path.exists()}
         if _PROMPTS not in saved:  # no group was
@@ -401,7 +418,14 @@ class StreamedSampler:
     def _repeat(self, until: str) -> list[int]:
         """Make the calls of the run that is repeated, up to an event. Return its numbers."""
         assert self._script is not None
+        step = self.queue.ended + 1
         for event in self._script:
+            if event["step"] > step:
+                if until == "take":
+                    break
+                self._script = chain([event], self._script)
+                return []  # the step was without a weight sync
+            self.queue.ended = event["step"] - 1
             if "call" in event:
                 rows = [(number, row) for number, row in event["call"]]
                 self._score(_batches(self.generation.repeat(rows)))
@@ -410,9 +434,6 @@ class StreamedSampler:
             elif until in event:
                 numbers: list[int] = event[until]
                 return numbers
-            elif until == "sync" and "take" in event:  # the step was without a weight sync
-                self._script = chain([event], self._script)
-                return []
             elif event.get("settings", self._settings()) != self._settings():
                 break
         raise ConfigError(
