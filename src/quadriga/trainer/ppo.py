@@ -304,6 +304,8 @@ class RayPPOTrainer:
         if not trainer.max_staleness:
             return Sampler(self.config, groups.generator, *given)
         apart = has_replicas(self.placed)
+        if self._streamed is not None:
+            self._streamed.close()  # that of a `fit` that has failed
         self._streamed = StreamedSampler(
             self.config, groups.replicas, *given, self.total_steps,
             apart, beside=apart and not (trainer.backend == "local" or trainer.replay_order),
