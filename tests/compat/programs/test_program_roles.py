@@ -149,7 +149,7 @@ def test_a_reward_model_is_a_role(own_roles, settings, nothing_starts, capsys):
     del settings["reward_model"]["enable"]
     with pytest.raises(KeyboardInterrupt):  # all checks passed; the role is not used
         Runner().run(settings)
-    assert "reward_model" in capsys.readouterr().err
+    assert "roles that this run does not use: reward_model" in capsys.readouterr().err
     register_role(Role.RewardModel, settings=JudgeConfig, stages=[STAGE])
     settings["reward_model"]["enable"] = True
     with pytest.raises(KeyboardInterrupt):  # the role of the program, without a model folder
