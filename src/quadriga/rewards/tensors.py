@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TypeAlias, cast
 
 from torch import Tensor
@@ -39,10 +40,12 @@ class TensorReward:
         self.components = tuple(components)
         self.metrics: dict[str, float] = {}
         # From the signature, and not by a call: a TypeError can also be one of its own code.
-        parameters = inspect.signature(reward_fn).parameters.values()
-        self._returns_dict = any(
-            p.name == "return_dict" or p.kind is p.VAR_KEYWORD for p in parameters
-        )
+        self._returns_dict = False
+        with suppress(ValueError):  # some callables written in C have no signature
+            self._returns_dict = any(
+                p.name == "return_dict" or p.kind is p.VAR_KEYWORD
+                for p in inspect.signature(reward_fn).parameters.values()
+            )
 
     def returned(self, data: DataProto) -> Scored | Mapping[str, object]:
         """Return what the function returns; for a tensor, a dict with it."""

@@ -118,6 +118,9 @@ def test_rules_of_the_settings_are_called_as_in_verl(settings, tokenizer):
     assert compute_reward(data, lambda data, return_dict: info) == (scores, {"acc": [1, 0]})
     with pytest.raises(ConfigError, match=r"reward_kwargs\.max_resp_len, got 5"):
         load_reward_manager(settings, tokenizer, max_resp_len=5)
+    for wrong, message in ((lambda data: {"score": 1}, "with 'reward_tensor', got"), (5, "got 5")):
+        with pytest.raises(ConfigError, match=message):
+            compute_reward(data, wrong)
     val = load_reward_manager(settings, tokenizer, num_examine=1)
     trainer = RayPPOTrainer(settings, tokenizer, reward_fn=reward_fn, val_reward_fn=val)
     assert (trainer.reward_fn, trainer.val_reward_fn) == (reward_fn.manager, val.manager)

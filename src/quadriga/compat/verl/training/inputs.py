@@ -23,7 +23,7 @@ from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto, DataProtoFuture, fields
 from quadriga.protocol.values import object_array
 from quadriga.rewards import RewardManager
-from quadriga.rewards.tensors import EXTRA, SCORES, BatchFunction, TensorReward
+from quadriga.rewards.tensors import EXTRA, SCORES, BatchFunction, TensorReward, batch_reward
 from quadriga.trainer.ingredients import load_prompts
 from quadriga.trainer.stages import ModelReward
 
@@ -219,11 +219,15 @@ def compute_reward(
     data: DataProto, reward_fn: BatchFunction
 ) -> tuple[Tensor, dict[str, Sequence[object]]]:
     """Return the scores [B, R] of a reward function, and its other values by name."""
-    found: Any = TensorReward(reward_fn).returned(data)
+    reward: Any = batch_reward(reward_fn)
+    found: Any = reward.returned(data) if isinstance(reward, TensorReward) else reward(data)
     if isinstance(found, DataProtoFuture):
         found = found.get()
     if isinstance(found, DataProto):
         return found.batch[fields.TOKEN_LEVEL_SCORES], {}
+    if SCORES not in found:
+        text = f"expected a dict with {SCORES!r}, got {sorted(map(str, found))}"
+        raise ConfigError(f"compute_reward: {text}", key="reward_fn")
     return found[SCORES], dict(found.get(EXTRA) or {})
 
 
