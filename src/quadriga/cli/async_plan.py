@@ -97,15 +97,18 @@ def read_run(path: Path) -> MeasuredRun:
 def _measured(
     file: Path, config: TrainConfig, rows: list[JsonObject], found: Counts
 ) -> MeasuredRun:
-    names = (*_NEEDED, *_TRAINED, "response_length/mean", "response_length/max")
+    lengths, dead = ("response_length/mean", "response_length/max"), "group/dead_fraction"
+    names = (*_NEEDED, *_TRAINED, *lengths, dead)
     of = {name: np.array([float(row.get(name, 0.0)) for row in rows]) for name in names}
     groups, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     division, longest = division_of(config), of["response_length/max"]
     sampled, generated = of["response_length/mean"] * groups * n, of["time/rollout"]
     trained, prompts = sum(of[name].mean() for name in _TRAINED), of["batch/tokens"] - sampled
     per_token = division.trainers / of["batch/tokens"].mean()
-    # A forward pass takes a third of an update, which has a backward pass, too.
-    prefill = of["time/update_actor"].mean() * per_token / 3
+    # A forward pass takes a third of an update, which has a backward pass, too, and may leave out
+    # the rows without an advantage.
+    updated = of["batch/tokens"] * (1 - of[dead] * StepPlan.of(config).advantages_before_passes)
+    prefill = of["time/update_actor"].sum() / max(updated.sum(), 1) * division.trainers / 3
     # Seconds of a step = decode × its longest response + decode_row × its tokens. Where the steps
     # differ too little to tell the two apart, both take an equal part.
     decoding = np.maximum(generated - prefill * prompts / division.copies, generated / 2)
@@ -124,9 +127,9 @@ def _measured(
     drawn *= ((sampled - longest)[steps] / np.maximum(drawn[:, 1:].sum(1), 1.0))[:, None]
     drawn[:, 0] = np.inf
     drawn = rng.permuted(drawn.clip(1, longest[steps, None]), axis=1).round()
-    lengths = drawn.astype(np.int64).reshape(-1, n)
+    simulated = drawn.astype(np.int64).reshape(-1, n)
     prompt = round(prompts.mean() / (groups * n))
-    return MeasuredRun(file, config, costs, lengths, prompt, generated.mean() + trained + sync)
+    return MeasuredRun(file, config, costs, simulated, prompt, generated.mean() + trained + sync)
 
 
 def candidates(run: MeasuredRun) -> Iterator[tuple[str, TrainConfig]]:

@@ -1,0 +1,262 @@
+"""What generation beside training gives, in virtual time; and the same times against a run on Ray.
+
+    python benchmarks/streams.py --out streams.json --plot docs/streams_timeline.png
+    python benchmarks/streams.py --quick        # few steps, below a minute
+    python benchmarks/streams.py --ray          # one generator and one trainer on two cores
+
+Prints JSON. The constants of the simulated runs are those that verl publishes for its fully
+asynchronous recipe (docs/advance/fully_async.md: Qwen2.5-Math-7B on 128 H20, 512 prompts × 16
+responses): seconds of a synchronous step and of an asynchronous update, scaled from its limit of
+28 672 tokens to 16 384, with 64 responses of a step on each rank. The page does not say how long
+the responses are: medians of 1000 and 2000 tokens are assumed, lognormal with σ = 1. Not from
+this page: 57 344 bytes of keys and values per token (the config of the model), 4.0 TB/s and half
+of 148 TFLOP/s (H20). The exit code is 1 if a goal is missed, except with `--quick`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from quadriga.streams.simulation import Costs, Counts, Division, Simulation, Timeline
+
+RANKS, GROUPS, N, LIMIT = 8, 32, 16, 16_384
+SCALE = LIMIT / 28_672
+GENERATION, OLD_LOG_PROB, UPDATE = (
+    s * SCALE for s in (177.85, 53.92, 113.81)
+)  # all ranks, in turns
+UPDATE_APART = 113.16 * SCALE  # half of the ranks, without a pass over old log-probabilities
+PUBLISHED = 356.30 / 150.63  # seconds of a step, synchronous over asynchronous
+FIXED = {"decode_context": 57_344 / 4.0e12, "prefill": 2 * 7.6e9 / 74e12, "sync": 0.12}
+ROWS, SLICE = 128, 256
+
+
+def lognormal(steps: int, median: float, sigma: float = 1.0) -> Counts:
+    """Draw lengths of responses; those beyond the limit are cut."""
+    drawn = np.random.default_rng(0).lognormal(np.log(median), sigma, (steps * GROUPS, N))
+    return np.clip(drawn.round(), 1, LIMIT).astype(np.int64)
+
+
+def in_turns(staleness: int = 0, **more: int) -> Division:
+    """All ranks generate and train."""
+    slices = SLICE if staleness else LIMIT
+    return Division(RANKS, RANKS, False, GROUPS, staleness, slices, **more)
+
+
+def apart(generators: int, staleness: int) -> Division:
+    """Some ranks generate, and the others train."""
+    slices = SLICE if staleness else LIMIT
+    return Division(RANKS - generators, generators, True, GROUPS, staleness, slices, ROWS)
+
+
+def figures(found: Timeline) -> dict[str, float]:
+    """What is shown of a simulated run."""
+    return {
+        "step_s": found.step_seconds, "tokens_per_second": found.tokens_per_second,
+        "trainer": found.share("trainer"), "generators": found.share("replica"),
+        "age": float(found.ages.mean()),
+    }  # fmt: skip
+
+
+def published(median: float, steps: int) -> tuple[dict[str, object], dict[str, Timeline]]:
+    """The published setting: synchronous, and asynchronous with half of the ranks each."""
+    lengths = lognormal(steps, median)
+    tokens = lengths.mean() * GROUPS * N
+    train = (OLD_LOG_PROB + UPDATE) * RANKS / tokens
+
+    def synchronous(decode: float) -> Timeline:
+        return Simulation(in_turns(), Costs(decode, train=train, **FIXED), lengths).run()
+
+    def generation(decode: float) -> float:
+        found = synchronous(decode)
+        return found.share("replica") * found.step_seconds
+
+    # The time of a decoding step with which generation takes as long as published.
+    low, high = generation(4e-3), generation(5e-3)
+    costs = Costs(4e-3 + 1e-3 * (GENERATION - low) / (high - low), train=train, **FIXED)
+    half = replace(costs, train=UPDATE_APART * (RANKS // 2) / tokens)
+    kept = replace(half, prefill=0.0)
+    runs = {"synchronous": synchronous(costs.decode)}
+    runs["synchronous, half each"] = Simulation(apart(RANKS // 2, 0), half, lengths).run()
+    for staleness in (1, 2, 4):
+        name, division = f"staleness {staleness}", apart(RANKS // 2, staleness)
+        runs[name] = Simulation(division, half, lengths).run()
+    runs["staleness 2, keys kept"] = Simulation(apart(RANKS // 2, 2), kept, lengths).run()
+    runs["staleness 2, training as on all ranks"] = Simulation(
+        apart(RANKS // 2, 2), costs, lengths
+    ).run()
+    base = runs["synchronous"].tokens_per_second
+    shown = {
+        name: figures(r) | {"speed_up": r.tokens_per_second / base} for name, r in runs.items()
+    }
+    about = {"mean_tokens": lengths.mean(), "at_limit": (lengths == LIMIT).mean()}
+    return {**about, "decode_s": costs.decode, "runs": shown}, runs
+
+
+def long_responses(shares: tuple[float, ...], steps: int) -> dict[str, object]:
+    """In turns against apart, by the share of responses at the limit; training is as fast per rank
+    in both. Returns tokens per second apart over in turns, with the best division."""
+    rng = np.random.default_rng(0)
+    costs = Costs(6.4e-3, train=UPDATE * RANKS / (1630 * GROUPS * N), **FIXED)
+    ratios: dict[str, object] = {}
+    for share in shares:
+        lengths = lognormal(steps, 1000, 0.5)
+        lengths[rng.random(lengths.shape) < share] = LIMIT
+        turns = Simulation(in_turns(2), costs, lengths).run().tokens_per_second
+        found = {
+            generators: Simulation(apart(generators, 2), costs, lengths).run().tokens_per_second
+            for generators in (2, 3, 4)
+        }
+        best = max(found, key=lambda generators: found[generators])
+        ratios[str(share)] = {"apart_over_in_turns": found[best] / turns, "generators": best}
+    return ratios
+
+
+def over_sampling(steps: int) -> dict[str, object]:
+    """In turns, with more groups on their way than a step takes; the rest go on in the next one."""
+    lengths = lognormal(steps, 1000)
+    costs = Costs(6.4e-3, train=UPDATE * RANKS / (lengths.mean() * GROUPS * N), **FIXED)
+    waiting = Simulation(in_turns(), costs, lengths).run()
+    found: dict[str, object] = {}
+    for factor in (1.25, 1.5, 2.0):
+        division = in_turns(1, on_the_way=int(factor * GROUPS))
+        run = Simulation(division, costs, lengths).run()
+        trained = lengths[run.numbers[steps // 4 : -2]].mean() / lengths.mean()
+        found[str(factor)] = {
+            "speed_up": run.tokens_per_second / waiting.tokens_per_second,
+            "mean_length_trained_over_all": trained,
+        }
+    return found
+
+
+def plot(runs: dict[str, Timeline], path: Path, seconds: float = 600.0) -> None:
+    """Draw two timelines, one above the other."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    colours = {"replica": "#4c78a8", "trainer": "#f58518", "sync": "#54a24b", "controller": "#ddd"}
+    figure, axes = plt.subplots(2, 1, figsize=(10, 5), sharex=True, layout="constrained")
+    for axis, name in zip(axes, ("synchronous", "staleness 2"), strict=True):
+        spans = [span for span in runs[name].spans if span.start < seconds]
+        tracks = sorted({span.track for span in spans}, reverse=True)
+        for span in spans:
+            colour = colours[span.track.split()[0]]
+            bar = [(span.start, span.end - span.start)]
+            axis.broken_barh(
+                bar, (tracks.index(span.track) - 0.4, 0.8), color=colour, ec="white", lw=0.2
+            )
+        axis.set_yticks(range(len(tracks)), tracks)
+        axis.set(title=name, xlim=(0, seconds))
+    axes[-1].set_xlabel("seconds of virtual time")
+    figure.savefig(path, dpi=110)
+
+
+RAY_STEPS = 12
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return len(solution_str) % 7 / 7
+"""
+
+
+def on_ray() -> dict[str, object]:
+    """A synchronous run calibrates the simulation, which then predicts streamed runs."""
+    from quadriga.cli.async_plan import read_run
+    from quadriga.cli.main import main
+    from quadriga.observability.jsonl import read_jsonl
+    from quadriga.trainer.roles.registry import load_train_config
+
+    found: dict[str, object] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        task = Path(folder)
+        data = [f"output={task / 'data'}", f"model_output={task}/model", "train_size=256"]
+        assert main(["data", "make", *data, "val_size=8"]) == 0
+        (task / "reward.py").write_text(REWARD)  # equal scores would need no update
+        given = [
+            f"reward.path={task}/reward.py", "actor_rollout_ref.actor.optim.lr=1e-6",
+            f"actor_rollout_ref.model.path={task}/model", "trainer.n_gpus_per_node=2",
+            f"data.train_files=[{task / 'data' / 'train.parquet'}]", "data.train_batch_size=16",
+            "data.max_response_length=128", "actor_rollout_ref.rollout.n=8",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=16", "algorithm.adv_estimator=grpo",
+            f"trainer.total_training_steps={RAY_STEPS}", "trainer.test_freq=0",
+            "trainer.val_before_train=false", "trainer.threads_per_worker=1",
+            "trainer.loggers=[jsonl]", "reward.num_processes=0", "trainer.num_cpus=2",
+            "actor_rollout_ref.rollout.slice_tokens=64", "placement.actor=[0]",
+            "placement.rollout=[1]", "trainer.samples_per_step=32",
+        ]  # fmt: skip
+        for staleness in (0, 1, 2):
+            own = f"trainer.max_staleness={staleness}"
+            path = f"trainer.default_local_dir={task}/run{staleness}"
+            command = [sys.executable, "-m", "quadriga.cli.main", "train", *given, own, path]
+            subprocess.run(command, check=True, stdout=sys.stderr)
+            rows = [*read_jsonl(task / f"run{staleness}/metrics.jsonl")]
+            # Without the first step, and without the last one, which saves a checkpoint.
+            elapsed = [row["progress/elapsed"] for row in rows[1:-1]]
+            measured = (elapsed[-1] - elapsed[0]) / (len(elapsed) - 1)
+            run = read_run(task / "run0")
+            simulated = run.simulated(load_train_config([*given, own])).step_seconds
+            ratio = simulated / measured
+            times = {"measured_s": measured, "simulated_s": simulated, "ratio": ratio}
+            found[f"staleness {staleness}"] = times
+    return found
+
+
+def goals(speed_up: float, trainer: float, generators: float) -> dict[str, dict[str, object]]:
+    """The goals of the published setting at staleness 4, for the shorter responses."""
+    values = {
+        "speed_up": (speed_up, 2.5),
+        "trainer": (trainer, 0.95),
+        "generators": (generators, 0.95),
+    }
+    return {
+        name: {"value": value, "goal": goal, "met": value >= goal}
+        for name, (value, goal) in values.items()
+    }
+
+
+def main() -> None:
+    """Simulate, print JSON, draw the picture."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="few steps")
+    parser.add_argument("--ray", action="store_true", help="compare with runs on Ray instead")
+    parser.add_argument("--out", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--plot", type=Path, help="draw the timelines to this picture")
+    options = parser.parse_args()
+    report: dict[str, object]
+    if options.ray:
+        report = {"ray": on_ray()}
+    else:
+        steps = 8 if options.quick else 32
+        shorter, runs = published(1000, steps)
+        report = {"published_speed_up": PUBLISHED, "median 1000": shorter}
+        if not options.quick:
+            report["median 2000"] = published(2000, steps)[0]
+        report["over_sampling"] = over_sampling(steps)
+        shares = (0.0, 0.05) if options.quick else (0.0, 0.01, 0.02, 0.05, 0.1, 0.2)
+        report["long_responses"] = long_responses(shares, steps)
+        best, base = runs["staleness 4"], runs["synchronous"]
+        speed_up = best.tokens_per_second / base.tokens_per_second
+        report["goals"] = goals(speed_up, best.share("trainer"), best.share("replica"))
+        if options.plot:
+            plot(runs, options.plot)
+    text = json.dumps(report, indent=1)
+    print(text)
+    if options.out:
+        options.out.write_text(text + "\n")
+    if "goals" in report and not options.quick:
+        values = report["goals"]
+        assert isinstance(values, dict)
+        if not all(goal["met"] for goal in values.values()):
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
