@@ -178,6 +178,9 @@ def show_async_plan(path: Path) -> None:
         rate, limit = f"{timeline.tokens_per_second:.0f}", limit_of(run, config, timeline)
         of_row = (division.staleness, division.trainers, copies, rate, f"{gain:.2f}", limit)
         table.add_row(*map(str, of_row))
+    if not found:
+        problem = "has roles whose ranks leave no division of actor and rollout; see placement"
+        raise ConfigError(f"plan --async: {path} {problem}", key="--async")
     Console(highlight=False).print(table)
     print(f"a step of the run: {run.seconds:.3g} s measured, {own.step_seconds:.3g} s simulated")
     near = [item for item in found if item[0] >= NEAR * max(found)[0]]
