@@ -149,6 +149,8 @@ def test_fine_tuning_keeps_its_checkpoints_and_its_conversations(tmp_path):
     ).config  # fmt: skip
     assert (config.data.messages_key, config.trainer.save_freq) == ("messages", 5)
     assert config.engine.name == "fsdp"
+    megatron = ["+engine._target_=verl.workers.config.McoreEngineConfig", "+model.lora.rank=0"]
+    assert read(tmp_path, megatron, SFTConfig, SFT).config.engine.name == "megatron"
 
 
 def test_a_reward_model_has_a_pool_if_the_run_uses_it(capsys):

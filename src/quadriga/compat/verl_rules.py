@@ -35,7 +35,7 @@ _OFF_BY_REMEDY = {
     _AGAIN: "*.rollout_correction.bypass_mode *.use_rollout_log_probs "
             "*.enable_rollout_routing_replay *.router_replay.mode",
     "it is for Megatron, whose engine has no adapters; set model.lora_rank and strategy=fsdp2":
-        "*.model.lora.rank",
+        "*model.lora.rank",
     "algorithm.user_files=[FILE.py] runs a file of yours in every process":
         "*.external_lib *.custom_async_server.path",
     "Quadriga has no distillation loss; remove it": "distillation.enabled",

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="DataclassInstance")
 
 _ABSENT = object()
-_UNUSED = ("_target_", "???")
+_ENGINE_CLASS = "engine._target_"  # in fine-tuning, where it alone may say megatron
 MOST_LISTED = 30
 """Ignored settings of a file up to this number are listed by name."""
 
@@ -218,7 +218,7 @@ def _chosen_values(
 def _is_ours(cls: type, key: str) -> bool:
     """Return whether a key is a setting of ours. `model.lora` is a section of verl's, too."""
     try:
-        return not is_settings(type_of_key(cls, key)) and ".model.lora." not in key
+        return not is_settings(type_of_key(cls, key)) and "model.lora." not in key
     except UnknownSettingError:
         return False
 
@@ -331,7 +331,7 @@ def _leaves(
 
 
 def _is_unused(key: str, value: object) -> bool:
-    return key.rpartition(".")[2] == _UNUSED[0] or value == _UNUSED[1] or value is None
+    return (key.endswith("_target_") and key != _ENGINE_CLASS) or value in ("???", None)
 
 
 def _check_sections(given: Mapping[str, object], table: Mapping[str, Row]) -> None:
@@ -473,11 +473,6 @@ def engine_arguments(value: object) -> object:
     return given or LEAVE
 
 
-def unlimited(value: object) -> object:
-    """A limit of batches; 0 and -1, no limit → a million."""
-    return 10**6 if _is_integer(value) and value <= 0 else same(value)
-
-
 def _is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -491,8 +486,11 @@ OPTIMIZER = named({"AdamW": "adamw", "adam": "adamw", "AdamW8bit": "adamw_8bit",
 STRATEGY = named({"fsdp2": "fsdp"})
 RECOMPUTED = named({"full": True})
 ALL_TOKENS = named({0: -1})
+UNLIMITED = named(dict.fromkeys((0, -1), 10**6))
 EAGER = named({False: LEAVE})  # graphs are ours by default, where the engine has them
 VISION = named({True: ["*visual.*"], False: LEAVE})
+ENGINE_CLASS = named({f"verl.workers.config.{name}": ours for name, ours in (
+    ("McoreEngineConfig", "megatron"), ("FSDPEngineConfig", LEAVE))})  # fmt: skip
 RESUME = named({"resume_path": LEAVE})  # then `resume_from_path` is the value
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 TRACKERS = {name: name for name in ("console", "jsonl", "tensorboard", "wandb")} | {"file": "jsonl"}
@@ -723,7 +721,7 @@ TRAIN: dict[str, Row] = {
     **_section(_ALGORITHM, _ALGORITHM, "kl_penalty", convert=KL),
     **_section("algorithm.kl_ctrl", "algorithm.kl_ctrl", "type", "kl_coef", "horizon", "target_kl"),
     **_section(_FILTER, _FILTER, "enable"),
-    **_section(_FILTER, _FILTER, "max_num_gen_batches", convert=unlimited),
+    **_section(_FILTER, _FILTER, "max_num_gen_batches", convert=UNLIMITED),
     **_section(_CORRECTION, _CORRECTION, rollout_is="level", rollout_is_threshold="upper"),
     **_section(_CORRECTION, _CORRECTION, rollout_is_batch_normalize="normalise"),
     **_overlong(f"{_REWARD}.overlong_buffer"),
@@ -762,6 +760,7 @@ SFT: dict[str, Row] = {
     **_megatron("engine", "engine"),
     **_engine("engine", "engine"),
     **_engine("model.fsdp_config", "engine"),
+    _ENGINE_CLASS: to("engine.name", convert=ENGINE_CLASS),
     **_section("engine", "engine", convert=STRATEGY, strategy="name"),
     "ulysses_sequence_parallel_size": to("engine.sequence_parallel_size"),
     **_TRAINER,
