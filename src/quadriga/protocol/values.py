@@ -417,9 +417,9 @@ def same(a: object, b: object) -> bool:
         return all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
     if isinstance(a, np.ndarray | list | tuple | deque | Mapping | TensorDictBase):
         return _same_items(a, b)
-    if isinstance(contents := getattr(a, "contents", None), tuple):  # of a batch
-        return same(contents, getattr(b, "contents", None))
     try:
+        if isinstance(contents := getattr(a, "contents", None), tuple):  # of a batch
+            return same(contents, getattr(b, "contents", None))
         return bool(a == b)
     except (RuntimeError, ValueError, RecursionError):  # of tensors inside: `==` has no truth
         return False
