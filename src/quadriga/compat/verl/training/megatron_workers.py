@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from quadriga.compat.verl.training import workers
-from quadriga.config.schema import EngineConfig, RewardModelConfig
+from quadriga.config.schema import EngineConfig
 from quadriga.errors import ConfigError
-from quadriga.workers import RewardModelWorker as _RewardModelWorker
 from quadriga.workers.runtime import RankRuntime
 
 __all__ = ["ActorRolloutRefWorker", "CriticWorker", "RewardModelWorker"]
@@ -47,9 +46,9 @@ class CriticWorker(workers.CriticWorker):
         _check(self.config.engine, "critic")
 
 
-class RewardModelWorker(_RewardModelWorker):
-    """The reward model in one rank. Arguments as `quadriga.workers.RewardModelWorker`."""
+class RewardModelWorker(workers.RewardModelWorker):
+    """The reward model in one rank. Arguments as `workers.RewardModelWorker`."""
 
-    def __init__(self, config: RewardModelConfig, *args: Any, **given: Any) -> None:
+    def __init__(self, config: Any, *args: Any, **given: Any) -> None:
         super().__init__(config, *args, **given)
-        _check(config.engine, "reward_model")
+        _check(self.config.engine, "reward_model")
