@@ -116,7 +116,8 @@ class RunRecord:
             self._trackers.close()
             # The plot reads the metrics file, which is complete only after the trackers are closed.
             if error is None:
-                plot_learning_curve(self.folder.metrics, self.folder.plot, title=self._title)
+                if self.folder.metrics.is_file():  # the tracker jsonl writes it
+                    plot_learning_curve(self.folder.metrics, self.folder.plot, title=self._title)
                 self._closing_table()
 
     def add(self, metrics: Mapping[str, float]) -> None:
