@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from run_cases import assert_equal_tensors, metrics_of_run, timeless
 
@@ -47,8 +49,13 @@ def test_a_run_is_resumed_to_the_bit(train_overrides, rule, tmp_path):
     ages = [row["staleness/max"] for row in whole]
     assert max(ages) == 1 and whole[-1]["stream/started"] == whole[-1]["stream/waiting"] == 0
     assert "mismatch/is_weight_mean" in whole[0], "old responses are corrected by default"
-    with pytest.raises(CheckpointError, match=r"max_staleness=0 is too low; resume with 1 or more"):
-        metrics_of_run([*common, run, "trainer.max_staleness=0", "trainer.resume_mode=auto"])
+    for change in (
+        "trainer.max_staleness=0", "actor_rollout_ref.rollout.n=4", "data.max_response_length=16",
+        "algorithm.reward_components=[form]",
+    ):  # fmt: skip
+        changed = rf"{re.escape(change.split('=')[0])}: .* → .*; undo them"
+        with pytest.raises(CheckpointError, match=rf"prompts on their way, which .*: {changed}"):
+            metrics_of_run([*common, run, change, f"trainer.resume_mode={middle}"])
 
 
 def test_a_rollout_of_its_own_generates_meanwhile(train_overrides):

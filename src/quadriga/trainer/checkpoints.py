@@ -65,6 +65,12 @@ _MODEL = (
     "algorithm.adv_estimator", "algorithm.kl_ctrl.type",
 )  # fmt: skip
 _STALENESS = "trainer.max_staleness"
+# What the responses of prompts on their way have a form of.
+_OF_RESPONSES = (
+    "actor_rollout_ref.rollout.n", "data.max_response_length", "algorithm.reward_components",
+)  # fmt: skip
+STREAMED = "stream"
+"""The folder of a checkpoint with the prompt groups on their way."""
 # Settings that do not change what a run computes.
 _WITHOUT_EFFECT = {"data.cache_dir"} | {
     f"trainer.{name}"
@@ -209,10 +215,12 @@ def check_changes(
             path=str(checkpoint),
         )
     before, after = (int(str(found.get(_STALENESS, 0))) for found in (saved, own))
-    if after < before:
+    unfit = [lines[key] for key in _OF_RESPONSES if key in lines]
+    unfit += [lines[_STALENESS]] if after < before else []
+    if unfit and not data and any((checkpoint / STREAMED).glob("*")):
         raise CheckpointError(
-            f"{checkpoint} may hold prompts that were on their way, for which {_STALENESS}={after} "
-            f"is too low; resume with {before} or more",
+            f"{checkpoint} holds prompts on their way, which do not fit these changes: "
+            f"{'; '.join(unfit)}; undo them",
             path=str(checkpoint),
         )
     if tell and lines:

@@ -26,7 +26,7 @@ import numpy as np
 
 from quadriga.checkpoint.files import SavedFile, digest_file
 from quadriga.config.schema import TrainConfig
-from quadriga.errors import CheckpointError, ConfigError, FieldError
+from quadriga.errors import ConfigError, FieldError
 from quadriga.observability.jsonl import JsonlFile, JsonObject, keep_rows, read_jsonl
 from quadriga.observability.run_folder import STREAM
 from quadriga.protocol import DataProto
@@ -34,6 +34,7 @@ from quadriga.streams.generation import Members, SlicedGeneration
 from quadriga.streams.queue import PromptGroup, PromptQueue
 from quadriga.streams.replicas import Replicas
 from quadriga.streams.staleness import StalenessBound
+from quadriga.trainer.checkpoints import STREAMED
 from quadriga.trainer.dataflow import EXPAND_PROMPTS, SCORE
 from quadriga.trainer.record import Metrics, StageResult
 from quadriga.trainer.stages import (
@@ -46,8 +47,6 @@ from quadriga.trainer.stages import (
 )
 from quadriga.workers.method_fields import GENERATE_SEQUENCES
 
-FOLDER = "stream"
-"""The folder of a checkpoint with the prompt groups on their way."""
 Pause = Literal["sync", "validate", "save"]
 """For what the generation is paused."""
 _PROMPTS, _ENDED, _BEGUN, _READY = (
@@ -295,7 +294,7 @@ class StreamedSampler:
         The caller has paused the generation.
         """
         with self._changed:  # a group whose scores come now is saved without them
-            return self._save(checkpoint / FOLDER)
+            return self._save(checkpoint / STREAMED)
 
     def _save(self, folder: Path) -> list[SavedFile]:
         groups = list(self.queue.groups.values())
@@ -328,21 +327,18 @@ class StreamedSampler:
                 batch.meta_info = meta[name]
                 batch.save_to_disk(path)
                 files.append(SavedFile(path.name, path.stat().st_size, digest_file(path)))
-        return [file.under(FOLDER) for file in files]
+        return [file.under(STREAMED) for file in files]
 
     def load(self, checkpoint: Path | None, step: int) -> None:
         """Continue with the prompt groups that were on their way at the end of a step; None: with
         none of them.
-
-        Raises:
-            CheckpointError: they have another number of responses.
         """
         self._drawn = self.queue.ended = step
         self._forget_calls_after(step)
         self._note("settings", self._settings())
         if checkpoint is None:
             return
-        files = {name: checkpoint / FOLDER / name for name in (_PROMPTS, _ENDED, _BEGUN, _READY)}
+        files = {name: checkpoint / STREAMED / name for name in (_PROMPTS, _ENDED, _BEGUN, _READY)}
         saved = {n: DataProto.load_from_disk(path) for n, path in files.items() if path.exists()}
         if _PROMPTS not in saved:  # no group was
             return
@@ -351,13 +347,6 @@ class StreamedSampler:
             batch.meta_info = {}
         numbers, prompts = meta[_PROMPTS]["numbers"], saved[_PROMPTS]
         self._drawn = meta[_PROMPTS]["drawn"]
-        if len(prompts) != self._n * len(numbers):
-            raise CheckpointError(
-                f"{checkpoint} has prompts on their way with {len(prompts) // len(numbers)} "
-                f"responses each, but actor_rollout_ref.rollout.n={self._n}; resume with the same "
-                "number",
-                path=str(checkpoint),
-            )
         groups = list(map(PromptGroup, numbers, prompts.split(self._n), meta[_PROMPTS]["started"]))
         self.queue.add(groups)
         members, tokens = Members(), []
