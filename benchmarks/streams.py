@@ -20,6 +20,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -167,6 +168,80 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
+class RecordedCalls:
+    """What the calls of a streamed run in this process take, and the lengths of its responses."""
+
+    def __init__(self) -> None:
+        from quadriga.streams.generation import SlicedGeneration
+
+        self.lengths: dict[tuple[int, int], int] = {}
+        self.parts: list[list[float]] = []
+        self.seconds: list[float] = []
+        begin, keep = SlicedGeneration._call, SlicedGeneration.keep
+        started: dict[object, tuple[float, list[int]]] = {}
+
+        def _call(ours, replica, members, begun):  # type: ignore[no-untyped-def]
+            before, now = set(ours._calls), time.perf_counter()
+            begin(ours, replica, members, begun)
+            rows = [] if begun is None else begun.tokens.batch["response_mask"].sum(-1).tolist()
+            started.update((future, (now, rows)) for future in set(ours._calls) - before)
+
+        def _keep(ours, ended):  # type: ignore[no-untyped-def]
+            (began, rows), call = started.pop(ended), ours._calls[ended]
+            self.seconds.append(time.perf_counter() - began)
+            answers = ended.get().batch
+            after = answers["response_mask"].sum(-1).numpy()
+            before = np.zeros_like(after)
+            before[: len(rows)] = rows
+            own = [(group.number, int(row)) for group, some in call.members for row in some]
+            self.lengths.update(zip(own, after.tolist(), strict=False))
+            tokens = after - before
+            self.parts.append([1.0, tokens.max(), tokens.sum(), before.sum()])
+            return keep(ours, ended)
+
+        SlicedGeneration._call, SlicedGeneration.keep = _call, _keep  # type: ignore[method-assign]
+
+    def costs(self) -> Costs:
+        """Fit the seconds of the calls but the first two; no part is negative."""
+        parts, seconds = np.array(self.parts[2:]), np.array(self.seconds[2:])
+        used = list(range(4))
+        while True:
+            scale = parts[:, used].mean(0).clip(1e-9)
+            fitted = np.linalg.lstsq(parts[:, used] / scale, seconds, rcond=1e-3)[0] / scale
+            if (fitted >= 0).all():
+                break
+            used.pop(int(fitted.argmin()))
+        call, decode, row, prefill = (
+            dict(zip(used, fitted, strict=True)).get(i, 0.0) for i in range(4)
+        )
+        return Costs(decode, row, prefill=prefill, keeps_cache=False, call=call)
+
+
+def replayed(settings: list[str], folder: Path) -> dict[str, float]:
+    """Train, and simulate a run whose work takes what it took in this one."""
+    from quadriga.cli.async_plan import division_of
+    from quadriga.cli.main import main
+    from quadriga.observability.jsonl import read_jsonl
+    from quadriga.trainer.roles.registry import load_train_config
+
+    calls = RecordedCalls()
+    assert main(["train", *settings]) == 0
+    rows = [*read_jsonl(folder / "metrics.jsonl")]
+    trained = sum(np.mean([row[f"time/{name}"] for row in rows[1:]])
+                  for name in ("evaluate", "advantages", "update_actor"))  # fmt: skip
+    division = division_of(load_train_config(settings))
+    # Weights are sent when the calls have ended, which the simulation waits for itself.
+    sync = min(row["time/sync_weights"] for row in rows)
+    costs = replace(calls.costs(), step=float(trained), sync=sync)
+    groups, n = max(calls.lengths)[0] + 1, max(row for _, row in calls.lengths) + 1
+    lengths = np.array([[calls.lengths[group, row] for row in range(n)] for group in range(groups)])
+    ends = Simulation(division, costs, lengths).run().ends
+    elapsed = [row["progress/elapsed"] for row in rows]
+    measured = (elapsed[-2] - elapsed[0]) / (len(elapsed) - 2)
+    simulated = float(ends[-2] - ends[0]) / (len(elapsed) - 2)
+    return {"measured_s": measured, "simulated_s": simulated, "ratio": simulated / measured}
+
+
 def on_ray() -> dict[str, object]:
     """A synchronous run calibrates the simulation, which then predicts streamed runs."""
     from quadriga.cli.async_plan import read_run
@@ -206,6 +281,8 @@ def on_ray() -> dict[str, object]:
             ratio = simulated / measured
             times = {"measured_s": measured, "simulated_s": simulated, "ratio": ratio}
             found[f"staleness {staleness}"] = times
+        settings = [*given, "trainer.max_staleness=1", f"trainer.default_local_dir={task}/again"]
+        found["staleness 1, replayed"] = replayed(settings, task / "again")
     return found
 
 
