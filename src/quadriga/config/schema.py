@@ -358,7 +358,7 @@ class RolloutConfig(RolloutEngineConfig):
     load_adapters: bool | None = None
     # with trainer.max_staleness: tokens of a response that are sampled in one call. Between two
     # calls other responses may join, and weights are updated
-    slice_tokens: Count = 64
+    slice_tokens: Count = 256
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)
 
 
