@@ -86,10 +86,8 @@ class BatchPlan:
             critic    10 × 1      = 10
         """
         actor_updates = max(0, total_steps - self.config.critic.warmup_steps)
-        return (
-            actor_updates * self.actor.optimizer_steps,
-            total_steps * self.critic.optimizer_steps,
-        )
+        of_critic = total_steps * self.critic.optimizer_steps
+        return actor_updates * self.actor.optimizer_steps, of_critic
 
     def text(self, *, with_critic: bool = True) -> str:
         """Return the plan as lines of text; each number is shown with its calculation."""

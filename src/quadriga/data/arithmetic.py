@@ -82,13 +82,12 @@ class ArithmeticTask:
     max_total: int | None = None
 
     def __post_init__(self) -> None:
+        total = self.max_total or self.max_number
+        at_least = "max_total must be at least max_number, with which a story may start"
         for fits, rule in (
             (self.max_number >= 1, "max_number must be at least 1"),
             (1 <= self.min_steps <= self.max_steps, "1 <= min_steps <= max_steps must hold"),
-            (
-                (self.max_total or self.max_number) >= self.max_number,
-                "max_total must be at least max_number, with which a story may start",
-            ),
+            (total >= self.max_number, at_least),
         ):
             if not fits:
                 raise DataError(f"{rule}, got {self}")

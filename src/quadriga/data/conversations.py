@@ -238,7 +238,8 @@ def encode_turns(
     for number, (chat, ends) in enumerate(zip(chats, turns, strict=True), start=first):
         of_chat = [next(texts) for _ in ends]
         parts.append(_parts(of_chat, chat[ends[-1]]["content"], tokenizer, number))
-    special = _special_tokens(tokenizer)
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special.add(int(tokenizer.eos_token_id))  # one of them can end a turn
     tokens = _tokens_of_parts(tokenizer, parts)
     return [_joined(of_chat, special, tokenizer) for of_chat in tokens]
 
@@ -289,8 +290,7 @@ def _parts(
             raise ModelError(
                 f"the chat template of the tokenizer {name!r} writes the turns of conversation "
                 f"{number} in another way once more messages follow, so the tokens of the "
-                "assistant are unknown; set data.loss_turns=last, which trains on the last turn of "
-                "each conversation",
+                "assistant are unknown; set data.loss_turns=last",
                 path=name,
             )
         parts += [turn[end : len(before)], turn[len(before) :]]
@@ -417,12 +417,6 @@ def _end_of_turn(
             rest = str(tokenizer.decode(list(tokens[position + 1 :])))
             return None if rest.strip() else position
     return None
-
-
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the special tokens. One of them can end a turn."""
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return special | {int(tokenizer.eos_token_id)}
 
 
 MARGINS = "margins"

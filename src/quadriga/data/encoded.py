@@ -179,16 +179,14 @@ class EncodedDataset(Generic[ItemT]):
         Args:
             limit: tokens of the longest row, from the setting `key`.
         """
-        if self.special_tokens not in get_args(SpecialTokens):
-            known = get_args(SpecialTokens)
+        if self.special_tokens not in (known := get_args(SpecialTokens)):
             raise unknown_name("value of special_tokens", self.special_tokens, known)
         self._parts: list[_Part] = []
         self.file_sizes: list[int] = []
         count = 0
         given = [row for row in files if isinstance(row, Row)]
-        paths = (
-            [Path("given")] if given else check_files([f for f in files if not isinstance(f, Row)])
-        )
+        named = [file for file in files if not isinstance(file, Row)]
+        paths = [Path("given")] if given else check_files(named)
         for path in paths:
             size, parts = self._parts_of(path, given, count)
             self._parts += [part for part in parts if part.batch.num_rows]
@@ -314,9 +312,8 @@ def _plain(value: object) -> object:
 
 def _is_large(path: Path) -> bool:
     """Return whether the rows of a file are kept in a cache file."""
-    if path.stat().st_size >= LARGE_FILE:
-        return True
-    return path.suffix == ".parquet" and count_rows(path) >= LARGE_COUNT
+    large = path.stat().st_size >= LARGE_FILE
+    return large or (path.suffix == ".parquet" and count_rows(path) >= LARGE_COUNT)
 
 
 def _read(path: Path) -> list[pa.RecordBatch]:
@@ -463,10 +460,8 @@ class PromptDataset(EncodedDataset[PromptItem]):
             if self.images is None:
                 check_no_images(row, self.image_key)
             used.append(chat if self.images is None else self.images.template_chat(row, chat))
-        first = rows[0].number if rows else 0
-        encoded = encode_chats(
-            self.tokenizer, used, first=first, arguments=self.chat_template_kwargs
-        )
+        first, arguments = rows[0].number if rows else 0, self.chat_template_kwargs
+        encoded = encode_chats(self.tokenizer, used, first=first, arguments=arguments)
         found: list[EncodedRow | None] = [None] * len(rows)
         for i, ids in zip(short, encoded, strict=True):
             expanded = ids if self.images is None else self.images.expand(rows[i], ids)

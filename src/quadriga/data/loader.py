@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
 import numpy as np
@@ -27,14 +28,7 @@ import torch
 from torch import Tensor
 
 from quadriga.data.chat import EncodedAnswer
-from quadriga.data.user_classes import (
-    PromptItem,
-    RowSampler,
-    continue_sampler,
-    sampled_rows,
-    sampler_state,
-    update_sampler,
-)
+from quadriga.data.user_classes import PromptItem, RowSampler, called, sampled_rows, sampler_state
 from quadriga.errors import CheckpointError, ConfigError, DataError, LengthError
 from quadriga.protocol import DataProto, fields
 from quadriga.protocol.values import object_array
@@ -117,11 +111,10 @@ class PromptLoader:
         return whole + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[DataProto]:
-        options: Any = {"seed": self.seed, "epoch": self.epoch, "shuffle": self.shuffle}
-        if self.mixture is None:
-            order = epoch_order(len(self.dataset), **options)
-        else:
-            order = self.mixture.order(**options)
+        own = (
+            partial(epoch_order, len(self.dataset)) if self.mixture is None else self.mixture.order
+        )
+        order = own(seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
         while self.batches_done < len(self):
             rows = self._rows(order)
             # Counted before `yield`: a state that is taken while the caller works on this batch
@@ -136,7 +129,7 @@ class PromptLoader:
     def update(self, data: DataProto) -> None:
         """Tell the sampler, if there is one, about a step."""
         if self.sampler is not None:
-            update_sampler(self.sampler, data)
+            called(self.sampler, "update", partial(self.sampler.update, data))
 
     def _rows(self, order: Order) -> Sequence[int]:
         """Return the rows of the next batch."""
@@ -184,7 +177,8 @@ class PromptLoader:
         self.epoch = state["epoch"]
         self.batches_done = state["batches_done"]
         if self.sampler is not None:
-            continue_sampler(self.sampler, state["sampler"] or {})
+            load = partial(self.sampler.load_state_dict, state["sampler"] or {})
+            called(self.sampler, "load_state_dict", load)
 
 
 def _check_batch(batch: object, items: int, dataset: object) -> None:
@@ -345,11 +339,8 @@ def collate_prompts(
     """
     rows = [item[fields.INPUT_IDS] for item in items]
     ids, mask = pad_rows(rows, pad_token_id, length or max(map(len, rows)), "left")
-    tensors = {
-        fields.INPUT_IDS: ids,
-        fields.ATTENTION_MASK: mask,
-        fields.POSITION_IDS: positions(mask),
-    }
+    tensors = {fields.INPUT_IDS: ids, fields.ATTENTION_MASK: mask}
+    tensors[fields.POSITION_IDS] = positions(mask)
     arrays = object_arrays(items, leave_out=(fields.INPUT_IDS, fields.MULTI_MODAL_INPUTS))
     images = [
         item[fields.MULTI_MODAL_INPUTS] for item in items if fields.MULTI_MODAL_INPUTS in item

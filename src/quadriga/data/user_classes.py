@@ -138,20 +138,15 @@ def sampled_rows(sampler: RowSampler, batch: int, batch_size: int, total: int) -
         DataError: it did not return `batch_size` numbers of rows from 0 to `total` - 1.
     """
     name = type(sampler).__name__
-
-    def chosen() -> list[int]:
-        return [index(row) for row in sampler.rows(batch, batch_size)]
-
-    rows = _called(sampler, f"rows, for batch {batch},", chosen)
+    rows = called(
+        sampler, f"rows, for batch {batch},", lambda: [*map(index, sampler.rows(batch, batch_size))]
+    )
     if len(rows) != batch_size:
-        raise DataError(
-            f"{name}.rows must return {batch_size} rows for batch {batch}, got {len(rows)}"
-        )
-    for row in rows:
-        if not 0 <= row < total:
-            raise DataError(
-                f"{name}.rows: row {row} of batch {batch} is not one of 0 to {total - 1}"
-            )
+        wanted = f"{batch_size} rows for batch {batch}"
+        raise DataError(f"{name}.rows must return {wanted}, got {len(rows)}")
+    outside = [f"row {row} of batch {batch}" for row in rows if not 0 <= row < total]
+    if outside:
+        raise DataError(f"{name}.rows: {outside[0]} is not one of 0 to {total - 1}")
     return rows
 
 
@@ -161,7 +156,7 @@ def sampler_state(sampler: RowSampler) -> dict[str, object]:
     Raises:
         DataError: the state holds something else.
     """
-    state = _called(sampler, "state_dict", sampler.state_dict)
+    state = called(sampler, "state_dict", sampler.state_dict)
     try:
         same: bool = json.loads(json.dumps(state)) == state
     except (TypeError, ValueError):
@@ -174,17 +169,7 @@ def sampler_state(sampler: RowSampler) -> dict[str, object]:
     return state
 
 
-def update_sampler(sampler: RowSampler, data: DataProto) -> None:
-    """Tell a sampler about a step. Raises `DataError` if it fails."""
-    _called(sampler, "update", lambda: sampler.update(data))
-
-
-def continue_sampler(sampler: RowSampler, state: Mapping[str, object]) -> None:
-    """Continue from a state. Raises `DataError` if the sampler fails."""
-    _called(sampler, "load_state_dict", lambda: sampler.load_state_dict(state))
-
-
-def _called(sampler: RowSampler, what: str, call: Callable[[], T]) -> T:
+def called(sampler: RowSampler, what: str, call: Callable[[], T]) -> T:
     """Return what a method of the user returns; `DataError` for whatever it raises."""
     try:
         with contained():

@@ -380,10 +380,9 @@ class DataProto:
         """
         length, size = len(self), mini_batch_size
         if size < 1 or length % size:
-            raise LengthError(
-                f"{length} rows do not divide into mini-batches of {size}: "
-                f"{length} = {size} × {length // max(size, 1)} + {length % max(size, 1)}"
-            )
+            whole, rest = divmod(length, max(size, 1))
+            text = f"{length} rows do not divide into mini-batches of {size}"
+            raise LengthError(f"{text}: {length} = {size} × {whole} + {rest}")
         if length == 0:
             return iter(())  # a DataLoader that shuffles refuses an empty range
         generator = None if seed is None else torch.Generator().manual_seed(seed)
@@ -625,10 +624,8 @@ def check_dicts(
     if num_batch_dims < 1:
         raise LengthError(f"expected at least one batch dimension, got {num_batch_dims=}")
     if num_batch_dims > 1 and non_tensors:
-        raise LengthError(
-            f"non-tensors have one batch dimension, got {num_batch_dims=} "
-            f"with non-tensors {list(non_tensors)}"
-        )
+        given = f"{num_batch_dims=} with non-tensors {list(non_tensors)}"
+        raise LengthError(f"non-tensors have one batch dimension, got {given}")
     _check_mapping("tensors", tensors)
     _check_mapping("non_tensors", non_tensors)
     batch_size: tuple[int, ...] | None = None
@@ -641,11 +638,8 @@ def check_dicts(
             )
         size = tuple(value.shape[:num_batch_dims])
         if len(size) < num_batch_dims:
-            raise FieldError(
-                f"field '{key}' has shape {list(value.shape)}; "
-                f"it needs at least {num_batch_dims} batch dimension(s)",
-                field=key,
-            )
+            needs = f"it needs at least {num_batch_dims} batch dimension(s)"
+            raise FieldError(f"field '{key}' has shape {list(value.shape)}; {needs}", field=key)
         if batch_size not in (None, size):
             first = next(iter(tensors))
             raise halves.unequal(f"'{first}'", list(batch_size or ()), key, list(size))
@@ -669,11 +663,8 @@ def as_array(key: str, value: object) -> Array:
     if isinstance(value, list | tuple):
         return object_array(value)
     hint = "it goes into tensors" if isinstance(value, torch.Tensor) else "wrap it in a list"
-    raise FieldError(
-        f"field '{key}' in non_tensors is a {type(value).__name__}, "
-        f"not a numpy array or a list; {hint}",
-        field=key,
-    )
+    text = f"field '{key}' in non_tensors is a {type(value).__name__}"
+    raise FieldError(f"{text}, not a numpy array or a list; {hint}", field=key)
 
 
 def _split_value(key: str, value: LocalValue, n_split: int) -> LocalValue:
@@ -683,11 +674,8 @@ def _split_value(key: str, value: LocalValue, n_split: int) -> LocalValue:
         rows = [_pieces(key, row, entries, n_split) for row, entries in enumerate(value)]
         return object_array([piece for pieces in rows for piece in pieces])
     if len(value.shape) < 2 or value.shape[1] % n_split:
-        raise LengthError(
-            f"field '{key}' with shape {list(value.shape)} has no dimension 1 that divides into "
-            f"{n_split} columns",
-            field=key,
-        )
+        lacks = f"has no dimension 1 that divides into {n_split} columns"
+        raise LengthError(f"field '{key}' with shape {list(value.shape)} {lacks}", field=key)
     return value.reshape(value.shape[0] * n_split, value.shape[1] // n_split, *value.shape[2:])
 
 

@@ -65,27 +65,17 @@ MULTIPLE_CHOICE = FunctionRef("quadriga.rewards.multiple_choice", "compute_score
 FUNCTIONS: dict[str, FunctionRef] = {
     "quadriga/arithmetic": MARKED_ANSWER,
     "openai/gsm8k": MARKED_ANSWER,
-    **dict.fromkeys(
-        (
-            "quadriga/mathematics",
-            "lighteval/MATH",
-            "DigitalLearningGmbH/MATH-lighteval",
-            "HuggingFaceH4/MATH-500",
-            "HuggingFaceH4/aime_2024",
-            "math_dapo",
-        ),
-        MATHEMATICS,
-    ),
-    **dict.fromkeys(
-        (
-            "quadriga/multiple_choice",
-            "cais/mmlu",
-            "TIGER-Lab/MMLU-Pro",
-            "allenai/ai2_arc",
-            "Idavidrein/gpqa",
-        ),
-        MULTIPLE_CHOICE,
-    ),
+    "quadriga/mathematics": MATHEMATICS,
+    "lighteval/MATH": MATHEMATICS,
+    "DigitalLearningGmbH/MATH-lighteval": MATHEMATICS,
+    "HuggingFaceH4/MATH-500": MATHEMATICS,
+    "HuggingFaceH4/aime_2024": MATHEMATICS,
+    "math_dapo": MATHEMATICS,
+    "quadriga/multiple_choice": MULTIPLE_CHOICE,
+    "cais/mmlu": MULTIPLE_CHOICE,
+    "TIGER-Lab/MMLU-Pro": MULTIPLE_CHOICE,
+    "allenai/ai2_arc": MULTIPLE_CHOICE,
+    "Idavidrein/gpqa": MULTIPLE_CHOICE,
 }
 """data_source → rule function."""
 
@@ -102,11 +92,8 @@ def register_reward_function(data_source: str, path: str, name: str = "compute_s
     Raises `InputError` if the function cannot be loaded or the data source already has one.
     """
     if data_source in FUNCTIONS:
-        held = FUNCTIONS[data_source]
-        raise InputError(
-            f"data_source {data_source!r} already has a reward function, "
-            f"{held.name!r} of {held.source}"
-        )
+        held = f"{FUNCTIONS[data_source].name!r} of {FUNCTIONS[data_source].source}"
+        raise InputError(f"data_source {data_source!r} already has a reward function, {held}")
     ref = FunctionRef(path, name)
     ref.load()
     FUNCTIONS[data_source] = ref
@@ -243,10 +230,8 @@ def _outcome(value: object) -> Outcome:
         if "score" not in value:
             raise TypeError(f"a returned dict needs 'score', got {sorted(map(str, value))}")
         if len(value) > MAX_EXTRAS + 1:
-            raise ValueError(
-                f"a returned dict has {len(value)} entries; 'score' and at most {MAX_EXTRAS} "
-                "others are allowed"
-            )
+            allowed = f"'score' and at most {MAX_EXTRAS} others are allowed"
+            raise ValueError(f"a returned dict has {len(value)} entries; {allowed}")
         others = {k: v for k, v in value.items() if k != "score" and v is not None}
         extra = plain_extras(others)
         for name, number in extra.items():

@@ -408,9 +408,8 @@ def _ground_truth(reward_model: object, function: FunctionRef) -> object:
     """Return the ground truth of a row; None if it has none and the function is the user's."""
     truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
     if truth is None and function in BUILT_IN:
-        raise TypeError(
-            f"reward_model must be a dict with 'ground_truth', got {reward_model!r:.80}"
-        )
+        got = f"got {reward_model!r:.80}"
+        raise TypeError(f"reward_model must be a dict with 'ground_truth', {got}")
     return truth
 
 

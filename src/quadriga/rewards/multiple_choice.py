@@ -151,8 +151,6 @@ def _letter(truth: object) -> str:
         return "ABCDEFGHIJ"[truth]
     text = str(truth).strip().strip("().").upper()
     if len(text) != 1 or not "A" <= text <= "J":
-        raise ValueError(
-            f"the ground truth must be a letter from A to J or a number from 0 to 9, "
-            f"got {truth!r:.100}"
-        )
+        wanted = "a letter from A to J or a number from 0 to 9"
+        raise ValueError(f"the ground truth must be {wanted}, got {truth!r:.100}")
     return text

@@ -100,10 +100,7 @@ class RewardPool:
     """
 
     def __init__(
-        self,
-        num_processes: int,
-        timeout_s: float = 10.0,
-        memory_gb: float | None = None,
+        self, num_processes: int, timeout_s: float = 10.0, memory_gb: float | None = None
     ) -> None:
         self.timeout_s = timeout_s
         self.memory_gb = memory_gb

@@ -18,7 +18,7 @@ from quadriga.protocol import DataProto, DataProtoFuture, fields
 from quadriga.rewards.functions import SCORED, Outcome, plain_extras
 from quadriga.rewards.manager import mean_extras, reward_components
 
-SCORES, EXTRA = "reward_tensor", "reward_extra_info"
+SCORES, EXTRA, KEY = "reward_tensor", "reward_extra_info", "reward_fn"
 Scored: TypeAlias = DataProto | DataProtoFuture
 Returned: TypeAlias = Scored | Tensor | Mapping[str, object]
 BatchFunction: TypeAlias = Callable[[DataProto], Returned]
@@ -73,7 +73,7 @@ class TensorReward:
 
 
 def batch_reward(
-    reward_fn: BatchFunction, components: Sequence[str] = (), key: str = "reward_fn"
+    reward_fn: BatchFunction, components: Sequence[str] = (), key: str = KEY
 ) -> Callable[[DataProto], Scored]:
     """Return a reward function of a program as one that returns batches.
 
@@ -81,9 +81,8 @@ def batch_reward(
     if it cannot be called.
     """
     if not callable(reward_fn):
-        raise ConfigError(
-            f"RayPPOTrainer: {key} must be a function of a batch, got {reward_fn!r}", key=key
-        )
+        wanted = f"{key} must be a function of a batch"
+        raise ConfigError(f"RayPPOTrainer: {wanted}, got {reward_fn!r}", key=key)
     if hasattr(reward_fn, "metrics"):
         return cast("Callable[[DataProto], Scored]", reward_fn)
     return TensorReward(reward_fn, components)
@@ -95,30 +94,21 @@ def _scores(scores: object, shape: Sequence[int]) -> Tensor:
     got = type(scores).__name__
     if isinstance(scores, Tensor):
         got = f"shape {list(scores.shape)}"
-    raise ConfigError(
-        f"reward_fn must return a tensor {list(shape)}, one score per response token, or a dict "
-        f"with {SCORES!r}, got {got}",
-        key="reward_fn",
-    )
+    wanted = f"a tensor {list(shape)}, one score per response token, or a dict with {SCORES!r}"
+    raise ConfigError(f"reward_fn must return {wanted}, got {got}", key=KEY)
 
 
 def _outcomes(extra: object, rows: int) -> list[Outcome]:
     """Return one outcome per row, with the values of the row in `reward_extra_info`."""
-    if extra is None:
-        extra = {}
+    extra = {} if extra is None else extra
     if not isinstance(extra, Mapping):
-        raise ConfigError(
-            f"{EXTRA} of reward_fn must be a dict of lists, got {type(extra).__name__}",
-            key="reward_fn",
-        )
+        got = type(extra).__name__
+        raise ConfigError(f"{EXTRA} of reward_fn must be a dict of lists, got {got}", key=KEY)
     for name, values in extra.items():
         sized = hasattr(values, "__len__") and not isinstance(values, str)
         if not sized or len(values) != rows:
-            raise ConfigError(
-                f"{EXTRA}[{name!r}] must have one value for each of the {rows} rows, got "
-                f"{len(values) if sized else values!r}",
-                key="reward_fn",
-            )
+            got = f"one value for each of the {rows} rows, got {len(values) if sized else values!r}"
+            raise ConfigError(f"{EXTRA}[{name!r}] must have {got}", key=KEY)
     return [
         Outcome(SCORED, extra=plain_extras({name: values[row] for name, values in extra.items()}))
         for row in range(rows)

@@ -90,13 +90,10 @@ class Rollout:
         Args:
             ranks: how many ranks the rollout has, if that is known.
         """
-        if self.settings.options:
-            key = f"{ROLLOUT_KEY}.options"
-            raise ConfigError(
-                f"rollout engine {self.settings.name!r} has no options "
-                f"{sorted(self.settings.options)}; remove them from {key}",
-                key=key,
-            )
+        key, given = f"{ROLLOUT_KEY}.options", sorted(self.settings.options)
+        if given:
+            problem = f"rollout engine {self.settings.name!r} has no options {given}"
+            raise ConfigError(f"{problem}; remove them from {key}", key=key)
 
     def check_updates(self, ranks: int | None, *, take_turns: bool) -> None:
         """Raise `ConfigError` if a training run cannot update the weights of the engine.

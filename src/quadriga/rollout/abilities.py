@@ -120,16 +120,9 @@ class SamplingParams:
 
 
 SamplingSetting = Literal[
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "min_new_tokens",
-    "stop_token_ids",
-    "stop_strings",
-    "ignore_eos",
-    "excluded_token_ids",
-]
+    "temperature", "top_p", "top_k", "min_p", "min_new_tokens", "stop_token_ids", "stop_strings",
+    "ignore_eos", "excluded_token_ids",
+]  # fmt: skip
 """A setting of `SamplingParams` that an engine may be unable to apply."""
 
 ALL_SETTINGS: frozenset[SamplingSetting] = frozenset(get_args(SamplingSetting))

@@ -202,10 +202,8 @@ class RolloutEngine(ABC):
         vocabulary = self.abilities.vocabulary
         outside = [i for i in sampling.stop_token_ids if i >= vocabulary]
         if outside:
-            raise self._wrong_input(
-                f"stop_token_ids {outside} are outside the vocabulary of {vocabulary} tokens, so "
-                "they could never end a response; remove them"
-            )
+            problem = f"stop_token_ids {outside} are outside the vocabulary of {vocabulary} tokens"
+            raise self._wrong_input(f"{problem}, so they never end a response; remove them")
         right = (attention_mask.diff(dim=1) < 0).any(1)
         self._refuse(right, "is padded on the right or inside; pad prompts on the left only")
 
@@ -215,9 +213,8 @@ class RolloutEngine(ABC):
         """Check how far the responses have come; return [B] how many tokens each may still get."""
         sampled, at_most, limit = continued.sampled, continued.at_most, sampling.max_new_tokens
         if not self.abilities.continues:
-            raise self._unable(
-                "continue responses; use rollout.name=hf, vllm or sglang", "continues"
-            )
+            what = "continue responses; use rollout.name=hf, vllm or sglang"
+            raise self._unable(what, "continues")
         self.check_sequences(ids, mask)
         if sampled.shape != ids.shape[:1] or sampled.dtype != torch.int64:
             raise ShapeError(
@@ -225,10 +222,8 @@ class RolloutEngine(ABC):
                 f"{len(ids)} prompts; got {list(sampled.shape)} of {sampled.dtype}"
             )
         if not 1 <= at_most <= limit:
-            raise self._wrong_input(
-                f"continued.at_most must be at least 1 and at most max_new_tokens, {limit}; got "
-                f"{at_most}"
-            )
+            bounds = f"at least 1 and at most max_new_tokens, {limit}"
+            raise self._wrong_input(f"continued.at_most must be {bounds}; got {at_most}")
         wrong = (sampled < 0) | (sampled >= limit)
         count = next(iter(sampled[wrong].tolist()), None)
         problem = f"has {count} response tokens sampled before, of at most {limit}; it cannot go on"

@@ -168,14 +168,8 @@ class GuardedRollout(RolloutEngine):
         more: dict[str, UpdateForm] = {} if form == "whole" else {"form": form}
         self._call("update_weights", lambda: engine.update_weights(noted, version, **more))
         if self.version != version:
-            raise self._failure(
-                RolloutOutputError,
-                "update_weights",
-                f"the engine was given the weights of version {version}, but says that it holds "
-                f"version {self.version}",
-                fault="weight version",
-                row=None,
-            )
+            problem = f"has version {self.version} after an update to version {version}"
+            raise self._output_error("weight version", None, problem)
 
     def _noted(self, stream: _Stream) -> Iterator[tuple[str, Tensor]]:
         """Yield the stream; note the digest of each weight that was read, if no one else can tell.
@@ -407,18 +401,12 @@ class GuardedRollout(RolloutEngine):
         self._require_log_probs(scores, attention_mask.bool())
 
     def _form(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        if len(tensor) != shape[0]:
-            fault = "row count"
-        elif tuple(tensor.shape) != shape:
-            fault = "shape"
-        elif tensor.dtype != dtype:
-            fault = "dtype"
-        else:
+        if (tensor.shape, tensor.dtype) == (shape, dtype):
             return
-        found = f"{list(tensor.shape)} of {tensor.dtype}"
-        raise self._output_error(
-            fault, None, f"has {name} {found} instead of {list(shape)} of {dtype}"
-        )
+        fault = "dtype" if tensor.shape == shape else "shape"
+        fault = fault if len(tensor) == shape[0] else "row count"
+        found = f"{list(tensor.shape)} of {tensor.dtype} instead of {list(shape)} of {dtype}"
+        raise self._output_error(fault, None, f"has {name} {found}")
 
     def _require_log_probs(self, log_probs: Tensor, mask: Tensor) -> None:
         for right, problem in (

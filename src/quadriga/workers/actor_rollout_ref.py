@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams
 
 Use = Literal["actor", "rollout", "ref"]
+_ON_ACTOR = make_nd_compute_dataproto_dispatch_fn("actor")
 
 _ROLES = (
     "actor", "rollout", "ref", "actor_rollout", "actor_ref", "rollout_ref", "actor_rollout_ref",
@@ -103,13 +104,9 @@ class ActorRolloutRefWorker(PolicyWeights):
 
         model, actor = self.config.model, self.config.actor
         if self.uses("actor"):
+            steps = self.runtime.total_steps
             self.actor = build_engine(
-                model,
-                actor.engine,
-                actor.optim,
-                head="lm",
-                device=self.device,
-                total_steps=self.runtime.total_steps,
+                model, actor.engine, actor.optim, head="lm", device=self.device, total_steps=steps
             )
         if self.uses("ref") and self.actor is not None and model.lora.enabled:
             self.ref = self.actor.without_adapters()
@@ -160,21 +157,15 @@ class ActorRolloutRefWorker(PolicyWeights):
         at_most: int | None = prompts.meta_info.get("at_most")
         return generate_batch(self._rollout(), prompts, sampling, at_most)
 
-    @register(
-        dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), reads=COMPUTE_LOG_PROB.inputs
-    )
+    @register(dispatch_mode=_ON_ACTOR, reads=COMPUTE_LOG_PROB.inputs)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Compute `old_log_probs` and `entropys` [B, R] float32 with the actor's current weights.
 
         Reads the fields `COMPUTE_LOG_PROB.reads`.
         """
         outputs = self._forward("actor", data, temperature=self._temperature(), entropy=True)
-        return DataProto.from_dict(
-            tensors={
-                fields.OLD_LOG_PROBS: outputs[LOG_PROBS],
-                fields.ENTROPYS: outputs[ENTROPY],
-            }
-        )
+        found = {fields.OLD_LOG_PROBS: outputs[LOG_PROBS], fields.ENTROPYS: outputs[ENTROPY]}
+        return DataProto.from_dict(tensors=found)
 
     @register(
         dispatch_mode=make_nd_compute_dataproto_dispatch_fn("ref"),
@@ -188,9 +179,7 @@ class ActorRolloutRefWorker(PolicyWeights):
         outputs = self._forward("ref", data, temperature=self._temperature())
         return DataProto.from_dict(tensors={fields.REF_LOG_PROB: outputs[LOG_PROBS]})
 
-    @register(
-        dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), reads=UPDATE_ACTOR.inputs
-    )
+    @register(dispatch_mode=_ON_ACTOR, reads=UPDATE_ACTOR.inputs)
     def update_actor(self, data: DataProto) -> DataProto:
         """Minimise the policy loss: epochs × mini-batches, one optimizer step each.
 
@@ -356,7 +345,7 @@ class ActorRolloutRefWorker(PolicyWeights):
 class SFTWorker(ActorRolloutRefWorker):
     """An actor that takes supervised steps, with a rollout if responses are validated."""
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), reads=UPDATE_SFT.inputs)
+    @register(dispatch_mode=_ON_ACTOR, reads=UPDATE_SFT.inputs)
     def update_sft(self, data: DataProto) -> DataProto:
         """Take one optimizer step on the mean of −log p over the response tokens of all ranks.
 
@@ -375,10 +364,7 @@ class SFTWorker(ActorRolloutRefWorker):
         )
         return DataProto(meta_info={"metrics": {f"sft/{k}": v for k, v in metrics.items()}})
 
-    @register(
-        dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"),
-        reads=COMPUTE_SFT_LOG_PROB.inputs,
-    )
+    @register(dispatch_mode=_ON_ACTOR, reads=COMPUTE_SFT_LOG_PROB.inputs)
     def compute_sft_log_prob(self, data: DataProto) -> DataProto:
         """Compute `old_log_probs` [B, R] float32 of given responses, for the validation loss.
 
@@ -390,10 +376,7 @@ class SFTWorker(ActorRolloutRefWorker):
 
 
 def generate_batch(
-    engine: RolloutEngine,
-    prompts: DataProto,
-    sampling: SamplingParams,
-    at_most: int | None = None,
+    engine: RolloutEngine, prompts: DataProto, sampling: SamplingParams, at_most: int | None = None
 ) -> DataProto:
     """Generate one response per row, check them, and lay the sequences out as fields.
 
@@ -428,6 +411,7 @@ def generate_batch(
     """
     import torch
 
+    from quadriga.data.loader import positions
     from quadriga.models.images import MultiModalRows
     from quadriga.rollout.guard import guarded
 
@@ -445,6 +429,8 @@ def generate_batch(
         more[fields.TOKEN_VERSIONS] = versions
         more[fields.PAUSED] = torch.tensor(paused, dtype=torch.int64)
     attention_mask = torch.cat([prompt_mask, out.response_mask], dim=1)
+    if images is not None:
+        more[fields.POSITION_IDS] = images.followed_by(out.response_mask)
     finished = [reason == "stop" for reason in out.finish_reason]
     return DataProto.from_dict(
         tensors={
@@ -454,7 +440,7 @@ def generate_batch(
             fields.ROLLOUT_LOG_PROBS: out.rollout_log_probs,
             fields.INPUT_IDS: torch.cat([prompt_ids, out.response_ids], dim=1),
             fields.ATTENTION_MASK: attention_mask,
-            fields.POSITION_IDS: _positions(attention_mask, out.response_mask, images),
+            fields.POSITION_IDS: positions(attention_mask),
             fields.SEQUENCE_LENGTH: attention_mask.sum(-1),
             fields.FINISHED: torch.tensor(finished, dtype=torch.int64),
             fields.WEIGHT_VERSION: out.weight_versions,
@@ -531,17 +517,6 @@ def _begun_responses(prompts: DataProto, sampling: SamplingParams) -> dict[str, 
             )
     known = found.get(fields.RESPONSE_MASK, none).bool()
     return {name: torch.where(known, found.get(name, t), t) for name, t in blank.items()}
-
-
-def _positions(
-    attention_mask: Tensor, response_mask: Tensor, images: MultiModalRows | None
-) -> Tensor:
-    """Return the positions of prompts and responses: [B, P + R], or [B, 3, P + R] with images."""
-    if images is not None:
-        return images.followed_by(response_mask)
-    # The sum is -1 at padding on the left. No position embedding has that index, and the
-    # attention mask hides whatever is at position 0 there.
-    return (attention_mask.cumsum(-1) - 1).clamp(min=0)
 
 
 def sampling_params(

@@ -70,10 +70,8 @@ class RewardModelWorker(EngineWorker[RewardModelConfig]):
         path = local_folder(model.path)
         self.tokenizer = tokenizer_of(model)
         self.policy_tokenizer = self.tokenizer if self.policy is None else tokenizer_of(self.policy)
-        arguments = self.config.chat_template_kwargs
-        self.same_tokens = same_tokens(
-            self.tokenizer, self.policy_tokenizer, arguments, self.policy_arguments
-        )
+        arguments = self.config.chat_template_kwargs, self.policy_arguments
+        self.same_tokens = same_tokens(self.tokenizer, self.policy_tokenizer, *arguments)
         self.pad = padding_token(path, model.tokenizer_path or path, trust_remote_code=trusted)
         window = context_window(read_config(path, trust_remote_code=trusted))
         self.longest = None if window is None else window.tokens
@@ -93,9 +91,8 @@ class RewardModelWorker(EngineWorker[RewardModelConfig]):
         from quadriga.rewards.manager import at_last_token
 
         rows = scored_rows(self._conversations(data), self.pad, self.longest)
-        outputs = self._engine().forward(
-            rows, micro_batch_size=self.config.micro_batch_size_per_gpu
-        )
+        size = self.config.micro_batch_size_per_gpu
+        outputs = self._engine().forward(rows, micro_batch_size=size)
         responses = data.batch[fields.RESPONSES]
         # All tokens of the response, whatever the loss does with them.
         tokens = data.batch[fields.ATTENTION_MASK][:, -responses.shape[1] :]
@@ -154,13 +151,9 @@ def same_tokens(
         return True
     prompt: Chat = [{"role": "user", "content": "1"}]
     chat: Chat = [*prompt, {"role": "assistant", "content": "2"}]
-    whole = encode_chats(one, [chat], complete=True, arguments=arguments)
-    answer = one.encode("2", add_special_tokens=False)
-    return whole[0] == [
-        *encode_chats(one, [prompt], arguments=arguments)[0],
-        *answer,
-        one.eos_token_id,
-    ]
+    [whole] = encode_chats(one, [chat], complete=True, arguments=arguments)
+    [before] = encode_chats(one, [prompt], arguments=arguments)
+    return whole == [*before, *one.encode("2", add_special_tokens=False), one.eos_token_id]
 
 
 _SLOPES = "slopes"
@@ -186,14 +179,9 @@ class PairTrainingWorker(EngineWorker[RMConfig]):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(_MESH))
     def update_rm(self, data: DataProto) -> DataProto:
         """Take one optimizer step. See `update_pairs`."""
-        size = self.config.data.micro_batch_size_per_gpu
-        return update_pairs(
-            self._engine(),
-            data,
-            size,
-            forward_rows=self.config.engine.forward_rows(size),
-            drops=self.config.model.lora.dropout > 0,
-        )
+        size, drops = self.config.data.micro_batch_size_per_gpu, self.config.model.lora.dropout > 0
+        forward_rows = self.config.engine.forward_rows(size)
+        return update_pairs(self._engine(), data, size, forward_rows=forward_rows, drops=drops)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(_MESH))
     def compute_pair_scores(self, data: DataProto) -> DataProto:

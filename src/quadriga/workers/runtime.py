@@ -216,13 +216,12 @@ class EngineWorker(Worker, Generic[ConfigT]):
 
     def _engine(self) -> TrainEngine:
         if self.engine is None:
-            raise WorkerError(
-                f"rank {self.rank} with role {self.role!r} has no training engine: call init_model "
-                "first",
-                role=self.role,
-                rank=self.rank,
-            )
+            text = f"rank {self.rank} with role {self.role!r} has no training engine"
+            raise WorkerError(f"{text}: call init_model first", role=self.role, rank=self.rank)
         return self.engine
+
+
+_ON_CRITIC = make_nd_compute_dataproto_dispatch_fn("critic")
 
 
 class CriticWorker(EngineWorker[CriticConfig]):
@@ -244,25 +243,18 @@ class CriticWorker(EngineWorker[CriticConfig]):
         super().__init__("critic", config, "value", runtime)
         self.responses_per_prompt = responses_per_prompt
 
-    @register(
-        dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"), reads=COMPUTE_VALUES.inputs
-    )
+    @register(dispatch_mode=_ON_CRITIC, reads=COMPUTE_VALUES.inputs)
     def compute_values(self, data: DataProto) -> DataProto:
         """Compute `values` [B, R] float32: the value of the state before each response token.
 
         Reads the fields `COMPUTE_VALUES.reads`.
         """
-        outputs = self._engine().forward(
-            {key: data.batch[key] for key in COMPUTE_VALUES.reads},
-            micro_batch_size=self.config.engine.forward_rows(
-                self.config.ppo_micro_batch_size_per_gpu
-            ),
-        )
+        rows = {key: data.batch[key] for key in COMPUTE_VALUES.reads}
+        size = self.config.engine.forward_rows(self.config.ppo_micro_batch_size_per_gpu)
+        outputs = self._engine().forward(rows, micro_batch_size=size)
         return DataProto.from_dict(tensors={fields.VALUES: outputs[VALUES]})
 
-    @register(
-        dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"), reads=UPDATE_CRITIC.inputs
-    )
+    @register(dispatch_mode=_ON_CRITIC, reads=UPDATE_CRITIC.inputs)
     def update_critic(self, data: DataProto) -> DataProto:
         """Minimise the value loss: epochs × mini-batches, one optimizer step each.
 
