@@ -60,9 +60,8 @@ def test_a_deadline_shows_the_stuck_stack_and_the_wait_is_logged(
 
     monkeypatch.setattr(calls, "LOG_S", 0.5)
     assert ray_cases.stuck_on.options(timeout=30)(5, sign) == [None, None]
-    with pytest.raises(
-        CallTimeoutError, match=r"deadline of 1\.2 s; still running on rank\(s\) 1 "
-    ) as caught:
+    late = r"deadline of 1\.2 s; still running on rank\(s\) 1 "
+    with pytest.raises(CallTimeoutError, match=late) as caught:
         ray_cases.stuck_on.options(timeout=1.2)(1, sign)
     assert list(caught.value.stacks) == [1]
     assert "in stuck_on" in caught.value.stacks[1]

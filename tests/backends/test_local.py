@@ -88,16 +88,14 @@ def test_coroutines_inside_a_running_loop():
 def test_a_deadline_does_not_interrupt_the_call_and_is_an_error_with_its_stack(caplog):
     group = start(Cases, 2)
     assert group.sleep.options(timeout=60)(0, 0.01) == [0, 1]
-    with pytest.raises(
-        CallTimeoutError, match=r"^Cases\.sleep exceeded its deadline of 0\.5 s"
-    ) as e:
+    late = r"^Cases\.sleep exceeded its deadline of 0\.5 s"
+    with pytest.raises(CallTimeoutError, match=late) as e:
         group.sleep.options(timeout=0.5)(1, 1.0)
     error = e.value
     assert (error.role, error.rank, error.method) == ("Cases", 1, "sleep")
     assert error.stacks[1].splitlines()[0].endswith("in sleep")
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 1
-    assert "Cases.sleep on rank 1 exceeded its deadline of 0.5 s" in said[0]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "Cases.sleep on rank 1 exceeded its deadline of 0.5 s" in said
 
 
 def test_a_deadline_of_the_group_holds_for_futures_and_the_methods_own_error_comes_first():

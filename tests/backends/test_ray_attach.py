@@ -10,7 +10,7 @@ import psutil
 import pytest
 import ray
 from ray.util.placement_group import placement_group_table
-from worker_cases import Adder, Cases, group_on
+from worker_cases import Adder, Cases, group_on, taken_over
 
 from quadriga.backends import get_backend
 from quadriga.backends.local import LocalWorkerGroup
@@ -36,21 +36,16 @@ def test_attaching_to_a_busy_rank_says_so(ray_cases, monkeypatch, sign):
     monkeypatch.setattr(start, "ATTACH_TIMEOUT_S", 1.0)
     busy = ray_cases.stuck_on.submit(1, sign)
     with pytest.raises(CallTimeoutError, match=r"1 of 2 existing ranks did not say within 1 s"):
-        RayWorkerGroup.from_detached(
-            worker_handles=ray_cases.workers, ray_cls_with_init=RayClassWithInitArgs(Cases)
-        )
+        taken_over(Cases, worker_handles=ray_cases.workers)
     with pytest.raises(CallTimeoutError, match="1 of 1 existing ranks"):
         RayClassWithInitArgs(Adder)(sharing_with=ray_cases.workers[1])
     assert not busy.done()
 
 
 def test_an_option_that_only_a_start_reads_is_refused(ray_cases):
-    attached = {"worker_handles": ray_cases.workers}
+    given = {"worker_env": {"A": "1"}, "register_center": True}
     with pytest.raises(DispatchError, match="worker_env, register_center has no effect"):
-        RayWorkerGroup.from_detached(
-            worker_env={"A": "1"}, register_center=True,
-            ray_cls_with_init=RayClassWithInitArgs(Cases), **attached,
-        )  # fmt: skip
+        taken_over(Cases, worker_handles=ray_cases.workers, **given)
 
 
 def test_errors_of_the_register_center(ray_backend, monkeypatch):
@@ -62,9 +57,8 @@ def test_errors_of_the_register_center(ray_backend, monkeypatch):
     with pytest.raises(PlacementError, match=r"exists already: .* prefix 'joined'"):
         join_register_center(name, 0, 2)
     ray.get(first.center.get_rank_zero_info.remote(), timeout=30)  # it has started
-    stopped = psutil.Process(
-        ray.get(first.center.__ray_call__.remote(lambda actor: os.getpid()), timeout=30)
-    )
+    pid = first.center.__ray_call__.remote(lambda actor: os.getpid())
+    stopped = psutil.Process(ray.get(pid, timeout=30))
     stopped.suspend()
     with pytest.raises(CallTimeoutError, match="did not answer rank 1 of 2 after 0 s"):
         join_register_center(name, 1, 2)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from worker_cases import Adder, Cases, Coroutines, Nested, group_on
+from worker_cases import Adder, Cases, Coroutines, Nested, group_on, taken_over
 
 from quadriga.backends import get_backend
 from quadriga.backends.ray import (
@@ -136,18 +136,14 @@ def test_a_group_and_a_single_rank_share_the_places_of_a_group(pool):
 def test_existing_workers_by_their_handles(pool):
     first = group_on(pool, Adder, 1, master_port_range=(40_000, 50_000))
     assert 40_000 <= int(first.master_port) < 50_000
-    taken = RayWorkerGroup.from_detached(
-        worker_handles=first.workers[::-1], ray_cls_with_init=RayClassWithInitArgs(Adder)
-    )
+    taken = taken_over(worker_handles=first.workers[::-1])
     assert taken.add(0) == [1, 2]  # in the order of the ranks, not of the handles
     assert taken.worker_names == first.worker_names
     assert taken.master_port == first.master_port
     first.shutdown()
     first.wait_until_ended()
     with pytest.raises(WorkerDiedError, match="has ended"):
-        RayWorkerGroup.from_detached(
-            worker_handles=first.workers, ray_cls_with_init=RayClassWithInitArgs(Adder)
-        )
+        taken_over(worker_handles=first.workers)
 
 
 def test_options_of_a_class_reach_its_actors(ray_backend):
@@ -195,9 +191,7 @@ def test_another_driver_takes_a_detached_group_over(ray_backend):
 
 def test_a_detached_worker_that_does_not_exist(ray_backend):
     with pytest.raises(WorkerDiedError, match="has no worker named 'absent'"):
-        RayWorkerGroup.from_detached(
-            worker_names=["absent"], ray_cls_with_init=RayClassWithInitArgs(Adder)
-        )
+        taken_over(worker_names=["absent"])
 
 
 def test_calls_interleave_if_only_a_role_of_a_fused_class_has_coroutine_methods(pool):

@@ -396,6 +396,13 @@ class Reader(Cases):
         return one, cut
 
 
+def taken_over(cls=Adder, **named):
+    """Attach to the ranks of a group that exists."""
+    from quadriga.backends.ray import RayClassWithInitArgs, RayWorkerGroup
+
+    return RayWorkerGroup.from_detached(ray_cls_with_init=RayClassWithInitArgs(cls), **named)
+
+
 def group_on(pool, cls=Adder, *args, **options):
     """Start a group of `cls(*args)` on a pool of Ray."""
     from quadriga.backends.ray import RayClassWithInitArgs, RayWorkerGroup

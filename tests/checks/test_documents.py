@@ -101,9 +101,8 @@ def test_planted_faults_are_reported(tmp_path):
     assert missing_names(planted) == ["quadriga.algorithms.register_policy_loss"]
     assert broken_links("see [x](absent.md)", tmp_path) == ["absent.md"]
     assert broken_links("# A b\n[x](#a-b) [y](#c)", tmp_path) == ["#c"]
-    assert commands("```bash\n$ quadriga train \\\n  data.sede=1\n```") == [
-        "quadriga train    data.sede=1"
-    ]
+    found = commands("```bash\n$ quadriga train \\\n  data.sede=1\n```")
+    assert found == ["quadriga train    data.sede=1"]
     with pytest.raises(ValueError, match=r"did you mean data\.seed"):
         check_command("quadriga train data.sede=1")
     with pytest.raises(SystemExit):

@@ -77,10 +77,7 @@ def test_errors_are_not_ignored():
 def test_a_planted_handler_is_reported():
     text = "try:\n    x()\nexcept Exception:\n    pass\n"
     assert broad_handlers(SourceFile("src/quadriga/x.py", text))
-    for better in (
-        text.replace("pass", "raise"),
-        text.replace("n:\n", "n:  # returned\n"),
-    ):
+    for better in (text.replace("pass", "raise"), text.replace("n:\n", "n:  # returned\n")):
         assert broad_handlers(SourceFile("src/quadriga/x.py", better)) == []
 
 

@@ -9,16 +9,10 @@ from source_tree import SourceFile, package_files
 
 def graph_of(**texts):
     """The graph of files given as `folder__module="text"`; `__` stands for a slash."""
-    files = [
-        SourceFile(f"src/quadriga/{name.replace('__', '/')}.py", text)
-        for name, text in texts.items()
-    ]
-    inits = [
-        SourceFile(f"{file.folder}/__init__.py", "") for file in files if "INIT" not in file.name
-    ]
-    files = [SourceFile(file.name.replace("INIT", "__init__"), file.text) for file in files]
-    known = {file.name for file in files}
-    return import_graph([*files, *(init for init in inits if init.name not in known)])
+    given = {f"src/quadriga/{n.replace('__', '/')}.py": text for n, text in texts.items()}
+    inits = {f"{name.rpartition('/')[0]}/__init__.py": "" for name in given}
+    given = inits | {n.replace("INIT", "__init__"): text for n, text in given.items()}
+    return import_graph([SourceFile(name, text) for name, text in given.items()])
 
 
 def test_no_import_circle():

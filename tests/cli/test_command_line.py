@@ -41,63 +41,54 @@ def test_the_command_receives_the_settings(capsys, monkeypatch, tmp_path):
     replace_training(monkeypatch, seen.append)
     file = tmp_path / "run.yaml"
     file.write_text("data: {seed: 1}\ntrainer: {seed: 4}\n")
-    code, _, err = run(
-        capsys, "train", "data.seed=2", "--config", str(file), "algorithm.adv_estimator=grpo"
-    )
+    given = ["data.seed=2", "algorithm.adv_estimator=grpo"]
+    code, _, err = run(capsys, "train", *given, "--config", str(file))
     assert (code, err) == (0, "")
-    assert seen == [
-        load_config(TrainConfig, ["data.seed=2", "trainer.seed=4", "algorithm.adv_estimator=grpo"])
-    ]
+    assert seen == [load_config(TrainConfig, [*given, "trainer.seed=4"])]
 
 
 def test_an_unknown_setting_is_one_line_and_code_2(capsys, monkeypatch):
     replace_training(monkeypatch, pytest.fail)
     code, out, err = run(capsys, "train", "algorithm.adv_estimater=gae")
-    assert code == 2
-    assert out == ""
-    assert err == (
-        "error: no setting algorithm.adv_estimater; did you mean algorithm.adv_estimator?\n"
-    )
+    text = "error: no setting algorithm.adv_estimater; did you mean algorithm.adv_estimator?\n"
+    assert (code, out, err) == (2, "", text)
 
 
-def test_an_input_error_of_a_command_is_one_line_and_code_2(capsys, monkeypatch):
-    replace_training(monkeypatch, raising(DataError("row 3 of a.parquet:\nno prompt")))
-    code, _, err = run(capsys, "train")
-    assert (code, err) == (2, "error: row 3 of a.parquet: no prompt\n")
+REMOTE = "Traceback\n  rank code\nValueError: boom"
+TWICE = f"boom in update\n\nTraceback of the worker:\n{REMOTE}"
+STOPPED = "stopped; the same command continues with trainer.resume_mode=auto"
 
 
-def test_a_failed_run_shows_the_cause_first_and_has_code_1(capsys, monkeypatch):
-    error = WorkerMethodError("actor[1].update: boom", remote_traceback="Traceback\n  rank code")
+@pytest.mark.parametrize(
+    ("error", "code", "first", "once"),
+    [
+        (
+            DataError("row 3 of a.parquet:\nno prompt"),
+            2,
+            "error: row 3 of a.parquet: no prompt",
+            "",
+        ),
+        (KeyboardInterrupt(), 130, STOPPED, ""),
+        (LengthError("3 rows"), 1, "error: 3 rows", "test_command_line.py"),
+        (WorkerMethodError("a: b", remote_traceback=REMOTE), 1, "error: a: b", "rank code"),
+        (
+            WorkerMethodError(TWICE, remote_traceback=REMOTE),
+            1,
+            "error: boom in update",
+            "rank code",
+        ),
+    ],
+    ids=["input", "interrupt", "controller", "worker", "worker with its traceback in the message"],
+)
+def test_an_error_of_a_run_is_shown_with_its_cause_first(
+    capsys, monkeypatch, error, code, first, once
+):
+    """Errors of the input and interrupts have one line; the others also a traceback, once."""
     replace_training(monkeypatch, raising(error))
-    code, _, err = run(capsys, "train")
-    assert code == 1
-    assert err.splitlines()[0] == "error: actor[1].update: boom"
-    assert "rank code" in err
+    found, _, err = run(capsys, "train")
+    assert (found, err.splitlines()[0]) == (code, first)
+    assert err.count(once) == 1 if once else err == f"{first}\n"
     assert len(err.splitlines()) < 25
-
-
-def test_the_traceback_of_a_worker_is_shown_once(capsys, monkeypatch):
-    remote = "Traceback\n  rank code\nValueError: boom"
-    error = WorkerMethodError(f"boom in update\n\nTraceback of the worker:\n{remote}",
-                              remote_traceback=remote)  # fmt: skip
-    replace_training(monkeypatch, raising(error))
-    _, _, err = run(capsys, "train")
-    assert err.count("rank code") == 1
-
-
-def test_an_error_on_the_controller_shows_the_traceback(capsys, monkeypatch):
-    replace_training(monkeypatch, raising(LengthError("3 rows and 4 rows")))
-    code, _, err = run(capsys, "train")
-    assert code == 1
-    assert err.startswith("error: 3 rows and 4 rows\n")
-    assert "test_command_line.py" in err
-
-
-def test_interrupting_has_code_130(capsys, monkeypatch):
-    replace_training(monkeypatch, raising(KeyboardInterrupt()))
-    code, _, err = run(capsys, "train")
-    how = "the same command continues with trainer.resume_mode=auto"
-    assert (code, err) == (130, f"stopped; {how}\n")
 
 
 def test_other_exceptions_are_raised(monkeypatch):

@@ -35,19 +35,15 @@ def test_plan_with_a_critic_and_with_conflicting_settings(capsys):
 def test_algorithms_lists_the_registries(capsys):
     assert main(["algorithms"]) == 0
     out = capsys.readouterr().out
-    for name in ("gae", "grpo", "ppo_clip", "token-mean", "k3"):
-        assert f"\n  {name} " in out
-    assert "arXiv 2402.03300" in out
-    assert "needs prompt groups" in out
+    names = [f"\n  {name} " for name in ("gae", "grpo", "ppo_clip", "token-mean", "k3")]
+    assert all(text in out for text in (*names, "arXiv 2402.03300", "needs prompt groups"))
 
 
 def test_doctor_shows_packages_and_machine(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    assert "torch" in out
-    assert "Python 3." in out
-    assert "CPUs" in out
-    assert "rollout.name=vllm" in out and "rollout.name=sglang" in out
+    engines = "rollout.name=vllm", "rollout.name=sglang"
+    assert all(text in out for text in ("torch", "Python 3.", "CPUs", *engines))
 
 
 def test_version_of_installed_and_missing_packages():
@@ -55,13 +51,10 @@ def test_version_of_installed_and_missing_packages():
     assert version_of("no_such_package_at_all") is None
 
 
-def test_a_single_response_is_printed_as_it_is(capsys):
-    show_responses([answer([{"role": "user", "content": "2 + 2?"}], "4")])
-    assert capsys.readouterr().out == "4\n"
-
-
-def test_several_responses_are_printed_below_their_prompts(capsys):
+def test_one_response_is_printed_as_it_is_and_several_below_their_prompts(capsys):
     chats = [[{"role": "user", "content": text}] for text in ("a?", "b?")]
+    show_responses([answer(chats[0], "4")])
+    assert capsys.readouterr().out == "4\n"
     show_responses([answer(chats[0], "1", "2"), answer(chats[1], "3")])
     assert capsys.readouterr().out == "> a?\n1\n2\n\n> b?\n3\n\n"
 

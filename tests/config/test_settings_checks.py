@@ -53,10 +53,7 @@ APART = ("placement.actor=[0]", "trainer.n_gpus_per_node=3", LOCAL)
     ("overrides", "ranks"),
     [
         (TWO, r"actor has 2 ranks (trainer.nnodes=1 × trainer.n_gpus_per_node=2)"),
-        (
-            ("placement.actor=[0-1]", "placement.rollout=[2]", *APART[1:]),
-            "actor has 2 ranks (place",
-        ),
+        (("placement.actor=[0-1]", "placement.rollout=[2]", *APART[1:]), "actor has 2 ranks (pla"),
         (("placement.critic=[1-2]", "algorithm.adv_estimator=gae", *APART), "critic has 2 ranks ("),
     ],
 )
@@ -70,11 +67,6 @@ def test_local_ranks_that_need_no_collectives_pass():
     check_train_settings(load_config(TrainConfig, [*placed, *APART]))
     check_train_settings(load_config(TrainConfig, [LOCAL]))
     check_fine_tuning_settings(load_config(SFTConfig, [LOCAL]))
-
-
-def test_several_local_ranks_of_fine_tuning_are_refused():
-    message = error_of(check_fine_tuning_settings, SFTConfig, TWO)
-    assert "2 ranks (trainer.nnodes=1 × trainer.n_gpus_per_node=2)" in message
 
 
 def test_defaults_pass():
@@ -106,10 +98,7 @@ def test_defaults_pass():
             ["algorithm.overlong.enable=true", "algorithm.overlong.buffer_length=600"],
             "buffer_length=600 is longer than data.max_response_length=512",
         ),
-        (
-            ["algorithm.rollout_correction.lower=3"],
-            "rollout_correction.lower=3 must be below upper=2",
-        ),
+        (["algorithm.rollout_correction.lower=3"], "correction.lower=3 must be below upper=2"),
         (
             ["critic.optim.total_steps=5", "critic.optim.lr_warmup_steps=6"],
             "critic.optim.lr_warmup_steps=6 is more than critic.optim.total_steps=5",
@@ -133,16 +122,12 @@ def test_defaults_pass():
             "steps; set it to at most 3",
         ),
         (
-            [
-                "trainer.total_training_steps=5",
-                "critic.warmup_steps=2",
-                f"{MINI}=32",
-                f"{ACTOR}.optim.lr_warmup_steps=7",
-            ],
+            ["trainer.total_training_steps=5", "critic.warmup_steps=2", f"{MINI}=32",
+             f"{ACTOR}.optim.lr_warmup_steps=7"],
             f"{ACTOR}.optim.lr_warmup_steps=7 is more than the 6 optimizer steps of the run",
         ),
     ],
-)
+)  # fmt: skip
 def test_conflicting_settings(overrides, words):
     assert words in error_of(check_train_settings, TrainConfig, overrides)
 
@@ -150,10 +135,7 @@ def test_conflicting_settings(overrides, words):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        (
-            "algorithm.adv_estimator=grop",
-            "got 'grop'; did you mean grpo?",
-        ),
+        ("algorithm.adv_estimator=grop", "got 'grop'; did you mean grpo?"),
         ("actor_rollout_ref.actor.loss_agg_mode=token_mean", "did you mean token-mean?"),
         ("actor_rollout_ref.actor.kl_loss_type=k9", "k3+, low_var_kl+, full, got 'k9'"),
         ("algorithm.kl_penalty=full", "abs+, k3+, low_var_kl+, got 'full'"),
@@ -162,10 +144,7 @@ def test_conflicting_settings(overrides, words):
             "rollout.name must be one of hf, sglang, vllm, got 'vlm'; did you mean vllm?",
         ),
         ("critic.engine.name=fsdp3", "did you mean fsdp?"),
-        (
-            "trainer.backend=rya",
-            "trainer.backend must be one of ray, local, got 'rya'; did you mean",
-        ),
+        ("trainer.backend=rya", "backend must be one of ray, local, got 'rya'; did you mean ray"),
         ("critic.engine.reduce_dtype=auto", "must be one of float32, bfloat16, float16, got"),
     ],
 )
@@ -191,15 +170,13 @@ def test_values_out_of_range(override, words):
 
 
 def test_sft_settings():
-    words = error_of(
-        check_fine_tuning_settings,
-        SFTConfig,
-        ["data.train_batch_size=7", "trainer.n_gpus_per_node=2"],
-    )
-    assert "data.train_batch_size=7 rows do not divide over 2 ranks" in words
-    assert words.endswith("set it to 6 or 8")
-    words = error_of(check_fine_tuning_settings, SFTConfig, ["trainer.stop_at_accuracy=0.3"])
-    assert "needs validation prompts; set data.val_files" in words
+    for given, words in (
+        (TWO, "2 ranks (trainer.nnodes=1 × trainer.n_gpus_per_node=2)"),
+        (["data.train_batch_size=7", TWO[0]], "=7 rows do not divide over 2 ranks"),
+        (["data.train_batch_size=7", TWO[0]], "; set it to 6 or 8"),
+        (["trainer.stop_at_accuracy=0.3"], "needs validation prompts; set data.val_files"),
+    ):
+        assert words in error_of(check_fine_tuning_settings, SFTConfig, given)
 
 
 @pytest.mark.parametrize("setting", ["model.freeze=['*']", "model.lora.rank=2"])
@@ -209,8 +186,8 @@ def test_a_model_that_is_not_trained_has_no_adapters_and_no_frozen_weights(setti
 
 
 def test_generate_settings():
-    words = error_of(check_generate_settings, GenerateConfig, ["n=3"])
-    assert "n=3 greedy responses (sampling.temperature=0) would all be equal" in words
+    words = "n=3 greedy responses (sampling.temperature=0) would all be equal"
+    assert words in error_of(check_generate_settings, GenerateConfig, ["n=3"])
     check_generate_settings(load_config(GenerateConfig, ["n=3", "sampling.temperature=1"]))
 
 

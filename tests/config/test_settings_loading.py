@@ -1,6 +1,7 @@
 """`load_config` combines defaults, a file and overrides in one typed, frozen object."""
 
 import dataclasses
+from operator import attrgetter
 
 import pytest
 
@@ -17,25 +18,19 @@ def load(*overrides, file=None):
 
 
 def test_overrides_set_values_of_every_type_at_every_level():
-    config = load(
-        "algorithm.adv_estimator=grpo",
-        "trainer.n_gpus_per_node=2",
-        "actor_rollout_ref.actor.optim.lr=3e-4",
-        "data.train_files=[a.parquet,b.parquet]",
-        "actor_rollout_ref.actor.optim.betas=[0.8,0.95]",
-        "data.filter_overlong_prompts=false",
-        "critic.model.gradient_checkpointing=selective",
-        "trainer.total_training_steps=7",
-    )
-    assert config.algorithm.adv_estimator == "grpo"
-    assert config.trainer.n_gpus_per_node == 2
-    assert config.actor_rollout_ref.actor.optim.lr == 3e-4
-    assert config.data.train_files == ["a.parquet", "b.parquet"]
-    assert config.actor_rollout_ref.actor.optim.betas == (0.8, 0.95)
-    assert config.data.filter_overlong_prompts is False
-    assert config.critic.model.gradient_checkpointing == "selective"
-    assert config.trainer.total_training_steps == 7
-    assert isinstance(config.actor_rollout_ref.actor.optim, OptimConfig)
+    values = {
+        "algorithm.adv_estimator=grpo": "grpo",
+        "trainer.n_gpus_per_node=2": 2,
+        "actor_rollout_ref.actor.optim.lr=3e-4": 3e-4,
+        "data.train_files=[a.parquet,b.parquet]": ["a.parquet", "b.parquet"],
+        "actor_rollout_ref.actor.optim.betas=[0.8,0.95]": (0.8, 0.95),
+        "data.filter_overlong_prompts=false": False,
+        "critic.model.gradient_checkpointing=selective": "selective",
+        "trainer.total_training_steps=7": 7,
+    }
+    config = load(*values)
+    found = {given: attrgetter(given.partition("=")[0])(config) for given in values}
+    assert found == values and isinstance(config.actor_rollout_ref.actor.optim, OptimConfig)
 
 
 def test_other_settings_of_a_section_keep_the_defaults_of_that_section():
@@ -69,10 +64,8 @@ def test_a_mapping_is_merged_into_a_section():
 
 
 def test_a_reference_to_an_unknown_setting_names_the_nearest():
-    with pytest.raises(
-        UnknownSettingError,
-        match=r"\$\{trainer\.sed\}: no setting trainer\.sed; did you mean trainer\.seed",
-    ):
+    message = r"\$\{trainer\.sed\}: no setting trainer\.sed; did you mean trainer\.seed"
+    with pytest.raises(UnknownSettingError, match=message):
         load("data.seed=${trainer.sed}")
 
 
@@ -93,14 +86,8 @@ def test_text_settings_keep_the_raw_text_after_the_equals_sign(text):
         ("+trainer.n_gpu_per_node=1", "trainer.n_gpus_per_node"),
         ("data.seed.x=1", "data.seed"),
         ("optim.lr=1", "actor_rollout_ref.actor.optim.lr"),
-        (
-            "actor_rollout_ref.rollout.temperature=1",
-            "actor_rollout_ref.rollout.sampling.temperature",
-        ),
-        (
-            "actor_rollout_ref.actor.fsdp_config.fsdp_size=1",
-            "actor_rollout_ref.actor.engine.fsdp_size",
-        ),
+        (f"{ARR}.rollout.temperature=1", f"{ARR}.rollout.sampling.temperature"),
+        (f"{ARR}.actor.fsdp_config.fsdp_size=1", f"{ARR}.actor.engine.fsdp_size"),
         (f"{ARR}.rollout.tensor_model_parallel_size=2", f"{ARR}.ref.engine.tensor_parallel_size"),
         ("xyzzy=1", None),
     ],
@@ -157,19 +144,16 @@ def test_overrides_win_over_the_file(tmp_path):
         ("data: {seed: x}\n", "run.yaml: data.seed must be an integer or null"),
         ("- 1\n", "must hold `key: value` settings, got a list"),
         ("a: [\n", "cannot read settings file"),
+        (None, "no settings file "),
     ],
 )
 def test_errors_in_a_file_name_the_file(tmp_path, text, message):
     file = tmp_path / "run.yaml"
-    file.write_text(text)
+    if text is not None:
+        file.write_text(text)
     with pytest.raises(ConfigError) as caught:
         load(file=file)
-    assert message in str(caught.value)
-
-
-def test_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"no settings file .*absent\.yaml"):
-        load(file=tmp_path / "absent.yaml")
+    assert message in str(caught.value) and "run.yaml" in str(caught.value)
 
 
 @pytest.mark.parametrize("cls", [TrainConfig, SFTConfig, GenerateConfig])

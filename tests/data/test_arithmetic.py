@@ -6,12 +6,7 @@ import re
 import pyarrow.parquet as pq
 import pytest
 
-from quadriga.data.arithmetic import (
-    ArithmeticTask,
-    make_parts,
-    make_problem,
-    write_arithmetic,
-)
+from quadriga.data.arithmetic import ArithmeticTask, make_parts, make_problem, write_arithmetic
 from quadriga.errors import DataError
 
 
@@ -87,10 +82,8 @@ def kind_of_mistake(row):
     terms, results = zip(*(line.split("=") for line in wrong), strict=True)
     # No other step may have a wrong result, and the next one goes on from it.
     assert all(eval(term) == int(result) for term, result in zip(terms[:-1], results, strict=False))
-    assert all(
-        re.split("[-+]", term)[0] == result
-        for term, result in zip(terms[1:], results, strict=False)
-    )
+    following = zip(terms[1:], results, strict=False)
+    assert all(re.split("[-+]", term)[0] == result for term, result in following)
     assert row["rejected"].endswith(f"\n#### {results[-1]}")
     return "number" if eval(terms[-1]) == int(results[-1]) else "result"
 

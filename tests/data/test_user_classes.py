@@ -135,11 +135,8 @@ def test_a_class_with_an_argument_images_is_given_the_rules(tmp_path, tokenizer)
     path = tmp_path / "d.py"
     path.write_text(DATASET)
     rules = object()
-    for name, given, expected in (
-        ("OfImages", rules, rules),
-        ("OfImages", None, None),
-        ("Questions", rules, None),
-    ):
+    cases = ("OfImages", rules, rules), ("OfImages", None, None), ("Questions", rules, None)
+    for name, given, expected in cases:
         config = DataConfig(dataset=DatasetClassConfig(name=name))
         data = user_dataset(str(path), ["a"], tokenizer, config, given)
         assert getattr(data, "images", "no attribute") is expected

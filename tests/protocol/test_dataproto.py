@@ -63,13 +63,10 @@ def test_an_index_of_another_type_is_refused(form, index):
         form(six())[index]
 
 
-def test_the_error_of_a_chunk_that_does_not_divide_has_the_numbers(form):
-    with pytest.raises(LengthError, match=r"6 = 4 × 1 \+ 2.*add 2 rows"):
-        form(six()).chunk(4)
-
-
-def test_chunks_may_be_uneven_with_padding_enabled(form):
+def test_chunks_are_even_unless_padding_is_enabled(form):
     data = form(six())
+    with pytest.raises(LengthError, match=r"6 = 4 × 1 \+ 2.*add 2 rows"):
+        data.chunk(4)
     data.meta_info[DataProtoConfig.auto_padding_key] = True
     assert [rows_of_six(part) for part in data.chunk(4)] == [[0, 1], [2, 3], [4], [5]]
 

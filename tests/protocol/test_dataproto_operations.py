@@ -40,18 +40,11 @@ def test_concat_merges_meta_info():
     def part(**meta):
         return DataProto.from_dict({"x": torch.ones(1)}, meta_info=meta)
 
-    joined = DataProto.concat(
-        [
-            part(metrics={"loss": 1.0}, same=[1, 2]),
-            part(metrics=[{"loss": 2.0}, {"loss": 3.0, "lr": 0.1}], same=[1, 2]),
-            part(metrics=None, only=5),
-        ]
-    )
-    assert joined.meta_info == {
-        "metrics": {"loss": [1.0, 2.0, 3.0], "lr": [0.1]},
-        "same": [1, 2],
-        "only": 5,
-    }
+    first = part(metrics={"loss": 1.0}, same=[1, 2])
+    second = part(metrics=[{"loss": 2.0}, {"loss": 3.0, "lr": 0.1}], same=[1, 2])
+    joined = DataProto.concat([first, second, part(metrics=None, only=5)])
+    metrics = {"loss": [1.0, 2.0, 3.0], "lr": [0.1]}
+    assert joined.meta_info == {"metrics": metrics, "same": [1, 2], "only": 5}
     with pytest.raises(ConflictError, match=r"meta_info key 'same'.*1 and 2"):
         DataProto.concat([part(same=1), part(same=2)])
     with pytest.raises(FieldError, match="a dict or a list of dicts, got float"):
@@ -92,8 +85,7 @@ def test_make_iterator(form):
 
 
 def test_collate(form):
-    data = form(six())
-    assert rows_of_six(collate_fn([data[3], data[1]])) == [3, 1]
+    assert rows_of_six(collate_fn([form(six())[i] for i in (3, 1)])) == [3, 1]
     with pytest.raises(LengthError, match="got none"):
         collate_fn([])
 
@@ -115,6 +107,9 @@ def test_fold_and_unfold(form):
         unfold_batch_dim(data)
 
 
+JAGGED = {"q": TensorDict({"rag": six().batch["rag"]}, [6])}
+
+
 @pytest.mark.parametrize(
     ("fold", "tensors", "error", "text"),
     [
@@ -123,12 +118,7 @@ def test_fold_and_unfold(form):
         (lambda d: unfold_batch_dim(d, 0), {}, LengthError, "batch_dims.*1 or more, got 0"),
         (lambda d: unfold_batch_dim(d, (2, 3)), {}, LengthError, r"batch_dims.*got \(2, 3\)"),
         (unfold_batch_dim, {"y": torch.zeros(6, 3)}, FieldError, r"'y' .*\[6, 3\].*\[6, 2\]"),
-        (
-            lambda d: fold_batch_dim(d, 2),
-            {"q": TensorDict({"rag": six().batch["rag"]}, [6])},
-            FieldError,
-            "'q' is jagged",
-        ),
+        (lambda d: fold_batch_dim(d, 2), JAGGED, FieldError, "'q' is jagged"),
     ],
 )
 def test_what_cannot_be_folded_is_refused_by_name(fold, tensors, error, text):
@@ -214,12 +204,10 @@ def test_setting_a_field_checks_its_length(store):
 
 
 def test_repeats_are_checked(form):
-    with pytest.raises(LengthError, match="expected 6 counts of 0 or more"):
-        form(six()).sample_level_repeat([1, 2])
-    with pytest.raises(FieldError, match="one integer per row"):
-        form(six()).sample_level_repeat([0.5] * 6)
-    with pytest.raises(LengthError, match="of 0 or more"):
-        form(six()).sample_level_repeat([1, 1, 1, 1, 1, -1])
+    short, negative = (LengthError, [1, 2]), (LengthError, [1, 1, 1, 1, 1, -1])
+    for kind, counts in (short, negative, (FieldError, [0.5] * 6)):
+        with pytest.raises(kind, match=r"expected 6 counts of 0 or more|one integer per row"):
+            form(six()).sample_level_repeat(counts)
 
 
 @dataclass

@@ -10,6 +10,7 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from quadriga.config.schema import EngineConfig, ModelConfig
+from quadriga.data.loader import pad_rows
 from quadriga.models.loading import load_causal_lm
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams
@@ -33,11 +34,8 @@ def prompts():
     """Eight rows with two columns of padding in every row; rows 1, 4, 6 repeat other prompts."""
     random = torch.Generator().manual_seed(1)
     lengths = [3, 3, 5, 1, 5, 7, 3, 2]
-    ids = torch.zeros(8, 9, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for row, length in enumerate(lengths):
-        ids[row, 9 - length :] = torch.randint(20, 200, (length,), generator=random)
-        mask[row, 9 - length :] = 1
+    rows = [torch.randint(20, 200, (n,), generator=random).tolist() for n in lengths]
+    ids, mask = pad_rows(rows, 0, 9, "left")
     for row, same in ((1, 0), (4, 2), (6, 0)):
         ids[row] = ids[same]
     return ids, mask, torch.arange(100, 108)

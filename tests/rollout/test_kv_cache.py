@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from quadriga.config.schema import ModelConfig
+from quadriga.data.loader import pad_rows
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams
 from quadriga.rollout.hf.kv_cache import (
@@ -55,11 +56,8 @@ def built(config, dtype=torch.float32):
 
 def prompts():
     """Seven rows of three prompts of 5, 9 and 2 tokens, not in the order of the prompts."""
-    lengths = [5, 9, 2]
-    ids, mask = torch.zeros(3, 9, dtype=torch.int64), torch.zeros(3, 9, dtype=torch.int64)
-    for row, length in enumerate(lengths):
-        ids[row, 9 - length :] = torch.arange(length) * 7 % 90 + row
-        mask[row, 9 - length :] = 1
+    rows = [(torch.arange(n) * 7 % 90 + row).tolist() for row, n in enumerate([5, 9, 2])]
+    ids, mask = pad_rows(rows, 0, 9, "left")
     of_row = torch.tensor([0, 1, 0, 2, 1, 0, 1])
     return ids[of_row], mask[of_row]
 
@@ -104,9 +102,8 @@ def test_both_caches_give_the_same_tokens(family, folders, monkeypatch):
         engine._cached.shares_prompts = False
         repeated = engine.generate(ids, mask, sampling, seeds)
         assert torch.equal(out.response_ids, repeated.response_ids)
-        torch.testing.assert_close(
-            out.rollout_log_probs, repeated.rollout_log_probs, atol=2e-5, rtol=0
-        )
+        both = out.rollout_log_probs, repeated.rollout_log_probs
+        torch.testing.assert_close(*both, atol=2e-5, rtol=0)
     if family in SHARING:
         assert min(prompts for _, prompts in counts) < 3  # a prompt was dropped
 

@@ -21,7 +21,6 @@ from quadriga.errors import (
 )
 from quadriga.rollout.base import Continued, RolloutOutput, SamplingParams, tensor_digest
 from quadriga.rollout.guard import GuardedRollout
-from quadriga.testing import write_reference_model
 
 SAMPLING = SamplingParams(max_new_tokens=6, eos_token_ids=tuple(range(20, 60)), pad_token_id=0)
 IDS = torch.tensor([[0, 84, 83], [70, 71, 72]])
@@ -37,13 +36,6 @@ CAUGHT = {
     "wrong version": (RolloutOutputError, "weight version"),
     "missing row": (RolloutOutputError, "row count"),
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("reference") / "model")
-    write_reference_model(path)
-    return path
 
 
 @pytest.mark.parametrize("fault", CAUGHT)

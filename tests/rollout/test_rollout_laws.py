@@ -10,16 +10,8 @@ import torch
 from fake_rollout import FakeRollout, full_abilities
 from quadriga.config.schema import ModelConfig
 from quadriga.rollout import build_rollout
-from quadriga.testing import LawBroken, write_reference_model
+from quadriga.testing import LawBroken
 from rollout_laws import ROLLOUT_LAWS, RolloutUnderTest
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("reference") / "model")
-    write_reference_model(path)
-    return path
-
 
 # An engine that applies some filters only, has no seeds and does not show its weights.
 LIMITED = replace(

@@ -23,6 +23,7 @@ from fake_sglang import Fake, http_server
 
 from processes import children, gone
 from quadriga.config.schema import ModelConfig
+from quadriga.data.loader import pad_rows
 from quadriga.errors import (
     ModelError,
     RolloutAbilityError,
@@ -36,7 +37,6 @@ from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams, tensor_digest
 
 SAMPLING = SamplingParams(max_new_tokens=3, eos_token_ids=(2,), pad_token_id=0)
-SQUARE = "model.layers.0.self_attn.q_proj.weight"
 NORM = "model.norm.weight"
 
 
@@ -45,9 +45,8 @@ def interpreter(tmp_path_factory):
     """An interpreter that runs the fake program in place of the host of SGLang."""
     script = tmp_path_factory.mktemp("fake") / "python"
     fake = Path(__file__).with_name("fake_sglang.py")
-    script.write_text(
-        f'#!/bin/sh\n[ "$1" = -c ] && exit 0\nexec {sys.executable} {fake} "$@"\n', encoding="utf-8"
-    )
+    program = f'#!/bin/sh\n[ "$1" = -c ] && exit 0\nexec {sys.executable} {fake} "$@"\n'
+    script.write_text(program, encoding="utf-8")
     script.chmod(0o755)
     return str(script)
 
@@ -81,25 +80,13 @@ def start(interpreter, model_folder):
 
 
 def built(interpreter, model_folder, faults=None, **options):
-    return build_rollout(
-        "sglang",
-        ModelConfig(path=model_folder),
-        python=interpreter,
-        server_args={"faults": faults or {}},
-        request_rows=2,
-        start_timeout_s=150,
-        **options,
-    )
+    given = {"python": interpreter, "server_args": {"faults": faults or {}}, **options}
+    model = ModelConfig(path=model_folder)
+    return build_rollout("sglang", model, request_rows=2, start_timeout_s=150, **given)
 
 
 def batch(*rows):
-    width = max(len(row) for row in rows) + 1
-    ids = torch.zeros(len(rows), width, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for i, row in enumerate(rows):
-        ids[i, width - len(row) :] = torch.tensor(row)
-        mask[i, width - len(row) :] = 1
-    return ids, mask
+    return pad_rows(rows, 0, max(map(len, rows)) + 1, "left")
 
 
 ROWS = batch((5, 6), (7,), (8, 9, 10), (11, 2), (12,))
@@ -119,8 +106,7 @@ def test_requests_weights_and_memory(start):
     before = children()
     engine = start()
     out = generate(engine)
-    expected = [[6] * 3, [7] * 3, [10] * 3, [2, 0, 0], [12] * 3]
-    assert out.response_ids.tolist() == expected
+    assert out.response_ids.tolist() == [[6] * 3, [7] * 3, [10] * 3, [2, 0, 0], [12] * 3]
     assert out.response_mask.tolist()[3] == [1, 0, 0]
     assert out.finish_reason == ("length", "length", "length", "stop", "length")
     assert out.weight_versions.tolist() == [-1] * 5

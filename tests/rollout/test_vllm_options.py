@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -28,10 +29,8 @@ def install(monkeypatch, version):
 
 def test_a_missing_installation_names_the_script_and_the_setting(monkeypatch):
     install(monkeypatch, None)
-    for check in (
-        lambda: vllm().check(None),
-        lambda: build_rollout("vllm", ModelConfig(path="/nowhere")),
-    ):
+    build = partial(build_rollout, "vllm", ModelConfig(path="/nowhere"))
+    for check in (lambda: vllm().check(None), build):
         with pytest.raises(ConfigError, match=r"make engines ENGINES=vllm") as raised:
             check()
         assert raised.value.key == "actor_rollout_ref.rollout.name"
@@ -79,9 +78,8 @@ def test_every_bit_of_a_seed_changes_the_32_bits_that_torch_uses():
     assert len({number & 0xFFFFFFFF for number in spread}) == len(seeds)
     assert all(0 <= number < 2**63 for number in spread)
     assert spread_seed(7) == spread_seed(7) == seed_from(7, 0)
-    assert len({seed_from(seed, position) for seed in seeds for position in range(9)}) == 9 * len(
-        seeds
-    )
+    drawn = {seed_from(seed, position) for seed in seeds for position in range(9)}
+    assert len(drawn) == 9 * len(seeds)
 
 
 def test_what_the_engine_changes_is_seen_inside_only(monkeypatch):

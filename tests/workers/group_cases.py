@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from parity_cases import norm_in_float64
+from parity_cases import P, R, norm_in_float64, updated
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from quadriga.config.schema import (
@@ -21,13 +21,11 @@ from quadriga.config.schema import (
 )
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.parallel.balancing import Arrangement, Balance
-from quadriga.protocol import DataProto, fields
-from quadriga.workers.updates import update_policy
+from quadriga.protocol import fields
 from rank_groups import spawn_ranks
 
 Order = Literal["as drawn", "sequences", "groups"]
 AGGREGATIONS: tuple[AggregationName, ...] = get_args(AggregationName)
-P, R = 9, 6
 WAIT_S = 400.0
 
 
@@ -133,17 +131,9 @@ def parameters_after(
     )
     rows, _ = batch_of(case)
     mine = rows_of_rank(case, rank, ranks)
-    update_policy(
-        engine,
-        DataProto.from_dict({name: field[mine] for name, field in rows.items()}),
-        ActorConfig(ppo_mini_batch_size=case.mini_prompts, loss_agg_mode=case.aggregation),
-        responses_per_prompt=EVEN,
-        temperature=1.0,
-        length_scale=R,
-        data_ranks=ranks,
-        seed=0,
-    )
-    return {name: tensor.clone() for name, tensor in engine.state_stream()}
+    config = ActorConfig(ppo_mini_batch_size=case.mini_prompts, loss_agg_mode=case.aggregation)
+    given = {name: field[mine] for name, field in rows.items()}
+    return updated(engine, given, config, EVEN, ranks)
 
 
 def rank_main(rank: int, ranks: int, folder: str, file: str) -> None:

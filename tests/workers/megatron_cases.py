@@ -49,13 +49,8 @@ def prompts() -> DataProto:
     ids = torch.randint(4, 60, (4, WIDTH), generator=random).repeat_interleave(2, 0)
     mask = torch.ones_like(ids)
     mask[2:4, :3] = 0
-    return DataProto.from_dict(
-        {
-            fields.INPUT_IDS: ids * mask,
-            fields.ATTENTION_MASK: mask,
-            fields.SAMPLE_SEED: torch.arange(8),
-        }
-    )
+    rows = {fields.INPUT_IDS: ids * mask, fields.ATTENTION_MASK: mask}
+    return DataProto.from_dict({**rows, fields.SAMPLE_SEED: torch.arange(8)})
 
 
 class Roles:

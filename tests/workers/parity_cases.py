@@ -194,6 +194,15 @@ def rows_of_rank(way: Way, rank: int, ranks: int) -> list[int]:
     return [row for block in arranged.rows[rank] for row in block]
 
 
+def updated(engine: FSDPEngine, rows: Batch, config: ActorConfig, n: int, ranks: int) -> Parameters:
+    """Make one update with the rows of a rank, n responses per prompt; return all parameters."""
+    update_policy(
+        engine, DataProto.from_dict(rows), config, responses_per_prompt=n, temperature=1.0,
+        length_scale=R, data_ranks=ranks, seed=0,
+    )  # fmt: skip
+    return {name: tensor.clone() for name, tensor in engine.state_stream()}
+
+
 @patch.object(LlamaRMSNorm, "forward", norm_in_float64)
 def parameters_after(folder: str, way: Way, old: torch.Tensor, rank: int, ranks: int) -> Parameters:
     """Make the update on one rank of `ranks`. Return the full parameters."""
@@ -205,21 +214,11 @@ def parameters_after(folder: str, way: Way, old: torch.Tensor, rank: int, ranks:
     )
     batch = make_batch(way.form)[0] | ({fields.OLD_LOG_PROBS: old} if way.old_given else {})
     mine = rows_of_rank(way, rank, ranks)
-    update_policy(
-        engine,
-        DataProto.from_dict({name: field[mine] for name, field in batch.items()}),
-        ActorConfig(
-            loss_agg_mode=way.aggregation,
-            ppo_mini_batch_size=None,
-            ppo_micro_batch_size_per_gpu=way.micro,
-        ),
-        responses_per_prompt=1,
-        temperature=1.0,
-        length_scale=R,
-        data_ranks=ranks,
-        seed=0,
-    )
-    return {name: tensor.clone() for name, tensor in engine.state_stream()}
+    config = ActorConfig(
+        loss_agg_mode=way.aggregation, ppo_mini_batch_size=None,
+        ppo_micro_batch_size_per_gpu=way.micro,
+    )  # fmt: skip
+    return updated(engine, {name: field[mine] for name, field in batch.items()}, config, 1, ranks)
 
 
 def differences(

@@ -83,6 +83,5 @@ def test_the_ranks_of_a_copy_receive_the_same_rows(
         found.append(ActorRolloutRefWorker(config, role)._query_mesh("rollout"))
     assert [part for part, _ in found] == parts
     # The first rank of each copy returns the result.
-    assert [collected for _, collected in found] == [
-        parts.index(p) == r for r, p in enumerate(parts)
-    ]
+    first = [parts.index(part) == rank for rank, part in enumerate(parts)]
+    assert [collected for _, collected in found] == first

@@ -15,7 +15,7 @@ from transformers import (
 
 from quadriga.config.schema import EngineConfig, ModelConfig, RewardModelConfig
 from quadriga.data.chat import encode_conversations
-from quadriga.data.loader import scored_rows
+from quadriga.data.loader import pad_rows, scored_rows
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import LengthError, ModelError
 from quadriga.models.loading import check_reward_model
@@ -107,12 +107,10 @@ def batch_of(chat):
     chats = [prompts[0], prompts[0], prompts[1], prompts[1]]
     rows = encode_conversations(tokenizer, chats, texts)
     width, length = max(len(p) for p, _ in rows), max(len(r) for _, r in rows)
-    ids = torch.full((4, width + length), tokenizer.pad_token_id)
-    mask = torch.zeros_like(ids)
-    for row, (prompt, response) in enumerate(rows):
-        here = slice(width - len(prompt), width + len(response))
-        ids[row, here] = torch.tensor([*prompt, *response])
-        mask[row, here] = 1
+    pad = tokenizer.pad_token_id
+    left = pad_rows([prompt for prompt, _ in rows], pad, width, "left")
+    right = pad_rows([response for _, response in rows], pad, length, "right")
+    ids, mask = (torch.cat(both, dim=1) for both in zip(left, right, strict=True))
     raw = np.empty(4, dtype=object)
     raw[:] = chats
     tensors = {"input_ids": ids, "attention_mask": mask, "responses": ids[:, width:]}
@@ -120,14 +118,12 @@ def batch_of(chat):
 
 
 def test_tokens_of_the_policy_are_read_if_the_template_writes_the_same(chat):
-    policy, same, other = (
-        tokenizer_of(ModelConfig(path=str(chat / name))) for name in ("policy", "same", "other")
-    )
+    paths = [ModelConfig(path=str(chat / name)) for name in ("policy", "same", "other")]
+    policy, same, other = map(tokenizer_of, paths)
     assert same_tokens(same, policy)
     assert not same_tokens(other, policy)
-    policy.chat_template = same.chat_template = same.chat_template.replace(
-        "'<|end|>'", "'<|end|>' + ' one'"
-    )
+    longer = same.chat_template.replace("'<|end|>'", "'<|end|>' + ' one'")
+    policy.chat_template = same.chat_template = longer
     assert not same_tokens(same, policy)
 
 
