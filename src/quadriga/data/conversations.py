@@ -290,7 +290,7 @@ def _parts(
             raise ModelError(
                 f"the chat template of the tokenizer {name!r} writes the turns of conversation "
                 f"{number} in another way once more messages follow, so the tokens of the "
-                "assistant are unknown; set data.loss_turns=last",
+                "assistant are unknown; set data.loss_turns=last, to train on the last turns only",
                 path=name,
             )
         parts += [turn[end : len(before)], turn[len(before) :]]

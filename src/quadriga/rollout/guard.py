@@ -168,8 +168,9 @@ class GuardedRollout(RolloutEngine):
         more: dict[str, UpdateForm] = {} if form == "whole" else {"form": form}
         self._call("update_weights", lambda: engine.update_weights(noted, version, **more))
         if self.version != version:
-            problem = f"has version {self.version} after an update to version {version}"
-            raise self._output_error("weight version", None, problem)
+            problem = f"it was given version {version} of the weights, but holds {self.version}"
+            details: dict[str, object] = {"fault": "weight version", "row": None}
+            raise self._failure(RolloutOutputError, "update_weights", problem, **details)
 
     def _noted(self, stream: _Stream) -> Iterator[tuple[str, Tensor]]:
         """Yield the stream; note the digest of each weight that was read, if no one else can tell.
