@@ -75,9 +75,8 @@ def test_options_of_tokenizers_have_their_effect_or_are_refused(tokenizer_folder
     assert plain.padding_side == "left" and plain.pad_token_id is not None
     with pytest.raises(ModelError, match="correct_pad_token=False"):
         hf_tokenizer(tokenizer_folder, correct_pad_token=False)
-    other = hf_tokenizer(
-        tokenizer_folder, padding_side="right", model_max_length=7, pad_token="one"
-    )
+    given = {"padding_side": "right", "model_max_length": 7, "pad_token": "one"}
+    other = hf_tokenizer(tokenizer_folder, **given)
     assert (other.padding_side, other.model_max_length) == ("right", 7)
     assert other.pad_token_id == other.convert_tokens_to_ids("one")
     for name, value in {"revision": "main", "use_fast": False}.items():
@@ -92,12 +91,8 @@ def test_options_of_tokenizers_have_their_effect_or_are_refused(tokenizer_folder
 def test_a_role_is_found_by_the_text_that_verl_gives_it():
     from verl.trainer.ppo.ray_trainer import Role
 
-    for text, role in {
-        "ref": Role.RefPolicy,
-        "RM": Role.RewardModel,
-        "critic": Role.Critic,
-    }.items():
-        assert Role.from_string(text) is role
+    spelled = {"ref": Role.RefPolicy, "RM": Role.RewardModel, "critic": Role.Critic}
+    assert {text: Role.from_string(text) for text in spelled} == spelled
     assert all(Role.from_string(str(role)) is role for role in Role.all())
     for unknown in ("teacher", 2):
         with pytest.raises(ConfigError, match=r"no role .*; roles: actor, rollout, .*Role\.add"):
@@ -115,11 +110,8 @@ def options_of_group(monkeypatch):
 
     taken = []
     monkeypatch.setattr(groups, "ensure_ray", lambda: None)
-    monkeypatch.setattr(
-        quadriga.backends.ray.RayWorkerGroup,
-        "__init__",
-        lambda self, *args, **kw: taken.append(kw),
-    )
+    cls = quadriga.backends.ray.RayWorkerGroup
+    monkeypatch.setattr(cls, "__init__", lambda self, *args, **kw: taken.append(kw))
 
     def made(**options):
         pool = RayResourcePool([1], use_gpu=False)

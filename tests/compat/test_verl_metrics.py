@@ -83,14 +83,10 @@ def test_timing_metrics():
     from verl.trainer.ppo.metric_utils import compute_timing_metrics
 
     spans = {"gen": 3.0, "ref": 7.0, "update_actor": 1.4, "step": 20.0}
+    each = {"gen": 500.0, "ref": 500.0, "update_actor": pytest.approx(100.0)}
     assert compute_timing_metrics(batch(), spans) == {
-        "timing_s/gen": 3.0,
-        "timing_s/ref": 7.0,
-        "timing_s/update_actor": 1.4,
-        "timing_s/step": 20.0,
-        "timing_per_token_ms/gen": 500.0,
-        "timing_per_token_ms/ref": 500.0,
-        "timing_per_token_ms/update_actor": pytest.approx(100.0),
+        **{f"timing_s/{name}": seconds for name, seconds in spans.items()},
+        **{f"timing_per_token_ms/{name}": value for name, value in each.items()},
     }
 
 
@@ -99,11 +95,9 @@ def test_throughput_metrics():
 
     data = batch()
     data.meta_info["global_token_num"] = [4, 6, 1, 3]
-    assert compute_throughout_metrics(data, {"step": 2.0}, n_gpus=2) == {
-        "perf/total_num_tokens": 14,
-        "perf/time_per_step": 2.0,
-        "perf/throughput": 3.5,
-    }
+    expected = {"total_num_tokens": 14, "time_per_step": 2.0, "throughput": 3.5}
+    found = compute_throughout_metrics(data, {"step": 2.0}, n_gpus=2)
+    assert found == {f"perf/{name}": value for name, value in expected.items()}
     with pytest.raises(FieldError, match="'global_token_num'"):
         compute_throughout_metrics(batch(), {"step": 2.0}, n_gpus=2)
     with pytest.raises(KeyError, match="'step'"):
@@ -113,26 +107,18 @@ def test_throughput_metrics():
 def test_a_reduced_metric_is_a_mean_or_the_extreme_that_its_name_says():
     from verl.utils.metric import reduce_metrics
 
-    metrics = {
-        "actor/loss": [1.0, 2.0, 6.0],
-        "actor/grad_norm_max": [1, 5],
-        "reward/min": [2, 1],
-        "tensors": [torch.tensor(1.0), torch.tensor(2.0)],
-        "arrays": np.array([1.0, 4.0]),
-        "nested": [[1, 2], [3, 4]],
-        "one": 3,
+    rows = {
+        "actor/loss": ([1.0, 2.0, 6.0], 3.0),
+        "actor/grad_norm_max": ([1, 5], 5.0),
+        "reward/min": ([2, 1], 1.0),
+        "tensors": ([torch.tensor(1.0), torch.tensor(2.0)], 1.5),
+        "arrays": (np.array([1.0, 4.0]), 2.5),
+        "nested": ([[1, 2], [3, 4]], 2.5),
+        "one": (3, 3.0),
     }
-    reduced = reduce_metrics(metrics)
-    assert reduced is metrics  # as in verl, the dict itself is changed
-    assert reduced == {
-        "actor/loss": 3.0,
-        "actor/grad_norm_max": 5.0,
-        "reward/min": 1.0,
-        "tensors": 1.5,
-        "arrays": 2.5,
-        "nested": 2.5,
-        "one": 3.0,
-    }
+    metrics = {name: values for name, (values, _) in rows.items()}
+    assert reduce_metrics(metrics) is metrics  # as in verl, the dict itself is changed
+    assert metrics == {name: reduced for name, (_, reduced) in rows.items()}
     for wrong in ([None], ["1.5", "2"]):
         with pytest.raises(FieldError, match="must hold numbers"):
             reduce_metrics({"x": wrong})

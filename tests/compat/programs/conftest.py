@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,6 +96,35 @@ def mode_workers() -> Iterator[object]:
         for name in set(registry.names()) - names:
             registry.remove(name)
     del sys.modules["mode_workers"]
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the data and the model of `small_runs`, into which no program writes."""
+    from small_runs import make_task
+
+    folder = tmp_path_factory.mktemp("task")
+    make_task(folder)
+    return folder
+
+
+@pytest.fixture
+def settings(task: Path, tmp_path: Path) -> dict[str, Any]:
+    """Settings of verl for a run of one step, which writes into `tmp_path`."""
+    from small_runs import verl_settings
+
+    return verl_settings(task, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny model."""
+    from quadriga.models.tiny import TinyModel, write_tiny_model
+
+    sizes = {"hidden_size": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2}
+    made = str(tmp_path_factory.mktemp("tiny") / "model")
+    write_tiny_model(made, ["one two three"], TinyModel(**sizes, intermediate_size=48))
+    return made
 
 
 @pytest.fixture

@@ -53,16 +53,10 @@ def main() -> None:
             super().run(config)
             return [str(role) for role in self.role_worker_mapping]
 
-    register_role(
-        Role.add("Judge"),
-        settings=JudgeConfig,
-        stages=[
-            RoleStage(
-                "judge", reads=("response_mask",), writes=("judgement",), before="shape_scores"
-            ),
-            RoleStage("report", reads=("judgement",), after="update_actor"),
-        ],
-    )
+    of_step = {"reads": ("response_mask",), "writes": ("judgement",), "before": "shape_scores"}
+    report = RoleStage("report", reads=("judgement",), after="update_actor")
+    stages = [RoleStage("judge", **of_step), report]
+    register_role(Role.add("Judge"), settings=JudgeConfig, stages=stages)
     address, namespace, settings = sys.argv[1:]
     ray.init(address=address, namespace=namespace, log_to_driver=False)
     try:

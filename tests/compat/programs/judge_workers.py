@@ -33,16 +33,12 @@ class JudgeWorker(Worker):
         scores = data.batch["token_level_scores"].clone()
         scores[:, 0] += self.weight
         measured = {"weight": self.weight, "ranks": float(self.world_size)}
-        return DataProto.from_dict(
-            tensors={"token_level_scores": scores}, meta_info={"metrics": measured}
-        )
+        return DataProto.from_dict({"token_level_scores": scores}, {}, {"metrics": measured})
 
 
+SCORES = "token_level_scores"
 STAGE = RoleStage(
-    "judge",
-    reads=("response_mask", "token_level_scores"),
-    writes=("token_level_scores",),
-    after="score_responses",
+    "judge", reads=("response_mask", SCORES), writes=(SCORES,), after="score_responses"
 )
 
 

@@ -23,12 +23,8 @@ class OldActor(MegatronWorker):
         megatron_on_cpu.install()
         torch.distributed.init_process_group("gloo")
         parallel_state.initialize_model_parallel(tensor, pipeline, create_gloo_process_groups=False)
-        self.settings = (
-            ModelConfig(path=folder),
-            EngineConfig(
-                name="megatron", tensor_parallel_size=tensor, pipeline_parallel_size=pipeline
-            ),
-        )
+        sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+        self.settings = ModelConfig(path=folder), EngineConfig(name="megatron", **sizes)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self):
@@ -47,9 +43,8 @@ class OldActor(MegatronWorker):
 
     @register(dispatch_mode=Dispatch.MEGATRON_PP_AS_DP_PROTO)
     def own_rows(self, data):
-        return DataProto.from_dict(
-            {"row": data.batch["row"], "rank": torch.full((len(data),), self.rank)}
-        )
+        ranks = torch.full((len(data),), self.rank)
+        return DataProto.from_dict({"row": data.batch["row"], "rank": ranks})
 
     @register(dispatch_mode=Dispatch.MEGATRON_PP_AS_DP)
     def own_item(self, item):

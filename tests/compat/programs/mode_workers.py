@@ -31,13 +31,13 @@ def collect_half(worker_group, output):
     return output
 
 
+HALF = {"dispatch_fn": dispatch_to_half, "collect_fn": collect_half}
+
+
 class Half(Worker):
     """A method that runs on half of the ranks."""
 
-    @register(
-        dispatch_mode={"dispatch_fn": dispatch_to_half, "collect_fn": collect_half},
-        execute_mode=FIRST_HALF,
-    )
+    @register(dispatch_mode=HALF, execute_mode=FIRST_HALF)
     def where(self, x):
         return self.rank + x
 
@@ -53,16 +53,15 @@ def reverse_dispatch(worker_group, *args, **kwargs):
     return tuple(list(reversed(arg)) for arg in args), kwargs
 
 
-DISPATCH_MODE_FN_REGISTRY[REVERSED] = {
-    "dispatch_fn": reverse_dispatch,
-    "collect_fn": collect_all_to_all,
-}
+REVERSE = {"dispatch_fn": reverse_dispatch, "collect_fn": collect_all_to_all}
+DISPATCH_MODE_FN_REGISTRY[REVERSED] = REVERSE
 
 
 def padded_dispatch(worker_group, data):
     return dispatch_dp_compute_data_proto(worker_group, data)
 
 
+COMPOSED = {"dispatch_fn": padded_dispatch, "collect_fn": collect_dp_compute_data_proto}
 register_dispatch_mode("SUMMED", dispatch_one_to_all, lambda group, output: sum(output))
 
 
@@ -75,21 +74,10 @@ class Modes(Worker):
     def summed(self, x):
         return x + self.rank
 
-    @register(
-        dispatch_mode={
-            "dispatch_fn": padded_dispatch,
-            "collect_fn": collect_dp_compute_data_proto,
-        }
-    )
+    @register(dispatch_mode=COMPOSED)
     def composed(self, data):
         return data
 
-    @register(
-        dispatch_mode={
-            "dispatch_fn": padded_dispatch,
-            "collect_fn": collect_dp_compute_data_proto,
-        },
-        blocking=False,
-    )
+    @register(dispatch_mode=COMPOSED, blocking=False)
     def composed_later(self, data):
         return data

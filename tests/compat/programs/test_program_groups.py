@@ -69,16 +69,12 @@ class HalfGroup(RayWorkerGroup):
     """A group with an execute mode, a functor and a binding policy of its own."""
 
     def execute_first_half(self, method_name, *args, **kwargs):
-        half = range(self.world_size // 2)
-        return [
-            self._execute_remote_single_worker(
-                self.workers[i],
-                method_name,
-                *(arg[i] for arg in args),
-                **{name: value[i] for name, value in kwargs.items()},
-            )
-            for i in half
-        ]
+        def call(i):
+            own = {name: value[i] for name, value in kwargs.items()}
+            worker, parts = self.workers[i], [arg[i] for arg in args]
+            return self._execute_remote_single_worker(worker, method_name, *parts, **own)
+
+        return [call(i) for i in range(self.world_size // 2)]
 
     def _bind_worker_method(self, user_defined_cls, func_generator):
         self.calls = []
@@ -138,10 +134,11 @@ class WithoutInternals(RayWorkerGroup):
 
 def test_a_binding_policy_of_ones_own(group):
     by_class = WithoutInternals.from_detached(worker_handles=group.workers)
-    by_option = RayWorkerGroup.from_detached(
-        worker_handles=group.workers,
-        binding=lambda worker_class, record: not record.name.startswith("read_"),
-    )
+
+    def chosen(worker_class, record):
+        return not record.name.startswith("read_")
+
+    by_option = RayWorkerGroup.from_detached(worker_handles=group.workers, binding=chosen)
     for chosen in (by_class, by_option):
         assert ray.get(chosen.rank_plus(1)) == [1, 2]
         assert chosen.method_names == []  # as in verl, until `fuse`
@@ -156,28 +153,19 @@ def test_a_functor_ends_at_the_deadline_of_its_group(monkeypatch):
         raise ray.exceptions.GetTimeoutError("planted")
 
     monkeypatch.setattr(ray, "get", get)
-    functor = func_generator(
-        SimpleNamespace(_ranks=SimpleNamespace(timeout=7.0)),
-        "work",
-        dispatch_fn=lambda group: ((), {}),
-        collect_fn=lambda group, output: output,
-        execute_fn=lambda name: ["a", "b"],
-        blocking=True,
-    )
+    group = SimpleNamespace(_ranks=SimpleNamespace(timeout=7.0))
+    functions = (lambda group: ((), {}), lambda group, output: output, lambda name: ["a", "b"])
+    functor = func_generator(group, "work", *functions, blocking=True)
     with pytest.raises(CallTimeoutError, match="work exceeded its deadline of 7 s"):
         functor()
     assert waits == [(["a", "b"], 7.0)]
 
 
 def test_the_library_functor_takes_functions_of_the_caller(group):
-    functor = func_generator(
-        group,
-        "add",
-        dispatch_fn=lambda worker_group, x: (([x, x + 1],), {}),
-        collect_fn=lambda worker_group, output: sum(output),
-        execute_fn=group.execute_all,
-        blocking=True,
-    )
+    functions = {"dispatch_fn": lambda worker_group, x: (([x, x + 1],), {})}
+    functions |= {"collect_fn": lambda worker_group, output: sum(output)}
+    functions |= {"execute_fn": group.execute_all}
+    functor = func_generator(group, "add", **functions, blocking=True)
     before = group.add(0)
     assert functor(1) == sum(before) + 3
     assert type(functor).__name__ == "add"
@@ -188,9 +176,8 @@ def test_functions_of_the_library_are_called_with_a_group(group):
     for attributes in (Calculator.in_place, Calculator.by_mesh):
         mode = getattr(attributes, MAGIC_ATTR)["dispatch_mode"]
         functions = get_predefined_dispatch_fn(mode) if isinstance(mode, Dispatch) else mode
-        functor = func_generator(
-            group, attributes.__name__, **functions, execute_fn=group.execute_all, blocking=True
-        )
+        name, execute = attributes.__name__, group.execute_all
+        functor = func_generator(group, name, **functions, execute_fn=execute, blocking=True)
         result = functor(padded)
         assert len(result) == 3 and not result.non_tensor_batch
     args, kwargs = dispatch_dp_compute_data_proto(group, padded)
@@ -214,9 +201,8 @@ def test_a_dispatch_function_notes_what_it_asked(group):
     class Asks(Calculator):
         in_place = register(dispatch_mode=mode)(lambda self, data: data)
 
-    attached = RayWorkerGroup.from_detached(
-        worker_handles=group.workers, ray_cls_with_init=RayClassWithInitArgs(Asks)
-    )
+    held = RayClassWithInitArgs(Asks)
+    attached = RayWorkerGroup.from_detached(worker_handles=group.workers, ray_cls_with_init=held)
     data = DataProto.from_dict({"a": torch.arange(2)})
     answers = [part.batch["a"].tolist() for part in attached.in_place(data)]
     assert attached._dispatch_info == {"actor": [1, 0]}
@@ -371,9 +357,8 @@ def test_two_groups_on_parts_of_a_pool(cluster):
 
 def test_a_profiled_group_with_gpus_runs_under_nsys(cluster, monkeypatch):
     taken = []
-    monkeypatch.setattr(
-        QuadrigaRayWorkerGroup, "__init__", lambda self, *args, **options: taken.append(options)
-    )
+    note = lambda self, *args, **options: taken.append(options)  # noqa: E731
+    monkeypatch.setattr(QuadrigaRayWorkerGroup, "__init__", note)
     options = {"trace": "cuda,nvtx", "capture-range": "cudaProfilerApi", "capture-range-end": None}
     held = RayClassWithInitArgs(ray.remote(Calculator))
     for use_gpu, steps in ((True, [1, 5]), (False, [1, 5]), (True, None)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_runs import make_task, verl_settings
 from torch.utils.data import DataLoader
 from verl import DataProto
 from verl.trainer.main_ppo import create_rl_dataset, create_rl_sampler
@@ -13,18 +12,6 @@ from verl.trainer.ppo.reward import load_reward_manager
 from verl.utils.dataset.rl_dataset import collate_fn
 
 from quadriga.errors import ConfigError
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("task")
-    make_task(folder)
-    return folder
-
-
-@pytest.fixture
-def settings(task, tmp_path):
-    return verl_settings(task, tmp_path)
 
 
 @pytest.fixture

@@ -21,17 +21,9 @@ from quadriga.config.commands import RanksConfig
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
 from quadriga.errors import ConfigError
-from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.rollout import build_rollout
 
-SHAPE = TinyModel(hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2, intermediate_size=48)
 ACTOR = {"ppo_mini_batch_size": 2, "use_kl_loss": False, "ppo_micro_batch_size_per_gpu": 1}
-
-
-@pytest.fixture
-def folder(tmp_path):
-    write_tiny_model(tmp_path, ["one two three"], SHAPE)
-    return str(tmp_path)
 
 
 def engine(folder, head="lm", lr=0.05):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from small_runs import make_task, verl_settings
 from verl import DataProto
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
@@ -21,18 +20,6 @@ from verl.trainer.ppo.ray_trainer import (
 )
 
 from quadriga.errors import ConfigError
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("task")
-    make_task(folder)
-    return folder
-
-
-@pytest.fixture
-def settings(task, tmp_path):
-    return verl_settings(task, tmp_path)
 
 
 class LengthTrainer(RayPPOTrainer):

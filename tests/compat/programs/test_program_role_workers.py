@@ -17,10 +17,8 @@ from quadriga import workers
 from quadriga.backends import get_backend
 from quadriga.backends.ray.rank_process import AsyncRankProcess, rank_process_class
 from quadriga.errors import ConfigError, WorkerInitError, WorkerMethodError
-from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.protocol import DataProto
 
-SHAPE = TinyModel(hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2, intermediate_size=48)
 IDS = torch.arange(5, 45).view(4, 10)
 
 
@@ -52,9 +50,7 @@ class Forgetful(ActorRolloutRefWorker):
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("tiny") / "model")
-    write_tiny_model(folder, ["one two three"], SHAPE)
+def config(folder):
     model, data = {"path": folder}, {"max_response_length": 6}
     actor = {"strategy": "fsdp", "ppo_mini_batch_size": 4, "optim": {"lr": 0.01}}
     rollout = {"name": "hf", "temperature": 0.7, "response_length": "${data.max_response_length}"}

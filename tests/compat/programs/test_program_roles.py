@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import ray
 from judge_workers import STAGE, JudgeConfig, JudgeRunner, JudgeWorker
-from small_runs import make_task, verl_settings
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role
 
@@ -21,13 +20,6 @@ from quadriga.trainer.roles import RoleStage, register_role
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("task")
-    make_task(folder)
-    return folder
-
-
 @pytest.fixture
 def own_roles(monkeypatch, judge):
     """The role `Role.Judge`; forgets the roles that a program registers."""
@@ -35,11 +27,6 @@ def own_roles(monkeypatch, judge):
 
     monkeypatch.setattr(registry, "_ADDED", {})
     return judge
-
-
-@pytest.fixture
-def settings(task, tmp_path):
-    return verl_settings(task, tmp_path)
 
 
 @pytest.fixture

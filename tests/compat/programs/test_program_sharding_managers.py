@@ -14,19 +14,11 @@ import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
 from quadriga.errors import ConfigError, LengthError, RolloutError, WorkerError
-from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.protocol import DataProto
 from quadriga.rollout import build_rollout
 from rank_groups import run_two_ranks
 
-SHAPE = TinyModel(hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2, intermediate_size=48)
 IDS = torch.arange(5, 45).view(4, 10)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    write_tiny_model(tmp_path, ["one two three"], SHAPE)
-    return str(tmp_path)
 
 
 def step(engine):

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from small_runs import make_task, verl_settings
+from small_runs import verl_settings
 from verl import DataProto
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.core_algos import (
@@ -76,17 +76,12 @@ def scored():
     mask = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 0]])
     scores = torch.zeros(4, 3)
     scores[:, 0] = torch.tensor([1.0, 0.0, 1.0, 1.0])
-    return DataProto.from_dict(
-        {
-            "responses": torch.zeros(4, 3, dtype=torch.long),
-            "attention_mask": torch.cat([torch.ones(4, 2, dtype=torch.long), mask], dim=1),
-            "token_level_scores": scores,
-            "token_level_rewards": scores.clone(),
-            "old_log_probs": torch.full((4, 3), -1.0),
-            "ref_log_prob": torch.full((4, 3), -1.5),
-        },
-        {"uid": ["p", "p", "q", "q"]},
-    )
+    whole = torch.cat([torch.ones(4, 2, dtype=torch.long), mask], dim=1)
+    tensors = {"responses": torch.zeros(4, 3, dtype=torch.long), "attention_mask": whole}
+    tensors |= {"token_level_scores": scores, "token_level_rewards": scores.clone()}
+    tensors |= {"old_log_probs": torch.full((4, 3), -1.0)}
+    tensors |= {"ref_log_prob": torch.full((4, 3), -1.5)}
+    return DataProto.from_dict(tensors, {"uid": ["p", "p", "q", "q"]})
 
 
 def test_the_mask_of_the_responses():
@@ -100,10 +95,8 @@ def test_the_kl_penalty_is_subtracted():
     data, metrics = apply_kl_penalty(data, control, kl_penalty="kl")
     rewards = data.batch["token_level_rewards"]
     assert rewards[0].tolist() == pytest.approx([0.95, -0.05, 0.0])
-    assert metrics == {
-        "actor/reward_kl_penalty": pytest.approx(0.5),
-        "actor/reward_kl_penalty_coeff": 0.1,
-    }
+    expected = {"reward_kl_penalty": pytest.approx(0.5), "reward_kl_penalty_coeff": 0.1}
+    assert metrics == {f"actor/{name}": value for name, value in expected.items()}
 
 
 def test_advantages_of_a_batch():
@@ -151,9 +144,8 @@ def test_helpers_of_tensors():
     assert verl_F.masked_mean(values, mask).item() == pytest.approx(1.5)
     assert verl_F.masked_sum(values, mask, axis=-1).tolist() == [3.0]
     logits = torch.tensor([[0.0, 0.0]])
-    assert verl_F.logprobs_from_logits(logits, torch.tensor([1])).item() == pytest.approx(
-        -0.6931, 1e-3
-    )
+    found = verl_F.logprobs_from_logits(logits, torch.tensor([1]))
+    assert found.item() == pytest.approx(-0.6931, 1e-3)
     assert verl_F.entropy_from_logits(logits).item() == pytest.approx(0.6931, 1e-3)
     ids = torch.tensor([[5, 2, 7, 2]])
     assert verl_F.get_response_mask(ids, eos_token=2).tolist() == [[1, 1, 0, 0]]
@@ -178,29 +170,12 @@ def test_roles_and_pools(judge):
 
 
 def test_the_arguments_of_ray_init_are_merged():
-    merged = ray_init_arguments(
-        {
-            "num_cpus": 4,
-            "address": None,
-            "include_dashboard": True,
-            "runtime_env": {"env_vars": {"NCCL_DEBUG": "INFO", "MINE": "1"}, "py_executable": None},
-        }
-    )
-    assert merged == {
-        "num_cpus": 4,
-        "include_dashboard": True,
-        "runtime_env": {
-            "env_vars": {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "INFO", "MINE": "1"}
-        },
-    }
+    own, variables = {"num_cpus": 4, "include_dashboard": True}, {"NCCL_DEBUG": "INFO", "MINE": "1"}
+    environment = {"env_vars": variables, "py_executable": None}
+    merged = ray_init_arguments({**own, "address": None, "runtime_env": environment})
+    expected = {"TOKENIZERS_PARALLELISM": "true", **variables}
+    assert merged == {**own, "runtime_env": {"env_vars": expected}}
     assert ray_init_arguments(None)["runtime_env"]["env_vars"]["NCCL_DEBUG"] == "WARN"
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("task")
-    make_task(folder)
-    return folder
 
 
 class OwnActor(ActorRolloutRefWorker):
@@ -225,16 +200,15 @@ class Runner(TaskRunner):
 
 
 @pytest.mark.nightly
-def test_run_ppo_with_hooks_of_ones_own(cluster, task, tmp_path):
-    settings = verl_settings(task, tmp_path)
+def test_run_ppo_with_hooks_of_ones_own(cluster, settings, tmp_path):
     roles, mapping = run_ppo(settings, task_runner_class=Runner)
     assert (roles, mapping) == (["actor_rollout"], {Role.ActorRollout: "own_pool"})
     assert (tmp_path / "run" / "metrics.jsonl").stat().st_size > 0
 
 
 @pytest.mark.nightly
-def test_the_runner_is_not_on_a_head_node_without_cpus(task, tmp_path):
-    (tmp_path / "settings.json").write_text(json.dumps(verl_settings(task, tmp_path)))
+def test_the_runner_is_not_on_a_head_node_without_cpus(settings, tmp_path):
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
     program = Path(__file__).with_name("off_head_program.py")
     command = [sys.executable, str(program), str(tmp_path / "settings.json")]
     run = subprocess.run(command, capture_output=True, text=True, timeout=150)
@@ -244,8 +218,7 @@ def test_the_runner_is_not_on_a_head_node_without_cpus(task, tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").stat().st_size > 0
 
 
-def test_what_the_trainer_cannot_take_is_refused(task, tmp_path, monkeypatch):
-    settings = verl_settings(task, tmp_path)
+def test_what_the_trainer_cannot_take_is_refused(settings, monkeypatch):
     with pytest.raises(ConfigError, match="groups of Quadriga, not of"):
         RayPPOTrainer(settings, ray_worker_group_cls=dict)
     monkeypatch.setitem(POLICY_LOSS_REGISTRY, "own", lambda *args: (torch.tensor(0.0), {}))
@@ -257,10 +230,9 @@ def test_what_the_trainer_cannot_take_is_refused(task, tmp_path, monkeypatch):
         RayPPOTrainer(settings)
 
 
-def test_a_configuration_is_validated_before_anything_starts(task, tmp_path):
+def test_a_configuration_is_validated_before_anything_starts(settings):
     from verl.utils.config import validate_config
 
-    settings = verl_settings(task, tmp_path)
     validate_config(settings, use_reference_policy=False, use_critic=False)
     with pytest.raises(ConfigError, match=r"use_critic=True, but need_critic\(config\) is False"):
         validate_config(settings, use_reference_policy=False, use_critic=True)
@@ -270,7 +242,7 @@ def test_a_configuration_is_validated_before_anything_starts(task, tmp_path):
 
 
 @pytest.mark.parametrize("names", ["quadriga", "verl"])
-def test_reward_functions_of_training_and_validation(task, tmp_path, names):
+def test_reward_functions_of_training_and_validation(settings, names):
     from quadriga import RayPPOTrainer as QuadrigaTrainer
     from quadriga.compat.verl.training.run_settings import train_settings
 
@@ -282,7 +254,6 @@ def test_reward_functions_of_training_and_validation(task, tmp_path, names):
         def __call__(self, data):
             return torch.ones(data.batch["responses"].shape)
 
-    settings = verl_settings(task, tmp_path)
     cls, given = RayPPOTrainer, settings
     if names == "quadriga":
         cls, given = QuadrigaTrainer, train_settings(settings, tell=False)
@@ -335,19 +306,11 @@ def test_a_reward_function_is_called_once_with_what_it_takes():
 def test_generation_with_settings_of_verl(task, tmp_path):
     from verl.trainer.main_generation import run_generation
 
-    answers = run_generation(
-        {
-            "model": {"path": str(task / "base")},
-            "data": {
-                "path": str(task / "data" / "test.parquet"),
-                "n_samples": 2,
-                "output_path": str(tmp_path / "out.parquet"),
-                "batch_size": 4,
-            },
-            "rollout": {"temperature": 1.0, "response_length": 4},
-            "trainer": {"device": "cpu"},
-        }
-    )
+    data = {"path": str(task / "data" / "test.parquet"), "n_samples": 2, "batch_size": 4}
+    data["output_path"] = str(tmp_path / "out.parquet")
+    rollout = {"temperature": 1.0, "response_length": 4}
+    config = {"model": {"path": str(task / "base")}, "data": data, "rollout": rollout}
+    answers = run_generation({**config, "trainer": {"device": "cpu"}})
     assert [len(answer.responses) for answer in answers] == [2] * 4
     assert (tmp_path / "out.parquet").exists()
 
@@ -367,15 +330,10 @@ def test_an_evaluation_with_settings_of_verl(tmp_path, monkeypatch):
         "    return float(solution_str == ground_truth)\n"
     )
     monkeypatch.chdir(tmp_path)
-    config = {
-        "data": {
-            "path": str(tmp_path / "scored.parquet"),
-            "response_key": "responses",
-            "data_source_key": "data_source",
-            "reward_model_key": "reward_model",
-        },
-        "custom_reward_function": {"path": str(tmp_path / "rule.py"), "name": "same"},
-    }
+    data = {"path": str(tmp_path / "scored.parquet"), "response_key": "responses"}
+    data |= {"data_source_key": "data_source", "reward_model_key": "reward_model"}
+    rule = {"path": str(tmp_path / "rule.py"), "name": "same"}
+    config = {"data": data, "custom_reward_function": rule}
     (found,) = main(config).summaries
     assert (found.data_source, found.metrics["mean@2"].value) == ("mine", 0.25)
     assert (tmp_path / "runs" / "eval" / "results.json").exists()

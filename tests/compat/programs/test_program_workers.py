@@ -39,9 +39,8 @@ class Placed(Calculator):
         return self._rank
 
     def stored(self):
-        self._configure_with_store(
-            {"_rank": self.rank, "_world_size": 2, "_master_addr": "10.0.0.9"}
-        )
+        store = {"_rank": self.rank, "_world_size": 2, "_master_addr": "10.0.0.9"}
+        self._configure_with_store(store)
         return os.environ["MASTER_ADDR"], self._master_addr
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -64,11 +63,8 @@ def test_the_private_attributes_of_a_worker(group):
 def test_the_environment_of_a_worker(group):
     variables = group.execute_all_sync("variables")
     for rank, found in enumerate(variables):
-        assert {name: found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} == {
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": str(rank),
-        }
+        expected = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+        assert {name: found[name] for name in expected} == expected
         assert (found["RAY_LOCAL_RANK"], found["RAY_LOCAL_WORLD_SIZE"]) == (str(rank), "2")
         assert (found["WG_PREFIX"], found["WG_BACKEND"]) == (group.name_prefix, "ray")
     assert variables[0]["MASTER_ADDR"] == variables[1]["MASTER_ADDR"] == group.master_address
@@ -105,16 +101,10 @@ def test_the_mesh_of_each_rank(group):
 
 
 def by_hand(cls, rank, prefix, **more):
-    variables = {
-        "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": str(rank),
-        "WG_PREFIX": prefix,
-        "WG_BACKEND": "ray",
-        # Ray alone does not send the path of the driver.
-        "PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), *sys.path)),
-        **more,
-    }
+    # Ray alone does not send the path of the driver.
+    path = os.pathsep.join((str(Path(__file__).parent), *sys.path))
+    place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    variables = {**place, "WG_PREFIX": prefix, "WG_BACKEND": "ray", "PYTHONPATH": path, **more}
     return ray.remote(num_cpus=0)(cls).options(runtime_env={"env_vars": variables}).remote()
 
 
@@ -165,8 +155,6 @@ def test_the_layout_of_each_rank(start):
 def test_the_register_center_of_a_group(start):
     group = start(Counted, ranks=1, register_center=True)
     center = ray.get_actor(f"{group.name_prefix}_register_center")
-    assert ray.get(center.get_rank_zero_info.remote()) == {
-        "MASTER_ADDR": group.master_address,
-        "MASTER_PORT": group.master_port,
-    }
+    expected = {"MASTER_ADDR": group.master_address, "MASTER_PORT": group.master_port}
+    assert ray.get(center.get_rank_zero_info.remote()) == expected
     ray.kill(center)

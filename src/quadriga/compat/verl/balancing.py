@@ -61,14 +61,10 @@ def log_seqlen_unbalance(
     size = len(seqlen_list) // len(partitions)
     before = [sum(seqlen_list[i * size : (i + 1) * size]) for i in range(len(partitions))]
     after = [sum(seqlen_list[i] for i in partition) for partition in partitions]
-    return {
-        f"{prefix}/min": min(before),
-        f"{prefix}/max": max(before),
-        f"{prefix}/minmax_diff": max(before) - min(before),
-        f"{prefix}/balanced_min": min(after),
-        f"{prefix}/balanced_max": max(after),
-        f"{prefix}/mean": sum(after) / len(after),
-    }
+    low, high = min(before), max(before)
+    found = {"min": low, "max": high, "minmax_diff": high - low, "mean": sum(after) / len(after)}
+    found |= {"balanced_min": min(after), "balanced_max": max(after)}
+    return {f"{prefix}/{name}": value for name, value in found.items()}
 
 
 def get_group_balanced_partitions(
@@ -117,15 +113,9 @@ def rearrange_micro_batches(
     Raises:
         LengthError: a row (or group of rows) exceeds `max_token_len`, or the rows do not divide.
     """
-    rows = _rows_of_micro_batches(
-        _lengths(batch),
-        max_token_len,
-        dp_group if same_micro_num_in_dp else None,
-        num_batches_divided_by or 1,
-        min_num_micro_batch or 1,
-        use_dynamic_bsz_balance,
-        force_group_size,
-    )
+    group = dp_group if same_micro_num_in_dp else None
+    counts = (num_batches_divided_by or 1, min_num_micro_batch or 1, use_dynamic_bsz_balance)
+    rows = _rows_of_micro_batches(_lengths(batch), max_token_len, group, *counts, force_group_size)
     return [select_rows(batch, torch.tensor(chosen)) for chosen in rows], rows
 
 
@@ -139,14 +129,9 @@ def prepare_dynamic_batch(
     use_dynamic_bsz_balance: bool = True,
 ) -> tuple[list[DataProto], list[list[int]]]:
     """Split a `DataProto` as `rearrange_micro_batches` splits a TensorDict."""
-    rows = _rows_of_micro_batches(
-        _lengths(data.batch),
-        max_token_len,
-        dp_group if same_micro_num_in_dp else None,
-        num_batches_divided_by or 1,
-        min_num_micro_batch or 1,
-        use_dynamic_bsz_balance,
-    )
+    group = dp_group if same_micro_num_in_dp else None
+    counts = (num_batches_divided_by or 1, min_num_micro_batch or 1, use_dynamic_bsz_balance)
+    rows = _rows_of_micro_batches(_lengths(data.batch), max_token_len, group, *counts)
     return [data.select_idxs(chosen) for chosen in rows], rows
 
 
@@ -156,11 +141,7 @@ def _collective_device(group: dist.ProcessGroup) -> str:
 
 
 def _agreed(
-    group: dist.ProcessGroup,
-    number: int,
-    rows: int,
-    failure: LengthError | None,
-    max_tokens: int,
+    group: dist.ProcessGroup, number: int, rows: int, failure: LengthError | None, max_tokens: int
 ) -> tuple[int, int]:
     """Return the largest number of micro-batches and the smallest number of rows of all ranks.
 

@@ -93,103 +93,55 @@ class KLControlConfig(VerlSettings):
     """Settings of `get_kl_controller`."""
 
     defaults: ClassVar[dict[str, object]] = {
-        "type": "fixed",
-        "kl_coef": 0.001,
-        "horizon": 10000,
-        "target_kl": 0.1,
-    }
+        "type": "fixed", "kl_coef": 0.001, "horizon": 10000, "target_kl": 0.1,
+    }  # fmt: skip
 
 
 class AlgoConfig(VerlSettings):
     """Settings of an advantage estimator."""
 
     defaults: ClassVar[dict[str, object]] = {
-        "gamma": 1.0,
-        "lam": 1.0,
-        "adv_estimator": "gae",
-        "norm_adv_by_std_in_grpo": True,
-        "use_kl_in_reward": False,
-        "kl_penalty": "kl",
-        "kl_ctrl": KLControlConfig(),
-        "use_pf_ppo": False,
-        "pf_ppo": {},
-        "filter_groups": None,
-        "rollout_correction": None,
-        "gdpo_reward_keys": None,
-        "gdpo_reward_weights": None,
-    }
+        "gamma": 1.0, "lam": 1.0, "adv_estimator": "gae", "norm_adv_by_std_in_grpo": True,
+        "use_kl_in_reward": False, "kl_penalty": "kl", "kl_ctrl": KLControlConfig(),
+        "use_pf_ppo": False, "pf_ppo": {}, "filter_groups": None, "rollout_correction": None,
+        "gdpo_reward_keys": None, "gdpo_reward_weights": None,
+    }  # fmt: skip
 
 
 class PolicyLossConfig(VerlSettings):
     """Settings of one policy loss, `ActorConfig.policy_loss`."""
 
     defaults: ClassVar[dict[str, object]] = {
-        "loss_mode": "vanilla",
-        "clip_cov_ratio": 0.0002,
-        "clip_cov_lb": 1.0,
-        "clip_cov_ub": 5.0,
-        "kl_cov_ratio": 0.0002,
-        "ppo_kl_coef": 0.1,
-        "dro_beta": None,
-        "rollout_correction": None,
-    }
+        "loss_mode": "vanilla", "clip_cov_ratio": 0.0002, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0,
+        "kl_cov_ratio": 0.0002, "ppo_kl_coef": 0.1, "dro_beta": None, "rollout_correction": None,
+    }  # fmt: skip
 
 
 class ActorConfig(VerlSettings):
     """Settings of a policy loss. `global_batch_info`: the last four arguments of `agg_loss`."""
 
     defaults: ClassVar[dict[str, object]] = {
-        "strategy": None,
-        "rollout_n": None,
-        "ppo_mini_batch_size": 256,
-        "ppo_micro_batch_size": None,
-        "ppo_micro_batch_size_per_gpu": None,
-        "ppo_epochs": 1,
-        "ppo_max_token_len_per_gpu": 16384,
-        "use_dynamic_bsz": False,
-        "shuffle": False,
-        "clip_ratio": 0.2,
-        "clip_ratio_low": 0.2,
-        "clip_ratio_high": 0.2,
-        "clip_ratio_c": 3.0,
-        "tau_pos": 1.0,
-        "tau_neg": 1.05,
-        "policy_loss": PolicyLossConfig(),
-        "loss_agg_mode": "token-mean",
-        "loss_scale_factor": None,
-        "entropy_coeff": 0.0,
-        "use_kl_loss": False,
-        "kl_loss_coef": 0.001,
-        "kl_loss_type": "low_var_kl",
-        "global_batch_info": {},
-        "optim": None,
-        **dict.fromkeys(
-            (
-                "calculate_entropy",
-                "calculate_sum_pi_squared",
-                "freeze_vision_tower",
-                "use_fused_kernels",
-                "use_prefix_grouper",
-            ),
-            False,
-        ),
-        **dict.fromkeys(("checkpoint", "engine", "model_config", "profiler", "qat")),
-        "data_loader_seed": 42,
-        "ppo_infer_max_token_len_per_gpu": 16384,
-        "ppo_infer_micro_batch_size_per_gpu": None,
-        "use_torch_compile": True,
-    }
+        "strategy": None, "rollout_n": None, "ppo_mini_batch_size": 256,
+        "ppo_micro_batch_size": None, "ppo_micro_batch_size_per_gpu": None, "ppo_epochs": 1,
+        "ppo_max_token_len_per_gpu": 16384, "use_dynamic_bsz": False, "shuffle": False,
+        "clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0,
+        "tau_pos": 1.0, "tau_neg": 1.05, "policy_loss": PolicyLossConfig(),
+        "loss_agg_mode": "token-mean", "loss_scale_factor": None, "entropy_coeff": 0.0,
+        "use_kl_loss": False, "kl_loss_coef": 0.001, "kl_loss_type": "low_var_kl",
+        "global_batch_info": {}, "optim": None, "calculate_entropy": False,
+        "calculate_sum_pi_squared": False, "freeze_vision_tower": False,
+        "use_fused_kernels": False, "use_prefix_grouper": False, "checkpoint": None,
+        "engine": None, "model_config": None, "profiler": None, "qat": None,
+        "data_loader_seed": 42, "ppo_infer_max_token_len_per_gpu": 16384,
+        "ppo_infer_micro_batch_size_per_gpu": None, "use_torch_compile": True,
+    }  # fmt: skip
 
 
 class FSDPActorConfig(ActorConfig):
     """`ActorConfig` under the name of verl's class for FSDP."""
 
     defaults: ClassVar[dict[str, object]] = {
-        **ActorConfig.defaults,
-        "strategy": "fsdp",
-        "grad_clip": 1.0,
-        "fsdp_config": None,
-        "use_remove_padding": False,
-        "use_rollout_log_probs": False,
+        **ActorConfig.defaults, "strategy": "fsdp", "grad_clip": 1.0, "fsdp_config": None,
+        "use_remove_padding": False, "use_rollout_log_probs": False,
         "ulysses_sequence_parallel_size": 1,
-    }
+    }  # fmt: skip

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, StrEnum
-from typing import TypeAlias, TypedDict, TypeVar, Unpack
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -62,72 +62,51 @@ EstimatorFn: TypeAlias = Callable[..., Advantages]
 PromptIds: TypeAlias = Sequence[object] | NDArray[np.generic] | Tensor
 
 
-class _Settings(TypedDict, total=False):
-    norm_adv_by_std: bool
-    f_norm: float
-
-
-def _from_prompt_groups(
-    name: str, rewards: Tensor, mask: Tensor, index: PromptIds, **settings: Unpack[_Settings]
+def _estimate(
+    name: str, rewards: Tensor, mask: Tensor, index: PromptIds | None = None, /, **given: Any
 ) -> Advantages:
+    """Compute an estimator. `given`: its other inputs and settings, which it checks."""
+    ids = None if index is None else np.asarray(index)
     return compute_advantages(
-        name,
-        token_level_rewards_BT=rewards,
-        response_mask_BT=mask,
-        group_ids=np.asarray(index),
-        **settings,
+        name, token_level_rewards_BT=rewards, response_mask_BT=mask, group_ids=ids, **given
     )
 
 
-def _over_std(
-    name: str, rewards: Tensor, mask: Tensor, index: PromptIds, epsilon: float, by_std: bool
-) -> Advantages:
-    """Compute an estimator whose advantages are divided by the std of the prompt group + epsilon.
+def _over_std(name: str, settings_first: bool = False) -> EstimatorFn:
+    """Return an estimator whose advantages are divided by the std of the prompt group + epsilon.
 
     A prompt group of equal rewards has std 0 and advantages of exactly 0, also with `epsilon=0`.
+    `settings_first`: `config.norm_adv_by_std_in_grpo` takes precedence over the argument.
     """
-    if not by_std or epsilon == STD_EPSILON:  # what Quadriga's estimators use
-        return _from_prompt_groups(name, rewards, mask, index, norm_adv_by_std=by_std)
-    undivided_BT, _ = _from_prompt_groups(name, rewards, mask, index, norm_adv_by_std=False)
-    groups = make_groups(np.asarray(index), has_tokens(to_bool_mask(mask)))
-    std_B = groups.std_G(sequence_scores(rewards, mask))[groups.index_B]
-    divisor_B = torch.where(std_B == 0, 1.0, std_B + epsilon)
-    advantages = (undivided_BT / divisor_B[:, None]).to(undivided_BT.dtype)
-    return advantages, advantages
+
+    def estimate(
+        token_level_rewards: Tensor,
+        response_mask: Tensor,
+        index: PromptIds,
+        epsilon: float = STD_EPSILON,
+        norm_adv_by_std_in_grpo: bool = True,
+        config: VerlConfig = None,
+        **_: object,
+    ) -> Advantages:
+        rewards, mask, by_std = token_level_rewards, response_mask, norm_adv_by_std_in_grpo
+        if settings_first:
+            by_std = setting(config, "norm_adv_by_std_in_grpo", by_std)
+        if not by_std or epsilon == STD_EPSILON:  # what Quadriga's estimators use
+            return _estimate(name, rewards, mask, index, norm_adv_by_std=by_std)
+        undivided_BT = _estimate(name, rewards, mask, index, norm_adv_by_std=False)[0]
+        groups = make_groups(np.asarray(index), has_tokens(to_bool_mask(mask)))
+        std_B = groups.std_G(sequence_scores(rewards, mask))[groups.index_B]
+        divisor_B = torch.where(std_B == 0, 1.0, std_B + epsilon)
+        advantages = (undivided_BT / divisor_B[:, None]).to(undivided_BT.dtype)
+        return advantages, advantages
+
+    estimate.__doc__ = f"Compute the advantages of `{name}`."
+    return estimate
 
 
-def compute_grpo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: PromptIds,
-    epsilon: float = STD_EPSILON,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: VerlConfig = None,
-    **_: object,
-) -> Advantages:
-    """Compute GRPO advantages."""
-    by_std = norm_adv_by_std_in_grpo
-    return _over_std("grpo", token_level_rewards, response_mask, index, epsilon, by_std)
-
-
+compute_grpo_outcome_advantage = _over_std("grpo")
 compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
-
-
-def compute_grpo_passk_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: PromptIds,
-    epsilon: float = STD_EPSILON,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: VerlConfig = None,
-    **_: object,
-) -> Advantages:
-    """Compute pass@k advantages: only the best sample of a prompt group gets one.
-
-    `config.norm_adv_by_std_in_grpo` takes precedence over the argument, as in verl.
-    """
-    by_std: bool = setting(config, "norm_adv_by_std_in_grpo", norm_adv_by_std_in_grpo)
-    return _over_std("grpo_passk", token_level_rewards, response_mask, index, epsilon, by_std)
+compute_grpo_passk_outcome_advantage = _over_std("grpo_passk", settings_first=True)
 
 
 def _named(name: str) -> EstimatorFn:
@@ -141,7 +120,7 @@ def _named(name: str) -> EstimatorFn:
         config: VerlConfig = None,
         **_: object,
     ) -> Advantages:
-        return _from_prompt_groups(name, token_level_rewards, response_mask, index)
+        return _estimate(name, token_level_rewards, response_mask, index)
 
     estimate.__doc__ = f"Compute the advantages of `{name}`."
     return estimate
@@ -164,7 +143,7 @@ def compute_gpg_outcome_advantage(
     **_: object,
 ) -> Advantages:
     """Compute GPG advantages. `alpha` is ignored and computed from the batch, as in verl."""
-    return _from_prompt_groups("gpg", token_level_rewards, response_mask, index, f_norm=f_norm)
+    return _estimate("gpg", token_level_rewards, response_mask, index, f_norm=f_norm)
 
 
 def compute_gdpo_outcome_advantage(
@@ -189,10 +168,10 @@ def compute_gdpo_outcome_advantage(
     """
     keys: Sequence[str] | None = setting(config, "gdpo_reward_keys")
     if not keys or non_tensor_batch is None:
+        held = "None" if non_tensor_batch is None else "given"
         raise InputError(
-            "GDPO reads its reward components from the columns of non_tensor_batch that "
-            f"config.gdpo_reward_keys lists; got keys={keys!r} and "
-            f"non_tensor_batch={'None' if non_tensor_batch is None else 'given'}. Pass both."
+            "GDPO reads its reward components from the columns of non_tensor_batch that config."
+            f"gdpo_reward_keys lists; got keys={keys!r} and non_tensor_batch={held}. Pass both."
         )
     if norm_adv_by_std_in_grpo and epsilon != STD_EPSILON:
         raise InputError(
@@ -207,35 +186,23 @@ def compute_gdpo_outcome_advantage(
             field=missing[0],
         )
     columns = [np.asarray(non_tensor_batch[key], dtype=np.float64) for key in keys]
-    return compute_advantages(
-        "gdpo",
-        token_level_rewards_BT=token_level_rewards,
-        response_mask_BT=response_mask,
-        group_ids=np.asarray(index),
-        reward_components_BK=torch.from_numpy(np.stack(columns, axis=1)),
-        norm_adv_by_std=norm_adv_by_std_in_grpo,
-        reward_weights=setting(config, "gdpo_reward_weights"),
-    )
+    given = {
+        "reward_components_BK": torch.from_numpy(np.stack(columns, axis=1)),
+        "norm_adv_by_std": norm_adv_by_std_in_grpo,
+        "reward_weights": setting(config, "gdpo_reward_weights"),
+    }
+    return _estimate("gdpo", token_level_rewards, response_mask, index, **given)
 
 
 EntryT = TypeVar("EntryT")
 
 
-class AdvantageEstimator(StrEnum):
-    """The advantage estimators of Quadriga that verl has too, under verl's names."""
-
-    GAE = "gae"
-    GRPO = "grpo"
-    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
-    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
-    REMAX = "remax"
-    RLOO = "rloo"
-    OPO = "opo"
-    GRPO_PASSK = "grpo_passk"
-    GPG = "gpg"
-    RLOO_VECTORIZED = "rloo_vectorized"
-    GRPO_VECTORIZED = "grpo_vectorized"
-    GDPO = "gdpo"
+AdvantageEstimator = StrEnum(
+    "AdvantageEstimator",
+    "GAE GRPO REINFORCE_PLUS_PLUS REINFORCE_PLUS_PLUS_BASELINE REMAX RLOO OPO GRPO_PASSK GPG "
+    "RLOO_VECTORIZED GRPO_VECTORIZED GDPO",
+)
+"""The advantage estimators of Quadriga that verl has too; a value is the name in lower case."""
 
 
 def compute_gae_advantage_return(
@@ -246,26 +213,16 @@ def compute_gae_advantage_return(
     lam: float = 1.0,
 ) -> Advantages:
     """Compute GAE advantages, whitened over the batch, and their returns."""
-    return compute_advantages(
-        "gae",
-        token_level_rewards_BT=token_level_rewards,
-        response_mask_BT=response_mask,
-        values_BT=values,
-        gamma=float(gamma),
-        lam=float(lam),
-    )
+    given = {"values_BT": values, "gamma": float(gamma), "lam": float(lam)}
+    return _estimate("gae", token_level_rewards, response_mask, **given)
 
 
 def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, config: VerlConfig = None, **_: object
 ) -> Advantages:
     """Compute REINFORCE++ advantages. `config.gamma` is the discount factor, 1 by default."""
-    return compute_advantages(
-        "reinforce_plus_plus",
-        token_level_rewards_BT=token_level_rewards,
-        response_mask_BT=response_mask,
-        gamma=number(config, "gamma", 1.0),
-    )
+    gamma = number(config, "gamma", 1.0)
+    return _estimate("reinforce_plus_plus", token_level_rewards, response_mask, gamma=gamma)
 
 
 def compute_remax_outcome_advantage(
@@ -276,12 +233,8 @@ def compute_remax_outcome_advantage(
     **_: object,
 ) -> Advantages:
     """Compute ReMax advantages. `reward_baselines` [B]: rewards of the greedy responses."""
-    return compute_advantages(
-        "remax",
-        token_level_rewards_BT=token_level_rewards,
-        response_mask_BT=response_mask,
-        reward_baselines_B=reward_baselines,
-    )
+    given = {"reward_baselines_B": reward_baselines}
+    return _estimate("remax", token_level_rewards, response_mask, **given)
 
 
 ADV_ESTIMATOR_REGISTRY: dict[str, EstimatorFn] = {
@@ -300,9 +253,7 @@ ADV_ESTIMATOR_REGISTRY: dict[str, EstimatorFn] = {
 }
 
 
-def register_adv_est(
-    name_or_enum: str | AdvantageEstimator,
-) -> Callable[[EstimatorFn], EstimatorFn]:
+def register_adv_est(name_or_enum: str | Enum) -> Callable[[EstimatorFn], EstimatorFn]:
     """Return a decorator that adds an estimator with verl's signature under a name.
 
     Quadriga's trainer can use the estimator too (`algorithm.adv_estimator=<name>`). It passes
@@ -315,10 +266,8 @@ def register_adv_est(
     def add(function: EstimatorFn) -> EstimatorFn:
         known = ADV_ESTIMATOR_REGISTRY.get(name)
         if known not in (None, function):
-            raise TakenNameError(
-                f"The advantage estimator {name!r} is registered already. Choose another name.",
-                name=name,
-            )
+            text = f"The advantage estimator {name!r} is registered already. Choose another name."
+            raise TakenNameError(text, name=name)
         ADV_ESTIMATOR_REGISTRY[name] = function
 
         # `register_advantage` reads the names of the parameters to find the inputs of an estimator.
@@ -331,16 +280,12 @@ def register_adv_est(
             lam: float = 1.0,
             norm_adv_by_std: bool = True,
         ) -> Advantages:
+            settings = {"gamma": gamma, "lam": lam, "norm_adv_by_std_in_grpo": norm_adv_by_std}
             return function(
                 token_level_rewards=token_level_rewards_BT,
                 response_mask=response_mask_BT,
                 index=groups.index_B.cpu().numpy(),
-                config=AlgoConfig(
-                    gamma=gamma,
-                    lam=lam,
-                    adv_estimator=name,
-                    norm_adv_by_std_in_grpo=norm_adv_by_std,
-                ),
+                config=AlgoConfig(adv_estimator=name, **settings),
             )
 
         # Registering the same function again is allowed, but the trainer accepts a name only once.
@@ -351,7 +296,7 @@ def register_adv_est(
     return add
 
 
-def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> EstimatorFn:
+def get_adv_estimator_fn(name_or_enum: str | Enum) -> EstimatorFn:
     """Return the estimator of that name. Raises `UnknownNameError` if there is none."""
     return registered(ADV_ESTIMATOR_REGISTRY, _name(name_or_enum), "advantage estimator")
 
@@ -359,12 +304,8 @@ def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> EstimatorFn:
 def registered(registry: Mapping[str, EntryT], name: str, kind: str) -> EntryT:
     """Return `registry[name]`. Raises `UnknownNameError`, which lists the known names."""
     if name not in registry:
-        raise MissingNameError(
-            f"No {kind} {name!r}. Known: {', '.join(registry)}.",
-            name=name,
-            known=list(registry),
-            nearest=None,
-        )
+        text = f"No {kind} {name!r}. Known: {', '.join(registry)}."
+        raise MissingNameError(text, name=name, known=list(registry), nearest=None)
     return registry[name]
 
 
@@ -490,15 +431,8 @@ def compute_value_loss(
     The last five arguments are those of `agg_loss`.
     """
     result = value_loss(vpreds, values, returns, response_mask, cliprange_value=cliprange_value)
-    loss = agg_loss(
-        result.loss_BT,
-        response_mask,
-        loss_agg_mode,
-        dp_size,
-        batch_num_tokens,
-        global_batch_size,
-        loss_scale_factor,
-    )
+    counts = (dp_size, batch_num_tokens, global_batch_size, loss_scale_factor)
+    loss = agg_loss(result.loss_BT, response_mask, loss_agg_mode, *counts)
     clipped = result.metrics["vf_clipfrac"]
     return loss, clipped.total / clipped.weight.clamp(min=1)
 
@@ -526,10 +460,8 @@ def apply_kl_penalty(
     batch, and the mean KL of the sequences with the β that was used.
     """
     mask, beta = data.batch[fields.RESPONSE_MASK], kl_ctrl.value
-    kl_BT = kl_penalty_forward(
-        data.batch[fields.OLD_LOG_PROBS], data.batch[fields.REF_LOG_PROB], kl_penalty
-    )
-    kl_BT = kl_BT * mask
+    old, reference = data.batch[fields.OLD_LOG_PROBS], data.batch[fields.REF_LOG_PROB]
+    kl_BT = kl_penalty_forward(old, reference, kl_penalty) * mask
     data.batch[fields.TOKEN_LEVEL_REWARDS] = data.batch[fields.TOKEN_LEVEL_SCORES] - beta * kl_BT
     tokens_B = mask.sum(-1)
     mean = float((kl_BT.sum(-1) / tokens_B.clamp(min=1)).mean())
@@ -560,7 +492,7 @@ def compute_advantage(
         )
     if fields.RESPONSE_MASK not in data.batch:
         data.batch[fields.RESPONSE_MASK] = compute_response_mask(data)
-    name = str(adv_estimator.value if isinstance(adv_estimator, Enum) else adv_estimator)
+    name = _name(adv_estimator)
     given: dict[str, object] = {
         "token_level_rewards": data.batch[fields.TOKEN_LEVEL_REWARDS],
         "response_mask": data.batch[fields.RESPONSE_MASK],

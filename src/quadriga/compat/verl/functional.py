@@ -79,9 +79,8 @@ def list_of_dict_to_dict_of_list(
     for number, entry in enumerate(list_of_dict):
         for key, value in entry.items():
             if key not in lists:
-                raise FieldError(
-                    f"entry {number} has the key {key!r}, which the first entry lacks", field=key
-                )
+                text = f"entry {number} has the key {key!r}, which the first entry lacks"
+                raise FieldError(text, field=key)
             lists[key].append(value)
     return lists
 
@@ -264,11 +263,8 @@ def hf_tokenizer(
     from quadriga.models import load_tokenizer
 
     if not correct_pad_token:
-        raise ModelError(
-            "hf_tokenizer: correct_pad_token=False would leave a tokenizer without a padding "
-            "token, but batches are padded; leave it True",
-            path=name_or_path,
-        )
+        text = "correct_pad_token=False leaves no padding token, but batches are padded; leave it"
+        raise ModelError(f"hf_tokenizer: {text} True", path=name_or_path)
     tokenizer = load_tokenizer(name_or_path, trust_remote_code=trust_remote_code)
     if correct_gemma2 and "gemma-2-2b-it" in name_or_path:
         options = {"eos_token": "<end_of_turn>", **options}

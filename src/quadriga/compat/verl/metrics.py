@@ -47,18 +47,15 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> Metrics:
     answered = response_B > 0
     chosen = batch.batch[fields.RESPONSE_MASK].bool()
     metrics: Metrics = {}
-    for name, key in (
-        ("score", fields.TOKEN_LEVEL_SCORES),
-        ("rewards", fields.TOKEN_LEVEL_REWARDS),
-    ):
+    sums = {"score": fields.TOKEN_LEVEL_SCORES, "rewards": fields.TOKEN_LEVEL_REWARDS}
+    for name, key in sums.items():
         metrics |= _statistics(f"critic/{name}", batch.batch[key].sum(-1)[answered])
     keys = (fields.ADVANTAGES, fields.RETURNS, *([fields.VALUES] if use_critic else []))
     for key in keys:
         metrics |= _statistics(f"critic/{key}", batch.batch[key][chosen])
     if use_critic:
-        metrics["critic/vf_explained_var"] = _explained_variance(
-            batch.batch[fields.RETURNS], batch.batch[fields.VALUES], chosen
-        )
+        returns, values = batch.batch[fields.RETURNS], batch.batch[fields.VALUES]
+        metrics["critic/vf_explained_var"] = _explained_variance(returns, values, chosen)
     width = batch.batch[fields.RESPONSES].shape[-1]
     metrics |= _length_metrics("response_length", response_B, width)
     metrics |= _length_metrics("response_length_non_aborted", response_B[answered], width)
@@ -96,23 +93,16 @@ def compute_throughout_metrics(
     missing.
     """
     if GLOBAL_TOKENS not in batch.meta_info:
-        raise FieldError(
-            f"compute_throughout_metrics: meta_info has no {GLOBAL_TOKENS!r}; set it to the list "
-            "of the numbers of tokens of all samples",
-            field=GLOBAL_TOKENS,
-        )
+        text = f"meta_info has no {GLOBAL_TOKENS!r}; set it to the numbers of tokens of all samples"
+        raise FieldError(f"compute_throughout_metrics: {text}", field=GLOBAL_TOKENS)
     if STEP not in timing_raw:
-        raise FieldError(
-            f"compute_throughout_metrics: timing_raw has no {STEP!r}, the seconds of the step; it "
-            f"has: {', '.join(timing_raw) or 'nothing'}",
-            field=STEP,
-        )
+        has = ", ".join(timing_raw) or "nothing"
+        text = f"timing_raw has no {STEP!r}, the seconds of the step; it has: {has}"
+        raise FieldError(f"compute_throughout_metrics: {text}", field=STEP)
     total, seconds = sum(batch.meta_info[GLOBAL_TOKENS]), timing_raw[STEP]
-    return {
-        "perf/total_num_tokens": total,
-        "perf/time_per_step": seconds,
-        "perf/throughput": total / (seconds * n_gpus),
-    }
+    found = {"total_num_tokens": total, "time_per_step": seconds}
+    found["throughput"] = total / (seconds * n_gpus)
+    return {f"perf/{name}": value for name, value in found.items()}
 
 
 def reduce_metrics(metrics: dict[str, object]) -> dict[str, object]:
@@ -137,11 +127,8 @@ def reduce_metrics(metrics: dict[str, object]) -> dict[str, object]:
             else:
                 metrics[name] = float(array.mean()) if array.size else math.nan
         except (TypeError, ValueError):
-            raise FieldError(
-                f"reduce_metrics: {name!r} must hold numbers, or lists of them of one length, got "
-                f"{values!r}",
-                field=name,
-            ) from None
+            text = f"{name!r} must hold numbers, or lists of them of one length, got {values!r}"
+            raise FieldError(f"reduce_metrics: {text}", field=name) from None
     return metrics
 
 
@@ -165,11 +152,8 @@ def _statistics(name: str, values: Tensor) -> Metrics:
     if not values.numel():
         return {f"{name}/{kind}": math.nan for kind in ("mean", "max", "min")}
     values = as_float(values.detach())
-    return {
-        f"{name}/mean": float(values.mean()),
-        f"{name}/max": float(values.max()),
-        f"{name}/min": float(values.min()),
-    }
+    found = {"mean": values.mean(), "max": values.max(), "min": values.min()}
+    return {f"{name}/{kind}": float(value) for kind, value in found.items()}
 
 
 def _explained_variance(returns: Tensor, values: Tensor, chosen: Tensor) -> float:

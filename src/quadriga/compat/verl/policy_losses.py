@@ -92,16 +92,11 @@ class LossArguments:
     def clips(self) -> LossSettings:
         """Return the clip range of `config`. Raises `InputError` if `config` is None."""
         if self.config is None:
-            raise InputError(
-                "This policy loss reads its clip range from config.clip_ratio; got config=None."
-            )
+            text = "This policy loss reads its clip range from config.clip_ratio; got config=None."
+            raise InputError(text)
         both = number(self.config, "clip_ratio")
-        low = number(self.config, "clip_ratio_low")
-        high = number(self.config, "clip_ratio_high")
-        return _without_none(
-            clip_ratio_low=both if low is None else low,
-            clip_ratio_high=both if high is None else high,
-        )
+        sides = {side: number(self.config, side) for side in ("clip_ratio_low", "clip_ratio_high")}
+        return _without_none(**{side: both if v is None else v for side, v in sides.items()})
 
     def policy_settings(self, *names: str) -> LossSettings:
         """Return the settings `config.policy_loss.<name>` that are given."""
@@ -132,17 +127,8 @@ def _register(
             config: VerlConfig = None,
             rollout_is_weights: Tensor | None = None,
         ) -> Result:
-            return function(
-                LossArguments(
-                    old_log_prob,
-                    log_prob,
-                    advantages,
-                    response_mask,
-                    loss_agg_mode,
-                    config,
-                    rollout_is_weights,
-                )
-            )
+            tensors = old_log_prob, log_prob, advantages, response_mask
+            return function(LossArguments(*tensors, loss_agg_mode, config, rollout_is_weights))
 
         del loss.__wrapped__  # help() and inspect.signature then show verl's signature
         POLICY_LOSS_REGISTRY[name] = loss
@@ -232,15 +218,10 @@ def compute_policy_loss(
 
     Return (loss, fraction of clipped tokens, approximate KL, fraction clipped by the dual clip).
     """
-    config = {
-        "clip_ratio": cliprange,
-        "clip_ratio_low": cliprange_low,
-        "clip_ratio_high": cliprange_high,
-        "clip_ratio_c": clip_ratio_c,
-    }
-    loss, metrics = compute_policy_loss_vanilla(
-        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config
-    )
+    config = {"clip_ratio": cliprange, "clip_ratio_c": clip_ratio_c}
+    config |= {"clip_ratio_low": cliprange_low, "clip_ratio_high": cliprange_high}
+    tensors = (old_log_prob, log_prob, advantages, response_mask)
+    loss, metrics = compute_policy_loss_vanilla(*tensors, loss_agg_mode, config)
     clipped, kl, lower = (loss.new_tensor(metrics[f"actor/{key}"]) for key in REPORTED)
     return loss, clipped, kl, lower
 

@@ -79,18 +79,16 @@ def nested_tensor_from_tensor_list(
     dims = tensors[0].dim()
     ragged = dims if ragged_idx is None else ragged_idx
     if not 1 <= ragged <= dims:
-        raise FieldError(
-            f"ragged_idx must be in 1..{dims} for rows of {dims} dimensions, got {ragged}."
-        )
+        text = f"ragged_idx must be in 1..{dims} for rows of {dims} dimensions, got {ragged}."
+        raise FieldError(text)
     if ragged == 1:
         return torch.nested.as_nested_tensor(list(tensors), layout=torch.jagged)
     # Rows [4, 2] and [4, 3] with ragged_idx=2: values [4, 5], offsets [0, 2, 5].
     lengths = torch.tensor([row.shape[ragged - 1] for row in tensors])
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     values = torch.cat(list(tensors), dim=ragged - 1)
-    return torch.nested.nested_tensor_from_jagged(
-        values, offsets.to(values.device), jagged_dim=ragged
-    )
+    offsets = offsets.to(values.device)
+    return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged)
 
 
 def concat_nested_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -130,9 +128,8 @@ def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
     Raises `LengthError` if it does not divide.
     """
     if len(td) % chunks:
-        raise LengthError(
-            f"{len(td)} rows do not divide into {chunks} parts. Pad the batch with pad_to_divisor."
-        )
+        text = f"{len(td)} rows do not divide into {chunks} parts."
+        raise LengthError(f"{text} Pad the batch with pad_to_divisor.")
     size = len(td) // chunks
     return [select_rows(td, slice(i * size, (i + 1) * size)) for i in range(chunks)]
 
@@ -157,10 +154,7 @@ def get_tensordict(
     lengths: dict[str, int] = {}
     for key, value in tensor_dict.items():
         lengths[key] = value.shape[0] if isinstance(value, torch.Tensor) else len(value)
-        if isinstance(value, torch.Tensor | NonTensorStack):
-            fields[key] = value
-        else:
-            fields[key] = _stack(value)
+        fields[key] = value if isinstance(value, torch.Tensor | NonTensorStack) else _stack(value)
     if len(set(lengths.values())) > 1:
         raise LengthError(f"The fields of a TensorDict must have the same length, got {lengths}.")
     rows = next(iter(lengths.values()), None)

@@ -247,11 +247,8 @@ def _split_args_kwargs_data_proto_with_auto_padding(
 ) -> BatchParts:
     """Split as above, after a batch that allows it was padded to equal parts. Then the rows that
     were added are under `PADDING`. Raises `LengthError` if such batches differ in length."""
-    padded = [
-        given
-        for given in (*args, *kwargs.values())
-        if isinstance(given, DataProto) and given.is_padding_enabled()
-    ]
+    batches = [given for given in (*args, *kwargs.values()) if isinstance(given, DataProto)]
+    padded = [given for given in batches if given.is_padding_enabled()]
     lengths = sorted(set(map(len, padded)))
     if len(lengths) > 1:
         raise LengthError(f"batches to pad must have one length, got {lengths}")
@@ -329,9 +326,7 @@ def dispatch_dp_compute(worker_group: GroupInfo, *args: object, **kwargs: object
     return dispatch.dispatch_lists(_view(worker_group), *args, **kwargs)
 
 
-def collect_dp_compute(worker_group: GroupInfo, output: list[object]) -> list[object]:
-    """Return the results unchanged, one per rank."""
-    return output
+collect_dp_compute = collect_all_to_all
 
 
 def dispatch_dp_compute_data_proto(
@@ -343,10 +338,7 @@ def dispatch_dp_compute_data_proto(
 
 
 def dispatch_dp_compute_data_proto_with_func(
-    worker_group: GroupInfo,
-    function: Callable[..., object],
-    *args: object,
-    **kwargs: object,
+    worker_group: GroupInfo, function: Callable[..., object], *args: object, **kwargs: object
 ) -> Split:
     """Send `function` to every rank and split every batch into one part per rank."""
     view = _view(worker_group)
@@ -451,11 +443,10 @@ def get_predefined_execute_fn(execute_mode: ExecuteMode) -> dict[str, str]:
 
 
 def init_predefined_dispatch_mode() -> None:
-    """Do nothing: the built-in dispatch modes exist from the start."""
+    """Do nothing: the built-in modes exist from the start."""
 
 
-def init_predefined_execute_mode() -> None:
-    """Do nothing: the built-in execute modes exist from the start."""
+init_predefined_execute_mode = init_predefined_dispatch_mode
 
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
@@ -515,38 +506,28 @@ def _collect_for_group(function: CollectFn, worker_group: GroupInfo, output: obj
 
 
 _BUILT_IN = {mode.name: mode for mode in Dispatch}
-_FUNCTIONS: dict[str, ModeFunctions] = {
-    "ONE_TO_ALL": {"dispatch_fn": dispatch_one_to_all, "collect_fn": collect_all_to_all},
-    "ALL_TO_ALL": {
-        "dispatch_fn": cast(DispatchFn, dispatch_all_to_all),
-        "collect_fn": collect_all_to_all,
-    },
-    "DP_COMPUTE": {"dispatch_fn": dispatch_dp_compute, "collect_fn": collect_dp_compute},
-    "DP_COMPUTE_PROTO": {
-        "dispatch_fn": dispatch_dp_compute_data_proto,
-        "collect_fn": collect_dp_compute_data_proto,
-    },
-    "DP_COMPUTE_PROTO_WITH_FUNC": {
-        "dispatch_fn": dispatch_dp_compute_data_proto_with_func,
-        "collect_fn": collect_dp_compute_data_proto,
-    },
-    "DP_COMPUTE_METRIC": {
-        "dispatch_fn": dispatch_dp_compute_data_proto,
-        "collect_fn": collect_dp_compute,
-    },
+_BATCHES = (dispatch_dp_compute_data_proto, collect_dp_compute_data_proto)
+_FUNCTIONS: dict[str, tuple[DispatchFn, CollectFn]] = {
+    "ONE_TO_ALL": (dispatch_one_to_all, collect_all_to_all),
+    "ALL_TO_ALL": (cast(DispatchFn, dispatch_all_to_all), collect_all_to_all),
+    "DP_COMPUTE": (dispatch_dp_compute, collect_dp_compute),
+    "DP_COMPUTE_PROTO": _BATCHES,
+    "DP_COMPUTE_PROTO_WITH_FUNC": (dispatch_dp_compute_data_proto_with_func, _BATCHES[1]),
+    "DP_COMPUTE_METRIC": (_BATCHES[0], collect_dp_compute),
 }
 """The functions of this module that verl's modes have."""
 
 
 def get_predefined_dispatch_fn(dispatch_mode: DispatchMode) -> ModeFunctions:
     """Return the two functions of a mode. Both take a group, or a view of one."""
-    functions = functions_of_mode(dispatch_mode)
-    if Dispatch[dispatch_mode.name] is not _BUILT_IN.get(dispatch_mode.name):
+    functions, name = functions_of_mode(dispatch_mode), dispatch_mode.name
+    if Dispatch[name] is not _BUILT_IN.get(name):
         return functions
-    return _FUNCTIONS.get(dispatch_mode.name) or {
-        "dispatch_fn": _for_group(_dispatch_for_group, functions["dispatch_fn"]),
-        "collect_fn": _for_group(_collect_for_group, functions["collect_fn"]),
-    }
+    split, join = _FUNCTIONS.get(name) or (
+        _for_group(_dispatch_for_group, functions["dispatch_fn"]),
+        _for_group(_collect_for_group, functions["collect_fn"]),
+    )
+    return {"dispatch_fn": split, "collect_fn": join}
 
 
 @cache

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 from quadriga import single_controller
@@ -25,7 +26,6 @@ from quadriga.backends.ray import (
 from quadriga.backends.ray.cluster import ensure_ray
 from quadriga.backends.ray.pool import alive_nodes, sort_by_node_address
 from quadriga.backends.ray.start import RayColocatedClass, classes_of
-from quadriga.compat.verl.controller import decorator
 from quadriga.compat.verl.controller.decorator import (
     PADDING,
     Columns,
@@ -254,15 +254,9 @@ class WorkerGroup(metaclass=_IsGroup):
             if found is None:
                 continue
             mode, blocking = found
-            functor = func_generator(
-                self,
-                name,
-                dispatch_fn=mode.dispatch_fn,
-                collect_fn=mode.collect_fn,
-                execute_fn=self._execute_function(mode, name),
-                blocking=blocking,
-            )
-            setattr(self, name, functor)
+            functions = {"dispatch_fn": mode.dispatch_fn, "collect_fn": mode.collect_fn}
+            functions["execute_fn"] = self._execute_function(mode, name)
+            setattr(self, name, func_generator(self, name, **functions, blocking=blocking))
             names.append(name)
         return names
 
@@ -278,8 +272,7 @@ class WorkerGroup(metaclass=_IsGroup):
         if function is None:
             raise DispatchError(
                 f"{method} is registered with {execute!r}, but {type(self).__name__} has no method "
-                f"{name!r}. Define it, or give the mode its ranks with "
-                "update_execute_mode."
+                f"{name!r}. Define it, or give the mode its ranks with update_execute_mode."
             )
         return function
 
@@ -383,10 +376,7 @@ class GroupOfReferences(QuadrigaGroup):
 WorkerT = TypeVar("WorkerT")
 
 _EXECUTE_FUNCTIONS = (
-    "execute_all",
-    "execute_all_async",
-    "execute_rank_zero",
-    "execute_rank_zero_async",
+    *("execute_all", "execute_all_async", "execute_rank_zero", "execute_rank_zero_async"),
     "_execute_remote_single_worker",
 )
 
@@ -445,16 +435,8 @@ class RayWorkerGroup(GroupOfReferences, WorkerGroup):
         self.wg_dict: Mapping[str, object] | None = None
         self.method_names: list[str] = []
         self._is_init_with_detached_workers = existing
-        super().__init__(
-            resource_pool,
-            ray_cls_with_init,
-            bin_pack,
-            name_prefix,
-            detached,
-            worker_names,
-            worker_handles,
-            **kwargs,
-        )
+        given = (resource_pool, ray_cls_with_init, bin_pack, name_prefix, detached)
+        super().__init__(*given, worker_names, worker_handles, **kwargs)
 
     # What verl's programs read
 
@@ -466,17 +448,9 @@ class RayWorkerGroup(GroupOfReferences, WorkerGroup):
     def _worker_names(self) -> list[str]:  # type: ignore[override]  # see above
         return self.worker_names
 
-    @property
-    def _world_size(self) -> int:
-        return self.world_size
-
-    @property
-    def _master_addr(self) -> str:
-        return self.master_address
-
-    @property
-    def _master_port(self) -> str:
-        return self.master_port
+    _world_size = property(attrgetter("world_size"))
+    _master_addr = property(attrgetter("master_address"))
+    _master_port = property(attrgetter("master_port"))
 
     def dispatch_info(self, mesh_name: str) -> list[int]:
         """Return the data-parallel rank of each rank in a mesh, from `_dispatch_info`."""
@@ -597,7 +571,7 @@ class RayWorkerGroup(GroupOfReferences, WorkerGroup):
         return parts_of(view, mode, columns_of(view, mode, args, kwargs))
 
     def _execute_function(self, mode: ModeOfMethod, method: str) -> Callable[..., object]:
-        name = decorator.get_predefined_execute_fn(mode.execute)["execute_fn_name"]
+        name = get_predefined_execute_fn(mode.execute)["execute_fn_name"]
         known = isinstance(mode.execute.ranks, NotGiven) or hasattr(type(self), name)
         if known or mode.dispatch.ranks:
             return super()._execute_function(mode, method)

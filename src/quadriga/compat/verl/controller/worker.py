@@ -287,9 +287,8 @@ def _bind_workers_method_to_parent(cls: type, key: str, user_defined_cls: type) 
 
         direct = modes["dispatch_mode"] == Dispatch["DIRECT_ROLLOUT_METHOD"] and "rollout" in key
         if direct and hasattr(cls, name):
-            raise DispatchError(
-                f"{cls.__name__} has a method {name!r} already; rename that of {key}"
-            )
+            text = f"{cls.__name__} has a method {name!r} already; rename that of {key}"
+            raise DispatchError(text)
         setattr(cls, name if direct else f"{key}_{name}", mark_as_verl(**modes)(call))
 
 
@@ -301,9 +300,9 @@ def _is_fused(held: RayClassWithInitArgs) -> bool:
 def _check_fused(held: RayClassWithInitArgs, used: bool) -> None:
     # Programs set it. It follows from the class here.
     if used != _is_fused(held):
+        kind = f"{'' if _is_fused(held) else 'not '}a class of several roles"
         raise DispatchError(
-            f"fused_worker_used={used!r} was set for {held.cls.__name__}, which is "
-            f"{'' if _is_fused(held) else 'not '}a class of several roles "
+            f"fused_worker_used={used!r} was set for {held.cls.__name__}, which is {kind} "
             "(create_colocated_worker_raw_cls). Do not set it."
         )
 

@@ -47,11 +47,11 @@ class RLHFDataset(Dataset[dict[str, Any]]):
     ) -> None:
         self.settings = data_settings(config, data_files)
         if processor is not None:
-            raise _refused("processor", "None: images are encoded by the trainer")
+            raise refused("processor", "None: images are encoded by the trainer")
         self.prompts = load_prompts(self.settings.train_files, self.settings, tokenizer)
         self.prompts.same_width = True  # so that rows can be stacked
         if 0 <= max_samples < len(self):
-            raise _refused("max_samples", f"-1, or files with fewer rows than {len(self)}")
+            raise refused("max_samples", f"-1, or files with fewer rows than {len(self)}")
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -116,7 +116,7 @@ def create_rl_sampler(data_config: VerlConfig, dataset: RLHFDataset) -> RLSample
     """Return the order of the rows. Raises `ConfigError` if the settings name a sampler class."""
     settings = data_settings(data_config)
     if settings.sampler.path is not None:
-        raise _refused("train_sampler", "None: the trainer makes the sampler that data names")
+        raise refused("train_sampler", "None: the trainer makes the sampler that data names")
     return RLSampler(dataset, settings)
 
 
@@ -132,16 +132,16 @@ def with_inputs(
         if dataset is None:
             continue
         if type(dataset) is not RLHFDataset:
-            raise _refused(f"{name}_dataset", f"the result of create_rl_dataset, or {OWN}")
+            raise refused(f"{name}_dataset", f"the result of create_rl_dataset, or {OWN}")
         own = dataset.settings
         if replace(own, train_files=data.train_files, val_files=data.val_files) != data:
-            raise _refused(f"{name}_dataset", "a dataset that is made with the same section data")
+            raise refused(f"{name}_dataset", "a dataset that is made with the same section data")
     if collate is not None and collate is not collate_fn:
-        raise _refused("collate_fn", f"that of verl.utils.dataset.rl_dataset, or {OWN}")
+        raise refused("collate_fn", f"that of verl.utils.dataset.rl_dataset, or {OWN}")
     if sampler is not None and not isinstance(sampler, RLSampler):
-        raise _refused("train_sampler", "the result of create_rl_sampler, or set data.sampler")
+        raise refused("train_sampler", "the result of create_rl_sampler, or set data.sampler")
     if isinstance(sampler, RLSampler) and (sampler.dataset is not train or sampler.epoch):
-        raise _refused("train_sampler", "a new one of train_dataset")
+        raise refused("train_sampler", "a new one of train_dataset")
     if isinstance(train, RLHFDataset):
         data = replace(data, train_files=train.settings.train_files)
     if isinstance(val, RLHFDataset):
@@ -149,7 +149,8 @@ def with_inputs(
     return config if data == config.data else replace(config, data=data)
 
 
-def _refused(name: str, use: str) -> ConfigError:
+def refused(name: str, use: str) -> ConfigError:
+    """Return the error of an argument of the trainer. `use`: what to pass."""
     return ConfigError(f"RayPPOTrainer: {name} has no counterpart; pass {use}", key=name)
 
 
@@ -206,10 +207,8 @@ def load_reward_manager(
     known = setting(setting(config, "reward_model"), "reward_kwargs", {})
     for name, value in reward_kwargs.items():
         if setting(known, name) != value:
-            raise ConfigError(
-                f"load_reward_manager: set reward_model.reward_kwargs.{name}, got {value!r}",
-                key=name,
-            )
+            text = f"set reward_model.reward_kwargs.{name}, got {value!r}"
+            raise ConfigError(f"load_reward_manager: {text}", key=name)
     ours = train_settings(config, tell=False)
     components = ours.algorithm.reward_components
     return LoadedRewards(RewardManager.from_settings(ours.reward, tokenizer, components))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -29,6 +30,7 @@ from quadriga.compat.verl.training.inputs import (
     BatchDicts,
     LoadedRewards,
     RulesAfterModel,
+    refused,
     with_inputs,
 )
 from quadriga.compat.verl.training.run_settings import (
@@ -71,13 +73,13 @@ if TYPE_CHECKING:
 PoolManager: TypeAlias = "ResourcePoolManager[Role] | QuadrigaPools"
 
 RUN = "run"
+_HOOKS = (
+    "add_actor_rollout_worker add_critic_worker add_reward_model_resource_pool "
+    "add_teacher_model_resource_pool add_ref_policy_worker init_resource_pool_mgr"
+)
 HOOKS: dict[str, tuple[str, ...]] = {
-    "add_actor_rollout_worker": ("config",),
-    "add_critic_worker": ("config",),
-    "add_reward_model_resource_pool": ("config",),
-    "add_teacher_model_resource_pool": ("config",),
+    **dict.fromkeys(_HOOKS.split(), ("config",)),
     "add_ref_policy_worker": ("config", "ref_policy_cls"),
-    "init_resource_pool_mgr": ("config",),
 }
 """The hooks that every runner has → the names of their arguments."""
 _POLICY = (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor)
@@ -94,10 +96,8 @@ def call_hooks(runner: TaskRunner, config: VerlConfig) -> tuple[type, PoolManage
         _check_method(runner, name, arguments)
     chosen = runner.add_actor_rollout_worker(config)
     if not isinstance(chosen, tuple) or len(chosen) != 2:
-        raise ConfigError(
-            "add_actor_rollout_worker must return (class of the policy, class of groups), got "
-            f"{chosen!r}"
-        )
+        expected = "(class of the policy, class of groups)"
+        raise ConfigError(f"add_actor_rollout_worker must return {expected}, got {chosen!r}")
     policy_class, group_class = chosen
     values = {"config": config, "ref_policy_cls": policy_class}
     for name in (*HOOKS, *added):
@@ -110,9 +110,8 @@ def call_hooks(runner: TaskRunner, config: VerlConfig) -> tuple[type, PoolManage
         )
     pools = runner.init_resource_pool_mgr(config)
     if not isinstance(pools, ResourcePoolManager | QuadrigaPools):
-        raise ConfigError(
-            f"init_resource_pool_mgr must return a ResourcePoolManager, got {pools!r}"
-        )
+        text = f"init_resource_pool_mgr must return a ResourcePoolManager, got {pools!r}"
+        raise ConfigError(text)
     return group_class, pools
 
 
@@ -123,23 +122,17 @@ def check_runner(runner_class: object) -> None:
     except DispatchError:
         cls = None
     if cls is None or not callable(getattr(cls, RUN, None)):
-        raise ConfigError(
-            f"run_ppo: task_runner_class must be a class with a method {RUN}, got {runner_class!r}",
-            key="task_runner_class",
-        )
+        text = f"must be a class with a method {RUN}, got {runner_class!r}"
+        raise ConfigError(f"run_ppo: task_runner_class {text}", key="task_runner_class")
     check_plain(cls, RUN, getattr(cls, RUN))
 
 
 def _added_hooks(runner: TaskRunner) -> list[str]:
     """Return the names of the hooks that subclasses of `TaskRunner` add, in their order."""
     names = [name for base in reversed(type(runner).__mro__) for name in vars(base)]
-    return [
-        name
-        for name in dict.fromkeys([*names, *vars(runner)])
-        if name.startswith("add_")
-        and name.endswith(("_worker", "_resource_pool"))
-        and name not in HOOKS
-    ]
+    added = re.compile("add_.*(_worker|_resource_pool)")
+    known = dict.fromkeys([*names, *vars(runner)])
+    return [name for name in known if added.fullmatch(name) and name not in HOOKS]
 
 
 def _check_method(runner: TaskRunner, name: str, arguments: tuple[str, ...]) -> None:
@@ -169,9 +162,7 @@ def check_plain(cls: type, name: str, method: object) -> None:
         )
 
 
-RUNTIME_ENV = {
-    "env_vars": {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN"},
-}
+RUNTIME_ENV = {"env_vars": {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN"}}
 """What `run_ppo` asks of Ray's processes, unless `ray_kwargs` says otherwise."""
 
 _TIMELINE = "timeline_json_file"
@@ -185,16 +176,14 @@ def ray_settings(config: VerlConfig) -> tuple[dict[str, Any], str | None]:
     Raises:
         ConfigError: names the key, and the value that Ray does not take.
     """
+    key = f"ray_kwargs.{_TIMELINE}"
     given = _section(setting(config, "ray_kwargs"), "ray_kwargs")
     older = _section(setting(config, "ray_init"), "ray_init")
     trace = given.get(_TIMELINE) or older.pop(_TIMELINE, None)
     if not isinstance(trace, str | None):
-        raise ConfigError(
-            f"ray_kwargs.{_TIMELINE} must be a file name, got {trace!r}",
-            key=f"ray_kwargs.{_TIMELINE}",
-        )
+        raise ConfigError(f"{key} must be a file name, got {trace!r}", key=key)
     if trace is not None:
-        trace = local_path(trace, f"ray_kwargs.{_TIMELINE}")
+        trace = local_path(trace, key)
     return ray_init_arguments(given.get("ray_init", older), get_ppo_ray_runtime_env(config)), trace
 
 
@@ -254,27 +243,20 @@ _VALIDATION = "override make_validator, or give the stage of a role in_validatio
 _SAMPLES = "override open_record, which keeps samples and metrics"
 _PROFILING = "read the times of each span in metrics.jsonl"
 
-REPLACED: dict[str, str] = {
-    "_balance_batch": f"set trainer.balance_batch, or {_ROLE}",
-    "_compute_old_log_prob": _CALLS,
-    "_compute_ref_log_prob": _CALLS,
-    "_compute_reward_colocate": f"pass reward_fn, or {_ROLE}",
-    "_compute_values": _CALLS,
-    "_create_dataloader": "set data.train_files and data.val_files",
-    "_dump_generations": _SAMPLES,
-    "_get_gen_batch": _ROLE,
-    "_load_checkpoint": "override resume",
-    "_log_rollout_data": _SAMPLES,
-    "_maybe_log_val_generations": _SAMPLES,
-    "_merge_validation_results": _VALIDATION,
-    "_save_checkpoint": "override save",
-    "_start_profiling": _PROFILING,
-    "_stop_profiling": _PROFILING,
-    "_update_actor": _CALLS,
-    "_update_critic": _CALLS,
-    "_val_metrics_update": _VALIDATION,
-    "_validate": _VALIDATION,
-}
+_INSTEAD = {
+    f"set trainer.balance_batch, or {_ROLE}": "_balance_batch",
+    _CALLS: "_compute_old_log_prob _compute_ref_log_prob _compute_values _update_actor "
+            "_update_critic",
+    f"pass reward_fn, or {_ROLE}": "_compute_reward_colocate",
+    "set data.train_files and data.val_files": "_create_dataloader",
+    _SAMPLES: "_dump_generations _log_rollout_data _maybe_log_val_generations",
+    _ROLE: "_get_gen_batch",
+    "override resume": "_load_checkpoint",
+    _VALIDATION: "_merge_validation_results _val_metrics_update _validate",
+    "override save": "_save_checkpoint",
+    _PROFILING: "_start_profiling _stop_profiling",
+}  # fmt: skip
+REPLACED = {name: use for use, names in _INSTEAD.items() for name in names.split()}
 """Method of verl's trainer that Quadriga's `fit` does not call → what to write instead."""
 
 
@@ -416,20 +398,13 @@ class RayPPOTrainer(VerlTrainerNames):
     ) -> None:
         check_methods_of_subclass(type(self), RayPPOTrainer.fit)
         if processor is not None:
-            raise ConfigError(
-                "RayPPOTrainer: processor has no counterpart, because images are encoded with that "
-                "of the model folder; pass None",
-                key="processor",
-            )
+            raise refused("processor", "None: images are encoded with that of the model folder")
         if ray_worker_group_cls not in (RayWorkerGroup, QuadrigaRayWorkerGroup):
-            raise ConfigError(
-                f"RayPPOTrainer starts groups of Quadriga, not of {ray_worker_group_cls!r}; start "
-                "groups of your own class in a loop of your own",
-                key="ray_worker_group_cls",
-            )
-        ours = with_inputs(
-            train_settings(config), train_dataset, val_dataset, collate_fn, train_sampler
-        )
+            text = f"RayPPOTrainer starts groups of Quadriga, not of {ray_worker_group_cls!r}; "
+            text += "start groups of your own class in a loop of your own"
+            raise ConfigError(text, key="ray_worker_group_cls")
+        inputs = (train_dataset, val_dataset, collate_fn, train_sampler)
+        ours = with_inputs(train_settings(config), *inputs)
         # verl's default is "cuda", also where a program runs on CPUs.
         device = ours.trainer.device if device_name in (None, "cuda") else device_name
         _check_tokenizer(tokenizer, ours)
