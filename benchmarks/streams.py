@@ -2,6 +2,7 @@
 
     python benchmarks/streams.py --out streams.json --plot docs/streams_timeline.png
     python benchmarks/streams.py --quick        # few steps, below a minute
+    python benchmarks/streams.py --trace run.json   # for Perfetto and chrome://tracing
     python benchmarks/streams.py --ray          # one generator and one trainer on two cores
 
 Prints JSON. The constants of the simulated runs are those that verl publishes for its fully
@@ -161,6 +162,20 @@ def plot(runs: dict[str, Timeline], path: Path, seconds: float = 600.0) -> None:
     figure.savefig(path, dpi=110)
 
 
+def chrome_trace(run: Timeline) -> dict[str, object]:
+    """The spans of a run as a JSON object that Perfetto and chrome://tracing open."""
+    events: list[dict[str, object]] = []
+    for tid, track in enumerate(sorted({span.track for span in run.spans})):
+        of_track = {"pid": 0, "tid": tid}
+        events.append({"ph": "M", "name": "thread_name", "args": {"name": track}, **of_track})
+        for _, name, start, end, tokens in (span for span in run.spans if span.track == track):
+            times = {"ts": 1e6 * start, "dur": 1e6 * (end - start)}
+            events.append(
+                {"ph": "X", "name": name, "args": {"tokens": tokens}, **times, **of_track}
+            )
+    return {"traceEvents": events}
+
+
 RAY_STEPS = 12
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -306,6 +321,7 @@ def main() -> None:
     parser.add_argument("--ray", action="store_true", help="compare with runs on Ray instead")
     parser.add_argument("--out", type=Path, help="also write the JSON to this file")
     parser.add_argument("--plot", type=Path, help="draw the timelines to this picture")
+    parser.add_argument("--trace", type=Path, help="write a timeline that Perfetto opens")
     options = parser.parse_args()
     report: dict[str, object]
     if options.ray:
@@ -324,6 +340,8 @@ def main() -> None:
         report["goals"] = goals(speed_up, best.share("trainer"), best.share("replica"))
         if options.plot:
             plot(runs, options.plot)
+        if options.trace:
+            options.trace.write_text(json.dumps(chrome_trace(runs["staleness 2"])))
     text = json.dumps(report, indent=1)
     print(text)
     if options.out:

@@ -20,17 +20,19 @@ NAMES = (
 )  # fmt: skip
 
 
-def printed(name):
+def printed(name, *more):
     """What a benchmark prints."""
-    command = [sys.executable, f"benchmarks/{name}.py", "--quick"]
+    command = [sys.executable, f"benchmarks/{name}.py", "--quick", *more]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_quick_benchmark(name):
-    figures = printed(name)["goals"]
+def test_quick_benchmark(name, tmp_path):
+    trace = tmp_path / "trace.json"
+    figures = printed(name, *(["--trace", str(trace)] if name == "streams" else []))["goals"]
+    assert name != "streams" or json.loads(trace.read_text())["traceEvents"]
     assert figures and all({"value", "met"} <= figure.keys() for figure in figures.values())
 
 

@@ -80,6 +80,4 @@ def test_every_group_is_trained_once_and_in_time(staleness, more):
         own = [span for span in found.spans if span.track == track]
         assert all(a.end <= b.start + 1e-9 for a, b in pairwise(own)), "one thing at a time"
     assert 0 < found.share("trainer") <= 1 and 0 < found.share("replica") <= 1
-    events = found.chrome_trace()["traceEvents"]
-    assert len(events) == len(found.spans) + len(tracks)
-    assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+    assert all(span.end >= span.start for span in found.spans)

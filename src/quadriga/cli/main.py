@@ -214,11 +214,8 @@ def _end_without_reader(invocation: Invocation | None) -> int:
     # A command of `show` has done everything else before it prints.
     if invocation is None or invocation.print_config or invocation.command.target.startswith(_SHOW):
         return 0
-    return _report(
-        "error: the command ended early, because the reader of standard output has exited; write "
-        "the output to a file",
-        1,
-    )
+    problem = "the command ended early, because the reader of standard output has exited"
+    return _report(f"error: {problem}; write the output to a file", 1)
 
 
 @contextmanager
@@ -250,17 +247,10 @@ def parse(arguments: Sequence[str]) -> Invocation:
         parser.error(f"unknown option {options[0]}; write settings as key=value")
     if rest and known.command.settings is None:
         parser.error(f"{known.command.name} has no settings, got {rest[0]}")
-    measured, own = getattr(known, "measured", None), (*known.overrides, *rest)
+    measured, own = known.measured, (*known.overrides, *rest)
     if measured is not None and (own or known.config or known.verl or known.print_config):
         parser.error(f"plan --async {measured} takes all settings from this run, and no others")
-    return Invocation(
-        command=known.command,
-        overrides=own,
-        file=getattr(known, "config", None),
-        print_config=getattr(known, "print_config", False),
-        verl=getattr(known, "verl", None),
-        measured=measured,
-    )
+    return Invocation(known.command, own, known.config, known.print_config, known.verl, measured)
 
 
 def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
@@ -288,10 +278,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> _Parser:
-    parser = _Parser(
-        prog="quadriga",
-        description="Reinforcement-learning post-training for large language models.",
-    )
+    text = "Reinforcement-learning post-training for large language models."
+    parser = _Parser(prog="quadriga", description=text)
     parser.add_argument("--version", action="version", version=f"quadriga {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
     for command in COMMANDS:
@@ -302,7 +290,8 @@ def _parser() -> _Parser:
             parent = words.add_subparsers(metavar="command", required=True)
         own = parent.add_parser(name, help=command.summary, description=f"{command.summary}.")
         own.command = command
-        own.set_defaults(command=command, overrides=[])
+        own.set_defaults(command=command, overrides=[], config=None, print_config=False)
+        own.set_defaults(verl=None, measured=None)
         if command.settings is None:
             continue
         own.add_argument("overrides", nargs="*", metavar="key=value", help="Settings, listed below")

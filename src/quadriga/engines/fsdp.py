@@ -27,12 +27,7 @@ from quadriga.engines.base import (
     TrainEngine,
     WeightPart,
 )
-from quadriga.engines.loading import (
-    export_model,
-    prepared_model,
-    saved_buffer_names,
-    tied_names,
-)
+from quadriga.engines.loading import export_model, prepared_model, saved_buffer_names, tied_names
 from quadriga.engines.micro_batches import dummy_batch, select_rows
 from quadriga.engines.optimizers import build_optimizer, local_shard, sharded_like
 from quadriga.engines.sharding import (
@@ -55,12 +50,7 @@ from quadriga.models.adapters import (
     parts_of,
     scaled_part,
 )
-from quadriga.models.images import (
-    MultiModalRows,
-    check_images,
-    copy_processor,
-    image_tokens_of,
-)
+from quadriga.models.images import MultiModalRows, check_images, copy_processor, image_tokens_of
 from quadriga.models.loading import check_reward_model, model_errors, report_attention
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import SHARD, gather_over_ranks, on_all_ranks, rank
@@ -275,14 +265,8 @@ class FSDPEngine(TrainEngine):
 
         with self._on_device("parameters"):
             parts = {n: self._whole(p) for n, p in self._shards() if alone and is_adapter(n)}
-            export_model(
-                folder,
-                self._merged(self._whole),
-                self.module,
-                self.model_config,
-                self.head,
-                write_more,
-            )
+            weights = self._merged(self._whole)
+            export_model(folder, weights, self.module, self.model_config, self.head, write_more)
 
     def _shards(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters, and the buffers that are saved, by their names in the model."""
@@ -436,10 +420,8 @@ def _merged_shard(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tenso
     if not (isinstance(weight, DTensor) and isinstance(a, DTensor) and isinstance(b, DTensor)):
         return merged(weight, a, b, scaling)
     block = block_of(weight, 0)
-    rows, columns = (
-        slice(first, first + size)
-        for first, size in zip(block.offset, block.data.shape, strict=True)
-    )
+    spans = zip(block.offset, block.data.shape, strict=True)
+    rows, columns = (slice(first, first + size) for first, size in spans)
     whole_a, whole_b = a.full_tensor(), b.full_tensor()
     shard = merged(block.data, whole_a[:, columns], whole_b[rows], scaling)
     return sharded_like(shard, weight)

@@ -154,10 +154,7 @@ def simulated_model(
 
 
 def check_trained_part(
-    config: ModelConfig,
-    head: HeadKind,
-    optim: OptimConfig | None = None,
-    optim_key: str = "optim",
+    config: ModelConfig, head: HeadKind, optim: OptimConfig | None = None, optim_key: str = "optim"
 ) -> None:
     """Check that adapters, patterns and the optimizer fit a model, without its weights.
 
@@ -477,11 +474,8 @@ def names_in_folder(
     """Match the parameters of a model with the tensors of its folder."""
     # A reward model that is only computed has its head in the folder.
     may_be_new = head == "value" or (head == "score" and trained)
-    return match_names(
-        model,
-        stored_tensors(Path(config.path)),
-        new_prefix=VALUE_HEAD_PREFIX if may_be_new else None,
-    )
+    prefix = VALUE_HEAD_PREFIX if may_be_new else None
+    return match_names(model, stored_tensors(Path(config.path)), new_prefix=prefix)
 
 
 def _allocated(device: torch.device, place: torch.device, tensor: Tensor) -> Tensor:

@@ -35,10 +35,7 @@ _NO_ATTENTION = frozenset({"linear_attention", "mamba", "recurrent", "conv", "mo
 
 
 def sequence_cost(
-    config: PreTrainedConfig,
-    head: HeadKind,
-    device_type: str,
-    attention: AttentionName = "auto",
+    config: PreTrainedConfig, head: HeadKind, device_type: str, attention: AttentionName = "auto"
 ) -> CostModel:
     """Return what prompts and responses cost in a training engine.
 

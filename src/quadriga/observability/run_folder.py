@@ -189,9 +189,8 @@ class RunFolder:
     def removes(self, path: str | Path) -> bool:
         """Whether `overwrite` would remove a file or a folder that exists."""
         real = Path(path).resolve()
-        return os.path.exists(real) and any(
-            real.is_relative_to((self.path / name).resolve()) for name in _ALL
-        )
+        removed = ((self.path / name).resolve() for name in _ALL)
+        return os.path.exists(real) and any(map(real.is_relative_to, removed))
 
 
 LOCK = "run.lock"

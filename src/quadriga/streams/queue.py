@@ -33,6 +33,7 @@ class PromptGroup:
         home: the replica that has its rows, and on which its responses lie; None: none has.
         starts: how often this replica had been started when it got them.
         batch: the rows with their responses, and scores once they are there; None before.
+        answers: the rows that have ended, and their responses without scores.
     """
 
     number: int
@@ -41,25 +42,20 @@ class PromptGroup:
     home: Replica | None = None
     starts: int = 0
     batch: DataProto | None = None
-    _ended: list[tuple[npt.NDArray[np.int64], DataProto]] = field(default_factory=list)
+    answers: list[tuple[npt.NDArray[np.int64], DataProto]] = field(default_factory=list)
 
     def end(self, rows: npt.NDArray[np.int64], answers: DataProto) -> None:
         """Keep the responses of some rows, which have ended."""
-        self._ended.append((rows, answers))
-        order = np.concatenate([some for some, _ in self._ended])
+        self.answers.append((rows, answers))
+        order = np.concatenate([some for some, _ in self.answers])
         if len(order) < len(self.prompts):
             return
         assert len(set(order.tolist())) == len(self.prompts) == len(order), "each row ends once"
-        answered = DataProto.concat([answers for _, answers in self._ended])
+        answered = DataProto.concat([own for _, own in self.answers])
         answered = answered.select_idxs(np.argsort(order))
         replaced = {*GENERATE_SEQUENCES.reads, *CONTINUE_SEQUENCES.writes}
         kept = [str(key) for key in self.prompts.batch.keys() if key not in replaced]  # noqa: SIM118
         self.batch = self.prompts.select(batch_keys=kept, meta_info_keys=[]).union(answered)
-
-    @property
-    def answers(self) -> Sequence[tuple[npt.NDArray[np.int64], DataProto]]:
-        """The rows that have ended, and their responses without scores."""
-        return self._ended
 
     @property
     def is_lost(self) -> bool:
@@ -73,7 +69,7 @@ class PromptGroup:
 
     def restart(self) -> None:
         """Forget the responses."""
-        self.batch, self._ended = None, []
+        self.batch, self.answers = None, []
         self.started, self.home = None, None
 
 

@@ -146,19 +146,6 @@ class Timeline:
         worked = sum(max(0.0, min(span.end, last) - max(span.start, first)) for span in own)
         return float(worked / (last - first) / max(1, len({span.track for span in own})))
 
-    def chrome_trace(self) -> dict[str, object]:
-        """The spans as a JSON object that Perfetto and chrome://tracing open."""
-        events: list[dict[str, object]] = []
-        for tid, track in enumerate(sorted({span.track for span in self.spans})):
-            of_track = {"pid": 0, "tid": tid}
-            events.append({"ph": "M", "name": "thread_name", "args": {"name": track}, **of_track})
-            for _, name, start, end, tokens in (s for s in self.spans if s.track == track):
-                times = {"ts": 1e6 * start, "dur": 1e6 * (end - start)}
-                events.append(
-                    {"ph": "X", "name": name, "args": {"tokens": tokens}, **times, **of_track}
-                )
-        return {"traceEvents": events}
-
 
 @dataclass(frozen=True, eq=False)
 class _Call:

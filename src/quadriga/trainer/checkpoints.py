@@ -129,8 +129,7 @@ def read_state(checkpoint: Path) -> ControllerState:
         return ControllerState(**info)
     except TypeError as error:
         raise CheckpointError(
-            f"{checkpoint} does not hold the state of a training run: {error}",
-            path=str(checkpoint),
+            f"{checkpoint} does not hold the state of a training run: {error}", path=str(checkpoint)
         ) from error
 
 

@@ -444,12 +444,8 @@ def balance_of(
     if ranks == 1 or not unbalanced.enabled:
         return unbalanced
     cost, shares_prompts = _cost_of_actor(config)
-    return replace(
-        unbalanced,
-        cost=cost,
-        shares_prompts=shares_prompts,
-        whole_groups=shares_prompts and config.trainer.balance_groups,
-    )
+    whole = shares_prompts and config.trainer.balance_groups
+    return replace(unbalanced, cost=cost, shares_prompts=shares_prompts, whole_groups=whole)
 
 
 def _cost_of_actor(config: TrainConfig) -> tuple[CostModel, bool]:
@@ -467,11 +463,8 @@ def _cost_of_actor(config: TrainConfig) -> tuple[CostModel, bool]:
     folder, trust = local_folder(model.path), model.trust_remote_code
     check_model_folder(folder, weights=False, tokenizer=False, trust_remote_code=trust)
     found = read_config(folder, trust_remote_code=trust)
-    shares_prompts = architecture_of(found).rows == "packed"
-    return (
-        sequence_cost(found, "lm", get_device_name() if device == "auto" else device, attention),
-        shares_prompts,
-    )
+    cost = sequence_cost(found, "lm", get_device_name() if device == "auto" else device, attention)
+    return cost, architecture_of(found).rows == "packed"
 
 
 def _rows_of_mini_batch(config: TrainConfig, ranks: int) -> int | None:

@@ -570,13 +570,8 @@ def run_evaluation(config: EvalConfig) -> Evaluation:
             write_responses(config, prompts, str(folder / RESPONSES))
             rows = rows_of(folder / RESPONSES)
         scored = list(_score(rows, reward, folder))
-    settings = SummarySettings(
-        ks=tuple(config.pass_at),
-        correct_at=config.correct_at,
-        resamples=config.resamples,
-        confidence=config.confidence,
-        seed=config.seed,
-    )
+    ks, correct_at = tuple(config.pass_at), config.correct_at
+    settings = SummarySettings(ks, correct_at, config.resamples, config.confidence, config.seed)
     summaries = summarise([prompt for prompt, _ in scored], settings)
     failed = sum(count for _, count in scored)
     left_out = 0 if prompts is None else prompts.filtered

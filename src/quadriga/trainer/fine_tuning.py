@@ -142,12 +142,8 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
         from quadriga.workers import RankRuntime
 
         trainer = self.config.trainer
-        runtime = RankRuntime(
-            device=trainer.device,
-            threads=threads_per_rank(trainer),
-            seed=trainer.seed,
-            total_steps=self.total_steps,
-        )
+        threads, steps = threads_per_rank(trainer), self.total_steps
+        runtime = RankRuntime(trainer.device, threads, trainer.seed, steps)
         backend = open_backend(trainer)
         with close_on_error(backend) as groups:
             pool = one_pool(trainer, backend)

@@ -73,12 +73,7 @@ PROCESS_BYTES = {"cpu": GIB // 2, "accelerator": CONTEXT_BYTES}
 """What a rank needs beside tensors: Python and libraries; on an accelerator the context of the
 device and the buffers of its collectives. Rounded figures, not measured for each machine."""
 ACTOR, ROLLOUT, REF, CRITIC, REWARD_MODEL = "actor", "rollout", "ref", "critic", "reward_model"
-_PASSES = {
-    ACTOR: "log-probabilities",
-    REF: "reference",
-    CRITIC: "values",
-    REWARD_MODEL: "scores",
-}
+_PASSES = {ACTOR: "log-probabilities", REF: "reference", CRITIC: "values", REWARD_MODEL: "scores"}
 """Role -> its phase without gradients."""
 _STATES = "optimizer states"
 

@@ -92,14 +92,9 @@ class RunRecord:
                 restore_folder(self.folder.model)
             self._samples = JsonlFile(self.folder.samples)
             opened.callback(self._samples.close)
-            info = RunInfo(
-                self.folder,
-                total_steps,
-                _TITLES[type(config).__name__],
-                step,
-                trainer.project_name,
-                trainer.experiment_name,
-            )
+            title = _TITLES[type(config).__name__]
+            names = trainer.project_name, trainer.experiment_name
+            info = RunInfo(self.folder, total_steps, title, step, *names)
             self._trackers = Trackers.open(trainer.loggers, info)
             self._opened = opened.pop_all()
 

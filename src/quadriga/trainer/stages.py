@@ -331,14 +331,11 @@ def penalise_kl(batch: DataProto, controller: KLController, estimator: str) -> S
     """Subtract β·KL(policy ‖ reference) from the reward of each token, then adapt β."""
     # β of this step is read before the update: the controller changes it for the next step.
     beta = controller.value
-    batch.batch[fields.TOKEN_LEVEL_REWARDS], kl = penalise_rewards(
-        batch.batch[fields.TOKEN_LEVEL_REWARDS],
-        batch.batch[fields.OLD_LOG_PROBS],
-        batch.batch[fields.REF_LOG_PROB],
-        batch.batch[fields.RESPONSE_MASK],
-        kl_coef=beta,
-        kl_penalty=estimator,
-    )
+    read = (fields.TOKEN_LEVEL_REWARDS, fields.OLD_LOG_PROBS, fields.REF_LOG_PROB,
+            fields.RESPONSE_MASK)  # fmt: skip
+    inputs = [batch.batch[name] for name in read]
+    rewards, kl = penalise_rewards(*inputs, kl_coef=beta, kl_penalty=estimator)
+    batch.batch[fields.TOKEN_LEVEL_REWARDS] = rewards
     controller.update(kl, n_steps=len(batch))
     return StageResult(batch, {"reward/kl_penalty": kl, "reward/kl_coef": beta})
 

@@ -27,7 +27,7 @@ import numpy as np
 from quadriga.checkpoint.files import SavedFile, digest_file
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, FieldError
-from quadriga.observability.jsonl import JsonlFile, JsonObject, keep_rows, read_jsonl
+from quadriga.observability.jsonl import JsonlFile, keep_rows, read_jsonl
 from quadriga.observability.run_folder import STREAM
 from quadriga.protocol import DataProto
 from quadriga.streams.generation import Members, SlicedGeneration
@@ -95,7 +95,8 @@ class StreamedSampler:
         )
         trainer, record = self.config.trainer, self.runner.record
         self._calls = None if record is None else JsonlFile(record.folder.stream)
-        self._script = None if trainer.replay_order is None else _events(trainer.replay_order)
+        replayed = trainer.replay_order
+        self._script = None if replayed is None else read_jsonl(Path(replayed) / STREAM)
         # Stages of added roles are run by the thread of the loop, on whole batches.
         early = EXPAND_PROMPTS.name, GENERATE_SEQUENCES.name, SCORE
         self._roles_score = any(placed.stage.neighbour in early for placed in self.runner.added)
@@ -431,11 +432,6 @@ class StreamedSampler:
             "rollout.n, rollout.slice_tokens, trainer.max_staleness and number of steps",
             key="trainer.replay_order",
         )
-
-
-def _events(run: str) -> Iterator[JsonObject]:
-    """Yield the events of a run folder."""
-    return read_jsonl(Path(run) / STREAM)
 
 
 def _batches(groups: Iterable[PromptGroup]) -> dict[PromptGroup, DataProto]:

@@ -24,19 +24,12 @@ GENERATE_SEQUENCES = StageFields(
     reads=(fields.INPUT_IDS, fields.ATTENTION_MASK, fields.SAMPLE_SEED),
     reads_if_present=IMAGE_INPUTS,
     writes=(
-        fields.PROMPTS,
-        fields.RESPONSES,
-        fields.RESPONSE_MASK,
-        fields.ROLLOUT_LOG_PROBS,
-        fields.INPUT_IDS,
-        fields.ATTENTION_MASK,
-        fields.POSITION_IDS,
-        fields.SEQUENCE_LENGTH,
-        fields.FINISHED,
-        fields.WEIGHT_VERSION,
+        fields.PROMPTS, fields.RESPONSES, fields.RESPONSE_MASK, fields.ROLLOUT_LOG_PROBS,
+        fields.INPUT_IDS, fields.ATTENTION_MASK, fields.POSITION_IDS, fields.SEQUENCE_LENGTH,
+        fields.FINISHED, fields.WEIGHT_VERSION,
     ),
     drops=(fields.SAMPLE_SEED,),
-)
+)  # fmt: skip
 BEGUN_RESPONSES = (
     fields.RESPONSES, fields.RESPONSE_MASK, fields.ROLLOUT_LOG_PROBS, fields.TOKEN_VERSIONS,
 )  # fmt: skip
@@ -68,23 +61,17 @@ COMPUTE_RM_SCORE = StageFields(
     writes=(fields.RM_SCORES,),
 )
 UPDATE_CRITIC = StageFields(
-    "update_critic",
-    reads=(*MODEL_INPUTS, fields.VALUES, fields.RETURNS),
-    writes=(fields.PARTIALS,),
+    "update_critic", reads=(*MODEL_INPUTS, fields.VALUES, fields.RETURNS), writes=(fields.PARTIALS,)
 )
 UPDATE_ACTOR = StageFields(
     "update_actor",
     reads=(*MODEL_INPUTS, fields.ADVANTAGES),
     reads_if_present=(
-        fields.OLD_LOG_PROBS,
-        fields.REF_LOG_PROB,
-        fields.ROLLOUT_IS_WEIGHTS,
-        fields.ROLLOUT_LOG_PROBS,
-        fields.SELECTED_TOKENS,
-        *IMAGE_INPUTS,
+        fields.OLD_LOG_PROBS, fields.REF_LOG_PROB, fields.ROLLOUT_IS_WEIGHTS,
+        fields.ROLLOUT_LOG_PROBS, fields.SELECTED_TOKENS, *IMAGE_INPUTS,
     ),
     writes=(fields.PARTIALS,),
-)
+)  # fmt: skip
 UPDATE_SFT = StageFields("update_sft", reads=MODEL_INPUTS)
 COMPUTE_SFT_LOG_PROB = StageFields(
     "compute_sft_log_prob", reads=MODEL_INPUTS, writes=(fields.OLD_LOG_PROBS,)

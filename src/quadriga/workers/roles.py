@@ -247,14 +247,9 @@ class SFTGroup(RolloutGroup, ActorGroup, Protocol):
 
 def methods_of(roles: Iterable[type]) -> list[str]:
     """Return the names of the worker methods that these protocols ask for, sorted."""
-    bases = [base for role in roles for base in role.__mro__]
-    members = {
-        name
-        for base in bases
-        for name, member in vars(base).items()
-        if isinstance(member, property)
-    }
-    return sorted(members - {"world_size"})
+    members = [vars(base).items() for role in roles for base in role.__mro__]
+    names = {name for own in members for name, member in own if isinstance(member, property)}
+    return sorted(names - {"world_size"})
 
 
 if TYPE_CHECKING:

@@ -369,8 +369,7 @@ def update_values(
     prompts, epochs = config.ppo_mini_batch_size, config.ppo_epochs or 1
     size = rows_per_mini_batch(prompts, len(data), responses_per_prompt, data_ranks)
     check_mini_batches_of_ranks(engine, len(data), size)
-    steps: list[dict[str, float]] = []
-    partials: list[Partials] = []
+    steps, partials = list[dict[str, float]](), list[Partials]()
     for mini in mini_batches(rows, size=size, epochs=epochs):
         counts = BatchCounts.of(mini[fields.RESPONSE_MASK], engine)
         if counts.tokens == 0:  # on all ranks, see `update_policy`
@@ -508,15 +507,10 @@ def mini_batches(
 
 
 def _report(
-    data: DataProto,
-    steps: Sequence[Mapping[str, float]],
-    partials: list[Partials],
-    prefix: str,
+    data: DataProto, steps: Sequence[Mapping[str, float]], partials: list[Partials], prefix: str
 ) -> DataProto:
-    metrics = {
-        prefix + key: sum(step[key] for step in steps) / len(steps)
-        for key in (steps[0] if steps else ())
-    }
+    names = steps[0] if steps else ()
+    metrics = {prefix + key: sum(step[key] for step in steps) / len(steps) for key in names}
     if steps and SKIPPED_STEPS in steps[-1]:  # the steps that were skipped so far
         metrics[prefix + SKIPPED_STEPS] = steps[-1][SKIPPED_STEPS]
     # The batch of one row makes the reports of the ranks join like any result: row r is rank r's.

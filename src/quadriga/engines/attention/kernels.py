@@ -52,12 +52,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import (
-    AuxOutput,
-    AuxRequest,
-    BlockMask,
-    flex_attention,
-)
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import PreTrainedModel

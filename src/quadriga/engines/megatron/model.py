@@ -41,12 +41,7 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import sliding_window_causal_mask_function
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from quadriga.engines.attention.kernels import (
-    AttentionRows,
-    KernelOf,
-    LocalMask,
-    packed_attention,
-)
+from quadriga.engines.attention.kernels import AttentionRows, KernelOf, LocalMask, packed_attention
 from quadriga.engines.base import ENTROPY, LOG_PROBS, VALUES, HeadKind, Outputs
 from quadriga.engines.megatron.families import (
     Family,

@@ -29,11 +29,7 @@ from quadriga.engines.loading import (
     names_in_folder,
     tied_names,
 )
-from quadriga.engines.megatron.families import (
-    family_of,
-    head_size,
-    megatron_model,
-)
+from quadriga.engines.megatron.families import family_of, head_size, megatron_model
 from quadriga.engines.megatron.ranks import Ranks
 from quadriga.engines.sequence_cost import model_shape
 from quadriga.errors import ModelError

@@ -115,8 +115,7 @@ class Role(metaclass=_RoleType):
             if key in known:
                 return known[key]
         raise ConfigError(
-            f"there is no role {text!r}; roles: {', '.join(keys)}. Role.add adds one",
-            key=str(text),
+            f"there is no role {text!r}; roles: {', '.join(keys)}. Role.add adds one", key=str(text)
         )
 
     @classmethod
@@ -132,16 +131,11 @@ def _snake_case(name: str) -> str:
     return "".join("_" + c.lower() if c.isupper() and i else c.lower() for i, c in enumerate(name))
 
 
-for _name, _key in {
-    "Actor": "actor",
-    "Rollout": "rollout",
-    "ActorRollout": "actor_rollout",
-    "Critic": "critic",
-    "RefPolicy": "ref",
-    "RewardModel": "reward_model",
-    "ActorRolloutRef": "actor_rollout_ref",
-}.items():
-    Role.add(_name, _key)
+for _name in ("Actor", "Rollout", "ActorRollout", "Critic"):
+    Role.add(_name)
+Role.add("RefPolicy", "ref")
+for _name in ("RewardModel", "ActorRolloutRef"):
+    Role.add(_name)
 
 
 @dataclass
@@ -224,14 +218,7 @@ class ResourcePoolManager:
         return sum(sum(ranks) for ranks in self.resource_pool_spec.values())
 
 
-_BUILT_IN = (
-    Role.Actor,
-    Role.Rollout,
-    Role.ActorRollout,
-    Role.Critic,
-    Role.RefPolicy,
-    Role.ActorRolloutRef,
-)
+_BUILT_IN = tuple(role for role in Role.all() if role != Role.RewardModel)
 _RESERVED = {
     *(role.key for role in _BUILT_IN),
     "actor_ref",
@@ -351,15 +338,8 @@ def register_role(
         ConfigError: the role is built in or registered by another file, its key cannot be used, or
             an argument is invalid.
     """
-    added = AddedRole(
-        role,
-        worker,
-        settings,
-        tuple(stages),
-        tuple(starts_after),
-        tuple(starts_before),
-        origin=running_user_file() or "",
-    )
+    order, origin = (tuple(starts_after), tuple(starts_before)), running_user_file() or ""
+    added = AddedRole(role, worker, settings, tuple(stages), *order, origin)
     for problem in _problems(added):
         raise ConfigError(problem)
     _ADDED[added.key] = added

@@ -333,9 +333,7 @@ def _earlier_workers(
 
 
 def check_roles(
-    config: TrainConfig,
-    mapping: Mapping[Role, type[Worker]],
-    manager: ResourcePoolManager | None,
+    config: TrainConfig, mapping: Mapping[Role, type[Worker]], manager: ResourcePoolManager | None
 ) -> None:
     """Check the added roles before any process starts: classes, pools and start order.
 
