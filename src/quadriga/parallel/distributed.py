@@ -34,8 +34,11 @@ _LOOPBACK = "127.0.0.1"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-def init_distributed(device_name: str = "cpu", *, timeout_s: float = 600.0) -> None:
-    """Join the process group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe.
+def init_distributed(
+    device_name: str = "cpu", *, timeout_s: float = 600.0, alone: bool = False
+) -> None:
+    """Join the process group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe; `alone`:
+    a group of this rank, which exchanges nothing with the others.
 
     Does nothing if this process has already joined a group. A group of one rank needs no address
     and has no store. If all ranks are on one node (LOCAL_WORLD_SIZE = WORLD_SIZE), no socket of
@@ -45,10 +48,10 @@ def init_distributed(device_name: str = "cpu", *, timeout_s: float = 600.0) -> N
         CollectiveError: WORLD_SIZE is above 1 and one of the other variables is not set or no
             number, rank 0 cannot listen on MASTER_ADDR, or the group has other ranks.
     """
-    world_size = _number_of("WORLD_SIZE", 1)
+    world_size = 1 if alone else _number_of("WORLD_SIZE", 1)
     if dist.is_initialized():
         # A local rank whose process has a group of another rank would compute without the others.
-        if "WORLD_SIZE" in os.environ and world_size != dist.get_world_size():
+        if "WORLD_SIZE" in os.environ and not alone and world_size != dist.get_world_size():
             raise CollectiveError(
                 f"WORLD_SIZE is {world_size} (MASTER_PORT {os.environ.get('MASTER_PORT')}), but "
                 f"this process has joined a group of {dist.get_world_size()} ranks; start each "

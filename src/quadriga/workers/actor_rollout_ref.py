@@ -80,7 +80,7 @@ class ActorRolloutRefWorker(PolicyWeights):
         self.config = config
         self.role = role
         self.runtime = runtime or RankRuntime()
-        self.device = prepare_rank(self.runtime)
+        self.device = prepare_rank(self.runtime, generates=role == "rollout")
         self.actor: TrainEngine | None = None
         self.ref: TrainEngine | None = None
         self.rollout: RolloutEngine | None = None

@@ -3,6 +3,7 @@ engine: their base class and the critic."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -20,6 +21,7 @@ from quadriga.single_controller import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
+from quadriga.single_controller.environment import LOCAL_PORT
 from quadriga.workers.method_fields import COMPUTE_VALUES, UPDATE_CRITIC
 
 ConfigT = TypeVar("ConfigT", bound=CriticConfig | RewardModelConfig | RMConfig)
@@ -130,8 +132,10 @@ def check_section(worker: Worker, config: object, *kinds: type) -> None:
         )
 
 
-def prepare_rank(runtime: RankRuntime) -> str:
+def prepare_rank(runtime: RankRuntime, *, generates: bool = False) -> str:
     """Set threads and seed, join the process group, load the user's files.
+
+    `generates`: the rank does nothing else, which local ranks of one process do without a group.
 
     Consumes: the environment of the rank (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
     Waits for: the other ranks of the worker group, which form the process group together.
@@ -153,7 +157,7 @@ def prepare_rank(runtime: RankRuntime) -> str:
     # ranks before it is sharded.
     torch.manual_seed(runtime.seed)
     device = get_device_name() if runtime.device == "auto" else runtime.device
-    init_distributed(device)
+    init_distributed(device, alone=generates and os.environ.get("MASTER_PORT") == LOCAL_PORT)
     # The registries are per process: what a user's file registered on the controller is not
     # known here until the file is loaded here too.
     for path in runtime.user_files:
