@@ -70,7 +70,7 @@ ACTOR, OPTIONS = f"{SECTION}.actor.engine", f"{SECTION}.rollout.options"
 def test_the_ranks_of_a_copy_receive_the_same_rows(
     folder, monkeypatch, role, settings, parts
 ) -> None:
-    monkeypatch.setattr(actor_rollout_ref, "prepare_rank", lambda runtime: "cpu")
+    monkeypatch.setattr(actor_rollout_ref, "prepare_rank", lambda *_, **__: "cpu")
     monkeypatch.setenv("WORLD_SIZE", "8")
     given = [
         f"{SECTION}.model.path={folder}", f"{SECTION}.rollout.name=vllm",
