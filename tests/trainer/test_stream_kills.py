@@ -65,9 +65,11 @@ def whole(tiny_task, rule, tmp_path_factory) -> Path:
 def test_a_run_that_is_killed_at_any_moment_ends_as_if_it_was_not(tiny_task, rule, whole, tmp_path):
     clock, kills = random.Random(KILLS), 0
     while True:
-        overrides = streamed(tiny_task, rule, tmp_path)
+        overrides, more = streamed(tiny_task, rule, tmp_path), len(metrics(tmp_path)) + 1
         with started_run(overrides, tmp_path / f"{kills}.log") as run:
-            if ended(run, clock.uniform(3.0, 12.0) if kills < KILLS else LIMIT_S):
+            while kills < KILLS and len(metrics(tmp_path)) < more and not ended(run, 0.05):
+                pass
+            if ended(run, clock.uniform(0.0, 0.4) if kills < KILLS else LIMIT_S):
                 break
             kills += 1
     assert kills >= min(KILLS, 3)
