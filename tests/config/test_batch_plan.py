@@ -75,7 +75,8 @@ def test_text_shows_the_arithmetic():
     text = plan("trainer.total_training_steps=10").text()
     for words in (
         "256 = 32 prompts × 8 responses", "64 = 256 / 4 ranks", "\ncritic\n",
-        "8 prompts = 64 sequences = 16 on each rank", "per step = 32 / 8 mini-batches × 3 epochs",
+        "8 prompts = 64 sequences = 16 on each rank",
+        "12 per step = 32 / 8 mini-batches × 3 epochs",
         "10 steps, 120 optimizer steps of the actor and 120 of the critic",
     ):  # fmt: skip
         assert words in text

@@ -28,11 +28,21 @@ def printed(name, *more):
     return json.loads(done.stdout)
 
 
+def check_trace(events):
+    """Every span has a track with a name, and no negative duration."""
+    spans = [event for event in events if event["ph"] == "X"]
+    tracks = [event["tid"] for event in events if event["ph"] == "M"]
+    assert spans and len(events) == len(spans) + len(tracks)
+    assert sorted(tracks) == sorted({event["tid"] for event in spans})
+    assert all(event["dur"] >= 0 for event in spans)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_quick_benchmark(name, tmp_path):
     trace = tmp_path / "trace.json"
     figures = printed(name, *(["--trace", str(trace)] if name == "streams" else []))["goals"]
-    assert name != "streams" or json.loads(trace.read_text())["traceEvents"]
+    if name == "streams":
+        check_trace(json.loads(trace.read_text())["traceEvents"])
     assert figures and all({"value", "met"} <= figure.keys() for figure in figures.values())
 
 

@@ -204,9 +204,12 @@ def test_setting_a_field_checks_its_length(store):
 
 
 def test_repeats_are_checked(form):
-    short, negative = (LengthError, [1, 2]), (LengthError, [1, 1, 1, 1, 1, -1])
-    for kind, counts in (short, negative, (FieldError, [0.5] * 6)):
-        with pytest.raises(kind, match=r"expected 6 counts of 0 or more|one integer per row"):
+    for kind, counts, message in (
+        (LengthError, [1, 2], "expected 6 counts of 0 or more"),
+        (FieldError, [0.5] * 6, "one integer per row"),
+        (LengthError, [1, 1, 1, 1, 1, -1], "of 0 or more"),
+    ):
+        with pytest.raises(kind, match=message):
             form(six()).sample_level_repeat(counts)
 
 
