@@ -24,9 +24,15 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 
+from quadriga.protocol import DataProto, DataProtoFuture
+from quadriga.streams.generation import Members, SlicedGeneration
+from quadriga.streams.queue import PromptGroup
+from quadriga.streams.replicas import Replica
 from quadriga.streams.simulation import Costs, Counts, Division, Simulation, Timeline
 
 RANKS, GROUPS, N, LIMIT = 8, 32, 16, 16_384
@@ -183,38 +189,33 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-class RecordedCalls:
-    """What the calls of a streamed run in this process take, and the lengths of its responses."""
+class RecordedGeneration(SlicedGeneration):
+    """The generation of a run, with what its calls take and the lengths of its responses."""
 
-    def __init__(self) -> None:
-        from quadriga.streams.generation import SlicedGeneration
-
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
         self.lengths: dict[tuple[int, int], int] = {}
         self.parts: list[list[float]] = []
         self.seconds: list[float] = []
-        begin, keep = SlicedGeneration._call, SlicedGeneration.keep
-        started: dict[object, tuple[float, list[int]]] = {}
+        self._started: dict[DataProtoFuture, tuple[float, list[int]]] = {}
 
-        def _call(ours, replica, members, begun):  # type: ignore[no-untyped-def]
-            before, now = set(ours._calls), time.perf_counter()
-            begin(ours, replica, members, begun)
-            rows = [] if begun is None else begun.tokens.batch["response_mask"].sum(-1).tolist()
-            started.update((future, (now, rows)) for future in set(ours._calls) - before)
+    def _call(self, replica: Replica, members: Members, begun: DataProto | None) -> None:
+        before, now = set(self._calls), time.perf_counter()
+        super()._call(replica, members, begun)
+        rows = [] if begun is None else begun.batch["response_mask"].sum(-1).tolist()
+        self._started.update((future, (now, rows)) for future in set(self._calls) - before)
 
-        def _keep(ours, ended):  # type: ignore[no-untyped-def]
-            (began, rows), call = started.pop(ended), ours._calls[ended]
-            self.seconds.append(time.perf_counter() - began)
-            answers = ended.get().batch
-            after = answers["response_mask"].sum(-1).numpy()
-            before = np.zeros_like(after)
-            before[: len(rows)] = rows
-            own = [(group.number, int(row)) for group, some in call.members for row in some]
-            self.lengths.update(zip(own, after.tolist(), strict=False))
-            tokens = after - before
-            self.parts.append([1.0, tokens.max(), tokens.sum(), before.sum()])
-            return keep(ours, ended)
-
-        SlicedGeneration._call, SlicedGeneration.keep = _call, _keep  # type: ignore[method-assign]
+    def keep(self, ended: DataProtoFuture) -> list[PromptGroup]:
+        (began, rows), call = self._started.pop(ended), self._calls[ended]
+        self.seconds.append(time.perf_counter() - began)
+        after = ended.get().batch["response_mask"].sum(-1).numpy()
+        before = np.zeros_like(after)
+        before[: len(rows)] = rows
+        own = [(group.number, int(row)) for group, some in call.members for row in some]
+        self.lengths.update(zip(own, after.tolist(), strict=False))
+        tokens = after - before
+        self.parts.append([1.0, tokens.max(), tokens.sum(), before.sum()])
+        return super().keep(ended)
 
     def costs(self) -> Costs:
         """Fit the seconds of the calls but the first two; no part is negative."""
@@ -239,8 +240,15 @@ def replayed(settings: list[str], folder: Path) -> dict[str, float]:
     from quadriga.observability.jsonl import read_jsonl
     from quadriga.trainer.roles.registry import load_train_config
 
-    calls = RecordedCalls()
-    assert main(["train", *settings]) == 0
+    made: list[RecordedGeneration] = []
+
+    def recorded(*args: Any, **options: Any) -> RecordedGeneration:
+        made.append(RecordedGeneration(*args, **options))
+        return made[-1]
+
+    with mock.patch("quadriga.trainer.streaming.SlicedGeneration", recorded):
+        assert main(["train", *settings]) == 0
+    (calls,) = made
     rows = [*read_jsonl(folder / "metrics.jsonl")]
     trained = sum(np.mean([row[f"time/{name}"] for row in rows[1:]])
                   for name in ("evaluate", "advantages", "update_actor"))  # fmt: skip

@@ -42,7 +42,7 @@ from quadriga.workers.method_fields import BEGUN_RESPONSES
 Rows = npt.NDArray[np.int64]
 """Numbers of rows within a prompt group."""
 Members = list[tuple[PromptGroup, Rows]]
-"""Groups with those of their rows that a call has, in the order of the call."""
+"""Groups, each with the numbers of its rows in a call, in the order of the call."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,13 +146,15 @@ class SlicedGeneration:
             members[replica].append((self.queue.start(self.queue.waiting[0]), np.arange(count)))
         for replica in idle:
             if members[replica]:
-                self._call(replica, members[replica], begun[replica])
+                own = begun[replica]
+                self._call(replica, members[replica], None if own is None else own.tokens)
 
-    def _call(self, replica: Replica, members: Members, begun: _Begun | None) -> None:
+    def _call(self, replica: Replica, members: Members, begun: DataProto | None) -> None:
+        """Start a call. `begun`: what the first rows have so far; None: all rows begin."""
         rows = DataProto.concat([self._inputs(g.prompts.select_idxs(own)) for g, own in members])
         if begun is not None:
-            new = _rows_of(members) - len(begun.tokens)
-            tokens = [begun.tokens, self._no_tokens(new)] if new else [begun.tokens]
+            new = _rows_of(members) - len(begun)
+            tokens = [begun, self._no_tokens(new)] if new else [begun]
             rows = rows.union(DataProto.concat(tokens))
         rows.meta_info["at_most"] = self._slice
         for group, _ in members:
@@ -182,7 +184,7 @@ class SlicedGeneration:
             for number, own in groupby(rows, lambda row: row[0])
         ]
         tokens = None if held is None or not begun else held.tokens.select_idxs(begun)
-        self._call(replica, members, None if tokens is None else _Begun([], tokens))
+        self._call(replica, members, tokens)
         (future,) = self._calls
         complete = self.keep(future)
         if held is not None and (rest := sorted(set(places.values()) - set(begun))):
@@ -223,7 +225,7 @@ class SlicedGeneration:
         return list(self._divided(call, answers))
 
     def _divided(self, call: _Call, answers: DataProto) -> Iterator[PromptGroup]:
-        """Divide the rows of a call into those that have ended and those that go on."""
+        """Divide the rows of a call: some have ended, the others go on."""
         paused_B = answers.batch[fields.PAUSED].numpy().astype(bool)
         results = answers.select(
             [str(k) for k in answers.batch.keys() if k != fields.PAUSED]  # noqa: SIM118
@@ -257,7 +259,7 @@ def _places(members: Members) -> dict[tuple[int, int], int]:
 
 
 def _joined(begun: _Begun, rest: Sequence[int], other: _Begun | None) -> _Begun:
-    """Return the rows of `begun` at some places, and those of `other`."""
+    """Return the rows of `begun` at some places, then the rows of `other`."""
     rows = [(group, row) for group, own in begun.members for row in own]
     members = [(rows[place][0], np.array([rows[place][1]])) for place in rest]
     tokens = begun.tokens.select_idxs(list(rest))
