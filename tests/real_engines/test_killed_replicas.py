@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+from itertools import repeat
 
 import pytest
 from agreement import write_task
@@ -46,8 +47,8 @@ def test_a_replica_that_is_killed_while_it_generates_loses_no_sample(settings, e
     try:
         groups = trainer.init_workers()
         sampler = trainer.make_sampler(groups, StageRunner())
-        batch = next(trainer.schedule())
-        undisturbed = sampler.draw(batch, 1).batch
+        sampler.stream = repeat(next(trainer.stream))
+        undisturbed = sampler.draw(1).batch
         replicas = groups.rollout.replicas
         victim = replicas.all[1].group
         answers = []
@@ -64,7 +65,7 @@ def test_a_replica_that_is_killed_while_it_generates_loses_no_sample(settings, e
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(victim.generate_sequences), "submit", kill_behind_the_first_answer)
-            disturbed = sampler.draw(batch, 1).batch
+            disturbed = sampler.draw(1).batch
         assert replicas.all[1].loss is not None and len(answers) >= 3
         assert len(disturbed) == len(undisturbed) == 64
         if engine != "sglang":  # whose seeds are off
@@ -72,7 +73,7 @@ def test_a_replica_that_is_killed_while_it_generates_loses_no_sample(settings, e
             assert same.all()
         groups.sync_weights()  # the replica starts again, and every digest is compared
         assert len(replicas.working) == 2 and replicas.all[1].starts == 2
-        again = sampler.draw(batch, 1).batch
+        again = sampler.draw(1).batch
         assert set(again.batch[fields.WEIGHT_VERSION].tolist()) == {2}
         if engine != "sglang":
             assert (again.batch[fields.RESPONSES] == undisturbed.batch[fields.RESPONSES]).all()

@@ -47,7 +47,7 @@ def trained(ours: StreamedSampler, first: int = 1, last: int | None = None) -> l
     """The batches of some steps. A weight sync ends each step."""
     found = []
     for step in range(first, (last or ours.total_steps) + 1):
-        found.append(ours.draw(DataProto(), step).batch)
+        found.append(ours.draw(step).batch)
         with ours.paused("sync"):
             for replica in ours.replicas.all:
                 replica.group.version = step
@@ -126,7 +126,7 @@ def test_the_loss_of_the_ranks_of_the_actor_ends_the_run():
     ours = sampler(random.Random(0), beside=False)
     ours.replicas.all[0].group.dies = 1.0
     with pytest.raises(WorkerDiedError, match="the process of rollout rank 0 ended"):
-        ours.draw(DataProto(), 1)
+        ours.draw(1)
 
 
 def test_an_error_of_the_reward_ends_the_wait():
@@ -136,7 +136,7 @@ def test_an_error_of_the_reward_ends_the_wait():
     with closing(sampler(random.Random(0))) as ours:
         ours.reward = fails
         with pytest.raises(ZeroDivisionError, match="in the reward"):
-            ours.draw(DataProto(), 1)
+            ours.draw(1)
 
 
 @pytest.mark.parametrize("beside", [False, True])
@@ -167,7 +167,7 @@ def test_prompts_that_no_checkpoint_can_hold_are_refused_before_the_first_step()
     rows.non_tensor_batch["extra_info"] = np.array([date.min] * 3, dtype=object)
     ours.stream = iter([rows])
     with pytest.raises(FieldError, match=r"max_staleness=1 saves .*'extra_info' contains a .*date"):
-        ours.draw(DataProto(), 1)
+        ours.draw(1)
 
 
 def test_a_stream_with_other_data_begins_no_prompt_of_an_earlier_step():

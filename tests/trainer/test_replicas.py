@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import repeat
 
 import pytest
 from replica_groups import NEEDS, Future, Group, Method, died, prompts, raised
@@ -240,18 +241,18 @@ class TestRuns:
         trainer = RayPPOTrainer(config)
         with closing(trainer):
             groups = trainer.init_workers()
-            batch = next(trainer.schedule())
             sampler = trainer.make_sampler(groups, StageRunner())
-            before = sampler.draw(batch, 1).batch
+            sampler.stream = repeat(next(trainer.stream))
+            before = sampler.draw(1).batch
             replicas = groups.rollout.replicas
             first = replicas.all[0].group
             first.shutdown()
-            after = sampler.draw(batch, 1).batch
+            after = sampler.draw(1).batch
             assert replicas.all[0].loss is not None
             for key in (fields.RESPONSES, fields.ROLLOUT_LOG_PROBS):
                 assert (before.batch[key] == after.batch[key]).all(), key
             groups.sync_weights()
             assert replicas.all[0].group is not first and len(replicas.working) == 2
-            again = sampler.draw(batch, 1).batch
+            again = sampler.draw(1).batch
             assert (again.batch[fields.RESPONSES] == before.batch[fields.RESPONSES]).all()
             assert set(again.batch[fields.WEIGHT_VERSION].tolist()) == {2}

@@ -68,7 +68,7 @@ class Reward:
 def sampler(reward: Reward, *settings: str, rollout: Rollout | None = None) -> Sampler:
     given = ["actor_rollout_ref.rollout.n=2", "data.train_batch_size=2", *settings]
     config = load_config(TrainConfig, given)
-    stream = iter([prompts(2), prompts(2)])
+    stream = iter([prompts(2), prompts(2), prompts(2)])
     return Sampler(config, rollout or Rollout(), reward, stream)
 
 
@@ -86,7 +86,7 @@ REFILL = (
 def test_refilling_does_not_count_responses_that_failed() -> None:
     """The first group has the scores 1 and "failed", which are no two different scores."""
     reward = Reward([1.0, None, 1.0, 0.0], [0.0, 1.0, None, None])
-    batch, metrics = sampler(reward, *REFILL).draw(prompts(2), step=1)
+    batch, metrics = sampler(reward, *REFILL).draw(step=1)
     assert batch.batch[fields.TOKEN_LEVEL_SCORES].sum(-1).tolist() == [1.0, 0.0, 0.0, 1.0]
     assert metrics["group/kept"] == metrics["group/gen_batches"] == 2
     # of both draws: 1 of 4 samples has failed, then 2 of 4
@@ -97,7 +97,7 @@ def test_refilling_does_not_count_responses_that_failed() -> None:
 def test_each_draw_counts_the_same_in_the_shares_of_a_step() -> None:
     """1 of 4, 2 of 4 and 4 of 4 samples fail in three draws."""
     reward = Reward([1.0, None, 1.0, 1.0], [0.0, 0.0, None, None], [None] * 4)
-    _, metrics = sampler(reward, *REFILL).draw(prompts(2), step=1)
+    _, metrics = sampler(reward, *REFILL).draw(step=1)
     assert metrics["reward/failed"] == pytest.approx(7 / 12)
 
 
@@ -113,7 +113,7 @@ def test_refilling_does_not_count_truncated_responses_that_are_dropped() -> None
         reward = Reward(scores, scores, scores)
         settings = (*REFILL, f"algorithm.overlong.drop_truncated={str(drops).lower()}",
                     "algorithm.filter_groups.max_num_gen_batches=1")  # fmt: skip
-        batch, metrics = sampler(reward, *settings, rollout=truncated).draw(prompts(2), step=1)
+        batch, metrics = sampler(reward, *settings, rollout=truncated).draw(step=1)
         assert metrics["group/kept"] == groups and len(batch) == 4
         assert kept(batch) == [1, 1, 1, 1]  # a later stage masks truncated responses
 
@@ -122,20 +122,18 @@ def test_groups_without_signal_are_an_error_also_if_samples_failed() -> None:
     reward = Reward(*([[1.0, None, 1.0, 1.0]] * 3))
     chosen = sampler(reward, *REFILL, "algorithm.filter_groups.under_filled=error")
     with pytest.raises(GroupError, match="0 of 2 prompt groups are not zero-variance"):
-        chosen.draw(prompts(2), step=1)
+        chosen.draw(step=1)
 
 
 def test_responses_without_a_baseline_are_left_out() -> None:
     """ReMax: the greedy response to the second prompt has no score."""
     reward = Reward([0.5, None])
-    batch, metrics = sampler(reward, "algorithm.adv_estimator=remax").draw(prompts(2), step=1)
+    batch, metrics = sampler(reward, "algorithm.adv_estimator=remax").draw(step=1)
     assert batch.batch[fields.REWARD_BASELINES].tolist() == [0.5, 0.5, 0.0, 0.0]
     assert kept(batch) == [1, 1, 0, 0]
     assert metrics == {"reward/raised": 1.0, "reward/masked": 1.0}
 
 
 def test_a_baseline_of_zero_is_a_score() -> None:
-    batch, metrics = sampler(Reward([0.0, 1.0]), "algorithm.adv_estimator=remax").draw(
-        prompts(2), step=1
-    )
+    batch, metrics = sampler(Reward([0.0, 1.0]), "algorithm.adv_estimator=remax").draw(step=1)
     assert kept(batch) == [1, 1, 1, 1] and not any(metrics.values())

@@ -53,7 +53,7 @@ def run_stages(
     assert_type(metrics, dict[str, float])
     groups = RayPPOTrainer(config).init_workers()
     sampler = Sampler(config, groups.rollout, own_reward, prompts)
-    assert_type(sampler.draw(batch, step=1).batch, DataProto)
+    assert_type(sampler.draw(step=1).batch, DataProto)
 
 
 def fine_tune(trainer: SFTTrainer, rows: DataProto) -> None:

@@ -66,9 +66,9 @@ def load_ingredients(config: TrainConfig, reward: BatchReward | None = None) -> 
     seed = data.seed if data.seed is not None else config.trainer.seed
     images = image_rules(model, data.image_key)
     train = load_prompts(data.train_files, data, tokenizer, images)
-    # Dynamic sampling concatenates the batches of several draws.
-    joined = config.algorithm.filter_groups.enable or config.trainer.max_staleness > 0
-    train.same_width = joined
+    # Dynamic sampling and a stream of prompt groups concatenate the batches of several draws.
+    draws_again = config.algorithm.filter_groups.enable
+    train.same_width = draws_again or config.trainer.max_staleness > 0
     datasets, val_loader, sampler = [train], None, None
     if data.val_files:
         val = load_prompts(data.val_files, data, tokenizer, images)

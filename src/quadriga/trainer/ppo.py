@@ -165,10 +165,10 @@ class RayPPOTrainer:
             validator.run(step=0, due=due)
             sampler = self.make_sampler(groups, runner, resumed)
             balance = self.balance_of(groups)
-            for prompts in self.schedule():
+            for step in self.schedule():
                 with record.span("step"):
                     with record.span("rollout"), groups.generating(record.add):
-                        batch = record.log_stage(sampler.draw(prompts, self.step))
+                        batch = record.log_stage(sampler.draw(step))
 
                     with record.span("evaluate"):
                         if plan.masks_before_passes:
@@ -268,13 +268,12 @@ class RayPPOTrainer:
             critic_ranks = groups.critic.world_size // critic.model_parallel_size
         return balance_of(self.config, self.plan, ranks, critic_ranks)
 
-    def schedule(self) -> Iterator[DataProto]:
-        """Yield one batch of prompts per step up to the last step, and count `step`. With
-        `max_staleness` the batch is empty: the sampler draws the prompts."""
+    def schedule(self) -> Iterator[int]:
+        """Count `step` up to the last step of the run, and yield it."""
         with self.stop.steps():
             while self.step < self.total_steps:
                 self.step += 1
-                yield next(self.stream) if self._streamed is None else DataProto()
+                yield self.step
 
     def open_record(self, resumed: Resumed | None) -> RunRecord:
         """Open the run folder; `resumed` is the loaded checkpoint, if there is one."""

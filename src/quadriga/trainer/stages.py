@@ -630,7 +630,7 @@ class Sampler:
     Args:
         rollout: the worker group that generates.
         reward: scores a batch, where sampling depends on scores.
-        stream: batches of prompts without end; refilling draws more of them.
+        stream: batches of prompts without end; a step draws one, and refilling more of them.
         runner: runs the stages; by default without those of added roles.
     """
 
@@ -640,8 +640,9 @@ class Sampler:
     stream: Iterator[DataProto]
     runner: StageRunner = field(default_factory=StageRunner)
 
-    def draw(self, prompts: DataProto, step: int) -> StageResult:
+    def draw(self, step: int) -> StageResult:
         """Return the batch of a step and metrics. With refilling the rows are scored already."""
+        prompts = next(self.stream)
         batch, metrics = self._generate(prompts, step, turn=0)
         if self.config.algorithm.filter_groups.refills:
             batch, refilled = self.refill(batch, len(prompts), step)

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -110,10 +110,8 @@ class StreamedSampler:
         self._pauses = 0
         self._closed = False
 
-    def draw(self, prompts: DataProto, step: int) -> StageResult:
+    def draw(self, step: int) -> StageResult:
         """Let prompts begin, and return the batch of a step. Its rows are scored.
-
-        `prompts` is not read: which prompts the step needs depends on those on their way.
 
         Raises:
             QuadrigaError: a replica or the reward function has failed.
@@ -388,9 +386,9 @@ class StreamedSampler:
         path, last = self._calls.path, 0
         for number, event in enumerate(read_jsonl(path), 1):
             last = number if "save" in event and int(event["step"]) <= step else last
-        kept = iter(range(1, 1 << 62))
+        numbers = count(1)
         self._calls.close()
-        keep_rows(path, lambda _: next(kept) <= last)
+        keep_rows(path, lambda _: next(numbers) <= last)
         self._calls = JsonlFile(path)
 
     def _note(self, event: str, numbers: Sequence[object]) -> None:

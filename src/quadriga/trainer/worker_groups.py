@@ -178,11 +178,11 @@ class PPOGroups(StartedGroups):
     """One view per role; views may share processes.
 
     `ref` is None if no stage reads `ref_log_prob`, `critic` is None if no stage reads `values`,
-    `reward_model` is None unless it is enabled,
-    `turns` is None unless the engines of the policy take turns in device memory, and `link` is None
-    unless actor and rollout are in different processes; `replicas` are those of the rollout, one
-    if all its ranks are one group. `actor_version` returns the version of the
-    actor's weights; None if the worker class of the actor has no such method. `added` has the
+    `reward_model` is None unless it is enabled, `turns` is None unless the engines of the policy
+    take turns in device memory, and `link` is None unless actor and rollout are in different
+    processes. `replicas` has the replicas of the rollout, one if all its ranks are one group.
+    `actor_version` returns the version of the actor's weights; None if the worker class of the
+    actor has no such method. `added` has the
     groups of added roles by their keys.
     """
 
