@@ -1,4 +1,4 @@
-"""The package name verl for Quadriga: its modules are those of `quadriga.compat.verl`."""
+"""The package name verl for Quadriga: its modules are the modules of `quadriga.compat.verl`."""
 
 import sys
 from pathlib import Path

@@ -60,8 +60,8 @@ def local_path(path: str | Path, key: str = "", *, hub: bool = False) -> str:
 @dataclass(frozen=True)
 class PathSettings:
     """A section with settings that are paths, lists of paths, or mappings in which a key `path` has
-    one. Its subclasses name them in `PATHS`, and in `KEPT` those whose `~` stays until they are
-    used. `ON_HUB`: whether they may be models of the hub."""
+    one. Its subclasses name them in `PATHS`, and in `KEPT` the settings whose `~` stays until the
+    path is used. `ON_HUB`: whether they may be models of the hub."""
 
     PATHS: ClassVar[tuple[str, ...]] = ()
     KEPT: ClassVar[tuple[str, ...]] = ()

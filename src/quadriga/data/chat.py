@@ -80,7 +80,7 @@ def neutraliser(
     text, so that its tokens are ordinary ones: `<|im_end|>` → `< |im_end|>`.
 
     Args:
-        kept: special tokens to leave unchanged, beside those of one character.
+        kept: special tokens to leave unchanged, beside special tokens of one character.
     """
     added = tokenizer.added_tokens_decoder.values()
     words = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)

@@ -201,7 +201,7 @@ def _tree(
         value, nbytes = decode(child, rows, [payload[key] for payload in payloads])
         total += nbytes
         stacked = child.kind in ("objects", "raw") and isinstance(value, np.ndarray)
-        fields[key] = stack_of_objects(value) if stacked else value  # type: ignore[arg-type]
+        fields[key] = stack_of_objects(value) if stacked else value  # type: ignore[arg-type]  # an array
     return TensorDict(fields, batch_size=[len(rows), *spec.tail]), total
 
 
@@ -450,7 +450,7 @@ class _RowPickler(pickle.Pickler):
         if isinstance(obj, Tensor):
             return EncodedTensor.decode, (encode_tensor(obj, private=False),)
         if is_read_only(obj) and _is_importable(type(obj).__module__):
-            return Refilled(obj).__reduce__()  # type: ignore[no-any-return]
+            return Refilled(obj).__reduce__()
         if any(isinstance(obj, transport.types) for transport in transports):
             raise _NeedsTransport
         owner = obj if isinstance(obj, type) or callable(obj) else type(obj)

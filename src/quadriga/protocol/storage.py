@@ -218,7 +218,7 @@ class Refilled:
 
     container: dict[Any, Any] | list[Any]
 
-    def __reduce__(self) -> Any:  # as the class of the container returns it
+    def __reduce__(self) -> tuple[Any, ...]:  # as the class of the container returns it
         reduced = (*self.container.__reduce_ex__(5), None, None, None)
         make, args, state, items, pairs = reduced[:5]
         return _filled, (make, args, list(items or ()), list(pairs or ())), state

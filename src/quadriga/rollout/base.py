@@ -56,7 +56,7 @@ _DIGEST_CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class Continued:
-    """A call that continues responses of earlier calls, and pauses those that do not end in it.
+    """A call that continues responses of earlier calls, and pauses each response that does not end.
 
     `max_new_tokens`, `min_new_tokens` and stop strings are about the whole response. The engine
     keeps nothing between calls: it computes prompt and earlier tokens with the weights that it has.
@@ -84,7 +84,7 @@ class RolloutOutput:
             `SamplingParams.log_probs` names.
         finish_reason: B reasons.
         weight_versions: [B] int64, the version of the weights that sampled each row. One version
-            sampled all tokens of a row, those of earlier calls excepted.
+            sampled all tokens of a row, or the new ones of a `Continued` call.
     """
 
     response_ids: Tensor

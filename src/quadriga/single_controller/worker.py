@@ -506,7 +506,7 @@ def members_of(cls: type) -> dict[str, object]:
 
 
 def roles_of(classes: dict[str, type]) -> dict[str, type]:
-    """Return every role of a process with its class: the given ones and those of fused classes.
+    """Return every role of a process with its class: the given and the fused classes' roles.
 
     Raises `DispatchError` for two roles of one name.
     """

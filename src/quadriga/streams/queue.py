@@ -80,7 +80,7 @@ class PromptQueue:
         bound: how old a group may become.
 
     Attributes:
-        groups: those on their way, by their numbers.
+        groups: the prompt groups on their way, by their numbers.
         ended: training steps that have ended.
         restarted: groups whose generation began again.
     """

@@ -4,9 +4,9 @@
     seconds of calls, steps ──┼──► PromptQueue, StalenessBound, SlicedGeneration ──► Timeline
     ranks and settings ───────┘
 
-The queue, the bound and the generation are those of a run. The replicas and the trainer only add
-seconds (`Costs`) to a clock, so nothing sleeps, and equal arguments give equal results. Scoring
-takes no time.
+The queue, the bound and the generation are the classes of a real run. The replicas and the trainer
+only add seconds (`Costs`) to a clock, so nothing sleeps, and equal arguments give equal results.
+Scoring takes no time.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Costs:
         Args:
             tokens: that each row decodes.
             contexts: tokens of each row before.
-            computed: those of them that the call has to compute.
+            computed: tokens of each row before, if the call has to compute them.
         """
         attended = tokens * contexts + tokens * (tokens - 1) // 2
         seconds = self.call + self.decode * tokens.max() + self.decode_row * tokens.sum()
@@ -242,8 +242,8 @@ class Simulation:
 
     def _draw(self) -> None:
         """Let prompts begin, as many as may be on their way."""
-        room = self._most - len(self._queue.groups)
-        lengths = torch.from_numpy(self._lengths[self._drawn : self._drawn + room, :, None])
+        end = self._drawn + self._most - len(self._queue.groups)
+        lengths = torch.from_numpy(self._lengths[self._drawn : end, :, None])
         prompts = [DataProto.from_dict({fields.INPUT_IDS: own}) for own in lengths]
         self._queue.add([PromptGroup(i, own) for i, own in enumerate(prompts, self._drawn)])
         self._drawn += len(prompts)

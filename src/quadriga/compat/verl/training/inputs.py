@@ -202,7 +202,7 @@ def load_reward_manager(
     """Return the rules that the settings describe.
 
     `num_examine`: not used, because a run writes samples with their scores to `samples.jsonl`.
-    Raises `ConfigError` for `reward_kwargs` that are not those of the settings.
+    Raises `ConfigError` for `reward_kwargs` that differ from the settings.
     """
     known = setting(setting(config, "reward_model"), "reward_kwargs", {})
     for name, value in reward_kwargs.items():
@@ -233,7 +233,7 @@ def compute_reward(
 class RulesAfterModel:
     """Scores as verl does: the function of a program receives the scores of the reward model.
 
-    Its own scores are those of the step.
+    The scores that the function returns are the scores of the step.
 
     Attributes:
         metrics: the mean of the model's scores, and what the function has measured.

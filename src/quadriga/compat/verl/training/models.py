@@ -220,7 +220,7 @@ class HFRollout:
 class vLLMRollout(HFRollout):
     """The engine vLLM with the weights of a model folder.
 
-    `tokenizer` and `model_hf_config` are those of the folder, which the engine loads itself.
+    `tokenizer` and `model_hf_config` are not read: the engine loads both from the folder.
     """
 
     def __init__(

@@ -144,15 +144,15 @@ _OF_TRAINER = ("runtime", "responses_per_prompt")
 
 
 class _Trained(Worker):
-    """Checkpoint methods with the arguments of verl, or those of Quadriga: `(path, step)`."""
+    """Checkpoint methods with the arguments of verl, or `(path, step)` as Quadriga has them."""
 
     _saved: tuple[str, ...] = ()
     _given: Mapping[str, Any]
     """Arguments of the trainer that verl does not have."""
 
     def __init_subclass__(cls) -> None:
-        """Let a constructor with verl's arguments alone be called with those of the trainer, and
-        coroutines that are not registered be given to `asyncio.run` by a plain method."""
+        """Let the trainer call a constructor that takes verl's arguments alone, and let coroutines
+        that are not registered be given to `asyncio.run` by a plain method."""
         super().__init_subclass__()
         for name, member in tuple(vars(cls).items()):
             # In a process of a class with coroutine methods an event loop runs all methods.
@@ -182,7 +182,7 @@ class _Trained(Worker):
         """
         found = _arguments("save_checkpoint", _SAVE, args, given)
         folder, keep = found[_FOLDER], max(0, found.get(_KEEP, 0))
-        files: list[SavedFile] = super().save_checkpoint(folder, found.get(_STEP, 0))  # type: ignore[misc]
+        files: list[SavedFile] = super().save_checkpoint(folder, found.get(_STEP, 0))  # type: ignore[misc]  # of a mixin
         saved = (*(path for path in self._saved if path != folder), folder)
         self._saved = saved[-keep:]
         if len(self._saved) < len(saved):
@@ -202,7 +202,7 @@ class _Trained(Worker):
         """
         found = _arguments("load_checkpoint", _LOAD, args, given)
         step = found.get(_STEP) or read_indexes(Path(found[_FOLDER]))[0].origin.step
-        super().load_checkpoint(found[_FOLDER], step)  # type: ignore[misc]
+        super().load_checkpoint(found[_FOLDER], step)  # type: ignore[misc]  # of a mixin
 
 
 class ActorRolloutRefWorker(_Trained, workers.ActorRolloutRefWorker):
