@@ -16,6 +16,7 @@ STAGES = (
     "the lighter house",
     "the specification in verl's spelling",
     "what the attack broke",
+    "runs that outlive their machines",
     "streams",
 )
 """The rows of the page that are in force: the first one, and those that have added to it."""
@@ -23,7 +24,7 @@ STAGES = (
 PAGE = ROOT.parent / "shared/BUDGET.md"
 LINES, FILES = "code lines of the package", "files of the package"
 CORE, TESTS = "code lines without compat/verl", "code lines of the tests"
-LIMITS = {LINES: 44_100, FILES: 342}
+LIMITS = {LINES: 45_800, FILES: 355}
 HOUSE = {LINES: 42_000, CORE: 38_000, TESTS: 36_000}
 """What was allowed when the house was light. Later lines may be in the core, and have 0.8 lines of
 tests each."""
@@ -66,10 +67,9 @@ def test_the_code_is_within_its_budget():
 
 def test_a_row_adds_its_difference_and_must_be_on_the_page():
     rows = f"| before | 9 | 9 |\n| {STAGES[0]} | 41 000 | 320 |\n| other | 43 000 | 321 |\n"
-    later = f"| {STAGES[1]} | 43 500 | 323 |\n| {STAGES[2]} | 44 000 | 324 |\n"
-    later += f"| {STAGES[3]} | 44 100 | 325 |\n"
+    later = "".join(f"| {name} | {43_500 + i} | {323 + i} |\n" for i, name in enumerate(STAGES[1:]))
     found = limits(f"{rows}{later}| agents | 99 000 | 999 |\n")
-    assert list(found.values()) == [42_100, 324, 38_100, 36_080]
+    assert list(found.values()) == [41_503, 325, 37_503, 35_602]
     with pytest.raises(AssertionError, match=r"no row .the specification in verl's"):
         limits(rows)
 
