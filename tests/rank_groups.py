@@ -32,7 +32,7 @@ def run_ranks(count: int, main, *args, wait_s: float = WAIT_S, start_method: str
     )
     deadline = time.monotonic() + wait_s
     try:
-        while not context.join(timeout=1):
+        while not context.join(timeout=1, grace_period=2):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the {count} ranks did not finish within {wait_s} s")
     finally:  # also if the limit of the test ends the wait
