@@ -1,15 +1,34 @@
-"""Error messages quote files and settings: they cannot change the terminal or fail to print."""
+"""Messages and tables quote files and data: they cannot change the terminal or fail to print."""
 
 from __future__ import annotations
 
+import io
+import logging
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+from rich.console import Console
 
-from quadriga.errors import CallTimeoutError, DataError, FieldError, QuadrigaError
+from quadriga.cli import demo, main
+from quadriga.cli.show import show_evaluation, show_responses
+from quadriga.config.commands import EvalConfig
+from quadriga.config.secrets import mask_logs
+from quadriga.errors import (
+    CallTimeoutError,
+    DataError,
+    FieldError,
+    QuadrigaError,
+    WorkerMethodError,
+)
+from quadriga.observability.console import RunConsole, progress
+from quadriga.trainer.evaluation import Answer, Evaluation
+from quadriga.trainer.validation import Estimate, SourceSummary
 
 CASES = {
     "an escape sequence": ("a \x1b[2J\x1b[31mred\x1b[0m b", "a red b"),
@@ -35,3 +54,82 @@ def test_a_setting_with_an_escape_sequence_is_shown_harmless():
         [Path(sys.executable).with_name("quadriga"), "train", name], capture_output=True, timeout=60
     )
     assert run.returncode == 2 and b"\x1b" not in run.stderr and b"stepz" in run.stderr
+
+
+HOSTILE = "[/red]\x1b[2J\x1b]0;title\x07[bold]x"
+SHOWN = "[/red]\\x1b]0;title\\x07[bold]x"
+
+
+class Terminal(io.StringIO):
+    """A text file that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def a_log_record() -> None:
+    logging.getLogger("quadriga").warning("%s", HOSTILE)
+
+
+def a_traceback() -> None:
+    with mock.patch.object(main, "parse", side_effect=OSError(HOSTILE)):
+        assert main.main(["doctor"]) == 1
+
+
+def a_traceback_of_a_worker() -> None:
+    error = WorkerMethodError("it failed", remote_traceback=HOSTILE)
+    with mock.patch.object(main, "parse", side_effect=error):
+        assert main.main(["doctor"]) == 1
+
+
+def the_table_of_eval() -> None:
+    metrics = {"pass@1": Estimate(0.5, None, None)}
+    done = Evaluation(Path(HOSTILE), (SourceSummary(HOSTILE, 1, 1, metrics),), 0, 0)
+    with mock.patch("quadriga.trainer.evaluation.run_evaluation", return_value=done):
+        show_evaluation(EvalConfig())
+
+
+def responses() -> None:
+    show_responses([Answer([{"role": "user", "content": HOSTILE}], [HOSTILE, "b"])])
+
+
+def the_console_of_a_run() -> None:
+    console = RunConsole(2, title=HOSTILE)
+    console.log(1, {"reward/mean": 1.0})
+    console.note(HOSTILE)
+    console.table(HOSTILE, [(HOSTILE, HOSTILE)])
+
+
+def a_progress_bar() -> None:
+    with progress(HOSTILE, 2, file=sys.stdout) as advance:
+        advance(1)
+
+
+def answers_of_the_demo() -> None:
+    texts = {"prompt": HOSTILE, "response": HOSTILE, "ground_truth": HOSTILE}
+    sample = SimpleNamespace(**texts, reward=1.0, split="val", step=1)
+    with mock.patch.object(demo, "read_samples", return_value=[sample]):
+        demo.show_answers(Console(width=300), Path())
+
+
+@pytest.mark.parametrize("print_it", [
+    a_log_record, a_traceback, a_traceback_of_a_worker, the_table_of_eval, responses,
+    the_console_of_a_run, a_progress_bar, answers_of_the_demo,
+])  # fmt: skip
+def test_text_of_data_cannot_change_the_terminal(print_it, monkeypatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setenv("COLUMNS", "300")
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, terminal)
+    monkeypatch.setattr(logging, "lastResort", logging.StreamHandler(terminal))
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("quadriga"), "propagate", True)
+    mask_logs()
+    print_it()
+    text = terminal.getvalue()
+    assert SHOWN in text and not re.search(r"\x1b(\[2J|\])", text), text
+
+
+def test_a_pipe_gets_the_bytes_of_responses(capsys) -> None:
+    show_responses([Answer([], [HOSTILE])])
+    assert capsys.readouterr().out == f"{HOSTILE}\n"

@@ -19,6 +19,7 @@ from quadriga.config.commands import ArithmeticDataConfig, DemoConfig, SFTConfig
 from quadriga.config.convert import check_values
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
+from quadriga.config.secrets import shown
 from quadriga.observability.jsonl import read_samples
 from quadriga.trainer.checks.settings import check_fine_tuning_settings, check_train_settings
 from quadriga.trainer.fine_tuning import run_sft
@@ -52,7 +53,7 @@ def run_demo(config: DemoConfig) -> None:
     from rich.console import Console
 
     check_values(config)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     began = time.perf_counter()
     folder = Path(config.output)
     made = (command(config, folder) for command in (data_command, sft_command, train_command))
@@ -66,7 +67,7 @@ def run_demo(config: DemoConfig) -> None:
 
     def announce(title: str, command: DemoCommand) -> None:
         console.print(f"\n{title}", style="bold")
-        console.print(f"$ {command}", style="dim", markup=False, soft_wrap=True)
+        console.print(f"$ {command}", style="dim", soft_wrap=True)
 
     announce("1/3  arithmetic problems, and a model with random weights", data)
     run_make_data(load_config(ArithmeticDataConfig, data.overrides))
@@ -188,5 +189,5 @@ def show_answers(console: Console, samples: Path, count: int = 4) -> None:
     for old, new in zip(before, after, strict=True):
         problem = old.prompt.removeprefix("user: ")
         answers = (f"{'✓' if s.reward > 0 else '✗'} {s.response}" for s in (old, new))
-        table.add_row(*map(Text, (problem, *answers, str(old.ground_truth))))
+        table.add_row(*map(Text, map(shown, (problem, *answers, str(old.ground_truth)))))
     console.print(table)

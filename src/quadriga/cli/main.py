@@ -32,7 +32,7 @@ from quadriga.config.commands import (
     SFTConfig,
 )
 from quadriga.config.schema import TrainConfig
-from quadriga.config.secrets import mask_secrets
+from quadriga.config.secrets import shown
 from quadriga.containment import ExitGuard
 from quadriga.errors import ConfigError, InputError, QuadrigaError, nearest_name
 from quadriga.lazy import imported
@@ -189,10 +189,10 @@ def _run(arguments: Sequence[str]) -> int:
         # A connection that code of the user has opened raises `BrokenPipeError`, too.
         if isinstance(error, BrokenPipeError) and _output_has_no_reader():
             return _end_without_reader(invocation)
-        shown = "".join(traceback.format_exception(error)).rstrip()
-        if mask_secrets(shown) == shown:
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        if shown(trace) == trace:
             raise
-        return _report(shown, 1)
+        return _report(trace, 1)
     return 0
 
 
@@ -308,9 +308,9 @@ def _parser() -> _Parser:
 
 
 def _report(text: str, code: int) -> int:
-    """Write a message to standard error, with secrets masked, and return the exit code."""
+    """Write a message to standard error as `shown` does, and return the exit code."""
     sys.stdout.flush()
-    print(mask_secrets(text), file=sys.stderr)
+    print(shown(text), file=sys.stderr)
     return code
 
 

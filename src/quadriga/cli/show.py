@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +23,8 @@ from quadriga.config.commands import (
     SFTConfig,
 )
 from quadriga.config.schema import TrainConfig
+from quadriga.config.secrets import shown
+from quadriga.errors import printable
 
 if TYPE_CHECKING:
     from quadriga.algorithms.catalog import AlgorithmEntry
@@ -56,11 +59,15 @@ def show_generation(config: GenerateConfig) -> None:
 
 
 def show_responses(answers: Sequence[Answer]) -> None:
-    """Print a single response as it is, and several responses below their prompts."""
+    """Print a single response alone, and several responses below their prompts.
+
+    On a terminal, what would control it is escaped. A file or a pipe gets each response unchanged.
+    """
+    form = printable if sys.stdout.isatty() else str
     single = len(answers) == 1 and len(answers[0].responses) == 1
     for answer in answers:
-        shown = "\n".join(answer.responses)
-        print(shown if single else f"> {answer.prompt[-1]['content']}\n{shown}\n")
+        texts = "\n".join(answer.responses)
+        print(form(texts if single else f"> {answer.prompt[-1]['content']}\n{texts}\n"))
 
 
 def show_evaluation(config: EvalConfig) -> None:
@@ -68,13 +75,13 @@ def show_evaluation(config: EvalConfig) -> None:
     from quadriga.trainer.evaluation import run_evaluation, summary_table
 
     done = run_evaluation(config)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     console.print(summary_table(done.summaries, config.confidence))
     if done.left_out:
         console.print(f"{done.left_out} prompts were left out: longer than max_prompt_length")
     if done.failed:
         console.print(f"{done.failed} responses count as 0, because their reward function failed")
-    console.print(f"results and samples are in {done.folder}", soft_wrap=True)
+    console.print(shown(f"results and samples are in {done.folder}"), soft_wrap=True)
 
 
 def show_plan(config: TrainConfig | SFTConfig | RMConfig | GenerateConfig) -> None:

@@ -45,7 +45,7 @@ from quadriga.config.loading import (
 )
 from quadriga.config.paths import local_path
 from quadriga.config.schema import TrainConfig
-from quadriga.config.secrets import mask_secrets
+from quadriga.config.secrets import mask_secrets, shown
 from quadriga.errors import ConfigError, UnknownSettingError, nearest_name
 from quadriga.rollout import rollout_of
 
@@ -102,11 +102,11 @@ class Translation(Generic[T]):
                 lines.append(f"  {b}")
         given = [key for key in self.ignored if key.partition("=")[0] in self.chosen]
         rest = [key for key in self.ignored if key not in given]
-        for source, shown in (("command line", given), ("file", _by_section(rest))):
-            if shown:
+        for source, keys in (("command line", given), ("file", _by_section(rest))):
+            if keys:
                 lines.append(f"ignored, without a counterpart, from the {source}:")
-                lines += [f"  {line}" for line in shown]
-        return mask_secrets("\n".join(lines))
+                lines += [f"  {line}" for line in keys]
+        return shown("\n".join(lines))
 
 
 def read_verl(

@@ -19,6 +19,8 @@ import traceback
 from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
+from quadriga.errors import printable
+
 MASK = "***"
 MIN_LENGTH = 6  # a shorter value ("1", "true", "root") occurs in ordinary text
 
@@ -76,13 +78,19 @@ def mask_secrets(text: str) -> str:
     return text
 
 
+def shown(text: str) -> str:
+    """Return a text as it is printed: secrets are masked, and what would control a terminal is
+    escaped. All texts of data, models, files and programs pass through it."""
+    return printable(mask_secrets(text))
+
+
 def mask_values(value: T, name: str = "") -> T:
     """Return plain values with every secret masked: texts in dicts and lists, by name and value."""
     return _masked(value, name)  # type: ignore[return-value]  # the structure of the value is kept
 
 
 def mask_logs() -> None:
-    """Mask secrets in the log records that this process creates from now on."""
+    """Write the log records that this process creates from now on as `shown` does."""
     create = logging.getLogRecordFactory()
     if getattr(create, "masks_secrets", False):
         return
@@ -99,14 +107,14 @@ def _mask_record(record: logging.LogRecord) -> logging.LogRecord:
         message = record.getMessage()
     except Exception:  # the arguments do not fit the message; `logging` reports that
         return record
-    masked = mask_secrets(message)
+    masked = shown(message)
     if masked != message:
         record.msg, record.args = masked, None
     if record.exc_info and record.exc_info[0] is not None:
         # A formatter writes this text instead of formatting the exception again.
-        shown = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
-        masked = mask_secrets(shown)
-        if masked != shown:
+        trace = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
+        masked = shown(trace)
+        if masked != trace:
             record.exc_text = masked
     return record
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from quadriga.config.secrets import mask_secrets
+from quadriga.config.secrets import shown
 
 SHOWN = {
     "reward/mean": ("reward", "{:.3f}"),
@@ -44,15 +44,15 @@ class RunConsole:
     ) -> None:
         self.total_steps, self._clock = total_steps, clock
         self.console = Console(file=file, highlight=False, markup=False, emoji=False)
-        self._title = title
+        self._title = title = shown(title)
         self._began = clock()
         self._first_step: int | None = None
         self._latest: dict[str, float] = {}
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=12),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
+            TextColumn("{task.fields[numbers]}", markup=False),
             console=self.console,
             auto_refresh=False,
             redirect_stdout=False,
@@ -76,7 +76,7 @@ class RunConsole:
 
     def note(self, text: str) -> None:
         """Print a line above the progress line."""
-        self.console.print(mask_secrets(text), soft_wrap=True)
+        self.console.print(shown(text), soft_wrap=True)
 
     def close(self) -> None:
         """Stop updating the progress line; it stays on the terminal."""
@@ -86,9 +86,9 @@ class RunConsole:
     def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         """Close the progress line, then print a table of two columns."""
         self.close()
-        table = Table(title=title, title_justify="left", show_header=False, expand=False)
+        table = Table(title=shown(title), title_justify="left", show_header=False, expand=False)
         for name, value in rows:
-            table.add_row(name, mask_secrets(value))
+            table.add_row(shown(name), shown(value))
         self.console.print(table)
 
     def _draw(self, step: int) -> None:
@@ -140,11 +140,12 @@ def progress(
     The bar disappears at the end. The function that is yielded adds to what is done.
     """
     console = Console(file=file, stderr=file is None, highlight=False, markup=False, emoji=False)
+    title = shown(title)
     if not console.is_terminal:
         console.print(f"{title}: {total:,}", soft_wrap=True)
         yield lambda count: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24))
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24))
     with Progress(
         *columns, MofNCompleteColumn(), TimeRemainingColumn(), console=console, transient=True
     ) as bar:

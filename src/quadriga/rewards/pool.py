@@ -206,9 +206,11 @@ class PoolProcess:
             for option, seconds in limits.items():
                 ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
         megabytes = round(memory_gb * 1024) if memory_gb else 0
-        program = [sys.executable, "-m", "quadriga.rewards.pool_worker"]
+        # -P: files in the working directory are no modules, unless they are for this process.
+        program = [sys.executable, "-P", "-m", "quadriga.rewards.pool_worker"]
+        folders = [os.path.abspath(path) for path in sys.path]
         self.popen = subprocess.Popen(
-            [*program, str(theirs.fileno()), str(megabytes)],
+            [*program, str(theirs.fileno()), str(megabytes), *folders],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             # What a function prints goes to standard error: standard output is the run's own.

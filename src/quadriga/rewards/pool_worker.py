@@ -1,7 +1,8 @@
 """The program that a process of `RewardPool` runs: receive a sample, score it, report the outcome.
 
-`python -m quadriga.rewards.pool_worker CONNECTION MEGABYTES` starts two processes: a supervisor and
-its child, which scores. The supervisor ends the child with everything that it has started.
+`python -P -m quadriga.rewards.pool_worker CONNECTION MEGABYTES FOLDER…` starts two processes: a
+supervisor and its child, which scores. The supervisor ends the child with everything that it has
+started. The folders are those of the controller's `sys.path`, and are searched last.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ def main() -> None:
     os.close(output)
     os.close(its_output)
     limit_memory(megabytes)
+    sys.path.extend(path for path in sys.argv[3:] if path not in sys.path)
     serve(Connection(fd))
 
 

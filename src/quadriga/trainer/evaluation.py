@@ -40,7 +40,7 @@ from quadriga.config.loading import setting_leaves, to_yaml
 from quadriga.config.paths import absolute_paths, local_path
 from quadriga.config.role_ranks import trainer_settings
 from quadriga.config.schema import ActorRolloutRefConfig, RolloutConfig
-from quadriga.config.secrets import mask_secrets
+from quadriga.config.secrets import shown
 from quadriga.data.images import TAG
 from quadriga.data.rows import Row, check_files as existing_files, read_pieces
 from quadriga.errors import ConfigError, InputError, RolloutError
@@ -668,7 +668,7 @@ def summary_table(summaries: Sequence[SourceSummary], confidence: float) -> Tabl
         table.add_column(heading, justify="left" if left else "right")
     for summary in summaries:
         for number, (name, estimate) in enumerate(summary.metrics.items()):
-            head = (mask_secrets(summary.data_source), str(summary.prompts))
+            head = (shown(summary.data_source), str(summary.prompts))
             cells = (name, f"{estimate.value:.3f}", interval(estimate))
             table.add_row(*(head if number == 0 else ("", "")), *cells)
         table.add_section()

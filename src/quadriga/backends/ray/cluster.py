@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import stat
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from weakref import WeakSet
 
 import ray
 import ray.util.client
+from ray.job_config import JobConfig
 
 from quadriga.errors import ConfigError
 
@@ -138,6 +140,7 @@ def ensure_ray(
         "namespace": namespace,
         "log_to_driver": log_to_driver,
         "logging_level": logging.ERROR,
+        "job_config": DriverConfig(),
         **options,
     }
     address = address or os.environ.get("RAY_ADDRESS")
@@ -157,6 +160,22 @@ def ensure_ray(
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     ray.init(**settings)  # type: ignore[arg-type]  # settings of several types in one dict
     return RaySession(owned=True)
+
+
+class DriverConfig(JobConfig):
+    """Lets the processes of Ray search modules where this process does.
+
+    Ray puts two folders first in their `sys.path`: that of the program, and the working directory,
+    in which this process may search nothing. A `torch.py` there would run in each rank.
+    """
+
+    def _runtime_env_has_working_dir(self) -> bool:
+        """Return True: Ray then adds neither folder. It asks before it sends the job to nodes."""
+        if not super()._runtime_env_has_working_dir():  # type: ignore[no-untyped-call]  # of Ray
+            own = {os.path.realpath(path) for path in sys.path}  # "" is the working directory
+            folders = dict.fromkeys((os.path.dirname(os.path.realpath(sys.argv[0])), os.getcwd()))
+            self._py_driver_sys_path = [folder for folder in folders if folder in own]
+        return True
 
 
 def protect_token() -> None:

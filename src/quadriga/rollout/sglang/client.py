@@ -89,7 +89,7 @@ class HostTransport:
         ours, theirs = Pipe()
         with theirs, open(folder / "log", "wb") as log:
             self._process = subprocess.Popen(
-                [python, "-m", _HOST, str(theirs.fileno()), str(folder)],
+                [python, "-P", "-m", _HOST, str(theirs.fileno()), str(folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

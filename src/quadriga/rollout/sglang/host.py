@@ -1,4 +1,4 @@
-"""The process that holds `sglang.Engine`: `python -m quadriga.rollout.sglang.host SOCKET FOLDER`.
+"""Hold `sglang.Engine` in a process: `python -P -m quadriga.rollout.sglang.host SOCKET FOLDER`.
 
 The first message from the rank is {"device", "args"}, where `args` are those of SGLang's
 `ServerArgs`. Then each request is two messages, {"id", "path", "body"} and bytes that are not JSON,

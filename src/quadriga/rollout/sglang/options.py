@@ -221,7 +221,7 @@ def check_installed(options: SGLangOptions) -> None:
         "import importlib.util as u, sys; "
         "sys.exit(', '.join(n for n in ('sglang', 'quadriga') if u.find_spec(n) is None) or 0)"
     )
-    found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    found = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, check=False)
     if found.returncode:
         missing = found.stderr.strip().splitlines()[-1] if found.stderr.strip() else "sglang"
         raise ConfigError(
