@@ -139,6 +139,19 @@ def test_a_damaged_cache_is_made_again_and_a_bad_row_leaves_none(files, tokenize
     assert list((tmp_path / "d").iterdir()) == []
 
 
+def test_a_flipped_byte_of_a_cache_is_found(files, tokenizer, tmp_path, caplog):
+    folder = tmp_path / "c"
+    expected = list(prompts(files[:1], tokenizer, cache_dir=folder))
+    (cache,) = folder.iterdir()
+    whole = cache.read_bytes()
+    for place in range(7, len(whole), 97):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        cache.write_bytes(damaged)
+        assert list(prompts(files[:1], tokenizer, cache_dir=folder)) == expected, place
+        assert cache.read_bytes() == whole and "is damaged" in caplog.messages.pop(), place
+
+
 def test_other_content_or_another_template_makes_a_new_cache(files, tokenizer, tmp_path):
     folder, file = tmp_path / "c", tmp_path / "x.jsonl"
     for count in (3, 4):

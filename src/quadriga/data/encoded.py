@@ -12,7 +12,8 @@ only while it is used, and processes on one node share it. Nothing in it is exec
 
 The name of a cache file contains a digest of everything that the rows depend on: the content of the
 data file, the tokenizer with its template, and the settings. A change of one of these makes a new
-cache file. A file appears complete or not at all.
+cache file. A file appears complete or not at all. It ends with the SHA-256 of its content, which is
+compared when it is mapped: a damaged file is made again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import contextlib
 import copy
 import hashlib
 import json
-import os
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields as fields_of
 from functools import cached_property
@@ -61,10 +62,12 @@ ItemT = TypeVar("ItemT")
 LARGE_FILE = 64 << 20  # bytes of a file whose rows are kept in a cache file
 LARGE_COUNT = 50_000  # or rows of it
 _BLOCK = 256  # rows that are encoded at once, which bounds the memory for their texts
-_FORMAT = "rows 4"  # of cache files; another text makes new ones
+_FORMAT = "rows 5"  # of cache files; another text makes new ones
 _OWN = tuple(f"quadriga: {name}" for name in ("ids", "borders", "value", "row"))
 _IDS, _BORDERS, _VALUE, _NUMBER = _OWN
-_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a complete stream in Arrow's format
+_DIGEST = 32  # bytes of SHA-256 at the end of a cache file
+
+_log = logging.getLogger("quadriga")
 
 
 @dataclass(frozen=True)
@@ -320,11 +323,11 @@ def _read(path: Path) -> list[pa.RecordBatch]:
     """Map a cache file. Raises `ArrowException` or `OSError` for a damaged one."""
     import pyarrow as pa
 
-    with path.open("rb") as file:
-        file.seek(-len(_END), os.SEEK_END)
-        if file.read() != _END:
-            raise OSError("the file is not complete")
-    batches = list(pa.ipc.open_stream(pa.memory_map(str(path))))
+    mapped = pa.memory_map(str(path)).read_buffer()
+    content = memoryview(mapped)[:-_DIGEST]
+    if hashlib.sha256(content).digest() != mapped[-_DIGEST:].to_pybytes():
+        raise OSError("its content does not have the digest at its end")
+    batches = list(pa.ipc.open_stream(mapped))
     for batch in batches:
         batch.select([_IDS, _BORDERS, _VALUE]).validate(full=True)
     return batches
@@ -346,12 +349,16 @@ def _cached(
         digest.update(hashlib.file_digest(file, "sha256").digest())
     path = folder / f"{source.stem:.60}-{digest.hexdigest()[:32]}.arrow"
     if path.exists():
-        with contextlib.suppress(pa.ArrowException, OSError):  # a damaged one is made again
+        try:
             return _read(path)
+        except (pa.ArrowException, OSError) as error:
+            _log.warning("%s is damaged and is made again: %s", path, error)
     with replacing(path) as fresh:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             write(source, fresh)
+            with fresh.open("r+b") as file:
+                file.write(hashlib.file_digest(file, "sha256").digest())
         except OSError as error:
             raise DataError(
                 f"the token ids of {source} cannot be kept in {folder}: {error.strerror or error}; "
