@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -43,6 +45,30 @@ def test_a_full_disk_raises_an_error_with_the_path_and_leaves_no_half_line(tmp_p
     assert f"cannot write {path}: No space left on device" in str(caught.value)
     assert caught.value.path == str(path)
     assert path.read_text() == '{"step": 1}\n'
+
+
+@pytest.mark.parametrize(
+    ("happens", "kept"),
+    [
+        (lambda path: path.unlink(), [1, 2, 3]),
+        (lambda path: shutil.rmtree(path.parent), [1, 2, 3]),
+        (lambda path: path.rename(path.with_name("moved")), [1, 2, 3]),
+        (lambda path: (path.unlink(), path.write_text('{"step": 9}\n')), [9, 2, 3]),
+    ],
+    ids=["removed", "folder removed", "moved", "replaced"],
+)
+def test_a_file_that_is_removed_while_it_is_written_keeps_its_rows(
+    tmp_path, caplog, happens, kept
+):
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    with closing(JsonlFile(path)) as file:
+        file.write({"step": 1})
+        happens(path)
+        file.write({"step": 2})
+        file.write({"step": 3})
+    assert [row["step"] for row in read_jsonl(path)] == kept
+    assert caplog.messages == [f"{path} was removed or replaced by another process"]
 
 
 def test_reading_skips_an_incomplete_line_and_names_a_bad_one(tmp_path):

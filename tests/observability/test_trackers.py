@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
+import threading
+import time
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from quadriga.errors import InputError, UnknownNameError
+from quadriga.errors import ConfigError, InputError, UnknownNameError
 from quadriga.observability.run_folder import RunFolder
-from quadriga.observability.trackers import RunInfo, Trackers, plot_learning_curve
+from quadriga.observability.trackers import (
+    TRACKERS,
+    RunInfo,
+    Trackers,
+    plot_learning_curve,
+    register_tracker,
+)
 
 
 class Recorder:
@@ -88,6 +97,93 @@ def test_every_tracker_is_closed_even_if_one_raises(fails):
     trackers.close()
     assert (first.closed, second.closed) == (1, 1)
     assert second.rows == [(1, {"a": 1.0})]
+
+
+@pytest.fixture
+def tracker(monkeypatch):
+    """Registers a tracker of the user as `mine`, whose methods do what the test says."""
+    monkeypatch.setattr("quadriga.observability.trackers.TRACKERS", dict(TRACKERS))
+    let_go = threading.Event()
+
+    def register(**does):
+        class Mine(Recorder):
+            def __init__(self, run):
+                super().__init__()
+                self.act("start")
+
+            def act(self, method):
+                assert threading.current_thread() is not threading.main_thread()
+                what = does.get(method)
+                if isinstance(what, BaseException):
+                    raise what
+                if what == "hang":
+                    let_go.wait(30)
+
+            def log(self, step, metrics):
+                if step == 2:
+                    self.act("log")
+                seen.append(step)
+
+            def close(self):
+                self.act("close")
+                seen.append("closed")
+
+        seen = []
+        register_tracker("mine", Mine)
+        return seen
+
+    yield register
+    let_go.set()
+
+
+@pytest.mark.parametrize(
+    ("does", "seen", "told"),
+    [
+        ({}, [1, 2, 3, "closed"], None),
+        ({"log": OSError("no network")}, [1, "closed"], "row of step 2 failed: OSError: no net"),
+        ({"log": SystemExit(0)}, [1, "closed"], "the row of step 2 failed: SystemExit: 0"),
+        ({"log": "hang"}, [1], "the row of step 2 is not done after 0.2 s"),
+        ({"close": ValueError("no")}, [1, 2, 3], "its end failed: ValueError: no"),
+        ({"close": "hang"}, [1, 2, 3], "its end is not done after 0.2 s"),
+        ({"log": OSError("a"), "close": OSError("b")}, [1], "the row of step 2 failed: OSError: a"),
+    ],
+    ids=str,
+)
+def test_a_run_goes_on_without_a_tracker_that_raises_or_hangs(
+    tracker, tmp_path, caplog, does, seen, told
+):
+    got = tracker(**does)
+    trackers = Trackers.open(["mine", "jsonl"], run_info(tmp_path), timeout_s=0.2)
+    for step in (1, 2, 3):
+        began = time.monotonic()
+        trackers.log(step, {"a": 1.0})
+        assert time.monotonic() - began < 0.1  # `log` does not wait
+        time.sleep(0.02)
+    trackers.close()
+    trackers.close()
+    assert got == seen
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == (told is not None)
+    assert all("tracker mine" in text and told in text for text in warnings)
+
+
+def test_a_tracker_that_falls_behind_is_dropped_within_its_time(tracker, tmp_path, caplog):
+    tracker(log="hang")
+    trackers = Trackers.open(["mine"], run_info(tmp_path), timeout_s=0.1)
+    for step in (1, 2):
+        trackers.log(step, {})
+    time.sleep(0.2)
+    trackers.log(3, {})
+    (text,) = caplog.messages
+    assert "gets no more metrics: the row of step 2 is not done after 0.1 s" in text
+
+
+@pytest.mark.parametrize("start", ["hang", RuntimeError("no service")])
+def test_a_tracker_that_does_not_start_ends_the_run_before_it_begins(tracker, tmp_path, start):
+    tracker(start=start)
+    with pytest.raises((ConfigError, RuntimeError), match="mine has not started|no service"):
+        Trackers.open(["mine"], run_info(tmp_path), timeout_s=0.1)
 
 
 def test_an_unknown_tracker_names_the_nearest_and_none_is_created(tmp_path):

@@ -286,6 +286,7 @@ def test_trackers_receive_no_secrets(tmp_path, monkeypatch):
     register_tracker("mine", Mine)
     trackers = Trackers.open(["mine"], RunInfo(RunFolder(tmp_path), 1, title=f"t {VALUE}"))
     trackers.log(1, {f"reward/extra/{VALUE}": 1.0, "reward/mean": 2.0})
+    trackers.close()
     assert seen == ["t ***", {"reward/extra/***": 1.0, "reward/mean": 2.0}]
 
 

@@ -547,6 +547,8 @@ class RunConfig(MachineConfig):
     overwrite: bool = False  # replace a run that is already in the folder
     # console, jsonl, tensorboard, wandb, or a tracker of your own
     loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
+    # seconds in which a tracker starts, takes a row or ends; then the run goes on without it
+    logger_timeout_s: Positive = 60.0
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from quadriga.files import cannot_write, replacing
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 # An object as read from a file. Its values are untyped: the reader of a row knows what it expects.
 JsonObject = dict[str, Any]
+_log = logging.getLogger("quadriga")
 
 
 class JsonlFile:
@@ -31,6 +34,8 @@ class JsonlFile:
         the disk is full    `write` accepted 4 of 12 bytes → the file is truncated to its old size
         the run was killed  {"step": 1}\\n{"st → the next run opens the file and removes `{"st`
 
+    A file that is removed while it is written is written again, with the rows that it had.
+
     `masked`: mask secrets in texts.
 
     Raises `InputError` with the path if the file cannot be written.
@@ -40,7 +45,7 @@ class JsonlFile:
         self.path = Path(local_path(path))
         self._masked = mask_secrets if masked else str
         try:
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            self._fd = self._open()
             self._drop_torn_line()
         except OSError as error:
             raise cannot_write(self.path, error) from error
@@ -53,6 +58,8 @@ class JsonlFile:
         value = _json_value(row, self._masked)
         data = (json.dumps(value, ensure_ascii=False) + "\n").encode()
         try:
+            if not self._is_at_path():
+                self._write_again()
             before = os.fstat(self._fd).st_size
             if os.write(self._fd, data) < len(data):
                 os.ftruncate(self._fd, before)
@@ -65,6 +72,26 @@ class JsonlFile:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def _open(self) -> int:
+        return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def _is_at_path(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._fd), self.path.stat())
+        except FileNotFoundError:
+            return False
+
+    def _write_again(self) -> None:
+        """Open the file anew. If there is none, it gets what was written so far."""
+        _log.warning("%s was removed or replaced by another process", self.path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        removed = not self.path.exists()
+        with open(self._fd, "rb") as old, open(self._open(), "ab", closefd=False) as new:
+            self._fd = new.fileno()
+            if removed:
+                old.seek(0)
+                shutil.copyfileobj(old, new)
 
     def _drop_torn_line(self) -> None:
         size = os.fstat(self._fd).st_size

@@ -1,16 +1,28 @@
-"""Trackers receive the metrics of each step. `register_tracker` adds one to the table."""
+"""Trackers receive the metrics of each step. `register_tracker` adds one to the table.
+
+The terminal and `metrics.jsonl` are written in the loop: a row is in the file when its step ends.
+Every other tracker runs in a thread of its own, and the run neither waits for it nor ends with it.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import logging
+import threading
+import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
 from quadriga.config.secrets import mask_secrets
+from quadriga.containment import describe
 from quadriga.errors import ConfigError, unknown_name
 from quadriga.files import cannot_write
 from quadriga.observability.console import RunConsole
@@ -21,13 +33,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _WANDB_RUN_ID = "run_id.txt"
+_log = logging.getLogger("quadriga")
 
 
 class Tracker(Protocol):
-    """The interface of a tracker: it receives the metrics of each step, in the order of steps."""
+    """The interface of a tracker: it receives the metrics of each step, in the order of steps.
+
+    It is made, called and closed in one thread, which is not that of the run (`TrackerThread`).
+    """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write or show the metrics of a step. Raises `InputError` if they cannot be written."""
+        """Write or show the metrics of a step. The run goes on without a tracker that raises."""
         ...
 
     def close(self) -> None:
@@ -142,6 +158,10 @@ TRACKERS: dict[str, TrackerFactory] = {
 }
 
 
+IN_THE_LOOP = ("console", "jsonl")
+"""Trackers that the run waits for, and whose errors end it."""
+
+
 def register_tracker(name: str, factory: TrackerFactory) -> None:
     """Add a tracker for `trainer.loggers`. Raises `ValueError` if the name is already in use."""
     if name in TRACKERS:
@@ -164,6 +184,90 @@ def check_trackers(names: Iterable[str]) -> None:
             )
 
 
+class TrackerThread:
+    """A tracker in a thread of its own.
+
+    consumes      rows, in the order in which they are logged
+    waits for     in `log` nothing; when it is made and closed, `timeout_s` seconds at most
+    unblocked by  the return of each method of the tracker
+
+    A tracker that raises is dropped, and one that has not taken a row `timeout_s` seconds after it
+    was logged: a warning names it, and the run goes on without it.
+
+    Raises what the tracker raises when it is made, or `ConfigError` if that takes too long.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Tracker], timeout_s: float) -> None:
+        self._name, self._timeout_s = name, timeout_s
+        self._calls: SimpleQueue[tuple[Future[Tracker | None], Callable[[], Tracker | None]] | None]
+        self._calls = SimpleQueue()
+        # What is being called and what waits for it: when it was asked for, and its name.
+        self._pending: deque[tuple[float, str, Future[Tracker | None]]] = deque()
+        self._dropped = self._closed = False
+        threading.Thread(target=self._work, name=f"tracker {name}", daemon=True).start()
+        made = self._submit("its start", make)
+        if made not in wait([made], timeout_s).done:
+            raise ConfigError(
+                f"trainer.loggers: {name} has not started within {timeout_s:g} s; remove it, or "
+                "increase trainer.logger_timeout_s",
+                key="trainer.loggers",
+            )
+        tracker = made.result()
+        assert tracker is not None
+        self._tracker = tracker
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Pass on the metrics of a step, unless the tracker is dropped."""
+        self._drop_if_failed(late_s=self._timeout_s)
+        if not self._dropped:
+            self._submit(f"the row of step {step}", partial(self._tracker.log, step, metrics))
+
+    def close(self) -> None:
+        """Close the tracker when it has taken all rows. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._drop_if_failed(late_s=self._timeout_s)
+        if not (self._dropped and self._pending):  # it hangs
+            last = self._submit("its end", self._tracker.close)
+            self._calls.put(None)
+            wait([last], self._timeout_s)
+            self._drop_if_failed(late_s=0.0)
+
+    def _submit(self, what: str, call: Callable[[], Tracker | None]) -> Future[Tracker | None]:
+        future: Future[Tracker | None] = Future()
+        self._pending.append((time.monotonic(), what, future))
+        self._calls.put((future, call))
+        return future
+
+    def _work(self) -> None:
+        for future, call in iter(self._calls.get, None):
+            try:
+                future.set_result(call())
+            except BaseException as error:  # also `sys.exit` in code of the user
+                future.set_exception(error)
+
+    def _drop_if_failed(self, late_s: float) -> None:
+        """Drop the tracker if a call has failed, or the first of those that are left is late."""
+        while self._pending:
+            since, what, future = self._pending[0]
+            late = time.monotonic() - since > late_s
+            # The clock goes on while the process is stopped: the tracker gets a second beyond it.
+            if late and not wait([future], min(1.0, self._timeout_s)).done:
+                return self._drop(f"{what} is not done after {self._timeout_s:g} s")
+            if not future.done():
+                return None
+            self._pending.popleft()
+            if (error := future.exception()) is not None:
+                self._drop(f"{what} failed: {describe(error)}")
+        return None
+
+    def _drop(self, why: str) -> None:
+        if not self._dropped:
+            _log.warning("the tracker %s gets no more metrics: %s", self._name, mask_secrets(why))
+        self._dropped = True
+
+
 class Trackers:
     """All trackers of a run. `console` is the one that writes to the terminal, or None."""
 
@@ -172,10 +276,13 @@ class Trackers:
         self.console = next((t for t in trackers if isinstance(t, RunConsole)), None)
 
     @classmethod
-    def open(cls, names: Iterable[str], run: RunInfo) -> Trackers:
+    def open(cls, names: Iterable[str], run: RunInfo, timeout_s: float = 60.0) -> Trackers:
         """Create the trackers with these names. Raises `UnknownNameError` before it creates any.
 
         If one cannot be created, those before it are closed.
+
+        Args:
+            timeout_s: of the trackers beside the loop, see `TrackerThread`.
         """
         names = list(dict.fromkeys(names))
         check_trackers(names)
@@ -186,9 +293,11 @@ class Trackers:
             experiment_name=mask_secrets(run.experiment_name),
         )
         with ExitStack() as started:
-            trackers = []
+            trackers: list[Tracker] = []
             for name in names:
-                trackers.append(TRACKERS[name](run))
+                make = partial(TRACKERS[name], run)
+                in_loop = name in IN_THE_LOOP
+                trackers.append(make() if in_loop else TrackerThread(name, make, timeout_s))
                 started.callback(trackers[-1].close)
             started.pop_all()
         return cls(trackers)
@@ -200,7 +309,7 @@ class Trackers:
         """
         metrics = {mask_secrets(name): value for name, value in metrics.items()}
         for tracker in self._trackers:
-            tracker.log(step, metrics)
+            tracker.log(step, dict(metrics))
 
     def close(self) -> None:
         """Close every tracker before an error of one is raised."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,6 +18,8 @@ from quadriga.checkpoint.folders import Resumed, restore_folder, set_aside_after
 from quadriga.config.commands import RMConfig, RMTrainerConfig, SFTConfig
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import mask_secrets
+from quadriga.errors import InputError
+from quadriga.files import remove
 from quadriga.observability.jsonl import JsonlFile, Sample
 from quadriga.observability.metrics import MetricSet, Timer
 from quadriga.observability.run_folder import RunFolder
@@ -27,6 +30,7 @@ from quadriga.workers.updates import MISMATCH
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_log = logging.getLogger("quadriga")
 Metrics = dict[str, float]
 _TITLES = {"TrainConfig": "train", "SFTConfig": "sft", "RMConfig": "rm"}
 
@@ -95,7 +99,7 @@ class RunRecord:
             title = _TITLES[type(config).__name__]
             names = trainer.project_name, trainer.experiment_name
             info = RunInfo(self.folder, total_steps, title, step, *names)
-            self._trackers = Trackers.open(trainer.loggers, info)
+            self._trackers = Trackers.open(trainer.loggers, info, trainer.logger_timeout_s)
             self._opened = opened.pop_all()
 
     def __enter__(self) -> RunRecord:
@@ -112,8 +116,16 @@ class RunRecord:
             # The plot reads the metrics file, which is complete only after the trackers are closed.
             if error is None:
                 if self.folder.metrics.is_file():  # the tracker jsonl writes it
-                    plot_learning_curve(self.folder.metrics, self.folder.plot, title=self._title)
+                    self._plot()
                 self._closing_table()
+
+    def _plot(self) -> None:
+        """Draw the learning curve. The run is complete without it."""
+        try:
+            plot_learning_curve(self.folder.metrics, self.folder.plot, title=self._title)
+        except InputError as error:
+            remove(self.folder.plot)
+            _log.warning("the learning curve is not drawn: %s", error)
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Add metrics to the current step."""
