@@ -57,9 +57,7 @@ def test_a_full_disk_raises_an_error_with_the_path_and_leaves_no_half_line(tmp_p
     ],
     ids=["removed", "folder removed", "moved", "replaced"],
 )
-def test_a_file_that_is_removed_while_it_is_written_keeps_its_rows(
-    tmp_path, caplog, happens, kept
-):
+def test_a_file_that_is_removed_while_it_is_written_keeps_its_rows(tmp_path, caplog, happens, kept):
     path = tmp_path / "run" / "metrics.jsonl"
     path.parent.mkdir()
     with closing(JsonlFile(path)) as file:

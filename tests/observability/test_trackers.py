@@ -182,7 +182,7 @@ def test_a_tracker_that_falls_behind_is_dropped_within_its_time(tracker, tmp_pat
 @pytest.mark.parametrize("start", ["hang", RuntimeError("no service")])
 def test_a_tracker_that_does_not_start_ends_the_run_before_it_begins(tracker, tmp_path, start):
     tracker(start=start)
-    with pytest.raises((ConfigError, RuntimeError), match="mine has not started|no service"):
+    with pytest.raises((ConfigError, RuntimeError), match=r"mine has not started|no service"):
         Trackers.open(["mine"], run_info(tmp_path), timeout_s=0.1)
 
 

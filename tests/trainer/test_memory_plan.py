@@ -15,7 +15,7 @@ from quadriga.errors import ConfigError
 from quadriga.parallel.device import planned_device
 from quadriga.rollout.memory import CONTEXT_BYTES
 from quadriga.trainer import memory
-from quadriga.trainer.memory import GIB, PROCESS_BYTES, RunMemory, available_memory, train_plan
+from quadriga.trainer.memory import GIB, PROCESS_BYTES, RunMemory, train_plan
 from quadriga.trainer.preflight import check_train_config
 
 ENGINE = "actor_rollout_ref.actor.engine"
@@ -294,22 +294,6 @@ def test_a_cluster_elsewhere_has_devices_of_its_own(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert planned_device(auto) is None
     assert planned_device(load_config(TrainConfig, ["trainer.backend=local"]).trainer) == "cpu"
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_the_limit_of_a_control_group_counts(version, tmp_path):
-    folder = tmp_path / ("memory/job" if version == 1 else "job")
-    folder.mkdir(parents=True)
-    own = tmp_path / "own"
-    own.write_text("4:memory:/job\n1:cpu:/x\n" if version == 1 else "0::/job\n")
-    limit, use, stat = memory._FILES[version == 1]
-    (folder / limit).write_text("3000000\n")
-    (folder / use).write_text("2000000\n")
-    assert available_memory(tmp_path, own) == 1_000_000
-    (folder / "memory.stat").write_text(f"cache 5\n{stat} 500000\n")
-    assert available_memory(tmp_path, own) == 1_500_000
-    (folder / limit).write_text("max\n")
-    assert available_memory(tmp_path, own) > 3_000_000
 
 
 # vLLM and SGLang, which reserve memory.

@@ -214,6 +214,8 @@ def show_doctor() -> None:
     """Print the versions of packages, with those that are missing, and the machine's resources."""
     import psutil
 
+    from quadriga.parallel.control_groups import available_cpus, available_memory
+
     table = Table(title="installed", title_justify="left")
     for heading in ("package", "version", "for"):
         table.add_column(heading)
@@ -222,8 +224,11 @@ def show_doctor() -> None:
     console = Console(highlight=False)
     console.print(table)
     console.print(f"Python {platform.python_version()} on {platform.system()} {platform.machine()}")
-    memory = psutil.virtual_memory().total / 2**30
-    console.print(f"{os.cpu_count()} CPUs, {memory:.1f} GiB of memory")
+    free, memory = available_memory() / 2**30, psutil.virtual_memory().total / 2**30
+    console.print(
+        f"{available_cpus()} of {os.cpu_count()} CPUs, {free:.1f} of {memory:.1f} GiB of memory "
+        "are free for a run"
+    )
     if version_of("torch") is not None:
         import torch
 

@@ -8,6 +8,7 @@
 - `costs`: what sequences cost, linear and quadratic in their tokens.
 - `layouts`: which part of each checkpoint weight a rank stores.
 - `model_ranks`, `token_exchange`: ranks that compute the same rows together, and their collectives.
+- `control_groups`: the CPUs and the memory that this process may use.
 - `node_memory`: weight files that the ranks of a node read once and share.
 
 May import `errors`, `config`, `protocol`, `algorithms` and `observability`.

@@ -22,10 +22,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 
 from quadriga.config.commands import GenerationConfig, RanksConfig, RMConfig, SFTConfig
@@ -52,6 +50,7 @@ from quadriga.engines.memory import Rows, TrainingUse
 from quadriga.errors import ConfigError
 from quadriga.models.images import image_tokens
 from quadriga.models.memory import Bytes, EngineMemory, largest
+from quadriga.parallel.control_groups import available_memory
 from quadriga.parallel.device import compute_dtype, planned_device, ranks_are_elsewhere
 from quadriga.rollout import ROLLOUT_KEY, rollout_of
 from quadriga.rollout.memory import CONTEXT_BYTES, GenerationUse
@@ -608,41 +607,6 @@ def device_limit(trainer: RunConfig, device_type: str) -> tuple[int, str] | None
         return None
     properties = module.get_device_properties(0)
     return int(properties.total_memory), str(properties.name)
-
-
-# Files of the limit, of the use, and of the part of the use that the kernel gives up when needed,
-# for version 2 and version 1 of control groups.
-_FILES = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-
-
-def available_memory(
-    groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
-) -> int:
-    """Return the bytes that new processes of this machine, or of its control group, can use."""
-    # A line of /proc/self/cgroup is number:controllers:path, with number 0 in version 2. In a
-    # container the path can be one of the host, and the files are in the top folder.
-    lines = own.read_text().splitlines() if own.is_file() else []
-    parts = [line.split(":", 2) for line in lines if line.count(":") >= 2]
-    paths = [path.lstrip("/") for _, kind, path in parts if kind in ("", "memory")]
-    folders = [top / path for top in (groups, groups / "memory") for path in (*paths, "")]
-    limits = [left for folder in folders if (left := _left(folder)) is not None]
-    return min([int(psutil.virtual_memory().available), *limits])
-
-
-def _left(folder: Path) -> int | None:
-    """Return the limit of a control group less its use; None if it has no limit."""
-    for limit, use, reclaimable in _FILES:
-        files = [folder / limit, folder / use]
-        texts = [file.read_text().strip() for file in files if file.is_file()]
-        if len(texts) == 2 and texts[0].isdecimal():  # "max" is no limit
-            statistics = folder / "memory.stat"
-            rows = statistics.read_text().splitlines() if statistics.is_file() else []
-            kept = dict(row.split(maxsplit=1) for row in rows)
-            return max(0, int(texts[0]) - int(texts[1]) + int(kept.get(reclaimable, 0)))
-    return None
 
 
 _COMMANDS: dict[type, tuple[Callable[..., MemoryPlan], str]] = {

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -37,6 +36,7 @@ from quadriga.config.schema import (
     TrainConfig,
 )
 from quadriga.errors import ConfigError
+from quadriga.parallel.control_groups import available_cpus
 from quadriga.single_controller import Backend, ClassWithInitArgs, Dispatch, Worker, WorkerGroup
 from quadriga.single_controller.worker import registered_methods
 from quadriga.trainer.roles.registry import (
@@ -506,7 +506,7 @@ def threads_per_rank(trainer: RunConfig) -> int:
         return trainer.threads_per_worker
     # Ranks of a node compute at the same time. With more threads than cores they would wait for
     # each other inside every matrix product.
-    cpus = trainer.num_cpus or len(os.sched_getaffinity(0))
+    cpus = trainer.num_cpus or available_cpus()
     return max(1, cpus // trainer.n_gpus_per_node)
 
 
