@@ -77,7 +77,8 @@ _WITHOUT_EFFECT = {"data.cache_dir"} | {
     for name in (
         "default_local_dir", "resume_mode", "resume_override", "overwrite", "loggers",
         "project_name", "experiment_name", "logger_timeout_s", "samples_per_step", "test_freq",
-        "val_before_train", "save_freq", "save_interval_s", "save_on_stop", "stop_grace_s", "max_ckpt_to_keep",
+        "val_before_train", "save_freq", "save_interval_s", "save_on_stop", "stop_grace_s",
+        "max_ckpt_to_keep",
         "call_timeout_s", "num_cpus", "threads_per_worker", "check_memory", "device_memory_gb",
     )
 }  # fmt: skip
