@@ -118,15 +118,28 @@ def test_a_score_that_float32_cannot_hold_fails_its_sample(score):
     assert "the weighted sum of the parts: a score" in weighted.failures[0].detail
 
 
-@pytest.mark.parametrize(("rows", "times"), [(0, 1), (4, 2)])
-def test_three_batches_without_any_score_end_the_run(rows, times):
-    manager = RewardManager(Letters(), load_reward_function(USER_FILE, "moody"))
+@pytest.mark.parametrize("policy", ["zero", "mask"])
+@pytest.mark.parametrize(("rows", "calls"), [(0, 3), (1, 1), (2, 1), (4, 2)])
+def test_a_step_without_any_score_ends_the_run(rows, calls, policy):
+    """A call has fewer samples than a step, if responses are scored group by group. Without the
+    size of a step, three calls in a row end the run."""
+    function = load_reward_function(USER_FILE, "moody")
+    manager = RewardManager(Letters(), function, on_failure=policy)
     lost, scored = batch_of(["a", "b"], ["raise", "nan"]), batch_of(["a", "b"], ["ok", "raise"])
-    manager.batch_rows = rows  # more than a call has, if responses are scored group by group
-    for batch in (lost, lost, scored, *[lost] * (3 * times - 1)):
+    manager.batch_rows = rows
+    for batch in (*[lost] * (calls - 1), scored, *[lost] * (calls - 1)):
         manager(batch)
-    with pytest.raises(RewardError, match=r"none of the samples of 3 batches in a row .* no mood"):
+    manager.check_any(samples=2 * calls)
+    with pytest.raises(RewardError, match=rf"none of the last {2 * calls} samples .* no mood"):
         manager(lost)
+
+
+def test_one_sample_alone_does_not_end_the_run():
+    manager = RewardManager(Letters(), load_reward_function(USER_FILE, "moody"))
+    manager.batch_rows = 1
+    manager(batch_of(["a"], ["raise"]))
+    with pytest.raises(RewardError, match="none of the last 1 samples has a score"):
+        manager.check_any(samples=1)
 
 
 def test_check_names_the_first_item_that_cannot_be_scored():

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from quadriga.errors import RewardError
 from quadriga.rewards.functions import FunctionRef, Sample
-from quadriga.rewards.pool import RewardPool
+from quadriga.rewards.pool import PoolProcess, RewardPool
 
 USER_FILE = str(Path(__file__).with_name("user_rules.py"))
 
@@ -55,6 +56,31 @@ def test_a_function_that_cannot_be_loaded_fails_only_its_sample():
     with closing(RewardPool(1)) as pool:
         [outcome] = pool.run([sample("no_such_function")])
     assert outcome.status == "raised" and "no_such_function" in outcome.detail
+
+
+def test_a_file_that_ends_each_process_at_its_import_ends_the_run(tmp_path, monkeypatch):
+    started = []
+    start = PoolProcess.__init__
+    monkeypatch.setattr(PoolProcess, "__init__", lambda *args: started.append(start(*args)))
+    file = tmp_path / "dies.py"
+    file.write_text("import os\nos.abort()")
+    dying = Sample(FunctionRef(str(file), "compute_score"), "src", "", "", None)
+    pool = RewardPool(2)
+    problem = (
+        r"6 processes in a row .* compute_score of .*dies.py.*: its process ended with signal 6"
+    )
+    with pytest.raises(RewardError, match=problem):
+        pool.run([sample("moody"), dying] * 20)  # another function works between
+    assert 6 <= len(started) <= 9
+
+
+def test_a_file_that_cannot_be_imported_is_imported_once_by_a_process(tmp_path):
+    file = tmp_path / "raises.py"
+    file.write_text(f"open({str(tmp_path / 'imports')!r}, 'a').write('.')\nraise KeyError('no')")
+    with closing(RewardPool(1)) as pool:
+        outcomes = pool.run([Sample(FunctionRef(str(file), "f"), "src", "", "", None)] * 4)
+    assert {(o.status, "KeyError: 'no'" in o.detail) for o in outcomes} == {("raised", True)}
+    assert (tmp_path / "imports").read_text() == "."
 
 
 def test_an_interrupted_batch_leaves_no_outcomes_for_the_next(monkeypatch):

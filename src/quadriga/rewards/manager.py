@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 LOST_BATCHES = 3
-"""So many batches in a row without any score are an error of the function."""
+"""So many calls in a row without any score end the run, if `batch_rows` is not known."""
 
 _COLUMNS = (fields.DATA_SOURCE, fields.REWARD_MODEL, fields.EXTRA_INFO)
 
@@ -133,6 +133,9 @@ class Failure:
     status: Status
     detail: str
 
+    def __str__(self) -> str:
+        return f"row {self.row} ({self.data_source}), {self.status.replace('_', ' ')}"
+
 
 class RewardManager:
     """Scores batches with rule functions.
@@ -160,7 +163,7 @@ class RewardManager:
         masked_rows: rows of the last batch that must take no part in the update.
         answers: the answers that the responses of the last batch give, None where there is none.
         outcomes: of the last batch, one per row.
-        batch_rows: of a training step, if a call may have fewer.
+        batch_rows: samples of a training step; 0: not known. A step without any score ends the run.
     """
 
     def __init__(
@@ -258,8 +261,8 @@ class RewardManager:
             FieldError: a row of a built-in function has no ground truth, or a function did not
                 return a component.
             UnknownNameError: a data source has no function.
-            RewardError: a sample failed and `on_failure` is "fail", or all samples of three batches
-                in a row failed.
+            RewardError: a sample failed and `on_failure` is "fail", or all samples of a step
+                failed.
         """
         mask = data.batch[fields.RESPONSE_MASK]
         arrays = data.non_tensor_batch
@@ -357,26 +360,36 @@ class RewardManager:
         self.metrics["reward/failed"] = len(self.failures) / max(1, len(outcomes))
         self.metrics["reward/masked"] = float(len(self.masked_rows))
         self.metrics |= mean_extras(outcomes)
-        lost = bool(outcomes) and len(self.failures) == len(outcomes)
-        self._without_score = self._without_score + len(outcomes) if lost else 0
-        ends = self._without_score >= LOST_BATCHES * max(len(outcomes), self.batch_rows, 1)
         if not self.failures:
+            self._without_score = 0
             return
-        first = self.failures[0]
-        what = f"row {first.row} ({first.data_source}), {first.status.replace('_', ' ')}"
+        lost = len(self.failures) == len(outcomes)
+        self._without_score = self._without_score + len(outcomes) if lost else 0
         count = f"{len(self.failures)} of {len(outcomes)} samples have no score"
-        if ends:
-            count = f"none of the samples of {LOST_BATCHES} batches in a row has a score"
-        if self.on_failure == "fail" or ends:
-            hint = ", or set reward.on_failure to zero or mask" if self.on_failure == "fail" else ""
-            raise RewardError(
-                f"{count}; the first is {what}: {first.detail}. Correct the reward function{hint}",
-                row=first.row,
-                data_source=first.data_source,
-                status=first.status,
-            )
-        consequence = "are left out of the update" if masks else "count as 0"
-        _log.warning("%s and %s; the first is %s: %s", count, consequence, what, first.detail)
+        if self.on_failure == "fail":
+            raise self._error(count, ", or set reward.on_failure to zero or mask")
+        # One sample alone says little about the function, also if it is all of a step.
+        self.check_any(max(self.batch_rows, 2) if self.batch_rows else LOST_BATCHES * len(outcomes))
+        first, consequence = (
+            self.failures[0],
+            "are left out of the update" if masks else "count as 0",
+        )
+        _log.warning("%s and %s; the first is %s: %s", count, consequence, first, first.detail)
+
+    def check_any(self, samples: int) -> None:
+        """Raise `RewardError` if none of the last `samples` samples has a score, with the first
+        failure of the last call. A caller that knows that they are all calls it."""
+        if samples and self._without_score >= samples:
+            raise self._error(f"none of the last {self._without_score} samples has a score")
+
+    def _error(self, problem: str, hint: str = "") -> RewardError:
+        first = self.failures[0]
+        return RewardError(
+            f"{problem}; the first is {first}: {first.detail}. Correct the reward function{hint}",
+            row=first.row,
+            data_source=first.data_source,
+            status=first.status,
+        )
 
 
 def at_last_token(score_B: torch.Tensor, mask_BR: torch.Tensor) -> torch.Tensor:

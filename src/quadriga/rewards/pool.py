@@ -50,11 +50,12 @@ from multiprocessing.connection import Pipe, wait
 
 from pydantic import TypeAdapter
 
-from quadriga.errors import WorkerDiedError
-from quadriga.rewards.functions import CRASHED, TIMED_OUT, Outcome, Sample
+from quadriga.errors import RewardError, WorkerDiedError
+from quadriga.rewards.functions import CRASHED, TIMED_OUT, FunctionRef, Outcome, Sample
 
 _START_S = 120.0  # time to start a process, and to import the file of a function
 _CALL_ATTEMPTS = 3  # processes that may end before they call the function of one sample
+_LOST_STARTS = 6  # new processes in a row that may end, or hang, before they call a function
 
 
 @dataclass(frozen=True)
@@ -107,12 +108,15 @@ class RewardPool:
         self._num_processes = num_processes
         self._numbers = itertools.count()
         self._processes: list[PoolProcess] = []
+        self._lost: Counter[FunctionRef] = Counter()
         weakref.finalize(self, _kill, self._processes, os.getpid())
 
     def run(self, samples: Sequence[Sample]) -> list[Outcome]:
         """Return one outcome per sample, in the order of the samples.
 
-        Raises `WorkerDiedError` if no process can be started.
+        Raises:
+            RewardError: a function is never called, because each new process for it ends or hangs.
+            WorkerDiedError: no process can be started.
         """
         # Numbers of this batch: 8 samples after 10 others have the numbers 10 … 17.
         numbered = {next(self._numbers): sample for sample in samples}
@@ -127,6 +131,7 @@ class RewardPool:
                     outcome = process.finish(self.timeout_s)
                     if outcome is None:
                         continue
+                    self._count_lost(process, numbered[number], outcome)
                     if outcome.status == CRASHED and not process.called:
                         # The process broke before it called the function: the reason is of an
                         # earlier sample, such as a thread that the function has left.
@@ -145,6 +150,21 @@ class RewardPool:
     def close(self) -> None:
         """Kill the processes and what they have started. A later `run` starts new ones."""
         _kill(self._processes, os.getpid())
+
+    def _count_lost(self, process: PoolProcess, sample: Sample, outcome: Outcome) -> None:
+        """Count the new processes in a row that could not call the function of a sample."""
+        ref = sample.function
+        if process.called:
+            self._lost[ref] = 0
+        elif process.is_new and outcome.status in (CRASHED, TIMED_OUT):
+            self._lost[ref] += 1
+        if self._lost[ref] >= _LOST_STARTS:
+            raise RewardError(
+                f"{_LOST_STARTS} processes in a row could not call {ref.name} of {ref.source}: "
+                f"{outcome.detail}. Correct what the file does at its import",
+                data_source=sample.data_source,
+                status=outcome.status,
+            )
 
     def _hand_out(self, waiting: deque[int], numbered: dict[int, Sample]) -> None:
         """Send waiting samples to idle processes, and start processes up to `num_processes`."""
@@ -191,6 +211,7 @@ class PoolProcess:
         popen: the supervisor; its child scores.
         process: the process id of this child.
         called: whether the function of the sample has been called; selects the deadline.
+        is_new: it has called no function yet.
         usable: false once the process is killed.
 
     Raises:
@@ -225,6 +246,7 @@ class PoolProcess:
         self.busy = False
         self.usable = True
         self.called = False
+        self.is_new = True
         self.number = -1
         self.deadline = 0.0
         with contextlib.suppress(EOFError, OSError, ValueError):
@@ -268,7 +290,7 @@ class PoolProcess:
             )
             return self._fail(Outcome(CRASHED, detail=detail))
         if report.outcome is None:
-            self.called = True
+            self.called, self.is_new = True, False
             self.deadline = time.monotonic() + timeout_s
             return None
         self.busy = False

@@ -21,13 +21,12 @@ from typing import NoReturn
 
 from quadriga.containment import describe
 from quadriga.errors import QuadrigaError
-from quadriga.rewards.functions import RAISED, FunctionRef, Outcome, call
+from quadriga.rewards.functions import RAISED, FunctionRef, Outcome, RewardFunction, call
 from quadriga.rewards.pool import Report
 
 
 def serve(connection: Connection) -> None:
     """Score samples until the pool closes its end of the connection."""
-    load = functools.cache(FunctionRef.load)
     # A copy of this process that a function forks must not hold the connection: it could write to
     # it, and the pool would not see the end of this process.
     os.register_at_fork(after_in_child=connection.close)
@@ -38,10 +37,9 @@ def serve(connection: Connection) -> None:
             number, sample = connection.recv()
         except EOFError:
             return
-        try:
-            function = load(sample.function)
-        except QuadrigaError as error:
-            outcome = Outcome(RAISED, detail=describe(error))
+        function = _load(sample.function)
+        if isinstance(function, Outcome):
+            outcome = function
         else:
             # From here on the deadline of the sample runs.
             connection.send_bytes(Report(number, process).encode())
@@ -51,6 +49,15 @@ def serve(connection: Connection) -> None:
         # An alarm that the function has set must not interrupt the next sample.
         signal.setitimer(signal.ITIMER_REAL, 0)
         connection.send_bytes(Report(number, process, outcome).encode())
+
+
+@functools.cache
+def _load(ref: FunctionRef) -> RewardFunction | Outcome:
+    """Return the function, or the outcome of all its samples. Its file is imported once."""
+    try:
+        return ref.load()
+    except QuadrigaError as error:
+        return Outcome(RAISED, detail=describe(error))
 
 
 def limit_memory(megabytes: int) -> None:

@@ -548,7 +548,7 @@ def run_evaluation(config: EvalConfig) -> Evaluation:
         InputError: settings, files or rows do not fit, or the folder holds the evaluation of
             another model or other data, or it cannot be written.
         WorkerError: a rank failed. The responses before it are kept.
-        RewardError: a reward function failed and `reward.on_failure` is "fail".
+        RewardError: no response has a score, or one failed and `reward.on_failure` is "fail".
     """
     check_eval_settings(config)
     check_reward(config.reward)
@@ -570,10 +570,11 @@ def run_evaluation(config: EvalConfig) -> Evaluation:
             write_responses(config, prompts, str(folder / RESPONSES))
             rows = rows_of(folder / RESPONSES)
         scored = list(_score(rows, reward, folder))
+        failed = sum(count for _, count in scored)
+        reward.check_any(samples=sum(len(prompt.scores) for prompt, _ in scored))
     ks, correct_at = tuple(config.pass_at), config.correct_at
     settings = SummarySettings(ks, correct_at, config.resamples, config.confidence, config.seed)
     summaries = summarise([prompt for prompt, _ in scored], settings)
-    failed = sum(count for _, count in scored)
     left_out = 0 if prompts is None else prompts.filtered
     results = {"sources": [asdict(s) for s in summaries], "failed": failed, "left_out": left_out}
     write_json(folder / RESULTS, {**results, "inputs": inputs})

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from quadriga.errors import DataError
 from quadriga.protocol import DataProto, fields
+from quadriga.rewards.manager import RewardManager
 from quadriga.trainer import stages
 from quadriga.trainer.record import Metrics
 from quadriga.trainer.stages import BatchReward, StageRunner
@@ -77,6 +78,8 @@ class Validator:
                 prompts += self._prompts(batch)
                 written += self.record.log_samples(step, batch, split="val", written=written)
         scores = [score for prompt in prompts for score in prompt.scores]
+        if isinstance(self.reward, RewardManager):
+            self.reward.check_any(samples=len(scores))
         self.scores_right_or_wrong &= set(scores) <= {0.0, 1.0}
         mean = sum(scores) / len(scores)
         summaries = summarise(prompts, SummarySettings(seed=self.seed))
