@@ -29,11 +29,11 @@ from quadriga.checkpoint.folders import (
     verify_checkpoint,
 )
 from quadriga.checkpoint.shards import load_rank_state, read_scalars, save_rank_state
+from quadriga.checkpoint.writer import reported_files
 from quadriga.config.schema import TrainerConfig
 from quadriga.errors import CheckpointError, InputError
 from quadriga.files import HashedFile
 from quadriga.trainer.checkpoints import checkpoint_to_resume
-from quadriga.trainer.worker_groups import reported_files
 
 SHARD = "actor/shard_00000.safetensors"
 INFO = {"loader": {"epoch": 0}, "kl_controller": {"value": 0.1}}

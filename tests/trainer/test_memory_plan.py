@@ -25,6 +25,8 @@ GPU = ("trainer.device=cuda", "trainer.device_memory_gb=32")
 RANKS = ("trainer.n_gpus_per_node=2", "placement.actor=[0]", "placement.rollout=[1]")
 UPDATE, SYNC = "update of the actor", "weight sync"
 
+NO_COPY = "trainer.async_save=false"
+
 
 @pytest.fixture
 def settings(tiny_task, tmp_path):
@@ -64,6 +66,8 @@ def test_phases_add_what_the_roles_hold(pools, shared):
     (pool,) = pools("algorithm.adv_estimator=gae", share)
     actor, critic, rollout = pool.engines["actor"], pool.engines["critic"], pool.generation
     held = PROCESS_BYTES["cpu"] + size(actor.held) + size(critic.held)
+    copied = sum(size(e.held) - e.held["buffers of the model"] for e in (actor, critic))
+    held += copied  # for checkpoints that are written beside the steps
     held += 0 if shared else rollout.held["weights"]
     assert pool.totals["generation"] == held + rollout.peak("generate")
     assert pool.totals[UPDATE] == held + actor.peak("backward", "step")
@@ -74,7 +78,9 @@ def test_phases_add_what_the_roles_hold(pools, shared):
 
 def test_offload_and_turns_free_memory_of_accelerators_only(pools):
     offload = (f"{ENGINE}.param_offload=true", f"{ENGINE}.optimizer_offload=true")
-    plain, offloaded, turns = (pools(*m, device="cuda")[0] for m in ((), offload, (TURNS,)))
+    plain, offloaded, turns, without = (
+        pools(*m, device="cuda")[0] for m in ((), offload, (TURNS,), (*offload, NO_COPY))
+    )
     actor = plain.engines["actor"]
     states = size(actor.held) - actor.held["buffers of the model"]
     assert plain.totals["generation"] - offloaded.totals["generation"] == pytest.approx(
@@ -89,13 +95,15 @@ def test_offload_and_turns_free_memory_of_accelerators_only(pools):
     own = f"{ROLLOUT}.share_weights=false"
     assert pools(*offload, own)[0].phases == pools(own)[0].phases
     # What leaves the device is in the memory of the host.
-    assert offloaded.host == turns.host == CONTEXT_BYTES + size(actor.held)
-    assert plain.host == CONTEXT_BYTES + weights  # while the rollout is loaded
+    assert without.host == CONTEXT_BYTES + size(actor.held)
+    assert offloaded.host == turns.host == without.host + states  # a copy for checkpoints
+    (unsaved,) = pools(NO_COPY, device="cuda")
+    assert unsaved.host == CONTEXT_BYTES + weights  # while the rollout is loaded
 
 
 def test_the_offload_policy_leaves_no_states_on_an_accelerator(pools):
     offload = f"{ENGINE}.offload_policy=true"
-    (plain,), (hosted,) = (pools(*more, device="cuda") for more in ([], [offload]))
+    (plain,), (hosted,) = (pools(NO_COPY, *more, device="cuda") for more in ([], [offload]))
     one, other = plain.engines["actor"], hosted.engines["actor"]
     shards = one.held["parameters"]
     assert other.held == {"buffers of the model": one.held["buffers of the model"]}

@@ -5,6 +5,7 @@
     files       JSON and tensors with their digests
     shards      the state of a rank: blocks of tensors, which any number of ranks reads, scalars and
                 random states
+    writer      writes checkpoints, in the step or beside the next steps
     hf_export   a model as a Hugging Face folder
 
 Nothing is pickled: tensors are safetensors files and everything else is JSON, so loading a

@@ -20,6 +20,7 @@ A rank that has several blocks of one tensor names them `name#0`, `name#1` and s
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -213,6 +214,78 @@ def _copy_overlap(file: Any, name: str, index: ShardIndex, block: Block) -> int:
     return part.numel()
 
 
+@dataclass(frozen=True)
+class RankState:
+    """What one rank holds at a step: its blocks, scalars (JSON values) and its random states.
+
+    Attributes:
+        extra: `scalars` and the random states of Python and numpy, for the index.
+        random: the random states of torch.
+    """
+
+    origin: Origin
+    blocks: dict[str, Block]
+    extra: JsonObject
+    random: dict[str, Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Mapping[str, Tensor] | Mapping[str, Block],
+        scalars: Mapping[str, object],
+        origin: Origin,
+    ) -> RankState:
+        """Return the state with the tensors themselves, which later updates change."""
+        blocks = {name: block_of(tensor, origin.rank) for name, tensor in tensors.items()}
+        extra = {"scalars": dict(scalars), "random": random_scalars()}
+        return cls(origin, blocks, extra, random_tensors())
+
+    def copied(self, into: RankState | None = None, *, whole: bool = False) -> RankState:
+        """Return a copy in host memory, which later updates do not change.
+
+        Args:
+            into: an earlier copy, whose memory is used again.
+            whole: with the blocks that other ranks write into a checkpoint.
+        """
+        blocks, devices = {}, set[torch.device]()
+        for name, block in self.blocks.items():
+            if not (whole or block.is_first_copy):
+                continue
+            data, earlier = block.data, into.blocks.get(name) if into is not None else None
+            fits = earlier is not None and earlier.data.shape == data.shape
+            host = earlier.data if earlier is not None and fits else _host_memory(data)
+            blocks[name] = replace(block, data=host.copy_(data, non_blocking=host.is_pinned()))
+            devices |= {data.device} if host.is_pinned() else set()
+        for device in devices:
+            torch.cuda.synchronize(device)
+        return replace(self, blocks=blocks, extra=copy.deepcopy(self.extra))
+
+    def write(self, folder: str | Path) -> list[SavedFile]:
+        """Write the files of the rank into a folder, and return them for the marker.
+
+        A block of which another rank writes a copy is left out.
+        """
+        folder, origin = Path(local_path(folder)), self.origin
+        folder.mkdir(parents=True, exist_ok=True)
+        texts, name = origin.as_texts(), _shard_name(origin.rank)
+        random_file = write_tensors(_random_file(folder, origin.rank), self.random, texts)
+        kept = {key: b for key, b in self.blocks.items() if b.is_first_copy and b.data.numel()}
+        data = {key: b.data for key, b in kept.items()}
+        written = write_tensors(folder / f"{name}.safetensors", data, texts)
+        index = {
+            **asdict(origin),
+            "blocks": {n: {"shape": b.shape, "offset": b.offset} for n, b in kept.items()},
+            "extra": self.extra,
+        }
+        # The index is written after the tensors, so an index never describes a missing file.
+        return [random_file, written, write_json(folder / f"{name}.json", index)]
+
+
+def _host_memory(data: Tensor) -> Tensor:
+    # Copies from CUDA to pinned memory are fast, and several of them run at once.
+    return torch.empty(data.shape, dtype=data.dtype, pin_memory=data.device.type == "cuda")
+
+
 def save_rank_state(
     folder: str | Path,
     tensors: Mapping[str, Tensor] | Mapping[str, Block],
@@ -229,21 +302,7 @@ def save_rank_state(
     Returns:
         The files, for the marker of the checkpoint.
     """
-    folder, origin = Path(local_path(folder)), Origin(step, rank, world_size)
-    folder.mkdir(parents=True, exist_ok=True)
-    random_file = write_tensors(_random_file(folder, rank), random_tensors(), origin.as_texts())
-    name = _shard_name(rank)
-    blocks = {key: block_of(tensor, rank) for key, tensor in tensors.items()}
-    kept = {key: b for key, b in blocks.items() if b.is_first_copy and b.data.numel()}
-    data = {key: b.data for key, b in kept.items()}
-    written = write_tensors(folder / f"{name}.safetensors", data, origin.as_texts())
-    index = {
-        **asdict(origin),
-        "blocks": {n: {"shape": b.shape, "offset": b.offset} for n, b in kept.items()},
-        "extra": {"scalars": dict(scalars), "random": random_scalars()},
-    }
-    # The index is written after the tensors, so an index never describes a missing file.
-    return [random_file, written, write_json(folder / f"{name}.json", index)]
+    return RankState.of(tensors, scalars, Origin(step, rank, world_size)).write(folder)
 
 
 def read_scalars(folder: str | Path, *, step: int | None = None) -> JsonObject:

@@ -535,6 +535,9 @@ class RunConfig(MachineConfig):
     # defaults therefore loses half an hour and one step.
     save_freq: Natural = 0  # steps between checkpoints; 0: by time and after the last step
     save_interval_s: Positive | None = 1800.0  # seconds between checkpoints; None: not by time
+    # a step that saves waits only for a copy of the states in host memory, and the copy is written
+    # beside the next steps; false: it waits until all is written, and there is no copy
+    async_save: bool = True
     max_ckpt_to_keep: Count | None = 3  # the newest ones; older ones are deleted; None: keep all
     save_on_stop: bool = True  # on SIGTERM or Ctrl-C, end the step and save a checkpoint first
     stop_grace_s: Positive = 60.0  # seconds for that; then the run stops without a new checkpoint

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quadriga.checkpoint.files import SavedFile
-from quadriga.checkpoint.shards import Block, load_rank_state, read_scalars, save_rank_state
+from quadriga.checkpoint.shards import Block, Origin, RankState, load_rank_state, read_scalars
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.micro_batches import Batch as Batch, check_fields, plan_micro_batches
 from quadriga.engines.optimizers import ShardedOptimizer, check_schedule
@@ -368,13 +368,21 @@ class TrainEngine(ABC):
         Returns:
             The files of this rank, named relative to `folder`.
         """
+        with self._rank_state(step) as state:
+            return state.write(folder)
+
+    def copy_state(self, step: int, into: RankState | None = None) -> RankState:
+        """Return a copy in host memory of what `save` writes; `into`: see `RankState.copied`."""
+        with self._rank_state(step) as state:
+            return state.copied(into)
+
+    @contextmanager
+    def _rank_state(self, step: int) -> Iterator[RankState]:
         scalars = {} if self.optimizer is None else self.optimizer.scalars()
         with self._on_device("parameters", "moments"), torch.no_grad():
             scalars |= self._own_scalars()
-            state = self._state(save=True)
-            return save_rank_state(
-                folder, state, scalars, rank=rank(), world_size=world_size(), step=step
-            )
+            origin = Origin(step, rank(), world_size())
+            yield RankState.of(self._state(save=True), scalars, origin)
 
     def load(self, folder: str | Path, step: int | None = None) -> None:
         """Read what `save` wrote, on any number of ranks.

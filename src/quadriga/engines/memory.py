@@ -244,6 +244,7 @@ def fsdp_memory(model: ModelConfig, engine: EngineConfig, use: TrainingUse) -> E
         gathered = units.gathered(engine.reshard_after_forward)
         adds["evaluate"] = {"gathered parameters": gathered, "activations": units.forward(found)}
         missing, rows["evaluate"] = missing or found.problem, found.rows
+    saved = units.shard_bytes(_trained(units.all)) + held.get("optimizer states", 0)
     if units.hosted:
         host, held = sum(held.values()) + units.shard_bytes(_trained(units.all)), {}
     whole = whole_load_reason(model, use.head, use.update is not None)
@@ -256,6 +257,7 @@ def fsdp_memory(model: ModelConfig, engine: EngineConfig, use: TrainingUse) -> E
         loading=4 * sum(weights.values()) if whole else 0,
         weights=weights,
         largest_weight=largest_weight,
+        saved=saved,
     )
 
 

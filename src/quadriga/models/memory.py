@@ -60,6 +60,7 @@ class EngineMemory:
         processes: processes of a rollout engine that use the device, beside the rank.
         limit: the setting that limits what a rollout engine reserves, and its value.
         shares_weights: a rollout engine can use the tensors of an actor in its process.
+        saved: what a checkpoint holds of the rank.
     """
 
     held: Bytes
@@ -73,6 +74,7 @@ class EngineMemory:
     processes: int = 0
     limit: tuple[str, float] | None = None
     shares_weights: bool = False
+    saved: int = 0
 
     def peak(self, *passes: str) -> int:
         """Return the most bytes that one of these passes adds; 0 if the engine has none of them."""

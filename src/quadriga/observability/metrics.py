@@ -139,6 +139,7 @@ METRICS: dict[str, MetricInfo] = {
         "GiB", "in use when the rollout has released its memory and training has its own", "max"
     ),
     # Time and speed
+    "time/written": _I("s", "from a checkpoint to its commit, beside the steps"),
     "time/*": _I("s", "time in a span of the step; spans can be nested", "sum"),
     "perf/tokens_per_second": _I("tokens/s", "prompt and response tokens / time of the step"),
     "progress/elapsed": _I("s", "time since the start of the run", "last"),

@@ -24,6 +24,7 @@ from quadriga.checkpoint.folders import (
     read_marker,
     verify_checkpoint,
 )
+from quadriga.checkpoint.writer import CheckpointWriter
 from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.loading import setting_leaves, to_yaml
 from quadriga.config.role_ranks import has_reward_model
@@ -77,8 +78,8 @@ _WITHOUT_EFFECT = {"data.cache_dir"} | {
     for name in (
         "default_local_dir", "resume_mode", "resume_override", "overwrite", "loggers",
         "project_name", "experiment_name", "logger_timeout_s", "samples_per_step", "test_freq",
-        "val_before_train", "save_freq", "save_interval_s", "save_on_stop", "stop_grace_s",
-        "max_ckpt_to_keep",
+        "val_before_train", "save_freq", "save_interval_s", "async_save", "save_on_stop",
+        "stop_grace_s", "max_ckpt_to_keep",
         "call_timeout_s", "num_cpus", "threads_per_worker", "check_memory", "device_memory_gb",
     )
 }  # fmt: skip
@@ -290,9 +291,9 @@ def _saved_roles(config: AnyRun) -> list[str]:
     return [Role.Actor.key if isinstance(config, SFTConfig) else Role.RewardModel.key]
 
 
-Save = Callable[[Path, ControllerState, int | None], None]
-"""Writes a checkpoint: the folder of checkpoints, the state of the controller, and how many
-checkpoints are kept."""
+Save = Callable[[Path, ControllerState, bool], None]
+"""Writes a checkpoint: the folder of checkpoints, the state of the controller, and whether the run
+ends with it."""
 
 
 class Checkpointing:
@@ -311,6 +312,9 @@ class Checkpointing:
         self.loader = loader
         self.inputs = inputs_of(given or config)
         self._saved_at = time.monotonic()
+        self.writer = CheckpointWriter(
+            beside=trainer.async_save, max_to_keep=trainer.max_ckpt_to_keep
+        )
         self.stop = StopRequest(save=trainer.save_on_stop, grace_s=trainer.stop_grace_s)
 
     def resume(self) -> Resumed | None:
@@ -325,6 +329,18 @@ class Checkpointing:
             resumed.state.continue_loader(self.loader, data_changed=resumed.data_changed)
         return resumed
 
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Wait at the end of the block for the checkpoint that is written, also after an error
+        (`stop_grace_s` at most), but not when the run is interrupted."""
+        try:
+            yield
+            self.writer.wait()
+        except BaseException as error:
+            at_once = isinstance(error, KeyboardInterrupt)
+            self.writer.abandon(0 if at_once else self.config.trainer.stop_grace_s)
+            raise
+
     def end_step(
         self,
         record: RunRecord,
@@ -337,7 +353,8 @@ class Checkpointing:
         """Validate and save where these are due, and log the step. Then stop if a signal asks for
         it. Return whether the step is the last one of the run.
 
-        A step whose validation fails or is interrupted is saved, too. A run that is asked to stop
+        A step is saved, too, if its validation fails or is interrupted, or if the writing of an
+        earlier checkpoint has failed. A run that is asked to stop
         validates after its last step only.
 
         Args:
@@ -348,14 +365,16 @@ class Checkpointing:
         last, every = step == record.total_steps, self.config.trainer.test_freq
         due = last or (every > 0 and step % every == 0 and not self.stop.requested)
         try:
+            self._check_written(record)
             if validate is not None and due:
                 last |= validate()
         except BaseException:  # also a second signal, or the end of `stop_grace_s`
             with suppress(QuadrigaError):  # a rank that has failed cannot save either
-                self._save_if_due(record, step, kl_controller, save, last=last)
+                self._save_if_due(record, step, kl_controller, save, last=last, ends=True)
             raise
         else:
-            self._save_if_due(record, step, kl_controller, save, last=last)
+            ends = last or self.stop.requested
+            self._save_if_due(record, step, kl_controller, save, last=last, ends=ends)
         finally:
             record.end_step(step)
         self.stop.stop_if_requested()
@@ -369,6 +388,7 @@ class Checkpointing:
         save: Save,
         *,
         last: bool,
+        ends: bool,
     ) -> None:
         trainer = self.config.trainer
         every, interval_s = trainer.save_freq, trainer.save_interval_s
@@ -379,8 +399,16 @@ class Checkpointing:
         position, validation = self.loader.state_dict(), record.last_validation
         state = ControllerState(step, position, kl_controller or {}, self.inputs, validation)
         with record.span("save"):
-            save(record.folder.checkpoints, state, trainer.max_ckpt_to_keep)
+            save(record.folder.checkpoints, state, ends)
         self._saved_at = time.monotonic()
+        self._check_written(record)
+
+    def _check_written(self, record: RunRecord) -> None:
+        """Raise what has failed in a checkpoint that is written, and log the time of one that is
+        committed."""
+        seconds = self.writer.check()
+        if seconds is not None:
+            record.add({"time/written": seconds})
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -39,7 +39,6 @@ from quadriga.trainer.worker_groups import (
     close_on_error,
     one_pool,
     open_backend,
-    save_roles,
     start_group,
 )
 
@@ -173,14 +172,15 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
         if resumed is not None:
             self.step = resumed.state.step
             policy.load_checkpoint(str(resumed.folder / key), self.step)
-        with RunRecord(
-            self.config, self.total_steps, self.tokenizer, resumed, self.given
-        ) as record:
+        with (
+            RunRecord(self.config, self.total_steps, self.tokenizer, resumed, self.given) as record,
+            self.checkpoints.finishing(),
+        ):
             validate = self.validation(policy, record)
             for rows in () if self.reached_goal(record.last_validation) else self.schedule():
                 with record.span("step"):
                     record.log_update(self.update(policy, rows))
-                save = partial(save_roles, groups={key: policy})
+                save = partial(self.checkpoints.writer.save, groups={key: policy})
                 if self.checkpoints.end_step(record, self.step, validate=validate, save=save):
                     break
             path = str(record.folder.model)

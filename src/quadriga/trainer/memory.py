@@ -75,6 +75,8 @@ ACTOR, ROLLOUT, REF, CRITIC, REWARD_MODEL = "actor", "rollout", "ref", "critic",
 _PASSES = {ACTOR: "log-probabilities", REF: "reference", CRITIC: "values", REWARD_MODEL: "scores"}
 """Role -> its phase without gradients."""
 _STATES = "optimizer states"
+_COPIES = "copies of trained states"
+_WITHOUT_COPIES = "set trainer.async_save=false"
 
 
 def gib(size: int) -> str:
@@ -91,6 +93,7 @@ class PoolMemory:
         generation: the rollout engine, if the pool has it.
         rollout_key: the section of the rollout, which can be in another pool; "" if there is none.
         full_kl: the update of the actor computes the reference too.
+        copies: of the trained states, in host memory.
     """
 
     pool: RolePool
@@ -101,6 +104,7 @@ class PoolMemory:
     rollout: RolloutConfig = RolloutConfig()  # noqa: RUF009  # frozen
     rollout_key: str = ""
     full_kl: bool = False
+    copies: int = 0
 
     @cached_property
     def phases(self) -> dict[str, Bytes]:
@@ -112,7 +116,15 @@ class PoolMemory:
         size = PROCESS_BYTES["accelerator" if self._on_accelerator else "cpu"]
         # All roles of a pool can be uncounted, but its processes are not.
         found = dict(self._phases()) or {"processes alone": {}}
-        return {name: {"processes": processes * size, **held} for name, held in found.items()}
+        always = {"processes": processes * size}
+        if not self._on_accelerator:
+            always[_COPIES] = self.copied
+        return {name: {**always, **held} for name, held in found.items()}
+
+    @property
+    def copied(self) -> int:
+        """Bytes of the copies of the trained states."""
+        return self.copies * sum(engine.saved for engine in self.engines.values())
 
     @property
     def totals(self) -> dict[str, int]:
@@ -150,7 +162,7 @@ class PoolMemory:
     def remedies(self) -> Counter[str]:
         """Return changes of settings, with the bytes of the largest phase on which they act."""
         phase, held = self.largest[0], self.phases[self.largest[0]]
-        found: Counter[str] = Counter()
+        found = Counter({_WITHOUT_COPIES: held.get(_COPIES, 0)})
         for role, memory in self.engines.items():
             of_role = self.settings[role]
             engine, key = of_role.engine, of_role.key
@@ -195,7 +207,7 @@ class PoolMemory:
             if self._turns:  # while the rollout generates, and while it is released
                 away = {role: size for role, size in whole.items() if role in (ACTOR, REF)}
                 most = max(sum((kept | away).values()), most + self.generation.host)
-        return PROCESS_BYTES["accelerator"] + max(most, *loading)
+        return PROCESS_BYTES["accelerator"] + max(most + self.copied, *loading)
 
     @property
     def _on_accelerator(self) -> bool:
@@ -390,9 +402,16 @@ def train_plan(config: TrainConfig, device_type: str) -> MemoryPlan:
                 pool, device_type, engines, trained,
                 _train_generation(config, ranks, device_type) if ROLLOUT in pool.roles else None,
                 policy.rollout, ROLLOUT_KEY, full_kl=policy.actor.reads_full_kl,
+                copies=state_copies(config.trainer),
             )
         )  # fmt: skip
     return MemoryPlan(device_type, tuple(pools), config.trainer.n_gpus_per_node, tuple(uncounted))
+
+
+def state_copies(trainer: RunConfig) -> int:
+    """Return how many copies of its trained states a rank has in host memory."""
+    saves_between = trainer.save_freq > 0 or trainer.save_interval_s is not None
+    return int(trainer.async_save and saves_between)
 
 
 def _engine_memory(
@@ -513,7 +532,7 @@ def sft_plan(
         generation = rollout_of(rollout).memory(config.model, generated)
     table = PoolMemory(
         pool, device_type, {ACTOR: actor}, {ACTOR: fine_tuning_engine(config)}, generation,
-        rollout,
+        rollout, copies=state_copies(trainer),
     )  # fmt: skip
     return MemoryPlan(device_type, (table,), trainer.n_gpus_per_node)
 
@@ -547,7 +566,8 @@ def rm_plan(config: RMConfig, device_type: str, lengths: PairLengths) -> MemoryP
     update = Rows(2 * max(1, pairs), prompt, lengths.longest + 1 - prompt, 2, size)
     evaluate = replace(update, micro_batch=engine.forward_rows(size))
     memory = _engine_memory(found, len(pool.ranks), device_type, update, evaluate)
-    table = PoolMemory(pool, device_type, {REWARD_MODEL: memory}, {REWARD_MODEL: found})
+    copies, held = state_copies(config.trainer), {REWARD_MODEL: memory}
+    table = PoolMemory(pool, device_type, held, {REWARD_MODEL: found}, copies=copies)
     return MemoryPlan(device_type, (table,), config.trainer.n_gpus_per_node)
 
 
@@ -701,9 +721,10 @@ class RunMemory:
         if on_cpu or ranks_are_elsewhere(self._trainer) or plan.host <= available_memory():
             return [""]
         return [
-            f"the ranks of a node need {gib(plan.host)} GiB of host memory for processes, "
-            f"offloaded states and models while they are loaded, but {gib(available_memory())} "
-            "GiB are available on this machine",
+            f"the ranks of a node need {gib(plan.host)} GiB of host memory for processes, copies "
+            "of trained states, offloaded states and models while they are loaded, but "
+            f"{gib(available_memory())} GiB are available on this machine",
+            *([_WITHOUT_COPIES] if any(pool.copied for pool in plan.pools) else []),
             "keep states on the devices, use fewer ranks of a node (trainer.n_gpus_per_node), or "
             "hosts with more memory",
         ]

@@ -53,7 +53,7 @@ from quadriga.trainer.stages import (
 )
 from quadriga.trainer.streaming import Pause, StreamedSampler
 from quadriga.trainer.validation import Validator
-from quadriga.trainer.worker_groups import PPOGroups, gather, save_roles, start_groups
+from quadriga.trainer.worker_groups import PPOGroups, gather, start_groups
 from quadriga.workers.updates import MISMATCH
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class RayPPOTrainer:
         # The checkpoint is loaded before the run folder is opened: if it cannot be loaded, the
         # folder keeps all that it holds.
         resumed = self.resume(groups)
-        with self.open_record(resumed) as record:
+        with self.open_record(resumed) as record, self.checkpoints.finishing():
             # Calls a stage, and the stages of added roles before and after it; logs their metrics.
             runner = StageRunner(added_stages(self.config), groups.added, record)
             validator = self.make_validator(groups, record)
@@ -321,13 +321,11 @@ class RayPPOTrainer:
             return self.reward_fn
         return ModelReward(self.reward_fn, model, self.config.reward_model)
 
-    def save(
-        self, groups: PPOGroups, folder: Path, state: ControllerState, max_to_keep: int | None
-    ) -> None:
+    def save(self, groups: PPOGroups, folder: Path, state: ControllerState, ends: bool) -> None:
         """Write a checkpoint of every role that learns, and of the controller."""
         more = None if self._streamed is None else self._streamed.save
         with self.paused("save"):
-            save_roles(folder, state, max_to_keep, groups.saved, more)
+            self.checkpoints.writer.save(folder, state, ends, groups.saved, more)
 
     def paused(self, why: Pause) -> AbstractContextManager[None]:
         """Within the block nothing is generated. Without `max_staleness` nothing is anyway."""

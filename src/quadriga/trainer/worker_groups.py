@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.backends import get_backend
-from quadriga.checkpoint.files import SavedFile
-from quadriga.checkpoint.folders import (
-    ControllerState,
-    begin_checkpoint,
-    commit_checkpoint,
-    prune_checkpoints,
-)
 from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import RunConfig, TrainConfig
-from quadriga.errors import CheckpointError, QuadrigaError, RolloutOutputError
+from quadriga.errors import QuadrigaError, RolloutOutputError
 from quadriga.protocol import DataProto, DataProtoFuture, fields
 from quadriga.streams.replicas import (
     ReplicaLink,
@@ -238,7 +230,7 @@ class PPOGroups(StartedGroups):
         return groups | {k: group for k, group in self.added.items() if has_method(group, k, SAVE)}
 
     def load(self, checkpoint: Path, step: int) -> None:
-        """Load actor, critic and added roles from a folder that `save_roles` wrote at `step`.
+        """Load actor, critic and added roles from a checkpoint that was saved at `step`.
 
         Raises:
             CheckpointError: it has no state of a role that saves one.
@@ -248,54 +240,6 @@ class PPOGroups(StartedGroups):
             group.load_checkpoint(str(checkpoint / key), step)
         if self.link is not None:
             self.link.sync()
-
-
-def save_roles(
-    folder: Path,
-    state: ControllerState,
-    max_to_keep: int | None,
-    groups: Mapping[str, TrainedGroup | WorkerGroup],
-    save_more: Callable[[Path], list[SavedFile]] | None = None,
-) -> None:
-    """Save groups, by the names of their roles, and the controller's state as one checkpoint.
-    `save_more` writes other files into its folder, and returns them.
-
-    The checkpoint becomes visible by one rename at the end: a run that is killed before that leaves
-    the earlier checkpoints, and no incomplete one.
-
-    Raises:
-        CheckpointError: a rank has reported no file, or one that the controller cannot see.
-        InputError: the folder cannot be written.
-    """
-    partial = begin_checkpoint(folder, state.step)
-    files: list[SavedFile] = []
-    try:
-        # Each call returns when all ranks have written, so the commit sees every file.
-        for role, group in groups.items():
-            (partial / role).mkdir()
-            written = group.save_checkpoint(str(partial / role), state.step)
-            files += reported_files(role, written)
-        files += save_more(partial) if save_more else []
-        commit_checkpoint(partial, files, asdict(state))
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    prune_checkpoints(folder, max_to_keep)
-
-
-def reported_files(role: str, per_rank: Sequence[Sequence[SavedFile]]) -> list[SavedFile]:
-    """Return the files of all ranks of a role, named relative to the folder of the checkpoint.
-
-    Raises:
-        CheckpointError: a rank has reported none.
-    """
-    for rank, files in enumerate(per_rank):
-        if not files or not all(isinstance(file, SavedFile) for file in files):
-            raise CheckpointError(
-                f"rank {rank} of role {role} has reported no files: `save_checkpoint` returned "
-                f"{files!r}, expected a list of `SavedFile`"
-            )
-    return [file.under(role) for files in per_rank for file in files]
 
 
 def gather(pending: Iterable[DataProtoFuture]) -> list[DataProto]:

@@ -32,6 +32,7 @@ from quadriga.workers.method_fields import (
 )
 from quadriga.workers.runtime import (
     RankRuntime,
+    SavedWorker,
     check_section,
     groups_of_copies,
     prepare_rank,
@@ -42,7 +43,6 @@ from quadriga.workers.runtime import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quadriga.checkpoint.files import SavedFile
     from quadriga.engines.base import Outputs, TrainEngine
     from quadriga.models.images import MultiModalRows
     from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams
@@ -55,7 +55,7 @@ _ROLES = (
 )  # fmt: skip
 
 
-class ActorRolloutRefWorker(PolicyWeights):
+class ActorRolloutRefWorker(SavedWorker, PolicyWeights):
     """The policy in one rank.
 
     Args:
@@ -207,11 +207,6 @@ class ActorRolloutRefWorker(PolicyWeights):
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str, step: int) -> list[SavedFile]:
-        """Save the shard of this rank under `path`, as of `step`. Return its files."""
-        return self._engine("actor").save(path, step)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str, step: int) -> None:
         """Load a folder of `save_checkpoint`, and copy the weights to the rollout engine.
 
@@ -222,15 +217,10 @@ class ActorRolloutRefWorker(PolicyWeights):
         Raises:
             CheckpointError: the files are of another step, or of another model.
         """
-        self._engine("actor").load(path, step)
+        super().load_checkpoint(path, step)
         self.weight_version = step
         if self.uses("rollout"):
             self.sync_weights()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def export_hf(self, path: str) -> None:
-        """Write the actor as a Hugging Face folder with its tokenizer."""
-        self._engine("actor").save_hf(path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_mode(self) -> dict[str, float]:
@@ -325,6 +315,9 @@ class ActorRolloutRefWorker(PolicyWeights):
         if engine is None:
             raise self._lacks(f"training engine for {use!r}", use)
         return engine
+
+    def _trained(self) -> TrainEngine:
+        return self._engine("actor")
 
     def _rollout(self) -> RolloutEngine:
         if self.rollout is None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from quadriga.config.commands import RMConfig
@@ -28,6 +29,7 @@ ConfigT = TypeVar("ConfigT", bound=CriticConfig | RewardModelConfig | RMConfig)
 
 if TYPE_CHECKING:
     from quadriga.checkpoint.files import SavedFile
+    from quadriga.checkpoint.writer import RankWriter
     from quadriga.engines.base import HeadKind, TrainEngine
 
 
@@ -165,7 +167,51 @@ def prepare_rank(runtime: RankRuntime, *, generates: bool = False) -> str:
     return device
 
 
-class EngineWorker(Worker, Generic[ConfigT]):
+class SavedWorker(Worker):
+    """A worker with a trained model, which it saves and exports."""
+
+    def _trained(self) -> TrainEngine:
+        """Return the engine of the model. Raises `WorkerError` if the worker has none."""
+        raise NotImplementedError
+
+    @cached_property
+    def _writer(self) -> RankWriter:
+        from quadriga.checkpoint.writer import RankWriter
+
+        return RankWriter()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str, step: int) -> list[SavedFile]:
+        """Save the shard of this rank under `path`, as of `step`. Return its files."""
+        return self._trained().save(path, step)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_saving(self, path: str, step: int) -> list[SavedFile] | None:
+        """Copy the shard of this rank to host memory, and write it beside the next calls, with a
+        report of its files (`checkpoint.writer`). A subclass with its own `save_checkpoint`
+        writes in the call, and returns its files."""
+        if type(self).save_checkpoint is not SavedWorker.save_checkpoint:
+            return self.save_checkpoint(path, step) or []
+        self._writer.start(partial(self._trained().copy_state, step), path)
+        return None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def finish_saving(self, wait: bool) -> None:
+        """Raise what has failed in the writing of `start_saving`. `wait`: until it has ended."""
+        self._writer.finish(wait=wait)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str, step: int) -> None:
+        """Load a folder of `save_checkpoint` that was saved at `step`."""
+        self._trained().load(path, step)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export_hf(self, path: str) -> None:
+        """Write the model as a Hugging Face folder with its tokenizer."""
+        self._trained().save_hf(path)
+
+
+class EngineWorker(SavedWorker, Generic[ConfigT]):
     """A worker with one training engine, which `init_model` builds.
 
     Args:
@@ -203,26 +249,14 @@ class EngineWorker(Worker, Generic[ConfigT]):
             total_steps=self.runtime.total_steps,
         )
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str, step: int) -> list[SavedFile]:
-        """Save the shard of this rank under `path`, as of `step`. Return its files."""
-        return self._engine().save(path, step)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str, step: int) -> None:
-        """Load a folder of `save_checkpoint` that was saved at `step`."""
-        self._engine().load(path, step)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def export_hf(self, path: str) -> None:
-        """Write the model as a Hugging Face folder with its tokenizer."""
-        self._engine().save_hf(path)
-
     def _engine(self) -> TrainEngine:
         if self.engine is None:
             text = f"rank {self.rank} with role {self.role!r} has no training engine"
             raise WorkerError(f"{text}: call init_model first", role=self.role, rank=self.rank)
         return self.engine
+
+    def _trained(self) -> TrainEngine:
+        return self._engine()
 
 
 _ON_CRITIC = make_nd_compute_dataproto_dispatch_fn("critic")

@@ -72,9 +72,11 @@ def stage_memories(
         if rows is not None
     }
     counts = [p.numel() for p in planned.module.parameters()]
+    # Copies in float32 are among the optimizer's states.
+    wide = planned.dtype.itemsize >= torch.float32.itemsize
     return [
         EngineMemory(
-            held=planned.states(stage),
+            held=held,
             adds={
                 name: {"activations": planned.peak(found, rows, stage, name == "backward")}
                 for name, (found, rows) in counted.items()
@@ -83,8 +85,11 @@ def stage_memories(
             rows={name: found.rows for name, (found, _) in counted.items()},
             weights={None: sum(counts)},  # the rollout is sent other tensors
             largest_weight=max(counts),
+            saved=sum(held.get(what, 0) for what in ("optimizer states", *["parameters"] * wide))
+            if use.update is not None
+            else 0,
         )
-        for stage in range(planned.stages)
+        for stage, held in enumerate(map(planned.states, range(planned.stages)))
     ]
 
 

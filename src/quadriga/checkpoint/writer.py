@@ -1,0 +1,276 @@
+"""Writes checkpoints: in the step, or beside the next steps (`trainer.async_save`).
+
+    each rank      copies its state │ a thread writes files, then a report
+    controller     waits            │ a thread: all reports ─► commit, prune old ones
+    steps          wait             │ go on
+
+The report of a rank is a file in the folder of its role. It lists the rank's files, and the
+controller removes it before the commit. A checkpoint that is due while one is written waits for it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from quadriga.checkpoint.files import SavedFile, read_json, write_json
+from quadriga.checkpoint.folders import (
+    ControllerState,
+    begin_checkpoint,
+    commit_checkpoint,
+    prune_checkpoints,
+)
+from quadriga.checkpoint.shards import RankState
+from quadriga.errors import CheckpointError
+
+SavedGroups = Mapping[str, Any]
+"""Role -> a worker group, whose methods no type can name here."""
+START = "start_saving"
+"""The method of a worker that copies its state and writes it beside the next calls; or writes it in
+the call and returns its files."""
+_POLL_S = 0.05
+_ALIVE_S = 1.0  # between two checks that the ranks that have not reported are alive
+
+
+class CheckpointWriter:
+    """Writes one checkpoint at a time.
+
+    The checkpoint becomes visible by one rename at the end: a run that is killed before that leaves
+    the earlier checkpoints, and no incomplete one.
+
+    Args:
+        beside: write beside the steps where the workers of a role can.
+        max_to_keep: checkpoints that are kept; None: all.
+    """
+
+    def __init__(self, *, beside: bool, max_to_keep: int | None) -> None:
+        self._beside = beside
+        self._keep = max_to_keep
+        self._pending: _Commit | None = None
+        self._written_s: float | None = None
+
+    def save(
+        self,
+        folder: Path,
+        state: ControllerState,
+        ends: bool,
+        groups: SavedGroups,
+        save_more: Callable[[Path], list[SavedFile]] | None = None,
+    ) -> None:
+        """Save groups, by the names of their roles, and the controller's state as one checkpoint.
+
+        Waits for: the checkpoint before; with `ends`, the last one of the run, also for this one.
+
+        Args:
+            save_more: writes other files into the folder of the checkpoint, and returns them.
+
+        Raises:
+            CheckpointError: a rank has reported no file, or one that the controller cannot see.
+            InputError: the folder cannot be written.
+        """
+        self.wait()
+        began = time.monotonic()
+        partial = begin_checkpoint(folder, state.step)
+        files: list[SavedFile] = []
+        started: dict[str, Any] = {}
+        try:
+            for role, group in groups.items():
+                (partial / role).mkdir()
+                start = getattr(group, START, None) if self._beside and not ends else None
+                written = (start or group.save_checkpoint)(str(partial / role), state.step)
+                if start is not None and not any(written):
+                    started[role] = group
+                else:
+                    files += reported_files(role, written)
+            files += save_more(partial) if save_more else []
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        self._pending = _Commit(partial, started, files, asdict(state), self._keep, began)
+        if started:
+            self._pending.start()
+        else:
+            self._pending.run()
+            self._end()
+
+    def check(self) -> float | None:
+        """Raise what has failed in a checkpoint that is written. Return the seconds that one took
+        if it was committed since the last call."""
+        if self._pending is not None:
+            if self._pending.is_alive():
+                self._finish_ranks(self._pending, wait=False)
+            else:
+                self._end()
+        seconds, self._written_s = self._written_s, None
+        return seconds
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is written is committed. Raise what has failed."""
+        if self._pending is not None:
+            self._finish_ranks(self._pending, wait=True)
+            self._end()
+
+    def abandon(self, within_s: float) -> None:
+        """Let a checkpoint that is written be committed within these seconds, or else give it up:
+        the run has failed, and raises another error."""
+        if self._pending is not None:
+            self._pending.join(within_s)
+            self._pending.give_up.set()
+            self._pending.join()
+            self._pending = None
+
+    def _finish_ranks(self, pending: _Commit, *, wait: bool) -> None:
+        try:
+            for group in pending.groups.values():
+                group.finish_saving(wait)
+        except BaseException:
+            self.abandon(0)
+            raise
+
+    def _end(self) -> None:
+        """Take the result of a commit. Raise its error."""
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        if pending.is_alive():
+            pending.join()
+        if pending.error is not None:
+            raise pending.error
+        self._written_s = pending.seconds
+
+
+class _Commit(threading.Thread):
+    """Commits a checkpoint, and deletes old ones.
+
+    Consumes: the reports of all ranks of `groups`. Produces: the checkpoint, or `error`.
+    Waits for: the reports. Unblocked by: the last of them, the death of a rank without one, or
+    `give_up`.
+    """
+
+    def __init__(
+        self,
+        partial: Path,
+        groups: Mapping[str, Any],
+        files: list[SavedFile],
+        info: Mapping[str, object],
+        max_to_keep: int | None,
+        began: float,
+    ) -> None:
+        super().__init__(name="quadriga-commit", daemon=True)
+        self.groups = groups
+        self.give_up = threading.Event()
+        self.error: Exception | None = None
+        self.seconds = 0.0
+        self._partial, self._files, self._info = partial, files, info
+        self._keep, self._began = max_to_keep, began
+
+    def run(self) -> None:
+        """Wait for the reports, and commit."""
+        try:
+            if not self._all_reported():
+                shutil.rmtree(self._partial, ignore_errors=True)
+                return
+            for role, group in self.groups.items():
+                found = take_reports(self._partial / role, group.world_size)
+                self._files += [file.under(role) for file in found]
+            commit_checkpoint(self._partial, self._files, self._info)
+            prune_checkpoints(self._partial.parent, self._keep)
+            self.seconds = time.monotonic() - self._began
+        except Exception as error:  # raised by `CheckpointWriter`, in the thread of the steps
+            self.error = error
+            shutil.rmtree(self._partial, ignore_errors=True)
+
+    def _all_reported(self) -> bool:
+        checked = time.monotonic()
+        for role, group in self.groups.items():
+            while missing := missing_reports(self._partial / role, group.world_size):
+                if self.give_up.wait(_POLL_S):
+                    return False
+                if time.monotonic() - checked > _ALIVE_S:
+                    checked = time.monotonic()
+                    if not all(map(group.is_alive, missing)):
+                        return False
+        return True
+
+
+def reported_files(role: str, per_rank: Sequence[Sequence[SavedFile]]) -> list[SavedFile]:
+    """Return the files of all ranks of a role, named relative to the folder of the checkpoint.
+
+    Raises:
+        CheckpointError: a rank has reported none.
+    """
+    for rank, files in enumerate(per_rank):
+        if not files or not all(isinstance(file, SavedFile) for file in files):
+            raise CheckpointError(
+                f"rank {rank} of role {role} has reported no files: `save_checkpoint` returned "
+                f"{files!r}, expected a list of `SavedFile`"
+            )
+    return [file.under(role) for files in per_rank for file in files]
+
+
+REPORT = "report_{:05d}.json"
+"""The name of the report of a rank."""
+
+
+class RankWriter:
+    """Writes copies of the state of a rank, one at a time.
+
+    Consumes: a copy. Produces: its files, then the report. Waits for: the disk.
+
+    Attributes:
+        copy: the last copy, whose memory the next one uses again.
+    """
+
+    def __init__(self) -> None:
+        self.copy: RankState | None = None
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def start(self, copied: Callable[[RankState | None], RankState], folder: str | Path) -> None:
+        """Copy the state, into the memory of the last copy, and write it in a thread.
+
+        Waits for the copy before. What failed in it and `finish` has not raised is dropped: the
+        controller has given up that checkpoint, and removed its folder.
+        """
+        with suppress(Exception):
+            self.finish(wait=True)
+        self.copy = copied(self.copy)
+        arguments = (self.copy, Path(folder))
+        self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
+        self._thread.start()
+
+    def finish(self, *, wait: bool) -> None:
+        """Raise the error of the last copy, once. `wait`: until it is written."""
+        if self._thread is not None and (wait or not self._thread.is_alive()):
+            self._thread.join()
+            self._thread = None
+        if self._thread is None and self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _write(self, state: RankState, folder: Path) -> None:
+        try:
+            files = state.write(folder)
+            listed = {"files": [asdict(file) for file in files]}
+            write_json(folder / REPORT.format(state.origin.rank), listed)
+        except Exception as error:  # raised by `finish`, in the thread of the calls
+            self._error = error
+
+
+def missing_reports(folder: Path, world_size: int) -> list[int]:
+    """Return the ranks of a role that have not reported."""
+    return [r for r in range(world_size) if not (folder / REPORT.format(r)).is_file()]
+
+
+def take_reports(folder: Path, world_size: int) -> list[SavedFile]:
+    """Return the files of all ranks of a role, and remove the reports."""
+    paths = [folder / REPORT.format(rank) for rank in range(world_size)]
+    found = [SavedFile(**file) for path in paths for file in read_json(path)["files"]]
+    for path in paths:
+        path.unlink()
+    return found
