@@ -7,17 +7,34 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
 from quadriga.errors import DataError, InputError
 
+_code_runs: ContextVar[bool] = ContextVar("code_runs", default=True)
 MAX_DETAIL = 2000  # characters of the description of an error
 
 
 class _Exit(BaseException):
     """Raised in place of `os._exit` within `contained`."""
+
+
+@contextmanager
+def without_code() -> Iterator[None]:
+    """Within the block, checks leave out what would run code that settings name (`code_runs`)."""
+    before = _code_runs.set(False)
+    try:
+        yield
+    finally:
+        _code_runs.reset(before)
+
+
+def code_runs() -> bool:
+    """Return whether files and programs that settings name may run now."""
+    return _code_runs.get()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 from quadriga.algorithms.advantages import ADVANTAGES
 from quadriga.algorithms.policy_losses import POLICY_LOSSES
 from quadriga.config.paths import local_path
-from quadriga.containment import import_file
+from quadriga.containment import code_runs, import_file
 from quadriga.errors import InputError
 
 
@@ -40,7 +40,8 @@ def running_user_file() -> str | None:
 def load_user_file(path: str | Path) -> tuple[str, ...]:
     """Import the user's file and return the names that it added, sorted.
 
-    A file that is loaded already runs again only if its content has changed.
+    A file that is loaded already runs again only if its content has changed. Within `without_code`
+    it does not run, and adds nothing.
 
     Raises:
         InputError: the file does not exist, is not a Python file or cannot be imported, for example
@@ -49,6 +50,8 @@ def load_user_file(path: str | Path) -> tuple[str, ...]:
     file = Path(local_path(path)).resolve()
     if file.suffix != ".py" or not file.is_file():
         raise InputError(f"`{path}` is not a Python file (resolved to {file}).", path=str(file))
+    if not code_runs():
+        return ()
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     before = _LOADED.get(str(file))
     if before is None or before.sha256 != digest:

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -99,7 +100,8 @@ COMMANDS = (
 @dataclass(frozen=True)
 class Invocation:
     """A parsed command line. `verl`: a settings file of verl; the overrides are verl's then.
-    `measured`: the run whose times `plan` uses."""
+    `measured`: the run whose times `plan` uses. `allow_code`: a command that only shows something
+    may run code that the settings name."""
 
     command: Command
     overrides: tuple[str, ...] = ()
@@ -107,6 +109,7 @@ class Invocation:
     print_config: bool = False
     verl: str | None = None
     measured: str | None = None
+    allow_code: bool = False
 
     def run(self) -> None:
         """Load the settings and call the function of the command, or only print them."""
@@ -116,13 +119,30 @@ class Invocation:
         if self.measured is not None:
             imported("quadriga.cli.async_plan:show_async_plan")(Path(self.measured))
             return
-        from quadriga.config.loading import to_yaml
+        from quadriga.cli.own_code import Settings, may_run
+        from quadriga.config.loading import given_user_files, to_yaml
 
-        config = self._load(self.command.settings)
-        if self.print_config:
-            print(to_yaml(config), end="")
-        else:
-            imported(self.command.target)(config)
+        def call(config: DataclassInstance) -> None:
+            if self.print_config:
+                print(to_yaml(config), end="")
+            else:
+                imported(self.command.target)(config)
+
+        load, name = partial(self._load, self.command.settings), self.command.name
+        settings = Settings.read(
+            load, partial(given_user_files, self.overrides, self.file) if not self.verl else list
+        )
+        shows = self.print_config or name == "plan"
+        told = f"{name} --print-config" if self.print_config else name
+        if shows and settings.code and not self.allow_code and not may_run(settings.code, told):
+            with settings.without_code() as config:
+                call(config)
+            return
+        if settings.code and not shows and name != "algorithms":  # which only shows that code
+            settings.announce(name)
+        # Files of the user can add sections; a settings file of verl has none of them.
+        whole = None if self.verl is None and settings.code else settings.config
+        call(whole or load())
 
     def _load(self, settings: type[DataclassInstance]) -> DataclassInstance:
         """Return the settings of a command line; those of a training run with the sections of
@@ -250,7 +270,10 @@ def parse(arguments: Sequence[str]) -> Invocation:
     measured, own = known.measured, (*known.overrides, *rest)
     if measured is not None and (own or known.config or known.verl or known.print_config):
         parser.error(f"plan --async {measured} takes all settings from this run, and no others")
-    return Invocation(known.command, own, known.config, known.print_config, known.verl, measured)
+    if known.allow_code and not (known.print_config or known.command.name == "plan"):
+        parser.error(f"--allow-code: {known.command.name} runs the code that its settings name")
+    return Invocation(known.command, own, known.config, known.print_config, known.verl, measured,
+                      known.allow_code)  # fmt: skip
 
 
 def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
@@ -291,7 +314,7 @@ def _parser() -> _Parser:
         own = parent.add_parser(name, help=command.summary, description=f"{command.summary}.")
         own.command = command
         own.set_defaults(command=command, overrides=[], config=None, print_config=False)
-        own.set_defaults(verl=None, measured=None)
+        own.set_defaults(verl=None, measured=None, allow_code=False)
         if command.settings is None:
             continue
         own.add_argument("overrides", nargs="*", metavar="key=value", help="Settings, listed below")
@@ -302,6 +325,8 @@ def _parser() -> _Parser:
         if command.name == "plan":
             text = "The folder of a run: show what generation beside training would give it"
             own.add_argument("--async", dest="measured", metavar="RUN", help=text)
+        text = "Let plan and --print-config run code of yours that the settings name"
+        own.add_argument("--allow-code", action="store_true", help=text)
         text = "Print all settings as YAML and exit"
         own.add_argument("--print-config", action="store_true", help=text)
     return parser

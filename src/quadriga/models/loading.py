@@ -32,6 +32,7 @@ from transformers.modeling_layers import GenericForTokenClassification
 from transformers.modeling_outputs import TokenClassifierOutput
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from quadriga.containment import code_runs
 from quadriga.errors import ModelError
 from quadriga.models.architectures import takes_images
 from quadriga.models.cpu_linear import use_cpu_linear
@@ -65,7 +66,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     check_model_folder(folder, weights=False, trust_remote_code=trust_remote_code)
     with quiet_libraries(), model_errors(folder, "tokenizer"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, padding_side="left"
+            folder, trust_remote_code=trust_remote_code and code_runs(), padding_side="left"
         )
     if tokenizer.eos_token_id is None:
         raise ModelError(
@@ -270,7 +271,7 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
     """
     with quiet_libraries(), model_errors(folder, "config"):
         config: PretrainedConfig = AutoConfig.from_pretrained(
-            folder, trust_remote_code=trust_remote_code
+            folder, trust_remote_code=trust_remote_code and code_runs()
         )
         return config
 

@@ -25,7 +25,7 @@ from typing import Final, Literal
 from pydantic import ConfigDict
 
 from quadriga.config.paths import local_path
-from quadriga.containment import contained, cut, describe, import_file
+from quadriga.containment import code_runs, contained, cut, describe, import_file
 from quadriga.errors import DataError, InputError, unknown_name
 
 # `...` and not the four names: a user may annotate `ground_truth` with any type.
@@ -123,7 +123,10 @@ def load_reward_function(path: str | Path, name: str = "compute_score") -> Funct
     if file.suffix != ".py":
         raise DataError(f"reward file {file} is not a Python file (.py)", path=str(file))
     ref = FunctionRef(str(file), name)
-    ref.load()
+    if code_runs():
+        ref.load()
+    elif not file.is_file():
+        raise DataError(f"reward file {file} does not exist", path=str(file))
     return ref
 
 

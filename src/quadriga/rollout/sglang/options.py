@@ -21,6 +21,7 @@ from quadriga.config.schema import (
     RolloutEngineConfig,
     SamplingConfig,
 )
+from quadriga.containment import code_runs
 from quadriga.errors import ConfigError
 from quadriga.rollout import Rollout
 from quadriga.rollout.abilities import ALL_SETTINGS, RolloutAbilities, SamplingSetting
@@ -217,6 +218,8 @@ def check_installed(options: SGLangOptions) -> None:
     python = options.python or sys.executable
     if not os.access(python, os.X_OK):
         raise _wrong("python", python, "an interpreter")
+    if not code_runs():
+        return
     code = (
         "import importlib.util as u, sys; "
         "sys.exit(', '.join(n for n in ('sglang', 'quadriga') if u.find_spec(n) is None) or 0)"
