@@ -24,6 +24,7 @@ from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams
 from quadriga.workers.actor_rollout_ref import generate_batch
 from quadriga.workers.method_fields import BEGUN_RESPONSES
+from rollout_slices import in_slices
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -126,6 +127,13 @@ def check_generation(model, token_model, folder, batch):
     assert torch.allclose(whole["rollout_log_probs"], out.rollout_log_probs, atol=TOLERANCE)
     assert torch.equal(whole["token_versions"], -out.response_mask)
     assert not whole["paused"].any()
+    # So are those that go on from kept caches, together with rows that have joined.
+    valid = prompts["attention_mask"].bool()
+    rows = [ids[own].tolist() for ids, own in zip(prompts["input_ids"], valid, strict=True)]
+    for row, (ids, log_probs) in enumerate(in_slices(rollout, rows, sampling, 5, keep=8)):
+        assert ids == out.response_ids[row, mask[row]].tolist()
+        expected = out.rollout_log_probs[row, mask[row]]
+        assert torch.allclose(torch.tensor(log_probs), expected, atol=TOLERANCE)
 
 
 def test_every_causal_architecture_of_transformers_is_supported_or_refused():

@@ -116,7 +116,7 @@ def test_a_prompt_is_held_once():
         cache = kind(model)
         with torch.inference_mode():
             model(torch.arange(40).view(1, 40), past_key_values=cache.cache, use_cache=True)
-        cache.begin_rows(torch.zeros(8, dtype=torch.int64), None, 3)
+        cache.begin_rows(torch.zeros(8, dtype=torch.int64), None)
         sizes[kind] = sum(tensor.nbytes for tensor in cache_tensors(cache.cache))
     # 2 layers, keys and values, 2 heads of size 8, float32; 64 spare columns where rows are copied.
     assert sizes == {SharedPrompts: 40 * 256, RepeatedPrompts: 8 * 104 * 256}

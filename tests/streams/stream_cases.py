@@ -79,6 +79,9 @@ class Engine:
         died = self.clock.random() < self.dies
         return Future(None if died else DataProto.from_dict(answer), self.clock.randrange(3))
 
+    def __call__(self, rows: DataProto) -> None:
+        assert not len(rows) and not self.ended
+
     def init_model(self) -> None:
         return
 

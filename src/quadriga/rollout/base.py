@@ -58,17 +58,21 @@ _DIGEST_CHUNK = 1 << 22
 class Continued:
     """A call that continues responses of earlier calls, and pauses each response that does not end.
 
-    `max_new_tokens`, `min_new_tokens` and stop strings are about the whole response. The engine
-    keeps nothing between calls: it computes prompt and earlier tokens with the weights that it has.
+    `max_new_tokens`, `min_new_tokens` and stop strings are about the whole response. What the
+    engine keeps between calls changes no result: prompt and earlier tokens are computed with the
+    weights that it has.
 
     Attributes:
         sampled: [B] int64, how many of the last tokens of each prompt were sampled before as the
             beginning of its response; 0 for a new response.
         at_most: new tokens of each row in this call, at most.
+        keep: paused rows whose caches an engine without a prefix cache may hold after the call; 0:
+            it frees all of them.
     """
 
     sampled: Tensor
     at_most: int
+    keep: int = 0
 
 
 @dataclass(frozen=True)

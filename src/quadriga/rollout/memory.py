@@ -39,6 +39,7 @@ class GenerationUse:
         prompt, response: tokens of each row.
         device_type: "cpu", or the type of an accelerator.
         device: bytes of the accelerator of a rank. None: they are not known.
+        kept: further rows that are paused, whose caches may be kept.
     """
 
     count: int
@@ -48,6 +49,7 @@ class GenerationUse:
     sampling: SamplingConfig
     device_type: str
     device: int | None = None
+    kept: int = 0
 
 
 def rollout_on_meta(

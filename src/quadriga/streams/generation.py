@@ -10,10 +10,10 @@ waits for     the replicas, each with one call in flight
 unblocked by  the end of a call, or its deadline (`trainer.call_timeout_s`), which is the loss of a
               replica. Groups with a row on a lost replica begin again on another one.
 
-Between two calls an engine holds nothing of a response. The next call continues the rows with the
-weights that the engine has then, so a weight sync, a checkpoint and the end of a step need nothing
-but a pause between calls. New rows join at the next call (iteration-level scheduling, Orca, OSDI
-2022, with slices of several tokens as iterations).
+What an engine holds of a response between two calls can be computed again: the next call continues
+the rows with the weights that the engine has then. So a weight sync, a checkpoint and the end of a
+step need nothing but a pause between calls. New rows join at the next call (iteration-level
+scheduling, Orca, OSDI 2022, with slices of several tokens as iterations).
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class SlicedGeneration:
         slice_tokens: the most tokens of a row in one call.
         response_tokens: R, the columns of a response.
         rows: the most rows that a replica has at once.
+        kept_rows: of how many rows a rank may keep the caches between two calls.
         loses: whether a replica may be lost; False: the error of its call is raised.
         note: records what decides on the tokens, as (event, numbers): a "call" with the group and
             the number in it of each row; a "restart" of groups.
@@ -86,10 +87,12 @@ class SlicedGeneration:
         rows: int,
         loses: bool,
         note: Callable[[str, Sequence[object]], None],
+        kept_rows: int = 0,
     ) -> None:
         self.replicas, self.queue = replicas, queue
         self._inputs, self._loses, self._note = inputs, loses, note
         self._slice, self._columns, self._rows = slice_tokens, response_tokens, rows
+        self._kept_rows = kept_rows
         self._begun: dict[Replica, _Begun] = {}
         self._calls: dict[DataProtoFuture, _Call] = {}
 
@@ -156,7 +159,8 @@ class SlicedGeneration:
             new = _rows_of(members) - len(begun)
             tokens = [begun, self._no_tokens(new)] if new else [begun]
             rows = rows.union(DataProto.concat(tokens))
-        rows.meta_info["at_most"] = self._slice
+        of_rank = -(-self._rows // replica.group.world_size)
+        rows.meta_info |= {"at_most": self._slice, "keep": min(of_rank, self._kept_rows)}
         for group, _ in members:
             group.place(replica)
         try:
@@ -200,6 +204,16 @@ class SlicedGeneration:
             del self._begun[replica]
             if rest:
                 self._begun[replica] = _joined(begun, rest, None)
+
+    def forget_caches(self) -> None:
+        """Free the caches of paused rows. The next call computes their tokens again."""
+        for replica, begun in list(self._begun.items()):
+            none = self._inputs(begun.members[0][0].prompts[:0])
+            none.meta_info["at_most"] = self._slice
+            try:
+                replica.group.generate_sequences(none)
+            except QuadrigaError as error:
+                self._lose(replica, error)
 
     def _no_tokens(self, rows: int) -> DataProto:
         """Return `BEGUN_RESPONSES` of rows that begin."""

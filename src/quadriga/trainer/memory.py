@@ -32,6 +32,7 @@ from quadriga.config.role_ranks import (
     RolePool,
     added_keys,
     base_is_in_actor,
+    has_replicas,
     role_pools,
     trainer_settings,
 )
@@ -473,20 +474,25 @@ def _train_generation(config: TrainConfig, ranks: int, device_type: str) -> Engi
     policy, data = config.actor_rollout_ref, config.data
     rollout, limit = policy.rollout, device_limit(config.trainer, device_type)
     prompt, response = data.max_prompt_length, data.max_response_length
-    batches = [(batch_plan(config).sequences, rollout.n, rollout.sampling)]
+    batches, keeps = [(batch_plan(config).sequences, rollout.n, rollout.sampling)], False
     if staleness := config.trainer.max_staleness:
         # The rows of several steps are on their way. One that goes on is a prompt of its own.
         batches = [(batches[0][0] * (staleness + 1), 1, rollout.sampling)]
+        # Rows that are paused while those of another micro-batch or replica go on.
+        keeps = not has_replicas(config) or config.trainer.replay_order is not None
         prompt, response = prompt + response - 1, min(response, rollout.slice_tokens)
     if data.val_files:
         rows = data.val_batch_size * rollout.val_n
         batches.append((rows, rollout.val_n, rollout.val_sampling))
-    found = []
+    found: list[EngineMemory] = []
     for rows, samples, sampling in batches:
         count = rollout.rows_at_once(rows, ranks)
+        kept = math.ceil(rows / ranks) - count if keeps and not found else 0
+        if config.trainer.replay_order is None:
+            kept = min(kept, count)
         use = GenerationUse(
             count, math.ceil(count / samples), prompt, response, sampling, device_type,
-            limit[0] if limit else None,
+            limit[0] if limit else None, kept,
         )  # fmt: skip
         found.append(rollout_of(rollout).memory(policy.model, use))
     return max(found, key=lambda memory: memory.peak("generate"))

@@ -90,6 +90,8 @@ class StreamedSampler:
             slice_tokens=rollout.slice_tokens,
             response_tokens=data.max_response_length,
             rows=min(rollout.micro_batch_size, share) if self.apart else share,
+            # A run that is repeated has kept the rows of all its replicas.
+            kept_rows=share if self.config.trainer.replay_order else rollout.micro_batch_size,
             loses=self.apart,
             note=self._note,
         )
@@ -185,6 +187,8 @@ class StreamedSampler:
             self.generation.submit()
             assert self.generation.busy, "a group that must be trained is on its way"
             self._end_call()
+        if not self.apart:  # the actor needs the memory
+            self.generation.forget_caches()
         return taken
 
     def _end_call(self) -> None:
@@ -278,6 +282,8 @@ class StreamedSampler:
             self._changed.wait_for(lambda: self._error or not at_work())
             self._raise()
             self._note(why, [])
+            if why != "sync" and self._script is None:
+                self.generation.forget_caches()
         try:
             yield
         finally:
@@ -419,6 +425,8 @@ class StreamedSampler:
                 self._score(_batches(self.generation.repeat(rows)))
             elif "restart" in event:
                 self.generation.forget(event["restart"])
+            elif "validate" in event or "save" in event:
+                self.generation.forget_caches()
             elif until in event:
                 numbers: list[int] = event[until]
                 return numbers

@@ -137,7 +137,8 @@ class ActorRolloutRefWorker(SavedWorker, PolicyWeights):
         Args:
             prompts: the fields `GENERATE_SEQUENCES.reads`; `meta_info["sampling"]` is "train"
                 (the default), "val" or "greedy". With `meta_info["at_most"]` each row gets so many
-                new tokens at most, and the batch may have the fields `BEGUN_RESPONSES`.
+                new tokens at most, and the batch may have the fields `BEGUN_RESPONSES`; the engine
+                keeps the caches of at most `meta_info["keep"]` rows for the next call.
 
         Returns:
             The fields `GENERATE_SEQUENCES.writes`; `CONTINUE_SEQUENCES.writes` with `at_most`.
@@ -154,8 +155,8 @@ class ActorRolloutRefWorker(SavedWorker, PolicyWeights):
             self.config.model,
             max_new_tokens=self.runtime.max_response_length,
         )
-        at_most: int | None = prompts.meta_info.get("at_most")
-        return generate_batch(self._rollout(), prompts, sampling, at_most)
+        at_most, keep = prompts.meta_info.get("at_most"), prompts.meta_info.get("keep", 0)
+        return generate_batch(self._rollout(), prompts, sampling, at_most, keep)
 
     @register(dispatch_mode=_ON_ACTOR, reads=COMPUTE_LOG_PROB.inputs)
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -369,7 +370,11 @@ class SFTWorker(ActorRolloutRefWorker):
 
 
 def generate_batch(
-    engine: RolloutEngine, prompts: DataProto, sampling: SamplingParams, at_most: int | None = None
+    engine: RolloutEngine,
+    prompts: DataProto,
+    sampling: SamplingParams,
+    at_most: int | None = None,
+    keep: int = 0,
 ) -> DataProto:
     """Generate one response per row, check them, and lay the sequences out as fields.
 
@@ -392,6 +397,7 @@ def generate_batch(
             of rows that are to go on; the mask of a row is 0 if its response is new. Without these
             fields all are new.
         at_most: new tokens of each row, at most; a row that has not ended then is paused.
+        keep: rows whose caches the engine may keep for a later call, at most.
 
     Returns:
         The fields `GENERATE_SEQUENCES.writes`; R is `sampling.max_new_tokens`. With `at_most`, the
@@ -417,7 +423,7 @@ def generate_batch(
         request = prompt_ids, prompt_mask, sampling, prompts.batch[fields.SAMPLE_SEED]
         out = engine.generate(*request, images)
     else:
-        out, versions = _continued(engine, prompts, sampling, images, at_most)
+        out, versions = _continued(engine, prompts, sampling, images, at_most, keep)
         paused = [reason == "paused" for reason in out.finish_reason]
         more[fields.TOKEN_VERSIONS] = versions
         more[fields.PAUSED] = torch.tensor(paused, dtype=torch.int64)
@@ -448,6 +454,7 @@ def _continued(
     sampling: SamplingParams,
     images: MultiModalRows | None,
     at_most: int,
+    keep: int,
 ) -> tuple[RolloutOutput, Tensor]:
     """Return the whole responses after at most so many new tokens, and the version of each token.
 
@@ -475,7 +482,7 @@ def _continued(
         positions = images.followed_by(mask).gather(2, source[:, None].expand(-1, 3, -1))
         images = MultiModalRows(images.inputs, positions * whole_mask[:, None])
     request = ids, whole_mask, sampling, prompts.batch[fields.SAMPLE_SEED]
-    out = engine.generate(*request, images, Continued(sampled, min(at_most, limit)))
+    out = engine.generate(*request, images, Continued(sampled, min(at_most, limit), keep))
     row, column = out.response_mask.nonzero(as_tuple=True)
     versions = out.weight_versions[:, None].expand_as(out.response_ids)
     new = out.response_ids, out.response_mask, out.rollout_log_probs, versions

@@ -29,7 +29,7 @@ from quadriga.rollout.base import (
     check_weight,
     integer_bits,
 )
-from quadriga.rollout.hf.generation import CachedModel, Generation, check_generation
+from quadriga.rollout.hf.generation import CachedModel, Generation, Key, check_generation
 from quadriga.rollout.responses import stop_strings_of, with_pauses
 
 
@@ -68,6 +68,9 @@ class HFRollout(RolloutEngine):
         config = self.module.config
         self.prompts = architecture_of(config).prompts
         self._cached = CachedModel(self.module, self.device)
+        self._paused: list[Generation] = []
+        """Calls with rows that are to go on. An update of the weights clears it, so that no row
+        finds a cache of other weights."""
         if not is_listed(config):
             check_generation(self._cached)
         window = context_window(config)
@@ -96,15 +99,28 @@ class HFRollout(RolloutEngine):
         log_probs = torch.zeros(count, width)
         stopped = torch.zeros(count, dtype=torch.bool)
         stop_strings = stop_strings_of(self.model, sampling.stop_strings)
+        if continued and not continued.keep:
+            self._paused.clear()
+        keep = continued.keep if continued and images is None and self._cached.joins_rows else 0
+        tokens = zip(sample_seeds.tolist(), prompt_ids.cpu(), attention_mask.bool(), strict=True)
+        keys = [(seed, row[own].numpy().tobytes()) for seed, row, own in tokens if continued]
         with torch.inference_mode():
-            for rows in self._micro_batches(attention_mask, by_length=continued is not None):
+            for rows in self._micro_batches(attention_mask, keys):
                 seeds = sample_seeds[rows].to(self.device)
                 begun = continued and Continued(continued.sampled[rows], continued.at_most)
                 generation = Generation(self._cached, sampling, seeds, stop_strings, begun)
                 of_rows = None if images is None else images.select(rows)
-                generation.prefill(prompt_ids[rows], attention_mask[rows], of_rows)
+                own = [keys[row] for row in rows.tolist()] if keys else []
+                paused = self._paused_with(own)
+                if paused is not None:  # its other rows are forgotten
+                    self._paused.remove(paused)
+                generation.begin(prompt_ids[rows], attention_mask[rows], of_rows, own, paused)
                 generation.decode()
                 ids[rows], mask[rows], log_probs[rows], stopped[rows] = generation.collect()
+                if keep and generation.pause(own):
+                    self._paused.append(generation)
+                    while sum(len(each.active) for each in self._paused) > keep:
+                        del self._paused[0]
         reasons: list[FinishReason] = ["stop" if row else "length" for row in stopped.tolist()]
         ended = with_pauses(reasons, mask, sampling, continued)
         versions = torch.full((count,), self._version, dtype=torch.int64)
@@ -125,8 +141,9 @@ class HFRollout(RolloutEngine):
                 log_probs[row, columns] = chosen.cpu()
         return log_probs.clone()
 
-    def _micro_batches(self, attention_mask: Tensor, *, by_length: bool) -> Iterator[Tensor]:
-        """Yield the row indices of each micro-batch, of similar lengths with `by_length`.
+    def _micro_batches(self, attention_mask: Tensor, keys: Sequence[Key]) -> Iterator[Tensor]:
+        """Yield the row indices of each micro-batch. With `keys`, rows whose caches are kept come
+        first, and then rows of similar lengths are together.
 
         A model that cannot compute prompts of different lengths together gets equal lengths.
         """
@@ -139,11 +156,18 @@ class HFRollout(RolloutEngine):
             return
         lengths = attention_mask.sum(1).cpu()
         if self.prompts == "mixed lengths":
-            rows = lengths.argsort(stable=True) if by_length else rows
+            if keys:
+                paused = self._paused_with(keys)
+                new = torch.tensor([paused is None or key not in paused.places for key in keys])
+                rows = torch.where(new, lengths, 0).argsort(stable=True)
             yield from torch.split(rows, self.micro_batch_size)
             return
         for length in torch.unique(lengths):
             yield from torch.split(rows[lengths == length], self.micro_batch_size)
+
+    def _paused_with(self, keys: Sequence[Key]) -> Generation | None:
+        """Return the call in which the first of these rows that is found was paused."""
+        return next((each for key in keys for each in self._paused if key in each.places), None)
 
     # Weights
 
@@ -151,6 +175,7 @@ class HFRollout(RolloutEngine):
         self, stream: Iterable[tuple[str, Tensor]], version: int, form: UpdateForm = "whole"
     ) -> None:
         self._check("update_weights", "ready", "released")
+        self._paused.clear()
         parameters = dict(self.module.named_parameters())
         with self._writing(stream, version, lambda: parameters) as weights:
             self._weights.write(weights, share=form == "shared")
@@ -161,6 +186,7 @@ class HFRollout(RolloutEngine):
     # State
 
     def _free(self) -> None:
+        self._paused.clear()
         # Shared weights are in the memory of the training engine, which this engine cannot free.
         if not self._weights.shared:
             self._move(torch.device("cpu"))
@@ -171,6 +197,7 @@ class HFRollout(RolloutEngine):
 
     def close(self) -> None:
         if self._state != "closed":
+            self._paused.clear()
             self._weights.shared.clear()
             self._move(torch.device("meta"))  # the storages of the weights are freed
         super().close()

@@ -20,11 +20,13 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from quadriga.errors import ModelError
+from quadriga.models.architectures import architecture_of
 from quadriga.models.images import MultiModalRows
 from quadriga.parallel.packing import first_row_with_same_prompt
 from quadriga.rollout.abilities import SamplingParams
 from quadriga.rollout.base import Continued
 from quadriga.rollout.hf.kv_cache import (
+    JOINED,
     RepeatedPrompts,
     SharedPrompts,
     growing_cache,
@@ -182,6 +184,11 @@ def _inverse_cdf(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 # A micro-batch
 
+Caches = SharedPrompts | RepeatedPrompts
+Key = tuple[int, bytes]
+"""Of a row: its seed and all its token ids, of prompt and response. By it a call finds the cache of
+a row that was paused. The cache of a row that is not found is computed again."""
+
 
 class CachedModel:
     """A model that continues sequences with a cache."""
@@ -191,6 +198,10 @@ class CachedModel:
         self.device = device
         self._parameters = set(inspect.signature(module.forward).parameters)
         self.shares_prompts = use_decode_attention(module)
+        layers = growing_cache(module.config).layers
+        mixes = architecture_of(module.config).prompts == "mixed lengths"
+        self.joins_rows = mixes and {type(layer).__name__ for layer in layers} <= {*JOINED}
+        """Whether rows of several caches can be continued together."""
 
     def new_cache(self) -> SharedPrompts | RepeatedPrompts:
         """Return an empty cache."""
@@ -245,7 +256,11 @@ class CachedModel:
 
 
 class Generation:
-    """The generation of one micro-batch: `prefill`, `decode`, `collect`."""
+    """The generation of one micro-batch: `begin`, `decode`, `collect`."""
+
+    rows: Caches
+    logits: Tensor
+    positions: Tensor
 
     def __init__(
         self,
@@ -276,17 +291,55 @@ class Generation:
         self.end_tokens = torch.tensor(
             sampling.end_token_ids, dtype=torch.int64, device=self.device
         )
-        self.active = torch.arange(count, device=self.device)
+        self.places: dict[Key, int] = {}
+        """Of the rows that are paused."""
 
-    def prefill(
-        self, prompt_ids: Tensor, attention_mask: Tensor, images: MultiModalRows | None = None
+    def begin(
+        self,
+        prompt_ids: Tensor,
+        attention_mask: Tensor,
+        images: MultiModalRows | None = None,
+        keys: Sequence[Key] = (),
+        paused: Generation | None = None,
     ) -> None:
+        """Run the model up to the first new token of each row.
+
+        Args:
+            keys: of the rows.
+            paused: a call in which some of them were paused. The other prompts are computed.
+        """
+        if self.sampled is not None:
+            self.begun = begun_responses(prompt_ids, self.sampled)
+        parts: list[tuple[Caches, Tensor, Tensor]] = []
+        rest = torch.ones(len(prompt_ids), dtype=torch.bool)
+        if paused is not None:
+            places = paused.places
+            found = sorted((places[key], row) for row, key in enumerate(keys) if key in places)
+            order, numbers = torch.tensor(found).unbind(1)
+            rest[numbers] = False
+            paused.keep(order.to(self.device))
+            paused.step()
+            parts.append((paused.rows, paused.logits, paused.positions))
+        rows = rest.nonzero()[:, 0]
+        if len(rows):
+            of_rows = None if images is None else images.select(rows)
+            parts.append(self._prefilled(prompt_ids[rows], attention_mask[rows], of_rows))
+        (self.rows, *others), logits, positions = zip(*parts, strict=True)
+        for other_rows in others:
+            self.rows.join(other_rows)
+        self.logits, self.positions = torch.cat(logits), torch.cat(positions)
+        self.active = torch.cat([numbers, rows] if paused else [rows]).to(self.device)
+        self.uniform = self.uniform[self.active]
+        if self.sampled is not None:
+            self.sampled = self.sampled[self.active]
+
+    def _prefilled(
+        self, prompt_ids: Tensor, attention_mask: Tensor, images: MultiModalRows | None = None
+    ) -> tuple[Caches, Tensor, Tensor]:
         """Run the model on the distinct prompts, which the rows continue.
 
         Prompts with equal tokens and different images are distinct.
         """
-        if self.sampled is not None:
-            self.begun = begun_responses(prompt_ids, self.sampled)
         valid = attention_mask.bool()
         first_column = int(valid.any(0).long().argmax())
         valid = valid[:, first_column:]
@@ -306,41 +359,40 @@ class Generation:
             positions = owners.position_ids[..., first_column:].transpose(0, 1).to(self.device)
             # The first new token is behind the largest number of the prompt in any dimension.
             following = positions.amax((0, 2)) + 1
-        self.rows = self.model.new_cache()
+        cache = self.model.new_cache()
         ids = prompts[distinct].to(self.device)
-        logits = self.model.forward(self.rows.cache, ids, positions, others)
-        self.rows.begin_rows(prompt_of_row, prompt_mask if padded else None, self.width)
-        self.logits = logits.index_select(0, prompt_of_row)
-        self.positions = following.index_select(0, prompt_of_row)
+        logits = self.model.forward(cache.cache, ids, positions, others)
+        cache.begin_rows(prompt_of_row, prompt_mask if padded else None)
+        logits, following = (x.index_select(0, prompt_of_row) for x in (logits, following))
+        return cache, logits, following
 
     def decode(self) -> None:
         """Sample a token for each active row and run the model on it, until every row has ended."""
-        running = torch.ones_like(self.active, dtype=torch.bool)
-        running_count = len(running)
+        self.running = torch.ones_like(self.active, dtype=torch.bool)
+        running_count = len(self.running)
         last = self.width - 1
         for t in range(last + 1):
             position = t if self.sampled is None else self.sampled + t
-            token, log_prob = draw(self.logits, self.sampling, self.uniform[:, t], position)
+            self.token, log_prob = draw(self.logits, self.sampling, self.uniform[:, t], position)
             # Rows that ended but were not removed yet are written too; `collect` masks them.
-            self.ids[self.active, t] = token
+            self.ids[self.active, t] = self.token
             self.log_probs[self.active, t] = log_prob
-            stopped = running & self._ends(token, t)
+            stopped = self.running & self._ends(self.token, t)
             ended = stopped
             if self.sampled is not None:  # a row that began earlier has its last token earlier
-                ended = stopped | running & (self.sampled + t + 1 >= self.sampling.max_new_tokens)
+                full = self.sampled + t + 1 >= self.sampling.max_new_tokens
+                ended = stopped | self.running & full
             ended_count = int(ended.sum())
             if ended_count:
                 self.lengths[self.active[ended]] = t + 1
                 self.stopped[self.active[stopped]] = True
-                running = running & ~ended
+                self.running = self.running & ~ended
                 running_count -= ended_count
             if running_count == 0 or t == last:
                 return
-            if running_count <= COMPACT_BELOW * len(running):
-                order = running.nonzero()[:, 0]
-                token, running = token[order], running[order]
-                self._keep(order)
-            self._step(token)
+            if running_count <= COMPACT_BELOW * len(self.running):
+                self.keep(self.running.nonzero()[:, 0])
+            self.step()
 
     def _ends(self, token: Tensor, t: int) -> Tensor:
         """Return [b] bool: whether token t of each active row ends it."""
@@ -353,21 +405,37 @@ class Generation:
         complete = [len(row) >= least and text.completed_by_last(row) for row in rows]
         return ends | torch.tensor(complete, device=self.device)
 
-    def _keep(self, order: Tensor) -> None:
-        """Remove ended rows from the batch."""
-        self.active = self.active[order]
-        self.uniform = self.uniform[order]
+    def keep(self, order: Tensor) -> None:
+        """Keep only some rows in the batch, in their order. A row may be repeated."""
+        if order.tolist() == list(range(len(self.active))):
+            return
+        self.active, self.token = self.active[order], self.token[order]
+        self.running, self.uniform = self.running[order], self.uniform[order]
         if self.sampled is not None:
             self.sampled = self.sampled[order]
         self.positions = self.positions[order]
         self.rows.keep_rows(order)
 
-    def _step(self, token: Tensor) -> None:
-        """Run the model on one new token of each active row."""
-        self.logits = self.model.forward(
-            self.rows.cache, token[:, None], self.positions[:, None], self.rows.arguments()
-        )
+    def step(self) -> None:
+        """Run the model on the last token of each active row."""
+        ids, positions = self.token[:, None], self.positions[:, None]
+        self.logits = self.model.forward(self.rows.cache, ids, positions, self.rows.arguments())
         self.positions = self.positions + 1
+
+    def pause(self, keys: Sequence[Key]) -> bool:
+        """Keep only the rows that have not ended; return whether there are some.
+
+        Args:
+            keys: of all rows, without their new tokens.
+        """
+        if not bool(self.running.any()):
+            return False
+        self.keep(self.running.nonzero()[:, 0])
+        new = self.ids.cpu().numpy()
+        for place, row in enumerate(self.active.tolist()):
+            seed, tokens = keys[row]
+            self.places[seed, tokens + new[row].tobytes()] = place
+        return True
 
     def collect(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return ids, mask, log-probabilities and `stopped` on the CPU, masked behind the end."""

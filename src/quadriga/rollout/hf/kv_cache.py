@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     Cache,
@@ -109,12 +110,24 @@ class GrowingCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as
         self.length = end
         return self.keys[:, :, start:end], self.values[:, :, start:end]
 
-    def share_prompts(self) -> None:
+    def share_prompts(self, rows: int) -> None:
         """Set aside what was written as prompts. From now on hold the new tokens of each row."""
         self.prompt_keys, self.prompt_values = self.keys, self.values
-        del self.keys, self.values
-        self._shared, self.length = self.length, 0
-        self._spare_columns, self.is_initialized = _SPARE_COLUMNS, False
+        self._shared, self.length, self._spare_columns = self.length, 0, _SPARE_COLUMNS
+        self.keys, self.values = (
+            old.new_empty(rows, old.shape[1], 0, old.shape[3]) for old in (self.keys, self.values)
+        )
+
+    def join(self, other: GrowingCacheLayer) -> None:
+        """Add the rows of another layer behind its own, and the prompts behind its prompts."""
+        for name in ("prompt_keys", "prompt_values"):
+            if hasattr(self, name):
+                setattr(self, name, right_aligned(getattr(self, name), getattr(other, name), 0))
+        for name in ("keys", "values"):
+            own, more = (getattr(x, name)[:, :, : x.length] for x in (self, other))
+            setattr(self, name, right_aligned(own, more, _SPARE_COLUMNS))
+        self.length = max(self.length, other.length)
+        self._shared = max(self._shared, other._shared)
 
     def _first_seen(self) -> int:
         """Return the first column that the next token can see."""
@@ -122,9 +135,8 @@ class GrowingCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as
 
     def reorder_cache(self, rows: Tensor) -> None:
         """Keep only `rows`, in their order, in another buffer. A row may be repeated."""
-        if self.is_initialized:
-            self.keys = self._resized(self.keys[:, :, : self.length], 0, rows)
-            self.values = self._resized(self.values[:, :, : self.length], 0, rows)
+        self.keys = self._resized(self.keys[:, :, : self.length], 0, rows)
+        self.values = self._resized(self.values[:, :, : self.length], 0, rows)
 
     def _resized(self, old: Tensor, added: int, rows: Tensor | None = None) -> Tensor:
         """Copy `old` [b, H, length, D], or some of its rows, to a buffer with space for `added`
@@ -152,6 +164,19 @@ class GrowingCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as
         return -1
 
 
+def right_aligned(one: Tensor, other: Tensor, spare: int) -> Tensor:
+    """Join the rows of two tensors [b, H, length, D], with `spare` columns behind them."""
+    # Two rows of 3 columns and one of 1, one spare column:   a a a ·
+    #                                                         b b b ·
+    #                                                         0 0 c ·
+    rows, heads, length, width = one.shape
+    columns = max(length, other.shape[2])
+    new = one.new_zeros(rows + len(other), heads, columns + spare, width)
+    new[:rows, :, columns - length : columns] = one
+    new[rows:, :, columns - other.shape[2] : columns] = other
+    return new
+
+
 def columns_at_end(first: int, tokens: int) -> int:
     """Return the columns of a buffer of `first` columns after it has grown, one token at a time, to
     hold `tokens`."""
@@ -170,6 +195,10 @@ def reorder_cache(cache: Cache, rows: Tensor) -> None:
     """Keep only `rows` in every layer, in their order. A row may be repeated."""
     for layer in cache.layers:
         layer.reorder_cache(rows)  # type: ignore[arg-type]  # LongTensor
+
+
+JOINED = ("GrowingCacheLayer", "LinearAttentionLayer", "DummyLayer")
+"""The kinds of layers whose rows can be joined to those of another cache."""
 
 
 def growing_cache(config: PreTrainedConfig, spare_columns: int = _SPARE_COLUMNS) -> Cache:
@@ -247,46 +276,91 @@ class PromptRows:
         return PromptRows(prompts, prompt_of_row, row_of_slot, slot_of_row, bias)
 
 
-class SharedPrompts:
-    """The cache of one micro-batch that holds every prompt once.
+class CachedRows:
+    """The cache of one micro-batch, in which rows continue prompts. `cache` is what the model
+    takes; the prefill writes p distinct prompts to it.
 
-    For models that can attend to shared prompts (`decode_attention`). `RepeatedPrompts` has the
-    same methods, for every other model. `cache` is what the model takes; the prefill writes p
-    distinct prompts to it.
+    Attributes:
+        columns: in use, without those of prompts that are held once.
+        start: [b] int64, the first of them that each row has.
+        padded: whether a row does not have all.
+    """
+
+    start: Tensor
+
+    def __init__(self, module: PreTrainedModel, spare_columns: int = _SPARE_COLUMNS) -> None:
+        self.cache = growing_cache(module.config, spare_columns)
+        self.growing = [x for x in self.cache.layers if isinstance(x, GrowingCacheLayer)]
+        """The layers, to which new tokens are appended."""
+        self.columns, self.padded = 0, False
+        self._module = module
+
+    def _visible(self) -> Tensor | None:
+        """Return [b, columns] bool for one more token of each row; None: there is no padding."""
+        self.columns += 1
+        if not self.padded:
+            return None
+        return torch.arange(self.columns, device=self.start.device) >= self.start[:, None]
+
+    def keep_rows(self, order: Tensor) -> None:
+        """Keep only the rows `order`, and the prompts that they continue."""
+        self.start = self.start[order]
+        reorder_cache(self.cache, order)
+
+    def join(self, other: Self) -> None:
+        """Add the rows of another cache, which is empty then, behind its own."""
+        for part in (self, other):
+            unused = int(part.start.min())  # by rows that have left
+            for layer in part.growing:
+                layer.keys, layer.values = layer.keys[:, :, unused:], layer.values[:, :, unused:]
+                layer.length -= unused
+            part.start, part.columns = part.start - unused, part.columns - unused
+        self.padded |= other.padded or self.columns != other.columns
+        columns = max(self.columns, other.columns)
+        self.start = torch.cat([p.start + columns - p.columns for p in (self, other)])
+        self.columns = columns
+        for own, more in zip(self.cache.layers, other.cache.layers, strict=True):
+            if isinstance(own, GrowingCacheLayer) and isinstance(more, GrowingCacheLayer):
+                own.join(more)
+            elif isinstance(own, LinearAttentionCacheLayerMixin):
+                for name in ("conv_states", "recurrent_states"):
+                    states, new = getattr(own, name), getattr(more, name)
+                    joined = {i: torch.cat([s, new[i]]) for i, s in states.items() if s is not None}
+                    states.update(joined)
+            vars(more).clear()
+
+
+class SharedPrompts(CachedRows):
+    """A cache that holds every prompt once, for models that can attend to shared prompts
+    (`decode_attention`).
+
+    Attributes:
+        bias: [b, 1, columns], a large negative number before `start`. None: there is no padding.
     """
 
     rows: PromptRows
+    bias: Tensor | None = None
 
     def __init__(self, module: PreTrainedModel) -> None:
-        self.cache = growing_cache(module.config, spare_columns=0)
-        self.growing = [x for x in self.cache.layers if isinstance(x, GrowingCacheLayer)]
-        """The layers, to which new tokens are appended."""
-        self._dtype = module.dtype
+        super().__init__(module, spare_columns=0)
 
-    def begin_rows(self, prompt_of_row: Tensor, visible: Tensor | None, new_tokens: int) -> None:
-        """Continue the prompts by rows.
-
-        Args:
-            prompt_of_row: [b] int64, the prompt of each row.
-            visible: [p, P] bool, False at padding. None: there is none.
-            new_tokens: the most tokens that will be appended to a row.
-        """
+    def begin_rows(self, prompt_of_row: Tensor, visible: Tensor | None) -> None:
         prompts = self.growing[0].keys.shape[0]
-        bias = None if visible is None else _bias(visible, self._dtype)[:, None]
+        bias = None if visible is None else _bias(visible, self._module.dtype)[:, None]
         self.share(PromptRows.of(prompt_of_row, prompts, bias))
 
     def share(self, rows: PromptRows) -> None:
         """Append to the rows from now on. The prefill has written the prompts."""
-        self.rows = rows
+        self.rows, self.start = rows, torch.zeros_like(rows.prompt_of_row)
         for layer in self.growing:
-            layer.share_prompts()
+            layer.share_prompts(len(rows.prompt_of_row))
 
     def arguments(self) -> dict[str, object]:
-        """Return the arguments of the model's next forward pass, on one new token of each row."""
+        visible = self._visible()
+        self.bias = None if visible is None else _bias(visible, self._module.dtype)[:, None]
         return {"prompt_cache": self}
 
     def keep_rows(self, order: Tensor) -> None:
-        """Keep only the rows `order`, and the prompts that they continue."""
         rows = self.rows
         used, prompt_of_row = torch.unique(rows.prompt_of_row[order], return_inverse=True)
         bias = rows.bias
@@ -296,7 +370,20 @@ class SharedPrompts:
                 layer.prompt_keys = layer.prompt_keys.index_select(0, used)
                 layer.prompt_values = layer.prompt_values.index_select(0, used)
         self.rows = PromptRows.of(prompt_of_row, len(used), bias)
-        reorder_cache(self.cache, order)
+        super().keep_rows(order)
+
+    def join(self, other: Self) -> None:
+        biases, rows = [], (self.rows, other.rows)
+        columns = max(part.growing[0].prompt_keys.shape[2] for part in (self, other))
+        for part in (self, other):
+            bias, keys = part.rows.bias, part.growing[0].prompt_keys
+            if bias is None:
+                bias = keys.new_zeros(len(keys), 1, keys.shape[2])
+            least = torch.finfo(bias.dtype).min
+            biases.append(pad(bias, (columns - keys.shape[2], 0), value=least))
+        super().join(other)
+        of_row = torch.cat([rows[0].prompt_of_row, rows[1].prompt_of_row + rows[0].prompts])
+        self.rows = PromptRows.of(of_row, rows[0].prompts + rows[1].prompts, torch.cat(biases))
 
 
 # `RepeatedPrompts` copies the prompts to every row after the prefill. Its columns are the prompt
@@ -307,48 +394,37 @@ class SharedPrompts:
 #   row 1     · 11 12             2
 #   row 2    13 14 15             3
 #
-# `visible` has 3 + new_tokens columns and is False at the padding (row 0 and 1, column 0). The
-# model receives the columns in use, the new token's included. It tells the model what to hide, in
-# a form that depends on the layers of the model:
+# `start` is 1 1 0. The model is told which of the columns in use to hide, the new token's included,
+# in a form that depends on the layers of the model:
 #
 # - None: no row has padding.
 # - a bias [b, 1, 1, columns], a large negative number where `visible` is False: every layer attends
-#   to all tokens before the query. Layers use it as it is, and it is made once.
+#   to all tokens before the query. Layers use it as it is.
 # - `visible` [b, columns]: some layers have windows, chunks, ALiBi or a recurrent state. The model
 #   makes the mask of each kind of layer from it, for every token.
 
 
-class RepeatedPrompts:
-    """The cache of one micro-batch that holds the prompt of every row."""
+class RepeatedPrompts(CachedRows):
+    """A cache that holds the prompt of every row, for every model."""
 
     def __init__(self, module: PreTrainedModel) -> None:
-        self.cache = growing_cache(module.config)
-        self.growing = [x for x in self.cache.layers if isinstance(x, GrowingCacheLayer)]
-        self.columns = 0
-        """The columns in use, counted if there is padding."""
-        self._module = module
-        self._mask: Tensor | None = None
+        super().__init__(module)
+        self._takes_bias = takes_bias(module, self.cache)
 
-    def begin_rows(self, prompt_of_row: Tensor, visible: Tensor | None, new_tokens: int) -> None:
+    def begin_rows(self, prompt_of_row: Tensor, visible: Tensor | None) -> None:
         reorder_cache(self.cache, prompt_of_row)
-        if visible is None:
-            return
-        self.columns = visible.shape[1]
-        new = visible.new_ones(len(prompt_of_row), new_tokens)
-        visible = torch.cat([visible.index_select(0, prompt_of_row), new], 1)
-        takes = takes_bias(self._module, self.cache)
-        self._mask = _bias(visible, self._module.dtype)[:, None, None] if takes else visible
+        self.columns = self.growing[0].length if self.growing else 0
+        self.start, self.padded = torch.zeros_like(prompt_of_row), visible is not None
+        if visible is not None:
+            self.start = (visible.shape[1] - visible.sum(1)).index_select(0, prompt_of_row)
+            self.columns = visible.shape[1]
 
     def arguments(self) -> dict[str, object]:
-        if self._mask is None:
+        visible = self._visible()
+        if visible is None:
             return {}
-        self.columns += 1
-        return {"attention_mask": self._mask[..., : self.columns]}
-
-    def keep_rows(self, order: Tensor) -> None:
-        reorder_cache(self.cache, order)
-        if self._mask is not None:
-            self._mask = self._mask[order]
+        mask = _bias(visible, self._module.dtype)[:, None, None] if self._takes_bias else visible
+        return {"attention_mask": mask}
 
 
 def takes_bias(module: PreTrainedModel, cache: Cache) -> bool:
@@ -407,7 +483,10 @@ def decode_attention(
     key_heads = key.shape[1]
     scale = size**-0.5 if scaling is None else scaling
     scaled = (query * scale).view(count, key_heads, heads // key_heads, size)
-    own, own_sum = _attend(scaled.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), None)
+    bias = prompt_cache.bias
+    if bias is not None:
+        bias = bias[:, None].expand(-1, key_heads, -1, -1).flatten(0, 1)
+    own, own_sum = _attend(scaled.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), bias)
     prompt, prompt_sum = _attend_to_prompts(
         scaled, layer.prompt_keys, layer.prompt_values, prompt_cache.rows
     )

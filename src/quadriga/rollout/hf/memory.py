@@ -49,7 +49,8 @@ def generation_memory(
     if isinstance(found, str):
         missing = f"KV cache and buffers ({found})"
     else:
-        adds = {"KV cache": found[0], "buffers": found[1] - found[0]}
+        kept = found[0] * use.kept // use.count
+        adds = {"KV cache": found[0] + kept, "buffers": found[1] - found[0]}
     return EngineMemory(
         {"weights": weights}, {"generate": adds}, host=weights, loading=weights, missing=missing,
         shares_weights=True,
@@ -99,7 +100,7 @@ def _begin_rows(
         cache.share(PromptRows(use.prompts, of_row, slots, of_row, bias))
     else:
         visible = torch.ones(use.prompts, use.prompt, dtype=torch.bool)
-        cache.begin_rows(of_row, visible, use.response)
+        cache.begin_rows(of_row, visible)
 
 
 def _fill(cache: SharedPrompts | RepeatedPrompts, use: GenerationUse) -> int:

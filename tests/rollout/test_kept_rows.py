@@ -1,0 +1,116 @@
+"""Paused rows whose caches the engine hf keeps for the next call: found again, or computed again.
+
+`tests/architectures` compares the numbers for every architecture.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rollout_slices import in_slices
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
+
+from quadriga.config.schema import ModelConfig
+from quadriga.rollout import build_rollout
+from quadriga.rollout.base import Continued, SamplingParams
+
+SIZES = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+CONFIGS = [LlamaConfig(**SIZES), MistralConfig(**SIZES, sliding_window=6)]
+SAMPLING = SamplingParams(19, eos_token_ids=tuple(range(5)), pad_token_id=0)
+PROMPTS = [[7, 8, 9], [7, 8, 9], [20], [30, 31], [50, 51, 52], [50, 51, 52], [60], [61]]
+
+
+@pytest.fixture(scope="module", params=CONFIGS, ids=["shared prompts", "windows"])
+def engine(request, tmp_path_factory):
+    """An engine that counts the tokens that its model computes."""
+    torch.manual_seed(0)
+    folder = str(tmp_path_factory.mktemp("model"))
+    AutoModelForCausalLM.from_config(request.param).save_pretrained(folder)
+    engine = build_rollout("hf", ModelConfig(path=folder))
+    forward = engine._cached.forward
+
+    def counted(cache, ids, *more):
+        engine.computed += ids.numel()
+        return forward(cache, ids, *more)
+
+    engine._cached.forward = counted
+    return engine
+
+
+def run(engine, at_most, keep, between=lambda call: None):
+    """The responses, and how many tokens the model computed."""
+    engine.computed = 0
+    engine._paused.clear()
+    return in_slices(engine, PROMPTS, SAMPLING, at_most, keep, between), engine.computed
+
+
+def assert_close(found, expected):
+    assert [ids for ids, _ in found] == [ids for ids, _ in expected]
+    for (_, one), (_, other) in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, abs=2e-5)
+
+
+@pytest.mark.parametrize("at_most", [1, 3, 8])
+def test_rows_join_and_leave_and_no_token_is_computed_twice(engine, at_most):
+    whole, _ = run(engine, 19, 0)
+    assert len({len(ids) for ids, _ in whole}) > 3, "rows leave in different calls"
+    again, many = run(engine, at_most, 0)
+    kept, few = run(engine, at_most, 8)
+    assert_close(again, whole)
+    assert_close(kept, whole)
+    # The three prompts of each half, of 3 columns, and each token but the last one of a row. Rows
+    # that have ended are computed until they are removed.
+    new = sum(len(ids) - 1 for ids, _ in whole)
+    assert new <= few - 2 * 3 * 3 < min(1.2 * new, many)
+    assert run(engine, at_most, 8)[0] == kept, "the same calls give the same numbers, to the bit"
+
+
+FORGETS = {
+    "an update": lambda engine: engine.update_weights(engine.weights(), engine.version + 1),
+    "a release": lambda engine: (engine.release(), engine.resume()),
+    "a call that keeps nothing": lambda engine: continue_rows(engine, torch.zeros(0, 3), [], 0),
+    "others": lambda engine: continue_rows(engine, torch.full((8, 3), 9), range(90, 98), 0, keep=8),
+}
+
+
+@pytest.mark.parametrize("event", FORGETS)
+def test_what_is_not_kept_is_computed_again(engine, event):
+    again, many = run(engine, 5, 0)
+
+    def forget(call):
+        before = engine.computed
+        FORGETS[event](engine)
+        engine.computed = before
+
+    assert run(engine, 5, 8, forget) == (again, many)
+
+
+def test_a_cache_is_of_the_same_row(engine):
+    """A row with another seed or token is computed again, and a row may be there twice."""
+    ids = torch.tensor([[5, 6, 7], [5, 6, 8]])
+    for what in ("seed", "prompt", "sampled", "twice"):
+        engine._paused.clear()
+        first = continue_rows(engine, ids, [3, 4], 0, keep=3).response_ids
+        given, seeds = torch.cat([ids, first], 1), [3, 4]
+        if what == "seed":
+            seeds = [4, 3]
+        elif what == "twice":
+            given, seeds = given[[0, 1, 1]], [3, 4, 4]
+        else:
+            given[:, {"prompt": 0, "sampled": -1}[what]] += 1
+        engine.computed = 0
+        found = continue_rows(engine, given, seeds, 2, keep=3)
+        assert engine.computed == (6 if what == "twice" else 2 * (5 + 1)), what
+        engine._paused.clear()
+        assert found.response_ids.equal(continue_rows(engine, given, seeds, 2).response_ids), what
+
+
+def continue_rows(engine, ids, seeds, sampled, keep=0):
+    """Two more tokens of each row."""
+    given = SamplingParams(9, eos_token_ids=(), pad_token_id=0)
+    seeds, ids = torch.tensor(list(seeds)).long(), ids.long()
+    continued = Continued(torch.full_like(seeds, sampled), 2, keep)
+    return engine.generate(ids, torch.ones_like(ids), given, seeds, continued=continued)
