@@ -135,8 +135,9 @@ class GrowingCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as
 
     def reorder_cache(self, rows: Tensor) -> None:
         """Keep only `rows`, in their order, in another buffer. A row may be repeated."""
-        self.keys = self._resized(self.keys[:, :, : self.length], 0, rows)
-        self.values = self._resized(self.values[:, :, : self.length], 0, rows)
+        if self.is_initialized:
+            self.keys = self._resized(self.keys[:, :, : self.length], 0, rows)
+            self.values = self._resized(self.values[:, :, : self.length], 0, rows)
 
     def _resized(self, old: Tensor, added: int, rows: Tensor | None = None) -> Tensor:
         """Copy `old` [b, H, length, D], or some of its rows, to a buffer with space for `added`
