@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rollout_slices import in_slices
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 from quadriga.config.schema import ModelConfig
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import Continued, SamplingParams
+from rollout_slices import in_slices
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
