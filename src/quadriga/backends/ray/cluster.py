@@ -18,6 +18,7 @@ import ray
 import ray.util.client
 from ray.job_config import JobConfig
 
+from quadriga.backends.ray.session import private_folder
 from quadriga.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -148,6 +149,8 @@ def ensure_ray(
         settings["address"] = address
     else:
         protect_token()
+        if "RAY_TMPDIR" not in os.environ and "_temp_dir" not in options:
+            settings["_temp_dir"] = private_folder()
         # "local" starts a cluster even if another one runs on this machine.
         settings.update(
             address="local",

@@ -1,0 +1,105 @@
+"""The folder of a Ray session that a run starts, with its sockets and logs, is its user's alone."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import ray
+
+from quadriga.backends.ray import cluster, session
+
+
+@pytest.fixture
+def base(tmp_path_factory, monkeypatch) -> Path:
+    """A folder for temporary files with a short path."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    yield folder
+    for child in [*folder.iterdir(), folder]:
+        subprocess.run(["rm", "-rf", str(child)], check=True)
+
+
+def given_to_ray(monkeypatch, **options) -> dict[str, object]:
+    seen: dict[str, object] = {}
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **settings: seen.update(settings))
+    cluster.ensure_ray(**options)
+    return seen
+
+
+def test_a_session_has_a_private_folder(base, monkeypatch) -> None:
+    folder = Path(str(given_to_ray(monkeypatch)["_temp_dir"])).parent
+    assert folder.parent == base and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    socket = f"{folder}/r/session_2026-11-26_07-58-14_123456_4194304/sockets/plasma_store"
+    assert len(socket) <= 107
+
+
+@pytest.mark.parametrize("given", ["RAY_TMPDIR", "_temp_dir", "address", "RAY_ADDRESS"])
+def test_the_users_choice_stays(given, base, monkeypatch) -> None:
+    options = {} if given.isupper() else {given: str(base / "own")}
+    if given.isupper():
+        monkeypatch.setenv(given, str(base / "own"))
+    settings = given_to_ray(monkeypatch, **options)
+    assert settings.get("_temp_dir") == options.get("_temp_dir") and not list(base.iterdir())
+
+
+def test_a_temporary_folder_with_a_long_path_is_not_used(base, monkeypatch) -> None:
+    long = base / ("a" * 60)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    folder = Path(str(given_to_ray(monkeypatch)["_temp_dir"])).parent
+    try:
+        assert folder.parent == Path("/tmp")
+    finally:
+        folder.joinpath("lock").unlink()
+        folder.rmdir()
+
+
+def test_folders_of_ended_sessions_are_removed(base, monkeypatch) -> None:
+    """A folder stays while its controller lives, while a process of Ray names it, and if it is of
+    something else."""
+    ended, alive, used, other, link = (base / f"{session.PREFIX}{n}" for n in "abcde")
+    for folder in (ended, alive, used, other):
+        (folder / "r").mkdir(parents=True)
+    for folder in (ended, alive, used):
+        (folder / "lock").touch()
+    link.symlink_to(other)
+    raylet = subprocess.Popen([sys.executable, "-c", "input()", f"--temp_dir={used}/r"],
+                              stdin=subprocess.PIPE)  # fmt: skip
+    with open(alive / "lock") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        made = Path(str(given_to_ray(monkeypatch)["_temp_dir"])).parent
+    assert set(base.iterdir()) == {made, alive, used, other, link}
+    raylet.communicate(b"\n")
+    again = Path(str(given_to_ray(monkeypatch)["_temp_dir"])).parent
+    assert set(base.iterdir()) == {made, again, other, link}
+
+
+@pytest.mark.nightly
+def test_no_socket_of_a_session_can_be_reached_by_others(base) -> None:
+    """By a real Ray, whose own folders all users can write."""
+    program = (
+        "from quadriga.backends.ray.cluster import ensure_ray; import os, ray\n"
+        "ensure_ray(num_cpus=1); n = ray._private.worker._global_node\n"
+        "print(n.get_session_dir_path(), flush=True); input()"
+    )
+    environment = {**os.environ, "TMPDIR": str(base)}
+    with subprocess.Popen([sys.executable, "-c", program], text=True, env=environment,
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as run:  # fmt: skip
+        assert run.stdout is not None and run.stdin is not None
+        folder = Path(run.stdout.readline().strip())
+        assert (folder / "sockets/plasma_store").is_socket()
+        assert stat.S_IMODE(folder.parents[1].stat().st_mode) == 0o700
+        run.stdin.write("\n")
+    time.sleep(1)
+    session.private_folder()
+    assert not folder.exists()
