@@ -385,9 +385,9 @@ class ControllerState:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint from which a run is resumed: its folder, the state of its controller, and
-    whether the data has changed since."""
+    """A point at which a run is resumed: the folder of its checkpoint (None: the groups of the run
+    hold its state), the state of its controller, and whether the data has changed since."""
 
-    folder: Path
+    folder: Path | None
     state: ControllerState
     data_changed: bool

@@ -544,6 +544,12 @@ class RunConfig(MachineConfig):
     # disable, auto (the newest complete checkpoint; without one, from step 1) or its folder
     resume_mode: str = "disable"
     resume_override: bool = False  # resume although data or model differ from the checkpoint's
+    # after the loss of a rank, a node or an engine: how often the run goes on from its newest
+    # checkpoint; 0: the loss ends the run
+    max_restarts: Natural = 3
+    restart_window_s: Positive = 3600.0  # a restart with progress counts for this many seconds
+    # seconds that a restart waits for missing nodes; then the run goes on with fewer, if it can
+    restart_wait_s: NonNegative = 600.0
     project_name: str = "quadriga"  # of the learning curve and of trackers
     experiment_name: str = "run"  # name of the run there
     default_local_dir: str = "runs/run"  # run folder

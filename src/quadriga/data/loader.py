@@ -126,6 +126,10 @@ class PromptLoader:
         self.epoch += 1
         self.batches_done = 0
 
+    def rewind(self) -> None:
+        """Begin the epoch again, whatever was read of it."""
+        self.batches_done = 0
+
     def update(self, data: DataProto) -> None:
         """Tell the sampler, if there is one, about a step."""
         if self.sampler is not None:

@@ -143,6 +143,10 @@ METRICS: dict[str, MetricInfo] = {
     "time/*": _I("s", "time in a span of the step; spans can be nested", "sum"),
     "perf/tokens_per_second": _I("tokens/s", "prompt and response tokens / time of the step"),
     "progress/elapsed": _I("s", "time since the start of the run", "last"),
+    # In the first row after a restart
+    "restarts/count": _I("1", "restarts of the run so far, after losses", "last"),
+    "restarts/lost_steps": _I("steps", "completed steps that are done again", "last"),
+    "restarts/seconds": _I("s", "from the loss until the run went on", "last"),
 }
 
 _REDUCERS: dict[Kind, Callable[[list[float]], float]] = {

@@ -100,12 +100,11 @@ class RunFolder:
         try:
             # A second time, under the lock: another run may have written here since the first.
             folder.check(existing, locked=True)
-            outdated: tuple[str, ...] = _ALL if existing == "overwrite" else ()
+            for name in _ALL if existing == "overwrite" else ():
+                remove(folder.path / name)
             if existing == "restart" and folder.holds_run:
                 _log.warning("%s has no checkpoint: its run begins again from step 1", folder.path)
-                outdated = _OF_STEPS
-            for name in outdated:
-                remove(folder.path / name)
+                folder.forget_after(None)
             folder.config.write_text(to_yaml(config))
         except BaseException as error:
             folder.close()
@@ -177,11 +176,15 @@ class RunFolder:
             return "overwrite"
         return "restart" if trainer.resume_mode == "auto" else "refuse"
 
-    def forget_after(self, step: int) -> None:
-        """Remove metrics and samples of steps after `step`.
+    def forget_after(self, step: int | None) -> None:
+        """Remove metrics and samples of steps after `step`; None: all that was written of steps.
 
         A resumed run continues after the step of its checkpoint and writes later steps again.
         """
+        if step is None:
+            for name in _OF_STEPS:
+                remove(self.path / name)
+            return
         for path in (self.metrics, self.samples):
             if path.exists():
                 keep_rows(path, lambda row: int(row.get("step", 0)) <= step)

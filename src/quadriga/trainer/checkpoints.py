@@ -32,6 +32,7 @@ from quadriga.config.schema import RunConfig, TrainConfig
 from quadriga.errors import CheckpointError, QuadrigaError
 from quadriga.models.folder import local_folder
 from quadriga.observability.run_folder import CHECKPOINTS
+from quadriga.trainer.restarts import Restarts
 from quadriga.trainer.roles.registry import Role, added_roles
 from quadriga.trainer.roles.workers import needs_critic, saving_roles
 
@@ -81,6 +82,7 @@ _WITHOUT_EFFECT = {"data.cache_dir"} | {
         "val_before_train", "save_freq", "save_interval_s", "async_save", "save_on_stop",
         "stop_grace_s", "max_ckpt_to_keep",
         "call_timeout_s", "num_cpus", "threads_per_worker", "check_memory", "device_memory_gb",
+        "max_restarts", "restart_window_s", "restart_wait_s",
     )
 }  # fmt: skip
 
@@ -297,13 +299,16 @@ ends with it."""
 
 
 class Checkpointing:
-    """Finds the checkpoint of a run that is resumed, and says when the next one is due.
+    """Finds the point at which a run is resumed or goes on after a loss, and says when the next
+    checkpoint is due.
 
     Args:
         given: the settings as the user gave them, which a checkpoint records; None: `config`.
 
     Attributes:
         stop: whether a signal has asked the run to stop.
+        restarts: counts the losses of the run.
+        held: the point that all groups hold, from the beginning of a step to its first update.
     """
 
     def __init__(self, config: AnyRun, loader: PromptLoader, given: AnyRun | None = None) -> None:
@@ -316,17 +321,26 @@ class Checkpointing:
             beside=trainer.async_save, max_to_keep=trainer.max_ckpt_to_keep
         )
         self.stop = StopRequest(save=trainer.save_on_stop, grace_s=trainer.stop_grace_s)
+        self.restarts = Restarts(trainer, lambda: self.stop.requested)
+        self.held: Resumed | None = None
+        self._beginning = loader.state_dict()
+        self._resumed: Resumed | None = None  # the point at which the run was resumed
 
     def resume(self) -> Resumed | None:
-        """Find the checkpoint that `trainer.resume_mode` names, and move the loader to its
-        position. The caller loads the states of the roles.
+        """Find the checkpoint that `trainer.resume_mode` names, or after a loss the newest point,
+        and move the loader to its position. The caller loads the states of the roles.
 
         Raises:
             CheckpointError: it is damaged, or belongs to other data or another model.
         """
-        resumed = read_resumed(self.config, self.inputs, tell=True)
+        if self.restarts.running:
+            resumed = self.newest_point()
+        else:
+            resumed = self._resumed = read_resumed(self.config, self.inputs, tell=True)
         if resumed is not None:
             resumed.state.continue_loader(self.loader, data_changed=resumed.data_changed)
+        elif self.restarts.count:
+            self.loader.load_state_dict(self._beginning)
         return resumed
 
     @contextmanager
@@ -340,6 +354,32 @@ class Checkpointing:
             at_once = isinstance(error, KeyboardInterrupt)
             self.writer.abandon(0 if at_once else self.config.trainer.stop_grace_s)
             raise
+
+    def newest_point(self) -> Resumed | None:
+        """Return the newest point to which the run can go back after a loss; None: its beginning.
+
+        No other place chooses one. Each attempt of a run asks once, when its groups are started,
+        and `groups.load` then loads the point's `folder`, unless the groups hold the point already
+        (`folder` is None). Points that lie between two checkpoints belong here, too.
+        """
+        if self.held is not None:
+            return self.held
+        root = Path(self.config.trainer.default_local_dir).absolute() / CHECKPOINTS
+        folder, errors = newest_undamaged_checkpoint(root)
+        for error in errors:
+            _log.warning("skipped a checkpoint: %s", error)
+        return self._resumed if folder is None else Resumed(folder, read_state(folder), False)
+
+    def begin_step(self, step: int, kl_controller: Mapping[str, float]) -> None:
+        """Note that a step begins after `step`, the last one that was completed: until the first
+        update, every group holds this point."""
+        self.restarts.completed = step
+        self.held = Resumed(None, self.state(step, kl_controller), False)
+
+    def state(self, step: int, kl_controller: Mapping[str, float]) -> ControllerState:
+        """Return the state of the controller after a step of the run, whose record is open."""
+        position, validation = self.loader.state_dict(), self.restarts.last_validation
+        return ControllerState(step, position, dict(kl_controller), self.inputs, validation)
 
     def end_step(
         self,
@@ -364,19 +404,23 @@ class Checkpointing:
         """
         last, every = step == record.total_steps, self.config.trainer.test_freq
         due = last or (every > 0 and step % every == 0 and not self.stop.requested)
+        again = False  # after a loss, the step is done again
         try:
             self._check_written(record)
             if validate is not None and due:
                 last |= validate()
-        except BaseException:  # also a second signal, or the end of `stop_grace_s`
-            with suppress(QuadrigaError):  # a rank that has failed cannot save either
-                self._save_if_due(record, step, kl_controller, save, last=last, ends=True)
+        except BaseException as error:  # also a second signal, or the end of `stop_grace_s`
+            again = self.restarts.allows(error)
+            if not again:
+                with suppress(QuadrigaError):  # a rank that has failed cannot save either
+                    self._save_if_due(record, step, kl_controller, save, last=last, ends=True)
             raise
         else:
             ends = last or self.stop.requested
             self._save_if_due(record, step, kl_controller, save, last=last, ends=ends)
         finally:
-            record.end_step(step)
+            if not again:
+                record.end_step(step)
         self.stop.stop_if_requested()
         return last
 
@@ -396,8 +440,7 @@ class Checkpointing:
         by_time = interval_s is not None and time.monotonic() - self._saved_at >= interval_s
         if not (by_number or by_time or self.stop.requested):
             return
-        position, validation = self.loader.state_dict(), record.last_validation
-        state = ControllerState(step, position, kl_controller or {}, self.inputs, validation)
+        state = self.state(step, kl_controller or {})
         with record.span("save"):
             save(record.folder.checkpoints, state, ends)
         self._saved_at = time.monotonic()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -23,14 +23,16 @@ from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.paths import absolute_paths
 from quadriga.config.schema import ActorConfig, ActorRolloutRefConfig, RolloutConfig
 from quadriga.data.conversations import MARGINS, PairDataset, PairLengths, turn_end_ids
+from quadriga.errors import QuadrigaError
 from quadriga.models.folder import end_token_ids, local_folder
 from quadriga.protocol import DataProto, fields, pad_dataproto_to_divisor, unpad_dataproto
 from quadriga.trainer.checkpoints import Checkpointing
 from quadriga.trainer.checks.data import check_fine_tuning_data
 from quadriga.trainer.checks.settings import refuse, warmup_problems
 from quadriga.trainer.ingredients import check_rows
-from quadriga.trainer.preflight import check_fine_tuning_config
+from quadriga.trainer.preflight import check_fine_tuning_config, check_sizes
 from quadriga.trainer.record import RunRecord
+from quadriga.trainer.restarts import restarted
 from quadriga.trainer.roles.registry import Role
 from quadriga.trainer.roles.workers import threads_per_rank
 from quadriga.trainer.validation import Validator
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
 
     from quadriga.data import PromptDataset, PromptLoader, SFTDataset
     from quadriga.data.loader import BatchDataset
-    from quadriga.single_controller import ClassWithInitArgs
+    from quadriga.single_controller import Backend, ClassWithInitArgs
     from quadriga.workers import RankRuntime
     from quadriga.workers.roles import PairTrainingGroup, SFTGroup
 
@@ -108,8 +110,10 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
         self.total_steps = trainer.total_training_steps or len(self.loader) * trainer.total_epochs
         refuse(config, warmup_problems("optim", config.optim, self.total_steps))
         self.checkpoints = Checkpointing(config, self.loader, given)
+        self.restarts = self.checkpoints.restarts
         self.step = 0
         self._groups: OneGroup[GroupT] | None = None
+        self._session: Backend | None = None  # keeps Ray running while the group is ended
 
     @abstractmethod
     def worker(self, runtime: RankRuntime) -> ClassWithInitArgs:
@@ -136,11 +140,14 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
             PlacementError: the nodes cannot hold the ranks. Nothing was started.
             WorkerError: a rank failed while it started.
         """
-        if self._groups is not None:
-            return self._groups
+        if self._groups is None:
+            self._groups = self.restarts.placed(self._start, self.config, check_sizes)
+        return self._groups
+
+    def _start(self, config: ConfigT) -> OneGroup[GroupT]:
         from quadriga.workers import RankRuntime
 
-        trainer = self.config.trainer
+        trainer = config.trainer
         threads, steps = threads_per_rank(trainer), self.total_steps
         runtime = RankRuntime(trainer.device, threads, trainer.seed, steps)
         backend = open_backend(trainer)
@@ -148,8 +155,7 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
             pool = one_pool(trainer, backend)
             group: Any = start_group(backend, pool, self.worker(runtime), groups, trainer)
             group.init_model()
-        self._groups = OneGroup(backend=backend, groups=groups, policy=group)
-        return self._groups
+        return OneGroup(backend=backend, groups=groups, policy=group)
 
     def run(self) -> FineTuned:
         """Run the loop, and stop the worker group.
@@ -163,19 +169,19 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
         finally:
             self.close()
 
+    @restarted
     def fit(self) -> FineTuned:
         """Run the loop: update, and where it is due validate and save."""
         policy, key = self.init_workers().policy, self.saved_as.key
         # Loaded before the run folder is opened: a folder of a run that cannot be continued keeps
         # all that it holds.
         resumed = self.checkpoints.resume()
-        if resumed is not None:
-            self.step = resumed.state.step
+        self.step = 0 if resumed is None else resumed.state.step
+        if resumed is not None and resumed.folder is not None:
             policy.load_checkpoint(str(resumed.folder / key), self.step)
-        with (
-            RunRecord(self.config, self.total_steps, self.tokenizer, resumed, self.given) as record,
-            self.checkpoints.finishing(),
-        ):
+        config, given = self.config, self.given
+        make = partial(RunRecord, config, self.total_steps, self.tokenizer, resumed, given)
+        with self.restarts.record(make, resumed) as record, self.checkpoints.finishing():
             validate = self.validation(policy, record)
             for rows in () if self.reached_goal(record.last_validation) else self.schedule():
                 with record.span("step"):
@@ -183,9 +189,17 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
                 save = partial(self.checkpoints.writer.save, groups={key: policy})
                 if self.checkpoints.end_step(record, self.step, validate=validate, save=save):
                     break
+                self.restarts.completed = self.step
             path = str(record.folder.model)
             policy.export_hf(path)
             return FineTuned(path, self.step, record.last_validation)
+
+    def end_lost(self, error: QuadrigaError) -> str:
+        """End the group, after a loss."""
+        if self._groups is not None:
+            groups, self._groups = self._groups, None
+            groups.close()
+        return "started again: all ranks"
 
     def schedule(self) -> Iterator[DataProto]:
         """Yield one batch of rows per step, epoch after epoch, and count `step`. Within a step the
@@ -200,9 +214,12 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
 
     def close(self) -> None:
         """Stop the worker group, if it is started."""
-        if self._groups is not None:
-            self._groups.close()
-            self._groups = None
+        with ExitStack() as stack:
+            if self._session is not None:
+                stack.callback(self._session.shutdown)
+            if self._groups is not None:
+                self._groups.close()
+                self._groups = None
 
 
 def run_sft(config: SFTConfig) -> FineTuned:
@@ -276,6 +293,8 @@ class SFTTrainer(OneGroupTrainer[SFTConfig, "SFTGroup"]):
         validator = Validator(seed, prompts, policy, self.reward_fn, record)
         if prompts is None and conversations is None:
             return None
+        for loader in filter(None, (prompts, conversations)):
+            loader.rewind()  # a loss may have ended a validation in its middle
 
         def validate() -> bool:
             if prompts is not None:

@@ -20,7 +20,6 @@ def run_training(config: TrainConfig) -> None:
     trainer = RayPPOTrainer(config)
     try:
         with trainer.stop.listening():
-            trainer.init_workers()
             trainer.fit()
     finally:
         trainer.close()

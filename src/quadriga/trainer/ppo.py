@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ from quadriga.checkpoint.folders import ControllerState, Resumed
 from quadriga.config.paths import absolute_paths
 from quadriga.config.role_ranks import has_replicas
 from quadriga.config.schema import TrainConfig
-from quadriga.errors import MismatchError
+from quadriga.errors import MismatchError, PlacementError, QuadrigaError
 from quadriga.parallel.balancing import Balance
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.rewards.tensors import BatchFunction, batch_reward
@@ -40,8 +40,9 @@ from quadriga.trainer.checkpoints import Checkpointing
 from quadriga.trainer.checks.settings import refuse, run_length_problems
 from quadriga.trainer.dataflow import StepPlan, balance_of
 from quadriga.trainer.ingredients import Ingredients, check_ingredients, load_ingredients
-from quadriga.trainer.preflight import check_train_config
+from quadriga.trainer.preflight import check_sizes, check_train_config
 from quadriga.trainer.record import RunRecord
+from quadriga.trainer.restarts import restarted
 from quadriga.trainer.roles.registry import ResourcePoolManager, Role, added_stages
 from quadriga.trainer.roles.workers import POLICY_ROLES, correction_of
 from quadriga.trainer.stages import (
@@ -53,11 +54,11 @@ from quadriga.trainer.stages import (
 )
 from quadriga.trainer.streaming import Pause, StreamedSampler
 from quadriga.trainer.validation import Validator
-from quadriga.trainer.worker_groups import PPOGroups, gather, start_groups
+from quadriga.trainer.worker_groups import PPOGroups, gather, open_backend, start_groups
 from quadriga.workers.updates import MISMATCH
 
 if TYPE_CHECKING:
-    from quadriga.single_controller import Worker
+    from quadriga.single_controller import Backend, Worker
 
 _log = logging.getLogger("quadriga")
 
@@ -122,8 +123,11 @@ class RayPPOTrainer:
         self.stream = endless(self.ingredients.train_loader)
         self.step = 0
         self.checkpoints = Checkpointing(config, self.ingredients.train_loader, self.given)
-        self.stop = self.checkpoints.stop
+        self.stop, self.restarts = self.checkpoints.stop, self.checkpoints.restarts
+        self._kl_beginning = self.kl_controller.state_dict()
         self._groups: PPOGroups | None = None
+        self._lost: list[str] = []  # pools that are to be started again
+        self._session: Backend | None = None  # keeps Ray running while all groups are ended
         self._streamed: StreamedSampler | None = None
 
     @property
@@ -141,15 +145,24 @@ class RayPPOTrainer:
             PlacementError: the nodes cannot hold the pools. Nothing was started.
             WorkerError: a rank failed while it started.
         """
+        if self._groups is not None and self._lost:
+            lost, self._lost = self._lost, []
+            try:
+                self._groups = self._groups.starter.start(lost)
+            except PlacementError:  # too few nodes are left for these pools beside the others
+                self.end_groups()
         if self._groups is None:
-            self._groups = start_groups(
-                self.placed,
+            start = partial(
+                start_groups,
                 total_steps=self.total_steps,
                 role_worker_mapping=self.role_worker_mapping,
                 resource_pool_manager=self.resource_pool_manager,
             )
+            check = check_sizes if self.resource_pool_manager is None else None
+            self._groups = self.restarts.placed(start, self.placed, check)
         return self._groups
 
+    @restarted
     def fit(self) -> dict[str, float]:
         """Run the algorithm. Return the metrics of the last validation, {} if there was none."""
         groups, plan = self.init_workers(), self.plan
@@ -190,6 +203,7 @@ class RayPPOTrainer:
                         elif plan.old_log_prob_pass:
                             self.measure_policy(rows_with_advantage(batch), runner)
 
+                    self.checkpoints.held = None  # from here on, the states of roles change
                     if critic:
                         with record.span("update_critic"):
                             order = balance.critic_order(len(batch))
@@ -272,20 +286,25 @@ class RayPPOTrainer:
         """Count `step` up to the last step of the run, and yield it."""
         with self.stop.steps():
             while self.step < self.total_steps:
+                kl_controller = self.kl_controller.state_dict()
+                self.checkpoints.begin_step(self.step, kl_controller)
                 self.step += 1
                 yield self.step
 
-    def open_record(self, resumed: Resumed | None) -> RunRecord:
-        """Open the run folder; `resumed` is the loaded checkpoint, if there is one."""
+    def open_record(self, resumed: Resumed | None) -> AbstractContextManager[RunRecord]:
+        """Open the run folder, for all attempts; `resumed` is the point at which the run goes on, if there is one."""
         tokenizer = self.ingredients.tokenizer
-        return RunRecord(self.config, self.total_steps, tokenizer, resumed, self.given)
+        make = partial(RunRecord, self.config, self.total_steps, tokenizer, resumed, self.given)
+        return self.restarts.record(make, resumed)
 
     def make_validator(self, groups: PPOGroups, record: RunRecord) -> Validator:
         """Return the validator of the run."""
-        added = added_stages(self.config, validation=True)
+        added, loader = added_stages(self.config, validation=True), self.ingredients.val_loader
+        if loader is not None:
+            loader.rewind()  # a loss may have ended a validation in its middle
         return Validator(
             self.config.trainer.seed,
-            self.ingredients.val_loader,
+            loader,
             groups.generator,
             self.val_reward_fn,
             record,
@@ -332,7 +351,8 @@ class RayPPOTrainer:
         return nullcontext() if self._streamed is None else self._streamed.paused(why)
 
     def resume(self, groups: PPOGroups) -> Resumed | None:
-        """Load the checkpoint that `trainer.resume_mode` names, if there is one, and return it.
+        """Load the checkpoint that `trainer.resume_mode` names, or after a loss the newest point,
+        if there is one, and return it.
 
         Raises:
             CheckpointError: it is damaged, or belongs to other data or another model.
@@ -340,15 +360,53 @@ class RayPPOTrainer:
         resumed = self.checkpoints.resume()
         if resumed is not None:
             self.kl_controller.load_state_dict(resumed.state.kl_controller)
-            groups.load(resumed.folder, resumed.state.step)
+            if resumed.folder is not None:
+                groups.load(resumed.folder, resumed.state.step)
             self.step = resumed.state.step
+        elif self.restarts.count:
+            self.kl_controller.load_state_dict(self._kl_beginning)
+            self.step = 0
+        if self.restarts.count:
+            # The loop over the batches of the attempt before was left within a batch.
+            self.stream = endless(self.ingredients.train_loader)
         return resumed
+
+    def end_lost(self, error: QuadrigaError) -> str:
+        """End the groups that cannot be used after a loss: those that are lost, if all others hold
+        the state of the beginning of the step, else all. Return which, for a message.
+
+        Prompt groups on their way belong to a checkpoint: with `max_staleness`, all groups end.
+        """
+        held, self.checkpoints.held = self.checkpoints.held, None
+        if self._groups is not None and held is not None and self._streamed is None:
+            self._lost = self._groups.lost_alone(error)
+        if self._groups is not None and self._lost:
+            self.checkpoints.held = held
+            for pool in self._lost:
+                self._groups.starter.end(pool)
+            uses = (use for pool in self._lost for use in self._groups.starter.pools[pool])
+            return f"started again: {', '.join(uses)}"
+        self.mismatch_watch = MismatchWatch(self.config)
+        self.end_groups()
+        return "started again: all roles"
+
+    def end_groups(self) -> None:
+        """End all groups; the next call of `init_workers` starts them again."""
+        if self._streamed is not None:
+            self._streamed.close()
+        self._lost, self.checkpoints.held = [], None
+        self._session = self._session or open_backend(self.config.trainer)
+        if self._groups is not None:
+            groups, self._groups = self._groups, None
+            groups.close()
 
     def close(self) -> None:
         """Stop the worker groups and the reward processes, if they are started."""
         from quadriga.rewards import RewardManager
 
-        with closing(self.ingredients):
+        with closing(self.ingredients), ExitStack() as stack:
+            if self._session is not None:
+                stack.callback(self._session.shutdown)
             if self._streamed is not None:
                 self._streamed.close()
             if isinstance(self.val_reward_fn, RewardManager):

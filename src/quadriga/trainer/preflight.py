@@ -156,6 +156,22 @@ def check_fine_tuning_config(config: SFTConfig | RMConfig) -> None:
     check_run_folder(config)
 
 
+def check_sizes(config: AnyRun) -> None:
+    """Check a run that has lost nodes with the number of nodes in `config`.
+
+    Raises:
+        ConfigError: the settings do not divide by its ranks, or its memory is too small.
+    """
+    from quadriga.trainer.memory import RunMemory
+
+    if isinstance(config, TrainConfig):
+        check_settings(config)
+        RunMemory(config).check()
+    else:
+        check_fine_tuning_settings(config)
+        check_fine_tuning_engine(config)
+
+
 def check_run_folder(config: AnyRun) -> None:
     """Check that the run can be written to its folder, removes no file that it reads, and can be
     resumed as the settings say.

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
@@ -76,8 +76,8 @@ class RunRecord:
         self.span = Timer()
         self.spent: dict[str, float] = {}  # seconds by span, over the whole run
         self.last: dict[str, float] = {}  # metrics of the last step
-        # metrics of the last validation, which may be before the checkpoint
-        self.last_validation = {} if resumed is None else dict(resumed.state.validation)
+        self.restarts: dict[str, float] = {}  # metrics of restarts, for the next row
+        self.last_validation: dict[str, float] = {}
         self.validation: tuple[tuple[str, str], ...] = ()  # a line for each of its data sources
         self._metrics = MetricSet()
         self._began = time.perf_counter()
@@ -87,20 +87,42 @@ class RunRecord:
         with ExitStack() as opened:  # which calls the last callback first
             self.folder = RunFolder.open(path, given or config, existing)
             opened.callback(self.folder.close)
-            step = 0 if resumed is None else resumed.state.step
-            if existing == "resume":
-                # In this order: killed between the two, the run has the steps of the checkpoints
-                # that are left.
-                set_aside_after(self.folder.checkpoints, step)
-                self.folder.forget_after(step)
-                restore_folder(self.folder.model)
-            self._samples = JsonlFile(self.folder.samples)
-            opened.callback(self._samples.close)
             title = _TITLES[type(config).__name__]
             names = trainer.project_name, trainer.experiment_name
-            info = RunInfo(self.folder, total_steps, title, step, *names)
-            self._trackers = Trackers.open(trainer.loggers, info, trainer.logger_timeout_s)
+            self._info = RunInfo(self.folder, total_steps, title, 0, *names)
+            self._loggers = trainer.loggers, trainer.logger_timeout_s
+            self._open_files(resumed, forget=existing == "resume")
             self._opened = opened.pop_all()
+
+    def _open_files(self, resumed: Resumed | None, *, forget: bool) -> None:
+        """Open the files and the trackers, to write what follows after `resumed`.
+
+        `forget`: what the run has written of later steps is removed first.
+        """
+        step = None if resumed is None else resumed.state.step
+        # metrics of the last validation, which may be before the checkpoint
+        self.last_validation = {} if resumed is None else dict(resumed.state.validation)
+        if forget:
+            # In this order: killed between the two, the run has the steps of the checkpoints
+            # that are left.
+            set_aside_after(self.folder.checkpoints, step or 0)
+            self.folder.forget_after(step)
+            restore_folder(self.folder.model)
+        with ExitStack() as opened:
+            self._samples = JsonlFile(self.folder.samples)
+            opened.callback(self._samples.close)
+            info = replace(self._info, first_step=step or 0)
+            names, timeout_s = self._loggers
+            self._trackers = Trackers.open(names, info, timeout_s)
+            self._files = opened.pop_all()
+
+    def go_back(self, resumed: Resumed | None) -> None:
+        """Go on after the step of `resumed`, a point of this run; None: from its beginning."""
+        self._trackers.close()
+        self._files.close()
+        self._metrics.take()
+        self.span.take()
+        self._open_files(resumed, forget=True)
 
     def __enter__(self) -> RunRecord:
         return self
@@ -111,7 +133,7 @@ class RunRecord:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with self._opened:
+        with self._opened, self._files:
             self._trackers.close()
             # The plot reads the metrics file, which is complete only after the trackers are closed.
             if error is None:
@@ -174,6 +196,8 @@ class RunRecord:
 
     def end_step(self, step: int) -> None:
         """Pass the metrics of the step to every tracker and begin the next step."""
+        self.add(self.restarts)
+        self.restarts = {}
         self.last = self.row
         # Taken together, so that a time belongs to the same step as the metrics beside it.
         self._metrics.take()

@@ -178,6 +178,7 @@ class PPOGroups(StartedGroups):
     groups of added roles by their keys.
     """
 
+    starter: GroupStarter
     actor: ActorGroup
     rollout: GeneratingGroup
     ref: RefGroup | None
@@ -188,6 +189,16 @@ class PPOGroups(StartedGroups):
     replicas: Replicas
     actor_version: Callable[[], int] | None = None
     added: Mapping[str, WorkerGroup] = field(default_factory=dict)
+
+    def lost_alone(self, error: QuadrigaError) -> list[str]:
+        """Return the pools that were lost if no other pool needs a checkpoint for that, else [].
+
+        Then no role with a state of its own is lost, and no added role has one that may have
+        changed since the beginning of the step.
+        """
+        lost = self.starter.lost_pools(error)
+        uses, saved = {use for pool in lost for use in self.starter.pools[pool]}, set(self.saved)
+        return [] if uses & saved or saved - {"actor", CRITIC} else lost
 
     @contextmanager
     def generating(self, add: Callable[[Mapping[str, float]], None]) -> Iterator[None]:
@@ -272,44 +283,99 @@ def start_groups(
     with close_on_error(backend) as groups:
         manager = resource_pool_manager or pool_manager(config, backend)
         pools = uses_by_pool(config, manager)
-        workers = workers_of(pools)
-        classes = worker_classes(config, workers, total_steps, role_worker_mapping)
+        classes = worker_classes(config, workers_of(pools), total_steps, role_worker_mapping)
         manager.create_resource_pool(backend)
-        # Roles of one pool are built in the same processes, so they share the device's memory and
-        # their calls take turns. Roles of different pools run side by side.
-        views: dict[str, WorkerGroup] = {}
-        replicas: Replicas | None = None
-        for pool, uses in pools.items():
-            members = {key: classes[key] for key in worker_keys(uses)}
-            place = manager.resource_pool_dict[pool]
+        placed = {pool: manager.resource_pool_dict[pool] for pool in pools}
+        return GroupStarter(config, backend, pools, placed, classes, groups).start(pools)
+
+
+@dataclass(eq=False)
+class GroupStarter:
+    """Starts the roles of pools: of all at the beginning of a run, of some after a loss.
+
+    Args:
+        pools: name of a pool → uses of its processes. Roles of one pool are built in the same
+            processes, so they share the device's memory and their calls take turns. Roles of
+            different pools run side by side.
+        placed: the pools by name.
+        classes: worker key → class with its arguments.
+        groups: receives every group that is started.
+    """
+
+    config: TrainConfig
+    backend: Backend
+    pools: Mapping[str, Sequence[str]]
+    placed: Mapping[str, ResourcePool]
+    classes: Mapping[str, ClassWithInitArgs]
+    groups: list[WorkerGroup]
+    views: dict[str, WorkerGroup] = field(default_factory=dict)
+    replicas: Replicas | None = None
+
+    def start(self, names: Iterable[str]) -> PPOGroups:
+        """Start the processes of pools, load their models, and return the groups of the run."""
+        config, started = self.config, set[str]()
+        for pool in names:
+            uses, place = self.pools[pool], self.placed[pool]
+            members = {key: self.classes[key] for key in worker_keys(uses)}
+            started |= members.keys()
             if are_replicas(config, uses):
                 rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
-                replicas = start_replicas(rollout, backend, place, members, groups, trainer)
+                self.replicas = start_replicas(
+                    rollout, self.backend, place, members, self.groups, trainer
+                )
                 continue
-            cls = backend.colocate(members)
-            views.update(start_group(backend, place, cls, groups, config.trainer).spawn(members))
+            cls = self.backend.colocate(members)
+            group = start_group(self.backend, place, cls, self.groups, config.trainer)
+            self.views.update(group.spawn(members))
+        workers = workers_of(self.pools)
         for key in start_order(workers, added_roles(config)):
-            if key in views and has_method(views[key], key, INIT):
-                views[key].init_model()
-            elif replicas is not None and key not in views:
-                replicas.init_model()
-        view_of = {u: views[key] for key, uses in workers.items() if key in views for u in uses}
-        return _ppo_groups(config, backend, groups, view_of, replicas)
+            if key not in started:
+                continue
+            if key in self.views and has_method(self.views[key], key, INIT):
+                self.views[key].init_model()
+            elif self.replicas is not None and key not in self.views:
+                self.replicas.init_model()
+        return _ppo_groups(self)
+
+    def lost_pools(self, error: QuadrigaError) -> list[str]:
+        """Return the pools with a rank that has ended, and that of the role which `error` names.
+
+        A pool of replicas is lost if no replica is left.
+        """
+        lost = []
+        for pool, uses in self.pools.items():
+            groups = self._groups_of(pool)
+            named = any(getattr(error, "role", None) in group.roles for group in groups)
+            ended = [bool(self.backend.dead(group._ranks.handles)) for group in groups]
+            gone = all(ended) if are_replicas(self.config, uses) else any(ended)
+            if named or gone or not groups:  # none: the pool was being started again
+                lost.append(pool)
+        return lost
+
+    def _groups_of(self, pool: str) -> list[WorkerGroup]:
+        keys = worker_keys(self.pools[pool])
+        return [group for group in self.groups if group.roles[0] in keys]
+
+    def end(self, pool: str) -> None:
+        """End all processes of a pool, and release its resources."""
+        for group in self._groups_of(pool):
+            close_rollouts(group)
+            group.shutdown()
+            self.groups.remove(group)
+        self.placed[pool].release()
 
 
-def _ppo_groups(
-    config: TrainConfig,
-    backend: Backend,
-    groups: Sequence[WorkerGroup],
-    view_of: Mapping[str, WorkerGroup],
-    replicas: Replicas | None,
-) -> PPOGroups:
-    """Return the groups of a run from use → view of a worker group, with equal weights.
+def _ppo_groups(starter: GroupStarter) -> PPOGroups:
+    """Return the groups of a run, with equal weights.
 
-    Uses of the policy that share processes are one view. `replicas`: in place of the view of the
+    Uses of the policy that share processes are one view. Replicas are in place of the view of the
     rollout.
     """
-    actor, settings = view_of["actor"], config.actor_rollout_ref.rollout
+    views, replicas = starter.views, starter.replicas
+    workers = workers_of(starter.pools)
+    view_of = {u: views[key] for key, uses in workers.items() if key in views for u in uses}
+    config, actor = starter.config, view_of["actor"]
+    settings = config.actor_rollout_ref.rollout
     rollout: GeneratingGroup
     link: WeightLink | ReplicaLink | None = None
     if replicas is not None:
@@ -323,8 +389,9 @@ def _ppo_groups(
     if link is not None:
         link.sync()
     return PPOGroups(
-        backend=backend,
-        groups=groups,
+        backend=starter.backend,
+        groups=starter.groups,
+        starter=starter,
         actor=actor,
         rollout=rollout,
         ref=view_of["ref"] if reads_ref_log_prob(config) else None,
