@@ -16,17 +16,20 @@ import psutil
 from processes import command_line
 
 _MARK = "QUADRIGA_TEST_RUN"  # every process inherits this variable, whatever its parent
+TRAIN = ("-m", "quadriga.cli.main", "train")
 
 
 class RunProcess:
-    """`quadriga train` with these settings. `output` is what it prints."""
+    """`quadriga train` with these settings, or another command. `output` is what it prints."""
 
-    def __init__(self, overrides: Sequence[str], output: Path) -> None:
+    def __init__(
+        self, overrides: Sequence[str], output: Path, command: Sequence[str] = TRAIN
+    ) -> None:
         self.token = secrets.token_hex(8)
         self.output = output
         with output.open("wb") as file:
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", "quadriga.cli.main", "train", *overrides],
+                [sys.executable, *command, *overrides],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, _MARK: self.token},
@@ -63,9 +66,11 @@ class RunProcess:
 
 
 @contextlib.contextmanager
-def started_run(overrides: Sequence[str], output: Path) -> Iterator[RunProcess]:
+def started_run(
+    overrides: Sequence[str], output: Path, command: Sequence[str] = TRAIN
+) -> Iterator[RunProcess]:
     """Start a run, and kill what is left of it at the end."""
-    run = RunProcess(overrides, output)
+    run = RunProcess(overrides, output, command)
     try:
         yield run
     finally:

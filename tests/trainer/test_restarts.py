@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+from fine_tuning_cases import six_steps
 from run_cases import assert_equal_tensors, metrics_of_run, timeless, two_steps
 
+from quadriga.backends.local import LocalBackend
+from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
+from quadriga.errors import (
+    CallTimeoutError,
+    CheckpointError,
+    ConfigError,
+    LostObjectError,
+    MismatchError,
+    PlacementError,
+    RewardError,
+    RolloutDiedError,
+    RolloutOutputError,
+    RolloutTimeoutError,
+    WorkerDiedError,
+    WorkerInitError,
+    WorkerMethodError,
+)
 from quadriga.observability.jsonl import read_jsonl
-from quadriga.trainer import worker_groups
-from quadriga.trainer.roles.workers import ROLES_OF_USE  # noqa: F401
+from quadriga.trainer import restarts as restarting, worker_groups
+from quadriga.trainer.restarts import Restarts
 
 SIX = (
     "trainer.total_training_steps=6", "trainer.save_freq=2", "trainer.test_freq=3",
     "data.shuffle=true", "algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true",
     "algorithm.kl_ctrl.type=adaptive", "trainer.n_gpus_per_node=4", "placement.actor=[0]",
     "placement.rollout=[1]", "placement.ref=[2]", "placement.critic=[3]",
+    "trainer.max_restarts=5",
 )  # fmt: skip
 
 
 class Kills:
-    """Ends the rank of a role before or after a call of a method in a step, once each.
-
-    moments: (role, "before" or "after", method, its number from 1) for each kill.
-    """
+    """Ends ranks before or after a call of a method: (role, side, method, number from 1)."""
 
     def __init__(self, monkeypatch, moments):
-        from quadriga.backends.local import LocalBackend
-
-        self.left, self.calls = list(moments), {}
-        self.groups = {}
+        self.left, self.calls, self.groups = list(moments), {}, {}
         original, started = LocalBackend.submit, worker_groups.start_group
 
         def submit(backend, ranks, targets, calls, timeout):
@@ -44,13 +60,57 @@ class Kills:
             return group
 
         monkeypatch.setattr(LocalBackend, "submit", submit)
-        monkeypatch.setattr(worker_groups, "start_group", start)
+        for module in ("worker_groups", "fine_tuning"):
+            monkeypatch.setattr(f"quadriga.trainer.{module}.start_group", start)
 
     def kill(self, side, method, number):
         for moment in [m for m in self.left if m[1:] == (side, method, number)]:
             self.left.remove(moment)
             ranks = self.groups[moment[0]]._ranks
             ranks.backend.kill(ranks.handles[0])
+
+
+def check_equal(run, whole):
+    """Check that two runs have equal rows, samples, states and models. Return what the rows of the
+    first one tell of restarts."""
+    rows = timeless([*read_jsonl(run / "metrics.jsonl")])
+    told = [{k: row.pop(k) for k in list(row) if k.startswith("restarts/")} for row in rows]
+    assert rows == timeless([*read_jsonl(whole / "metrics.jsonl")])
+    if (whole / "samples.jsonl").exists():
+        assert [*read_jsonl(run / "samples.jsonl")] == [*read_jsonl(whole / "samples.jsonl")]
+    for name in ("checkpoints/global_step_6", "model"):
+        assert_equal_tensors(run / name, whole / name)
+    return [one for one in told if one]
+
+
+# What is killed → the completed steps that are done again, the number of restarts, and which roles
+# are started again whenever the run goes on. With validations before the first step and every third
+# one, call 3 of the rollout is that of step 2.
+ALL = "all roles"
+KILLS = {
+    "start, passes, updates, restart itself, sync": (
+        [("critic", "before", "init_model", 1), ("ref", "before", "compute_ref_log_prob", 2),
+         ("actor", "before", "update_actor", 4), ("critic", "before", "load_checkpoint", 1),
+         ("rollout", "before", "receive_weights", 17)],
+        1, 5, [ALL, "ref", ALL, ALL],
+    ),
+    "rollout": ([("rollout", "before", "generate_sequences", 3)], 0, 1, ["rollout"]),
+    "rollout, beside the actor": ([("actor", "after", "generate_sequences", 4)], 0, 1, [ALL]),
+    "passes, critic": ([("critic", "after", "compute_values", 4)], 1, 1, [ALL]),
+    "updates, critic": ([("critic", "after", "update_critic", 4)], 1, 1, [ALL]),
+    "updates, reference": ([("ref", "before", "update_actor", 4)], 0, 1, ["ref"]),
+    "two roles": ([("ref", "before", "generate_sequences", 3),
+                   ("rollout", "before", "generate_sequences", 3)], 0, 1, ["rollout, ref"]),
+    "the start of one role": ([("ref", "before", "compute_ref_log_prob", 2),
+                               ("ref", "before", "init_model", 5)], 0, 2, ["ref"]),
+    "validation before step 1": ([("rollout", "before", "generate_sequences", 1)], 0, 1, [ALL]),
+    "validation of step 3": ([("rollout", "before", "generate_sequences", 5)], 0, 1, [ALL]),
+    "save": ([("actor", "before", "save_checkpoint", 3)], 1, 1, [ALL]),
+    "load": ([("actor", "before", "update_actor", 4), ("actor", "after", "load_checkpoint", 1),
+              ("ref", "before", "init_model", 10)], 1, 3, [ALL]),
+    "export": ([("actor", "before", "export_hf", 1)], 0, 1, [ALL]),
+}  # fmt: skip
+FIRST, *REST = KILLS
 
 
 @pytest.fixture(scope="module")
@@ -60,45 +120,152 @@ def whole(tiny_task, rule, tmp_path_factory):
     return folder / "run"
 
 
-# What is killed → the steps that are done again, and whether all roles are started again. With
-# validations before the first step and every third one, call 3 of the rollout is that of step 2.
-KILLS = {
-    "start": ([("critic", "before", "init_model", 1)], 0, False),
-    "rollout": ([("rollout", "before", "generate_sequences", 3)], 0, True),
-    "rollout, beside the actor": ([("actor", "after", "generate_sequences", 4)], 0, False),
-    "passes, reference": ([("ref", "before", "compute_ref_log_prob", 2)], 0, True),
-    "passes, critic": ([("critic", "after", "compute_values", 4)], 1, False),
-    "updates, critic": ([("critic", "after", "update_critic", 4)], 1, False),
-    "updates, actor": ([("actor", "before", "update_actor", 6)], 1, False),
-    "updates, reference": ([("ref", "before", "update_actor", 4), ], 0, True),
-    "sync": ([("rollout", "before", "receive_weights", 4)], 0, False),
-    "validation before step 1": ([("rollout", "before", "generate_sequences", 1)], 0, False),
-    "validation of step 3": ([("rollout", "before", "generate_sequences", 5)], 0, False),
-    "save": ([("actor", "before", "save_checkpoint", 3)], 1, False),
-    "load and restart itself": (
-        [("actor", "before", "update_actor", 4), ("critic", "before", "load_checkpoint", 1),
-         ("ref", "before", "init_model", 10)], 1, False),
-    "export": ([("actor", "before", "export_hf", 1)], 0, False),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("moment", KILLS)
+@pytest.mark.parametrize(
+    "moment", [FIRST, *(pytest.param(name, marks=pytest.mark.nightly) for name in REST)]
+)
 def test_a_run_that_loses_ranks_equals_one_that_does_not(
     tiny_task, rule, tmp_path, monkeypatch, whole, moment, caplog
 ):
-    moments, lost, alone = KILLS[moment]
+    moments, lost, count, again = KILLS[moment]
     kills = Kills(monkeypatch, moments)
     metrics_of_run([*two_steps(tiny_task, tmp_path), *SIX, rule])
     assert not kills.left, kills.calls
-    run = tmp_path / "run"
-    rows = timeless([*read_jsonl(run / "metrics.jsonl")])
-    told = [{k: row.pop(k) for k in list(row) if k.startswith("restarts/")} for row in rows]
-    told = [one for one in told if one]
-    print(told)
-    assert rows == timeless([*read_jsonl(whole / "metrics.jsonl")])
-    assert [*read_jsonl(run / "samples.jsonl")] == [*read_jsonl(whole / "samples.jsonl")]
-    for name in ("checkpoints/global_step_6", "model"):
-        assert_equal_tensors(run / name, whole / name)
-    assert not told or told[-1]["restarts/count"] == len(moments)
+    told = check_equal(tmp_path / "run", whole)
     assert sum(one["restarts/lost_steps"] for one in told) == lost
-    assert ("all roles" not in caplog.text) == alone
+    assert not told or told[-1]["restarts/count"] == count
+    lines = [record.getMessage() for record in caplog.records if "goes on" in record.message]
+    assert [line.rpartition("started again: ")[2] for line in lines] == again
+    assert lines[-1].startswith(f"restart {count} of 5: the run goes on after step ")
+
+
+@pytest.mark.nightly
+def test_a_streamed_run_goes_on_with_the_prompts_on_their_way(
+    tiny_task, rule, tmp_path, monkeypatch
+):
+    settings = (*SIX[:4], "trainer.max_staleness=2", "actor_rollout_ref.rollout.slice_tokens=3",
+                "data.max_response_length=40")  # fmt: skip
+    for name in ("whole", "kills"):
+        (tmp_path / name).mkdir()
+        if name == "kills":
+            moments = [("actor_rollout", "before", "update_actor", 2),
+                       ("actor_rollout", "before", "update_actor", 6)]  # fmt: skip
+            kills = Kills(monkeypatch, moments)
+        metrics_of_run([*two_steps(tiny_task, tmp_path / name), *settings, rule])
+    assert not kills.left
+    assert check_equal(tmp_path / "kills/run", tmp_path / "whole/run")
+    events = [[*read_jsonl(tmp_path / name / "run/stream.jsonl")] for name in ("whole", "kills")]
+    takes = [[e["take"] for e in found if "take" in e] for found in events]
+    assert takes[0] == takes[1] and len(takes[0]) == 6
+
+
+@pytest.mark.parametrize("command", ["sft", pytest.param("rm", marks=pytest.mark.nightly)])
+def test_fine_tuning_that_loses_a_rank_goes_on(tiny_task, tmp_path, monkeypatch, command):
+    runs, more = six_steps(command, tiny_task, tmp_path), ("trainer.save_freq=2",)
+    runs.run("whole", *more)
+    role = "SFTWorker" if command == "sft" else "PairTrainingWorker"
+    kills = Kills(monkeypatch, [(role, "before", f"update_{command}", n) for n in (1, 5)])
+    runs.run("run", *more)
+    assert not kills.left
+    told = check_equal(tmp_path / "run", tmp_path / "whole")
+    assert [one["restarts/lost_steps"] for one in told] == [0, 1]
+
+
+# What is a loss
+
+
+def raised(cause: Exception) -> WorkerMethodError:
+    error = WorkerMethodError("a method raised")
+    error.__cause__ = cause
+    return error
+
+
+LOSSES = {
+    "a dead process": (WorkerDiedError("x"), True),
+    "a stuck rank": (CallTimeoutError("x"), True),
+    "a lost field": (LostObjectError("x"), True),
+    "a dead engine": (raised(RolloutDiedError("x")), True),
+    "an engine that does not answer": (raised(RolloutTimeoutError("x")), True),
+    "the network between ranks": (raised(restarting.DistError("x")), True),
+    "all replicas": (RolloutDiedError("x"), True),
+    "a method": (raised(ValueError("x")), False),
+    "an `__init__`": (WorkerInitError("x"), False),
+    "an answer of an engine": (raised(RolloutOutputError("x")), False),
+    "a reward": (RewardError("x"), False),
+    "an alarm": (MismatchError("x"), False),
+    "a checkpoint": (CheckpointError("x"), False),
+    "too few nodes at the start": (PlacementError("x"), False),
+    "Ctrl-C": (KeyboardInterrupt(), False),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_what_is_a_loss(case):
+    error, expected = LOSSES[case]
+    restarts = Restarts(load_config(TrainConfig, []).trainer, lambda: False)
+    assert restarts.is_loss(error) == restarts.allows(error) == expected
+    assert not Restarts(load_config(TrainConfig, []).trainer, lambda: True).allows(error)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
+    monkeypatch.setattr(restarting, "time", clock)
+    return clock
+
+
+def losses(clock, *steps, seconds, **settings):
+    """Return how many losses are restarted: one after each of these completed steps."""
+    given = [f"trainer.{key}={value}" for key, value in settings.items()]
+    restarts = Restarts(load_config(TrainConfig, given).trainer, lambda: False)
+    for number, step in enumerate(steps):
+        clock.now += seconds
+        restarts.completed = step
+        try:
+            restarts.begin(WorkerDiedError(f"loss {number}"))
+        except WorkerDiedError as error:
+            return number, str(error)
+    return len(steps), ""
+
+
+def test_restarts_count_within_a_window_and_without_progress(clock):
+    assert losses(clock, *range(9), seconds=2000)[0] == 9  # two in the window
+    assert losses(clock, *range(9), seconds=1000)[0] == 3
+    assert losses(clock, *range(9), seconds=1000, max_restarts=5)[0] == 9
+    assert losses(clock, *range(9), seconds=1000, restart_window_s=500)[0] == 9
+    count, text = losses(clock, 4, 4, 4, 4, seconds=10_000)
+    assert count == 3 and text.startswith("loss 3\n") and text.endswith("losses: loss 0")
+    assert "3 times" in text and "trainer.max_restarts=3" in text
+    assert losses(clock, 1, seconds=1, max_restarts=0) == (0, "loss 0")
+
+
+def test_a_restart_waits_for_nodes_and_goes_on_with_fewer(clock, caplog):
+    asked = []
+
+    def start(config):
+        asked.append((config.trainer.nnodes, clock.now))
+        if config.trainer.nnodes > fit_on:
+            raise PlacementError(f"{config.trainer.nnodes} nodes do not exist")
+        return f"on {config.trainer.nnodes}"
+
+    def check(config):
+        if config.trainer.nnodes == 2:
+            raise ConfigError("8 rows do not divide over 2 nodes")
+
+    config = load_config(TrainConfig, ["trainer.nnodes=3", "trainer.restart_wait_s=5"])
+    restarts, fit_on = Restarts(config.trainer, lambda: False), 2
+    with pytest.raises(PlacementError, match=r"^3 nodes do not exist$"):
+        restarts.placed(start, config, check)
+    restarts.begin(WorkerDiedError("a node is lost"))
+    began = clock.now
+    assert restarts.placed(start, config, check) == "on 1"
+    assert asked[1:] == [*((3, began + s) for s in (0, 2, 4, 5)), (1, began + 5)]
+    assert "going on with 1 of 3 nodes" in caplog.text
+    fit_on = 0
+    with pytest.raises(PlacementError) as caught:
+        restarts.placed(start, config, check)
+    for text in ("3 nodes do", "waited 5 s (trainer.restart_wait_s)", "nnodes=2: 8 rows", "=1: 1"):
+        assert text in str(caught.value)
+    with pytest.raises(PlacementError, match=r"waited 5 s \(trainer.restart_wait_s\)\.$"):
+        restarts.placed(start, config, None)

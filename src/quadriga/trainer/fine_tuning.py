@@ -142,6 +142,7 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
         """
         if self._groups is None:
             self._groups = self.restarts.placed(self._start, self.config, check_sizes)
+            self._session = self._session or open_backend(self.config.trainer)
         return self._groups
 
     def _start(self, config: ConfigT) -> OneGroup[GroupT]:

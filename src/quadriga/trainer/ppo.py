@@ -160,6 +160,7 @@ class RayPPOTrainer:
             )
             check = check_sizes if self.resource_pool_manager is None else None
             self._groups = self.restarts.placed(start, self.placed, check)
+            self._session = self._session or open_backend(self.config.trainer)
         return self._groups
 
     @restarted
@@ -395,7 +396,6 @@ class RayPPOTrainer:
         if self._streamed is not None:
             self._streamed.close()
         self._lost, self.checkpoints.held = [], None
-        self._session = self._session or open_backend(self.config.trainer)
         if self._groups is not None:
             groups, self._groups = self._groups, None
             groups.close()

@@ -129,11 +129,15 @@ def ensure_ray(
         options: further arguments of `ray.init`. `include_dashboard` is False by default; with
             the package ray[default], True starts the dashboard, which `ray list actors` reads.
 
-    An existing connection is used unchanged. Raises `ConfigError` for Ray Client (`ray://`).
+    An existing connection is used unchanged, unless no node of its cluster is alive. Raises
+    `ConfigError` for Ray Client (`ray://`).
     """
     refuse_ray_client(address or os.environ.get("RAY_ADDRESS"))
+    owned = any(session.owned for session in _open_sessions)
+    if owned and ray.is_initialized() and not any(node.alive for node in cluster_nodes()):
+        ray.shutdown()  # of the machine alone, whose raylet has ended
     if ray.is_initialized():
-        return RaySession(owned=any(session.owned for session in _open_sessions))
+        return RaySession(owned=owned)
     _open_sessions.clear()  # of a Ray that has ended
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
