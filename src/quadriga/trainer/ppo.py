@@ -293,7 +293,7 @@ class RayPPOTrainer:
                 yield self.step
 
     def open_record(self, resumed: Resumed | None) -> AbstractContextManager[RunRecord]:
-        """Open the run folder, for all attempts; `resumed` is the point at which the run goes on, if there is one."""
+        """Open the run folder, for all attempts. `resumed`: the point at which the run goes on."""
         tokenizer = self.ingredients.tokenizer
         make = partial(RunRecord, self.config, self.total_steps, tokenizer, resumed, self.given)
         return self.restarts.record(make, resumed)
