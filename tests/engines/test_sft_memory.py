@@ -12,7 +12,7 @@ from quadriga.config.loading import load_config
 from quadriga.data.conversations import ConversationLengths
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.protocol import fields
-from quadriga.trainer.memory import sft_plan
+from quadriga.trainer.checks.memory import sft_plan
 
 VOCABULARY = 2000
 

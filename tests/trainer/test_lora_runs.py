@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, InputError
-from quadriga.trainer.memory import train_plan
+from quadriga.trainer.checks.memory import train_plan
 
 LORA = ("actor_rollout_ref.model.lora.rank=4", "actor_rollout_ref.actor.optim.lr=1e-2")
 KL = (

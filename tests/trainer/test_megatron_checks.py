@@ -13,8 +13,8 @@ from quadriga.engines.megatron import families
 from quadriga.errors import ConfigError, InputError
 from quadriga.models.limits import LongestSequence
 from quadriga.trainer.checks.data import check_token_budget
+from quadriga.trainer.checks.memory import train_plan
 from quadriga.trainer.checks.settings import stage_problems
-from quadriga.trainer.memory import train_plan
 from quadriga.trainer.preflight import check_train_config
 
 ACTOR, REF = "actor_rollout_ref.actor.engine", "actor_rollout_ref.ref.engine"

@@ -10,9 +10,9 @@ from quadriga.cli.main import main
 from quadriga.config.commands import GenerateConfig, RMConfig, SFTConfig
 from quadriga.config.loading import load_config
 from quadriga.trainer import evaluation, memory
+from quadriga.trainer.checks.memory import GIB, generation_plan, rm_plan, sft_plan
 from quadriga.trainer.evaluation import load_prompts
 from quadriga.trainer.fine_tuning import load_pairs, load_sft_rows
-from quadriga.trainer.memory import GIB, generation_plan, rm_plan, sft_plan
 
 
 def pair(chosen, rejected, question="3 + 4"):

@@ -14,8 +14,8 @@ from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.parallel.device import planned_device
 from quadriga.rollout.memory import CONTEXT_BYTES
-from quadriga.trainer import memory
-from quadriga.trainer.memory import GIB, PROCESS_BYTES, RunMemory, train_plan
+from quadriga.trainer.checks import memory
+from quadriga.trainer.checks.memory import GIB, PROCESS_BYTES, RunMemory, train_plan
 from quadriga.trainer.preflight import check_train_config
 
 ENGINE = "actor_rollout_ref.actor.engine"

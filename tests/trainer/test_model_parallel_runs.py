@@ -7,7 +7,7 @@ from run_cases import timeless
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
-from quadriga.trainer.memory import train_plan
+from quadriga.trainer.checks.memory import train_plan
 
 ACTOR, REF = "actor_rollout_ref.actor.engine", "actor_rollout_ref.ref.engine"
 ROLES = (

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassificat
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ModelError
-from quadriga.trainer.memory import train_plan
+from quadriga.trainer.checks.memory import train_plan
 from quadriga.trainer.preflight import check_train_config
 
 

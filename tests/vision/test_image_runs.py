@@ -18,10 +18,10 @@ from quadriga.models import load_tokenizer
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.rollout.sglang.options import SGLang
 from quadriga.rollout.vllm.options import VLLM
+from quadriga.trainer.checks.memory import train_plan
 from quadriga.trainer.evaluation import run_generation
 from quadriga.trainer.ingredients import image_rules
 from quadriga.trainer.main import run_training
-from quadriga.trainer.memory import train_plan
 
 RULE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
-from quadriga.trainer.memory import train_plan
+from quadriga.trainer.checks.memory import train_plan
 from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
 from quadriga.workers.runtime import RankRuntime
 

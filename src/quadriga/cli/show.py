@@ -117,7 +117,7 @@ def show_training_plan(config: TrainConfig) -> None:
     print(plan.text(with_critic=needs_critic(config)))
     print(StepPlan.of(config).text())
     if config.actor_rollout_ref.model.path:
-        from quadriga.trainer.memory import RunMemory
+        from quadriga.trainer.checks.memory import RunMemory
 
         check_models_of_engines(role_engines(config))
         print(RunMemory(config).text())
@@ -139,7 +139,7 @@ def show_fine_tuning_plan(config: SFTConfig | RMConfig) -> None:
         print(f"memory                 set model.path and data.train_files, whose {kind} it needs")
         return
     check_trained_part(config.model, "score" if kind == "pairs" else "lm", config.optim)
-    from quadriga.trainer.memory import RunMemory
+    from quadriga.trainer.checks.memory import RunMemory
 
     if isinstance(config, RMConfig):
         from quadriga.trainer.fine_tuning import load_pairs
@@ -164,8 +164,8 @@ def show_fine_tuning_plan(config: SFTConfig | RMConfig) -> None:
 
 def show_generation_plan(config: GenerateConfig) -> None:
     """Print the batches and the memory of generation."""
+    from quadriga.trainer.checks.memory import RunMemory, generated_rows
     from quadriga.trainer.checks.settings import check_generate_settings
-    from quadriga.trainer.memory import RunMemory, generated_rows
     from quadriga.trainer.preflight import require_model_path
 
     check_generate_settings(config)

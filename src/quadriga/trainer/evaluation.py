@@ -125,7 +125,7 @@ def run_generation(config: GenerateConfig) -> list[Answer]:
         prompt = TAG * len(config.images) + prompt  # images without a tag come before the text
     prompts = load_prompts(config, prompt, config.images)
     if config.output is None:
-        from quadriga.trainer.memory import RunMemory  # imports torch
+        from quadriga.trainer.checks.memory import RunMemory  # imports torch
 
         RunMemory(config, prompts).check()
         return [_answer(row) for batch in generate(config, prompts) for row in batch]
@@ -203,7 +203,7 @@ def write_responses(config: GenerationConfig, prompts: PromptDataset, path: str)
         InputError: it cannot be written.
         WorkerError: a rank failed. The batches before it are in the file.
     """
-    from quadriga.trainer.memory import RunMemory
+    from quadriga.trainer.checks.memory import RunMemory
 
     total = len(prompts)
     why = rollout_of(config.rollout).not_reproduced(config.sampling)

@@ -242,7 +242,7 @@ class SFTTrainer(OneGroupTrainer[SFTConfig, "SFTGroup"]):
     def __init__(self, config: SFTConfig) -> None:
         from quadriga.data import PromptLoader
         from quadriga.rewards import RewardManager
-        from quadriga.trainer.memory import RunMemory  # imports torch
+        from quadriga.trainer.checks.memory import RunMemory  # imports torch
 
         given, config = config, absolute_paths(config)
         rows = load_sft_rows(config)
@@ -419,7 +419,7 @@ class RMTrainer(OneGroupTrainer[RMConfig, "PairTrainingGroup"]):
     saved_as = Role.RewardModel
 
     def __init__(self, config: RMConfig) -> None:
-        from quadriga.trainer.memory import RunMemory  # imports torch
+        from quadriga.trainer.checks.memory import RunMemory  # imports torch
 
         given, config = config, absolute_paths(config)
         pairs = load_pairs(config)

@@ -92,7 +92,7 @@ def check_train_config(
         _check_models(placed)
     check_run_folder(config)
     if not own_policy:
-        from quadriga.trainer.memory import RunMemory
+        from quadriga.trainer.checks.memory import RunMemory
 
         RunMemory(placed).check()
     return config, placed, plan
@@ -162,7 +162,7 @@ def check_sizes(config: AnyRun) -> None:
     Raises:
         ConfigError: the settings do not divide by its ranks, or its memory is too small.
     """
-    from quadriga.trainer.memory import RunMemory
+    from quadriga.trainer.checks.memory import RunMemory
 
     if isinstance(config, TrainConfig):
         check_settings(config)

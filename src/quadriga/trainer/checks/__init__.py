@@ -3,4 +3,5 @@
 - `settings.py`: settings against each other, against the registries and against the ranks; options
   of the policy loss and of the advantage estimator.
 - `data.py`: lengths of prompts and responses, token budgets, the window of the model, images.
+- `memory.py`: the memory that each rank of a run needs.
 """
