@@ -9,7 +9,8 @@ import pytest
 from quadriga.cli.main import main
 from quadriga.config.commands import GenerateConfig, RMConfig, SFTConfig
 from quadriga.config.loading import load_config
-from quadriga.trainer import evaluation, memory
+from quadriga.trainer import evaluation
+from quadriga.trainer.checks import memory
 from quadriga.trainer.checks.memory import GIB, generation_plan, rm_plan, sft_plan
 from quadriga.trainer.evaluation import load_prompts
 from quadriga.trainer.fine_tuning import load_pairs, load_sft_rows
