@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -44,7 +44,8 @@ class Engine:
         dies: how likely a call is the last one.
     """
 
-    world_size = 1
+    world_size, answered = 1, 0
+    """`answered`: tokens of all calls that were not the last one."""
 
     def __init__(self, clock: random.Random, dies: float = 0.0, world_size: int = 1) -> None:
         self.clock, self.dies, self.world_size = clock, dies, world_size
@@ -58,6 +59,7 @@ class Engine:
         self.asked.append(seeds.tolist())
         none = torch.zeros(len(rows), COLUMNS, dtype=torch.int64)
         begun = fields.RESPONSES in rows.batch.keys()  # noqa: SIM118
+        greedy = rows.batch.get(fields.GREEDY, none[:, 0]).tolist()
         ids, mask, versions = (
             rows.batch[name].clone() if begun else none.clone()
             for name in (fields.RESPONSES, fields.RESPONSE_MASK, fields.TOKEN_VERSIONS)
@@ -67,7 +69,7 @@ class Engine:
             first, whole = int(mask[row].sum()), length_of(seed)
             assert first < whole, "a row that has ended is asked again"
             end = min(first + at_most, whole)
-            ids[row, first:end] = seed + torch.arange(first, end)
+            ids[row, first:end] = torch.arange(first, end) + seed * (1 - greedy[row])
             mask[row, first:end], versions[row, first:end] = 1, self.version
             paused.append(int(end < whole))
             finished.append(int(end == whole < COLUMNS))
@@ -77,6 +79,9 @@ class Engine:
             fields.FINISHED: torch.tensor(finished), fields.WEIGHT_VERSION: versions[:, 0],
         }  # fmt: skip
         died = self.clock.random() < self.dies
+        if not died:
+            before = rows.batch[fields.RESPONSE_MASK].sum() if begun else 0
+            Engine.answered += int(mask.sum() - before)
         return Future(None if died else DataProto.from_dict(answer), self.clock.randrange(3))
 
     def __call__(self, rows: DataProto) -> None:
@@ -118,15 +123,17 @@ def sampler(
     beside: bool = True,
     dies: float = 0.0,
     slice_tokens: int = 2,
+    more: Sequence[str] = (),
 ) -> StreamedSampler:
     config = load_config(
         TrainConfig,
         [
             f"data.train_batch_size={prompts}", f"data.max_response_length={COLUMNS}",
             f"actor_rollout_ref.rollout.n={n}", f"trainer.max_staleness={staleness}",
-            f"actor_rollout_ref.rollout.slice_tokens={slice_tokens}",
+            f"actor_rollout_ref.rollout.slice_tokens={slice_tokens}", *more,
         ],
     )  # fmt: skip
+    Engine.answered = 0
     group = Replicas(
         lambda number: Engine(clock, dies * (number > 0), 1 if beside else 3),
         replicas if beside else 1,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from contextlib import closing
 from datetime import date
+from unittest import mock
 
 import numpy as np
 import pytest
-from stream_cases import COLUMNS, length_of, sampler, score
+from stream_cases import COLUMNS, Engine, length_of, sampler, score
 
-from quadriga.errors import FieldError, WorkerDiedError
+from quadriga.errors import FieldError, WorkerDiedError, WorkerError
 from quadriga.protocol import DataProto, fields
 from quadriga.streams.staleness import StalenessBound
 from quadriga.trainer.streaming import StreamedSampler
@@ -60,10 +61,15 @@ def trained(ours: StreamedSampler, first: int = 1, last: int | None = None) -> l
 def check(ours: StreamedSampler, found: list[DataProto], staleness: int) -> None:
     """Every prompt of the run is trained once, whole, and by weights that are new enough."""
     n = ours.config.actor_rollout_ref.rollout.n
+    size, refills = ours.config.data.train_batch_size, ours.config.algorithm.filter_groups.enable
+    places = [[int(uid.split("-")[0]) for uid in b.non_tensor_batch[fields.UID]] for b in found]
+    if not (refills or ours.queue.restarted):  # so the lengths of a step have no bias either
+        for step, drawn in enumerate(places, start=1):
+            assert step - staleness <= min(drawn) <= max(drawn) <= step + staleness
     uids = [uid for batch in found for uid in batch.non_tensor_batch[fields.UID]]
-    size = ours.config.data.train_batch_size
     expected = {f"{s}-0-{i}" for s in range(1, len(found) + 1) for i in range(size)}
-    assert set(uids) == expected and len(uids) == n * len(expected)
+    assert refills or set(uids) == expected
+    assert len(uids) == n * len(set(uids)) == n * len(expected)
     for step, batch in enumerate(found, start=1):
         mask, ids = batch.batch[fields.RESPONSE_MASK], batch.batch[fields.RESPONSES]
         versions = batch.batch[fields.TOKEN_VERSIONS]
@@ -74,16 +80,30 @@ def check(ours: StreamedSampler, found: list[DataProto], staleness: int) -> None
             own = versions[row, :length].tolist()
             assert own == sorted(own) and own[-1] <= step - 1
             assert own[0] >= step - 1 - staleness, "too old"
+            assert own[0] == own[-1] or ours.config.actor_rollout_ref.rollout.update == "pause"
         groups = batch.non_tensor_batch[fields.UID].reshape(-1, n)
         assert (groups == groups[:, :1]).all(), "the rows of a prompt are neighbours"
         scores = batch.batch[fields.TOKEN_LEVEL_SCORES].sum(-1)
-        assert scores.tolist() == mask.sum(-1).tolist()
+        lengths = mask.sum(-1)
+        assert scores.tolist() == lengths.tolist()
+        if refills:
+            assert (lengths.view(-1, n) != lengths.view(-1, n)[:, :1]).any(-1).all()
+        if fields.REWARD_BASELINES in batch.batch.keys():  # noqa: SIM118
+            greedy = lengths.view(-1, n)[:, :1].expand(-1, n).ravel()  # it has the first seed
+            assert batch.batch[fields.REWARD_BASELINES].tolist() == greedy.tolist()
 
 
+DRAIN, REMAX = "actor_rollout_ref.rollout.update=drain", "algorithm.adv_estimator=remax"
+REFILL = "algorithm.filter_groups={enable: true, mode: refill, max_num_gen_batches: 99}"
+FACTOR = "actor_rollout_ref.rollout.oversample="
 CASES = [
     {"staleness": 1}, {"staleness": 3, "replicas": 3}, {"staleness": 2, "prompts": 1, "n": 1},
     {"staleness": 1, "beside": False}, {"staleness": 4, "beside": False, "slice_tokens": 1},
-    {"staleness": 2, "slice_tokens": COLUMNS},
+    {"staleness": 2, "slice_tokens": COLUMNS}, {"more": [FACTOR + "1"], "prompts": 5},
+    {"staleness": 2, "more": [FACTOR + "1.25", DRAIN], "beside": False, "prompts": 8},
+    {"staleness": 2, "more": [DRAIN]}, {"staleness": 2, "more": [REMAX]},
+    {"staleness": 2, "more": [REFILL, FACTOR + "1.5"]},
+    {"staleness": 1, "more": [REFILL, REMAX], "beside": False, "n": 3},
 ]  # fmt: skip
 
 
@@ -91,20 +111,27 @@ CASES = [
 @pytest.mark.parametrize("seed", range(4))
 def test_every_prompt_is_trained_once_and_in_time(case, seed):
     with closing(sampler(random.Random(seed), steps=8, **case)) as ours:
-        check(ours, trained(ours), case["staleness"])
+        check(ours, trained(ours), case.get("staleness", 1))
         after = next(ours.stream).batch[fields.INPUT_IDS]  # what a longer run would go on with
-        assert after[0] == 8 * len(after)
-    assert not ours.queue.groups and not ours.generation.busy
+        assert after[0] == -(-ours._all_dropped // len(after) + -8) * len(after)
+    assert (ours._all_dropped or not ours.queue.groups) and not ours.generation.busy
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_groups_of_a_lost_replica_begin_again(seed):
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_groups_of_a_lost_replica_go_on_elsewhere(seed, kept, monkeypatch):
+    """They begin again if the store has lost their tokens, too."""
+    if not kept:
+        monkeypatch.setattr(DataProto, "prefetch", mock.Mock(side_effect=WorkerError("lost")))
     with closing(sampler(random.Random(seed), steps=8, replicas=3, dies=0.2)) as ours:
-        check(ours, trained(ours), 1)
+        check(ours, found := trained(ours), 1)
     assert sum(replica.starts for replica in ours.replicas.all) > 3
+    tokens = sum(int(batch.batch[fields.RESPONSE_MASK].sum()) for batch in found)
+    assert Engine.answered == tokens if kept else not ours.generation.moved
 
 
-def test_scores_of_groups_that_were_lost_meanwhile_do_not_count():
+def test_scores_of_groups_that_were_lost_meanwhile_do_not_count(monkeypatch):
+    monkeypatch.setattr(DataProto, "prefetch", mock.Mock(side_effect=WorkerError("lost")))
     lost = []
 
     def loses_the_replica(data):
@@ -139,16 +166,18 @@ def test_an_error_of_the_reward_ends_the_wait():
             ours.draw(1)
 
 
+@pytest.mark.parametrize("more", [[], [REFILL, REMAX, FACTOR + "1.5"]])
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("at", [1, 2, 5])
-def test_a_resumed_stream_has_every_group_and_every_token(beside, at, tmp_path):
-    first = sampler(random.Random(at), steps=6, staleness=2, beside=beside, slice_tokens=1)
+def test_a_resumed_stream_has_every_group_and_every_token(beside, at, more, tmp_path):
+    given = {"steps": 6, "staleness": 2, "beside": beside, "slice_tokens": 1, "more": more}
+    first = sampler(random.Random(at), **given)
     with closing(first):
         before = trained(first, last=at)
         with first.paused("save"):
             files = first.save(tmp_path)
     assert {file.name.split("/")[0] for file in files} == {"stream"}
-    second = sampler(random.Random(9), steps=6, staleness=2, beside=beside, slice_tokens=1)
+    second = sampler(random.Random(9), **given)
     with closing(second):
         second.load(tmp_path, at)
         for replica in second.replicas.all:

@@ -42,7 +42,7 @@ VARIANTS = {
     "gae, KL in the reward": ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true"],
     "KL over the vocabulary": [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full"],
     "remax": ["algorithm.adv_estimator=remax"],
-    "streamed": ["trainer.max_staleness=1"],
+    "streamed": ["trainer.max_staleness=1", "algorithm.adv_estimator=remax"],
     "gdpo": ["algorithm.adv_estimator=gdpo", "algorithm.reward_components=[form,length]"],
     "clip_cov, corrected": [
         f"{ACTOR}.policy_loss.name=clip_cov", "algorithm.rollout_correction.level=token",

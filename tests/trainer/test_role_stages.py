@@ -61,7 +61,8 @@ def test_places_among_the_stages_of_a_step() -> None:
 def test_names_of_places_are_names_of_stages(train_overrides) -> None:
     given = [*train_overrides, *VARIANTS["gae, KL in the reward"], *REFILL]
     config = load_train_config([*given, f"{ACTOR}.use_kl_loss=true"])
-    flow = {stage.name for stage in dataflow.StepPlan.of(config).stages} | {"add_baselines"}
+    flow = {stage.name for stage in dataflow.StepPlan.of(config).stages}
+    flow |= {"add_baselines", "add_greedy_rows"}
     assert {*PASSES, *NOT_PLACES} <= flow
 
 

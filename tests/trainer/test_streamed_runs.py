@@ -9,7 +9,7 @@ from run_cases import assert_equal_tensors, metrics_of_run, timeless
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
-from quadriga.errors import CheckpointError, ConfigError
+from quadriga.errors import CheckpointError, ConfigError, GroupError
 from quadriga.observability.jsonl import keep_rows, read_jsonl
 from quadriga.trainer.checkpoints import read_state
 from quadriga.trainer.checks.settings import check_train_settings
@@ -88,9 +88,25 @@ def test_the_order_of_a_run_is_repeated_to_the_bit_on_one_process(train_override
             metrics_of_run([*common, *given])
 
 
+def test_remax_and_refilling_are_streamed(train_overrides, rule):
+    """The first step, whose responses are all of the first weights, is that of a run without."""
+    common = [*train_overrides, rule, NO_VALIDATION, "trainer.overwrite=true"]
+    common.append("algorithm.adv_estimator=remax")
+    first, streamed = (metrics_of_run([*common, f"trainer.max_staleness={k}"]) for k in (0, 1))
+    for name in ("reward/mean", "critic/advantages/mean", "response_length/mean", "batch/tokens"):
+        assert streamed[0][name] == pytest.approx(first[0][name], rel=1e-6), name
+    refill = "algorithm.filter_groups={enable: true, mode: refill}"
+    rows = metrics_of_run([*common, refill, "trainer.max_staleness=1"])
+    assert [row["group/dead"] for row in rows] == [0.0, 0.0] and rows[1]["stream/dropped"] > 0
+    with pytest.raises(GroupError, match=r"zero-variance\. .* raise max_num_gen_batches \(1\)"):
+        always = "{enable: true, mode: refill, max_num_gen_batches: 1, under_filled: error}"
+        metrics_of_run([*common, f"algorithm.filter_groups={always}", "trainer.max_staleness=1"])
+
+
 REFUSED = {
-    "algorithm.adv_estimator=remax": r"max_staleness=1 is not built for the greedy responses of",
-    "algorithm.filter_groups={enable: true, mode: refill}": r"mode=refill, .* set mode=mask",
+    "actor_rollout_ref.rollout.oversample=2.1": r"oversample=2\.1 is above .*staleness \+ 1 = 2",
+    "actor_rollout_ref.rollout.oversample=0.5": r"oversample",
+    "trainer.max_staleness=0 actor_rollout_ref.rollout.update=drain": r"drain needs .* above 0",
     "actor_rollout_ref.actor.old_log_probs_from_update=true": r"old_log_probs_from_update=true "
     r"needs responses of the current weights, but trainer.max_staleness=1",
     "placement.ref=[1]": r"max_staleness=1 needs ranks on which only the rollout runs, .* of ref",
@@ -103,5 +119,6 @@ REFUSED = {
 def test_what_cannot_be_streamed_is_refused(setting, message):
     apart = [*APART, "algorithm.use_kl_in_reward=true", "actor_rollout_ref.model.path=some"]
     given = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", *STREAMED, *apart]
+    settings = [setting] if "{" in setting else setting.split()
     with pytest.raises(ConfigError, match=message):
-        check_train_settings(load_config(TrainConfig, [*given, setting]))
+        check_train_settings(load_config(TrainConfig, [*given, *settings]))

@@ -15,7 +15,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import ModelConfig, TrainConfig
 from quadriga.data import PromptDataset, encoded
 from quadriga.models import load_tokenizer
-from quadriga.observability.jsonl import read_jsonl
+from quadriga.observability.jsonl import read_jsonl, read_samples
 from quadriga.rollout.sglang.options import SGLang
 from quadriga.rollout.vllm.options import VLLM
 from quadriga.trainer.checks.memory import train_plan
@@ -76,6 +76,20 @@ def test_a_run_trains_on_rows_with_and_without_images(overrides, tmp_path):
     assert answers[0].prompt[0]["content"] == "<image>which colour has it?"
     assert len(answers[0].responses) == 1
     assert "image encoder" in train_plan(config, "cpu").missing[0]
+
+
+def test_images_of_prompts_on_their_way_are_in_the_checkpoint(overrides, tmp_path):
+    more = [
+        "trainer.max_staleness=1", "actor_rollout_ref.rollout.slice_tokens=1", "data.val_files=[]",
+        "trainer.save_freq=1", "trainer.total_training_steps=3", "trainer.max_ckpt_to_keep=null",
+    ]  # fmt: skip
+    run_training(load_config(TrainConfig, [*overrides, *more]))
+    middle, again = tmp_path / "run/checkpoints/global_step_1", tmp_path / "again"
+    assert (middle / "stream/images.safetensors").exists()
+    more += [f"trainer.resume_mode={middle}", f"trainer.default_local_dir={again}"]
+    run_training(load_config(TrainConfig, [*overrides, *more]))
+    whole, rest = (list(read_samples(f / "samples.jsonl")) for f in (tmp_path / "run", again))
+    assert rest == [sample for sample in whole if sample.step > 1]
 
 
 def test_token_ids_that_are_kept_follow_the_size_of_an_image(folder, files, tmp_path, monkeypatch):

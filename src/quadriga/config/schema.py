@@ -73,6 +73,7 @@ CorrectionMode = Literal["truncate", "mask"]
 SpecialTokens = Literal["keep", "neutralise", "refuse"]
 FailurePolicy = Literal["zero", "mask", "fail"]
 AlarmAction = Literal["warn", "fail"]
+UpdateMode = Literal["pause", "drain"]
 LossTurns = Literal["all", "last"]
 WeightTransport = Literal["auto", "shared_memory", "collective"]
 OptimizerName = Literal["adamw", "adamw_8bit", "muon"]
@@ -359,6 +360,13 @@ class RolloutConfig(RolloutEngineConfig):
     # with trainer.max_staleness: tokens of a response that are sampled in one call. Between two
     # calls other responses may join, and weights are updated
     slice_tokens: Count = 256
+    # with trainer.max_staleness: prompts that are generated, scored or ready at once, as a multiple
+    # of data.train_batch_size; None: max_staleness + 1. A smaller factor has younger responses
+    oversample: Annotated[float, Ge(1)] | None = None
+    # with trainer.max_staleness: what a weight update waits for. pause: the calls in flight, and
+    # later tokens of a response come from the new weights; drain: the ends of the responses that
+    # have begun, so all tokens of a response come from the same weights
+    update: UpdateMode = "pause"
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)
 
 

@@ -89,6 +89,8 @@ METRICS: dict[str, MetricInfo] = {
     "stream/waiting": _I("groups", "groups whose generation has not started", "last"),
     "stream/started": _I("groups", "groups that are generated, scored or ready", "last"),
     "stream/restarted": _I("groups", "groups so far that began again: a replica was lost", "last"),
+    "stream/moved": _I("groups", "groups so far that went on on another replica", "last"),
+    "stream/dropped": _I("groups", "zero-variance groups so far that were replaced", "last"),
     # Difference between rollout and training log-probabilities
     "mismatch/k1": _I("nats", "KL(rollout‖training) per token, estimator k1"),
     "mismatch/k3": _I("nats", "KL(rollout‖training) per token, estimator k3"),

@@ -24,6 +24,7 @@ INPUT_IDS: Final = "input_ids"
 ATTENTION_MASK: Final = "attention_mask"
 POSITION_IDS: Final = "position_ids"
 SAMPLE_SEED: Final = "sample_seed"
+GREEDY: Final = "greedy"
 PROMPT_LENGTH: Final = "prompt_length"
 PROMPTS: Final = "prompts"
 RESPONSES: Final = "responses"
@@ -117,6 +118,8 @@ FIELDS: tuple[Field, ...] = (
           (_PROMPT_LOADER, _SFT_LOADER, _GENERATE)),
     Field(SAMPLE_SEED, "[B]", "int64", "seed of the tokens that a row samples",
           ("expand_prompts",)),
+    Field(GREEDY, "[B]", "int64", "1: the response is the greedy one, for a baseline; 0: sampled",
+          ("add_greedy_rows",)),
     Field(PROMPT_LENGTH, "[B]", "int64", "tokens of the prompt, without padding",
           ("expand_prompts",)),
     Field(PROMPTS, "[B, P]", "int64", "token ids, padded on the left", (_SFT_LOADER, _GENERATE,)),

@@ -5,6 +5,7 @@
     queue.py        `PromptQueue`: the prompt groups on their way, each in one state
     generation.py   `SlicedGeneration`: generates the responses of the groups, slice by slice
     replicas.py     worker groups of the rollout that fail and start again one by one
+    saved.py        the groups on their way in a checkpoint
     simulation.py   a run in virtual time, for `quadriga plan --async` and benchmarks/streams.py
 
 The trainer's part, which draws prompts and scores responses, is `trainer.streaming`. May import

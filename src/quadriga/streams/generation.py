@@ -8,7 +8,7 @@ consumes      prompt groups, and the replicas
 produces      complete groups; each row is ended once
 waits for     the replicas, each with one call in flight
 unblocked by  the end of a call, or its deadline (`trainer.call_timeout_s`), which is the loss of a
-              replica. Groups with a row on a lost replica begin again on another one.
+              replica. Its rows go on elsewhere with the tokens that they had before this call.
 
 What an engine holds of a response between two calls can be computed again: the next call continues
 the rows with the weights that the engine has then. So a weight sync, a checkpoint and the end of a
@@ -19,7 +19,7 @@ scheduling, Orca, OSDI 2022, with slices of several tokens as iterations).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -57,9 +57,15 @@ class _Begun:
 class _Call:
     replica: Replica
     starts: int
+    ended: int  # training steps that had ended at its start
     members: Members
+    begun: _Begun | None
     future: DataProtoFuture
     padding: int
+
+    @property
+    def is_lost(self) -> bool:
+        return self.replica.loss is not None or self.replica.starts != self.starts
 
 
 class SlicedGeneration:
@@ -72,8 +78,12 @@ class SlicedGeneration:
         rows: the most rows that a replica has at once.
         kept_rows: of how many rows a rank may keep the caches between two calls.
         loses: whether a replica may be lost; False: the error of its call is raised.
-        note: records what decides on the tokens, as (event, numbers): a "call" with the group and
-            the number in it of each row; a "restart" of groups.
+        note: records what decides on the tokens, as (event, numbers, steps that had ended): a
+            "call" that has ended, with the group and the number in it of each row; a "restart" of
+            groups.
+
+    Attributes:
+        moved: how many groups went on elsewhere, because their replica was lost.
     """
 
     def __init__(
@@ -86,13 +96,13 @@ class SlicedGeneration:
         response_tokens: int,
         rows: int,
         loses: bool,
-        note: Callable[[str, Sequence[object]], None],
+        note: Callable[[str, Sequence[object], int], None],
         kept_rows: int = 0,
     ) -> None:
         self.replicas, self.queue = replicas, queue
         self._inputs, self._loses, self._note = inputs, loses, note
         self._slice, self._columns, self._rows = slice_tokens, response_tokens, rows
-        self._kept_rows = kept_rows
+        self._kept_rows, self.moved = kept_rows, 0
         self._begun: dict[Replica, _Begun] = {}
         self._calls: dict[DataProtoFuture, _Call] = {}
 
@@ -113,7 +123,7 @@ class SlicedGeneration:
         return [member for begun in found for member in begun.members], [b.tokens for b in found]
 
     def go_on(self, members: Members, tokens: Sequence[DataProto]) -> None:
-        """Continue the rows of some groups of another run, with the tokens of each group."""
+        """Continue the rows of some groups, with the tokens of each group."""
         working = self.replicas.working
         for first, replica in enumerate(working):
             own = range(first, len(members), len(working))
@@ -121,18 +131,62 @@ class SlicedGeneration:
                 members[i][0].place(replica)
             if own:
                 of_own = DataProto.concat([tokens[i] for i in own])
-                self._begun[replica] = _Begun([members[i] for i in own], of_own)
+                self._add(replica, _Begun([members[i] for i in own], of_own))
+
+    def _add(self, replica: Replica, begun: _Begun | None) -> None:
+        """Let a replica continue more rows."""
+        held = self._begun.get(replica)
+        if held is not None and begun is not None:
+            tokens = DataProto.concat([held.tokens, begun.tokens])
+            begun = _Begun([*held.members, *begun.members], tokens)
+        if begun is not None:
+            self._begun[replica] = begun
 
     def reclaim(self) -> None:
-        """Let the groups of lost replicas begin again. A weight sync can lose one, too."""
+        """Continue the rows of lost replicas on others. A weight sync can lose one, too.
+
+        The controller reads what they had when their last call ended. If the store has lost it, the
+        group begins again.
+        """
+        parts = {group: Members() for group in self.queue.groups.values() if group.is_lost}
+        tokens: dict[PromptGroup, list[DataProto]] = {group: [] for group in parts}
+        for begun in self._left_behind() if parts else ():
+            first = 0
+            for group, rows in begun.members:
+                parts[group].append((group, rows))
+                tokens[group].append(begun.tokens.select_idxs(np.arange(len(rows)) + first))
+                first += len(rows)
+        again = []
+        for group in parts:
+            held = tokens[group] + [answers for _, answers in group.answers]
+            held += [] if group.batch is None else [group.batch]
+            if held and _readable(held):
+                group.home = None
+                self.moved += group.batch is None
+            else:
+                again.append((group, bool(held)))
+        kept = [group for group in parts if group.home is None]
+        self.queue.restart([group for group, _ in again])
+        if noted := [group.number for group, held in again if held]:
+            self._note("restart", noted, self.queue.ended)
+        if members := [member for group in kept for member in parts[group]]:
+            self.go_on(members, [part for group in kept for part in tokens[group]])
+
+    def _left_behind(self) -> Iterator[_Begun]:
+        """Yield the rows that lost replicas had before their last calls, once."""
         for replica, begun in list(self._begun.items()):
             if begun.members[0][0].is_lost:
-                del self._begun[replica]
-        if lost := self.queue.restart([g for g in self.queue.groups.values() if g.is_lost]):
-            self._note("restart", lost)
+                yield self._begun.pop(replica)
+        for future, call in list(self._calls.items()):
+            if call.is_lost and call.begun is not None:
+                self._calls[future] = replace(call, begun=None)
+                yield call.begun
 
-    def submit(self) -> None:
-        """Start a call on every replica without one, of its rows and of groups that wait."""
+    def submit(self, *, joins: bool = True) -> None:
+        """Start a call on every replica without one, of its rows and of groups that wait.
+
+        `joins`: groups that wait may start.
+        """
         self.reclaim()
         at_work = {call.replica for call in self._calls.values()}
         idle = [replica for replica in self.replicas.working if replica not in at_work]
@@ -140,7 +194,7 @@ class SlicedGeneration:
         members: dict[Replica, Members] = {
             r: list(b.members) if b else [] for r, b in begun.items()
         }
-        while idle and self.queue.waiting:
+        while joins and idle and self.queue.can_start:
             # One after the other, so that replicas which are idle together share the groups.
             replica = min(idle, key=lambda replica: _rows_of(members[replica]))
             count = len(self.queue.waiting[0].prompts)
@@ -149,15 +203,14 @@ class SlicedGeneration:
             members[replica].append((self.queue.start(self.queue.waiting[0]), np.arange(count)))
         for replica in idle:
             if members[replica]:
-                own = begun[replica]
-                self._call(replica, members[replica], None if own is None else own.tokens)
+                self._call(replica, members[replica], begun[replica])
 
-    def _call(self, replica: Replica, members: Members, begun: DataProto | None) -> None:
-        """Start a call. `begun`: what the first rows have so far; None: all rows begin."""
+    def _call(self, replica: Replica, members: Members, begun: _Begun | None) -> None:
+        """Start a call. `begun`: the first rows; None: all rows begin."""
         rows = DataProto.concat([self._inputs(g.prompts.select_idxs(own)) for g, own in members])
         if begun is not None:
-            new = _rows_of(members) - len(begun)
-            tokens = [begun, self._no_tokens(new)] if new else [begun]
+            new = _rows_of(members) - len(begun.tokens)
+            tokens = [begun.tokens, self._no_tokens(new)] if new else [begun.tokens]
             rows = rows.union(DataProto.concat(tokens))
         of_rank = -(-self._rows // replica.group.world_size)
         rows.meta_info |= {"at_most": self._slice, "keep": min(of_rank, self._kept_rows)}
@@ -167,10 +220,12 @@ class SlicedGeneration:
             padded, padding = pad_dataproto_to_divisor(rows, replica.group.world_size)
             future = replica.group.generate_sequences.submit(padded)
         except QuadrigaError as error:
+            self._add(replica, begun)
             self._lose(replica, error)
         else:
-            self._calls[future] = _Call(replica, replica.starts, members, future, padding)
-            self._note("call", [(g.number, int(row)) for g, own in members for row in own])
+            ended = self.queue.ended
+            call = _Call(replica, replica.starts, ended, members, begun, future, padding)
+            self._calls[future] = call
 
     def repeat(self, rows: Sequence[tuple[int, int]]) -> list[PromptGroup]:
         """Make the call of another run, on one replica: the same rows in the same order. Return the
@@ -187,12 +242,11 @@ class SlicedGeneration:
             (groups[number], np.array([row for _, row in own]))
             for number, own in groupby(rows, lambda row: row[0])
         ]
-        tokens = None if held is None or not begun else held.tokens.select_idxs(begun)
-        self._call(replica, members, tokens)
+        self._call(replica, members, None if held is None else _selected(held, begun))
         (future,) = self._calls
         complete = self.keep(future)
-        if held is not None and (rest := sorted(set(places.values()) - set(begun))):
-            self._begun[replica] = _joined(held, rest, self._begun.get(replica))
+        if held is not None:
+            self._add(replica, _selected(held, sorted(set(places.values()) - set(begun))))
         return complete
 
     def forget(self, numbers: Sequence[int]) -> None:
@@ -202,8 +256,7 @@ class SlicedGeneration:
             rest = [place for (number, _), place in _places(begun.members).items()
                     if number not in numbers]  # fmt: skip
             del self._begun[replica]
-            if rest:
-                self._begun[replica] = _joined(begun, rest, None)
+            self._add(replica, _selected(begun, rest))
 
     def forget_caches(self) -> None:
         """Free the caches of paused rows. The next call computes their tokens again."""
@@ -227,15 +280,18 @@ class SlicedGeneration:
 
     def keep(self, ended: DataProtoFuture) -> list[PromptGroup]:
         """Keep the results of a call that has ended. Return the groups that it has completed."""
-        call = self._calls.pop(ended)
         self.reclaim()
-        if call.replica.loss is not None or call.replica.starts != call.starts:
-            return []  # it was lost meanwhile
+        call = self._calls[ended]
         try:
-            answers: DataProto = unpad_dataproto(ended.get(), call.padding)
+            answers = None if call.is_lost else unpad_dataproto(ended.get(), call.padding)
         except QuadrigaError as error:
             self._lose(call.replica, error)
+            answers = None
+        del self._calls[ended]
+        if answers is None:
             return []
+        rows = [(group.number, int(row)) for group, own in call.members for row in own]
+        self._note("call", rows, call.ended)
         return list(self._divided(call, answers))
 
     def _divided(self, call: _Call, answers: DataProto) -> Iterator[PromptGroup]:
@@ -256,10 +312,10 @@ class SlicedGeneration:
             first += len(rows)
         if members:
             tokens = results.select(list(BEGUN_RESPONSES), meta_info_keys=[])
-            self._begun[call.replica] = _Begun(members, tokens.select_idxs(paused_B))
+            self._add(call.replica, _Begun(members, tokens.select_idxs(paused_B)))
 
     def _lose(self, replica: Replica, error: QuadrigaError) -> None:
-        """Lose a replica. What it has generated is lost with it, so these groups begin again."""
+        """Lose a replica, and let its rows go on elsewhere."""
         if not self._loses:
             raise error
         self.replicas.lose(replica, error)
@@ -272,14 +328,21 @@ def _places(members: Members) -> dict[tuple[int, int], int]:
     return {row: place for place, row in enumerate(rows)}
 
 
-def _joined(begun: _Begun, rest: Sequence[int], other: _Begun | None) -> _Begun:
-    """Return the rows of `begun` at some places, then the rows of `other`."""
+def _selected(begun: _Begun, places: Sequence[int]) -> _Begun | None:
+    """Return the rows at some places; None: there are none."""
     rows = [(group, row) for group, own in begun.members for row in own]
-    members = [(rows[place][0], np.array([rows[place][1]])) for place in rest]
-    tokens = begun.tokens.select_idxs(list(rest))
-    if other is None:
-        return _Begun(members, tokens)
-    return _Begun(members + list(other.members), DataProto.concat([tokens, other.tokens]))
+    members = [(rows[place][0], np.array([rows[place][1]])) for place in places]
+    return _Begun(members, begun.tokens.select_idxs(list(places))) if members else None
+
+
+def _readable(parts: Sequence[DataProto]) -> bool:
+    """Fetch all fields; return whether the store still has them."""
+    try:
+        for part in parts:
+            part.prefetch()
+    except QuadrigaError:
+        return False
+    return True
 
 
 def _rows_of(members: Members) -> int:

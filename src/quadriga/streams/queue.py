@@ -2,7 +2,7 @@
 
     waiting ──► generating ──► scoring ──► ready ──► trained
        ▲            │             │          │
-       └────────────┴─────────────┴──────────┘   a replica that holds its rows is lost
+       └────────────┴─────────────┴──────────┘   its responses are lost with a replica
 
 Every group is in one state, so no prompt is lost and none is trained twice.
 """
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from quadriga.protocol import DataProto
 from quadriga.streams.replicas import Replica
 from quadriga.streams.staleness import StalenessBound
-from quadriga.workers.method_fields import CONTINUE_SEQUENCES, GENERATE_SEQUENCES
+from quadriga.workers.method_fields import CONTINUE_SEQUENCES
 
 
 @dataclass(eq=False)
@@ -53,7 +53,7 @@ class PromptGroup:
         assert len(set(order.tolist())) == len(self.prompts) == len(order), "each row ends once"
         answered = DataProto.concat([own for _, own in self.answers])
         answered = answered.select_idxs(np.argsort(order))
-        replaced = {*GENERATE_SEQUENCES.reads, *CONTINUE_SEQUENCES.writes}
+        replaced = {*CONTINUE_SEQUENCES.drops, *CONTINUE_SEQUENCES.writes}
         kept = [str(key) for key in self.prompts.batch.keys() if key not in replaced]  # noqa: SIM118
         self.batch = self.prompts.select(batch_keys=kept, meta_info_keys=[]).union(answered)
 
@@ -78,19 +78,21 @@ class PromptQueue:
 
     Args:
         bound: how old a group may become.
+        most: groups whose generation has started, at once; None: as many as the bound allows.
 
     Attributes:
         groups: the prompt groups on their way, by their numbers.
         ended: training steps that have ended.
+        taken: training steps that have taken their groups.
         restarted: groups whose generation began again.
     """
 
-    def __init__(self, bound: StalenessBound) -> None:
-        self.bound = bound
+    def __init__(self, bound: StalenessBound, most: int | None = None) -> None:
+        self.bound, self.most = bound, bound.most if most is None else most
         self.groups: dict[int, PromptGroup] = {}
         self.waiting: deque[PromptGroup] = deque()
         self._ready: list[int] = []  # the first to be complete first
-        self.ended = self.restarted = 0
+        self.ended = self.taken = self.restarted = 0
 
     @property
     def complete(self) -> list[PromptGroup]:
@@ -98,15 +100,17 @@ class PromptQueue:
         return [self.groups[number] for number in self._ready]
 
     @property
-    def full(self) -> bool:
-        """Whether a later step alone can train more groups in time."""
-        return len(self.groups) == self.bound.most
+    def can_start(self) -> bool:
+        """Whether a group waits whose generation may start now: a step can train it in time."""
+        # Behind `take`, the step that has not ended can train none of the groups that start now.
+        in_time = self.bound.most - self.bound.groups * (self.taken - self.ended)
+        started = len(self.groups) - len(self.waiting)
+        return bool(self.waiting) and started < min(self.most, in_time)
 
     def add(self, groups: Sequence[PromptGroup]) -> None:
         """Let groups wait behind the others."""
         self.groups |= {group.number: group for group in groups}
         self.waiting += [group for group in groups if group.started is None]
-        assert len(self.groups) <= self.bound.most, "one of them would become too old"
 
     def start(self, group: PromptGroup) -> PromptGroup:
         """Take a group that waits; its generation starts now."""
@@ -136,5 +140,10 @@ class PromptQueue:
 
     def pop(self, chosen: Sequence[int]) -> list[PromptGroup]:
         """Return the groups with these numbers for a step."""
-        self._ready = [number for number in self._ready if number not in chosen]
-        return [self.groups.pop(number) for number in chosen]
+        self.taken = self.ended + 1
+        return self.remove(chosen)
+
+    def remove(self, numbers: Sequence[int]) -> list[PromptGroup]:
+        """Return groups that are on their way no more."""
+        self._ready = [number for number in self._ready if number not in numbers]
+        return [self.groups.pop(number) for number in numbers]

@@ -71,6 +71,7 @@ EXPAND_PROMPTS = StageFields(
     "expand_prompts", reads=(fields.ATTENTION_MASK,),
     writes=(fields.UID, fields.SAMPLE_SEED, fields.PROMPT_LENGTH),
 )
+ADD_GREEDY_ROWS = StageFields("add_greedy_rows", writes=(fields.GREEDY,))
 ADD_BASELINES = StageFields("add_baselines", reads=(_SCORES,), writes=(fields.REWARD_BASELINES,))
 REFILL = StageFields("refill", reads=(_SCORES, _MASK, fields.FINISHED, fields.UID))
 MEASURE_BATCH = StageFields(
@@ -121,8 +122,11 @@ PASSES = (COMPUTE_LOG_PROB.name, COMPUTE_REF_LOG_PROB.name, COMPUTE_VALUES.name)
 """Calls that are submitted together, in this order."""
 START_PASSES = StageFields("start_passes")
 SCORE = "score_responses"
+EARLY = EXPAND_PROMPTS.name, GENERATE_SEQUENCES.name, SCORE
+"""Stages before the step has its batch, with `trainer.max_staleness`."""
 NOT_PLACES = (
     "PromptLoader",
+    "add_greedy_rows",
     "add_baselines",
     "refill",
     START_PASSES.name,
@@ -190,6 +194,15 @@ class StepPlan:
             advantages_before_passes=early,
             old_log_prob_pass=not takes_old_log_probs_from_update(config),
         )
+        early_stages = [placed.name for placed in added if placed.stage.neighbour in EARLY]
+        if early_stages and plan.streams and (plan.draws_again or estimator.needs_baseline_scores):
+            what = (
+                "filter_groups.mode=refill" if plan.draws_again else "the greedy responses of remax"
+            )
+            raise ConfigError(
+                f"stage {early_stages[0]} runs on the batch of a step with trainer.max_staleness, "
+                f"but {what} need scores before; set max_staleness=0, or place it after the scores"
+            )
         return replace(plan, stages=_step_stages(config, plan, custom_reward))
 
     @property
@@ -248,6 +261,7 @@ def _step_stages(
     stages = (
         (LOAD_PROMPTS, True),
         (EXPAND_PROMPTS, True),
+        (ADD_GREEDY_ROWS, plan.streams and estimator.needs_baseline_scores),
         # On greedy responses of their own, of which only the baselines reach the batch.
         (replace(ADD_BASELINES, reads=()), estimator.needs_baseline_scores),
         (CONTINUE_SEQUENCES if plan.streams else GENERATE_SEQUENCES, True),
@@ -418,10 +432,8 @@ def scores_come_from_roles(flow: Sequence[StageFields]) -> bool:
 def added_until_scores(added: Sequence[PlacedStage]) -> bool:
     """Return whether all added stages stand where responses are generated or scored, so that they
     neither read what the passes write nor change it."""
-    before = {EXPAND_PROMPTS.name, GENERATE_SEQUENCES.name, SCORE}
-    names = {placed.name for placed in added}
     # The place of a stage beside another added stage is the place of that one.
-    return all(placed.stage.neighbour in before | names for placed in added)
+    return all(p.stage.neighbour in {*EARLY, *(q.name for q in added)} for p in added)
 
 
 # The order of the rows.

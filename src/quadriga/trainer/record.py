@@ -298,7 +298,8 @@ def read_samples(
     rewards = tensors[fields.TOKEN_LEVEL_SCORES].sum(-1).tolist()
     responses, masks = tensors[fields.RESPONSES], tensors[fields.RESPONSE_MASK]
     truths = arrays[fields.REWARD_MODEL] if fields.REWARD_MODEL in arrays else [None] * len(batch)
-    versions = tensors[fields.TOKEN_VERSIONS] if fields.TOKEN_VERSIONS in tensors.keys() else None  # noqa: SIM118
+    streamed = fields.TOKEN_VERSIONS in tensors.keys()  # noqa: SIM118
+    versions = spans_of_versions(batch) if streamed else [None] * len(batch)
     sources = arrays[fields.DATA_SOURCE] if fields.DATA_SOURCE in arrays else [None] * len(batch)
     for i, (ids, mask) in enumerate(zip(responses, masks, strict=True)):
         kept = ids[mask.bool()]
@@ -311,13 +312,17 @@ def read_samples(
             ground_truth=(truths[i] or {}).get("ground_truth"),
             data_source=sources[i],
             response_tokens=len(kept),
-            weight_versions=None if versions is None else _spans(versions[i][mask.bool()].tolist()),
+            weight_versions=versions[i],
         )
 
 
-def _spans(values: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (value, how often it follows itself): 2 2 2 3 → (2, 3) (3, 1)."""
-    return [(value, len(list(same))) for value, same in groupby(values)]
+def spans_of_versions(batch: DataProto) -> list[list[tuple[int, int]]]:
+    """Return (weight version, tokens) of each response: 2 2 2 3 → (2, 3) (3, 1)."""
+    rows = zip(batch.batch[fields.TOKEN_VERSIONS], batch.batch[fields.RESPONSE_MASK], strict=True)
+    return [
+        [(value, len(list(same))) for value, same in groupby(versions[mask.bool()].tolist())]
+        for versions, mask in rows
+    ]
 
 
 def _prompt_text(messages: Sequence[Mapping[str, object]]) -> str:

@@ -147,9 +147,27 @@ def _seeds(source: Sequence[int], count: int) -> npt.NDArray[np.int64]:
     return (streams >> np.uint64(1)).astype(np.int64)
 
 
+def add_greedy_rows(rows: DataProto, n: int) -> DataProto:
+    """Return the rows of each prompt with one more for its greedy response, and `greedy` [B]."""
+    order = np.arange(len(rows)).reshape(-1, n)
+    batch = rows.select_idxs(np.hstack([order, order[:, :1]]).ravel())
+    batch.batch[fields.GREEDY] = torch.tensor([0] * n + [1]).repeat(len(order))
+    return batch
+
+
+def take_greedy_rows(batch: DataProto, rows: int) -> DataProto:
+    """Make the last of the `rows` of each prompt, which is greedy, the baseline of the others."""
+    order = np.arange(len(batch)).reshape(-1, rows)
+    greedy = batch.select_idxs(order[:, -1])
+    kept = add_baselines(batch.select_idxs(order[:, :-1].ravel()), greedy).batch
+    _mask_without_baseline(kept, greedy)
+    return kept
+
+
 def generation_inputs(rows: DataProto, mode: SamplingMode = "train") -> DataProto:
     """Return a batch of the fields that generation reads, with the sampling mode."""
     tensors, arrays = list(GENERATE_SEQUENCES.reads), list[str]()
+    tensors += [key for key in tensor_names(rows) if key == fields.GREEDY]
     if fields.MULTI_MODAL_INPUTS in rows.non_tensor_batch:
         tensors, arrays = [*tensors, fields.POSITION_IDS], [fields.MULTI_MODAL_INPUTS]
     inputs = rows.select(batch_keys=tensors, non_tensor_batch_keys=arrays, meta_info_keys=[])
@@ -702,6 +720,12 @@ class Sampler:
         batch = result(generate, rows, self.rollout, "train").batch
         _mask_without_baseline(batch, greedy)
         return StageResult(batch, {name: scoring[name] for name in _FAILED if name in scoring})
+
+
+def has_variance(group: DataProto, config: AlgorithmConfig) -> bool:
+    """Whether the scores of the responses of a prompt group that take part in the update differ."""
+    score_B = group.batch[fields.TOKEN_LEVEL_SCORES].sum(-1)[_in_update(group, config)]
+    return bool((score_B != score_B[:1]).any())
 
 
 def _in_update(batch: DataProto, config: AlgorithmConfig) -> Tensor:

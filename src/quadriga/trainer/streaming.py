@@ -13,6 +13,7 @@ unblocked by  the end of calls to the replicas and of scoring; an error of eithe
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,38 +21,40 @@ from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from quadriga.checkpoint.files import SavedFile, digest_file
+from quadriga.algorithms.advantages import get_advantage
+from quadriga.checkpoint.files import SavedFile
 from quadriga.config.schema import TrainConfig
-from quadriga.errors import ConfigError, FieldError
+from quadriga.errors import ConfigError, FieldError, GroupError
 from quadriga.observability.jsonl import JsonlFile, keep_rows, read_jsonl
 from quadriga.observability.run_folder import STREAM
 from quadriga.protocol import DataProto
-from quadriga.streams.generation import Members, SlicedGeneration
+from quadriga.streams.generation import SlicedGeneration
 from quadriga.streams.queue import PromptGroup, PromptQueue
 from quadriga.streams.replicas import Replicas
+from quadriga.streams.saved import load_groups, save_groups, without_images
 from quadriga.streams.staleness import StalenessBound
 from quadriga.trainer.checkpoints import STREAMED
-from quadriga.trainer.dataflow import EXPAND_PROMPTS, SCORE
-from quadriga.trainer.record import Metrics, StageResult
+from quadriga.trainer.dataflow import EARLY
+from quadriga.trainer.record import Metrics, StageResult, spans_of_versions
 from quadriga.trainer.stages import (
     BatchReward,
     StageRunner,
+    add_greedy_rows,
     expand_prompts,
     generation_inputs,
+    has_variance,
     merged,
     score_responses,
+    take_greedy_rows,
 )
 from quadriga.workers.method_fields import GENERATE_SEQUENCES
 
 Pause = Literal["sync", "validate", "save"]
 """For what the generation is paused."""
-_PROMPTS, _ENDED, _BEGUN, _READY = (
-    f"{name}.batch" for name in ("prompts", "ended", "begun", "ready")
-)
 
 
 @dataclass(eq=False)
@@ -81,8 +84,11 @@ class StreamedSampler:
     def __post_init__(self) -> None:
         data, rollout = self.config.data, self.config.actor_rollout_ref.rollout
         groups, staleness = data.train_batch_size, self.config.trainer.max_staleness
-        self.queue = PromptQueue(StalenessBound(groups, staleness))
-        share = -(-self.queue.bound.most * rollout.n // self.replicas.count)
+        most = math.ceil((rollout.oversample or staleness + 1) * groups - 1e-6)
+        self.queue = PromptQueue(StalenessBound(groups, staleness), most)
+        self._greedy = get_advantage(self.config.algorithm.adv_estimator).needs_baseline_scores
+        self._n = rollout.n + self._greedy  # rows of a prompt, with the greedy one
+        share = -(-self.queue.most * self._n // self.replicas.count)
         self.generation = SlicedGeneration(
             self.replicas,
             self.queue,
@@ -100,16 +106,17 @@ class StreamedSampler:
         replayed = trainer.replay_order
         self._script = None if replayed is None else read_jsonl(Path(replayed) / STREAM)
         # Stages of added roles are run by the thread of the loop, on whole batches.
-        early = EXPAND_PROMPTS.name, GENERATE_SEQUENCES.name, SCORE
-        self._roles_score = any(placed.stage.neighbour in early for placed in self.runner.added)
-        self._n = rollout.n
+        self._roles_score = any(placed.stage.neighbour in EARLY for placed in self.runner.added)
         self._drawn = 0  # batches of prompts
+        # Prompt groups without variance that were dropped: since the last step, and in all.
+        self._dropped, self._all_dropped = 0, 0
         self._scoring: dict[PromptGroup, DataProto] = {}  # groups whose scores are awaited
         self._metrics: list[tuple[int, Metrics]] = []  # rows that were scored since the last step
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._error: BaseException | None = None
         self._pauses = 0
+        self._drains = False  # rows go on during a pause, and none begin
         self._closed = False
 
     def draw(self, step: int) -> StageResult:
@@ -122,14 +129,14 @@ class StreamedSampler:
             self.queue.ended = step - 1
             if not self._drawn:
                 self._note("settings", self._settings())
-            while self._drawn < self.total_steps and not self.queue.full:
-                self._begin(next(self.stream))
-            self._changed.notify_all()
+            self._fill()
         taken = self._taken_meanwhile() if self.beside else self._taken()
         self._note("take", [group.number for group in taken])
         batch = DataProto.concat([group.batch for group in taken if group.batch is not None])
+        self._note("versions", spans_of_versions(batch))
         with self._changed:
             scores, self._metrics = self._metrics, []
+            self._dropped = 0
         if self._roles_score:
             batch = self.runner.beside("after", GENERATE_SEQUENCES.name, batch)
             batch, metrics = self.runner.result(score_responses, batch, self.reward)
@@ -137,11 +144,24 @@ class StreamedSampler:
         scored = merged(*(own for _, own in scores), rows=[rows for rows, _ in scores])
         return StageResult(batch, {**scored, **self._staleness(taken)})
 
-    def _begin(self, prompts: DataProto) -> None:
+    def _fill(self) -> None:
+        """Let prompts begin, until the groups on their way are as many as may be, or all that the
+        rest of the run trains."""
+        left = (self.total_steps - self.queue.ended) * self.queue.bound.groups
+        with self._changed:
+            while self._script is None and len(self.queue.groups) < min(self.queue.most, left):
+                self._begin()
+            self._changed.notify_all()
+
+    def _begin(self) -> None:
         """Add the groups of a batch of prompts, with the seeds that a step would give them."""
+        prompts = next(self.stream)
         self._drawn += 1
-        seed, step = self.config.trainer.seed, self._drawn
-        rows = self.runner.result(expand_prompts, prompts, n=self._n, step=step, seed=seed).batch
+        self._note("begin", [self._drawn])
+        n, step, seed = self._n - self._greedy, self._drawn, self.config.trainer.seed
+        rows = self.runner.result(expand_prompts, prompts, n=n, step=step, seed=seed).batch
+        if self._greedy:
+            rows = add_greedy_rows(rows, n)
         rows = self.runner.beside("before", GENERATE_SEQUENCES.name, rows)
         if not self.queue.groups:
             self._check_saved(rows)
@@ -153,7 +173,7 @@ class StreamedSampler:
         """Raise `FieldError` for prompts that no checkpoint can hold, before a step is trained."""
         with TemporaryDirectory() as folder:
             try:
-                rows.save_to_disk(Path(folder) / _PROMPTS)
+                without_images(rows).save_to_disk(Path(folder) / "prompts.batch")
             except FieldError as error:
                 key = f"trainer.max_staleness={self.config.trainer.max_staleness}"
                 text = f"{key} saves the prompts on their way with each checkpoint, but {error}"
@@ -174,6 +194,8 @@ class StreamedSampler:
             "stream/waiting": float(waiting),
             "stream/started": float(len(self.queue.groups) - waiting),
             "stream/restarted": float(self.queue.restarted),
+            "stream/moved": float(self.generation.moved),
+            "stream/dropped": float(self._all_dropped),
         }
 
     # Generation while a step draws its batch
@@ -184,6 +206,7 @@ class StreamedSampler:
             self._repeat("sync")  # with the weights that the step is to change
             return groups
         while (taken := self.queue.take()) is None:
+            self._fill()
             self.generation.submit()
             assert self.generation.busy, "a group that must be trained is on its way"
             self._end_call()
@@ -201,6 +224,8 @@ class StreamedSampler:
         if parts and not self._roles_score:
             whole = DataProto.concat(parts)
             batch, metrics = self.runner.result(score_responses, whole, self.reward)
+            if self._greedy:
+                batch = take_greedy_rows(batch, self._n)
             parts = batch.split(len(batch) // len(complete))
             with self._changed:
                 self._metrics.append((len(batch), metrics))
@@ -209,7 +234,31 @@ class StreamedSampler:
                 if group.batch is before:  # otherwise its replica was lost meanwhile
                     group.batch = scored
                     self.queue.ready(group)
+                    if self._script is None and self._drops(scored):
+                        self._drop([group.number])
             self._changed.notify_all()
+
+    def _drops(self, group: DataProto) -> bool:
+        """Whether a group without variance is dropped, as far as `filter_groups` refills a step."""
+        algorithm, groups = self.config.algorithm, self.queue.bound.groups
+        settings = algorithm.filter_groups
+        if not settings.refills or has_variance(group, algorithm):
+            return False
+        dropped = self._dropped < (settings.max_num_gen_batches - 1) * groups
+        if not dropped and settings.under_filled == "error":
+            raise GroupError(
+                f"{self._dropped + 1} prompt groups before step {self.queue.taken + 1} are "
+                f"zero-variance. Choose prompts that are neither too easy nor too hard, raise "
+                f"max_num_gen_batches ({settings.max_num_gen_batches}), or set "
+                "under_filled=proceed."
+            )
+        return dropped
+
+    def _drop(self, numbers: Sequence[int]) -> None:
+        self._note("drop", numbers)
+        self.queue.remove(numbers)
+        self._dropped += 1
+        self._all_dropped += 1
 
     # Generation in a thread of its own
 
@@ -224,6 +273,7 @@ class StreamedSampler:
             self._changed.notify_all()
             while (taken := self.queue.take()) is None:
                 self._raise()
+                self._fill()
                 self._changed.wait()
             return taken
 
@@ -240,15 +290,15 @@ class StreamedSampler:
             raise self._error
 
     def _generate(self) -> None:
-        def has_work() -> bool:
-            can_start = not self._pauses and (self.generation.begun or bool(self.queue.waiting))
-            return self._closed or self.generation.busy or can_start
+        def calls() -> bool:
+            begun = self.generation.begun and (self._drains or not self._pauses)
+            return begun or (self.queue.can_start and not self._pauses)
 
         while not self._closed:
             with self._changed:
-                self._changed.wait_for(has_work)
-                if not (self._pauses or self._closed):
-                    self.generation.submit()
+                self._changed.wait_for(lambda: self._closed or self.generation.busy or calls())
+                if calls() and not self._closed:
+                    self.generation.submit(joins=not self._pauses)
             ended = self.generation.wait()
             with self._changed:
                 if ended is not None and not self._closed:
@@ -270,16 +320,25 @@ class StreamedSampler:
     @contextmanager
     def paused(self, why: Pause) -> Iterator[None]:
         """Within the block no replica is called. During a validation no response is scored,
-        because it calls the reward function, too."""
+        because it calls the reward function, too. With `rollout.update=drain` the responses that
+        have begun end before a sync."""
+        drains = self.config.actor_rollout_ref.rollout.update == "drain" and why == "sync"
+
+        def generates() -> bool:
+            return self.generation.busy or (self._drains and self.generation.begun)
 
         def at_work() -> bool:
-            return self.generation.busy or (why == "validate" and bool(self._scoring))
+            return generates() or (why == "validate" and bool(self._scoring))
 
         with self._changed:
             self._pauses += 1
-            while not self.beside and self.generation.busy:
+            self._drains = drains and self._script is None
+            while not self.beside and generates():
+                if self._drains:
+                    self.generation.submit(joins=False)
                 self._end_call()
             self._changed.wait_for(lambda: self._error or not at_work())
+            self._drains = False
             self._raise()
             self._note(why, [])
             if why != "sync" and self._script is None:
@@ -299,76 +358,22 @@ class StreamedSampler:
         The caller has paused the generation.
         """
         with self._changed:  # a group whose scores come now is saved without them
-            return self._save(checkpoint / STREAMED)
-
-    def _save(self, folder: Path) -> list[SavedFile]:
-        groups = list(self.queue.groups.values())
-        first = {group.number: i * self._n for i, group in enumerate(groups)}
-        members, begun = self.generation.paused_rows()
-        ready = self.queue.complete
-        ended = [(g, *answer) for g in groups if g not in ready for answer in g.answers]
-        parts = {
-            _PROMPTS: [group.prompts for group in groups],
-            _ENDED: [answers for _, _, answers in ended],
-            _BEGUN: begun,
-            _READY: [group.batch for group in ready if group.batch is not None],
-        }
-        meta: dict[str, dict[str, object]] = {
-            _PROMPTS: {
-                "drawn": self._drawn,
-                "numbers": list(first),
-                "started": [group.started for group in groups],
-            },
-            _ENDED: {"rows": [first[g.number] + int(row) for g, rows, _ in ended for row in rows]},
-            _BEGUN: {"rows": [first[g.number] + int(row) for g, rows in members for row in rows]},
-            _READY: {"rows": [first[g.number] + row for g in ready for row in range(self._n)]},
-        }
-        folder.mkdir()
-        files = []
-        for name, batches in parts.items():
-            if batches:
-                path = folder / name
-                batch = DataProto.concat(batches)
-                batch.meta_info = meta[name]
-                batch.save_to_disk(path)
-                files.append(SavedFile(path.name, path.stat().st_size, digest_file(path)))
-        return [file.under(STREAMED) for file in files]
+            (folder := checkpoint / STREAMED).mkdir()
+            files = save_groups(folder, self.queue, self.generation, self._drawn)
+            return [file.under(STREAMED) for file in files]
 
     def load(self, checkpoint: Path | None, step: int) -> None:
         """Continue with the prompt groups that were on their way at the end of a step; None: with
         none of them.
         """
-        self._drawn = self.queue.ended = step
+        self._drawn = self.queue.ended = self.queue.taken = step
         self._forget_calls_after(step)
         self._note("settings", self._settings())
         if checkpoint is None:
             return
-        files = {name: checkpoint / STREAMED / name for name in (_PROMPTS, _ENDED, _BEGUN, _READY)}
-        saved = {n: DataProto.load_from_disk(path) for n, path in files.items() if path.exists()}
-        if _PROMPTS not in saved:  # no group was
-            return
-        meta = {name: batch.meta_info for name, batch in saved.items()}
-        for batch in saved.values():
-            batch.meta_info = {}
-        numbers, prompts = meta[_PROMPTS]["numbers"], saved[_PROMPTS]
-        self._drawn = meta[_PROMPTS]["drawn"]
-        groups = list(map(PromptGroup, numbers, prompts.split(self._n), meta[_PROMPTS]["started"]))
-        self.queue.add(groups)
-        members, tokens = Members(), []
-        for name in set(saved) - {_PROMPTS}:
-            rows = np.array(meta[name]["rows"])
-            for i in dict.fromkeys((rows // self._n).tolist()):  # in the order of the rows
-                places = np.flatnonzero(rows // self._n == i)
-                group, own = groups[i], saved[name].select_idxs(places)
-                if name == _READY:
-                    group.batch = own
-                    self.queue.ready(group)
-                elif name == _ENDED:
-                    group.end(rows[places] % self._n, own)
-                else:
-                    members.append((group, rows[places] % self._n))
-                    tokens.append(own)
-        self.generation.go_on(members, tokens)
+        found = load_groups(checkpoint / STREAMED, self.queue, self.generation)
+        self._drawn = step if found is None else found
+        groups = self.queue.groups.values()
         ready = self.queue.complete
         self._scoring = _batches(group for group in groups if group not in ready)
         if not self.beside:
@@ -397,11 +402,13 @@ class StreamedSampler:
         keep_rows(path, lambda _: next(numbers) <= last)
         self._calls = JsonlFile(path)
 
-    def _note(self, event: str, numbers: Sequence[object]) -> None:
+    def _note(self, event: str, numbers: Sequence[object], ended: int | None = None) -> None:
         """Write what decides on the tokens of the run, one event a line: the rows of each call, the
-        groups that each step takes, and where weights and checkpoints come between."""
+        groups that each step takes, and where weights and checkpoints come between. Beside these
+        the versions of the tokens that a step trains."""
         if self._calls is not None and not self._closed:
-            self._calls.write({"step": self.queue.ended + 1, event: numbers})
+            step = 1 + (self.queue.ended if ended is None else ended)
+            self._calls.write({"step": step, event: numbers})
 
     def _settings(self) -> list[int]:
         """Return the settings that a run must have to repeat the order of another one."""
@@ -413,6 +420,16 @@ class StreamedSampler:
         """Make the calls of the run that is repeated, up to an event. Return its numbers."""
         assert self._script is not None
         step = self.queue.ended + 1
+        actions: dict[str, Callable[[Any], object]] = {
+            "begin": lambda _: self._begin(),
+            "call": lambda rows: self._score(
+                _batches(self.generation.repeat(list(map(tuple, rows))))
+            ),
+            "drop": self._drop,
+            "restart": self.generation.forget,
+            "save": lambda _: self.generation.forget_caches(),
+            "validate": lambda _: self.generation.forget_caches(),
+        }
         for event in self._script:
             if event["step"] > step:
                 if until == "take":
@@ -420,17 +437,13 @@ class StreamedSampler:
                 self._script = chain([event], self._script)
                 return []  # the step was without a weight sync
             self.queue.ended = event["step"] - 1
-            if "call" in event:
-                rows = [(number, row) for number, row in event["call"]]
-                self._score(_batches(self.generation.repeat(rows)))
-            elif "restart" in event:
-                self.generation.forget(event["restart"])
-            elif "validate" in event or "save" in event:
-                self.generation.forget_caches()
-            elif until in event:
-                numbers: list[int] = event[until]
-                return numbers
-            elif event.get("settings", self._settings()) != self._settings():
+            ((name, numbers),) = ((key, value) for key, value in event.items() if key != "step")
+            if name in actions:
+                actions[name](numbers)
+            elif name == until:
+                found: list[int] = numbers
+                return found
+            elif name == "settings" and numbers != self._settings():
                 break
         raise ConfigError(
             f"trainer.replay_order={self.config.trainer.replay_order} does not fit this run at "

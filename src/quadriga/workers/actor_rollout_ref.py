@@ -137,8 +137,9 @@ class ActorRolloutRefWorker(SavedWorker, PolicyWeights):
         Args:
             prompts: the fields `GENERATE_SEQUENCES.reads`; `meta_info["sampling"]` is "train"
                 (the default), "val" or "greedy". With `meta_info["at_most"]` each row gets so many
-                new tokens at most, and the batch may have the fields `BEGUN_RESPONSES`; the engine
-                keeps the caches of at most `meta_info["keep"]` rows for the next call.
+                new tokens at most, and the batch may have the fields `BEGUN_RESPONSES`, and
+                `greedy`, which says it for each row; the engine keeps the caches of at most
+                `meta_info["keep"]` rows for the next call.
 
         Returns:
             The fields `GENERATE_SEQUENCES.writes`; `CONTINUE_SEQUENCES.writes` with `at_most`.
@@ -150,13 +151,20 @@ class ActorRolloutRefWorker(SavedWorker, PolicyWeights):
             # A greedy response ends with the same stop strings and tokens as a sampled one.
             "greedy": replace(settings.sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0),
         }
-        sampling = sampling_params(
-            modes[prompts.meta_info.get("sampling", "train")],
-            self.config.model,
-            max_new_tokens=self.runtime.max_response_length,
-        )
+        limit, model = self.runtime.max_response_length, self.config.model
         at_most, keep = prompts.meta_info.get("at_most"), prompts.meta_info.get("keep", 0)
-        return generate_batch(self._rollout(), prompts, sampling, at_most, keep)
+
+        def generated(rows: DataProto, mode: str) -> DataProto:
+            sampling = sampling_params(modes[mode], model, max_new_tokens=limit)
+            return generate_batch(self._rollout(), rows, sampling, at_most, keep)
+
+        greedy_B: Tensor | None = prompts.batch.get(fields.GREEDY)
+        if greedy_B is None or not len(prompts):
+            return generated(prompts, prompts.meta_info.get("sampling", "train"))
+        parts = [(m, (greedy_B == i).nonzero()[:, 0]) for i, m in enumerate(("train", "greedy"))]
+        found = [generated(prompts.select_idxs(rows), m) for m, rows in parts if len(rows)]
+        order = greedy_B.argsort(stable=True).argsort()
+        return DataProto.concat(found).select_idxs(order)
 
     @register(dispatch_mode=_ON_ACTOR, reads=COMPUTE_LOG_PROB.inputs)
     def compute_log_prob(self, data: DataProto) -> DataProto:

@@ -37,8 +37,9 @@ BEGUN_RESPONSES = (
 
 CONTINUE_SEQUENCES = replace(
     GENERATE_SEQUENCES,
-    reads_if_present=(*IMAGE_INPUTS, *BEGUN_RESPONSES),
+    reads_if_present=(*IMAGE_INPUTS, *BEGUN_RESPONSES, fields.GREEDY),
     writes=(*GENERATE_SEQUENCES.writes, fields.TOKEN_VERSIONS, fields.PAUSED),
+    drops=(*GENERATE_SEQUENCES.drops, fields.GREEDY),
 )
 """A call of `generate_sequences` that may pause and continue responses."""
 

@@ -326,7 +326,7 @@ def check_train_settings(config: TrainConfig) -> None:
         if found.optim is not None:
             refuse(config, warmup_problems(found.optim_key, found.optim))
     checks = (_reward_model, _responses, _batches, _old_log_probs, _algorithm, _skipped_rows)
-    for check in (*checks, _full_kl, _staleness):
+    for check in (*checks, _full_kl, _replay, _streams):
         refuse(config, check(config))
     if (steps := config.trainer.total_training_steps) is not None:
         refuse(config, run_length_problems(config, steps))
@@ -587,9 +587,9 @@ def _full_kl(config: TrainConfig) -> Problems:
         yield key, f"is not built for {name}; set it to k3, or name=fsdp"
 
 
-def _staleness(config: TrainConfig) -> Problems:
-    """Yield what cannot be done with responses of older weights."""
-    algorithm, rollout, trainer = config.algorithm, config.actor_rollout_ref.rollout, config.trainer
+def _replay(config: TrainConfig) -> Problems:
+    """Yield what the order of another run does not fit."""
+    trainer = config.trainer
     if trainer.replay_order is not None:
         if not trainer.max_staleness:
             yield "trainer.replay_order", f"needs the {STALENESS} of that run, which is above 0"
@@ -597,17 +597,21 @@ def _staleness(config: TrainConfig) -> Problems:
             yield "trainer.replay_order", "repeats a whole run; set trainer.resume_mode=disable"
         if not (Path(trainer.replay_order) / STREAM).is_file():
             yield "trainer.replay_order", f"is no run folder with a {STREAM}"
+
+
+def _streams(config: TrainConfig) -> Problems:
+    """Yield what cannot be done with responses of older weights."""
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    if (rollout.oversample or 1) > (most := trainer.max_staleness + 1):
+        problem = f"is above {STALENESS} + 1 = {most}, so some prompts would become too old"
+        yield f"{ROLLOUT}.oversample", f"{problem}; lower it, or raise max_staleness"
     if not trainer.max_staleness:
+        if rollout.update != "pause":
+            yield f"{ROLLOUT}.update", f"needs {STALENESS} above 0; set it, or update=pause"
         return
     if not rollout_of(rollout).continues:
         name = f"{ROLLOUT}.name={rollout.name}"
         yield STALENESS, f"needs an engine that can continue a response, and {name} cannot"
-    if ADVANTAGES[algorithm.adv_estimator].needs_baseline_scores:
-        name = f"algorithm.adv_estimator={algorithm.adv_estimator}"
-        yield STALENESS, f"is not built for the greedy responses of {name}; set it to 0"
-    if algorithm.filter_groups.refills:
-        mode = "algorithm.filter_groups.mode=refill"
-        yield STALENESS, f"is not built for {mode}, which draws prompts again; set mode=mask"
     if config.actor_rollout_ref.actor.old_log_probs_from_update:
         yield (
             f"{ACTOR}.old_log_probs_from_update",

@@ -1,0 +1,100 @@
+"""The prompt groups on their way in a folder of a checkpoint, with their responses so far.
+
+    prompts.batch        the rows of all groups       ended.batch   responses that have ended
+    images.safetensors   the images of each group     begun.batch   responses that are paused
+                                                      ready.batch   groups that have their scores
+
+`meta_info` of a file has "drawn", the batches of prompts that the run has drawn, and "rows": the
+number of a group, the steps that had ended at its start, and the numbers of its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from safetensors.torch import load_file
+
+from quadriga.checkpoint.files import SavedFile, digest_file, write_tensors
+from quadriga.protocol import DataProto, fields
+from quadriga.protocol.values import object_array
+from quadriga.streams.generation import Members, SlicedGeneration
+from quadriga.streams.queue import PromptGroup, PromptQueue
+
+_NAMES = _PROMPTS, _READY, _ENDED, _BEGUN = (
+    "prompts.batch", "ready.batch", "ended.batch", "begun.batch",
+)  # fmt: skip
+_IMAGES, _PIXELS = "images.safetensors", fields.MULTI_MODAL_INPUTS
+
+
+def without_images(rows: DataProto) -> DataProto:
+    """Return the fields of rows that are in a batch file."""
+    arrays = [key for key in rows.non_tensor_batch if key != _PIXELS]
+    return rows.select(non_tensor_batch_keys=arrays, meta_info_keys=[])
+
+
+def save_groups(
+    folder: Path, queue: PromptQueue, generation: SlicedGeneration, drawn: int
+) -> list[SavedFile]:
+    """Write the groups of a queue whose generation is paused."""
+    groups, ready = list(queue.groups.values()), queue.complete
+    answers = [(g, *answer) for g in groups if g not in ready for answer in g.answers]
+    whole = [(group, without_images(group.prompts)) for group in groups]
+    scored = [(g, without_images(g.batch)) for g in ready if g.batch is not None]
+    members, tokens = generation.paused_rows()
+    parts: dict[str, tuple[Iterable[tuple[PromptGroup, Iterable[int]]], list[DataProto]]] = {
+        _PROMPTS: ([(g, range(len(own))) for g, own in whole], [own for _, own in whole]),
+        _READY: ([(g, range(len(own))) for g, own in scored], [own for _, own in scored]),
+        _ENDED: ([(g, rows) for g, rows, _ in answers], [own for *_, own in answers]),
+        _BEGUN: (members, tokens),
+    }
+    files = []
+    for name, (own, batches) in parts.items():
+        if batches or (name == _PROMPTS and drawn > queue.taken):
+            batch = DataProto.concat(batches) if batches else DataProto()
+            rows = [[g.number, g.started, [int(row) for row in some]] for g, some in own]
+            batch.meta_info = {"drawn": drawn, "rows": rows}
+            batch.save_to_disk(path := folder / name)
+            files.append(SavedFile(name, path.stat().st_size, digest_file(path)))
+    if groups and _PIXELS in groups[0].prompts.non_tensor_batch:
+        images = [(g.number, g.prompts.non_tensor_batch[_PIXELS][0]) for g in groups]
+        named = {f"{i} {key}": tensor for i, own in images for key, tensor in own.items()}
+        files.append(write_tensors(folder / _IMAGES, named))
+    return files
+
+
+def load_groups(folder: Path, queue: PromptQueue, generation: SlicedGeneration) -> int | None:
+    """Continue with the groups of a folder. Return the batches that were drawn; None: no group was
+    on its way, and each step had drawn one."""
+    drawn: int | None = None
+    members, tokens = Members(), []
+    path = folder / _IMAGES
+    images = load_file(path) if path.exists() else None
+    for name in _NAMES:
+        if not (folder / name).exists():
+            continue
+        batch, first = DataProto.load_from_disk(folder / name), 0
+        meta, batch.meta_info = batch.meta_info, {}
+        drawn = meta["drawn"]
+        for number, started, rows in meta["rows"]:
+            own = batch.select_idxs(np.arange(len(rows)) + first)
+            first += len(rows)
+            if images is not None and name in (_PROMPTS, _READY):
+                head = f"{number} "
+                found = {k.removeprefix(head): t for k, t in images.items() if k.startswith(head)}
+                own.non_tensor_batch[_PIXELS] = object_array([found] * len(own))
+            if name == _PROMPTS:
+                queue.add([PromptGroup(number, own, started)])
+                continue
+            group = queue.groups[number]
+            if name == _READY:
+                group.batch = own
+                queue.ready(group)
+            elif name == _ENDED:
+                group.end(np.array(rows), own)
+            else:
+                members.append((group, np.array(rows)))
+                tokens.append(own)
+    generation.go_on(members, tokens)
+    return drawn
