@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import pkgutil
+import re
 import signal
 import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -20,10 +22,10 @@ from quadriga.checkpoint.folders import (
 from quadriga.cli.main import main
 from quadriga.errors import RewardError
 from quadriga.observability.jsonl import read_jsonl
-from quadriga.trainer import ppo, stages
+from quadriga.trainer import checkpoints, ppo, stages
 from quadriga.trainer.checkpoints import StopRequest, unchanged_handlers
 
-SIGNALS = [signal.SIGINT, signal.SIGTERM]
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
 
 
 def stopper(save=True, grace_s=60.0):
@@ -40,7 +42,8 @@ def test_the_first_signal_lets_the_step_end_and_the_second_does_not(number):
         assert stop.requested
         with pytest.raises(KeyboardInterrupt) as caught:
             stop.stop_if_requested()
-        assert caught.value.args == (number,)
+        # SLURM sends SIGUSR1, and the run ends as after SIGTERM.
+        assert caught.value.args == ({signal.SIGUSR1: signal.SIGTERM}.get(number, number),)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
     assert signal.getsignal(number) == before
@@ -160,3 +163,44 @@ def test_a_run_with_default_settings_saves_by_time_and_at_the_end(run, tmp_path)
     assert [s for s, _ in complete_checkpoints(tmp_path / "run" / "checkpoints")] == [1, 2]
     run(*quick, f"trainer.default_local_dir={tmp_path / 'end'}")
     assert [s for s, _ in complete_checkpoints(tmp_path / "end" / "checkpoints")] == [2]
+
+
+def moment(seconds: float) -> str:
+    return (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat()
+
+
+def test_a_run_saves_and_stops_before_its_deadline_and_when_the_stop_file_exists(
+    train_overrides, tmp_path, monkeypatch, caplog
+) -> None:
+    file, original = tmp_path / "notice", stages.measure_batch
+
+    def notice(batch):
+        file.touch()
+        return original(batch)
+
+    more = ("trainer.total_training_steps=3", "data.val_files=[]", "trainer.overwrite=true")
+    for setting in (f"trainer.deadline={moment(600)}", f"trainer.stop_file={file}"):
+        if "file" in setting:
+            monkeypatch.setattr(stages, "measure_batch", notice)
+        else:  # no time for a second step and stop_grace_s=60
+            monkeypatch.setattr(checkpoints, "seconds_left", lambda trainer: 60.0)
+        assert main(["train", *train_overrides, *more, setting]) == 143
+        assert [s for s, _ in complete_checkpoints(tmp_path / "run" / "checkpoints")] == [1]
+        assert f"with a checkpoint: {setting.partition('=')[0]}" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    {
+        (f"trainer.deadline={moment(-30)}",): r"trainer\.deadline=\S+ is over since \d+ s; set",
+        ("trainer.stop_grace_s=900", f"trainer.deadline={moment(600)}"): r"is in \d+ s, but .*=900",
+        ("trainer.deadline=tomorrow",): "tomorrow is no moment; write it as 2026-11-27T06:00",
+        (f"trainer.stop_file={Path(__file__)}",): "exists already, so the run would stop after one",
+    }.items(),
+)
+def test_a_run_that_is_asked_to_stop_already_is_refused(
+    train_overrides, tmp_path, capsys, settings, message
+) -> None:
+    assert main(["train", *train_overrides, *settings]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()

@@ -531,7 +531,7 @@ class MachineConfig(PathSettings):
 class RunConfig(MachineConfig):
     """Machines, number of steps, validation, checkpoints and the run folder."""
 
-    PATHS: ClassVar[tuple[str, ...]] = ("default_local_dir", "resume_mode")
+    PATHS: ClassVar[tuple[str, ...]] = ("default_local_dir", "resume_mode", "stop_file")
 
     backend: BackendName = "ray"  # local: one process, in which breakpoints work
     total_epochs: Count = 1  # passes over the training data
@@ -547,7 +547,11 @@ class RunConfig(MachineConfig):
     # beside the next steps; false: it waits until all is written, and there is no copy
     async_save: bool = True
     max_ckpt_to_keep: Count | None = 3  # the newest ones; older ones are deleted; None: keep all
-    save_on_stop: bool = True  # on SIGTERM or Ctrl-C, end the step and save a checkpoint first
+    save_on_stop: bool = True  # on SIGTERM, SIGUSR1 or Ctrl-C, end the step and save first
+    # moment before which the run saves and stops, such as 2026-11-27T06:00 in local time or
+    # 2026-11-27T06:00+00:00; no step begins that would not end before it; None: there is none
+    deadline: str | None = None
+    stop_file: str | None = None  # when this file exists, end the step, save a checkpoint and stop
     stop_grace_s: Positive = 60.0  # seconds for that; then the run stops without a new checkpoint
     # disable, auto (the newest complete checkpoint; without one, from step 1) or its folder
     resume_mode: str = "disable"

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -29,7 +30,7 @@ from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.loading import setting_leaves, to_yaml
 from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import RunConfig, TrainConfig
-from quadriga.errors import CheckpointError, QuadrigaError
+from quadriga.errors import CheckpointError, ConfigError, QuadrigaError
 from quadriga.models.folder import local_folder
 from quadriga.observability.run_folder import CHECKPOINTS
 from quadriga.trainer.restarts import Restarts
@@ -80,7 +81,7 @@ _WITHOUT_EFFECT = {"data.cache_dir"} | {
         "default_local_dir", "resume_mode", "resume_override", "overwrite", "loggers",
         "project_name", "experiment_name", "logger_timeout_s", "samples_per_step", "test_freq",
         "val_before_train", "save_freq", "save_interval_s", "async_save", "save_on_stop",
-        "stop_grace_s", "max_ckpt_to_keep",
+        "stop_grace_s", "deadline", "stop_file", "max_ckpt_to_keep",
         "call_timeout_s", "num_cpus", "threads_per_worker", "check_memory", "device_memory_gb",
         "max_restarts", "restart_window_s", "restart_wait_s",
     )
@@ -320,7 +321,12 @@ class Checkpointing:
         self.writer = CheckpointWriter(
             beside=trainer.async_save, max_to_keep=trainer.max_ckpt_to_keep
         )
-        self.stop = StopRequest(save=trainer.save_on_stop, grace_s=trainer.stop_grace_s)
+        self.stop = StopRequest(
+            save=trainer.save_on_stop,
+            grace_s=trainer.stop_grace_s,
+            left_s=seconds_left(trainer),
+            file=Path(trainer.stop_file) if trainer.stop_file else None,
+        )
         self.restarts = Restarts(trainer, lambda: self.stop.requested)
         self.held: Resumed | None = None
         self._beginning = loader.state_dict()
@@ -403,6 +409,8 @@ class Checkpointing:
             save: writes the states of the roles, and that of the controller.
         """
         last, every = step == record.total_steps, self.config.trainer.test_freq
+        if not last:
+            self.stop.look()
         due = last or (every > 0 and step % every == 0 and not self.stop.requested)
         again = False  # after a loss, the step is done again
         try:
@@ -454,7 +462,38 @@ class Checkpointing:
             record.add({"time/written": seconds})
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last one: `sbatch --signal=USR1@…`
+
+
+def seconds_left(trainer: RunConfig) -> float | None:
+    """Return the seconds until `trainer.deadline`; None without one.
+
+    Raises:
+        ConfigError: it is no moment or is over, or `trainer.stop_file` exists already.
+    """
+    if trainer.stop_file and Path(trainer.stop_file).exists():
+        raise ConfigError(
+            f"trainer.stop_file={trainer.stop_file} exists already, so the run would stop after "
+            "one step; remove the file",
+            key="trainer.stop_file",
+        )
+    if trainer.deadline is None:
+        return None
+    written, key = f"trainer.deadline={trainer.deadline}", "trainer.deadline"
+    try:
+        end = datetime.fromisoformat(trainer.deadline)
+    except ValueError:
+        raise ConfigError(
+            f"{written} is no moment; write it as 2026-11-27T06:00 in local time, or with an "
+            "offset: 2026-11-27T06:00+00:00",
+            key=key,
+        ) from None
+    left = end.timestamp() - time.time()
+    if left <= trainer.stop_grace_s:
+        needs = f"trainer.stop_grace_s={trainer.stop_grace_s:g} s of it are for the last checkpoint"
+        found = f"over since {-left:.0f} s" if left <= 0 else f"in {left:.0f} s, but {needs}"
+        raise ConfigError(f"{written} is {found}; set a later one, or null", key=key)
+    return left
 
 
 @contextmanager
@@ -464,26 +503,37 @@ def unchanged_handlers() -> Iterator[None]:
     A default handler is not restored: without one of our own, that of Ray stops Ray.
     """
     before = {number: signal.getsignal(number) for number in _SIGNALS}
+    on_main = threading.current_thread() is threading.main_thread()
+    if on_main and callable(before[signal.SIGUSR1]):
+        # What is started inherits that: SLURM sends it to all processes, and would end them.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         yield
     finally:
         for number, handler in before.items():
             ours = callable(handler) and handler is not signal.getsignal(number)
-            if ours and threading.current_thread() is threading.main_thread():
+            if ours and on_main:
                 signal.signal(number, handler)
 
 
 class StopRequest:
-    """Whether a signal has asked a run to stop.
+    """Whether a signal, the deadline or the stop file has asked a run to stop.
 
     Args:
         save: finish the step and save a checkpoint first (`trainer.save_on_stop`).
         grace_s: seconds that this may take (`trainer.stop_grace_s`).
+        left_s: seconds until the deadline; None: there is none.
+        file: stops the run when it exists.
     """
 
-    def __init__(self, *, save: bool, grace_s: float) -> None:
+    def __init__(
+        self, *, save: bool, grace_s: float, left_s: float | None = None, file: Path | None = None
+    ) -> None:
         self.save = save
         self.grace_s = grace_s
+        self.file = file
+        self._end = None if left_s is None else time.monotonic() + left_s
+        self._looked, self._longest = time.monotonic(), 0.0
         self.number: int | None = None
         self._within_steps = False
         self._timer: threading.Timer | None = None
@@ -512,11 +562,28 @@ class StopRequest:
     @contextmanager
     def steps(self) -> Iterator[None]:
         """Within the block, the first signal lets the current step end."""
-        self._within_steps = self.save
+        self._within_steps, self._looked = self.save, time.monotonic()
         try:
             yield
         finally:
             self._within_steps = False
+
+    def look(self) -> None:
+        """Ask the run to stop after the step that has ended, if the file exists, or if another step
+        like the longest one would not leave `grace_s` until the deadline for a checkpoint."""
+        now = time.monotonic()
+        self._longest, self._looked = max(self._longest, now - self._looked), now
+        reason = None
+        if self.file is not None and self.file.exists():
+            reason = f"trainer.stop_file={self.file} exists"
+        elif self._end is not None and now + self._longest + self.grace_s > self._end:
+            reason = (
+                f"trainer.deadline is in {self._end - now:.0f} s, and a step takes up to "
+                f"{self._longest:.0f} s, its checkpoint up to trainer.stop_grace_s={self.grace_s:g}"
+            )
+        if reason is not None and self.number is None:
+            _log.warning("stopping after this step, with a checkpoint: %s", reason)
+            self.number = signal.SIGTERM
 
     def stop_if_requested(self) -> None:
         """Stop the run if a signal has asked for it."""
@@ -524,6 +591,7 @@ class StopRequest:
             raise KeyboardInterrupt(self.number)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
+        number = signal.SIGTERM if number == signal.SIGUSR1 else number
         if self.number is not None or not self._within_steps:
             raise KeyboardInterrupt(self.number or number)
         self.number = number

@@ -20,7 +20,7 @@ from quadriga.errors import ConfigError, DataError, ModelError
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import check_trackers
 from quadriga.rollout import check_adapters, rollout_of
-from quadriga.trainer.checkpoints import AnyRun, read_resumed
+from quadriga.trainer.checkpoints import AnyRun, read_resumed, seconds_left
 from quadriga.trainer.checks.data import check_images_supported
 from quadriga.trainer.checks.settings import (
     RoleEngine,
@@ -173,13 +173,14 @@ def check_sizes(config: AnyRun) -> None:
 
 
 def check_run_folder(config: AnyRun) -> None:
-    """Check that the run can be written to its folder, removes no file that it reads, and can be
-    resumed as the settings say.
+    """Check that the run can be written to its folder, removes no file that it reads, can be
+    resumed as the settings say, and is not asked to stop already.
 
     Raises:
         InputError: it cannot.
     """
     trainer, folder = config.trainer, RunFolder(Path(config.trainer.default_local_dir))
+    seconds_left(trainer)
     resumed = read_resumed(config)
     existing = folder.existing(trainer, None if resumed is None else resumed.folder)
     folder.check(existing)
