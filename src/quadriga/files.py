@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from quadriga.errors import InputError
+from quadriga.errors import InputError, QuadrigaError
 
 
 class HashedFile:
@@ -64,7 +65,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yield the path of a file to write that becomes `path` after the block, see `atomic_write`."""
     # Not made of `path.name`, which may have the greatest length that the file system allows.
     fresh = path.parent / f".{secrets.token_hex(8)}.partial"
-    try:
+    with writing(path):
         if not _is_possible(path):
             raise OSError("no file can have this name")
         try:
@@ -74,8 +75,18 @@ def replacing(path: Path) -> Iterator[Path]:
         finally:
             fresh.unlink(missing_ok=True)
         flush(path.parent)  # the rename is an entry of the folder
-    except OSError as error:
-        raise cannot_write(path, error) from error
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise `InputError` with the path and the reason for an error of the system in the block."""
+    try:
+        yield
+    except Exception as error:
+        found = system_error(error)
+        if found is None:
+            raise
+        raise cannot_write(path, found) from error
 
 
 def _is_possible(path: Path) -> bool:
@@ -102,9 +113,39 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of errors of a disk without space: all of it, or what one user or one file may have."""
+
+
+def system_error(error: BaseException) -> OSError | None:
+    """Return the error of the system that a library has raised; None for other errors.
+
+    Libraries written in Rust (safetensors, tokenizers) raise errors of their own, with the number
+    in the text: "I/O error: No space left on device (os error 28)".
+    """
+    if isinstance(error, OSError):
+        return error
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    if found is None or isinstance(error, QuadrigaError):
+        return None
+    return OSError(int(found[1]), os.strerror(int(found[1])))
+
+
+def refusal_in(error: BaseException | None) -> InputError | None:
+    """Return the `InputError` that a rank has raised, or that of a full disk, if one of them is the
+    cause of an error."""
+    while error is not None:
+        found, cause = system_error(error), getattr(error, "cause", None)
+        if found is not None and found.errno in FULL:
+            return cannot_write(Path(str(found.filename or "a file")), found)
+        if isinstance(cause, InputError):
+            return cause
+        error = cause if isinstance(cause, BaseException) else error.__cause__
+    return None
+
+
 def cannot_write(path: Path, error: OSError) -> InputError:
     """Return the error for a file that cannot be written: the path, the reason and what to do."""
     reason = error.strerror or str(error)
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    remedy = "free some space there or choose" if full else "choose"
+    remedy = "free some space there or choose" if error.errno in FULL else "choose"
     return InputError(f"cannot write {path}: {reason}; {remedy} another folder", path=str(path))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
 from huggingface_hub import save_torch_state_dict
@@ -14,7 +16,7 @@ from quadriga.checkpoint.folders import replace_folder, restore_folder
 from quadriga.config.paths import local_path
 from quadriga.data.conversations import turn_end_ids
 from quadriga.errors import ModelError
-from quadriga.files import flush, remove
+from quadriga.files import flush, remove, writing
 from quadriga.models.folder import TOKENIZER_FILES, has_tokenizer
 from quadriga.models.loading import model_errors
 from quadriga.observability.quiet import quiet_libraries
@@ -48,6 +50,7 @@ def export_hf(
     Raises:
         ModelError: `tokenizer_path` has no tokenizer, or it cannot be loaded. What was at `folder`
             is still there.
+        InputError: the folder cannot be written. What was written of the new one is removed.
     """
     kept: dict[str, Tensor] = {}
     for name, tensor in weights:
@@ -59,25 +62,27 @@ def export_hf(
         return
     folder = Path(local_path(folder))
     partial = folder.with_name(folder.name + ".partial")
-    restore_folder(folder)
-    remove(partial)
-    partial.mkdir(parents=True)
-    save_torch_state_dict(kept, partial, metadata={"format": "pt"})
-    config.save_pretrained(partial)
-    if tokenizer_path is not None:
-        tokenizer = _load_tokenizer(Path(tokenizer_path), trust_remote_code=trust_remote_code)
-        # Every tokenizer writes the files that it is loaded from: a GPT-2 with vocab.json and
-        # merges.txt writes tokenizer.json and tokenizer_config.json.
-        tokenizer.save_pretrained(partial)
-        generation = _with_ends(generation, turn_end_ids(tokenizer))
-    if generation is not None:
-        generation.save_pretrained(partial)
-    if extra is not None:
-        extra(partial)
-    for path in partial.rglob("*"):
-        flush(path)
-    flush(partial)
-    replace_folder(partial, folder)
+    with writing(folder), ExitStack() as undo:
+        restore_folder(folder)
+        remove(partial)
+        undo.callback(shutil.rmtree, partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        save_torch_state_dict(kept, partial, metadata={"format": "pt"})
+        config.save_pretrained(partial)
+        if tokenizer_path is not None:
+            tokenizer = _load_tokenizer(Path(tokenizer_path), trust_remote_code=trust_remote_code)
+            # Every tokenizer writes the files that it is loaded from: a GPT-2 with vocab.json and
+            # merges.txt writes tokenizer.json and tokenizer_config.json.
+            tokenizer.save_pretrained(partial)
+            generation = _with_ends(generation, turn_end_ids(tokenizer))
+        if generation is not None:
+            generation.save_pretrained(partial)
+        if extra is not None:
+            extra(partial)
+        for path in partial.rglob("*"):
+            flush(path)
+        flush(partial)
+        replace_folder(partial, folder)
 
 
 def _load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:

@@ -1,7 +1,7 @@
 """`quadriga <command> [key=value …]`: the table of commands, and what runs one and reports errors.
 
-Exit codes: 0 success; 1 the run failed, or code of the user has ended it; 2 the input was wrong,
-and nothing was started (the message is one line); 130 stopped by Ctrl-C, 143 by SIGTERM. A command
+Exit codes: 0 success; 1 the run failed, or code of the user has ended it; 2 the input was wrong, or
+the disk is full (the message is one line); 130 stopped by Ctrl-C, 143 by SIGTERM. A command
 imports what it needs, such as torch and Ray, when it runs.
 """
 
@@ -36,6 +36,7 @@ from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import shown
 from quadriga.containment import ExitGuard
 from quadriga.errors import ConfigError, InputError, QuadrigaError, nearest_name
+from quadriga.files import refusal_in
 from quadriga.lazy import imported
 from quadriga.observability.quiet import silence_libraries
 
@@ -191,6 +192,8 @@ def _run(arguments: Sequence[str]) -> int:
     except InputError as error:
         return _report(f"error: {_one_line(error)}", 2)
     except QuadrigaError as error:
+        if (refused := refusal_in(error)) is not None:
+            return _report(f"error: {_one_line(refused)}", 2)
         return _report(_one_screen(error), 1)
     except KeyboardInterrupt as error:
         number = signal.SIGTERM if signal.SIGTERM in error.args else signal.SIGINT
@@ -209,6 +212,8 @@ def _run(arguments: Sequence[str]) -> int:
         # A connection that code of the user has opened raises `BrokenPipeError`, too.
         if isinstance(error, BrokenPipeError) and _output_has_no_reader():
             return _end_without_reader(invocation)
+        if (refused := refusal_in(error)) is not None:
+            return _report(f"error: {_one_line(refused)}", 2)
         trace = "".join(traceback.format_exception(error)).rstrip()
         if shown(trace) == trace:
             raise

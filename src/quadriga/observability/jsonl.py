@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from quadriga.config.paths import local_path
 from quadriga.config.secrets import mask_secrets
 from quadriga.errors import DataError
-from quadriga.files import cannot_write, replacing
+from quadriga.files import replacing, writing
 
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 # An object as read from a file. Its values are untyped: the reader of a row knows what it expects.
@@ -44,11 +44,9 @@ class JsonlFile:
     def __init__(self, path: str | Path, *, masked: bool = True) -> None:
         self.path = Path(local_path(path))
         self._masked = mask_secrets if masked else str
-        try:
+        with writing(self.path):
             self._fd = self._open()
             self._drop_torn_line()
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
 
     def write(self, row: Mapping[str, object]) -> None:
         """Append one object.
@@ -57,15 +55,13 @@ class JsonlFile:
         """
         value = _json_value(row, self._masked)
         data = (json.dumps(value, ensure_ascii=False) + "\n").encode()
-        try:
+        with writing(self.path):
             if not self._is_at_path():
                 self._write_again()
             before = os.fstat(self._fd).st_size
             if os.write(self._fd, data) < len(data):
                 os.ftruncate(self._fd, before)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
 
     def close(self) -> None:
         """Close the file. A second call does nothing."""

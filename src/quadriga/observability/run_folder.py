@@ -21,12 +21,13 @@ import logging
 import os
 import socket
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from quadriga.config.paths import local_path
 from quadriga.errors import ConfigError
-from quadriga.files import cannot_write, remove
+from quadriga.files import remove, writing
 from quadriga.observability.jsonl import keep_rows
 
 if TYPE_CHECKING:
@@ -92,12 +93,11 @@ class RunFolder:
 
         folder = cls(Path(local_path(path)).absolute())
         folder.check(existing)
-        try:
+        with writing(folder.path):
             folder.path.mkdir(parents=True, exist_ok=True)
             folder.lock = RunLock.acquire(folder.path / LOCK, folder.path, _KEY)
-        except OSError as error:
-            raise cannot_write(folder.path, error) from error
-        try:
+        with ExitStack() as undo, writing(folder.path):
+            undo.callback(folder.close)
             # A second time, under the lock: another run may have written here since the first.
             folder.check(existing, locked=True)
             for name in _ALL if existing == "overwrite" else ():
@@ -106,11 +106,7 @@ class RunFolder:
                 _log.warning("%s has no checkpoint: its run begins again from step 1", folder.path)
                 folder.forget_after(None)
             folder.config.write_text(to_yaml(config))
-        except BaseException as error:
-            folder.close()
-            if isinstance(error, OSError):
-                raise cannot_write(folder.path, error) from error
-            raise
+            undo.pop_all()
         return folder
 
     def close(self) -> None:

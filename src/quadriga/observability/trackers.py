@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Protocol
 from quadriga.config.secrets import mask_secrets
 from quadriga.containment import describe
 from quadriga.errors import ConfigError, unknown_name
-from quadriga.files import cannot_write
+from quadriga.files import writing
 from quadriga.observability.console import RunConsole
 from quadriga.observability.jsonl import JsonlFile, JsonObject, read_jsonl
 from quadriga.observability.run_folder import WANDB, RunFolder
@@ -90,18 +90,14 @@ class TensorBoardTracker:
         # Events of later steps, which the interrupted run wrote, would otherwise show as a second
         # curve: `purge_step` makes TensorBoard ignore them.
         purge = run.first_step + 1 if run.first_step else None
-        try:
+        with writing(self._path):
             self._writer = SummaryWriter(str(self._path), purge_step=purge)
-        except OSError as error:
-            raise cannot_write(self._path, error) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        try:
+        with writing(self._path):
             for name, value in metrics.items():
                 self._writer.add_scalar(name, value, step)
             self._writer.flush()
-        except OSError as error:
-            raise cannot_write(self._path, error) from error
 
     def close(self) -> None:
         self._writer.close()
@@ -137,15 +133,13 @@ class WandbTracker:
 def _wandb_run_id(folder: Path, *, resumed: bool) -> str:
     """Return the id of the run that this one continues, or of a new run. Keep it on disk."""
     file = folder / _WANDB_RUN_ID
-    try:
+    with writing(file):
         if resumed and file.exists():
             return file.read_text(encoding="ascii").strip()
         new = uuid.uuid4().hex[:12]
         folder.mkdir(exist_ok=True)
         file.write_text(new, encoding="ascii")
         return new
-    except OSError as error:
-        raise cannot_write(file, error) from error
 
 
 TrackerFactory = Callable[[RunInfo], Tracker]
@@ -359,10 +353,8 @@ def plot_learning_curve(metrics: str | Path, picture: str | Path, *, title: str 
     axes.set_title(title)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    try:
+    with writing(Path(picture)):
         figure.savefig(str(picture), format="png")
-    except OSError as error:
-        raise cannot_write(Path(picture), error) from error
     return True
 
 

@@ -44,7 +44,7 @@ from quadriga.config.secrets import shown
 from quadriga.data.images import TAG
 from quadriga.data.rows import Row, check_files as existing_files, read_pieces
 from quadriga.errors import ConfigError, InputError, RolloutError
-from quadriga.files import cannot_write, replacing
+from quadriga.files import replacing, writing
 from quadriga.models.folder import check_model_folder, local_folder
 from quadriga.observability.console import RunConsole
 from quadriga.observability.jsonl import JsonlFile, JsonObject, read_jsonl
@@ -357,11 +357,9 @@ class ResponseFile:
             InputError: it cannot be written.
         """
         file = cls(path := Path(path), inputs_of(config), total)
-        try:
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = RunLock.acquire(path.with_name(f".{path.name}.lock"), path, "output")
-        except OSError as error:
-            raise cannot_write(path, error) from error
         try:
             file._begin(config.batch_size, overwrite=config.overwrite, check=check)
             yield file
@@ -413,13 +411,11 @@ class ResponseFile:
         if not own or len(ends) != self.total:
             check()
             ends = ends[: len(ends) - len(ends) % batch_size]
-        try:
+        with writing(self.path):  # a folder, for example
             if own:
                 os.truncate(self._rows, ends[-1] if ends else 0)
             for file in () if own else existing:
                 file.unlink()
-        except OSError as error:  # a folder, for example
-            raise cannot_write(self.path, error) from error
         if not own:
             write_json(self._described, self._inputs)
         self.done = len(ends)
@@ -603,10 +599,8 @@ def _check_folder(folder: Path, inputs: Inputs, *, overwrite: bool) -> None:
     """Check that the folder is free, or holds an evaluation of the same responses."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output={folder} is a file, expected a folder", key="output")
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
     path = folder / RESULTS
     if not path.is_file() or overwrite:
         return
