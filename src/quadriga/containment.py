@@ -1,10 +1,14 @@
-"""Keep code of the user within bounds in the process that runs it."""
+"""Keep code of the user within bounds in the process that runs it, and end what it has started."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.util
 import os
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -148,3 +152,44 @@ def cut(text: str, length: int) -> str:
     if len(text) > length:
         text = f"{text[:length]}… ({len(text)} characters)"
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+ENDS_WITH_PARENT, ADOPTS_ORPHANS = 1, 36  # PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER
+_KILL_S = 5.0  # how long to go on killing processes that start others
+
+
+def prctl(option: int, value: int) -> None:
+    """Set an option of this process (Linux; no effect elsewhere)."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+
+
+def end_all(worker: int) -> None:
+    """Kill the worker's process group and all descendants of this process, and collect them."""
+    import psutil
+
+    deadline = time.monotonic() + _KILL_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(worker, signal.SIGKILL)
+        # Processes that left the group with `setsid`. One that starts others while it is killed is
+        # found again, because this process adopts them.
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.002)
+
+
+def reap(worker: int) -> int | None:
+    """Collect all children that have ended; return the status of `worker` if it is among them."""
+    status = None
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            if found[0] == worker:
+                status = found[1]
+    return status

@@ -1,8 +1,9 @@
 """`quadriga <command> [key=value …]`: the table of commands, and what runs one and reports errors.
 
 Exit codes: 0 success; 1 the run failed, or code of the user has ended it; 2 the input was wrong, or
-the disk is full (the message is one line); 130 stopped by Ctrl-C, 143 by SIGTERM. A command
-imports what it needs, such as torch and Ray, when it runs.
+the disk is full (the message is one line); 75 a process, a node or an object of the run was lost,
+and the same command can go on (`LOST`); 130 stopped by Ctrl-C, 143 by SIGTERM. A command imports
+what it needs, such as torch and Ray, when it runs.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 MAX_LINE = 2000  # characters of the one line for wrong input
+LOST = 75  # EX_TEMPFAIL of sysexits.h
 _RESUMED = ("train", "sft", "rm")  # commands whose runs can be resumed
 _TRAINER, _SHOW = "quadriga.trainer", "quadriga.cli.show"
 
@@ -111,6 +113,14 @@ class Invocation:
     verl: str | None = None
     measured: str | None = None
     allow_code: bool = False
+    supervise: bool = False
+
+    @property
+    def words(self) -> list[str]:
+        """The command line without `--supervise`."""
+        files = (("--config", self.file), ("--verl", self.verl))
+        options = [word for name, path in files if path is not None for word in (name, path)]
+        return [*self.command.name.split(), *self.overrides, *options]
 
     def run(self) -> None:
         """Load the settings and call the function of the command, or only print them."""
@@ -129,7 +139,7 @@ class Invocation:
             else:
                 imported(self.command.target)(config)
 
-        load, name = partial(self._load, self.command.settings), self.command.name
+        load, name = self.load, self.command.name
         settings = Settings.read(
             load, partial(given_user_files, self.overrides, self.file) if not self.verl else list
         )
@@ -145,10 +155,11 @@ class Invocation:
         whole = None if self.verl is None and settings.code else settings.config
         call(whole or load())
 
-    def _load(self, settings: type[DataclassInstance]) -> DataclassInstance:
+    def load(self) -> DataclassInstance:
         """Return the settings of a command line; those of a training run with the sections of
         roles that the user's files add."""
-        overrides = self.overrides
+        settings, overrides = self.command.settings, self.overrides
+        assert settings is not None
         if overrides and overrides[0] in self.command.variants:
             settings, overrides = self.command.variants[overrides[0]], overrides[1:]
         if self.verl is not None:
@@ -186,15 +197,13 @@ def _run(arguments: Sequence[str]) -> int:
     invocation: Invocation | None = None
     try:
         invocation = parse(arguments)
+        if invocation.supervise and not invocation.print_config:
+            return int(imported("quadriga.cli.supervise:supervise")(invocation.words))
         with _stopped_by_sigterm():
             invocation.run()
         sys.stdout.flush()
     except InputError as error:
         return _report(f"error: {_one_line(error)}", 2)
-    except QuadrigaError as error:
-        if (refused := refusal_in(error)) is not None:
-            return _report(f"error: {_one_line(refused)}", 2)
-        return _report(_one_screen(error), 1)
     except KeyboardInterrupt as error:
         number = signal.SIGTERM if signal.SIGTERM in error.args else signal.SIGINT
         resumes = invocation is not None and invocation.command.name in _RESUMED
@@ -209,16 +218,25 @@ def _run(arguments: Sequence[str]) -> int:
     except MemoryError:
         return _report("error: this machine has not enough memory for the run", 1)
     except Exception as error:
-        # A connection that code of the user has opened raises `BrokenPipeError`, too.
-        if isinstance(error, BrokenPipeError) and _output_has_no_reader():
-            return _end_without_reader(invocation)
-        if (refused := refusal_in(error)) is not None:
-            return _report(f"error: {_one_line(refused)}", 2)
-        trace = "".join(traceback.format_exception(error)).rstrip()
-        if shown(trace) == trace:
-            raise
-        return _report(trace, 1)
+        return _failed(error, invocation)
     return 0
+
+
+def _failed(error: Exception, invocation: Invocation | None) -> int:
+    """Report an error of a run, and return the exit code."""
+    if (refused := refusal_in(error)) is not None:
+        return _report(f"error: {_one_line(refused)}", 2)
+    if isinstance(error, QuadrigaError):
+        losses = imported("quadriga.trainer.restarts:LOSSES")  # imports torch
+        lost = isinstance(getattr(error, "cause", None) or error, losses)
+        return _report(_one_screen(error), LOST if lost else 1)
+    # A connection that code of the user has opened raises `BrokenPipeError`, too.
+    if isinstance(error, BrokenPipeError) and _output_has_no_reader():
+        return _end_without_reader(invocation)
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    if shown(trace) == trace:
+        raise error
+    return _report(trace, 1)
 
 
 def _output_has_no_reader() -> bool:
@@ -278,7 +296,7 @@ def parse(arguments: Sequence[str]) -> Invocation:
     if known.allow_code and not (known.print_config or known.command.name == "plan"):
         parser.error(f"--allow-code: {known.command.name} runs the code that its settings name")
     return Invocation(known.command, own, known.config, known.print_config, known.verl, measured,
-                      known.allow_code)  # fmt: skip
+                      known.allow_code, known.supervise)  # fmt: skip
 
 
 def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
@@ -319,7 +337,11 @@ def _parser() -> _Parser:
         own = parent.add_parser(name, help=command.summary, description=f"{command.summary}.")
         own.command = command
         own.set_defaults(command=command, overrides=[], config=None, print_config=False)
+<<<<<<< HEAD
         own.set_defaults(verl=None, measured=None, allow_code=False)
+=======
+        own.set_defaults(verl=None, measured=None, supervise=False)
+>>>>>>> b91617af (quadriga train --supervise starts the controller again after a loss)
         if command.settings is None:
             continue
         own.add_argument("overrides", nargs="*", metavar="key=value", help="Settings, listed below")
@@ -330,8 +352,14 @@ def _parser() -> _Parser:
         if command.name == "plan":
             text = "The folder of a run: show what generation beside training would give it"
             own.add_argument("--async", dest="measured", metavar="RUN", help=text)
+<<<<<<< HEAD
         text = "Let plan and --print-config run code of yours that the settings name"
         own.add_argument("--allow-code", action="store_true", help=text)
+=======
+        if command.name in _RESUMED:
+            text = "Start the run again, from its newest checkpoint, when its process is lost"
+            own.add_argument("--supervise", action="store_true", help=text)
+>>>>>>> b91617af (quadriga train --supervise starts the controller again after a loss)
         text = "Print all settings as YAML and exit"
         own.add_argument("--print-config", action="store_true", help=text)
     return parser

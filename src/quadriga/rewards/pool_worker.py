@@ -8,7 +8,6 @@ started. The folders are those of the controller's `sys.path`, and are searched 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import math
 import os
@@ -19,7 +18,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from quadriga.containment import describe
+from quadriga.containment import ADOPTS_ORPHANS, ENDS_WITH_PARENT, describe, end_all, prctl, reap
 from quadriga.errors import QuadrigaError
 from quadriga.rewards.functions import RAISED, FunctionRef, Outcome, RewardFunction, call
 from quadriga.rewards.pool import Report
@@ -78,7 +77,7 @@ def main() -> None:
     fd, megabytes = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(fd, False)  # programs that a function starts do not get the connection
     # The supervisor becomes the parent of descendants whose own parent has ended.
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(ADOPTS_ORPHANS, 1)
     output, its_output = os.pipe()
     worker = os.fork()
     if worker:
@@ -86,7 +85,7 @@ def main() -> None:
         os.close(its_output)
         supervise(worker, output)
     os.setpgid(0, 0)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the kernel kills it when the supervisor ends
+    prctl(ENDS_WITH_PARENT, signal.SIGKILL)  # the kernel kills it when the supervisor ends
     os.dup2(its_output, 1)
     os.dup2(its_output, 2)
     os.close(output)
@@ -97,10 +96,7 @@ def main() -> None:
 
 
 _PARENT_CHECK_S = 0.5
-_KILL_S = 5.0  # how long to go on killing processes that start others
 _LAST_READS = 16  # reads of the output that is left when the processes have ended
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 _CUT = b"\n[reward functions print too much; the rest is left out]\n"
 
 
@@ -125,12 +121,6 @@ class OutputBudget:
         return allowed + note
 
 
-def _prctl(option: int, value: int) -> None:
-    """Set an option of this process (Linux; no effect elsewhere)."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
-
-
 def supervise(worker: int, output: int) -> NoReturn:
     """Wait until the worker, the pool or the controller ends this process, then end all of them.
 
@@ -148,7 +138,7 @@ def supervise(worker: int, output: int) -> NoReturn:
         if wake in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(wake, 4096)
-        ended = _reap(worker)
+        ended = reap(worker)
     end_all(worker)
     for _ in range(_LAST_READS):
         left = output != wake and select.select([output], [], [], 0)[0]
@@ -182,37 +172,6 @@ def _forward(output: int, budget: OutputBudget) -> bool:
     with contextlib.suppress(OSError):  # standard error is closed: the output is lost
         os.write(2, budget.allow(data))
     return bool(data)
-
-
-def _reap(worker: int) -> int | None:
-    """Collect all children that have ended; return the status of the worker if it is among them."""
-    status = None
-    with contextlib.suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            if found[0] == worker:
-                status = found[1]
-    return status
-
-
-def end_all(worker: int) -> None:
-    """Kill the worker's process group and all descendants of this process, and collect them."""
-    import psutil
-
-    deadline = time.monotonic() + _KILL_S
-    while time.monotonic() < deadline:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(worker, signal.SIGKILL)
-        # Processes that left the group with `setsid`. One that starts others while it is killed is
-        # found again, because this process adopts them.
-        for child in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return
-        time.sleep(0.002)
 
 
 def _end_as(status: int | None) -> NoReturn:

@@ -4,6 +4,7 @@ changed since."""
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -526,6 +527,8 @@ class StopRequest:
         file: stops the run when it exists.
     """
 
+    merged_s = 0.0  # seconds within which a second signal is the first one, sent again
+
     def __init__(
         self, *, save: bool, grace_s: float, left_s: float | None = None, file: Path | None = None
     ) -> None:
@@ -536,6 +539,7 @@ class StopRequest:
         self._looked, self._longest = time.monotonic(), 0.0
         self.number: int | None = None
         self._within_steps = False
+        self._asked_at = -math.inf
         self._timer: threading.Timer | None = None
 
     @property
@@ -591,6 +595,9 @@ class StopRequest:
             raise KeyboardInterrupt(self.number)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
+        if time.monotonic() - self._asked_at < self.merged_s:
+            return
+        self._asked_at = time.monotonic()
         number = signal.SIGTERM if number == signal.SIGUSR1 else number
         if self.number is not None or not self._within_steps:
             raise KeyboardInterrupt(self.number or number)
