@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -128,6 +129,31 @@ def test_the_lock_of_another_run_is_not_deleted(tmp_path):
     lock.release()
     assert (tmp_path / LOCK).exists()
     other.release()
+
+
+def test_a_run_whose_lock_was_deleted_takes_it_again_or_ends(tmp_path, caplog):
+    first = RunFolder.open(tmp_path, TrainConfig())
+    (tmp_path / LOCK).unlink()
+    first.renew_lock()
+    assert "was deleted while the run" in caplog.text
+    with pytest.raises(ConfigError, match=rf"in use by another run .* as {LOCK} there says"):
+        check_lock(*lock_of(tmp_path))
+    (tmp_path / LOCK).unlink()
+    second = RunLock.acquire(*lock_of(tmp_path))
+    with pytest.raises(ConfigError, match="in use by another run"):
+        first.renew_lock()
+    first.close()
+    assert (tmp_path / LOCK).exists()
+    second.release()
+
+
+def test_a_file_system_without_locks_is_told(tmp_path, caplog, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    RunLock.acquire(*lock_of(tmp_path)).release()
+    assert "cannot be locked (No locks available): nothing keeps a second run out" in caplog.text
 
 
 def test_a_forked_child_does_not_hold_the_lock(tmp_path):

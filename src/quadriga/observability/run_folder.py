@@ -109,6 +109,11 @@ class RunFolder:
             undo.pop_all()
         return folder
 
+    def renew_lock(self) -> None:
+        """Raise `ConfigError` if the lock was deleted and another run has taken it."""
+        if self.lock is not None:
+            self.lock.renew()
+
     def close(self) -> None:
         """Release the lock. A second call does nothing."""
         if self.lock is not None:
@@ -209,12 +214,12 @@ class RunLock:
     """A lock that this process holds until `release`, or until it ends, in whatever way.
 
     The system locks an open file (`flock`) and releases it with the process, so the file that a
-    killed run has left locks nothing. Its text says who holds the lock. On a file system without
-    `flock` nothing is locked.
+    killed run has left locks nothing: neither clocks nor process ids count. Its text says who holds
+    the lock. On a file system without `flock` nothing is locked, and a warning says so.
     """
 
-    def __init__(self, path: Path, file: int) -> None:
-        self.path = path
+    def __init__(self, path: Path, file: int, owned: Path, key: str) -> None:
+        self.path, self.owned, self.key = path, owned, key
         self._file = file
 
     @classmethod
@@ -230,9 +235,9 @@ class RunLock:
         """
         while True:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            lock = cls(path, os.open(path, flags, 0o644))
+            lock = cls(path, os.open(path, flags, 0o644), owned, key)
             try:
-                _lock(lock._file, fcntl.LOCK_EX, owned, key)
+                _lock(lock._file, fcntl.LOCK_EX, path, owned, key)
                 if lock._is_at_path():
                     os.ftruncate(lock._file, 0)
                     os.pwrite(lock._file, _this_run().encode(), 0)
@@ -242,6 +247,14 @@ class RunLock:
                 os.close(lock._file)
                 raise
             os.close(lock._file)  # its owner has deleted it since it was opened
+
+    def renew(self) -> None:
+        """Take the lock again if its file was deleted. Raises `ConfigError` if another run has."""
+        if self._file >= 0 and not self._is_at_path():
+            _log.warning("%s was deleted while the run that it names goes on", self.path)
+            self.release()
+            with writing(self.path):
+                self._file = RunLock.acquire(self.path, self.owned, self.key)._file
 
     def release(self) -> None:
         """Delete the lock. A second call does nothing."""
@@ -271,25 +284,27 @@ def check_lock(path: Path, owned: Path, key: str) -> None:
     except OSError:  # no lock, or no file, which `RunLock.acquire` refuses
         return
     try:
-        _lock(file, fcntl.LOCK_SH, owned, key)
+        _lock(file, fcntl.LOCK_SH, path, owned, key)
     finally:
         os.close(file)
 
 
-def _lock(file: int, kind: int, owned: Path, key: str) -> None:
+def _lock(file: int, kind: int, path: Path, owned: Path, key: str) -> None:
     for _ in range(_ATTEMPTS):  # `check_lock` of another run holds the lock for a moment
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(0.02)
-        except OSError:  # a file system without `flock`
+        except OSError as error:
+            text = "%s cannot be locked (%s): nothing keeps a second run out of %s"
+            _log.warning(text, path, error.strerror, owned)
             return
         else:
             return
     owner = os.pread(file, 200, 0).decode(errors="replace")
     raise ConfigError(
-        f"{owned} is in use by another run ({owner}); choose another {key}, or wait until that "
-        "run has ended",
+        f"{owned} is in use by another run ({owner}, as {path.name} there says); choose another {key}, "
+        "or wait until that run has ended",
         key=key,
     )
 

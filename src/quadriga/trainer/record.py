@@ -204,6 +204,7 @@ class RunRecord:
         for name, seconds in self.span.take().items():
             self.spent[name] = self.spent.get(name, 0.0) + seconds
         self._trackers.log(step, self.last)
+        self.folder.renew_lock()
 
     def log_validation(
         self, step: int, metrics: Mapping[str, float], sources: Sequence[tuple[str, str]] = ()
