@@ -198,7 +198,7 @@ def _run(arguments: Sequence[str]) -> int:
     try:
         invocation = parse(arguments)
         if invocation.supervise and not invocation.print_config:
-            return int(imported("quadriga.cli.supervise:supervise")(invocation.words))
+            return int(imported("quadriga.cli.supervise:supervise")(invocation))
         with _stopped_by_sigterm():
             invocation.run()
         sys.stdout.flush()
@@ -337,11 +337,7 @@ def _parser() -> _Parser:
         own = parent.add_parser(name, help=command.summary, description=f"{command.summary}.")
         own.command = command
         own.set_defaults(command=command, overrides=[], config=None, print_config=False)
-<<<<<<< HEAD
-        own.set_defaults(verl=None, measured=None, allow_code=False)
-=======
-        own.set_defaults(verl=None, measured=None, supervise=False)
->>>>>>> b91617af (quadriga train --supervise starts the controller again after a loss)
+        own.set_defaults(verl=None, measured=None, allow_code=False, supervise=False)
         if command.settings is None:
             continue
         own.add_argument("overrides", nargs="*", metavar="key=value", help="Settings, listed below")
@@ -352,14 +348,11 @@ def _parser() -> _Parser:
         if command.name == "plan":
             text = "The folder of a run: show what generation beside training would give it"
             own.add_argument("--async", dest="measured", metavar="RUN", help=text)
-<<<<<<< HEAD
         text = "Let plan and --print-config run code of yours that the settings name"
         own.add_argument("--allow-code", action="store_true", help=text)
-=======
         if command.name in _RESUMED:
             text = "Start the run again, from its newest checkpoint, when its process is lost"
             own.add_argument("--supervise", action="store_true", help=text)
->>>>>>> b91617af (quadriga train --supervise starts the controller again after a loss)
         text = "Print all settings as YAML and exit"
         own.add_argument("--print-config", action="store_true", help=text)
     return parser

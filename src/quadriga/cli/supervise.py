@@ -15,20 +15,22 @@ checkpoint. The supervisor imports neither torch nor code of the user.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 
 import psutil
 
-from quadriga.cli.main import LOST, main, parse
-from quadriga.config.schema import RunConfig
+from quadriga.cli.main import LOST, Invocation, main
+from quadriga.config.loading import given_trainer
+from quadriga.config.paths import local_path
 from quadriga.containment import ADOPTS_ORPHANS, ENDS_WITH_PARENT, end_all, prctl, reap
 from quadriga.errors import DataError
 from quadriga.observability.jsonl import read_jsonl
@@ -38,13 +40,14 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 PASSED = (*STOPS, signal.SIGUSR1, signal.SIGUSR2)
 LEFT_S = 10.0
 """Seconds in which what a controller has left may end by itself."""
-_MODULE, _SETTINGS = "quadriga.cli.supervise", "--settings"
 
 
-def supervise(arguments: Sequence[str]) -> int:
-    """Run a command in a child process, again after each loss. Return its exit code."""
-    arguments = list(arguments)
-    run = SupervisedRun.of(arguments)
+def supervise(invocation: Invocation) -> int:
+    """Run a command in a child process, again after each loss. Return its exit code.
+
+    Raises `InputError` for settings of the run that are wrong. Nothing was started.
+    """
+    run = SupervisedRun.of(invocation)
     passed = [number for number in PASSED if signal.getsignal(number) != signal.SIG_IGN]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*passed, signal.SIGCHLD, signal.SIGTSTP})
     prctl(ADOPTS_ORPHANS, 1)
@@ -56,13 +59,13 @@ def supervise(arguments: Sequence[str]) -> int:
     changes: list[str] = []
     try:
         while True:
-            command = [sys.executable, "-m", _MODULE, *arguments, *changes]
+            command = [sys.executable, "-m", "quadriga.cli.supervise", *invocation.words, *changes]
             # A session of its own: what the terminal and its shell send comes here, and once.
             child = subprocess.Popen(command, start_new_session=True, preexec_fn=begin)
             code, stopped = _wait(child.pid, passed)
             child.returncode = code
             _end_left(child.pid)
-            if stopped or run is None or not (code == LOST or code < 0) or not run.again(code):
+            if stopped or not (code == LOST or code < 0) or not run.again(code):
                 return code if code >= 0 else 128 - code
             changes = run.changes()
     finally:
@@ -112,16 +115,18 @@ class SupervisedRun:
     counted: list[tuple[float, int]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, arguments: Sequence[str]) -> SupervisedRun | None:
-        """Read the settings in another process, since code of the user may belong to them. None:
-        they are wrong, and the command says so."""
-        command = [sys.executable, "-m", _MODULE, _SETTINGS, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            return None
-        path, mode, restarts, window_s = json.loads(done.stdout.splitlines()[-1])
-        folder = RunFolder(Path(path))
-        return cls(folder, mode, restarts, window_s, _identity(folder.config))
+    def of(cls, invocation: Invocation) -> SupervisedRun:
+        """Read the settings that the supervisor needs. No code of the user runs."""
+        settings = invocation.command.settings
+        assert settings is not None
+        if invocation.verl is None:
+            trainer = given_trainer(settings, invocation.overrides, invocation.file)
+        else:
+            with redirect_stderr(StringIO()):  # the controller prints the translation
+                trainer = vars(invocation.load())["trainer"]
+        folder = RunFolder(Path(local_path(trainer.default_local_dir)).absolute())
+        restarts, window_s = trainer.max_restarts, trainer.restart_window_s
+        return cls(folder, trainer.resume_mode, restarts, window_s, _identity(folder.config))
 
     def again(self, code: int) -> bool:
         """Return whether a controller that has ended is started again, and say so."""
@@ -167,13 +172,8 @@ def _identity(file: Path) -> tuple[int, ...]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == _SETTINGS:
-        trainer: RunConfig = vars(parse(sys.argv[2:]).load())["trainer"]
-        values = (str(Path(trainer.default_local_dir).absolute()), trainer.resume_mode)
-        print(json.dumps([*values, trainer.max_restarts, trainer.restart_window_s]))
-    else:
-        from quadriga.trainer import checkpoints
+    from quadriga.trainer import checkpoints
 
-        # A signal to all processes of a job arrives twice: from its sender, and passed on.
-        checkpoints.StopRequest.merged_s = 1.0
-        sys.exit(main(sys.argv[1:]))
+    # A signal to all processes of a job arrives twice: from its sender, and passed on.
+    checkpoints.StopRequest.merged_s = 1.0
+    sys.exit(main())

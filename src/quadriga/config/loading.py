@@ -38,7 +38,7 @@ from quadriga.config.convert import (
     unknown_setting,
 )
 from quadriga.config.paths import local_path
-from quadriga.config.schema import TrainConfig
+from quadriga.config.schema import RunConfig, TrainConfig
 from quadriga.config.secrets import is_secret_name, mask_secrets, mask_values, remember_secret
 from quadriga.errors import ConfigError, UnknownSettingError
 
@@ -102,6 +102,20 @@ def given_user_files(overrides: Iterable[str], file: str | Path | None = None) -
             if OmegaConf.is_config(files):
                 files = OmegaConf.to_container(files, resolve=True)
     return build(TrainConfig, {"algorithm": {"user_files": files}}).algorithm.user_files
+
+
+def given_trainer(
+    cls: type[DataclassInstance], overrides: Iterable[str], file: str | Path | None = None
+) -> RunConfig:
+    """Return the section `trainer` of a command that trains, whatever sections files of the user
+    may add. Raises `ConfigError` as `load_config` does."""
+    tree = _given(cls, overrides, file, all_known=False)
+    check_interpolations(plain_dict(tree))
+    with _resolving(cls):
+        section = OmegaConf.select(_with_defaults(cls, tree), "trainer")
+        values = OmegaConf.to_container(section, resolve=True)
+    trainer: RunConfig = vars(build(cls, {"trainer": values}))["trainer"]
+    return trainer
 
 
 def _given(

@@ -303,8 +303,8 @@ def _lock(file: int, kind: int, path: Path, owned: Path, key: str) -> None:
             return
     owner = os.pread(file, 200, 0).decode(errors="replace")
     raise ConfigError(
-        f"{owned} is in use by another run ({owner}, as {path.name} there says); choose another {key}, "
-        "or wait until that run has ended",
+        f"{owned} is in use by another run ({owner}, as {path.name} there says); choose another "
+        f"{key}, or wait until that run has ended",
         key=key,
     )
 
