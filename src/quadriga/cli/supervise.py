@@ -36,8 +36,8 @@ from quadriga.errors import DataError
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.observability.run_folder import RunFolder
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-PASSED = (*STOPS, signal.SIGUSR1, signal.SIGUSR2)
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+PASSED = (*STOPS, signal.SIGUSR2)
 LEFT_S = 10.0
 """Seconds in which what a controller has left may end by itself."""
 
