@@ -218,12 +218,14 @@ def _run(arguments: Sequence[str]) -> int:
     except MemoryError:
         return _report("error: this machine has not enough memory for the run", 1)
     except Exception as error:
-        return _failed(error, invocation)
+        if (code := _failed(error, invocation)) is None:
+            raise
+        return code
     return 0
 
 
-def _failed(error: Exception, invocation: Invocation | None) -> int:
-    """Report an error of a run, and return the exit code."""
+def _failed(error: Exception, invocation: Invocation | None) -> int | None:
+    """Report an error of a run, and return the exit code; None: the traceback is to be shown."""
     if (refused := refusal_in(error)) is not None:
         return _report(f"error: {_one_line(refused)}", 2)
     if isinstance(error, QuadrigaError):
@@ -234,9 +236,7 @@ def _failed(error: Exception, invocation: Invocation | None) -> int:
     if isinstance(error, BrokenPipeError) and _output_has_no_reader():
         return _end_without_reader(invocation)
     trace = "".join(traceback.format_exception(error)).rstrip()
-    if shown(trace) == trace:
-        raise error
-    return _report(trace, 1)
+    return None if shown(trace) == trace else _report(trace, 1)
 
 
 def _output_has_no_reader() -> bool:
