@@ -218,9 +218,9 @@ def _run(arguments: Sequence[str]) -> int:
     except MemoryError:
         return _report("error: this machine has not enough memory for the run", 1)
     except Exception as error:
-        if (code := _failed(error, invocation)) is None:
+        if (failed := _failed(error, invocation)) is None:
             raise
-        return code
+        return failed
     return 0
 
 
