@@ -21,19 +21,14 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
-from quadriga.protocol import DataProto, DataProtoFuture
-from quadriga.streams.generation import Members, SlicedGeneration
-from quadriga.streams.queue import PromptGroup
-from quadriga.streams.replicas import Replica
-from quadriga.streams.simulation import Costs, Counts, Division, Simulation, Timeline
+from quadriga.streams.simulation import Costs, Division, Simulation, Timeline
+from quadriga.streams.timeline import Counts, chrome_trace
 
 RANKS, GROUPS, N, LIMIT = 8, 32, 16, 16_384
 SCALE = LIMIT / 28_672
@@ -168,20 +163,6 @@ def plot(runs: dict[str, Timeline], path: Path, seconds: float = 600.0) -> None:
     figure.savefig(path, dpi=110)
 
 
-def chrome_trace(run: Timeline) -> dict[str, object]:
-    """The spans of a run as a JSON object that Perfetto and chrome://tracing open."""
-    events: list[dict[str, object]] = []
-    for tid, track in enumerate(sorted({span.track for span in run.spans})):
-        of_track = {"pid": 0, "tid": tid}
-        events.append({"ph": "M", "name": "thread_name", "args": {"name": track}, **of_track})
-        for _, name, start, end, tokens in (span for span in run.spans if span.track == track):
-            times = {"ts": 1e6 * start, "dur": 1e6 * (end - start)}
-            events.append(
-                {"ph": "X", "name": name, "args": {"tokens": tokens}, **times, **of_track}
-            )
-    return {"traceEvents": events}
-
-
 RAY_STEPS = 12
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -189,90 +170,14 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-class RecordedGeneration(SlicedGeneration):
-    """The generation of a run, with what its calls take and the lengths of its responses."""
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self.lengths: dict[tuple[int, int], int] = {}
-        self.parts: list[list[float]] = []
-        self.seconds: list[float] = []
-        self._started: dict[DataProtoFuture, tuple[float, list[int]]] = {}
-
-    def _call(self, replica: Replica, members: Members, begun: DataProto | None) -> None:
-        before, now = set(self._calls), time.perf_counter()
-        super()._call(replica, members, begun)
-        rows = [] if begun is None else begun.batch["response_mask"].sum(-1).tolist()
-        self._started.update((future, (now, rows)) for future in set(self._calls) - before)
-
-    def keep(self, ended: DataProtoFuture) -> list[PromptGroup]:
-        (began, rows), call = self._started.pop(ended), self._calls[ended]
-        self.seconds.append(time.perf_counter() - began)
-        after = ended.get().batch["response_mask"].sum(-1).numpy()
-        before = np.zeros_like(after)
-        before[: len(rows)] = rows
-        own = [(group.number, int(row)) for group, some in call.members for row in some]
-        self.lengths.update(zip(own, after.tolist(), strict=False))
-        tokens = after - before
-        self.parts.append([1.0, tokens.max(), tokens.sum(), before.sum()])
-        return super().keep(ended)
-
-    def costs(self) -> Costs:
-        """Fit the seconds of the calls but the first two; no part is negative."""
-        parts, seconds = np.array(self.parts[2:]), np.array(self.seconds[2:])
-        used = list(range(4))
-        while True:
-            scale = parts[:, used].mean(0).clip(1e-9)
-            fitted = np.linalg.lstsq(parts[:, used] / scale, seconds, rcond=1e-3)[0] / scale
-            if (fitted >= 0).all():
-                break
-            used.pop(int(fitted.argmin()))
-        call, decode, row, prefill = (
-            dict(zip(used, fitted, strict=True)).get(i, 0.0) for i in range(4)
-        )
-        return Costs(decode, row, prefill=prefill, keeps_cache=False, call=call)
-
-
-def replayed(settings: list[str], folder: Path) -> dict[str, float]:
-    """Train, and simulate a run whose work takes what it took in this one."""
-    from quadriga.cli.async_plan import division_of
-    from quadriga.cli.main import main
-    from quadriga.observability.jsonl import read_jsonl
-    from quadriga.trainer.roles.registry import load_train_config
-
-    made: list[RecordedGeneration] = []
-
-    def recorded(*args: Any, **options: Any) -> RecordedGeneration:
-        made.append(RecordedGeneration(*args, **options))
-        return made[-1]
-
-    with mock.patch("quadriga.trainer.streaming.SlicedGeneration", recorded):
-        assert main(["train", *settings]) == 0
-    (calls,) = made
-    rows = [*read_jsonl(folder / "metrics.jsonl")]
-    trained = sum(np.mean([row[f"time/{name}"] for row in rows[1:]])
-                  for name in ("evaluate", "advantages", "update_actor"))  # fmt: skip
-    division = division_of(load_train_config(settings))
-    # Weights are sent when the calls have ended, which the simulation waits for itself.
-    sync = min(row["time/sync_weights"] for row in rows)
-    costs = replace(calls.costs(), step=float(trained), sync=sync)
-    groups, n = max(calls.lengths)[0] + 1, max(row for _, row in calls.lengths) + 1
-    lengths = np.array([[calls.lengths[group, row] for row in range(n)] for group in range(groups)])
-    ends = Simulation(division, costs, lengths).run().ends
-    elapsed = [row["progress/elapsed"] for row in rows]
-    measured = (elapsed[-2] - elapsed[0]) / (len(elapsed) - 2)
-    simulated = float(ends[-2] - ends[0]) / (len(elapsed) - 2)
-    return {"measured_s": measured, "simulated_s": simulated, "ratio": simulated / measured}
-
-
-def on_ray() -> dict[str, object]:
-    """A synchronous run calibrates the simulation, which then predicts streamed runs."""
+def on_ray() -> dict[str, dict[str, Any]]:
+    """Each of three runs calibrates the simulation, which then predicts all of them."""
     from quadriga.cli.async_plan import read_run
     from quadriga.cli.main import main
     from quadriga.observability.jsonl import read_jsonl
     from quadriga.trainer.roles.registry import load_train_config
 
-    found: dict[str, object] = {}
+    found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         task = Path(folder)
         data = [f"output={task / 'data'}", f"model_output={task}/model", "train_size=256"]
@@ -290,22 +195,22 @@ def on_ray() -> dict[str, object]:
             "actor_rollout_ref.rollout.slice_tokens=64", "placement.actor=[0]",
             "placement.rollout=[1]", "trainer.samples_per_step=32",
         ]  # fmt: skip
-        for staleness in (0, 1, 2):
-            own = f"trainer.max_staleness={staleness}"
-            path = f"trainer.default_local_dir={task}/run{staleness}"
+        streams = {f"staleness {k}": f"trainer.max_staleness={k}" for k in (0, 1, 2)}
+        for name, own in streams.items():
+            path = f"trainer.default_local_dir={task / name}"
             command = [sys.executable, "-m", "quadriga.cli.main", "train", *given, own, path]
             subprocess.run(command, check=True, stdout=sys.stderr)
-            rows = [*read_jsonl(task / f"run{staleness}/metrics.jsonl")]
+            rows = [*read_jsonl(task / name / "metrics.jsonl")]
             # Without the first step, and without the last one, which saves a checkpoint.
             elapsed = [row["progress/elapsed"] for row in rows[1:-1]]
             measured = (elapsed[-1] - elapsed[0]) / (len(elapsed) - 1)
-            run = read_run(task / "run0")
-            simulated = run.simulated(load_train_config([*given, own])).step_seconds
-            ratio = simulated / measured
-            times = {"measured_s": measured, "simulated_s": simulated, "ratio": ratio}
-            found[f"staleness {staleness}"] = times
-        settings = [*given, "trainer.max_staleness=1", f"trainer.default_local_dir={task}/again"]
-        found["staleness 1, replayed"] = replayed(settings, task / "again")
+            found[name] = {"measured_s": measured, "simulated_over_measured": {}}
+        for source in streams:
+            run = read_run(task / source)
+            for name, own in streams.items():
+                simulated = run.simulated(load_train_config([*given, own])).step_seconds
+                ratio = simulated / found[name]["measured_s"]
+                found[name]["simulated_over_measured"][f"by the times of {source}"] = ratio
     return found
 
 
@@ -349,7 +254,7 @@ def main() -> None:
         if options.plot:
             plot(runs, options.plot)
         if options.trace:
-            options.trace.write_text(json.dumps(chrome_trace(runs["staleness 2"])))
+            options.trace.write_text(json.dumps(chrome_trace(runs["staleness 2"].spans)))
     text = json.dumps(report, indent=1)
     print(text)
     if options.out:

@@ -7,18 +7,21 @@ import json
 import numpy as np
 import pytest
 
-from quadriga.cli.async_plan import read_run
+from quadriga.cli.async_plan import division_of, read_run
 from quadriga.cli.main import main
 from quadriga.config.loading import load_config, to_yaml
 from quadriga.config.schema import TrainConfig
+from quadriga.streams.simulation import Costs, Simulation
+from quadriga.streams.timeline import recorded_spans
+from quadriga.trainer.roles.registry import load_train_config
 
 DECODE, ROW, TRAIN = 2e-3, 1e-4, 1e-3
 
 
-def run_folder(folder, *, steps=8, staleness=0, samples=True):
+def run_folder(folder, *, steps=8, staleness=0, samples=True, more=()):
     """A run on 4 ranks with 8 prompts × 2 responses, whose work takes known times."""
     settings = [
-        f"trainer.max_staleness={staleness}", "trainer.n_gpus_per_node=4",
+        f"trainer.max_staleness={staleness}", "trainer.n_gpus_per_node=4", *more,
         "data.train_batch_size=8", "actor_rollout_ref.rollout.n=2",
         "data.max_response_length=400", "algorithm.adv_estimator=grpo",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.rollout.name=vllm",
@@ -31,7 +34,8 @@ def run_folder(folder, *, steps=8, staleness=0, samples=True):
         lengths = rng.lognormal(4, 1, 16).astype(int).clip(1, 400)
         tokens = int(lengths.sum())
         rows.append({
-            "step": step, "time/rollout": DECODE * int(lengths.max()) + ROW * tokens / 4,
+            "step": step, "progress/elapsed": float(step),
+            "time/rollout": DECODE * int(lengths.max()) + ROW * tokens / 4,
             "time/update_actor": TRAIN * tokens / 4, "time/sync_weights": 0.01,
             "batch/tokens": tokens, "response_length/mean": tokens / 16,
             "response_length/max": int(lengths.max()),
@@ -51,8 +55,79 @@ def test_times_of_the_work_of_a_run(tmp_path):
     assert run.simulated(run.config).step_seconds == pytest.approx(run.seconds, rel=0.1)
 
 
+def streamed_folder(folder, staleness, costs, *more):
+    """The record of a simulated run, as a streamed run writes it."""
+    run_folder(folder, staleness=staleness, more=more)
+    config = load_train_config((), folder / "config.yaml")
+    lengths = np.random.default_rng(1).lognormal(4, 1, (24 * 8, 2)).astype(int).clip(1, 400)
+    run, events = Simulation(division_of(config), costs, lengths, 5), []
+
+    def note(event, numbers, ended, **own):
+        own["seconds"] = run.now - next(
+            span.start
+            for span in run._spans
+            if span.track == f"replica {own['replica']}" and span.end == run.now
+        )
+        events.append({"at": run.now, event: numbers, **own})
+
+    run._generation._note = note
+    found = run.run()
+    for end, numbers in zip(found.ends, found.numbers, strict=True):
+        versions = [[(0, length)] for length in lengths[numbers].ravel().tolist()]
+        events += [{"at": end, "take": numbers.tolist()}, {"at": end, "versions": versions}]
+    syncs = [span for span in found.spans if span.track == "sync"]
+    for span in syncs:
+        seconds = span.end - span.start
+        events += [{"at": span.end, "resume": ["sync"], "seconds": seconds}]
+    events.insert(0, {"at": 0.0, "settings": [8, staleness, 2, 64, 24]})
+    events.sort(key=lambda event: event["at"])
+    waits, trains = ([span for span in found.spans if span.track == track]
+                     for track in ("controller", "trainer"))  # fmt: skip
+    rows = [
+        {
+            "step": step,
+            "time/rollout": wait.end - wait.start,
+            "progress/elapsed": sync.end,
+            "time/update_actor": train.end - train.start,
+            "time/sync_weights": sync.end - train.end,
+            "batch/tokens": int(train.tokens),
+            "response_length/mean": train.tokens / 16 - 5,
+        }
+        for step, (wait, train, sync) in enumerate(zip(waits, trains, syncs, strict=True), 1)
+    ]
+    for name, own in (("metrics", rows), ("stream", events)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+    return found
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("placed", [(), ("placement.actor=[0,1]", "placement.rollout=[2,3]")])
+def test_a_streamed_run_is_measured_by_its_calls(staleness, placed, tmp_path):
+    costs = Costs(DECODE, ROW, prefill=1e-4, call=0.02, train=TRAIN, sync=0.01)
+    replicas = ["actor_rollout_ref.rollout.replicas.enable=true"] if placed else []
+    more = (*placed, *replicas, "actor_rollout_ref.rollout.slice_tokens=64")
+    timelines = {k: streamed_folder(tmp_path / f"{k}", k, costs, *more) for k in (1, 2, 4)}
+    run = read_run(tmp_path / str(staleness))
+    names = ("train", "sync", *(("decode", "decode_row", "prefill", "call") if placed else ()))
+    for name in names:  # in turns, four copies share the rows of a call, and the last one ends it
+        assert getattr(run.costs, name) == pytest.approx(getattr(costs, name), rel=0.02), name
+    assert run.seconds == pytest.approx(timelines[staleness].step_seconds, rel=0.15)
+    for k, found in timelines.items():
+        config = load_train_config((), tmp_path / f"{k}/config.yaml")
+        assert run.simulated(config).step_seconds == pytest.approx(found.step_seconds, rel=0.1)
+    spans = recorded_spans(tmp_path / f"{staleness}")
+    tokens = sum(span.tokens for span in spans)
+    assert tokens == timelines[staleness].tokens.sum(), "each token is of one call"
+
+
 def test_the_table_and_the_recommended_settings(tmp_path, capsys):
-    assert main(["plan", "--async", str(run_folder(tmp_path / "run"))]) == 0
+    trace = tmp_path / "trace.json"
+    given = ["plan", "--async", str(run_folder(tmp_path / "run")), "--trace", str(trace)]
+    assert main(given) == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert [e["ph"] for e in events] == ["M"] + 3 * 8 * ["X"]
+    update = next(e for e in events if e["name"] == "update_actor")
+    assert update.keys() == {"ph", "name", "ts", "dur", "pid", "tid", "args"} and update["dur"] > 0
     out = capsys.readouterr().out
     for words in ("in turns", "longest response", "training", " 1.00 "):
         assert words in out
@@ -66,7 +141,7 @@ def test_the_table_and_the_recommended_settings(tmp_path, capsys):
     [
         ({}, "is no run folder"),
         ({"steps": 3}, "has 3 training steps with their times, expected 4"),
-        ({"staleness": 2}, r"pass a run with trainer\.max_staleness=0, not 2"),
+        ({"staleness": 2}, r"has no times of calls in stream\.jsonl"),
         ({"samples": False}, r"trainer\.samples_per_step above 0"),
     ],
 )

@@ -25,8 +25,6 @@ BY_HAND = [
     # Each call takes 1 s more, and each prompt token and each begun one after a sync 0.1 s.
     ([[3], [3]], {"slice_tokens": 2, "prompt": 5}, {"call": 1, "prefill": 0.1},
      [3 + 2 + 0.5 + 2 + 1, 2 * 8.5]),
-    ([[3]], {"slice_tokens": 2, "prompt": 5}, {"call": 1, "prefill": 0.1, "keeps_cache": False},
-     [3 + 2 + 0.5 + 0.7 + 2 + 1]),
     # Tokens 0, 1 and 2 attend to 2, 3 and 4 tokens.
     ([[3]], {"prompt": 2}, {"decode_context": 1}, [3 + 9 + 1.25 + 1]),
     # In turns, two copies have half of the rows each, and both ranks train.

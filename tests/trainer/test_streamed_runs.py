@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import pytest
 from run_cases import assert_equal_tensors, metrics_of_run, timeless
@@ -11,6 +12,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import CheckpointError, ConfigError, GroupError
 from quadriga.observability.jsonl import keep_rows, read_jsonl
+from quadriga.streams.timeline import recorded_spans
 from quadriga.trainer.checkpoints import read_state
 from quadriga.trainer.checks.settings import check_train_settings
 
@@ -24,6 +26,12 @@ ENDS = f"actor_rollout_ref.rollout.sampling.stop_token_ids={list(range(3, 90))}"
 def of_tokens(rows):
     """The metrics without times, and without counts of the calls of the reward function."""
     return [{k: v for k, v in row.items() if "reward/" not in k} for row in timeless(rows)]
+
+
+def spans_of(folder, track):
+    """(name, start, end) of the spans of a track of the run."""
+    spans = recorded_spans(folder)
+    return [(span.name, span.start, span.end) for span in spans if span.track == track]
 
 
 def test_a_run_is_resumed_to_the_bit(train_overrides, rule, tmp_path):
@@ -76,6 +84,13 @@ def test_the_order_of_a_run_is_repeated_to_the_bit_on_one_process(train_override
     again = metrics_of_run([*common, *replay, STEPS])
     assert of_tokens(again) == of_tokens(first)
     assert_equal_tensors(tmp_path / "again/model", tmp_path / "run/model")
+    tracks = {
+        track: spans_of(tmp_path / "run", track)
+        for track in ("replica 0", "replica 1", "controller", "reward", "pause")
+    }
+    assert all(tracks.values()) and "evaluate" in {name for name, *_ in tracks["controller"]}
+    for own in tracks.values():
+        assert all(a[2] <= b[1] + 2e-4 for a, b in pairwise(sorted(own, key=lambda span: span[1])))
     orders = [list(read_jsonl(tmp_path / name / "stream.jsonl")) for name in ("run", "again")]
     calls = [[event["call"] for event in order if "call" in event] for order in orders]
     assert calls[0] == calls[1] and len(calls[0]) > 6

@@ -1,13 +1,17 @@
 """`quadriga plan --async RUN`: what generation beside training would give a run.
 
-    metrics.jsonl, samples.jsonl ──► Costs, lengths ──► Simulation of each division ──► table
+    metrics.jsonl, samples.jsonl or stream.jsonl ──► Costs, lengths
+    Costs, lengths ──► Simulation of each division ──► table
 
 Training on fewer ranks is taken to be slower in proportion. What a decoding step takes for itself,
-and what more for each row, is fitted to the steps of the run.
+and what more for each row, is fitted to the steps of a run with `trainer.max_staleness=0`, and else
+to its calls.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,10 +23,18 @@ from rich.table import Table
 from quadriga.config.role_ranks import role_ranks
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
+from quadriga.files import replacing
 from quadriga.observability.jsonl import JsonObject, read_jsonl, read_samples
 from quadriga.observability.run_folder import RunFolder
 from quadriga.rollout import rollout_of
-from quadriga.streams.simulation import Costs, Counts, Division, Simulation, Timeline
+from quadriga.streams.simulation import Costs, Division, Simulation, Timeline
+from quadriga.streams.timeline import (
+    Counts,
+    RecordedStream,
+    chrome_trace,
+    read_stream,
+    recorded_spans,
+)
 from quadriga.trainer.checks.settings import check_train_settings
 from quadriga.trainer.dataflow import StepPlan
 from quadriga.trainer.roles.registry import load_train_config
@@ -64,6 +76,8 @@ def division_of(config: TrainConfig) -> Division:
         len(ranks["actor"]), copies, apart, config.data.train_batch_size, staleness,
         rollout.slice_tokens if staleness else config.data.max_response_length,
         rollout.micro_batch_size if apart and staleness else None,
+        math.ceil(rollout.oversample * config.data.train_batch_size - 1e-6)
+        if rollout.oversample else None,
     )  # fmt: skip
 
 
@@ -74,28 +88,33 @@ def read_run(path: Path) -> MeasuredRun:
         ConfigError: it is no such folder, or the run does not have what the plan needs.
     """
     folder, config, problem = RunFolder(path), None, None
-    rows, found = list[JsonObject](), list[int]()
+    rows, found, stream = list[JsonObject](), list[int](), None
     if folder.config.is_file() and folder.metrics.is_file():
         config = load_train_config((), folder.config)
         rows = [row for row in read_jsonl(folder.metrics) if all(name in row for name in _NEEDED)]
         samples = read_samples(folder.samples) if folder.samples.is_file() else []
         found = [s.response_tokens for s in samples if s.split == "train" and s.response_tokens]
+        if config.trainer.max_staleness and folder.stream.is_file():
+            stream = read_stream(folder.stream)
     if config is None:
         problem = "is no run folder (trainer.default_local_dir) with config.yaml and metrics.jsonl"
-    elif config.trainer.max_staleness:
-        problem = "has times of generation and training that overlap; pass a run with " \
-                  f"trainer.max_staleness=0, not {config.trainer.max_staleness}"  # fmt: skip
+    elif config.trainer.max_staleness and not (stream and stream.calls):
+        problem = "has no times of calls in stream.jsonl; pass a run of this version of Quadriga"
     elif len(rows) <= MIN_STEPS:
         problem = f"has {len(rows)} training steps with their times, expected {MIN_STEPS + 1}"
-    elif not found:
+    elif not (found or stream):
         problem = "has no training samples; pass a run with trainer.samples_per_step above 0"
     if config is None or problem:
         raise ConfigError(f"plan --async: {path} {problem}", key="--async")
-    return _measured(folder.config, config, rows[1:], np.array(found))
+    return _measured(folder.config, config, rows[1:], np.array(found), stream)
 
 
 def _measured(
-    file: Path, config: TrainConfig, rows: list[JsonObject], found: Counts
+    file: Path,
+    config: TrainConfig,
+    rows: list[JsonObject],
+    found: Counts,
+    stream: RecordedStream | None,
 ) -> MeasuredRun:
     lengths, dead = ("response_length/mean", "response_length/max"), "group/dead_fraction"
     names = (*_NEEDED, *_TRAINED, *lengths, dead)
@@ -104,7 +123,19 @@ def _measured(
     division, longest = division_of(config), of["response_length/max"]
     sampled, generated = of["response_length/mean"] * groups * n, of["time/rollout"]
     trained, prompts = sum(of[name].mean() for name in _TRAINED), of["batch/tokens"] - sampled
-    per_token = division.trainers / of["batch/tokens"].mean()
+    prompt = round(prompts.mean() / (groups * n))
+    train = trained * division.trainers / of["batch/tokens"].mean()
+    steps = max(16, min(32, 2048 // groups))
+    seconds = generated.mean() + trained + of["time/sync_weights"].mean()
+    if stream is not None:
+        copies = 1 if division.apart else division.copies
+        costs = Costs.of_calls(stream.calls[1:], prompt, copies)
+        # Without the wait for the ends of calls, which the simulation has of its own.
+        syncs = [span.end - span.start for span in stream.spans if span.name == "sync"]
+        costs = replace(costs, train=train, sync=float(np.mean(syncs or [0.0])))
+        trained_rows = np.array([stream.lengths[row] for row in sorted(stream.lengths)])
+        every = np.resize(trained_rows, (steps * groups, n))
+        return MeasuredRun(file, config, costs, every, prompt, seconds)
     # A forward pass takes a third of an update, which has a backward pass, too, and may leave out
     # the rows without an advantage.
     updated = of["batch/tokens"] * (1 - of[dead] * StepPlan.of(config).advantages_before_passes)
@@ -115,21 +146,17 @@ def _measured(
     parts = np.stack([longest, sampled / division.copies], axis=1)
     weights = np.linalg.lstsq(parts / parts.mean(0), decoding, rcond=0.03)[0].clip(min=0.0)
     decode, row = weights / weights.sum() * decoding.mean() / parts.mean(0)
-    train, sync = trained * per_token, of["time/sync_weights"].mean()
-    costs = Costs(
-        decode, row, prefill=prefill, keeps_cache=config.actor_rollout_ref.rollout.name != "hf",
-        train=train, sync=sync,
-    )  # fmt: skip
+    sync = of["time/sync_weights"].mean()
+    costs = Costs(decode, row, prefill=prefill, train=train, sync=sync)
     # Each simulated step has the longest response and the tokens of a step of the run.
-    steps = np.resize(np.arange(len(rows)), max(16, min(32, 2048 // groups)))
+    own = np.resize(np.arange(len(rows)), steps)
     rng = np.random.default_rng(config.trainer.seed)
-    drawn = rng.choice(found, (len(steps), groups * n)).astype(float)
-    drawn *= ((sampled - longest)[steps] / np.maximum(drawn[:, 1:].sum(1), 1.0))[:, None]
+    drawn = rng.choice(found, (steps, groups * n)).astype(float)
+    drawn *= ((sampled - longest)[own] / np.maximum(drawn[:, 1:].sum(1), 1.0))[:, None]
     drawn[:, 0] = np.inf
-    drawn = rng.permuted(drawn.clip(1, longest[steps, None]), axis=1).round()
+    drawn = rng.permuted(drawn.clip(1, longest[own, None]), axis=1).round()
     simulated = drawn.astype(np.int64).reshape(-1, n)
-    prompt = round(prompts.mean() / (groups * n))
-    return MeasuredRun(file, config, costs, simulated, prompt, generated.mean() + trained + sync)
+    return MeasuredRun(file, config, costs, simulated, prompt, seconds)
 
 
 def candidates(run: MeasuredRun) -> Iterator[tuple[str, TrainConfig]]:
@@ -163,8 +190,17 @@ def limit_of(run: MeasuredRun, config: TrainConfig, found: Timeline) -> str:
     return "longest response" if 2 * longest > generation * found.step_seconds else "generation"
 
 
-def show_async_plan(path: Path) -> None:
-    """Print what each staleness and division of the ranks would give a run."""
+def show_async_plan(path: Path, trace: Path | None = None) -> None:
+    """Print what each staleness and division of the ranks would give a run.
+
+    Args:
+        trace: the file for the timeline of the run, which Perfetto and chrome://tracing open.
+    """
+    if trace is not None:  # also of a run that cannot be planned
+        spans = recorded_spans(path)
+        with replacing(trace) as fresh:
+            fresh.write_text(json.dumps(chrome_trace(spans)))
+        print(f"{trace}: {len(spans)} spans, for https://ui.perfetto.dev")
     run = read_run(path)
     own, table = run.simulated(run.config), Table()
     for name in ("staleness", "ranks train", "copies generate", "tokens/s", "× run", "limit"):

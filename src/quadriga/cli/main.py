@@ -103,8 +103,8 @@ COMMANDS = (
 @dataclass(frozen=True)
 class Invocation:
     """A parsed command line. `verl`: a settings file of verl; the overrides are verl's then.
-    `measured`: the run whose times `plan` uses. `allow_code`: a command that only shows something
-    may run code that the settings name."""
+    `measured`: the run whose times `plan` uses; `trace`: the file for its timeline. `allow_code`: a
+    command that only shows something may run code that the settings name."""
 
     command: Command
     overrides: tuple[str, ...] = ()
@@ -114,6 +114,7 @@ class Invocation:
     measured: str | None = None
     allow_code: bool = False
     supervise: bool = False
+    trace: Path | None = None
 
     @property
     def words(self) -> list[str]:
@@ -128,7 +129,7 @@ class Invocation:
             imported(self.command.target)()
             return
         if self.measured is not None:
-            imported("quadriga.cli.async_plan:show_async_plan")(Path(self.measured))
+            imported("quadriga.cli.async_plan:show_async_plan")(Path(self.measured), self.trace)
             return
         from quadriga.cli.own_code import Settings, may_run
         from quadriga.config.loading import given_user_files, to_yaml
@@ -295,8 +296,10 @@ def parse(arguments: Sequence[str]) -> Invocation:
         parser.error(f"plan --async {measured} takes all settings from this run, and no others")
     if known.allow_code and not (known.print_config or known.command.name == "plan"):
         parser.error(f"--allow-code: {known.command.name} runs the code that its settings name")
+    if known.trace and measured is None:
+        parser.error(f"plan --trace {known.trace} needs --async RUN, whose timeline it writes")
     return Invocation(known.command, own, known.config, known.print_config, known.verl, measured,
-                      known.allow_code, known.supervise)  # fmt: skip
+                      known.allow_code, known.supervise, known.trace)  # fmt: skip
 
 
 def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
@@ -337,7 +340,7 @@ def _parser() -> _Parser:
         own = parent.add_parser(name, help=command.summary, description=f"{command.summary}.")
         own.command = command
         own.set_defaults(command=command, overrides=[], config=None, print_config=False)
-        own.set_defaults(verl=None, measured=None, allow_code=False, supervise=False)
+        own.set_defaults(verl=None, measured=None, allow_code=False, supervise=False, trace=None)
         if command.settings is None:
             continue
         own.add_argument("overrides", nargs="*", metavar="key=value", help="Settings, listed below")
@@ -348,6 +351,8 @@ def _parser() -> _Parser:
         if command.name == "plan":
             text = "The folder of a run: show what generation beside training would give it"
             own.add_argument("--async", dest="measured", metavar="RUN", help=text)
+            text = "With --async: write the timeline of the run, for Perfetto, to this file"
+            own.add_argument("--trace", type=Path, metavar="FILE", help=text)
         text = "Let plan and --print-config run code of yours that the settings name"
         own.add_argument("--allow-code", action="store_true", help=text)
         if command.name in _RESUMED:

@@ -144,7 +144,7 @@ METRICS: dict[str, MetricInfo] = {
     "time/written": _I("s", "from a checkpoint to its commit, beside the steps"),
     "time/*": _I("s", "time in a span of the step; spans can be nested", "sum"),
     "perf/tokens_per_second": _I("tokens/s", "prompt and response tokens / time of the step"),
-    "progress/elapsed": _I("s", "time since the start of the run", "last"),
+    "progress/elapsed": _I("s", "seconds of the run, without those between its starts", "last"),
     # In the first row after a restart
     "restarts/count": _I("1", "restarts of the run so far, after losses", "last"),
     "restarts/lost_steps": _I("steps", "completed steps that are done again", "last"),

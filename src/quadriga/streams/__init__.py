@@ -6,6 +6,7 @@
     generation.py   `SlicedGeneration`: generates the responses of the groups, slice by slice
     replicas.py     worker groups of the rollout that fail and start again one by one
     saved.py        the groups on their way in a checkpoint
+    timeline.py     when a run was at work, from its record; a file for Perfetto
     simulation.py   a run in virtual time, for `quadriga plan --async` and benchmarks/streams.py
 
 The trainer's part, which draws prompts and scores responses, is `trainer.streaming`. May import

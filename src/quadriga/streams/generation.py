@@ -18,8 +18,9 @@ scheduling, Orca, OSDI 2022, with slices of several tokens as iterations).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import numpy as np
@@ -62,6 +63,7 @@ class _Call:
     begun: _Begun | None
     future: DataProtoFuture
     padding: int
+    began: float = field(default_factory=time.perf_counter)
 
     @property
     def is_lost(self) -> bool:
@@ -79,8 +81,8 @@ class SlicedGeneration:
         kept_rows: of how many rows a rank may keep the caches between two calls.
         loses: whether a replica may be lost; False: the error of its call is raised.
         note: records what decides on the tokens, as (event, numbers, steps that had ended): a
-            "call" that has ended, with the group and the number in it of each row; a "restart" of
-            groups.
+            "call" that has ended, with the group and the number in it of each row, its seconds and
+            the number of its replica; a "restart" of groups.
 
     Attributes:
         moved: how many groups went on elsewhere, because their replica was lost.
@@ -96,7 +98,7 @@ class SlicedGeneration:
         response_tokens: int,
         rows: int,
         loses: bool,
-        note: Callable[[str, Sequence[object], int], None],
+        note: Callable[..., None],
         kept_rows: int = 0,
     ) -> None:
         self.replicas, self.queue = replicas, queue
@@ -291,7 +293,8 @@ class SlicedGeneration:
         if answers is None:
             return []
         rows = [(group.number, int(row)) for group, own in call.members for row in own]
-        self._note("call", rows, call.ended)
+        seconds = time.perf_counter() - call.began
+        self._note("call", rows, call.ended, seconds=seconds, replica=call.replica.number)
         return list(self._divided(call, answers))
 
     def _divided(self, call: _Call, answers: DataProto) -> Iterator[PromptGroup]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,8 @@ from quadriga.streams.generation import SlicedGeneration
 from quadriga.streams.queue import PromptGroup, PromptQueue
 from quadriga.streams.replicas import ReplicaGroup, Replicas
 from quadriga.streams.staleness import StalenessBound
+from quadriga.streams.timeline import Counts, RecordedCall, Span
 from quadriga.workers.method_fields import BEGUN_RESPONSES
-
-Counts = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,6 @@ class Costs:
         decode_row: more of a step for each row.
         decode_context: more of a step for each token that its rows attend to.
         prefill: a token of a row that begins or, after a weight sync, is continued.
-        keeps_cache: False: each call computes all tokens of its rows again.
         call: a call to a replica besides.
         train: a token of a training step, on one rank.
         step: a training step besides.
@@ -49,7 +47,6 @@ class Costs:
     decode_row: float = 0.0
     decode_context: float = 0.0
     prefill: float = 0.0
-    keeps_cache: bool = True
     call: float = 0.0
     train: float = 0.0
     step: float = 0.0
@@ -67,6 +64,29 @@ class Costs:
         seconds = self.call + self.decode * tokens.max() + self.decode_row * tokens.sum()
         more = self.decode_context * attended.sum() + self.prefill * computed.sum()
         return float(seconds + more)
+
+    @classmethod
+    def of_calls(cls, calls: Sequence[RecordedCall], prompt_tokens: int, copies: int) -> Costs:
+        """Fit the costs of the calls of a run; none is negative.
+
+        Args:
+            copies: of the weights that share the rows of a call, which ends with the slowest one.
+        """
+
+        def parts_of(call: RecordedCall) -> list[tuple[int, int, int, int]]:
+            anew = (call.before == 0) | call.synced
+            parts = np.stack([call.tokens, (call.before + prompt_tokens) * anew])
+            own = np.array_split(parts, copies, axis=1)
+            return [(1, tokens.max(initial=0), tokens.sum(), anew.sum()) for tokens, anew in own]
+
+        parts = np.array(list(map(parts_of, calls)), dtype=float)  # [call, copy, part]
+        seconds, scale = np.array([call.seconds for call in calls]), parts.max((0, 1)).clip(1e-9)
+        fitted, parts = np.full(4, seconds.mean() / 4), parts / scale
+        for _ in range(3000):  # multiplicative updates: no factor becomes negative
+            slowest = parts[np.arange(len(calls)), (parts @ fitted).argmax(1)]
+            fitted *= slowest.T @ seconds / (slowest.T @ (slowest @ fitted)).clip(1e-12)
+        call, decode, row, prefill = (fitted / scale).tolist()
+        return cls(decode, row, prefill=prefill, call=call)
 
 
 @dataclass(frozen=True)
@@ -92,16 +112,6 @@ class Division:
     slice_tokens: int
     rows: int | None = None
     on_the_way: int | None = None
-
-
-class Span(NamedTuple):
-    """A piece of work, from `start` to `end` in seconds."""
-
-    track: str
-    name: str
-    start: float
-    end: float
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -179,7 +189,7 @@ class _SimulatedGroup:
             begun = rows.batch[fields.RESPONSES].numpy()
         tokens = np.minimum(lengths - begun, rows.meta_info["at_most"])
         contexts = begun + run.prompt_tokens
-        computed = contexts * ((begun == 0) | self.synced | (not run.costs.keeps_cache))
+        computed = contexts * ((begun == 0) | self.synced)
         self.synced = False
         parts = [np.split(column, self.world_size) for column in (tokens, contexts, computed)]
         ends = run.now + max(map(run.costs.of_call, *parts))
@@ -216,7 +226,7 @@ class Simulation:
         self._generation = SlicedGeneration(
             Replicas(lambda number: cast("ReplicaGroup", self._groups[number]), replicas),
             self._queue, lambda rows: rows, slice_tokens=division.slice_tokens, response_tokens=1,
-            rows=size * min(division.rows or share, share), loses=False, note=lambda *_: None,
+            rows=size * min(division.rows or share, share), loses=False, note=lambda *_, **__: None,
         )  # fmt: skip
 
     def run(self) -> Timeline:

@@ -20,7 +20,7 @@ from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import mask_secrets
 from quadriga.errors import InputError
 from quadriga.files import remove
-from quadriga.observability.jsonl import JsonlFile, Sample
+from quadriga.observability.jsonl import JsonlFile, Sample, read_jsonl
 from quadriga.observability.metrics import MetricSet, Timer
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import RunInfo, Trackers, plot_learning_curve
@@ -92,6 +92,11 @@ class RunRecord:
             self._info = RunInfo(self.folder, total_steps, title, 0, *names)
             self._loggers = trainer.loggers, trainer.logger_timeout_s
             self._open_files(resumed, forget=existing == "resume")
+            if existing == "resume" and self.folder.metrics.is_file():
+                before = [
+                    row.get("progress/elapsed", 0.0) for row in read_jsonl(self.folder.metrics)
+                ]
+                self._began -= max(before, default=0.0)
             self._opened = opened.pop_all()
 
     def _open_files(self, resumed: Resumed | None, *, forget: bool) -> None:
@@ -180,6 +185,11 @@ class RunRecord:
         self._metrics.add({prefix + name.removeprefix(role): found[name] for name in found})
 
     @property
+    def elapsed(self) -> float:
+        """Seconds of the run, without those between its end and its resumption."""
+        return time.perf_counter() - self._began
+
+    @property
     def measured(self) -> dict[str, float]:
         """The metrics of the current step so far."""
         return self._metrics.reduce()
@@ -191,7 +201,7 @@ class RunRecord:
         seconds = row.get("time/step", 0.0)
         if seconds > 0 and "batch/tokens" in row:
             row["perf/tokens_per_second"] = row["batch/tokens"] / seconds
-        row["progress/elapsed"] = time.perf_counter() - self._began
+        row["progress/elapsed"] = self.elapsed
         return row
 
     def end_step(self, step: int) -> None:
@@ -244,7 +254,7 @@ class RunRecord:
         console = self._trackers.console
         if console is None:
             return
-        elapsed = time.perf_counter() - self._began
+        elapsed = self.elapsed
         parts = {k: v for k, v in self.spent.items() if k != "time/step"}
         shares = ", ".join(
             f"{name.removeprefix('time/')} {seconds:.0f}s"

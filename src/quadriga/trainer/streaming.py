@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -222,8 +223,9 @@ class StreamedSampler:
         """Score complete groups in one call of the reward function."""
         parts = list(complete.values())
         if parts and not self._roles_score:
-            whole = DataProto.concat(parts)
+            whole, began = DataProto.concat(parts), time.perf_counter()
             batch, metrics = self.runner.result(score_responses, whole, self.reward)
+            self._note("score", [g.number for g in complete], seconds=time.perf_counter() - began)
             if self._greedy:
                 batch = take_greedy_rows(batch, self._n)
             parts = batch.split(len(batch) // len(complete))
@@ -341,6 +343,7 @@ class StreamedSampler:
             self._drains = False
             self._raise()
             self._note(why, [])
+            began = time.perf_counter()
             if why != "sync" and self._script is None:
                 self.generation.forget_caches()
         try:
@@ -348,6 +351,7 @@ class StreamedSampler:
         finally:
             with self._changed:
                 self._pauses -= 1
+                self._note("resume", [why], seconds=time.perf_counter() - began)
                 self._changed.notify_all()
 
     # Checkpoints
@@ -402,13 +406,17 @@ class StreamedSampler:
         keep_rows(path, lambda _: next(numbers) <= last)
         self._calls = JsonlFile(path)
 
-    def _note(self, event: str, numbers: Sequence[object], ended: int | None = None) -> None:
+    def _note(
+        self, event: str, numbers: Sequence[object], ended: int | None = None, **more: float
+    ) -> None:
         """Write what decides on the tokens of the run, one event a line: the rows of each call, the
         groups that each step takes, and where weights and checkpoints come between. Beside these
-        the versions of the tokens that a step trains."""
-        if self._calls is not None and not self._closed:
+        the versions of the tokens that a step trains, and times: `seconds` is what ends now took.
+        """
+        record = self.runner.record
+        if self._calls is not None and record is not None and not self._closed:
             step = 1 + (self.queue.ended if ended is None else ended)
-            self._calls.write({"step": step, event: numbers})
+            self._calls.write({"step": step, event: numbers, "at": record.elapsed, **more})
 
     def _settings(self) -> list[int]:
         """Return the settings that a run must have to repeat the order of another one."""
@@ -437,7 +445,7 @@ class StreamedSampler:
                 self._script = chain([event], self._script)
                 return []  # the step was without a weight sync
             self.queue.ended = event["step"] - 1
-            ((name, numbers),) = ((key, value) for key, value in event.items() if key != "step")
+            _, (name, numbers), *_ = event.items()
             if name in actions:
                 actions[name](numbers)
             elif name == until:
