@@ -6,6 +6,7 @@ import importlib.util
 import subprocess
 import sys
 import textwrap
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,8 +24,14 @@ from quadriga.backends.ray import (
     split_resource_pool,
 )
 from quadriga.backends.ray.pool import NodeResources
-from quadriga.errors import ConfigError, DispatchError, PlacementError, WorkerDiedError
-from quadriga.single_controller import Dispatch, Execute, ResourcePool
+from quadriga.errors import (
+    ConfigError,
+    DispatchError,
+    PlacementError,
+    WorkerDiedError,
+    WorkerMethodError,
+)
+from quadriga.single_controller import Dispatch, Execute, ResourcePool, Worker, register
 
 HERE = Path(__file__).parent
 
@@ -300,3 +307,42 @@ def test_a_users_files_that_cannot_be_imported(pool, load):
     verdicts = group.apply(modes.double, modes.Verdict(4))
     assert verdicts == [modes.Verdict(8)] * 2
     group.shutdown()
+
+
+class Beside(Worker):
+    def __init__(self):
+        super().__init__()
+        self.signs = []
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def wait(self):
+        """Wait for the calls that run beside this one."""
+        for _ in range(2000):
+            if len(self.signs) == 3:
+                return self.signs
+            time.sleep(0.01)
+        return self.signs
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, beside=True)
+    def give(self, sign):
+        if sign < 0:
+            raise ValueError("a negative sign")
+        self.signs.append(sign)
+
+
+class AlsoAsync(Beside):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def later(self):
+        return 1
+
+
+def test_a_method_runs_beside_another_one_in_the_order_of_its_calls(start_on_ray):
+    group = start_on_ray(Beside, 1)
+    waiting = group.wait.submit()
+    with pytest.raises(WorkerMethodError, match="a negative sign"):
+        group.give(-1)
+    for given in [group.give.submit(sign) for sign in range(3)]:
+        given.get()
+    assert waiting.get() == [[0, 1, 2]]
+    with pytest.raises(DispatchError, match="give is registered with beside=True, but"):
+        start_on_ray(AlsoAsync, 1)

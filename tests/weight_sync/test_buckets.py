@@ -158,3 +158,34 @@ def test_a_rollout_generates_nothing_after_a_sync_that_failed(model_folder, faul
         receiver.receive(parts)
     receiver.finish()
     assert guarded.generate(*request).weight_versions.tolist() == [8]
+
+
+def test_staged_weights_leave_the_engine_alone_until_they_are_used(model_folder, monkeypatch):
+    guarded = GuardedRollout(build_rollout("hf", ModelConfig(path=model_folder)))
+    ids = torch.tensor([[1, 2]])
+    sampling = SamplingParams(max_new_tokens=2, eos_token_ids=(0,), pad_token_id=0)
+    request = ids, torch.ones_like(ids), sampling, torch.tensor([3])
+    before = guarded.generate(*request)
+    receiver = WeightReceiver(guarded)
+    for version in (7, 8):
+        held = dict(guarded.weights())
+        sent = {name: weight * 1.5 for name, weight in held.items()}
+        for parts in rounds(sent, guarded, 1 << 14, version):
+            receiver.receive(parts, stage=True)
+            between = guarded.generate(*request)
+            assert between.weight_versions.equal(before.weight_versions)
+            assert between.rollout_log_probs.equal(before.rollout_log_probs)
+        with monkeypatch.context() as patch:
+            patch.setattr("quadriga.rollout.guard.tensor_digest", None)  # all are known by now
+            assert receiver.finish() == version
+        for name, weight in guarded.weights():
+            assert weight.equal(sent[name]) and weight.data_ptr() != held[name].data_ptr()
+        before = guarded.generate(*request)
+        assert before.weight_versions.tolist() == [version]
+    first, *others = rounds(sent, guarded, 1 << 14, version=9)
+    first[0].batch["weight_bytes"][0, 40] ^= 1
+    for parts in (first, *others):
+        receiver.receive(parts, stage=True)
+    assert guarded.generate(*request).rollout_log_probs.equal(before.rollout_log_probs)
+    with pytest.raises(WorkerError, match="differs between trainer and rollout"):
+        receiver.finish()

@@ -73,7 +73,7 @@ CorrectionMode = Literal["truncate", "mask"]
 SpecialTokens = Literal["keep", "neutralise", "refuse"]
 FailurePolicy = Literal["zero", "mask", "fail"]
 AlarmAction = Literal["warn", "fail"]
-UpdateMode = Literal["pause", "drain"]
+UpdateMode = Literal["pause", "drain", "in_flight"]
 LossTurns = Literal["all", "last"]
 WeightTransport = Literal["auto", "shared_memory", "collective"]
 OptimizerName = Literal["adamw", "adamw_8bit", "muon"]
@@ -365,7 +365,8 @@ class RolloutConfig(RolloutEngineConfig):
     oversample: Annotated[float, Ge(1)] | None = None
     # with trainer.max_staleness: what a weight update waits for. pause: the calls in flight, and
     # later tokens of a response come from the new weights; drain: the ends of the responses that
-    # have begun, so all tokens of a response come from the same weights
+    # have begun, so all tokens of a response come from the same weights; in_flight, hf on ranks of
+    # its own: nothing, the weights are copied beside those of the rank while it generates
     update: UpdateMode = "pause"
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)
 

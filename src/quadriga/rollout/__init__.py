@@ -63,11 +63,13 @@ class Rollout:
         engine: "module:class" of the `RolloutEngine`, which is imported when it is built.
         computes_images: it generates from prompts with images.
         continues: it can pause a response and continue it later, under new weights too.
+        in_flight: its weights may be received while it generates (`rollout.update`).
     """
 
     engine: ClassVar[str] = ""
     computes_images: ClassVar[bool] = False
     continues: ClassVar[bool] = False
+    in_flight: ClassVar[bool] = False
     sampling_settings: ClassVar[frozenset[SamplingSetting]] = ALL_SETTINGS
 
     def __init__(self, settings: RolloutEngineConfig) -> None:

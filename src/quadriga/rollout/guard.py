@@ -118,6 +118,8 @@ class GuardedRollout(RolloutEngine):
         self._noise: float | None = None  # mean difference of scores in the first sync
         self._before: tuple[int, Tensor] | None = None  # version and scores before that sync
         self._received: dict[str, int] = {}
+        self.staged_digests: Mapping[int, int] = {}
+        """Address of a tensor that the engine may have taken as its weight → its digest."""
         self._stream_error: BaseException | None = None  # the last error of a stream of weights
 
     @property
@@ -242,7 +244,10 @@ class GuardedRollout(RolloutEngine):
         It holds zeros for layers without an adapter, which are not sent. After a sync of adapters
         alone the base model is not compared, because nothing has been written to it.
         """
-        held = self.weights_digest()
+        if known := self.staged_digests:
+            held = {n: known.get(t.data_ptr()) or tensor_digest(t) for n, t in self.weights()}
+        else:
+            held = self.weights_digest()
         if not self.holds_adapters:
             return held
         from quadriga.models.adapters import is_stored_part  # which imports transformers

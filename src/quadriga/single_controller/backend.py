@@ -138,6 +138,8 @@ class RankFacts:
     """File on its node to which it writes its stacks on a signal."""
     interleaves: bool = False
     """Whether it has coroutine methods. Calls to it then carry tickets (`rank_host.CallOrder`)."""
+    beside: frozenset[str] = frozenset()
+    """The methods ("role.method") that it runs beside the others."""
 
 
 @dataclass

@@ -44,6 +44,7 @@ class MethodRecord:
     blocking: bool
     materialize_futures: bool
     reads: frozenset[str] | None = None
+    beside: bool = False
 
 
 RECORD_ATTRIBUTE = "__quadriga_method__"
@@ -58,6 +59,7 @@ def register(
     blocking: bool = True,
     materialize_futures: bool = True,
     reads: Iterable[str] | None = None,
+    beside: bool = False,
 ) -> Callable[[FunctionT], FunctionT]:
     """Mark a worker method, synchronous or `async def`, so that a worker group can call it.
 
@@ -71,6 +73,10 @@ def register(
             from futures of them whose results have arrived. Other fields are not sent. A pending
             future, a `TensorDict` and batches in lists and dicts are sent whole. None: all fields
             are sent.
+        beside: Whether Ray runs the method in a second thread of the rank, beside the call that the
+            rank runs. Such methods of a rank run one after the other, in the order of their calls.
+            They and other methods that may run meanwhile must not touch the same state. No class
+            of the rank may have coroutine methods. On the local backend a call waits as any other.
 
     The function is returned unchanged. Raises `DispatchError` for modes of another type, and for
     `reads` that are not names.
@@ -91,6 +97,7 @@ def register(
             blocking=blocking,
             materialize_futures=materialize_futures,
             reads=names,
+            beside=beside,
         )
         setattr(function, RECORD_ATTRIBUTE, record)
         setattr(function, _MARKED_ATTRIBUTE, function)

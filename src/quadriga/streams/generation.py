@@ -59,6 +59,7 @@ class _Call:
     replica: Replica
     starts: int
     ended: int  # training steps that had ended at its start
+    synced: int  # the step whose weights it has
     members: Members
     begun: _Begun | None
     future: DataProtoFuture
@@ -81,10 +82,11 @@ class SlicedGeneration:
         kept_rows: of how many rows a rank may keep the caches between two calls.
         loses: whether a replica may be lost; False: the error of its call is raised.
         note: records what decides on the tokens, as (event, numbers, steps that had ended): a
-            "call" that has ended, with the group and the number in it of each row, its seconds and
-            the number of its replica; a "restart" of groups.
+            "call" that has ended, with the group and the number in it of each row, its seconds, the
+            number of its replica and the step of its weights; a "restart" of groups.
 
     Attributes:
+        synced: the step whose weights a call has that starts now.
         moved: how many groups went on elsewhere, because their replica was lost.
     """
 
@@ -104,7 +106,7 @@ class SlicedGeneration:
         self.replicas, self.queue = replicas, queue
         self._inputs, self._loses, self._note = inputs, loses, note
         self._slice, self._columns, self._rows = slice_tokens, response_tokens, rows
-        self._kept_rows, self.moved = kept_rows, 0
+        self._kept_rows, self.moved, self.synced = kept_rows, 0, 0
         self._begun: dict[Replica, _Begun] = {}
         self._calls: dict[DataProtoFuture, _Call] = {}
 
@@ -226,8 +228,9 @@ class SlicedGeneration:
             self._lose(replica, error)
         else:
             ended = self.queue.ended
-            call = _Call(replica, replica.starts, ended, members, begun, future, padding)
-            self._calls[future] = call
+            self._calls[future] = _Call(
+                replica, replica.starts, ended, self.synced, members, begun, future, padding
+            )
 
     def repeat(self, rows: Sequence[tuple[int, int]]) -> list[PromptGroup]:
         """Make the call of another run, on one replica: the same rows in the same order. Return the
@@ -293,8 +296,9 @@ class SlicedGeneration:
         if answers is None:
             return []
         rows = [(group.number, int(row)) for group, own in call.members for row in own]
+        about = {"replica": call.replica.number, "synced": call.synced}
         seconds = time.perf_counter() - call.began
-        self._note("call", rows, call.ended, seconds=seconds, replica=call.replica.number)
+        self._note("call", rows, call.ended, seconds=seconds, **about)
         return list(self._divided(call, answers))
 
     def _divided(self, call: _Call, answers: DataProto) -> Iterator[PromptGroup]:

@@ -21,7 +21,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -46,7 +46,7 @@ from quadriga.errors import (
 from quadriga.protocol import DataProto, DataProtoFuture, as_completed, fields
 from quadriga.rollout import rollout_of
 from quadriga.single_controller import split_resource_pool
-from quadriga.workers.roles import ReceivingGroup, RolloutGroup, SendingGroup
+from quadriga.workers.roles import RolloutGroup, SendingGroup, StagingGroup
 
 if TYPE_CHECKING:
     from quadriga.single_controller import Backend, ClassWithInitArgs, ResourcePool, WorkerGroup
@@ -54,13 +54,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("quadriga")
 
+Applying = Callable[[], AbstractContextManager[None]]
 FROM_FOLDER = -1
 """The version of weights that an engine has loaded from the folder of its model."""
 _REQUESTS_PER_REPLICA = 4
 """Into how many requests the rows of a replica are divided, if `request_rows` does not say it."""
 
 
-class ReplicaGroup(RolloutGroup, ReceivingGroup, Protocol):
+class ReplicaGroup(RolloutGroup, StagingGroup, Protocol):
     """The worker group of one replica: one rank, or the ranks that hold one copy together."""
 
     def shutdown(self) -> None:
@@ -237,8 +238,12 @@ class ReplicaLink:
     sender: SendingGroup
     replicas: Replicas
 
-    def sync(self) -> None:
+    def sync(self, applying: Applying | None = None) -> None:
         """Copy all weights, then compare digests on every rank of every replica.
+
+        Args:
+            applying: the replicas generate meanwhile. They copy the weights to other memory, and
+                use them after the calls that were submitted before this context.
 
         Raises:
             WorkerError: names the weights that are missing or differ, or the replicas hold several
@@ -247,8 +252,10 @@ class ReplicaLink:
         """
         replicas = self.replicas
         every: list[object] = []
-        for _ in range(2):  # the first call shows which replicas have died since the last one
-            replicas.restart_lost()
+        # The first call shows which replicas have died since the last one.
+        for _ in range(2 if applying is None else 1):
+            if applying is None:
+                replicas.restart_lost()
             every = replicas.collect(replicas.submit(lambda group: group.weight_needs.submit()))
         found = [needs for per_rank in every for needs in cast("list[WeightNeeds]", per_rank)]
         # One that was started again may need more than the others; all receive what it needs.
@@ -257,9 +264,11 @@ class ReplicaLink:
         with closing(self.sender.send_weights.stream(needs)) as rounds:
             for parts in rounds:
                 replicas.collect(reading)  # two rounds at most are in the store
-                reading = replicas.submit(partial(_receive, parts))
+                reading = replicas.submit(partial(_receive, parts, applying is not None))
         replicas.collect(reading)
-        finished = replicas.collect(replicas.submit(lambda group: group.finish_weights.submit()))
+        with nullcontext() if applying is None else applying():
+            finishing = replicas.submit(lambda group: group.finish_weights.submit())
+        finished = replicas.collect(finishing)
         versions = {v for per_rank in finished for v in cast("list[int]", per_rank)}
         if len(versions) != 1:
             raise WorkerError(
@@ -269,8 +278,8 @@ class ReplicaLink:
         replicas.version = versions.pop()
 
 
-def _receive(parts: list[DataProto], group: ReplicaGroup) -> DataProtoFuture:
-    return group.receive_weights.submit(parts)
+def _receive(parts: list[DataProto], stage: bool, group: ReplicaGroup) -> DataProtoFuture:
+    return (group.stage_weights if stage else group.receive_weights).submit(parts)
 
 
 def are_replicas(config: TrainConfig, uses: Sequence[str]) -> bool:

@@ -35,6 +35,7 @@ from quadriga.parallel.balancing import Balance
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.rewards.tensors import BatchFunction, batch_reward
 from quadriga.rollout import REFERENCE
+from quadriga.streams.replicas import Applying
 from quadriga.trainer import stages
 from quadriga.trainer.checkpoints import Checkpointing
 from quadriga.trainer.checks.settings import refuse, run_length_problems
@@ -213,8 +214,8 @@ class RayPPOTrainer:
                     if self.step > self.config.critic.warmup_steps or not critic:
                         with record.span("update_actor"):
                             batch = runner.update(actor.update_actor, batch)
-                        with record.span("sync_weights"), self.paused("sync"):
-                            groups.sync_weights()
+                        with record.span("sync_weights"), self.paused("sync") as applying:
+                            groups.sync_weights(applying)
 
                 self.end_step(groups, batch, validator, record)
             actor.export_hf(str(record.folder.model))
@@ -347,8 +348,9 @@ class RayPPOTrainer:
         with self.paused("save"):
             self.checkpoints.writer.save(folder, state, ends, groups.saved, more)
 
-    def paused(self, why: Pause) -> AbstractContextManager[None]:
-        """Within the block nothing is generated. Without `max_staleness` nothing is anyway."""
+    def paused(self, why: Pause) -> AbstractContextManager[Applying | None]:
+        """Within the block nothing is generated. Without `max_staleness` nothing is anyway. The
+        value is not None for weights that come in flight: then generation goes on."""
         return nullcontext() if self._streamed is None else self._streamed.paused(why)
 
     def resume(self, groups: PPOGroups) -> Resumed | None:

@@ -30,12 +30,12 @@ from quadriga.algorithms.advantages import get_advantage
 from quadriga.checkpoint.files import SavedFile
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, FieldError, GroupError
-from quadriga.observability.jsonl import JsonlFile, keep_rows, read_jsonl
+from quadriga.observability.jsonl import JsonlFile, JsonObject, keep_rows, read_jsonl
 from quadriga.observability.run_folder import STREAM
 from quadriga.protocol import DataProto
 from quadriga.streams.generation import SlicedGeneration
 from quadriga.streams.queue import PromptGroup, PromptQueue
-from quadriga.streams.replicas import Replicas
+from quadriga.streams.replicas import Applying, Replicas
 from quadriga.streams.saved import load_groups, save_groups, without_images
 from quadriga.streams.staleness import StalenessBound
 from quadriga.trainer.checkpoints import STREAMED
@@ -105,7 +105,7 @@ class StreamedSampler:
         trainer, record = self.config.trainer, self.runner.record
         self._calls = None if record is None else JsonlFile(record.folder.stream)
         replayed = trainer.replay_order
-        self._script = None if replayed is None else read_jsonl(Path(replayed) / STREAM)
+        self._script = None if replayed is None else in_order(Path(replayed) / STREAM)
         # Stages of added roles are run by the thread of the loop, on whole batches.
         self._roles_score = any(placed.stage.neighbour in EARLY for placed in self.runner.added)
         self._drawn = 0  # batches of prompts
@@ -320,11 +320,23 @@ class StreamedSampler:
                 self._changed.notify_all()
 
     @contextmanager
-    def paused(self, why: Pause) -> Iterator[None]:
+    def _applying(self) -> Iterator[None]:
+        """Within the block no call is submitted."""
+        with self._changed:
+            self._note("sync", [])
+            yield
+
+    @contextmanager
+    def paused(self, why: Pause) -> Iterator[Applying | None]:
         """Within the block no replica is called. During a validation no response is scored,
         because it calls the reward function, too. With `rollout.update=drain` the responses that
-        have begun end before a sync."""
-        drains = self.config.actor_rollout_ref.rollout.update == "drain" and why == "sync"
+        have begun end before a sync. Weights in flight pause nothing, unless a lost replica is to
+        be started again with them."""
+        update = self.config.actor_rollout_ref.rollout.update if why == "sync" else "pause"
+        lost = any(replica.loss is not None for replica in self.replicas.all)
+        if update == "in_flight" and self.beside and not lost:
+            yield self._applying
+            return
 
         def generates() -> bool:
             return self.generation.busy or (self._drains and self.generation.begun)
@@ -334,7 +346,7 @@ class StreamedSampler:
 
         with self._changed:
             self._pauses += 1
-            self._drains = drains and self._script is None
+            self._drains = update == "drain" and self._script is None
             while not self.beside and generates():
                 if self._drains:
                     self.generation.submit(joins=False)
@@ -347,7 +359,7 @@ class StreamedSampler:
             if why != "sync" and self._script is None:
                 self.generation.forget_caches()
         try:
-            yield
+            yield None
         finally:
             with self._changed:
                 self._pauses -= 1
@@ -413,9 +425,10 @@ class StreamedSampler:
         groups that each step takes, and where weights and checkpoints come between. Beside these
         the versions of the tokens that a step trains, and times: `seconds` is what ends now took.
         """
-        record = self.runner.record
+        record, step = self.runner.record, 1 + (self.queue.ended if ended is None else ended)
+        if event == "sync":
+            self.generation.synced = step
         if self._calls is not None and record is not None and not self._closed:
-            step = 1 + (self.queue.ended if ended is None else ended)
             self._calls.write({"step": step, event: numbers, "at": record.elapsed, **more})
 
     def _settings(self) -> list[int]:
@@ -459,6 +472,16 @@ class StreamedSampler:
             "rollout.n, rollout.slice_tokens, trainer.max_staleness and number of steps",
             key="trainer.replay_order",
         )
+
+
+def in_order(path: Path) -> Iterator[JsonObject]:
+    """Yield the events of a run. Calls that ended after weights in flight had come, but had those
+    of an earlier step (`synced`), are before these weights."""
+    synced, found = 0, list[tuple[int, bool, JsonObject]]()
+    for event in read_jsonl(path):
+        found.append((event.get("synced", synced), "sync" in event, event))
+        synced = event["step"] if "sync" in event else synced
+    return (event for _, _, event in sorted(found, key=lambda event: event[:2]))
 
 
 def _batches(groups: Iterable[PromptGroup]) -> dict[PromptGroup, DataProto]:

@@ -15,6 +15,7 @@ from quadriga.config.schema import RunConfig, TrainConfig
 from quadriga.errors import QuadrigaError, RolloutOutputError
 from quadriga.protocol import DataProto, DataProtoFuture, fields
 from quadriga.streams.replicas import (
+    Applying,
     ReplicaLink,
     Replicas,
     ReplicatedRollout,
@@ -221,14 +222,17 @@ class PPOGroups(StartedGroups):
             return self.rollout
         return VersionedRollout(self.rollout, self.actor_version)
 
-    def sync_weights(self) -> None:
-        """Copy the actor's weights to the rollout, and check that all of them arrived.
+    def sync_weights(self, applying: Applying | None = None) -> None:
+        """Copy the actor's weights to the rollout, and check that all of them arrived. `applying`:
+        the replicas generate meanwhile (`ReplicaLink.sync`).
 
         Raises:
             WorkerError: names the weights that are missing or differ.
         """
         if self.link is None:
             self.actor.sync_weights()
+        elif isinstance(self.link, ReplicaLink):
+            self.link.sync(applying)
         else:
             self.link.sync()
 

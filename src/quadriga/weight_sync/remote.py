@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -56,7 +56,7 @@ from quadriga.parallel.distributed import (
 )
 from quadriga.parallel.layouts import count, shape_of, whole
 from quadriga.protocol import DataProto
-from quadriga.rollout.base import RolloutEngine
+from quadriga.rollout.base import RolloutEngine, UpdateForm, tensor_digest
 from quadriga.rollout.guard import PROBE_ROWS, guarded, probe_ids
 from quadriga.weight_sync.plan import Plan, Round, Transfer, listed_names
 from quadriga.weight_sync.transport import (
@@ -164,12 +164,18 @@ class WeightReceiver:
         self._forget()
 
     def _forget(self) -> None:
+        self._staged: dict[str, Tensor] = {}
+        self._digests: dict[int, int] = {}  # address of a staged tensor → its digest
         self._index = 0
         self._assembly = Assembly(torch.device("cpu"))
         self._last: list[_Header] = []
 
-    def receive(self, parts: Sequence[DataProto]) -> None:
+    def receive(self, parts: Sequence[DataProto], *, stage: bool = False) -> None:
         """Copy the weights of one round, to which every rank of the trainer gives a bucket.
+
+        Args:
+            stage: copy them to memory of their own, and leave the engine, which may generate
+                meanwhile, as it is until `finish`.
 
         Raises:
             WorkerError: a bucket or an element was sent twice, or a bucket before was not sent.
@@ -179,7 +185,8 @@ class WeightReceiver:
             # The first round of a sync. If an earlier sync failed, nothing of it counts.
             self._version = headers[0].version
             self._forget()
-        self._target.begin_sync(headers[0].version)
+        if not stage:
+            self._target.begin_sync(headers[0].version)
         for sender, header in enumerate(headers):
             self._check(header, sender)
         self._index += 1
@@ -194,19 +201,28 @@ class WeightReceiver:
             if header.transfers
             for item in self._written(header, part.batch[_BYTES][0])
         ]
-        if complete:
-            assert self._weights is not None
-            stream = self._weights.with_tied(iter(complete))
-            self._target.update_weights(stream, headers[0].version)
+        if stage:
+            self._staged.update(complete)
+            self._digests |= {t.data_ptr(): tensor_digest(t) for _, t in complete}
+        elif complete:
+            self._write(complete)
+
+    def _write(self, tensors: Iterable[tuple[str, Tensor]], form: UpdateForm = "whole") -> None:
+        assert self._weights is not None and self._version is not None
+        self._target.update_weights(self._weights.with_tied(iter(tensors)), self._version, form)
 
     def finish(self) -> int:
         """Compare the digests of all weights, or the scores of probe tokens, and return the
-        version.
+        version. An engine that can uses staged tensors themselves as its weights.
 
         Raises:
             WorkerError: no bucket was received, a weight was not sent, or weights differ.
         """
         version, lacking, last = self._version, list(self._assembly.missing), self._last
+        self._target.staged_digests = self._digests
+        if self._staged and version is not None and not lacking:
+            self._target.begin_sync(version)
+            self._write(self._staged.items(), "shared")
         self._version = None
         self._forget()
         if version is None or self._weights is None:

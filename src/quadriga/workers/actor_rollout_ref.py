@@ -344,6 +344,20 @@ class ActorRolloutRefWorker(SavedWorker, PolicyWeights):
         )
 
 
+class InFlightWorker(ActorRolloutRefWorker):
+    """A rollout that receives weights while it generates (`rollout.update=in_flight`)."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, beside=True)
+    def stage_weights(self, parts: list[DataProto]) -> None:
+        """Copy one round of `send_weights` to memory of its own. `finish_weights`, which is called
+        when all rounds are there, gives them to the rollout engine.
+
+        Raises:
+            WorkerError: a bucket was sent twice, or one is lost.
+        """
+        self._receiver.receive(parts, stage=True)
+
+
 class SFTWorker(ActorRolloutRefWorker):
     """An actor that takes supervised steps, with a rollout if responses are validated."""
 

@@ -181,6 +181,14 @@ class ReceivingGroup(Protocol):
         `ActorRolloutRefWorker.finish_weights`."""
 
 
+class StagingGroup(ReceivingGroup, Protocol):
+    """A rollout whose weights come while it generates."""
+
+    @property
+    def stage_weights(self) -> GroupMethod[[list[DataProto]], list[None]]:
+        """Copy one round beside the rollout engine: `InFlightWorker.stage_weights`."""
+
+
 class TurnTakingGroup(RoleGroup, Protocol):
     """A policy whose rollout and training engines take turns in device memory."""
 
@@ -254,7 +262,11 @@ def methods_of(roles: Iterable[type]) -> list[str]:
 
 if TYPE_CHECKING:
     # Nothing of this block exists at run time.
-    from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker, SFTWorker
+    from quadriga.workers.actor_rollout_ref import (
+        ActorRolloutRefWorker,
+        InFlightWorker,
+        SFTWorker,
+    )
     from quadriga.workers.reward_model import PairTrainingWorker, RewardModelWorker
     from quadriga.workers.runtime import CriticWorker
 
@@ -288,6 +300,7 @@ if TYPE_CHECKING:
         send_weights = per_rank_stream(ActorRolloutRefWorker.send_weights)
         weight_needs = per_rank(ActorRolloutRefWorker.weight_needs)
         receive_weights = per_rank(ActorRolloutRefWorker.receive_weights)
+        stage_weights = per_rank(InFlightWorker.stage_weights)
         offer_weights = per_rank(ActorRolloutRefWorker.offer_weights)
         send_weights_over = per_rank(ActorRolloutRefWorker.send_weights_over)
         receive_weights_over = per_rank(ActorRolloutRefWorker.receive_weights_over)
@@ -314,7 +327,7 @@ if TYPE_CHECKING:
     _turns: TurnTakingGroup = _OfPolicy()
     _ref: RefGroup = _OfPolicy()
     _sender: SendingGroup = _OfPolicy()
-    _receiver: ReceivingGroup = _OfPolicy()
+    _receiver: StagingGroup = _OfPolicy()
     _critic: CriticGroup = _OfEngine()
     _reward_model: RewardModelGroup = _OfEngine()
     _pair_training: PairTrainingGroup = _OfEngine()

@@ -63,6 +63,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias, cast
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
+from quadriga.backends.ray.cluster import BESIDE
 from quadriga.backends.ray.health import (
     DEAD,
     SentCall,
@@ -552,7 +553,8 @@ class RayCallBackend:
         def send(handle: RankHandle, *arguments: object) -> Ref:
             method = handle.methods.get(label)
             if method is None:
-                method = handle.methods[label] = RayMethod(handle.native, label)
+                group = BESIDE if label in handle.facts.beside else None
+                method = handle.methods[label] = RayMethod(handle.native, label, group)
             ref, apart = method.send(*arguments)
             fields.append(apart)
             return ref
@@ -638,11 +640,11 @@ def send_to_ranks(
 class RayMethod:
     """How one method of one rank is called. Kept by the handle: making one takes 20 µs."""
 
-    __slots__ = ("_actor", "_apart", "_invoke", "_label", "objects")
+    __slots__ = ("_actor", "_apart", "_invoke", "_options", "objects")
 
-    def __init__(self, actor: RankActor, label: str) -> None:
-        self._actor, self._label = actor, label
-        self._invoke = actor.quadriga_invoke.options(name=label)
+    def __init__(self, actor: RankActor, label: str, group: str | None = None) -> None:
+        self._actor, self._options = actor, {"name": label, "concurrency_group": group}
+        self._invoke = actor.quadriga_invoke.options(**self._options)
         self._apart: tuple[int, RemoteMethod] | None = None
         self.objects: int | None = None
         """How many returns the fields of a result have filled (see `store`), None before the first
@@ -655,7 +657,7 @@ class RayMethod:
             return self._invoke.remote(*arguments), ()
         if self._apart is None or self._apart[0] != count:
             apart = self._actor.quadriga_invoke_apart
-            self._apart = count, apart.options(name=self._label, num_returns=1 + count)
+            self._apart = count, apart.options(**self._options, num_returns=1 + count)
         refs = cast("list[Ref]", self._apart[1].remote(count, *arguments))
         return refs[0], refs[1:]
 

@@ -52,6 +52,10 @@ class RemoteMethod(Protocol):
         """Return the same method with other task options (`name`, `num_returns`, …)."""
 
 
+BESIDE = "beside"
+"""Ray's concurrency group of the second thread of a rank (`register(beside=True)`)."""
+
+
 class RankActor(Protocol):
     """An actor. Every attribute is a method of its class, such as `RankProcess.quadriga_invoke`."""
 

@@ -39,12 +39,18 @@ import ray
 from ray import cloudpickle
 
 from quadriga.backends.ray.cluster import STACK_SIGNAL, node_address
+from quadriga.errors import DispatchError
 from quadriga.protocol.threads import in_thread
 from quadriga.single_controller.backend import RankFacts
 from quadriga.single_controller.dispatch import Call, SharedArgument, Ticket, unpack_results
 from quadriga.single_controller.environment import RankEnvironment, ReservedPort, visible_devices
 from quadriga.single_controller.rank_host import RankHost, private
-from quadriga.single_controller.worker import ClassWithInitArgs, members_of, roles_of
+from quadriga.single_controller.worker import (
+    ClassWithInitArgs,
+    members_of,
+    registered_methods,
+    roles_of,
+)
 
 if TYPE_CHECKING:
     from quadriga.backends.ray.calls import Splits
@@ -102,6 +108,8 @@ class RankProcess:
     _host: RankHost
     _facts: RankFacts
     _result_store: Callable[[], ResultStore]
+    _beside: frozenset[str] = frozenset()
+    """The methods ("role.method") that run in a second thread."""
     _max_concurrency: int | None = None
     """How many calls run at the same time, where Ray does not limit it."""
 
@@ -178,6 +186,7 @@ class RankProcess:
             name=context.get_actor_name() or "",
             devices=visible_devices(),
             interleaves=isinstance(self, AsyncRankProcess),
+            beside=self._beside,
         )
         # Imported here because these modules load numpy, whose thread pools read the environment
         # variables that `quadriga_prepare` has set by now.
@@ -339,6 +348,17 @@ def rank_process_class(name: str, classes: Mapping[str, type]) -> type[RankProce
         for found in members_of(cls).values()
     )
     base = AsyncRankProcess if is_async else RankProcess
+    members["_beside"] = beside = frozenset(
+        f"{role}.{record.name}"
+        for role, cls in roles_of(dict(classes)).items()
+        for record in registered_methods(cls).values()
+        if record.beside
+    )
+    if is_async and beside:
+        raise DispatchError(
+            f"{name}: {min(beside)} is registered with beside=True, but the rank has coroutine "
+            "methods, which interleave in one thread. Write those without `async`."
+        )
     for role, method in methods:
         offered = f"{role}_{method}" if len(classes) > 1 else method
         if not hasattr(base, offered):

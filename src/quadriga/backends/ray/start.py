@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from quadriga.backends.ray.calls import FULL_EVERY, RayBatch
-from quadriga.backends.ray.cluster import kill_actor, node_address, this_node
+from quadriga.backends.ray.cluster import BESIDE, kill_actor, node_address, this_node
 from quadriga.backends.ray.pickling import send_code_of_loaded_files
 from quadriga.backends.ray.rank_process import (
     AsyncRankProcess,
@@ -162,7 +162,8 @@ def start_ranks(
     collect_rarely(FULL_EVERY)
     classes = {role: member.cls for role, member in roles.items()}
     rank_class = rank_process_class(class_name, classes)
-    factory = cast("ActorFactory", ray.remote(rank_class))
+    groups = {BESIDE: 1} if rank_class._beside else {}
+    factory = cast("ActorFactory", cast(Any, ray.remote)(concurrency_groups=groups)(rank_class))
     send_code_of_loaded_files()
     payload = ray.put((UserModes(Dispatch.added(), Execute.added()), dict(roles), store))
     search_path = [path for path in sys.path if os.path.isdir(path)]

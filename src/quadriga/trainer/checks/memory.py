@@ -495,7 +495,10 @@ def _train_generation(config: TrainConfig, ranks: int, device_type: str) -> Engi
             limit[0] if limit else None, kept,
         )  # fmt: skip
         found.append(rollout_of(rollout).memory(policy.model, use))
-    return max(found, key=lambda memory: memory.peak("generate"))
+    most = max(found, key=lambda memory: memory.peak("generate"))
+    if rollout.update == "in_flight" and device_type == "cpu":  # of others in host memory
+        return replace(most, held={**most.held, "weights in flight": most.held["weights"]})
+    return most
 
 
 def _one_pool(trainer: MachineConfig, *roles: str) -> RolePool:

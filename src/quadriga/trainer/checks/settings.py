@@ -326,7 +326,7 @@ def check_train_settings(config: TrainConfig) -> None:
         if found.optim is not None:
             refuse(config, warmup_problems(found.optim_key, found.optim))
     checks = (_reward_model, _responses, _batches, _old_log_probs, _algorithm, _skipped_rows)
-    for check in (*checks, _full_kl, _replay, _streams):
+    for check in (*checks, _full_kl, _replay, _streams, _weights_in_flight):
         refuse(config, check(config))
     if (steps := config.trainer.total_training_steps) is not None:
         refuse(config, run_length_problems(config, steps))
@@ -618,6 +618,16 @@ def _streams(config: TrainConfig) -> Problems:
             f"needs responses of the current weights, but {STALENESS}="
             f"{config.trainer.max_staleness}; set it to null or false",
         )
+
+
+def _weights_in_flight(config: TrainConfig) -> Problems:
+    rollout, key = config.actor_rollout_ref.rollout, f"{ROLLOUT}.update"
+    if rollout.update != "in_flight":
+        return
+    if not has_replicas(config):
+        yield key, "needs placement.rollout, ranks of its own; set that, or update=pause"
+    elif not rollout_of(rollout).in_flight:
+        yield key, f"is not built for {ROLLOUT}.name={rollout.name}; set it to pause"
 
 
 def _fine_tuning(config: SFTConfig | RMConfig) -> Problems:

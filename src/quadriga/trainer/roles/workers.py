@@ -34,6 +34,7 @@ from quadriga.config.schema import (
     RolloutCorrectionConfig,
     RunConfig,
     TrainConfig,
+    UpdateMode,
 )
 from quadriga.errors import ConfigError
 from quadriga.parallel.control_groups import available_cpus
@@ -54,6 +55,7 @@ from quadriga.workers.roles import (
     RewardModelGroup,
     RolloutGroup,
     SendingGroup,
+    StagingGroup,
     TurnTakingGroup,
     methods_of,
 )
@@ -388,7 +390,7 @@ def worker_classes(
             runtime = rank_runtime(config, total_steps)
             classes[key] = worker_of(added[key], config, mapping, runtime)
             continue
-        cls = _worker_class(key, uses, mapping)
+        cls = _worker_class(key, uses, mapping, config.actor_rollout_ref.rollout.update)
         _check_methods(key, cls, methods_of(_protocols(config, uses, apart)))
         if key == CRITIC:
             arguments, steps = _critic_arguments(config), critic_steps
@@ -428,14 +430,17 @@ def _reward_model_arguments(config: TrainConfig) -> dict[str, object]:
 
 
 def _worker_class(
-    key: str, uses: Sequence[str], mapping: Mapping[Role, type[Worker]]
+    key: str, uses: Sequence[str], mapping: Mapping[Role, type[Worker]], update: UpdateMode
 ) -> type[Worker]:
     """Return the class of the role with this key, else of a role that contains the uses."""
     from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
+    from quadriga.workers.actor_rollout_ref import InFlightWorker
 
     exact = [role for role in mapping if role.key == key]
     roles = [*exact, *(role for use in uses for role in ROLES_OF_USE[use])]
     built_in: dict[str, type[Worker]] = {CRITIC: CriticWorker, REWARD_MODEL: RewardModelWorker}
+    if update == "in_flight":
+        built_in["rollout"] = InFlightWorker
     default = built_in.get(key, ActorRolloutRefWorker)
     return next((mapping[role] for role in roles if role in mapping), default)
 
@@ -443,9 +448,10 @@ def _worker_class(
 def _protocols(config: TrainConfig, uses: Sequence[str], apart: bool) -> list[type]:
     """Return the protocols of the methods that the trainer calls on a worker with these uses."""
     turns = config.actor_rollout_ref.rollout.take_turns
+    in_flight = config.actor_rollout_ref.rollout.update == "in_flight"
     needed: dict[str, list[tuple[type, bool]]] = {
         "actor": [(ActorGroup, True), (SendingGroup, apart), (TurnTakingGroup, turns)],
-        "rollout": [(RolloutGroup, True), (ReceivingGroup, apart)],
+        "rollout": [(RolloutGroup, True), (ReceivingGroup, apart), (StagingGroup, in_flight)],
         "ref": [(RefGroup, reads_ref_log_prob(config))],
         CRITIC: [(CriticGroup, True)],
         REWARD_MODEL: [(RewardModelGroup, True)],
