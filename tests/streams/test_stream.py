@@ -12,9 +12,10 @@ import pytest
 from stream_cases import COLUMNS, Engine, length_of, sampler, score
 
 from quadriga.errors import FieldError, WorkerDiedError, WorkerError
+from quadriga.observability.jsonl import JsonlFile
 from quadriga.protocol import DataProto, fields
 from quadriga.streams.staleness import StalenessBound
-from quadriga.trainer.streaming import StreamedSampler
+from quadriga.trainer.streaming import StreamedSampler, in_order
 
 
 class TestStalenessBound:
@@ -203,3 +204,14 @@ def test_a_stream_with_other_data_begins_no_prompt_of_an_earlier_step():
     ours = sampler(random.Random(0))
     ours.load(None, 3)
     assert ours._drawn == 3 and not ours.queue.groups
+
+
+def test_calls_that_had_the_weights_before_are_repeated_before_the_update(tmp_path):
+    names = ["a", "take", "sync", "late", "b", "take", "sync", "c", "later"]
+    steps, synced = [1, 1, 1, 1, 2, 2, 2, 3, 2], {"late": 0, "later": 1}
+    with closing(JsonlFile(tmp_path / "stream.jsonl")) as file:
+        for step, name in zip(steps, names, strict=True):
+            late = {"synced": synced[name]} if name in synced else {}
+            file.write({"step": step, name: [], **late})
+    found = [[*event][1] for event in in_order(tmp_path / "stream.jsonl")]
+    assert found == ["a", "take", "late", "sync", "b", "take", "later", "sync", "c"]
