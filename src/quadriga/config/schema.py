@@ -359,7 +359,7 @@ class RolloutConfig(RolloutEngineConfig):
     load_adapters: bool | None = None
     # with trainer.max_staleness: tokens of a response that are sampled in one call. Between two
     # calls other responses may join, and weights are updated
-    slice_tokens: Count = 256
+    slice_tokens: Count = 128
     # with trainer.max_staleness: prompts that are generated, scored or ready at once, as a multiple
     # of data.train_batch_size; None: max_staleness + 1. A smaller factor has younger responses
     oversample: Annotated[float, Ge(1)] | None = None
