@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -320,13 +321,6 @@ class StreamedSampler:
                 self._changed.notify_all()
 
     @contextmanager
-    def _applying(self) -> Iterator[None]:
-        """Within the block no call is submitted."""
-        with self._changed:
-            self._note("sync", [])
-            yield
-
-    @contextmanager
     def paused(self, why: Pause) -> Iterator[Applying | None]:
         """Within the block no replica is called. During a validation no response is scored,
         because it calls the reward function, too. With `rollout.update=drain` the responses that
@@ -335,7 +329,7 @@ class StreamedSampler:
         update = self.config.actor_rollout_ref.rollout.update if why == "sync" else "pause"
         lost = any(replica.loss is not None for replica in self.replicas.all)
         if update == "in_flight" and self.beside and not lost:
-            yield self._applying
+            yield partial(_between_calls, self)
             return
 
         def generates() -> bool:
@@ -383,7 +377,8 @@ class StreamedSampler:
         none of them.
         """
         self._drawn = self.queue.ended = self.queue.taken = step
-        self._forget_calls_after(step)
+        if self._calls is not None:
+            self._calls, self.generation.synced = _resumed(self._calls, step)
         self._note("settings", self._settings())
         if checkpoint is None:
             return
@@ -405,18 +400,6 @@ class StreamedSampler:
             self._calls.close()
 
     # The order of the calls
-
-    def _forget_calls_after(self, step: int) -> None:
-        """Remove the events after the checkpoint of a step, which a resumed run writes again."""
-        if self._calls is None:
-            return
-        path, last = self._calls.path, 0
-        for number, event in enumerate(read_jsonl(path), 1):
-            last = number if "save" in event and int(event["step"]) <= step else last
-        numbers = count(1)
-        self._calls.close()
-        keep_rows(path, lambda _: next(numbers) <= last)
-        self._calls = JsonlFile(path)
 
     def _note(
         self, event: str, numbers: Sequence[object], ended: int | None = None, **more: float
@@ -472,6 +455,28 @@ class StreamedSampler:
             "rollout.n, rollout.slice_tokens, trainer.max_staleness and number of steps",
             key="trainer.replay_order",
         )
+
+
+@contextmanager
+def _between_calls(sampler: StreamedSampler) -> Iterator[None]:
+    """Within the block no call is submitted: those before have the weights of before."""
+    with sampler._changed:
+        sampler._note("sync", [])
+        yield
+
+
+def _resumed(calls: JsonlFile, step: int) -> tuple[JsonlFile, int]:
+    """Remove the events after the checkpoint of a step, which a resumed run writes again. Return
+    the file, and the step of the last weights in it."""
+    last = synced = found = 0
+    for number, event in enumerate(read_jsonl(calls.path), 1):
+        found = int(event["step"]) if "sync" in event else found
+        if "save" in event and int(event["step"]) <= step:
+            last, synced = number, found
+    numbers = count(1)
+    calls.close()
+    keep_rows(calls.path, lambda _: next(numbers) <= last)
+    return JsonlFile(calls.path), synced
 
 
 def in_order(path: Path) -> Iterator[JsonObject]:
