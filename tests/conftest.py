@@ -96,3 +96,40 @@ def _placement_groups_of_the_module_are_removed() -> Iterator[None]:
         from ray.util.placement_group import PlacementGroup, remove_placement_group
 
         remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(left))))
+
+
+@pytest.fixture(scope="session")
+def _s3_server() -> Iterator[object]:
+    from s3_server import S3Server
+
+    server = S3Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def s3(_s3_server, monkeypatch):
+    """An S3 server with an empty bucket, whose clients give up soon; see `S3Server.faults`."""
+    import fsspec
+    from s3fs import S3FileSystem
+
+    from quadriga.config import stores
+    from s3_server import BUCKET
+
+    for name, value in {
+        "AWS_ENDPOINT_URL": _s3_server.url, "AWS_ACCESS_KEY_ID": "of-tests",
+        "AWS_SECRET_ACCESS_KEY": "a-secret-of-tests", "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    once = {"read_timeout": 0.15, "retries": {"total_max_attempts": 1}}
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": once})
+    monkeypatch.setattr(S3FileSystem, "retries", 1)
+    monkeypatch.setattr(stores, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(stores, "_fetched", {})
+    _s3_server.faults, _s3_server.delay_s = [], 0.0
+    files = fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False)
+    if files.exists(BUCKET):
+        files.rm(BUCKET, recursive=True)
+    files.mkdir(BUCKET)
+    yield _s3_server
+    S3FileSystem.clear_instance_cache()

@@ -8,7 +8,8 @@
     │   ├── ModelError              a folder is not a model, or the model does not fit its use
     │   ├── UnknownNameError        a registry has no such entry (estimator, loss, …)
     │   ├── PlacementError          the cluster does not have the resources that were requested
-    │   └── CheckpointError         a checkpoint is missing, incomplete or of another run
+    │   ├── CheckpointError         a checkpoint is missing, incomplete or of another run
+    │   └── StoreError              a remote file cannot be read or written, or is damaged
     ├── ProtocolError           a batch was built or used incorrectly
     │   ├── LengthError             fields of one batch differ in length, or a batch does not divide
     │   ├── FieldError              a field is missing, of the wrong type or already present
@@ -144,6 +145,13 @@ class PlacementError(InputError, RuntimeError, ValueError):
 
 class CheckpointError(InputError, RuntimeError):
     """A checkpoint is missing, incomplete or of another run. Attribute: `path`."""
+
+
+class StoreError(InputError, RuntimeError):
+    """A remote file cannot be read or written. Attributes: `path`, and `damaged`, whether the file
+    is missing or has another content than was written."""
+
+    damaged: bool
 
 
 class ProtocolError(QuadrigaError, ValueError):

@@ -99,6 +99,7 @@ def read(tmp_path, overrides, cls=TrainConfig, table=TRAIN):
          {"trainer.nnodes": 2, "placement.actor": ["0-7"], "placement.reward_model": ["8-15"]}),
         ([*POOL, "reward_model.n_gpus_per_node=2"],
          {"trainer.nnodes": 1, "trainer.n_gpus_per_node": 10, "placement.reward_model": ["8-9"]}),
+        (["trainer.default_hdfs_dir=hdfs://a/run"], {"trainer.remote_dir": "hdfs://a/run"}),
         # a key of Quadriga
         ([f"{R}.name=vllm", f"{R}.options.kv_cache_mb=512"],
          {f"{R}.options": {"kv_cache_mb": 512, "gpu_memory_utilization": 0.5}}),
@@ -115,7 +116,7 @@ def test_command_lines_become_settings(tmp_path, overrides, expected):
     [
         *(([f"+{key}={value}"], rf"^{key}=.* of verl has no counterpart: ") for key, value in {
             "data.sampler.class_path": "a.py", "data.val_max_samples": 8,
-            "trainer.default_hdfs_dir": "hdfs://a", "trainer.del_local_ckpt_after_load": True,
+            "trainer.checkpoint_callback_class": "a", "trainer.del_local_ckpt_after_load": True,
             "actor_rollout_ref.hybrid_engine": False, f"{M}.external_lib": "a.b",
             f"{R}.skip_rollout": True, "data.reward_fn_key": "source", f"{A}.ppo_micro_batch_size":
             8, f"{M}.override_config.rope_theta": 1, "reward_model.reward_manager": "batch",

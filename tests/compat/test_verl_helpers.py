@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import fsspec
 import pytest
 
 import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
@@ -15,8 +18,13 @@ def test_a_path_of_this_machine_needs_no_copy(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert copy_to_local("models/small", use_shm=False) == "models/small"
     assert copy_to_local("~/small") == f"{tmp_path}/small"
-    with pytest.raises(ConfigError, match=r"hdfs://a/b is not on this machine: .* copy its files"):
-        copy_to_local("hdfs://a/b")
+    fsspec.filesystem("memory").pipe_file("memory://a/small/config.json", b"{}")
+    copy = Path(copy_to_local("memory://a/small"))
+    assert (copy / "config.json").read_text() == "{}" and copy.is_relative_to(tmp_path)
+    with pytest.raises(ConfigError, match="no file system is known for xs://"):
+        copy_to_local("xs://a")
+    with pytest.raises(ConfigError, match="cache_dir='~/cache'; remote files are cached in"):
+        copy_to_local("memory://a/small", "~/cache")
 
 
 def test_an_error_is_of_the_class_that_verl_raises_too():

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from quadriga.checkpoint.remote import Uploads
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.observability import trackers
@@ -41,10 +42,11 @@ def test_a_tracker_that_fails_leaves_no_file_open(tmp_path, monkeypatch, fails_a
     monkeypatch.setattr(record, "JsonlFile", Log)
     monkeypatch.setitem(trackers.TRACKERS, "mine", lambda run: Broken(fails_at))
     settings = [f"trainer.default_local_dir={tmp_path}/run", "trainer.loggers=[mine]"]
+    config = load_config(TrainConfig, settings)
     raised = pytest.raises(RuntimeError, match="no service")
     with (
         raised if fails_at == "start" else nullcontext(),  # the run does not end with a tracker
-        RunRecord(load_config(TrainConfig, settings), 3, tokenizer=None),
+        RunRecord(config, 3, tokenizer=None, uploads=Uploads(config.trainer)),
     ):
         assert fails_at == "end"
     assert files == ["opened", "closed"]

@@ -3,6 +3,7 @@
     folders     the folders of a run's checkpoints: begin, commit, find, check, prune; the marker, a
                 list of files with digests that makes a checkpoint complete
     files       JSON and tensors with their digests
+    remote      the copy of a run in a store, and its uploads
     shards      the state of a rank: blocks of tensors, which any number of ranks reads, scalars and
                 random states
     writer      writes checkpoints, in the step or beside the next steps

@@ -65,6 +65,7 @@ from quadriga.checkpoint.files import (
     write_json,
 )
 from quadriga.config.paths import local_path
+from quadriga.config.stores import MARKER
 from quadriga.errors import CheckpointError
 from quadriga.files import cannot_write, flush, remove
 from quadriga.observability.jsonl import JsonObject
@@ -243,7 +244,6 @@ if TYPE_CHECKING:
     from quadriga.data import PromptLoader
     from quadriga.data.loader import LoaderState
 
-MARKER = "COMPLETE.json"
 FORMAT = 3
 _STEP_FOLDER = re.compile(r"global_step_(\d+)(\..*)?")
 _VERIFIED: dict[Path, list[tuple[int, int, int]]] = {}
@@ -351,8 +351,12 @@ def _read(folder: Path) -> JsonObject:
     return marker
 
 
+def files_of(folder: Path) -> list[SavedFile]:
+    """Return the files that the marker of a folder lists. Raises `CheckpointError` without one."""
+    return _files(_read(folder))
+
+
 def _files(marker: JsonObject) -> list[SavedFile]:
-    """Return the files that a marker lists."""
     return [SavedFile(name, f["size"], f["digest"]) for name, f in marker["files"].items()]
 
 

@@ -47,11 +47,20 @@ class CheckpointWriter:
     Args:
         beside: write beside the steps where the workers of a role can.
         max_to_keep: checkpoints that are kept; None: all.
+        before, committed: are called before a checkpoint is begun, when the one before is there;
+            and with each checkpoint, before older ones are deleted.
     """
 
-    def __init__(self, *, beside: bool, max_to_keep: int | None) -> None:
+    def __init__(
+        self,
+        *,
+        beside: bool,
+        max_to_keep: int | None,
+        before: Callable[[], None],
+        committed: Callable[[Path], None],
+    ) -> None:
         self._beside = beside
-        self._keep = max_to_keep
+        self._keep, self._before, self._committed = max_to_keep, before, committed
         self._pending: _Commit | None = None
         self._written_s: float | None = None
 
@@ -75,6 +84,7 @@ class CheckpointWriter:
             InputError: the folder cannot be written.
         """
         self.wait()
+        self._before()
         began = time.monotonic()
         partial = begin_checkpoint(folder, state.step)
         files: list[SavedFile] = []
@@ -92,7 +102,9 @@ class CheckpointWriter:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        self._pending = _Commit(partial, started, files, asdict(state), self._keep, began)
+        self._pending = _Commit(
+            partial, started, files, asdict(state), self._keep, self._committed, began
+        )
         if started:
             self._pending.start()
         else:
@@ -159,6 +171,7 @@ class _Commit(threading.Thread):
         files: list[SavedFile],
         info: Mapping[str, object],
         max_to_keep: int | None,
+        committed: Callable[[Path], None],
         began: float,
     ) -> None:
         super().__init__(name="quadriga-commit", daemon=True)
@@ -167,7 +180,7 @@ class _Commit(threading.Thread):
         self.error: Exception | None = None
         self.seconds = 0.0
         self._partial, self._files, self._info = partial, files, info
-        self._keep, self._began = max_to_keep, began
+        self._keep, self._committed, self._began = max_to_keep, committed, began
 
     def run(self) -> None:
         """Wait for the reports, and commit."""
@@ -178,7 +191,7 @@ class _Commit(threading.Thread):
             for role, group in self.groups.items():
                 found = take_reports(self._partial / role, group.world_size)
                 self._files += [file.under(role) for file in found]
-            commit_checkpoint(self._partial, self._files, self._info)
+            self._committed(commit_checkpoint(self._partial, self._files, self._info))
             prune_checkpoints(self._partial.parent, self._keep)
             self.seconds = time.monotonic() - self._began
         except Exception as error:  # raised by `CheckpointWriter`, in the thread of the steps

@@ -9,7 +9,6 @@ import platform
 import sys
 from collections.abc import Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -102,6 +101,7 @@ def show_training_plan(config: TrainConfig) -> None:
     """Print the batch arithmetic and the memory of a run."""
     from quadriga.algorithms.user_files import load_user_file
     from quadriga.config.plan import batch_plan
+    from quadriga.config.stores import local_file
     from quadriga.data.rows import count_rows
     from quadriga.trainer.checks.settings import check_train_settings, role_engines
     from quadriga.trainer.dataflow import StepPlan
@@ -111,7 +111,7 @@ def show_training_plan(config: TrainConfig) -> None:
     for path in config.algorithm.user_files:
         load_user_file(path)
     check_train_settings(config)
-    files = [Path(file) for file in config.data.train_files]
+    files = [local_file(file) for file in config.data.train_files]
     known = bool(files) and all(file.is_file() for file in files)
     plan = batch_plan(config, train_rows=sum(map(count_rows, files)) if known else None)
     print(plan.text(with_critic=needs_critic(config)))

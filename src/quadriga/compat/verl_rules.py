@@ -46,7 +46,7 @@ _OFF_BY_REMEDY = {
         "algorithm.rollout_is algorithm.rollout_is_threshold *.tis_imp_ratio_cap",
     "validate a model with `quadriga eval`": "trainer.val_only",
     "checkpoints are written to trainer.default_local_dir; copy them from there":
-        "trainer.default_hdfs_dir trainer.checkpoint_callback_class",
+        "trainer.checkpoint_callback_class",
     "set trainer.max_actor_ckpt_to_keep, after which old checkpoints are deleted":
         "trainer.del_local_ckpt_after_load",
     f"{_CLASS}dataset.path and name": "data.datagen.path",

@@ -642,6 +642,7 @@ _TRAINER = {
     **_section("trainer", "trainer", "nnodes", "n_gpus_per_node", "total_epochs"),
     **_section("trainer", "trainer", "total_training_steps", convert=positive),
     **_section("trainer", "trainer", "project_name", "experiment_name", "default_local_dir"),
+    **_section("trainer", "trainer", default_hdfs_dir="remote_dir"),
     "trainer.logger": Row(("trainer.loggers",), trackers, other_loggers),
     **_section("trainer", "trainer", "test_freq", "save_freq", convert=frequency),
     **_section("trainer", "trainer", "resume_mode", convert=RESUME),

@@ -6,7 +6,8 @@
     convert     plain values → dataclasses, with strict types, ranges and "did you mean", and the
                 text of `--help`
     secrets     what is masked in settings, logs and errors
-    paths       `~` at the beginning of a path
+    paths       `~` at the beginning of a path; which paths may be remote
+    stores      remote files and folders: sent, read and compared
     role_ranks  which ranks each role uses
     plan        the batch arithmetic of a run
 

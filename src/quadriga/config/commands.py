@@ -39,7 +39,7 @@ Rows = Annotated[int, Ge(1), Le(MAX_ROWS)]
 class _DataConfig(PathSettings):
     """What the rows of `quadriga sft` and the pairs of `quadriga rm` have in common."""
 
-    PATHS = ("train_files", "val_files")
+    PATHS = REMOTE = ("train_files", "val_files")
     KEPT = ("cache_dir",)
 
     train_files: list[str] = field(default_factory=list)  # .parquet or .jsonl files
@@ -138,6 +138,7 @@ class GenerationConfig(PathSettings):
     """What `quadriga generate` and `quadriga eval` have in common."""
 
     PATHS: ClassVar[tuple[str, ...]] = ("data_files",)
+    REMOTE = ("data_files",)
     KEPT = ("cache_dir",)
 
     model: ModelConfig = field(default_factory=ModelConfig)

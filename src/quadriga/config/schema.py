@@ -26,6 +26,7 @@ before a run starts.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -92,7 +93,7 @@ class LoraConfig(PathSettings):
     Without `rank` and `path` there are none.
     """
 
-    PATHS = ("path",)
+    PATHS = REMOTE = ("path",)
     ON_HUB = True
 
     rank: Count | None = None  # size of the adapters; None: none, or that of `path`
@@ -114,10 +115,10 @@ class LoraConfig(PathSettings):
 class ModelConfig(PathSettings):
     """A Hugging Face folder or hub name, and how to load it."""
 
-    PATHS = ("path", "tokenizer_path")
+    PATHS = REMOTE = ("path", "tokenizer_path")
     ON_HUB = True
 
-    path: str = MISSING_PATH  # a model folder, or hf://owner/name
+    path: str = MISSING_PATH  # a model folder, also a remote one, or hf://owner/name
     tokenizer_path: str | None = None  # None: the folder of the model
     trust_remote_code: bool = False  # run code of the model's folder
     # attention of padded rows and of the rollout engine hf, a name of transformers such as sdpa or
@@ -532,7 +533,14 @@ class MachineConfig(PathSettings):
 class RunConfig(MachineConfig):
     """Machines, number of steps, validation, checkpoints and the run folder."""
 
-    PATHS: ClassVar[tuple[str, ...]] = ("default_local_dir", "resume_mode", "stop_file")
+    PATHS: ClassVar[tuple[str, ...]] = (
+        "default_local_dir", "resume_mode", "stop_file", "remote_dir",
+    )  # fmt: skip
+    REMOTE = ("remote_dir",)
+    INSTEAD: ClassVar[Mapping[str, str]] = {
+        "default_local_dir": "set trainer.remote_dir={}, where the run folder is copied to",
+        "resume_mode": "set trainer.remote_dir to the run that holds it, and resume_mode=auto",
+    }
 
     backend: BackendName = "ray"  # local: one process, in which breakpoints work
     total_epochs: Count = 1  # passes over the training data
@@ -566,6 +574,12 @@ class RunConfig(MachineConfig):
     project_name: str = "quadriga"  # of the learning curve and of trackers
     experiment_name: str = "run"  # name of the run there
     default_local_dir: str = "runs/run"  # run folder
+    # where the run folder is copied to while the run goes on: s3://bucket/run, another remote
+    # folder, or a mounted one; resume_mode=auto finds its checkpoints on a new machine
+    remote_dir: str | None = None
+    max_remote_ckpt_to_keep: Count | None = None  # there; None: max_ckpt_to_keep
+    # keep only the newest checkpoint in the run folder, and those that are not in remote_dir
+    remove_local_after_upload: bool = False
     overwrite: bool = False  # replace a run that is already in the folder
     # console, jsonl, tensorboard, wandb, or a tracker of your own
     loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
@@ -598,7 +612,7 @@ class SamplerConfig(PathSettings):
 class DataConfig(PathSettings):
     """The prompts: files, batch sizes, lengths in tokens."""
 
-    PATHS = ("train_files", "val_files")
+    PATHS = REMOTE = ("train_files", "val_files")
     KEPT = ("cache_dir",)
 
     train_files: list[str] = field(default_factory=list)  # .parquet or .jsonl files

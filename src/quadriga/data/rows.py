@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from quadriga.config.paths import local_path
+from quadriga.config.stores import local_file
 from quadriga.errors import DataError
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def check_files(files: Sequence[str | Path]) -> list[Path]:
         files = [files]
     if not files:
         raise DataError("no data files were given; expected at least one")
-    paths = [Path(local_path(file)) for file in files]
+    paths = [local_file(file) for file in files]
     for path in paths:
         if not path.is_file():
             what = "is a folder, expected a file" if path.is_dir() else "does not exist"

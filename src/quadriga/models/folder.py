@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quadriga.config.paths import local_path
+from quadriga.config.paths import is_remote, local_path
+from quadriga.config.stores import fetched
 from quadriga.errors import ModelError
 from quadriga.models.architectures import check_architecture
 
@@ -31,17 +32,19 @@ _CONFIG_FILES = ("*.json", "*.py")
 
 
 def local_folder(path: str | Path, *, weights: bool = True) -> Path:
-    """Return the folder that `path` names; download `hf://owner/name` from the hub if necessary.
+    """Return the folder that `path` names; download `hf://owner/name` from the hub if necessary,
+    and a remote folder from its store.
 
     Args:
-        weights: False: download the configs only.
+        weights: False: download the configs only, of a model of the hub.
 
     Raises:
         ModelError: the hub has no such model, or it cannot be reached and there is no cached copy.
+        StoreError: a remote folder does not exist, cannot be read or is damaged.
     """
-    text = str(path)
+    text = local_path(path, hub=True, remote=True)
     if not text.startswith(HUB_PREFIX):
-        return Path(local_path(text))
+        return fetched(text) if is_remote(text) else Path(text)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

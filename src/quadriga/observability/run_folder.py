@@ -54,9 +54,9 @@ _MARKS = (CONFIG, METRICS)  # a folder with one of these holds a run
 # What an export that was killed leaves beside the model.
 _REPLACED = f"{MODEL}.replaced"
 _EXPORTS = (f"{MODEL}.partial", _REPLACED)
-_ALL = (CONFIG, METRICS, SAMPLES, STREAM, TENSORBOARD, WANDB, PLOT, CHECKPOINTS, MODEL, *_EXPORTS)
+ALL = (CONFIG, METRICS, SAMPLES, STREAM, TENSORBOARD, WANDB, PLOT, CHECKPOINTS, MODEL, *_EXPORTS)
 # What a run that begins again writes anew. Each start has files of its own under wandb/.
-_OF_STEPS = (METRICS, SAMPLES, STREAM, TENSORBOARD, PLOT)
+OF_STEPS = (METRICS, SAMPLES, STREAM, TENSORBOARD, PLOT)
 
 _log = logging.getLogger("quadriga")
 
@@ -100,7 +100,7 @@ class RunFolder:
             undo.callback(folder.close)
             # A second time, under the lock: another run may have written here since the first.
             folder.check(existing, locked=True)
-            for name in _ALL if existing == "overwrite" else ():
+            for name in ALL if existing == "overwrite" else ():
                 remove(folder.path / name)
             if existing == "restart" and folder.holds_run:
                 _log.warning("%s has no checkpoint: its run begins again from step 1", folder.path)
@@ -183,7 +183,7 @@ class RunFolder:
         A resumed run continues after the step of its checkpoint and writes later steps again.
         """
         if step is None:
-            for name in _OF_STEPS:
+            for name in OF_STEPS:
                 remove(self.path / name)
             return
         for path in (self.metrics, self.samples):
@@ -193,7 +193,7 @@ class RunFolder:
     def removes(self, path: str | Path) -> bool:
         """Whether `overwrite` would remove a file or a folder that exists."""
         real = Path(path).resolve()
-        removed = ((self.path / name).resolve() for name in _ALL)
+        removed = ((self.path / name).resolve() for name in ALL)
         return os.path.exists(real) and any(map(real.is_relative_to, removed))
 
 

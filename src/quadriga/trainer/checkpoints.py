@@ -26,11 +26,13 @@ from quadriga.checkpoint.folders import (
     read_marker,
     verify_checkpoint,
 )
+from quadriga.checkpoint.remote import Uploads, fetch_newest
 from quadriga.checkpoint.writer import CheckpointWriter
 from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.loading import setting_leaves, to_yaml
 from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import RunConfig, TrainConfig
+from quadriga.config.stores import local_file
 from quadriga.errors import CheckpointError, ConfigError, QuadrigaError
 from quadriga.models.folder import local_folder
 from quadriga.observability.run_folder import CHECKPOINTS
@@ -79,7 +81,8 @@ STREAMED = "stream"
 _WITHOUT_EFFECT = {"data.cache_dir"} | {
     f"trainer.{name}"
     for name in (
-        "default_local_dir", "resume_mode", "resume_override", "overwrite", "loggers",
+        "default_local_dir", "remote_dir", "max_remote_ckpt_to_keep", "remove_local_after_upload",
+        "resume_mode", "resume_override", "overwrite", "loggers",
         "project_name", "experiment_name", "logger_timeout_s", "samples_per_step", "test_freq",
         "val_before_train", "save_freq", "save_interval_s", "async_save", "save_on_stop",
         "stop_grace_s", "deadline", "stop_file", "max_ckpt_to_keep",
@@ -112,7 +115,9 @@ def checkpoint_to_resume(trainer: RunConfig, *, tell: bool = False) -> Path | No
         verify_checkpoint(path)
         return path
     root = Path(trainer.default_local_dir).absolute() / CHECKPOINTS
+    remote_errors = fetch_newest(trainer)
     found, errors = newest_undamaged_checkpoint(root)
+    errors = [*remote_errors, *errors]
     if found is None and errors:
         raise CheckpointError(
             f"trainer.resume_mode=auto: no checkpoint in {root} can be used. {errors[0]}; to start "
@@ -183,7 +188,8 @@ def contents_digest(files: Sequence[str]) -> str:
 
     Names are left out: the same data in another folder is the same data.
     """
-    contents = [digest_file(Path(file)) if Path(file).is_file() else "" for file in files]
+    paths = map(local_file, files)
+    contents = [digest_file(path) if path.is_file() else "" for path in paths]
     return digest_json({"contents": contents})
 
 
@@ -319,8 +325,12 @@ class Checkpointing:
         self.loader = loader
         self.inputs = inputs_of(given or config)
         self._saved_at = time.monotonic()
+        self.uploads = Uploads(trainer)
         self.writer = CheckpointWriter(
-            beside=trainer.async_save, max_to_keep=trainer.max_ckpt_to_keep
+            beside=trainer.async_save,
+            max_to_keep=trainer.max_ckpt_to_keep,
+            before=self.uploads.wait,
+            committed=self.uploads.add,
         )
         self.stop = StopRequest(
             save=trainer.save_on_stop,

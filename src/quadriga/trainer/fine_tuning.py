@@ -180,8 +180,8 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
         self.step = 0 if resumed is None else resumed.state.step
         if resumed is not None and resumed.folder is not None:
             policy.load_checkpoint(str(resumed.folder / key), self.step)
-        config, given = self.config, self.given
-        make = partial(RunRecord, config, self.total_steps, self.tokenizer, resumed, given)
+        given = self.config, self.total_steps, self.tokenizer, self.checkpoints.uploads
+        make = partial(RunRecord, *given, resumed, self.given)
         with self.restarts.record(make, resumed) as record, self.checkpoints.finishing():
             validate = self.validation(policy, record)
             for rows in () if self.reached_goal(record.last_validation) else self.schedule():

@@ -296,7 +296,8 @@ class RayPPOTrainer:
     def open_record(self, resumed: Resumed | None) -> AbstractContextManager[RunRecord]:
         """Open the run folder, for all attempts. `resumed`: the point at which the run goes on."""
         tokenizer = self.ingredients.tokenizer
-        make = partial(RunRecord, self.config, self.total_steps, tokenizer, resumed, self.given)
+        given, uploads = self.given, self.checkpoints.uploads
+        make = partial(RunRecord, self.config, self.total_steps, tokenizer, uploads, resumed, given)
         return self.restarts.record(make, resumed)
 
     def make_validator(self, groups: PPOGroups, record: RunRecord) -> Validator:

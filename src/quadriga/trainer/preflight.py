@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.algorithms.user_files import load_user_files
+from quadriga.checkpoint.remote import check_remote_folder
 from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.convert import leaves
 from quadriga.config.role_ranks import has_reward_model, num_ranks
 from quadriga.config.schema import ModelConfig, RewardConfig, TrainConfig
+from quadriga.config.stores import local_file
 from quadriga.engines import check_engine_folder
 from quadriga.errors import ConfigError, DataError, ModelError
 from quadriga.observability.run_folder import RunFolder
@@ -184,6 +186,11 @@ def check_run_folder(config: AnyRun) -> None:
     resumed = read_resumed(config)
     existing = folder.existing(trainer, None if resumed is None else resumed.folder)
     folder.check(existing)
+    check_remote_folder(trainer, existing)
+    for key, value in leaves(config) if trainer.backend == "ray" else ():
+        if key.endswith("path") and str(value).startswith("memory://"):
+            text = "is in the memory of this process, and the ranks have processes of their own"
+            raise ConfigError(f"{key}={value} {text}; set trainer.backend=local", key=key)
     for key, value in leaves(config) if existing == "overwrite" else ():
         for path in value if isinstance(value, list | tuple) else [value]:
             if isinstance(path, str) and path and folder.removes(Path(os.path.expanduser(path))):
@@ -205,7 +212,7 @@ def check_files(files: Iterable[str], setting: str, *, needed: bool) -> None:
     if needed and not files:
         raise DataError(f"{setting} is empty: give at least one .parquet or .jsonl file")
     for file in files:
-        if not Path(file).is_file():
+        if not local_file(file).is_file():
             raise DataError(f"{setting}: no such file: {file}", path=file)
 
 

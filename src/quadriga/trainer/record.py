@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from quadriga.algorithms.aggregation import merge_partials
 from quadriga.algorithms.importance import mismatch_of_statistics
 from quadriga.checkpoint.folders import Resumed, restore_folder, set_aside_after
+from quadriga.checkpoint.remote import Uploads
 from quadriga.config.commands import RMConfig, RMTrainerConfig, SFTConfig
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import mask_secrets
@@ -49,6 +50,7 @@ class RunRecord:
     the run ends without an error.
 
     Args:
+        uploads: what copies the run folder to a remote one.
         resumed: the checkpoint from which the run is resumed. If it is of the run in the folder,
             that run is continued: its metrics and samples of later steps are removed and its later
             checkpoints renamed, because the resumed run writes them again.
@@ -65,11 +67,13 @@ class RunRecord:
         config: TrainConfig | SFTConfig | RMConfig,
         total_steps: int,
         tokenizer: PreTrainedTokenizerBase,
+        uploads: Uploads,
         resumed: Resumed | None = None,
         given: TrainConfig | SFTConfig | RMConfig | None = None,
     ) -> None:
         self.total_steps = total_steps
         self.tokenizer = tokenizer
+        self._uploads = uploads
         trainer = config.trainer
         # A reward model generates no responses.
         self.samples_kept = 0 if isinstance(trainer, RMTrainerConfig) else trainer.samples_per_step
@@ -91,6 +95,7 @@ class RunRecord:
             names = trainer.project_name, trainer.experiment_name
             self._info = RunInfo(self.folder, total_steps, title, 0, *names)
             self._loggers = trainer.loggers, trainer.logger_timeout_s
+            uploads.open(self.folder, existing, 0 if resumed is None else resumed.state.step)
             self._open_files(resumed, forget=existing == "resume")
             if existing == "resume" and self.folder.metrics.is_file():
                 before = [
@@ -123,6 +128,7 @@ class RunRecord:
 
     def go_back(self, resumed: Resumed | None) -> None:
         """Go on after the step of `resumed`, a point of this run; None: from its beginning."""
+        self._uploads.go_back(0 if resumed is None else resumed.state.step)
         self._trackers.close()
         self._files.close()
         self._metrics.take()
@@ -145,6 +151,7 @@ class RunRecord:
                 if self.folder.metrics.is_file():  # the tracker jsonl writes it
                     self._plot()
                 self._closing_table()
+            self._uploads.close(finished=error is None)
 
     def _plot(self) -> None:
         """Draw the learning curve. The run is complete without it."""
@@ -215,6 +222,7 @@ class RunRecord:
             self.spent[name] = self.spent.get(name, 0.0) + seconds
         self._trackers.log(step, self.last)
         self.folder.renew_lock()
+        self._uploads.logged(step)
 
     def log_validation(
         self, step: int, metrics: Mapping[str, float], sources: Sequence[tuple[str, str]] = ()

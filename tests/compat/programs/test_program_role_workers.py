@@ -100,7 +100,7 @@ def test_a_section_that_is_not_of_quadriga_is_refused(config):
         (ActorRolloutRefWorker, {"modle": 1}, "with actor_rollout_ref.model.path; got modle"),
         (CriticWorker, "critic", "expected settings of verl"),
         (ActorRolloutRefWorker, {"model": {"path": "a"}, "rollout": "hf"}, "got 'hf'"),
-        (CriticWorker, {"model": {"path": "hdfs://a"}}, "critic.model.path=hdfs://a is not on"),
+        (CriticWorker, {"model": {"path": "dfs://a"}}, "critic.model.path=dfs://a: no file system"),
     ):
         role = {} if issubclass(cls, workers.CriticWorker) else {"role": "actor"}
         with pytest.raises(WorkerInitError, match=f"ConfigError .*{message}"):

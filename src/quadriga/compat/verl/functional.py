@@ -15,8 +15,10 @@ import torch
 from quadriga import protocol
 from quadriga.compat.verl.controller.references import stored
 from quadriga.compat.verl.controller.worker import get_visible_devices_keyword
-from quadriga.config.paths import local_path
+from quadriga.config.paths import is_remote, local_path
+from quadriga.config.stores import CACHE, fetched
 from quadriga.errors import ConfigError, ConflictError, FieldError, LengthError, ModelError
+from quadriga.models.folder import HUB_PREFIX
 from quadriga.parallel.device import get_device_name
 from quadriga.single_controller import ray_noset_visible_devices
 from quadriga.single_controller.environment import environment
@@ -231,12 +233,20 @@ OPTIONS = (*_SIDES, *_TOKENS, "model_max_length", "chat_template")
 
 
 def copy_to_local(src: str, cache_dir: str | None = None, **kwargs: object) -> str:
-    """Return the path of a file or folder of this machine, unchanged; `~` is replaced.
+    """Return the path of a file or folder of this machine, unchanged; `~` is replaced. A remote one
+    (`hdfs://…`, `s3://…`) is fetched into the cache of `quadriga.config.stores`.
 
-    `cache_dir` and the other arguments are for other places, which are refused. Raises
-    `ConfigError` for a path of HDFS or an object store.
+    Raises `ConfigError` for a `cache_dir` of a remote path, and for an unknown scheme.
     """
-    return local_path(src, "src", hub=True)
+    path = local_path(src, "src", hub=True, remote=True)
+    if not is_remote(path) or path.startswith(HUB_PREFIX):
+        return path
+    if cache_dir is not None:
+        text = (
+            f"copy_to_local: cache_dir={cache_dir!r}; remote files are cached in {CACHE}: remove it"
+        )
+        raise ConfigError(text, key="cache_dir")
+    return str(fetched(path))
 
 
 def hf_tokenizer(

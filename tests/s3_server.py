@@ -1,0 +1,72 @@
+"""moto's S3 server on loopback, and faults that a test puts into its answers."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import WSGIRequestHandler, make_server
+
+BUCKET = "bucket"
+
+
+@dataclass
+class Fault:
+    """What happens to the next `times` requests with this method, whose path and query hold `part`:
+    error (500), hang, cut (half of a body is stored), flip (another byte is stored), behind (a
+    listing is empty)."""
+
+    kind: str
+    method: str
+    part: str = ""
+    times: int = 1
+
+
+class _Quiet(WSGIRequestHandler):
+    def log(self, *_: Any) -> None:
+        """Print nothing."""
+
+
+class S3Server:
+    """`faults` are used up in their order; `hang_s`: how long a request hangs."""
+
+    def __init__(self) -> None:
+        self._app = DomainDispatcherApplication(create_backend_app)
+        self.faults: list[Fault] = []
+        self.hang_s, self.delay_s = 0.25, 0.0
+        self._server = make_server("127.0.0.1", 0, self, threaded=True, request_handler=_Quiet)
+        self.url = f"http://127.0.0.1:{self._server.port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+
+    def __call__(self, environ: dict[str, Any], start: Any) -> Iterable[bytes]:
+        asked = f"{environ['PATH_INFO']}?{environ['QUERY_STRING']}"
+        fault = next(
+            (f for f in self.faults
+             if f.times and f.method == environ["REQUEST_METHOD"] and f.part in asked), None,
+        )  # fmt: skip
+        time.sleep(self.delay_s if environ["REQUEST_METHOD"] == "PUT" else 0)
+        if fault is None:
+            return self._app(environ, start)
+        fault.times -= 1
+        if fault.kind in ("error", "hang"):
+            time.sleep(self.hang_s if fault.kind == "hang" else 0)
+            start("500 Internal Server Error", [("Content-Length", "0")])
+            return [b""]
+        if fault.kind == "behind":
+            empty = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+            start("200 OK", [("Content-Type", "application/xml")])
+            return [empty]
+        body = environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))
+        changed = bytes([body[0] ^ 1]) + body[1:]
+        body = body[: len(body) // 2] if fault.kind == "cut" else changed
+        environ = {k: v for k, v in environ.items() if "CHECKSUM" not in k and "MD5" not in k}
+        environ |= {"wsgi.input": io.BytesIO(body), "CONTENT_LENGTH": str(len(body))}
+        return self._app(environ, start)
