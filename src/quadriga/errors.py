@@ -24,6 +24,7 @@
     │   ├── WorkerMethodError       the method raised; carries role, rank and the worker's traceback
     │   ├── WorkerInitError         the worker's `__init__` raised
     │   ├── WorkerDiedError         the process of a worker has ended
+    │   ├── ClusterLostError        Ray cannot be used any more: its control store has ended
     │   ├── CallTimeoutError        deadline exceeded; carries the stack of each rank that is late
     │   └── CollectiveError         a collective needs ranks that this backend does not connect
     ├── RolloutError            a rollout engine failed, or is released or closed
@@ -212,6 +213,11 @@ class WorkerInitError(WorkerError):
 
 class WorkerDiedError(WorkerError):
     """The process of a worker has ended."""
+
+
+class ClusterLostError(WorkerError):
+    """The cluster cannot be used any more: its control store, or the daemon of the controller's own
+    node, has ended. Only a new process can go on."""
 
 
 class CallTimeoutError(WorkerError, TimeoutError):

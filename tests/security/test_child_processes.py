@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-import textwrap
 from contextlib import closing
 from pathlib import Path
 
@@ -71,44 +68,3 @@ def test_ray_gets_only_folders_of_the_driver(tmp_path, monkeypatch) -> None:
     config = DriverConfig(runtime_env={"working_dir": "s3://bucket/code.zip"})
     assert config._runtime_env_has_working_dir() and not config._py_driver_sys_path
     assert issubclass(DriverConfig, JobConfig)
-
-
-PROGRAM = """
-import own_module
-from quadriga.config.loading import load_config
-from quadriga.config.schema import TrainConfig
-from quadriga.trainer.main import run_training
-import sys
-run_training(load_config(TrainConfig, sys.argv[1:]))
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("start", ["quadriga", "program"])
-@pytest.mark.parametrize("backend", ["local", "ray"])
-def test_a_run_in_a_folder_with_hostile_files(backend, start, downloads, tmp_path) -> None:
-    from quadriga.cli.make_data import run_make_data
-    from quadriga.config.commands import ArithmeticDataConfig
-
-    task = tmp_path / "task"
-    run_make_data(ArithmeticDataConfig(output=str(task), model_output=str(task / "base"),
-                                       train_size=16, val_size=8, sft_size=8))  # fmt: skip
-    (tmp_path / "own_module.py").write_text("SCORE = 3.0")
-    (tmp_path / "my_train.py").write_text(textwrap.dedent(PROGRAM))
-    (tmp_path / "rule.py").write_text("def compute_score(*args, **more):\n    return 1.0")
-    program = [Path(sys.executable).with_name("quadriga"), "train"]
-    if start == "program":
-        program = [sys.executable, tmp_path / "my_train.py"]
-        (tmp_path / "rule.py").write_text(
-            "def compute_score(*args, **more):\n    import own_module\n    return own_module.SCORE"
-        )
-    settings = [
-        f"actor_rollout_ref.model.path={task / 'base'}", f"data.train_files=[{task}/train.parquet]",
-        "data.train_batch_size=8", "data.max_response_length=8", "trainer.n_gpus_per_node=1",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=8", "reward.on_failure=fail",
-        "algorithm.adv_estimator=reinforce_plus_plus", f"reward.path={tmp_path}/rule.py",
-        f"trainer.backend={backend}", "trainer.total_training_steps=1", "reward.num_processes=1",
-        f"trainer.default_local_dir={tmp_path}/run",
-    ]  # fmt: skip
-    done = subprocess.run([*program, *settings], capture_output=True, text=True, env={**os.environ})
-    assert done.returncode == 0, done.stderr[-2000:]

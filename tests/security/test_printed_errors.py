@@ -8,14 +8,13 @@ import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from rich.console import Console
 
-from quadriga.cli import demo, main
+from quadriga.cli import main
 from quadriga.cli.show import show_evaluation, show_responses
 from quadriga.config.commands import EvalConfig
 from quadriga.config.secrets import mask_logs
@@ -71,20 +70,17 @@ def a_log_record() -> None:
     logging.getLogger("quadriga").warning("%s", HOSTILE)
 
 
-def a_traceback() -> None:
-    with mock.patch.object(main, "parse", side_effect=OSError(HOSTILE)):
-        assert main.main(["doctor"]) == 1
+def an_error(error: Exception) -> Callable[[], None]:
+    def print_it() -> None:
+        with mock.patch.object(main, "parse", side_effect=error):
+            assert main.main(["doctor"]) == 1
 
-
-def a_traceback_of_a_worker() -> None:
-    error = WorkerMethodError("it failed", remote_traceback=HOSTILE)
-    with mock.patch.object(main, "parse", side_effect=error):
-        assert main.main(["doctor"]) == 1
+    return print_it
 
 
 def the_table_of_eval() -> None:
-    metrics = {"pass@1": Estimate(0.5, None, None)}
-    done = Evaluation(Path(HOSTILE), (SourceSummary(HOSTILE, 1, 1, metrics),), 0, 0)
+    summary = SourceSummary(HOSTILE, 1, 1, {"pass@1": Estimate(0.5, None, None)})
+    done = Evaluation(Path(HOSTILE), (summary,), 0, 0)
     with mock.patch("quadriga.trainer.evaluation.run_evaluation", return_value=done):
         show_evaluation(EvalConfig())
 
@@ -105,16 +101,9 @@ def a_progress_bar() -> None:
         advance(1)
 
 
-def answers_of_the_demo() -> None:
-    texts = {"prompt": HOSTILE, "response": HOSTILE, "ground_truth": HOSTILE}
-    sample = SimpleNamespace(**texts, reward=1.0, split="val", step=1)
-    with mock.patch.object(demo, "read_samples", return_value=[sample]):
-        demo.show_answers(Console(width=300), Path())
-
-
 @pytest.mark.parametrize("print_it", [
-    a_log_record, a_traceback, a_traceback_of_a_worker, the_table_of_eval, responses,
-    the_console_of_a_run, a_progress_bar, answers_of_the_demo,
+    a_log_record, the_table_of_eval, responses, the_console_of_a_run, a_progress_bar,
+    an_error(OSError(HOSTILE)), an_error(WorkerMethodError("no", remote_traceback=HOSTILE)),
 ])  # fmt: skip
 def test_text_of_data_cannot_change_the_terminal(print_it, monkeypatch) -> None:
     terminal = Terminal()

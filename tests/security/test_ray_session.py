@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import stat
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -82,24 +80,3 @@ def test_folders_of_ended_sessions_are_removed(base, monkeypatch) -> None:
     raylet.communicate(b"\n")
     again = Path(str(given_to_ray(monkeypatch)["_temp_dir"])).parent
     assert set(base.iterdir()) == {made, again, other, link}
-
-
-@pytest.mark.nightly
-def test_no_socket_of_a_session_can_be_reached_by_others(base) -> None:
-    """By a real Ray, whose own folders all users can write."""
-    program = (
-        "from quadriga.backends.ray.cluster import ensure_ray; import os, ray\n"
-        "ensure_ray(num_cpus=1); n = ray._private.worker._global_node\n"
-        "print(n.get_session_dir_path(), flush=True); input()"
-    )
-    environment = {**os.environ, "TMPDIR": str(base)}
-    with subprocess.Popen([sys.executable, "-c", program], text=True, env=environment,
-                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as run:  # fmt: skip
-        assert run.stdout is not None and run.stdin is not None
-        folder = Path(run.stdout.readline().strip())
-        assert (folder / "sockets/plasma_store").is_socket()
-        assert stat.S_IMODE(folder.parents[1].stat().st_mode) == 0o700
-        run.stdin.write("\n")
-    time.sleep(1)
-    session.private_folder()
-    assert not folder.exists()

@@ -1,10 +1,13 @@
-"""A trainer keeps its paths if the working directory changes after it is made."""
+"""What the working directory is for a run: its paths are kept, and its files are no modules."""
 
 from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from fine_tuning_cases import six_steps
@@ -16,6 +19,38 @@ from quadriga.config.schema import TrainConfig
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.trainer.fine_tuning import SFTTrainer
 from quadriga.trainer.ppo import RayPPOTrainer
+
+PROGRAM = """
+import sys, own_module
+from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
+from quadriga.trainer.main import run_training
+run_training(load_config(TrainConfig, sys.argv[1:]))
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("start", ["quadriga", "program"])
+@pytest.mark.parametrize("backend", ["local", "ray"])
+def test_a_run_in_a_folder_with_hostile_files(backend, start, train_overrides, tmp_path) -> None:
+    """None of them runs. The folder of a program is searched, in reward processes too."""
+    (downloads := tmp_path / "downloads").mkdir()
+    for name in ("psutil", "torch", "json", "numpy", "pickle", "socket", "logging", "quadriga"):
+        (downloads / f"{name}.py").write_text(
+            f"open({str(tmp_path / 'ran')!r}, 'a').write('{name}')"
+        )
+    (tmp_path / "own_module.py").write_text("SCORE = 3.0")
+    (tmp_path / "my_train.py").write_text(PROGRAM)
+    first = "" if start == "quadriga" else "    import own_module\n"
+    (tmp_path / "rule.py").write_text(f"def compute_score(*args, **more):\n{first}    return 1.0")
+    program = {"quadriga": [Path(sys.executable).with_name("quadriga"), "train"],
+               "program": [sys.executable, tmp_path / "my_train.py"]}[start]  # fmt: skip
+    more = [f"trainer.backend={backend}", f"reward.path={tmp_path}/rule.py",
+            "reward.num_processes=1", "reward.on_failure=fail"]  # fmt: skip
+    done = subprocess.run([*program, *train_overrides, *more], cwd=downloads, text=True,
+                          capture_output=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("command", ["train", "sft"])

@@ -8,9 +8,10 @@ check what they can without the code first, and say whose code they run.
 from __future__ import annotations
 
 import hashlib
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -131,7 +132,10 @@ class Settings:
                 value and key.endswith((".user_files", ".trust_remote_code"))
                 for key, value in leaves(config)
             )
-            with without_code():
+            logging.disable(logging.WARNING)  # the checks of the run repeat these ones
+            with ExitStack() as stack:
+                stack.callback(logging.disable, logging.NOTSET)
+                stack.enter_context(without_code())
                 if registers:
                     preflight.check_files(config.data.train_files, "data.train_files", needed=True)
                     preflight.check_files(config.data.val_files, "data.val_files", needed=False)

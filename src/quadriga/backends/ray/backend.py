@@ -20,6 +20,7 @@ from quadriga.backends.ray.cluster import (
     kill_actor,
     refuse_ray_client,
 )
+from quadriga.backends.ray.health import cluster_lost, end_own_processes
 from quadriga.backends.ray.pool import (
     RayResourcePool,
     Strategy,
@@ -199,6 +200,10 @@ class RayWorkerGroup(WorkerGroup):
 
     def shutdown(self) -> None:
         """End the processes of the group, and remove the pools that its ranks have made."""
+        if cluster_lost():  # it could not be asked for anything
+            self.stop_worker_aliveness_check()
+            end_own_processes()
+            return
         super().shutdown()
         release_pools_of([actor._actor_id.hex() for actor in self.workers])
 
@@ -293,13 +298,16 @@ class RayBackend(RayCallBackend):
 
         The last session of the process also ends the row servers, and Ray if a session started it.
         Pools of detached groups stay: those groups outlive this driver. If one part cannot be
-        ended, the others are ended before its error is raised.
+        ended, the others are ended before its error is raised. A cluster that is lost is asked
+        nothing: the processes that were started here are killed.
         """
         pools, self._pools = self._pools, []
+        if lost := cluster_lost():
+            end_own_processes()
         with ExitStack() as stack:  # which calls the last callback first
             if self._session is not None:
                 stack.callback(self._session.close)
-            if ray.is_initialized():
+            if ray.is_initialized() and not lost:
                 if is_last(self._session):
                     stack.callback(servers.stop)
                 for pool in reversed(pools):

@@ -68,6 +68,7 @@ from quadriga.backends.ray.health import (
     DEAD,
     SentCall,
     cancelled,
+    cluster_lost,
     dead_ranks,
     died,
     is_returned,
@@ -203,6 +204,8 @@ class RayBatch(SentCall):
         self.raise_if_dropped()
         if self.handles and now - self._probed >= PROBE_S:
             self._probed = now
+            if cluster_lost():
+                raise died(self.handles[0], self.label, "")
             lost = lost_nodes({handle.facts.node_id for handle in self.handles})
             for i in self._unfinished() if lost else ():
                 if self.handles[i].facts.node_id in lost:

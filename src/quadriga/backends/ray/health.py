@@ -23,8 +23,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar, cast
 
+import psutil
 import ray
 from ray.exceptions import (
     ActorDiedError,
@@ -47,6 +49,7 @@ from quadriga.backends.ray.cluster import (
 from quadriga.backends.ray.store import fetch
 from quadriga.errors import (
     CallTimeoutError,
+    ClusterLostError,
     QuadrigaError,
     WorkerDiedError,
     WorkerError,
@@ -70,6 +73,8 @@ FAILED_PROBES = 3
 LOST_AFTER_S: Mapping[Probe, float] = {"refused": 3.0, "silent": 10.0}
 """For how long they must have failed. A refused connection means that the host is up and its raylet
 has ended; silence may be a pause of the network."""
+JOINED_LOST_AFTER_S: Mapping[Probe, float] = {"refused": 40.0, "silent": 45.0}
+"""The same for the control store of a cluster of the user, which may start it again."""
 NODE_WAIT_S = 8.0
 """How long a function on another node may take."""
 _DEAD = 4
@@ -85,6 +90,8 @@ def dead_ranks(handles: Sequence[RankHandle]) -> list[RankHandle]:
 
     A node is probed once for all its ranks.
     """
+    if cluster_lost():
+        return list(handles)
     dead = [handle for handle in handles if not actor_alive(handle.native)]
     if dead or not ray.is_initialized():
         return dead
@@ -119,25 +126,46 @@ process, so that each probe counts."""
 _failing_lock = threading.Lock()
 
 
+def _is_lost(name: str, probe: Probe | None, after: Mapping[Probe, float] = LOST_AFTER_S) -> bool:
+    """Note a probe; return whether they have failed for long enough. `name`: of a node."""
+    now = time.monotonic()
+    with _failing_lock:
+        if probe is None or probe == "open":
+            _failing.pop(name, None)
+            return probe is None
+        since, failed = _failing.get(name, (now, 0))
+        _failing[name] = since, failed + 1
+        return failed + 1 >= FAILED_PROBES and now - since >= after[probe]
+
+
+def cluster_lost() -> str:
+    """Return why no call can be made any more, after one probe of the control store and of the
+    raylet of this node; "" while both accept connections. Callers ask again every few seconds.
+
+    After 60 s without a control store, Ray ends this process and all ranks.
+    """
+    node = ray._private.worker._global_node
+    if node is None:
+        return ""
+    store, _, port = node.gcs_address.rpartition(":")
+    after = LOST_AFTER_S if node.head else JOINED_LOST_AFTER_S
+    for what, address, number, patience in (
+        ("control store (GCS)", store.strip("[]"), int(port), after),
+        ("raylet of this node", node.node_ip_address, node.node_manager_port, LOST_AFTER_S),
+    ):
+        probe = _probe(RayNode("", address, number, True, {}))
+        if _is_lost(f"{what} of {node.session_name}", probe, patience):
+            return f"the {what} of Ray at {address}:{number} accepts no connections"
+    return ""
+
+
 def lost_nodes(node_ids: Iterable[str]) -> set[str]:
     """Return those of these nodes that are lost, after one probe of each.
 
     A node is lost if Ray's control store has recorded its death, or if at least three probes in a
     row have failed for the time in `LOST_AFTER_S`. Callers ask again every few seconds.
     """
-    probes = probe_nodes(node_ids)
-    lost = {node_id for node_id, probe in probes.items() if probe is None}
-    now = time.monotonic()
-    with _failing_lock:
-        for node_id, probe in probes.items():
-            if probe is None or probe == "open":
-                _failing.pop(node_id, None)
-                continue
-            since, probes_failed = _failing.get(node_id, (now, 0))
-            _failing[node_id] = since, probes_failed + 1
-            if probes_failed + 1 >= FAILED_PROBES and now - since >= LOST_AFTER_S[probe]:
-                lost.add(node_id)
-    return lost
+    return {name for name, probe in probe_nodes(node_ids).items() if _is_lost(name, probe)}
 
 
 def probe_nodes(node_ids: Iterable[str]) -> dict[str, Probe | None]:
@@ -166,6 +194,20 @@ def _probe(node: RayNode) -> Probe:
     except OSError:
         return "silent"
     return "open"
+
+
+def end_own_processes() -> None:
+    """Kill the processes of Ray that this process has started, with their children. Those of a
+    cluster of the user are left alone."""
+    node = ray._private.worker._global_node
+    if node is None or not node.head:
+        return
+    for info in chain.from_iterable(node.all_processes.values()):
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(info.process.pid)
+            for each in (*process.children(recursive=True), process):
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
 
 
 # Functions on a rank's node
@@ -506,12 +548,19 @@ def translate(
     return WorkerMethodError(text, remote_traceback=remote, **details(handle, label))
 
 
-def died(handle: RankHandle, label: str, reason: str) -> WorkerDiedError:
-    """Return the error for a process that has ended, with its last lines of output.
+def died(handle: RankHandle, label: str, reason: str) -> WorkerDiedError | ClusterLostError:
+    """Return the error for a process that has ended, with its last lines of output, or the one for
+    the whole cluster if that has ended.
 
     `label`: "role.method", with an empty method if the rank was idle.
     """
     known, facts = details(handle, label), handle.facts
+    if lost := cluster_lost():
+        return ClusterLostError(f"{known['method'] or 'A call'} cannot end: {lost}", **known)
+    if facts.node_id and probe_nodes([facts.node_id])[facts.node_id] in ("refused", None):
+        reason = (
+            "its node is lost: the raylet there has ended"  # Ray names its worker, or the owner
+        )
     doing = f"{known['method']} was in flight" if known["method"] else "it was idle"
     return WorkerDiedError(
         f"The process of {known['role']} rank {facts.rank} on {facts.node} (pid {facts.pid}) ended "
