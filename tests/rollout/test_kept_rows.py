@@ -94,6 +94,7 @@ def test_a_cache_is_of_the_same_row(engine):
     for what in ("seed", "prompt", "sampled", "twice"):
         engine._paused.clear()
         first = continue_rows(engine, ids, [3, 4], 0, keep=3).response_ids
+        assert "logits" not in vars(engine._paused[0]), "a number for each entry of the vocabulary"
         given, seeds = torch.cat([ids, first], 1), [3, 4]
         if what == "seed":
             seeds = [4, 3]

@@ -431,6 +431,7 @@ class Generation:
         if not bool(self.running.any()):
             return False
         self.keep(self.running.nonzero()[:, 0])
+        del self.logits  # the next `step` makes others
         new = self.ids.cpu().numpy()
         for place, row in enumerate(self.active.tolist()):
             seed, tokens = keys[row]
