@@ -76,6 +76,20 @@ def test_phases_add_what_the_roles_hold(pools, shared):
     assert pool.largest[1] == max(pool.totals.values())
 
 
+def test_streams_keep_caches_and_a_second_copy_of_weights_in_flight(pools):
+    def generation(*more, streamed=True):
+        given = ("trainer.max_staleness=1", "data.val_files=[]") if streamed else ()
+        return next(p.generation for p in pools(*given, *more) if p.generation is not None)
+
+    rows = f"{ROLLOUT}.micro_batch_size="  # of 32 on their way
+    few, all_at_once = generation(rows + "8"), generation(rows + "32")
+    assert few.adds["generate"]["KV cache"] * 2 == all_at_once.adds["generate"]["KV cache"]
+    apart = generation(*RANKS, rows + "8")
+    assert few.adds["generate"]["KV cache"] == 2 * apart.adds["generate"]["KV cache"]
+    held = generation(*RANKS, f"{ROLLOUT}.update=in_flight").held
+    assert held["weights in flight"] == held["weights"]
+
+
 def test_offload_and_turns_free_memory_of_accelerators_only(pools):
     offload = (f"{ENGINE}.param_offload=true", f"{ENGINE}.optimizer_offload=true")
     plain, offloaded, turns, without = (
