@@ -328,7 +328,7 @@ class StreamedSampler:
         be started again with them."""
         update = self.config.actor_rollout_ref.rollout.update if why == "sync" else "pause"
         lost = any(replica.loss is not None for replica in self.replicas.all)
-        if update == "in_flight" and self.beside and not lost:
+        if update == "in_flight" and self.beside and not (lost and self.replicas.restarts):
             yield partial(_between_calls, self)
             return
 
