@@ -406,7 +406,10 @@ def _policy_arguments(config: TrainConfig, key: str) -> dict[str, object]:
     settings = config.actor_rollout_ref
     mini_batch, _ = mini_batch_prompts(config)
     actor = dataclasses.replace(settings.actor, ppo_mini_batch_size=mini_batch)
-    return {"config": dataclasses.replace(settings, actor=actor), "role": key}
+    rollout = settings.rollout
+    if config.trainer.replay_order:  # the same tensors elsewhere in memory can round otherwise
+        rollout = dataclasses.replace(rollout, share_weights=False)
+    return {"config": dataclasses.replace(settings, actor=actor, rollout=rollout), "role": key}
 
 
 def _critic_arguments(config: TrainConfig) -> dict[str, object]:
