@@ -384,6 +384,8 @@ def train_plan(config: TrainConfig, device_type: str) -> MemoryPlan:
         ModelError: a model folder has no config of a suitable model.
     """
     uses, added, policy = uses_of_run(config), added_keys(config), config.actor_rollout_ref
+    shares = policy.rollout.share_weights and config.trainer.replay_order is None
+    rollout = replace(policy.rollout, share_weights=shares)
     uncounted = _uncounted_images(policy.model)
     uncounted += [f"the added role {use}" for use in uses if use in added]
     trained = {found.role: found for found in role_engines(config) if found.role not in added}
@@ -402,7 +404,7 @@ def train_plan(config: TrainConfig, device_type: str) -> MemoryPlan:
             PoolMemory(
                 pool, device_type, engines, trained,
                 _train_generation(config, ranks, device_type) if ROLLOUT in pool.roles else None,
-                policy.rollout, ROLLOUT_KEY, full_kl=policy.actor.reads_full_kl,
+                rollout, ROLLOUT_KEY, full_kl=policy.actor.reads_full_kl,
                 copies=state_copies(config.trainer),
             )
         )  # fmt: skip
