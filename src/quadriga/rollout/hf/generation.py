@@ -332,7 +332,6 @@ class Generation:
         self.uniform = self.uniform[self.active]
         if self.sampled is not None:
             self.sampled = self.sampled[self.active]
-            self.rows.spread()
 
     def _prefilled(
         self, prompt_ids: Tensor, attention_mask: Tensor, images: MultiModalRows | None = None

@@ -243,10 +243,6 @@ def sees_all_tokens(cache: Cache) -> bool:
 #   slot of row     0 1 2
 
 
-MOST_SLOTS = 2
-"""Slots for each row, at most, in calls that continue rows."""
-
-
 @dataclass(frozen=True)
 class PromptRows:
     """Which rows continue each prompt.
@@ -306,10 +302,6 @@ class CachedRows:
         if not self.padded:
             return None
         return torch.arange(self.columns, device=self.start.device) >= self.start[:, None]
-
-    def spread(self) -> None:
-        """Hold a prompt for each row if most slots are empty: rows that go on, each with its own
-        prompt, beside several new rows of one prompt."""
 
     def keep_rows(self, order: Tensor) -> None:
         """Keep only the rows `order`, and the prompts that they continue."""
@@ -393,18 +385,6 @@ class SharedPrompts(CachedRows):
         super().join(other)
         of_row = torch.cat([rows[0].prompt_of_row, rows[1].prompt_of_row + rows[0].prompts])
         self.rows = PromptRows.of(of_row, rows[0].prompts + rows[1].prompts, torch.cat(biases))
-
-    def spread(self) -> None:
-        rows = self.rows
-        if len(rows.row_of_slot) > MOST_SLOTS * len(rows.prompt_of_row):
-            of_row = rows.prompt_of_row
-            for layer in self.growing:
-                layer.prompt_keys = layer.prompt_keys.index_select(0, of_row)
-                layer.prompt_values = layer.prompt_values.index_select(0, of_row)
-            bias = None if rows.bias is None else rows.bias[of_row]
-            self.rows = PromptRows.of(
-                torch.arange(len(of_row), device=of_row.device), len(of_row), bias
-            )
 
 
 # `RepeatedPrompts` copies the prompts to every row after the prefill. Its columns are the prompt
