@@ -1,7 +1,7 @@
 """Runs on Ray whose ranks are killed at random moments of all phases go on by themselves.
 
 `RESTART_KILLS` is the number of kills, `RESTART_PHASES` a list of phases instead of all,
-`RESTART_SEED` another choice of moments. A summary is printed as JSON.
+`RESTART_SEED` another choice of moments, `RESTART_SETTINGS` more settings. A summary is printed as JSON.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ SETTINGS = (
     "algorithm.kl_ctrl.type=adaptive", "trainer.backend=ray", "trainer.num_cpus=2",
     "trainer.n_gpus_per_node=2", "placement.actor=[0]", "placement.rollout=[1]",
     "trainer.samples_per_step=99", "trainer.max_restarts=99",
+    *os.environ.get("RESTART_SETTINGS", "").split(),
 )  # fmt: skip
 
 

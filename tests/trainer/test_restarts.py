@@ -27,6 +27,7 @@ from quadriga.errors import (
     WorkerMethodError,
 )
 from quadriga.observability.jsonl import read_jsonl
+from quadriga.single_controller.keepers import KeptValues
 from quadriga.trainer import restarts as restarting, worker_groups
 from quadriga.trainer.restarts import Restarts
 
@@ -105,7 +106,7 @@ KILLS = {
                                ("ref", "before", "init_model", 5)], 0, 2, ["ref"]),
     "validation before step 1": ([("rollout", "before", "generate_sequences", 1)], 0, 1, [ALL]),
     "validation of step 3": ([("rollout", "before", "generate_sequences", 5)], 0, 1, [ALL]),
-    "save": ([("actor", "before", "save_checkpoint", 3)], 1, 1, [ALL]),
+    "save": ([("actor", "before", "start_saving", 3)], 1, 1, [ALL]),
     "load": ([("actor", "before", "update_actor", 4), ("actor", "after", "load_checkpoint", 1),
               ("ref", "before", "init_model", 10)], 1, 3, [ALL]),
     "export": ([("actor", "before", "export_hf", 1)], 0, 1, [ALL]),
@@ -136,6 +137,36 @@ def test_a_run_that_loses_ranks_equals_one_that_does_not(
     lines = [record.getMessage() for record in caplog.records if "goes on" in record.message]
     assert [line.rpartition("started again: ")[2] for line in lines] == again
     assert lines[-1].startswith(f"restart {count} of 5: the run goes on after step ")
+
+
+# Steps between snapshots, whether the keepers have lost them, what is killed → steps done again.
+SNAPSHOTS = {
+    "each step, twice": (1, False, [("actor", "before", "update_actor", 4),
+                                    ("critic", "before", "load_snapshot", 2),
+                                    ("critic", "after", "update_critic", 6)], 0),
+    "every third step": (3, False, [("actor", "before", "update_actor", 5)], 1),
+    "lost": (3, True, [("actor", "before", "update_actor", 4)], 1),
+}  # fmt: skip
+
+
+TWICE, *OTHERS = SNAPSHOTS
+
+
+@pytest.mark.parametrize(
+    "name", [TWICE, *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)]
+)
+def test_a_loss_costs_the_steps_since_the_last_snapshot(
+    tiny_task, rule, tmp_path, monkeypatch, whole, name
+):
+    every, lost, moments, again = SNAPSHOTS[name]
+    if lost:
+        monkeypatch.setattr(KeptValues, "steps", lambda self, key: [])
+    kills = Kills(monkeypatch, moments)
+    more = [f"trainer.snapshot_freq={every}", *(["trainer.save_freq=0"] if not lost else [])]
+    metrics_of_run([*two_steps(tiny_task, tmp_path), *SIX, rule, *more])
+    assert not kills.left, kills.calls
+    told = check_equal(tmp_path / "run", whole)
+    assert sum(one["restarts/lost_steps"] for one in told) == again
 
 
 @pytest.mark.nightly

@@ -49,12 +49,12 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quadriga.checkpoint.files import (
     SavedFile,
@@ -390,8 +390,10 @@ class ControllerState:
 @dataclass(frozen=True)
 class Resumed:
     """A point at which a run is resumed: the folder of its checkpoint (None: the groups of the run
-    hold its state), the state of its controller, and whether the data has changed since."""
+    hold its state, or a snapshot has it), the state of its controller, whether the data has changed
+    since, and what loads the snapshot into groups by the names of their roles."""
 
     folder: Path | None
     state: ControllerState
     data_changed: bool
+    load: Callable[[Mapping[str, Any]], None] | None = None

@@ -244,7 +244,11 @@ class RankWriter:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def start(self, copied: Callable[[RankState | None], RankState], folder: str | Path) -> None:
+    def start(
+        self,
+        copied: Callable[[RankState | None], RankState],
+        write: Callable[[RankState], None],
+    ) -> None:
         """Copy the state, into the memory of the last copy, and write it in a thread.
 
         Waits for the copy before. What failed in it and `finish` has not raised is dropped: the
@@ -253,7 +257,7 @@ class RankWriter:
         with suppress(Exception):
             self.finish(wait=True)
         self.copy = copied(self.copy)
-        arguments = (self.copy, Path(folder))
+        arguments = (self.copy, write)
         self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
         self._thread.start()
 
@@ -266,13 +270,18 @@ class RankWriter:
             error, self._error = self._error, None
             raise error
 
-    def _write(self, state: RankState, folder: Path) -> None:
+    def _write(self, state: RankState, write: Callable[[RankState], None]) -> None:
         try:
-            files = state.write(folder)
-            listed = {"files": [asdict(file) for file in files]}
-            write_json(folder / REPORT.format(state.origin.rank), listed)
+            write(state)
         except Exception as error:  # raised by `finish`, in the thread of the calls
             self._error = error
+
+
+def write_files(state: RankState, folder: Path) -> None:
+    """Write the files of a rank into the folder of its role, then the report."""
+    files = state.write(folder)
+    listed = {"files": [asdict(file) for file in files]}
+    write_json(folder / REPORT.format(state.origin.rank), listed)
 
 
 def missing_reports(folder: Path, world_size: int) -> list[int]:

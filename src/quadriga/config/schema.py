@@ -555,6 +555,9 @@ class RunConfig(MachineConfig):
     # a step that saves waits only for a copy of the states in host memory, and the copy is written
     # beside the next steps; false: it waits until all is written, and there is no copy
     async_save: bool = True
+    # steps between snapshots: copies of the states in the memory of another node, or of another
+    # process, to which a run goes back after the loss of a rank; 0: there are none
+    snapshot_freq: Natural = 0
     max_ckpt_to_keep: Count | None = 3  # the newest ones; older ones are deleted; None: keep all
     save_on_stop: bool = True  # on SIGTERM, SIGUSR1 or Ctrl-C, end the step and save first
     # moment before which the run saves and stops, such as 2026-11-27T06:00 in local time or

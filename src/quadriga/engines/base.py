@@ -24,6 +24,7 @@ from quadriga.engines.optimizers import ShardedOptimizer, check_schedule
 from quadriga.errors import ConfigError
 from quadriga.models.folder import has_tokenizer, local_folder
 from quadriga.models.images import MultiModalRows
+from quadriga.observability.jsonl import JsonObject
 from quadriga.parallel.costs import CostModel
 from quadriga.parallel.distributed import (
     init_distributed,
@@ -57,6 +58,8 @@ VALUES = "values"  # reward, expected return
 WeightPart = Literal["merged", "unmerged", "adapters"]
 """What a weight sync sends of a model: see `TrainEngine.shard_stream`."""
 
+Fill = Callable[[Mapping[str, Tensor] | Mapping[str, Block]], JsonObject]
+"""Writes the tensors of a state, and returns its scalars."""
 OwnWeights = Generator[tuple[str, Tensor | Block], None, None]
 """What a rank has of each weight, by checkpoint name."""
 
@@ -180,8 +183,11 @@ class TrainEngine(ABC):
         """Return the tensors of a state on the device. There are no moments before a step."""
 
     @abstractmethod
-    def _state(self, *, save: bool) -> Mapping[str, Tensor] | Mapping[str, Block]:
-        """Return what a checkpoint holds of the rank: to be written, or to be read into."""
+    def _state(
+        self, *, save: bool, whole: bool = False
+    ) -> Mapping[str, Tensor] | Mapping[str, Block]:
+        """Return what a checkpoint holds of the rank: to be written, or to be read into. `whole`:
+        with what other ranks write."""
 
     @abstractmethod
     def _take(self, state: Mapping[str, Tensor | Block]) -> dict[str, Tensor]:
@@ -371,18 +377,31 @@ class TrainEngine(ABC):
         with self._rank_state(step) as state:
             return state.write(folder)
 
-    def copy_state(self, step: int, into: RankState | None = None) -> RankState:
-        """Return a copy in host memory of what `save` writes; `into`: see `RankState.copied`."""
-        with self._rank_state(step) as state:
-            return state.copied(into)
+    def copy_state(
+        self, step: int, into: RankState | None = None, *, whole: bool = False
+    ) -> RankState:
+        """Return a copy in host memory of what `save` writes; see `RankState.copied`. A `whole`
+        one can be given to `restore`."""
+        with self._rank_state(step, whole=whole) as state:
+            return state.copied(into, whole=whole)
 
     @contextmanager
-    def _rank_state(self, step: int) -> Iterator[RankState]:
+    def _rank_state(self, step: int, *, whole: bool = False) -> Iterator[RankState]:
         scalars = {} if self.optimizer is None else self.optimizer.scalars()
         with self._on_device("parameters", "moments"), torch.no_grad():
             scalars |= self._own_scalars()
             origin = Origin(step, rank(), world_size())
-            yield RankState.of(self._state(save=True), scalars, origin)
+            yield RankState.of(self._state(save=True, whole=whole), scalars, origin)
+
+    def restore(self, fill: Fill) -> None:
+        """Take the state of a rank with the same place. `fill` also restores the random
+        states."""
+        with self._on_device("parameters", "moments"), torch.no_grad():
+            state = self._state(save=False)
+            saved = fill(state)
+            moments = self._take(state)
+            if self.optimizer is not None:
+                self.optimizer.load(moments, saved)
 
     def load(self, folder: str | Path, step: int | None = None) -> None:
         """Read what `save` wrote, on any number of ranks.

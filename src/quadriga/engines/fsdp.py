@@ -304,7 +304,7 @@ class FSDPEngine(TrainEngine):
         base._token_model = self._token_model.without_adapters()
         return base
 
-    def _state(self, *, save: bool) -> dict[str, Tensor]:
+    def _state(self, *, save: bool, whole: bool = False) -> dict[str, Tensor]:
         # A checkpoint does not hold what is frozen.
         frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
         state = {f"model.{name}": t for name, t in self._shards() if name not in frozen}

@@ -18,6 +18,7 @@ from weakref import WeakSet
 
 from quadriga.errors import DispatchError, WorkerError
 from quadriga.single_controller.dispatch import Call, Pending, Ticket
+from quadriga.single_controller.keepers import Keeper, KeptValues
 from quadriga.single_controller.rank_layout import GroupLayout
 from quadriga.single_controller.resource_pool import ResourcePool
 from quadriga.single_controller.worker import ClassWithInitArgs, ColocatedClass
@@ -273,6 +274,12 @@ class CallBackend(Protocol):
 
     def kill(self, handle: RankHandle) -> None:
         """End the process of a rank."""
+
+    def keepers(self, handles: Sequence[RankHandle]) -> list[Keeper]:
+        """Return a keeper for each rank, in a process of another node if there is one. A backend
+        of one process keeps values in it."""
+        keeper = KeptValues()
+        return [keeper] * len(handles)
 
 
 @runtime_checkable

@@ -66,6 +66,7 @@ from quadriga.single_controller.worker import (
 
 if TYPE_CHECKING:
     from quadriga.protocol import DataProtoFuture
+    from quadriga.single_controller.keepers import Keeper
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -704,6 +705,10 @@ class WorkerGroup:
                 known=sorted(self._offered),
             )
         return self._role, method_name
+
+    def keepers(self) -> list[Keeper]:
+        """Return what keeps values of each rank in the memory of another process."""
+        return self._ranks.backend.keepers(self._ranks.handles)
 
     def is_alive(self, rank: int) -> bool:
         """Return whether the process of a rank exists."""

@@ -22,12 +22,14 @@ from quadriga.checkpoint.files import digest_file, digest_json
 from quadriga.checkpoint.folders import (
     ControllerState,
     Resumed,
+    complete_checkpoints,
     newest_undamaged_checkpoint,
     read_marker,
     verify_checkpoint,
 )
 from quadriga.checkpoint.remote import Uploads, fetch_newest
-from quadriga.checkpoint.writer import CheckpointWriter
+from quadriga.checkpoint.snapshots import Snapshots
+from quadriga.checkpoint.writer import CheckpointWriter, SavedGroups
 from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.loading import setting_leaves, to_yaml
 from quadriga.config.role_ranks import has_reward_model
@@ -84,8 +86,8 @@ _WITHOUT_EFFECT = {"data.cache_dir"} | {
         "default_local_dir", "remote_dir", "max_remote_ckpt_to_keep", "remove_local_after_upload",
         "resume_mode", "resume_override", "overwrite", "loggers",
         "project_name", "experiment_name", "logger_timeout_s", "samples_per_step", "test_freq",
-        "val_before_train", "save_freq", "save_interval_s", "async_save", "save_on_stop",
-        "stop_grace_s", "deadline", "stop_file", "max_ckpt_to_keep",
+        "val_before_train", "save_freq", "save_interval_s", "async_save", "snapshot_freq",
+        "save_on_stop", "stop_grace_s", "deadline", "stop_file", "max_ckpt_to_keep",
         "call_timeout_s", "num_cpus", "threads_per_worker", "check_memory", "device_memory_gb",
         "max_restarts", "restart_window_s", "restart_wait_s",
     )
@@ -340,18 +342,19 @@ class Checkpointing:
         )
         self.restarts = Restarts(trainer, lambda: self.stop.requested)
         self.held: Resumed | None = None
+        self.snapshots = Snapshots(trainer.snapshot_freq)
         self._beginning = loader.state_dict()
         self._resumed: Resumed | None = None  # the point at which the run was resumed
 
-    def resume(self) -> Resumed | None:
+    def resume(self, groups: SavedGroups) -> Resumed | None:
         """Find the checkpoint that `trainer.resume_mode` names, or after a loss the newest point,
-        and move the loader to its position. The caller loads the states of the roles.
+        and move the loader to its position. The caller loads the states of `groups`, the roles.
 
         Raises:
             CheckpointError: it is damaged, or belongs to other data or another model.
         """
         if self.restarts.running:
-            resumed = self.newest_point()
+            resumed = self.newest_point(groups)
         else:
             resumed = self._resumed = read_resumed(self.config, self.inputs, tell=True)
         if resumed is not None:
@@ -372,16 +375,19 @@ class Checkpointing:
             self.writer.abandon(0 if at_once else self.config.trainer.stop_grace_s)
             raise
 
-    def newest_point(self) -> Resumed | None:
+    def newest_point(self, groups: SavedGroups) -> Resumed | None:
         """Return the newest point to which the run can go back after a loss; None: its beginning.
 
         No other place chooses one. Each attempt of a run asks once, when its groups are started,
         and `groups.load` then loads the point's `folder`, unless the groups hold the point already
-        (`folder` is None). Points that lie between two checkpoints belong here, too.
+        (`folder` is None) or a snapshot has it (`load`).
         """
         if self.held is not None:
             return self.held
         root = Path(self.config.trainer.default_local_dir).absolute() / CHECKPOINTS
+        saved = max((step for step, _ in complete_checkpoints(root)), default=0)
+        if (snapshot := self.snapshots.newest(groups, after=saved)) is not None:
+            return snapshot
         folder, errors = newest_undamaged_checkpoint(root)
         for error in errors:
             _log.warning("skipped a checkpoint: %s", error)
@@ -405,6 +411,7 @@ class Checkpointing:
         *,
         validate: Callable[[], bool] | None,
         save: Save,
+        groups: SavedGroups,
         kl_controller: dict[str, float] | None = None,
     ) -> bool:
         """Validate and save where these are due, and log the step. Then stop if a signal asks for
@@ -418,6 +425,7 @@ class Checkpointing:
             validate: logs the validation, and returns whether the run has reached its goal. None:
                 there is no validation data.
             save: writes the states of the roles, and that of the controller.
+            groups: the roles, which copy their states to keepers.
         """
         last, every = step == record.total_steps, self.config.trainer.test_freq
         if not last:
@@ -437,6 +445,10 @@ class Checkpointing:
         else:
             ends = last or self.stop.requested
             self._save_if_due(record, step, kl_controller, save, last=last, ends=ends)
+            every = self.snapshots.every
+            if every and step % every == 0 and not ends:
+                with record.span("snapshot"):
+                    self.snapshots.take(self.state(step, kl_controller or {}), groups)
         finally:
             if not again:
                 record.end_step(step)

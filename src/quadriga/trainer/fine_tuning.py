@@ -39,6 +39,7 @@ from quadriga.trainer.validation import Validator
 from quadriga.trainer.worker_groups import (
     StartedGroups,
     close_on_error,
+    load_roles,
     one_pool,
     open_backend,
     start_group,
@@ -176,10 +177,10 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
         policy, key = self.init_workers().policy, self.saved_as.key
         # Loaded before the run folder is opened: a folder of a run that cannot be continued keeps
         # all that it holds.
-        resumed = self.checkpoints.resume()
+        resumed = self.checkpoints.resume({key: policy})
         self.step = 0 if resumed is None else resumed.state.step
-        if resumed is not None and resumed.folder is not None:
-            policy.load_checkpoint(str(resumed.folder / key), self.step)
+        if resumed is not None:
+            load_roles(resumed, {key: policy})
         given = self.config, self.total_steps, self.tokenizer, self.checkpoints.uploads
         make = partial(RunRecord, *given, resumed, self.given)
         with self.restarts.record(make, resumed) as record, self.checkpoints.finishing():
@@ -188,7 +189,8 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
                 with record.span("step"):
                     record.log_update(self.update(policy, rows))
                 save = partial(self.checkpoints.writer.save, groups={key: policy})
-                if self.checkpoints.end_step(record, self.step, validate=validate, save=save):
+                end_step = partial(self.checkpoints.end_step, record, self.step)
+                if end_step(validate=validate, save=save, groups={key: policy}):
                     break
                 self.restarts.completed = self.step
             path = str(record.folder.model)

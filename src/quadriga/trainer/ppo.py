@@ -244,6 +244,7 @@ class RayPPOTrainer:
             self.step,
             validate=None if validator.loader is None else validate,
             save=partial(self.save, groups),
+            groups=groups.saved,
             kl_controller=self.kl_controller.state_dict(),
         )
 
@@ -361,11 +362,10 @@ class RayPPOTrainer:
         Raises:
             CheckpointError: it is damaged, or belongs to other data or another model.
         """
-        resumed = self.checkpoints.resume()
+        resumed = self.checkpoints.resume(groups.saved)
         if resumed is not None:
             self.kl_controller.load_state_dict(resumed.state.kl_controller)
-            if resumed.folder is not None:
-                groups.load(resumed.folder, resumed.state.step)
+            groups.load(resumed)
             self.step = resumed.state.step
         elif self.restarts.count:
             self.kl_controller.load_state_dict(self._kl_beginning)

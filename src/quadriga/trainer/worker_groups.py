@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.backends import get_backend
@@ -54,6 +53,8 @@ from quadriga.workers.roles import (
 _log = logging.getLogger("quadriga")
 
 if TYPE_CHECKING:
+    from quadriga.checkpoint.folders import Resumed
+    from quadriga.checkpoint.writer import SavedGroups
     from quadriga.single_controller import (
         Backend,
         ClassWithInitArgs,
@@ -244,17 +245,31 @@ class PPOGroups(StartedGroups):
             groups["critic"] = self.critic
         return groups | {k: group for k, group in self.added.items() if has_method(group, k, SAVE)}
 
-    def load(self, checkpoint: Path, step: int) -> None:
-        """Load actor, critic and added roles from a checkpoint that was saved at `step`.
+    def load(self, resumed: Resumed) -> None:
+        """Load actor, critic and added roles, unless they hold the state already.
 
         Raises:
-            CheckpointError: it has no state of a role that saves one.
+            CheckpointError: the checkpoint has no state of a role that saves one.
         """
-        check_states(checkpoint, self.saved)
-        for key, group in self.saved.items():
-            group.load_checkpoint(str(checkpoint / key), step)
+        if resumed.folder is None and resumed.load is None:
+            return
+        load_roles(resumed, self.saved)
         if self.link is not None:
             self.link.sync()
+
+
+def load_roles(resumed: Resumed, groups: SavedGroups) -> None:
+    """Load the states of groups, by the names of their roles, from a checkpoint or a snapshot.
+
+    Raises:
+        CheckpointError: the checkpoint has no state of a role.
+    """
+    if resumed.load is not None:
+        resumed.load(groups)
+    if resumed.folder is not None:
+        check_states(resumed.folder, groups)
+        for key, group in groups.items():
+            group.load_checkpoint(str(resumed.folder / key), resumed.state.step)
 
 
 def gather(pending: Iterable[DataProtoFuture]) -> list[DataProto]:

@@ -215,18 +215,8 @@ class ActorRolloutRefWorker(SavedWorker, PolicyWeights):
             mismatch_bound=self.config.rollout.mismatch.bound,
         )
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str, step: int) -> None:
-        """Load a folder of `save_checkpoint`, and copy the weights to the rollout engine.
-
-        Args:
-            path: the folder.
-            step: the step at which it was saved. The weight version continues from it.
-
-        Raises:
-            CheckpointError: the files are of another step, or of another model.
-        """
-        super().load_checkpoint(path, step)
+    def _loaded(self, step: int) -> None:
+        """Continue the weight version from a step, and copy the weights to the rollout engine."""
         self.weight_version = step
         if self.uses("rollout"):
             self.sync_weights()

@@ -7,13 +7,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from quadriga.config.commands import RMConfig
 from quadriga.config.schema import CriticConfig, DeviceName, EngineConfig, RewardModelConfig
 from quadriga.engines import kind_of
 from quadriga.engines.base import VALUES
-from quadriga.errors import ConfigError, WorkerError
+from quadriga.errors import ConfigError, QuadrigaError, WorkerError
 from quadriga.protocol import DataProto, fields
 from quadriga.single_controller import (
     Dispatch,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from quadriga.checkpoint.files import SavedFile
     from quadriga.checkpoint.writer import RankWriter
     from quadriga.engines.base import HeadKind, TrainEngine
+    from quadriga.single_controller.keepers import Keeper
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,12 @@ class SavedWorker(Worker):
 
         return RankWriter()
 
+    @cached_property
+    def _snapshots(self) -> RankWriter:
+        from quadriga.checkpoint.writer import RankWriter
+
+        return RankWriter()
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, step: int) -> list[SavedFile]:
         """Save the shard of this rank under `path`, as of `step`. Return its files."""
@@ -192,7 +200,10 @@ class SavedWorker(Worker):
         writes in the call, and returns its files."""
         if type(self).save_checkpoint is not SavedWorker.save_checkpoint:
             return self.save_checkpoint(path, step) or []
-        self._writer.start(partial(self._trained().copy_state, step), path)
+        from quadriga.checkpoint.writer import write_files
+
+        copied = partial(self._trained().copy_state, step)
+        self._writer.start(copied, partial(write_files, folder=Path(path)))
         return None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -204,6 +215,52 @@ class SavedWorker(Worker):
     def load_checkpoint(self, path: str, step: int) -> None:
         """Load a folder of `save_checkpoint` that was saved at `step`."""
         self._trained().load(path, step)
+        self._loaded(step)
+
+    def _loaded(self, step: int) -> None:
+        """Continue with a state that was loaded."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_snapshot(self, role: str, step: int, keepers: Sequence[Keeper]) -> None:
+        """Copy the state of this rank to host memory, and send it to its keeper beside the next
+        calls.
+
+        Raises:
+            ConfigError: a subclass saves a state of its own, which no keeper would have.
+        """
+        from quadriga.checkpoint.snapshots import send_state
+
+        if type(self).save_checkpoint is not SavedWorker.save_checkpoint:
+            raise ConfigError(
+                f"{type(self).__name__} has a save_checkpoint of its own, whose state is in no "
+                "snapshot; set trainer.snapshot_freq=0",
+                key="trainer.snapshot_freq",
+            )
+        keeper, key = keepers[self.rank], f"{role}/{self.rank}"
+        copied = partial(self._trained().copy_state, step, whole=True)
+        self._snapshots.start(copied, partial(send_state, keeper=keeper, key=key))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def finish_snapshot(self) -> str:
+        """Wait until the snapshot is sent. Return what has failed in a line, or ""."""
+        try:
+            self._snapshots.finish(wait=True)
+        except QuadrigaError as error:
+            return str(error)
+        return ""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_snapshot(self, role: str, step: int, keepers: Sequence[Keeper]) -> None:
+        """Load the snapshot of a step from the keeper of this rank.
+
+        Raises:
+            LostObjectError: the keeper has ended, or does not have it.
+        """
+        from quadriga.checkpoint.snapshots import receive_state
+
+        keeper, key = keepers[self.rank], f"{role}/{self.rank}"
+        self._trained().restore(partial(receive_state, keeper=keeper, key=key, step=step))
+        self._loaded(step)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export_hf(self, path: str) -> None:

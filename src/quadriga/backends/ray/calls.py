@@ -76,6 +76,7 @@ from quadriga.backends.ray.health import (
     lost_nodes,
     places,
 )
+from quadriga.backends.ray.keepers import keepers_of
 from quadriga.backends.ray.pickling import (
     BIG,
     RayShared,
@@ -100,6 +101,7 @@ from quadriga.protocol.storage import PLAIN_TYPES, Handle, LocalHandle
 from quadriga.protocol.threads import PendingValue
 from quadriga.single_controller.backend import RankHandle, RankSet, broken_groups, raise_if_broken
 from quadriga.single_controller.dispatch import Call, Pending
+from quadriga.single_controller.keepers import Keeper
 
 if TYPE_CHECKING:
     from quadriga.backends.ray.cluster import RankActor, Ref, RemoteMethod
@@ -595,6 +597,10 @@ class RayCallBackend:
     def kill(self, handle: RankHandle) -> None:
         """End the rank's process at once."""
         ray.kill(handle.native)
+
+    def keepers(self, handles: Sequence[RankHandle]) -> list[Keeper]:
+        """Return a keeper for each rank; see `keepers_of`."""
+        return [*keepers_of([handle.facts.node_id for handle in handles])]
 
 
 def send_to_ranks(

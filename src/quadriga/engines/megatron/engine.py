@@ -151,14 +151,15 @@ class MegatronEngine(TrainEngine):
     def _detached(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
-    def _state(self, *, save: bool) -> dict[str, Block]:
+    def _state(self, *, save: bool, whole: bool = False) -> dict[str, Block]:
         weights, optimizer = self._weights, self.optimizer
         values = self._detached()
         if optimizer is None:
-            return weights.blocks("model.", values, written=weights.first_copy if save else None)
+            first = _every if whole else weights.first_copy
+            return weights.blocks("model.", values, written=first if save else None)
         # Float32 copies are on their owners only; what has no copy is on every rank.
         values |= {name: master.detach() for name, master in optimizer.masters.items()}
-        written = optimizer.writes if save else None
+        written = (_every if whole else optimizer.writes) if save else None
         blocks = weights.blocks("model.", values, written=written)
         for moment, tensors in optimizer.moments().items():
             blocks |= weights.blocks(f"optimizer.{moment}.", tensors, written=written)
@@ -184,6 +185,10 @@ class MegatronEngine(TrainEngine):
         if self.optimizer is None:
             return []
         return self.pipeline.gradient_buffers() if state == "gradients" else self.optimizer.held()
+
+
+def _every(_: OwnTensor) -> bool:
+    return True
 
 
 class MegatronOptimizer(ShardedOptimizer):

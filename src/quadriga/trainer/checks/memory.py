@@ -77,7 +77,8 @@ _PASSES = {ACTOR: "log-probabilities", REF: "reference", CRITIC: "values", REWAR
 """Role -> its phase without gradients."""
 _STATES = "optimizer states"
 _COPIES = "copies of trained states"
-_WITHOUT_COPIES = "set trainer.async_save=false"
+_SNAPSHOT_COPIES = 3
+"""Copies for snapshots: one that is sent, and two in a keeper."""
 
 
 def gib(size: int) -> str:
@@ -123,6 +124,13 @@ class PoolMemory:
         return {name: {**always, **held} for name, held in found.items()}
 
     @property
+    def without_copies(self) -> str:
+        """The change of settings without which there are fewer copies."""
+        if self.copies >= _SNAPSHOT_COPIES:
+            return "set trainer.snapshot_freq=0"
+        return "set trainer.async_save=false"
+
+    @property
     def copied(self) -> int:
         """Bytes of the copies of the trained states."""
         return self.copies * sum(engine.saved for engine in self.engines.values())
@@ -163,7 +171,7 @@ class PoolMemory:
     def remedies(self) -> Counter[str]:
         """Return changes of settings, with the bytes of the largest phase on which they act."""
         phase, held = self.largest[0], self.phases[self.largest[0]]
-        found = Counter({_WITHOUT_COPIES: held.get(_COPIES, 0)})
+        found = Counter({self.without_copies: held.get(_COPIES, 0)})
         for role, memory in self.engines.items():
             of_role = self.settings[role]
             engine, key = of_role.engine, of_role.key
@@ -414,7 +422,8 @@ def train_plan(config: TrainConfig, device_type: str) -> MemoryPlan:
 def state_copies(trainer: RunConfig) -> int:
     """Return how many copies of its trained states a rank has in host memory."""
     saves_between = trainer.save_freq > 0 or trainer.save_interval_s is not None
-    return int(trainer.async_save and saves_between)
+    kept = _SNAPSHOT_COPIES if trainer.snapshot_freq else 0
+    return kept + (trainer.async_save and saves_between)
 
 
 def _engine_memory(
@@ -735,7 +744,7 @@ class RunMemory:
             f"the ranks of a node need {gib(plan.host)} GiB of host memory for processes, copies "
             "of trained states, offloaded states and models while they are loaded, but "
             f"{gib(available_memory())} GiB are available on this machine",
-            *([_WITHOUT_COPIES] if any(pool.copied for pool in plan.pools) else []),
+            *{pool.without_copies for pool in plan.pools if pool.copied},
             "keep states on the devices, use fewer ranks of a node (trainer.n_gpus_per_node), or "
             "hosts with more memory",
         ]

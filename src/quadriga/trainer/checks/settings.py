@@ -326,7 +326,7 @@ def check_train_settings(config: TrainConfig) -> None:
         if found.optim is not None:
             refuse(config, warmup_problems(found.optim_key, found.optim))
     checks = (_reward_model, _responses, _batches, _old_log_probs, _algorithm, _skipped_rows)
-    for check in (*checks, _full_kl, _replay, _streams, _weights_in_flight):
+    for check in (*checks, _full_kl, _replay, _streams, _weights_in_flight, _snapshots):
         refuse(config, check(config))
     if (steps := config.trainer.total_training_steps) is not None:
         refuse(config, run_length_problems(config, steps))
@@ -652,6 +652,13 @@ def _sft_validation(config: SFTConfig) -> Problems:
     if trainer.stop_at_accuracy is not None and data.messages_key is not None:
         conversations = f"data.messages_key={data.messages_key} has conversations"
         yield "trainer.stop_at_accuracy", f"needs answers that are scored, but {conversations}"
+
+
+def _snapshots(config: TrainConfig) -> Problems:
+    trainer, key = config.trainer, "trainer.snapshot_freq"
+    if trainer.snapshot_freq and trainer.max_staleness:
+        text = "keeps no prompts on their way, which are in checkpoints only"
+        yield key, f"{text}; set it or {STALENESS}={trainer.max_staleness} to 0"
 
 
 def run_length_problems(config: TrainConfig, total_steps: int) -> Problems:

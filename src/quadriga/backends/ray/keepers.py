@@ -1,0 +1,78 @@
+"""Keepers on Ray: an actor without resources on each node that keeps values of another one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from quadriga.backends.ray.cluster import cluster_nodes
+from quadriga.errors import LostObjectError
+from quadriga.single_controller.keepers import KeptValues
+
+_WAIT_S = 60.0  # for a keeper that does not answer
+
+
+@dataclass(frozen=True)
+class RayKeeper:
+    """A handle of a `KeptValues` in an actor."""
+
+    actor: Any  # an actor handle, which has no type
+
+    def add(self, key: str, step: int, value: Any) -> None:
+        """See `Keeper`."""
+        _answer(self.actor.add.remote(key, step, value))
+
+    def end(self, key: str, step: int) -> None:
+        """See `Keeper`."""
+        _answer(self.actor.end.remote(key, step))
+
+    def steps(self, key: str) -> list[int]:
+        """See `Keeper`."""
+        try:
+            found: list[int] = _answer(self.actor.steps.remote(key))
+        except LostObjectError:
+            return []
+        return found
+
+    def read(self, key: str, step: int) -> Iterator[Any]:
+        """See `Keeper`."""
+        index = 0
+        while (value := _answer(self.actor.value.remote(key, step, index))) is not None:
+            yield value
+            index += 1
+
+
+def _answer(call: Any) -> Any:
+    try:
+        return ray.get(call, timeout=_WAIT_S)
+    except RayError as error:
+        reason = str(error).strip().split("\n", 1)[0]
+        raise LostObjectError(f"the keeper of snapshots does not answer: {reason}") from None
+
+
+def keepers_of(nodes: list[str]) -> list[RayKeeper]:
+    """Return a keeper for each rank, by the nodes of the ranks: on the next node in the order of
+    addresses, or on the same one if there is no other.
+
+    Keepers of one node are one actor, which ends when the last handle of the controller is gone.
+    """
+    alive = [n.node_id for n in sorted(cluster_nodes(), key=lambda n: n.address) if n.alive]
+    places = {n: alive[(alive.index(n) + 1) % len(alive)] for n in nodes if n in alive}
+    missing = alive[0]
+    actors = {place: _start(place) for place in {missing, *places.values()}}
+    return [RayKeeper(actors[places.get(node, missing)]) for node in nodes]
+
+
+def _start(node: str) -> Any:
+    options = {
+        "name": f"quadriga_keeper_{node}",
+        "get_if_exists": True,
+        "num_cpus": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+    }
+    return ray.remote(KeptValues).options(**options).remote()

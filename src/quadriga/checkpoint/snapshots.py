@@ -1,0 +1,145 @@
+"""Snapshots between checkpoints: the state of each rank in the memory of another process.
+
+    rank         copy of the state │ chunks ─► keeper, a process of another node
+    controller   its own state     │
+    step         waits             │ goes on
+
+After a loss, all ranks of new groups load the newest snapshot that is complete for every rank. A
+keeper has two complete snapshots of a rank at most: while ranks send one, the one before stays.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quadriga.checkpoint.folders import ControllerState, Resumed
+from quadriga.checkpoint.shards import Block, RankState, block_of, restore_random
+from quadriga.errors import CheckpointError
+from quadriga.observability.jsonl import JsonObject
+from quadriga.single_controller.keepers import Keeper
+
+_log = logging.getLogger("quadriga")
+
+CHUNK_BYTES = 64 << 20
+"""Most bytes of a value that is sent to a keeper."""
+
+
+def send_state(state: RankState, keeper: Keeper, key: str) -> None:
+    """Send a copy of the state of a rank to a keeper: a header, then the bytes of its tensors."""
+    header: JsonObject = {
+        "blocks": {n: [list(b.shape), list(b.offset)] for n, b in state.blocks.items()},
+        "extra": state.extra,
+        "random": {name: tensor.tolist() for name, tensor in state.random.items()},
+        "origin": asdict(state.origin),
+    }
+    keeper.add(key, state.origin.step, header)
+    for block in state.blocks.values():
+        for chunk in _chunks(block.data):
+            keeper.add(key, state.origin.step, chunk)
+    keeper.end(key, state.origin.step)
+
+
+def _chunks(data: Tensor) -> Iterator[Any]:
+    flat = data.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    for start in range(0, len(flat), CHUNK_BYTES):
+        yield flat[start : start + CHUNK_BYTES]
+
+
+def receive_state(
+    tensors: Mapping[str, Tensor] | Mapping[str, Block], keeper: Keeper, key: str, step: int
+) -> JsonObject:
+    """Fill `tensors` in place with a snapshot of this rank, and restore the random states.
+
+    Returns:
+        The scalars of the snapshot.
+
+    Raises:
+        CheckpointError: the snapshot is of another model.
+        LostObjectError: the keeper has ended, or does not have the snapshot.
+    """
+    values = keeper.read(key, step)
+    header = next(values)
+    rank = header["origin"]["rank"]
+    blocks = {name: block_of(tensor, rank) for name, tensor in tensors.items()}
+    own = {name: [list(b.shape), list(b.offset)] for name, b in blocks.items()}
+    if own != header["blocks"]:
+        raise CheckpointError(f"the snapshot of step {step} of {key} is of another model", path="")
+    with torch.no_grad():
+        for name in header["blocks"]:
+            data = blocks[name].data
+            host = torch.empty(data.shape, dtype=data.dtype)
+            flat, start = host.reshape(-1).view(torch.uint8).numpy(), 0
+            while start < len(flat):
+                chunk = next(values)
+                flat[start : start + len(chunk)] = chunk
+                start += len(chunk)
+            data.copy_(host)
+    random = {n: torch.tensor(v, dtype=torch.uint8) for n, v in header["random"].items()}
+    restore_random(random, header["extra"]["random"])
+    scalars: JsonObject = header["extra"]["scalars"]
+    return scalars
+
+
+Keepers = dict[str, list[Keeper]]
+"""Role -> the keeper of each rank."""
+
+
+class Snapshots:
+    """The snapshots of a run, as its controller knows them.
+
+    Args:
+        every: steps between snapshots; 0: there are none.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._groups: dict[str, Any] = {}
+        self._keepers: Keepers = {}
+        self._taken: dict[int, tuple[ControllerState, Keepers]] = {}
+
+    def take(self, state: ControllerState, groups: Mapping[str, Any]) -> None:
+        """Have all ranks copy their states and send them beside the next steps.
+
+        Waits for: the snapshot before. If that has failed, a warning says so, and the ranks get
+        new keepers.
+        """
+        same = self._groups == groups
+        problems = [p for g in groups.values() for p in g.finish_snapshot() if p] if same else []
+        if problems:
+            _log.warning("the last snapshot is lost: %s", problems[0])
+        if problems or not same:
+            self._groups = dict(groups)
+            self._keepers = {role: group.keepers() for role, group in groups.items()}
+        for role, group in groups.items():
+            group.start_snapshot(role, state.step, self._keepers[role])
+        before = [step for step in sorted(self._taken) if step < state.step][-1:]
+        self._taken = {step: self._taken[step] for step in before}
+        self._taken[state.step] = state, self._keepers
+
+    def newest(self, groups: Mapping[str, Any], after: int) -> Resumed | None:
+        """Return the newest snapshot that the keepers have of all ranks of these groups, if it is
+        of a step after `after`. If there is none, all are forgotten."""
+        for step, (state, keepers) in sorted(self._taken.items(), reverse=True):
+            if step > after and _has_all(keepers, groups, step):
+                return Resumed(None, state, False, partial(_load, keepers, step))
+        self._taken = {}
+        return None
+
+
+def _has_all(keepers: Keepers, groups: Mapping[str, Any], step: int) -> bool:
+    if {r: len(own) for r, own in keepers.items()} != {r: g.world_size for r, g in groups.items()}:
+        return False
+    keys = [(k, f"{role}/{rank}") for role, own in keepers.items() for rank, k in enumerate(own)]
+    return all(step in keeper.steps(key) for keeper, key in keys)
+
+
+def _load(keepers: Keepers, step: int, groups: Mapping[str, Any]) -> None:
+    for role, group in groups.items():
+        group.load_snapshot(role, step, keepers[role])
