@@ -7,6 +7,7 @@ if their numbers are those of the FSDP engine on one rank.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle, product
 from pathlib import Path
 from typing import get_args
@@ -16,6 +17,7 @@ import torch
 import transformers
 
 from quadriga.algorithms.policy_losses import POLICY_LOSSES
+from quadriga.checkpoint.snapshots import receive_state, send_state
 from quadriga.config.schema import (
     ActorConfig,
     AggregationName,
@@ -31,6 +33,7 @@ from quadriga.engines.base import TrainEngine
 from quadriga.parallel.distributed import gather_over_ranks, rank, world_size
 from quadriga.protocol import DataProto, fields
 from quadriga.rollout import build_rollout
+from quadriga.single_controller.keepers import KeptValues
 from quadriga.weight_sync.sync import WeightSync
 from quadriga.workers.reward_model import update_pairs
 from quadriga.workers.updates import update_policy, update_values
@@ -279,6 +282,8 @@ def observe(subject: Subject, root: Path, load_from: Path | None = None) -> dict
         engine.offload()
     folder = root / f"saved {subject.name}"
     engine.save(folder, STEPS)
+    keeper = KeptValues()
+    send_state(engine.copy_state(STEPS, whole=True), keeper, "rank")
     damaged = rows | {"weight": rows["weight"] * float("nan")} if 0 in chosen else rows
     found["damaged"] = step(engine, damaged, subject.head)["skipped_steps"]
     found["after_damage"] = weights(engine)
@@ -286,6 +291,9 @@ def observe(subject: Subject, root: Path, load_from: Path | None = None) -> dict
     engine.load(folder, STEPS)
     found["next"] = step(engine, rows, subject.head)
     found["undisturbed"] = weights(engine)
+    engine.restore(partial(receive_state, keeper=keeper, key="rank", step=STEPS))
+    step(engine, rows, subject.head)
+    found["after_snapshot"] = weights(engine)
     found["steps"] = engine.optimizer_steps
     if subject.head == "lm":
         engine.save_hf(root / f"export {subject.name}")  # a classifier needs a tokenizer

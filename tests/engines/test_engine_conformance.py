@@ -155,6 +155,7 @@ def check(subject: Subject, observed: Observed) -> None:
         assert found["resumed"][name] == pytest.approx(expected["next"][name], rel=1e-4), name
     assert_close(found["undisturbed"], expected["undisturbed"], atol=1e-5)
     assert_close(found["after_resume"], expected["undisturbed"], atol=1e-6)
+    assert_close(found["after_snapshot"], found["undisturbed"], atol=0)
     for size, (metrics, after) in found.get("pairs", {}).items():
         wanted, trained = expected["pairs"][size]
         for name in ("loss", "accuracy", "difference", "grad_norm"):

@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 
 
 NAMES = (
-    "algorithms", "controller", "data_plane", "group_balance", "scale", "streams", "train_step",
+    "algorithms", "controller", "data_plane", "group_balance", "saving", "scale",
+    "streams", "train_step",
     "weight_sync",
 )  # fmt: skip
 

@@ -1,7 +1,8 @@
 """Runs on Ray whose ranks are killed at random moments of all phases go on by themselves.
 
 `RESTART_KILLS` is the number of kills, `RESTART_PHASES` a list of phases instead of all,
-`RESTART_SEED` another choice of moments, `RESTART_SETTINGS` more settings. A summary is printed as JSON.
+`RESTART_SEED` another choice of moments, `RESTART_SETTINGS` more settings. A summary is printed as
+JSON.
 """
 
 from __future__ import annotations

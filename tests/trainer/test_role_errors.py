@@ -25,6 +25,7 @@ def refused(refused, own_roles, tmp_path):
 
 
 SETTINGS = {
+    "no snapshot": ("trainer.snapshot_freq=1", "role tally: TallyWorker has a save_checkpoint of"),
     "a misspelt key": ("tally.wieght=2", "no setting tally.wieght; did you mean tally.weight?"),
     "an unknown key": ("tally.zzz=2", "no setting tally.zzz; section tally has weight, kind"),
     "a wrong type": ("tally.weight=much", "tally.weight must be a number, got the text 'much'"),

@@ -145,6 +145,7 @@ REFUSED = {
     r"needs responses of the current weights, but trainer.max_staleness=1",
     "placement.ref=[1]": r"max_staleness=1 needs ranks on which only the rollout runs, .* of ref",
     "trainer.replay_order=nowhere": r"replay_order=nowhere is no run folder with a stream\.jsonl",
+    "trainer.snapshot_freq=1": r"snapshot_freq=1 keeps no prompts on .*staleness=1 to 0",
     "actor_rollout_ref.rollout.weight_transport=collective": r"but trainer.max_staleness=1; set",
 }
 

@@ -7,6 +7,7 @@
     shards      the state of a rank: blocks of tensors, which any number of ranks reads, scalars and
                 random states
     writer      writes checkpoints, in the step or beside the next steps
+    snapshots   the state of a rank in the memory of another process
     hf_export   a model as a Hugging Face folder
 
 Nothing is pickled: tensors are safetensors files and everything else is JSON, so loading a

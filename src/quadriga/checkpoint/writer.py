@@ -10,6 +10,7 @@ controller removes it before the commit. A checkpoint that is due while one is w
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 import time
@@ -28,6 +29,8 @@ from quadriga.checkpoint.folders import (
 )
 from quadriga.checkpoint.shards import RankState
 from quadriga.errors import CheckpointError
+
+_log = logging.getLogger("quadriga")
 
 SavedGroups = Mapping[str, Any]
 """Role -> a worker group, whose methods no type can name here."""
@@ -102,22 +105,22 @@ class CheckpointWriter:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        self._pending = _Commit(
+        commit = _Commit(
             partial, started, files, asdict(state), self._keep, self._committed, began
         )
         if started:
-            self._pending.start()
+            self._pending = commit
+            commit.start()
         else:
-            self._pending.run()
-            self._end()
+            commit.run()
+            self._take(commit)
 
     def check(self) -> float | None:
         """Raise what has failed in a checkpoint that is written. Return the seconds that one took
         if it was committed since the last call."""
         if self._pending is not None:
-            if self._pending.is_alive():
-                self._finish_ranks(self._pending, wait=False)
-            else:
+            self._finish_ranks(self._pending, wait=False)
+            if not self._pending.is_alive():
                 self._end()
         seconds, self._written_s = self._written_s, None
         return seconds
@@ -129,13 +132,16 @@ class CheckpointWriter:
             self._end()
 
     def abandon(self, within_s: float) -> None:
-        """Let a checkpoint that is written be committed within these seconds, or else give it up:
-        the run has failed, and raises another error."""
-        if self._pending is not None:
-            self._pending.join(within_s)
-            self._pending.give_up.set()
-            self._pending.join()
-            self._pending = None
+        """Let a checkpoint that is written be committed within these seconds, or else give it up,
+        with a warning: the run has failed, and raises another error."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.join(within_s)
+            pending.give_up.set()
+            pending.join()
+            if not pending.seconds:
+                reason = pending.error or "its ranks have not written it"
+                _log.warning("%s was not completed: %s", pending.folder, reason)
 
     def _finish_ranks(self, pending: _Commit, *, wait: bool) -> None:
         try:
@@ -146,14 +152,17 @@ class CheckpointWriter:
             raise
 
     def _end(self) -> None:
+        """Wait for the commit of a checkpoint whose ranks have written it."""
+        assert self._pending is not None
+        self._pending.join()
+        commit, self._pending = self._pending, None
+        self._take(commit)
+
+    def _take(self, commit: _Commit) -> None:
         """Take the result of a commit. Raise its error."""
-        pending, self._pending = self._pending, None
-        assert pending is not None
-        if pending.is_alive():
-            pending.join()
-        if pending.error is not None:
-            raise pending.error
-        self._written_s = pending.seconds
+        if commit.error is not None:
+            raise commit.error
+        self._written_s = commit.seconds
 
 
 class _Commit(threading.Thread):
@@ -178,7 +187,8 @@ class _Commit(threading.Thread):
         self.groups = groups
         self.give_up = threading.Event()
         self.error: Exception | None = None
-        self.seconds = 0.0
+        self.seconds = 0.0  # until it was committed
+        self.folder = partial.with_suffix("")
         self._partial, self._files, self._info = partial, files, info
         self._keep, self._committed, self._began = max_to_keep, committed, began
 
@@ -197,6 +207,9 @@ class _Commit(threading.Thread):
         except Exception as error:  # raised by `CheckpointWriter`, in the thread of the steps
             self.error = error
             shutil.rmtree(self._partial, ignore_errors=True)
+        except BaseException:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            raise
 
     def _all_reported(self) -> bool:
         checked = time.monotonic()

@@ -2,7 +2,8 @@
 
 - `worker_group`: `WorkerGroup`, many ranks called as one object, and its methods; `streams`: of
   generator methods.
-- `backend`: what a backend provides, and watches of groups.
+- `backend`: what a backend provides, and watches of groups; `keepers`: values of ranks in the
+  memory of other processes.
 - `dispatch`: one call: what is sent, how batches are split and results joined; `modes`: the
   dispatch and execute modes; `padding`: rows that are added so that a batch divides.
 - `rank_layout`, `resource_pool`, `environment`: where ranks are and what they see.

@@ -223,19 +223,9 @@ class SavedWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_snapshot(self, role: str, step: int, keepers: Sequence[Keeper]) -> None:
         """Copy the state of this rank to host memory, and send it to its keeper beside the next
-        calls.
-
-        Raises:
-            ConfigError: a subclass saves a state of its own, which no keeper would have.
-        """
+        calls."""
         from quadriga.checkpoint.snapshots import send_state
 
-        if type(self).save_checkpoint is not SavedWorker.save_checkpoint:
-            raise ConfigError(
-                f"{type(self).__name__} has a save_checkpoint of its own, whose state is in no "
-                "snapshot; set trainer.snapshot_freq=0",
-                key="trainer.snapshot_freq",
-            )
         keeper, key = keepers[self.rank], f"{role}/{self.rank}"
         copied = partial(self._trained().copy_state, step, whole=True)
         self._snapshots.start(copied, partial(send_state, keeper=keeper, key=key))

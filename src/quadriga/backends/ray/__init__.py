@@ -1,6 +1,7 @@
 """Worker groups on Ray. Only this package imports ray; its names load when they are first used.
 
     cluster          the connection to Ray
+    keepers          values of ranks in the memory of other nodes
     store            the object store of fields; rows of other nodes
     health           liveness of ranks and nodes, stacks, errors
     pickling         calls with objects or code of the user

@@ -59,7 +59,7 @@ from quadriga.workers.roles import (
     TurnTakingGroup,
     methods_of,
 )
-from quadriga.workers.runtime import RankRuntime
+from quadriga.workers.runtime import RankRuntime, SavedWorker
 
 CRITIC = "critic"
 REWARD_MODEL = Role.RewardModel.key
@@ -359,9 +359,23 @@ def check_roles(
                 )
     for one in added:
         worker_of(one, config, mapping, RankRuntime())
+    if config.trainer.snapshot_freq:
+        own = {one.key: one.worker for one in added if one.worker is not None}
+        for key, cls in (own | {role.key: cls for role, cls in mapping.items()}).items():
+            _check_copied(key, cls)
     if added:
         pools = uses_by_pool(config, manager or pool_manager(config, None))
         start_order(workers_of(pools), added)
+
+
+def _check_copied(key: str, cls: type[Worker]) -> None:
+    """Check that a snapshot has the whole state that the workers of a role save."""
+    if SAVE in registered_methods(cls) and getattr(cls, SAVE) is not SavedWorker.save_checkpoint:
+        raise ConfigError(
+            f"role {key}: {cls.__name__} has a {SAVE} of its own, whose state no snapshot has; set "
+            "trainer.snapshot_freq=0",
+            key="trainer.snapshot_freq",
+        )
 
 
 def worker_classes(
