@@ -105,9 +105,7 @@ class CheckpointWriter:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        commit = _Commit(
-            partial, started, files, asdict(state), self._keep, self._committed, began
-        )
+        commit = _Commit(partial, started, files, asdict(state), self._keep, self._committed, began)
         if started:
             self._pending = commit
             commit.start()
