@@ -111,7 +111,7 @@ def test_model_and_data_from_a_store_train_as_those_of_this_machine(
     assert "is another one" not in capsys.readouterr().err
     assert main(["plan", *train_overrides, *given]) == 0
     with pytest.raises(ConfigError, match="the ranks have processes of their own; set"):
-        run(*given, "trainer.backend=ray")
+        run(*given, "trainer.backend=ray", f"trainer.default_local_dir={tmp_path / 'ray'}")
 
 
 def test_a_remote_folder_that_cannot_be_used_is_refused(refused, monkeypatch, tmp_path):
