@@ -4,6 +4,7 @@
     python benchmarks/streams.py --quick        # few steps, below a minute
     python benchmarks/streams.py --trace run.json   # for Perfetto and chrome://tracing
     python benchmarks/streams.py --ray          # one generator and one trainer on two cores
+    python benchmarks/streams.py --engine vllm  # the same, streamed against synchronous
 
 Prints JSON. The constants of the simulated runs are those that verl publishes for its fully
 asynchronous recipe (docs/advance/fully_async.md: Qwen2.5-Math-7B on 128 H20, 512 prompts × 16
@@ -170,31 +171,62 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
+def task_settings(task: Path) -> list[str]:
+    """Write a task to a folder; return the settings of a run on Ray with two ranks."""
+    from quadriga.cli.main import main
+
+    data = [f"output={task / 'data'}", f"model_output={task}/model", "train_size=256"]
+    assert main(["data", "make", *data, "val_size=8"]) == 0
+    (task / "reward.py").write_text(REWARD)  # equal scores would need no update
+    return [
+        f"reward.path={task}/reward.py", "actor_rollout_ref.actor.optim.lr=1e-6",
+        f"actor_rollout_ref.model.path={task}/model", "trainer.n_gpus_per_node=2",
+        f"data.train_files=[{task / 'data' / 'train.parquet'}]", "data.train_batch_size=16",
+        "data.max_response_length=128", "actor_rollout_ref.rollout.n=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16", "algorithm.adv_estimator=grpo",
+        f"trainer.total_training_steps={RAY_STEPS}", "trainer.test_freq=0",
+        "trainer.val_before_train=false", "trainer.threads_per_worker=1",
+        "trainer.loggers=[jsonl]", "reward.num_processes=0", "trainer.num_cpus=2",
+        "actor_rollout_ref.rollout.slice_tokens=64", "trainer.samples_per_step=32",
+    ]  # fmt: skip
+
+
+def with_engine(name: str) -> dict[str, object]:
+    """The tokens that runs on two cores train in a second: in turns on both, with one rank for
+    each role, and streamed. Without the first two steps and the last one."""
+    from quadriga.observability.jsonl import read_jsonl
+
+    apart = ["placement.actor=[0]", "placement.rollout=[1]"]
+    runs = {"synchronous, both ranks": [], "synchronous, apart": apart}
+    runs |= {f"staleness {k}": [*apart, f"trainer.max_staleness={k}"] for k in (1, 2)}
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        given = [*task_settings(Path(folder)), f"actor_rollout_ref.rollout.name={name}"]
+        if name == "vllm":
+            given.append("actor_rollout_ref.rollout.options={kv_cache_mb: 64}")
+        for run, own in runs.items():
+            path = f"trainer.default_local_dir={folder}/{run.replace(' ', '_').replace(',', '')}"
+            command = [sys.executable, "-m", "quadriga.cli.main", "train", *given, *own, path]
+            subprocess.run(command, check=True, stdout=sys.stderr)
+            rows = [*read_jsonl(Path(path.partition("=")[2]) / "metrics.jsonl")][1:-1]
+            tokens = sum(row["response_length/mean"] * row["batch/sequences"] for row in rows[1:])
+            seconds = rows[-1]["progress/elapsed"] - rows[0]["progress/elapsed"]
+            found[run] = tokens / seconds
+    best = max(found[run] for run in runs if run.startswith("synchronous"))
+    speed_up = {run: found[run] / best for run in runs}
+    return {"tokens_per_second": found, "over_the_faster_synchronous_run": speed_up}
+
+
 def on_ray() -> dict[str, dict[str, Any]]:
     """Each of three runs calibrates the simulation, which then predicts all of them."""
     from quadriga.cli.async_plan import read_run
-    from quadriga.cli.main import main
     from quadriga.observability.jsonl import read_jsonl
     from quadriga.trainer.roles.registry import load_train_config
 
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         task = Path(folder)
-        data = [f"output={task / 'data'}", f"model_output={task}/model", "train_size=256"]
-        assert main(["data", "make", *data, "val_size=8"]) == 0
-        (task / "reward.py").write_text(REWARD)  # equal scores would need no update
-        given = [
-            f"reward.path={task}/reward.py", "actor_rollout_ref.actor.optim.lr=1e-6",
-            f"actor_rollout_ref.model.path={task}/model", "trainer.n_gpus_per_node=2",
-            f"data.train_files=[{task / 'data' / 'train.parquet'}]", "data.train_batch_size=16",
-            "data.max_response_length=128", "actor_rollout_ref.rollout.n=8",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=16", "algorithm.adv_estimator=grpo",
-            f"trainer.total_training_steps={RAY_STEPS}", "trainer.test_freq=0",
-            "trainer.val_before_train=false", "trainer.threads_per_worker=1",
-            "trainer.loggers=[jsonl]", "reward.num_processes=0", "trainer.num_cpus=2",
-            "actor_rollout_ref.rollout.slice_tokens=64", "placement.actor=[0]",
-            "placement.rollout=[1]", "trainer.samples_per_step=32",
-        ]  # fmt: skip
+        given = [*task_settings(task), "placement.actor=[0]", "placement.rollout=[1]"]
         streams = {f"staleness {k}": f"trainer.max_staleness={k}" for k in (0, 1, 2)}
         for name, own in streams.items():
             path = f"trainer.default_local_dir={task / name}"
@@ -232,12 +264,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="few steps")
     parser.add_argument("--ray", action="store_true", help="compare with runs on Ray instead")
+    parser.add_argument("--engine", help="tokens trained per second with this rollout engine")
     parser.add_argument("--out", type=Path, help="also write the JSON to this file")
     parser.add_argument("--plot", type=Path, help="draw the timelines to this picture")
     parser.add_argument("--trace", type=Path, help="write a timeline that Perfetto opens")
     options = parser.parse_args()
     report: dict[str, object]
-    if options.ray:
+    if options.engine:
+        report = {options.engine: with_engine(options.engine)}
+    elif options.ray:
         report = {"ray": on_ray()}
     else:
         steps = 8 if options.quick else 32

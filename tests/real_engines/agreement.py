@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from transformers import (
 from quadriga.cli.make_data import run_make_data
 from quadriga.config.commands import ArithmeticDataConfig
 from quadriga.config.loading import load_config
-from quadriga.rollout.base import RolloutEngine, SamplingParams
+from quadriga.rollout.base import Continued, RolloutEngine, SamplingParams
 
 GREEDY = SamplingParams(
     max_new_tokens=24, eos_token_ids=(2,), pad_token_id=0, temperature=0.0, log_probs="policy"
@@ -114,3 +115,22 @@ def check_agreement(engine: RolloutEngine, hf: RolloutEngine) -> None:
     scores = [each.score(ids, mask) for each in (engine, hf)]
     torch.testing.assert_close(*scores, atol=1e-4, rtol=0)
     assert engine.weights_digest() == hf.weights_digest()
+
+
+def check_prefix_cache(
+    engine: RolloutEngine, weights: dict[str, Tensor], cached: list[int], page: int
+) -> None:
+    """Check that a slice computes its earlier tokens again only in the page of the last one, or
+    after an update. `cached` receives for each request how many tokens were not computed."""
+    sampling = replace(GREEDY, eos_token_ids=())
+    for version in (5, 6):
+        engine.update_weights(weights.items(), version)
+        ids, mask, seeds = requests((70, 40))
+        cached.clear()
+        for sampled in (0, 4):
+            begun = Continued(torch.full((2,), sampled), 4)
+            out = engine.generate(ids, mask, sampling, seeds, continued=begun)
+            ids = torch.cat([ids, out.response_ids], 1)
+            mask = torch.cat([mask, out.response_mask], 1)
+        assert cached[:2] == [0, 0]
+        assert sorted(cached[2:]) == [tokens // page * page for tokens in (43, 73)]

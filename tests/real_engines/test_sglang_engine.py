@@ -15,13 +15,22 @@ from unittest import mock
 import psutil
 import pytest
 import torch
-from agreement import GREEDY, OF_SGLANG, check_agreement, needs, requests, write_model
+from agreement import (
+    GREEDY,
+    OF_SGLANG,
+    check_agreement,
+    check_prefix_cache,
+    needs,
+    requests,
+    write_model,
+)
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
 from quadriga.errors import ModelError, RolloutDiedError, WorkerError
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import RolloutEngine
+from quadriga.rollout.sglang.engine import read_sample
 from quadriga.testing import write_reference_model
 from quadriga.weight_sync.sync import WeightSync
 from rollout_laws import ROLLOUT_LAWS, RolloutUnderTest
@@ -95,6 +104,14 @@ def test_greedy_responses_equal_those_of_hf_before_and_after_updates(tmp_path, n
             for target in (hf, engine):
                 target.update_weights(weights.items(), version)
             check_agreement(engine, hf)
+        cached, read = [], read_sample
+
+        def recorded(entry, *args, **more):
+            cached.append(entry["meta_info"]["cached_tokens"])
+            return read(entry, *args, **more)
+
+        with mock.patch("quadriga.rollout.sglang.engine.read_sample", recorded):
+            check_prefix_cache(engine, weights, cached, page=1)
     finally:
         engine.close()
 

@@ -87,6 +87,43 @@ COPIES = {
     ],
 )
 def test_a_run_trains_on_what_its_actor_computes(tmp_path, engine, placement, steps):
+    given = [f"trainer.total_training_steps={steps}", *(PLACEMENTS | COPIES)[placement]]
+    rows = rows_of_run(tmp_path, engine, *given)
+    assert len(rows) == steps
+    for row in rows:
+        # The first ratio of a step is exp of a difference of at most this size.
+        assert row["mismatch/max"] < 1e-3, row
+        assert row["mismatch/beyond"] == 0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_streamed_run_knows_the_weights_of_each_token(tmp_path, engine):
+    """One generator and one trainer. With the same weights, their log-probabilities agree."""
+    (tmp_path / "rule.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(sum(map(ord, solution_str)) % 7)"
+    )
+    given = [
+        f"reward.path={tmp_path / 'rule.py'}",
+        "trainer.max_staleness=2",
+        "actor_rollout_ref.rollout.slice_tokens=3",
+    ]
+    given += ["trainer.total_training_steps=4", "data.max_response_length=20"]
+    rows = rows_of_run(tmp_path, engine, *PLACEMENTS["apart"], *given)
+    assert max(row["staleness/max"] for row in rows) > 0
+    order = list(read_jsonl(tmp_path / "run" / "stream.jsonl"))
+    versions = [event["versions"] for event in order if "versions" in event]
+    assert len(rows) == len(versions) == 4 and any(len(r) > 1 for of in versions for r in of)
+    first = versions[0][0][0][0]  # of the first weight sync
+    for step, (row, responses) in enumerate(zip(rows, versions, strict=True)):
+        assert len(responses) == 16 and all(response == sorted(response) for response in responses)
+        own = {version for response in responses for version, _ in response}
+        assert first + step - 2 <= min(own) <= max(own) <= first + step
+        assert (row["mismatch/max"] < 1e-3) == (own == {first + step})
+
+
+def rows_of_run(tmp_path, engine, *given):
+    """The metrics of a run whose log-probabilities are compared in each step."""
     write_task(tmp_path, "hidden_size=128", "num_heads=4", "num_kv_heads=4")
     config = load_config(
         TrainConfig,
@@ -101,14 +138,9 @@ def test_a_run_trains_on_what_its_actor_computes(tmp_path, engine, placement, st
          "actor_rollout_ref.rollout.mismatch.bound=1e-3",
          # Rows without an advantage are measured too: all rewards of a step can be equal.
          "actor_rollout_ref.actor.skip_zero_advantages=false",
-         f"trainer.total_training_steps={steps}", "trainer.test_freq=0",
+         "trainer.test_freq=0",
          "trainer.threads_per_worker=1", f"trainer.default_local_dir={tmp_path / 'run'}",
-         "trainer.loggers=[jsonl]", *(PLACEMENTS | COPIES)[placement]],
+         "trainer.loggers=[jsonl]", *given],
     )  # fmt: skip
     run_training(config)
-    rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["step"] > 0]
-    assert len(rows) == steps
-    for row in rows:
-        # The first ratio of a step is exp of a difference of at most this size.
-        assert row["mismatch/max"] < 1e-3, row
-        assert row["mismatch/beyond"] == 0
+    return [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["step"] > 0]

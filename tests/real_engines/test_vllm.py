@@ -9,7 +9,15 @@ from unittest import mock
 
 import pytest
 import torch
-from agreement import GREEDY, MODELS, check_agreement, needs, requests, write_model
+from agreement import (
+    GREEDY,
+    MODELS,
+    check_agreement,
+    check_prefix_cache,
+    needs,
+    requests,
+    write_model,
+)
 
 from quadriga.config.schema import ModelConfig
 from quadriga.errors import ConfigError, ModelError, RolloutAbilityError, RolloutError, WorkerError
@@ -92,6 +100,18 @@ class TestModels:
             check_agreement(ours, hf)
             assert ours.version == version
         assert (ours.score(*requests()[:2]) - before).abs().max() > 0.1
+
+    def test_a_slice_finds_its_prefix_in_the_cache_until_an_update(self, engines):
+        ours, hf = engines
+        cached, step = [], ours._engine.step
+
+        def recorded():
+            outputs = step()
+            cached.extend(output.num_cached_tokens for output in outputs if output.finished)
+            return outputs
+
+        with mock.patch.object(ours._engine, "step", recorded):
+            check_prefix_cache(ours, noise(hf, 3), cached, page=32)
 
     def test_every_fault_of_a_sync_is_named(self, engines):
         ours, hf = engines

@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 
+STREAMED = ("trainer.max_staleness=1", "actor_rollout_ref.rollout.slice_tokens=5")
+
 
 @dataclass(frozen=True)
 class Task:

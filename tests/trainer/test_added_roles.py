@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from role_cases import write_tally
-from run_cases import timeless
+from run_cases import STREAMED, timeless
 from safetensors.torch import load_file
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
-from quadriga.errors import CheckpointError, WorkerDiedError
+from quadriga.errors import CheckpointError, ConfigError, WorkerDiedError
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.trainer.main import run_training
 from quadriga.trainer.roles.registry import load_train_config
@@ -80,7 +80,9 @@ def lines(path: Path, *, first: int) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize(
-    "more", [(), pytest.param((*APART, *RAY), marks=pytest.mark.nightly)], ids=["local", "ray"]
+    "more",
+    [(), STREAMED, pytest.param((*APART, *RAY), marks=pytest.mark.nightly)],
+    ids=["local", "streamed", "ray"],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(run_roles, tmp_path, more) -> None:
     settings = [*more, "trainer.total_training_steps=4", "trainer.save_freq=2"]
@@ -92,6 +94,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(run_roles, tmp_path, more) ->
     last = "checkpoints/global_step_4/tally/tally_0.safetensors"
     assert load_file(whole / last)["seen"].item() == 64
     assert torch.equal(load_file(whole / last)["seen"], load_file(resumed / last)["seen"])
+    if more is STREAMED:
+        refill = "algorithm.filter_groups={enable: true, mode: refill}"
+        with pytest.raises(ConfigError, match=r"add_bonus runs on the batch .*refill need"):
+            run_roles(*more, refill)
 
 
 def test_a_checkpoint_without_the_state_of_a_role_is_refused(run, run_roles, tmp_path) -> None:
@@ -111,8 +117,6 @@ def test_a_role_that_dies_ends_the_run_with_its_name(run_roles) -> None:
 
 
 def test_settings_that_lack_a_registered_role_are_refused(train_overrides, tally) -> None:
-    from quadriga.errors import ConfigError
-
     config = load_config(TrainConfig, [*train_overrides, tally])
     with pytest.raises(ConfigError, match=r"role tally of .*tally\.py is registered, but these"):
         run_training(config)

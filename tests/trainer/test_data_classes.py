@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from run_cases import timeless
+from run_cases import STREAMED, timeless
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
@@ -29,11 +29,13 @@ class Backwards(PromptDataset):
 """
 
 
-def test_a_curriculum_run_that_is_resumed_equals_an_undisturbed_one(run, tmp_path) -> None:
-    whole = run(*SAMPLER, "trainer.save_freq=1")
+@pytest.mark.parametrize("more", [(), STREAMED], ids=["", "streamed"])
+def test_a_curriculum_run_that_is_resumed_equals_an_undisturbed_one(run, tmp_path, more) -> None:
+    given = *SAMPLER, *more, "trainer.total_training_steps=3", "trainer.max_ckpt_to_keep=null"
+    whole = run(*given, "trainer.save_freq=1")
     half = f"trainer.resume_mode={tmp_path / 'run' / 'checkpoints' / 'global_step_1'}"
     folder = f"trainer.default_local_dir={tmp_path / 'resumed'}"
-    assert timeless(run(*SAMPLER, half, folder)) == timeless(whole)[-1:]
+    assert timeless(run(*given, half, folder)) == timeless(whole)[-2:]
     with pytest.raises(CheckpointError, match=r"content of data.sampler.path"):
         run(folder, "trainer.total_training_steps=4", "trainer.resume_mode=auto")
 

@@ -71,6 +71,7 @@ class _Call:
         return self.replica.loss is not None or self.replica.starts != self.starts
 
 
+@dataclass(eq=False)
 class SlicedGeneration:
     """Generates the groups of a queue.
 
@@ -90,25 +91,20 @@ class SlicedGeneration:
         moved: how many groups went on elsewhere, because their replica was lost.
     """
 
-    def __init__(
-        self,
-        replicas: Replicas,
-        queue: PromptQueue,
-        inputs: Callable[[DataProto], DataProto],
-        *,
-        slice_tokens: int,
-        response_tokens: int,
-        rows: int,
-        loses: bool,
-        note: Callable[..., None],
-        kept_rows: int = 0,
-    ) -> None:
-        self.replicas, self.queue = replicas, queue
-        self._inputs, self._loses, self._note = inputs, loses, note
-        self._slice, self._columns, self._rows = slice_tokens, response_tokens, rows
-        self._kept_rows, self.moved, self.synced = kept_rows, 0, 0
-        self._begun: dict[Replica, _Begun] = {}
-        self._calls: dict[DataProtoFuture, _Call] = {}
+    replicas: Replicas
+    queue: PromptQueue
+    inputs: Callable[[DataProto], DataProto]
+    slice_tokens: int
+    response_tokens: int
+    rows: int
+    loses: bool
+    note: Callable[..., None]
+    kept_rows: int = 0
+    moved: int = field(default=0, init=False)
+    synced: int = field(default=0, init=False)
+    _begun: dict[Replica, _Begun] = field(default_factory=dict, init=False)
+    _homeless: list[tuple[PromptGroup, Rows, DataProto]] = field(default_factory=list, init=False)
+    _calls: dict[DataProtoFuture, _Call] = field(default_factory=dict, init=False)
 
     @property
     def busy(self) -> bool:
@@ -118,7 +114,7 @@ class SlicedGeneration:
     @property
     def begun(self) -> bool:
         """Whether some rows are paused between two calls."""
-        return bool(self._begun)
+        return bool(self._begun or self._homeless)
 
     def paused_rows(self) -> tuple[Members, list[DataProto]]:
         """Return the rows that are paused between two calls, and what they have so far
@@ -147,34 +143,36 @@ class SlicedGeneration:
             self._begun[replica] = begun
 
     def reclaim(self) -> None:
-        """Continue the rows of lost replicas on others. A weight sync can lose one, too.
+        """Let the rows of lost replicas go on elsewhere. A weight sync can lose one, too.
 
         The controller reads what they had when their last call ended. If the store has lost it, the
-        group begins again.
+        group begins again. They wait for the calls in flight, so that the caches of all rows can be
+        freed, as in a run that is repeated.
         """
-        parts = {group: Members() for group in self.queue.groups.values() if group.is_lost}
-        tokens: dict[PromptGroup, list[DataProto]] = {group: [] for group in parts}
-        for begun in self._left_behind() if parts else ():
+        lost = {group: list[DataProto]() for group in self.queue.groups.values() if group.is_lost}
+        for begun in self._left_behind() if lost else ():
             first = 0
             for group, rows in begun.members:
-                parts[group].append((group, rows))
-                tokens[group].append(begun.tokens.select_idxs(np.arange(len(rows)) + first))
+                own = begun.tokens.select_idxs(np.arange(len(rows)) + first)
                 first += len(rows)
-        again = []
-        for group in parts:
-            held = tokens[group] + [answers for _, answers in group.answers]
+                lost[group].append(own)
+                self._homeless.append((group, rows, own))
+        for group, held in lost.items():
+            held += [answers for _, answers in group.answers]
             held += [] if group.batch is None else [group.batch]
             if held and _readable(held):
                 group.home = None
                 self.moved += group.batch is None
-            else:
-                again.append((group, bool(held)))
-        kept = [group for group in parts if group.home is None]
-        self.queue.restart([group for group, _ in again])
-        if noted := [group.number for group, held in again if held]:
-            self._note("restart", noted, self.queue.ended)
-        if members := [member for group in kept for member in parts[group]]:
-            self.go_on(members, [part for group in kept for part in tokens[group]])
+                continue
+            self._homeless = [part for part in self._homeless if part[0] is not group]
+            self.queue.restart([group])
+            if held:
+                self.note("restart", [group.number], self.queue.ended)
+        if self._homeless and all(call.is_lost for call in self._calls.values()):
+            self.forget_caches()
+            self.note("forget", [], self.queue.ended)
+            parts, self._homeless = self._homeless, []
+            self.go_on([(g, rows) for g, rows, _ in parts], [own for *_, own in parts])
 
     def _left_behind(self) -> Iterator[_Begun]:
         """Yield the rows that lost replicas had before their last calls, once."""
@@ -192,6 +190,8 @@ class SlicedGeneration:
         `joins`: groups that wait may start.
         """
         self.reclaim()
+        if self._homeless:
+            return
         at_work = {call.replica for call in self._calls.values()}
         idle = [replica for replica in self.replicas.working if replica not in at_work]
         begun = {replica: self._begun.pop(replica, None) for replica in idle}
@@ -202,7 +202,7 @@ class SlicedGeneration:
             # One after the other, so that replicas which are idle together share the groups.
             replica = min(idle, key=lambda replica: _rows_of(members[replica]))
             count = len(self.queue.waiting[0].prompts)
-            if members[replica] and _rows_of(members[replica]) + count > self._rows:
+            if members[replica] and _rows_of(members[replica]) + count > self.rows:
                 break
             members[replica].append((self.queue.start(self.queue.waiting[0]), np.arange(count)))
         for replica in idle:
@@ -211,13 +211,13 @@ class SlicedGeneration:
 
     def _call(self, replica: Replica, members: Members, begun: _Begun | None) -> None:
         """Start a call. `begun`: the first rows; None: all rows begin."""
-        rows = DataProto.concat([self._inputs(g.prompts.select_idxs(own)) for g, own in members])
+        rows = DataProto.concat([self.inputs(g.prompts.select_idxs(own)) for g, own in members])
         if begun is not None:
             new = _rows_of(members) - len(begun.tokens)
             tokens = [begun.tokens, self._no_tokens(new)] if new else [begun.tokens]
             rows = rows.union(DataProto.concat(tokens))
-        of_rank = -(-self._rows // replica.group.world_size)
-        rows.meta_info |= {"at_most": self._slice, "keep": min(of_rank, self._kept_rows)}
+        of_rank = -(-self.rows // replica.group.world_size)
+        rows.meta_info |= {"at_most": self.slice_tokens, "keep": min(of_rank, self.kept_rows)}
         for group, _ in members:
             group.place(replica)
         try:
@@ -266,8 +266,8 @@ class SlicedGeneration:
     def forget_caches(self) -> None:
         """Free the caches of paused rows. The next call computes their tokens again."""
         for replica, begun in list(self._begun.items()):
-            none = self._inputs(begun.members[0][0].prompts[:0])
-            none.meta_info["at_most"] = self._slice
+            none = self.inputs(begun.members[0][0].prompts[:0])
+            none.meta_info["at_most"] = self.slice_tokens
             try:
                 replica.group.generate_sequences(none)
             except QuadrigaError as error:
@@ -275,7 +275,7 @@ class SlicedGeneration:
 
     def _no_tokens(self, rows: int) -> DataProto:
         """Return `BEGUN_RESPONSES` of rows that begin."""
-        none = torch.zeros(rows, self._columns, dtype=torch.int64)
+        none = torch.zeros(rows, self.response_tokens, dtype=torch.int64)
         tensors = dict.fromkeys(BEGUN_RESPONSES, none)
         return DataProto.from_dict({**tensors, fields.ROLLOUT_LOG_PROBS: none.float()})
 
@@ -298,8 +298,10 @@ class SlicedGeneration:
         rows = [(group.number, int(row)) for group, own in call.members for row in own]
         about = {"replica": call.replica.number, "synced": call.synced}
         seconds = time.perf_counter() - call.began
-        self._note("call", rows, call.ended, seconds=seconds, **about)
-        return list(self._divided(call, answers))
+        self.note("call", rows, call.ended, seconds=seconds, **about)
+        complete = list(self._divided(call, answers))
+        self.reclaim()
+        return complete
 
     def _divided(self, call: _Call, answers: DataProto) -> Iterator[PromptGroup]:
         """Divide the rows of a call: some have ended, the others go on."""
@@ -323,7 +325,7 @@ class SlicedGeneration:
 
     def _lose(self, replica: Replica, error: QuadrigaError) -> None:
         """Lose a replica, and let its rows go on elsewhere."""
-        if not self._loses:
+        if not self.loses:
             raise error
         self.replicas.lose(replica, error)
         self.reclaim()

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from quadriga.algorithms.advantages import compute_advantages, get_advantage
-from quadriga.algorithms.dynamic_sampling import dynamic_sampling
+from quadriga.algorithms.dynamic_sampling import SamplingDecision, dynamic_sampling
 from quadriga.algorithms.importance import importance_correction, mismatch_metrics
 from quadriga.algorithms.kl import KLController, penalise_rewards
 from quadriga.algorithms.policy_losses import get_policy_loss, select_tokens
@@ -675,22 +675,11 @@ class Sampler:
         `filter_groups.max_num_gen_batches` draws, however many groups there are then. The metrics
         of the reward function are those of all draws.
         """
-        algorithm = self.config.algorithm
-        settings = algorithm.filter_groups
         batch, of_first = self.runner.result(score_responses, batch, self.reward)
         scoring = [of_first]
         turn = 1
         while True:
-            decision = dynamic_sampling(
-                batch.batch[fields.TOKEN_LEVEL_SCORES].sum(-1),
-                batch.non_tensor_batch[fields.UID],
-                wanted_groups=wanted,
-                member_B=_in_update(batch, algorithm),
-                mode="refill",
-                gen_batches=turn,
-                max_num_gen_batches=settings.max_num_gen_batches,
-                under_filled=settings.under_filled,
-            )
+            decision = sampled(batch, self.config.algorithm, wanted, turn)
             batch = batch.select_idxs(decision.rows)
             if decision.action == "train":
                 drawn = {f"group/{k}": decision.metrics[k] for k in ("kept", "gen_batches")}
@@ -722,10 +711,18 @@ class Sampler:
         return StageResult(batch, {name: scoring[name] for name in _FAILED if name in scoring})
 
 
-def has_variance(group: DataProto, config: AlgorithmConfig) -> bool:
-    """Whether the scores of the responses of a prompt group that take part in the update differ."""
-    score_B = group.batch[fields.TOKEN_LEVEL_SCORES].sum(-1)[_in_update(group, config)]
-    return bool((score_B != score_B[:1]).any())
+def sampled(batch: DataProto, config: AlgorithmConfig, groups: int, drawn: int) -> SamplingDecision:
+    """Decide on scored rows, of which a step wants some `groups` and has `drawn` batches."""
+    return dynamic_sampling(
+        batch.batch[fields.TOKEN_LEVEL_SCORES].sum(-1),
+        batch.non_tensor_batch[fields.UID],
+        wanted_groups=groups,
+        member_B=_in_update(batch, config),
+        mode="refill",
+        gen_batches=drawn,
+        max_num_gen_batches=config.filter_groups.max_num_gen_batches,
+        under_filled=config.filter_groups.under_filled,
+    )
 
 
 def _in_update(batch: DataProto, config: AlgorithmConfig) -> Tensor:

@@ -30,7 +30,7 @@ import numpy as np
 from quadriga.algorithms.advantages import get_advantage
 from quadriga.checkpoint.files import SavedFile
 from quadriga.config.schema import TrainConfig
-from quadriga.errors import ConfigError, FieldError, GroupError
+from quadriga.errors import ConfigError, FieldError
 from quadriga.observability.jsonl import JsonlFile, JsonObject, keep_rows, read_jsonl
 from quadriga.observability.run_folder import STREAM
 from quadriga.protocol import DataProto
@@ -48,8 +48,8 @@ from quadriga.trainer.stages import (
     add_greedy_rows,
     expand_prompts,
     generation_inputs,
-    has_variance,
     merged,
+    sampled,
     score_responses,
     take_greedy_rows,
 )
@@ -222,7 +222,7 @@ class StreamedSampler:
 
     def _score(self, complete: Mapping[PromptGroup, DataProto]) -> None:
         """Score complete groups in one call of the reward function."""
-        parts = list(complete.values())
+        parts, algorithm = list(complete.values()), self.config.algorithm
         if parts and not self._roles_score:
             whole, began = DataProto.concat(parts), time.perf_counter()
             batch, metrics = self.runner.result(score_responses, whole, self.reward)
@@ -237,25 +237,11 @@ class StreamedSampler:
                 if group.batch is before:  # otherwise its replica was lost meanwhile
                     group.batch = scored
                     self.queue.ready(group)
-                    if self._script is None and self._drops(scored):
+                    drawn = 1 + self._dropped // self.queue.bound.groups
+                    decides = algorithm.filter_groups.refills and self._script is None
+                    if decides and sampled(scored, algorithm, 1, drawn).action == "refill":
                         self._drop([group.number])
             self._changed.notify_all()
-
-    def _drops(self, group: DataProto) -> bool:
-        """Whether a group without variance is dropped, as far as `filter_groups` refills a step."""
-        algorithm, groups = self.config.algorithm, self.queue.bound.groups
-        settings = algorithm.filter_groups
-        if not settings.refills or has_variance(group, algorithm):
-            return False
-        dropped = self._dropped < (settings.max_num_gen_batches - 1) * groups
-        if not dropped and settings.under_filled == "error":
-            raise GroupError(
-                f"{self._dropped + 1} prompt groups before step {self.queue.taken + 1} are "
-                f"zero-variance. Choose prompts that are neither too easy nor too hard, raise "
-                f"max_num_gen_batches ({settings.max_num_gen_batches}), or set "
-                "under_filled=proceed."
-            )
-        return dropped
 
     def _drop(self, numbers: Sequence[int]) -> None:
         self._note("drop", numbers)
@@ -332,16 +318,14 @@ class StreamedSampler:
             yield partial(_between_calls, self)
             return
 
-        def generates() -> bool:
-            return self.generation.busy or (self._drains and self.generation.begun)
-
         def at_work() -> bool:
-            return generates() or (why == "validate" and bool(self._scoring))
+            generates = self.generation.busy or (self._drains and self.generation.begun)
+            return generates or (why == "validate" and bool(self._scoring))
 
         with self._changed:
             self._pauses += 1
             self._drains = update == "drain" and self._script is None
-            while not self.beside and generates():
+            while not self.beside and at_work():
                 if self._drains:
                     self.generation.submit(joins=False)
                 self._end_call()
@@ -431,8 +415,9 @@ class StreamedSampler:
             ),
             "drop": self._drop,
             "restart": self.generation.forget,
-            "save": lambda _: self.generation.forget_caches(),
-            "validate": lambda _: self.generation.forget_caches(),
+            **dict.fromkeys(
+                ("forget", "save", "validate"), lambda _: self.generation.forget_caches()
+            ),
         }
         for event in self._script:
             if event["step"] > step:
