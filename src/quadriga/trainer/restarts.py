@@ -178,10 +178,10 @@ class Restarts:
         self.count += 1
         self._counted = [*recent, (time.monotonic(), self.completed)]
         self._lost_at = self._lost_at or time.monotonic()
-        self.lost = first_line(error)
-        _log.warning(
-            "restart %d of %d begins: %s", len(self._counted), self.trainer.max_restarts, self.lost
-        )
+        role, rank = (getattr(error, name, None) for name in ("role", "rank"))
+        self.lost = type(error).__name__ if role is None else f"{role} rank {rank}"
+        restart = len(self._counted), self.trainer.max_restarts
+        _log.warning("restart %d of %d begins: %s", *restart, first_line(error))
 
     def _exhausted(self, restarts: int) -> str:
         return (
