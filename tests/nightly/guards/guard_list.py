@@ -105,8 +105,8 @@ GUARDS = (
     Guard(
         "reward processes after a failed run",
         "trainer/ppo.py",
-        "with closing(self.ingredients):",
-        "if True:",
+        "with closing(self.ingredients), ExitStack() as stack:",
+        "with ExitStack() as stack:",
         "tests/trainer/test_reward_processes.py::test_a_failed_run_ends_them",
     ),
     Guard(
