@@ -365,7 +365,8 @@ class ControllerState:
     """The state of the controller that a resumed run needs to repeat the steps of an
     uninterrupted one, and what these steps depend on.
 
-    `validation`: the metrics of the last validation; {} if there was none.
+    `validation`: the metrics of the last validation; {} if there was none. `row`: those of the
+    step, which a run that was killed before it has logged them logs when it is resumed.
     """
 
     step: int
@@ -373,6 +374,7 @@ class ControllerState:
     kl_controller: dict[str, float]
     inputs: dict[str, object] = field(default_factory=dict)
     validation: dict[str, float] = field(default_factory=dict)
+    row: dict[str, float] = field(default_factory=dict)
 
     def continue_loader(self, loader: PromptLoader, *, data_changed: bool) -> None:
         """Set a loader to the position in the data.

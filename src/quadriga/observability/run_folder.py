@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from quadriga.config.paths import local_path
 from quadriga.errors import ConfigError
 from quadriga.files import remove, writing
-from quadriga.observability.jsonl import keep_rows
+from quadriga.observability.jsonl import keep_rows, read_jsonl
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -189,6 +189,11 @@ class RunFolder:
         for path in (self.metrics, self.samples):
             if path.exists():
                 keep_rows(path, lambda row: int(row.get("step", 0)) <= step)
+
+    def lacks(self, step: int) -> bool:
+        """Whether there are metrics, but none of a step."""
+        rows = read_jsonl(self.metrics) if self.metrics.exists() else [{"step": step}]
+        return all(row.get("step") != step for row in rows)
 
     def removes(self, path: str | Path) -> bool:
         """Whether `overwrite` would remove a file or a folder that exists."""

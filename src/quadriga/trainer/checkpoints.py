@@ -25,6 +25,7 @@ from quadriga.checkpoint.folders import (
     complete_checkpoints,
     newest_undamaged_checkpoint,
     read_marker,
+    step_folder,
     verify_checkpoint,
 )
 from quadriga.checkpoint.remote import Uploads, fetch_newest
@@ -38,7 +39,7 @@ from quadriga.config.stores import local_file
 from quadriga.errors import CheckpointError, ConfigError, QuadrigaError
 from quadriga.models.folder import local_folder
 from quadriga.observability.run_folder import CHECKPOINTS
-from quadriga.trainer.restarts import Restarts
+from quadriga.trainer.restarts import Restarts, first_line
 from quadriga.trainer.roles.registry import Role, added_roles
 from quadriga.trainer.roles.workers import needs_critic, saving_roles
 
@@ -319,6 +320,7 @@ class Checkpointing:
         stop: whether a signal has asked the run to stop.
         restarts: counts the losses of the run.
         held: the point that all groups hold, from the beginning of a step to its first update.
+        complete: a step and the state of its KL controller, from its end to the next step.
     """
 
     def __init__(self, config: AnyRun, loader: PromptLoader, given: AnyRun | None = None) -> None:
@@ -343,6 +345,11 @@ class Checkpointing:
         self.restarts = Restarts(trainer, lambda: self.stop.requested)
         self.held: Resumed | None = None
         self.snapshots = Snapshots(trainer.snapshot_freq)
+        self.complete: tuple[int, Mapping[str, float]] | None = None
+        # Streams and added roles with a state have changed when a step has begun.
+        self._kept_in_step = isinstance(config, TrainConfig) and not (
+            config.trainer.max_staleness or saving_roles(added_roles(config))
+        )
         self._beginning = loader.state_dict()
         self._resumed: Resumed | None = None  # the point at which the run was resumed
 
@@ -364,16 +371,34 @@ class Checkpointing:
         return resumed
 
     @contextmanager
-    def finishing(self) -> Iterator[None]:
+    def finishing(self, record: RunRecord, save: Save) -> Iterator[None]:
         """Wait at the end of the block for the checkpoint that is written, also after an error
-        (`stop_grace_s` at most), but not when the run is interrupted."""
+        (`stop_grace_s` at most), but not when the run is interrupted. Save what an error leaves."""
         try:
             yield
             self.writer.wait()
         except BaseException as error:
             at_once = isinstance(error, KeyboardInterrupt)
             self.writer.abandon(0 if at_once else self.config.trainer.stop_grace_s)
+            if not (at_once or self.restarts.is_loss(error)):
+                self._save_in_emergency(record, save)
             raise
+
+    def _save_in_emergency(self, record: RunRecord, save: Save) -> None:
+        """Save the last step that all roles hold, if there is no checkpoint of it."""
+        held = None if self.held is None or not self._kept_in_step else self.held.state
+        state = held if self.complete is None else self.state(*self.complete)
+        folder = record.folder.checkpoints
+        if state is None or state.step == 0 or step_folder(folder, state.step).is_dir():
+            return
+        try:
+            save(folder, state, True)
+        except (QuadrigaError, OSError) as error:
+            text = "the run ends by an error, and step %d could not be saved: %s"
+            _log.warning(text, state.step, first_line(error))
+        else:
+            text = "the run ends by an error; step %d was saved, for trainer.resume_mode=auto"
+            _log.warning(text, state.step)
 
     def newest_point(self, groups: SavedGroups) -> Resumed | None:
         """Return the newest point to which the run can go back after a loss; None: its beginning.
@@ -397,12 +422,18 @@ class Checkpointing:
         """Note that a step begins after `step`, the last one that was completed: until the first
         update, every group holds this point."""
         self.restarts.completed = step
+        self.complete = None
         self.held = Resumed(None, self.state(step, kl_controller), False)
+
+    def begin_update(self) -> None:
+        """Note that from here on the states of roles change, until the step is complete."""
+        self.held = self.complete = None
 
     def state(self, step: int, kl_controller: Mapping[str, float]) -> ControllerState:
         """Return the state of the controller after a step of the run, whose record is open."""
-        position, validation = self.loader.state_dict(), self.restarts.last_validation
-        return ControllerState(step, position, dict(kl_controller), self.inputs, validation)
+        position, kl = self.loader.state_dict(), dict(kl_controller)
+        validation, row = self.restarts.last_validation, self.restarts.row
+        return ControllerState(step, position, kl, self.inputs, validation, row)
 
     def end_step(
         self,
@@ -428,6 +459,7 @@ class Checkpointing:
             groups: the roles, which copy their states to keepers.
         """
         last, every = step == record.total_steps, self.config.trainer.test_freq
+        self.complete = (step, kl_controller or {})
         if not last:
             self.stop.look()
         due = last or (every > 0 and step % every == 0 and not self.stop.requested)

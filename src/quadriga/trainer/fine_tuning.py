@@ -183,12 +183,15 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
             load_roles(resumed, {key: policy})
         given = self.config, self.total_steps, self.tokenizer, self.checkpoints.uploads
         make = partial(RunRecord, *given, resumed, self.given)
-        with self.restarts.record(make, resumed) as record, self.checkpoints.finishing():
+        save = partial(self.checkpoints.writer.save, groups={key: policy})
+        with (
+            self.restarts.record(make, resumed) as record,
+            self.checkpoints.finishing(record, save),
+        ):
             validate = self.validation(policy, record)
             for rows in () if self.reached_goal(record.last_validation) else self.schedule():
                 with record.span("step"):
                     record.log_update(self.update(policy, rows))
-                save = partial(self.checkpoints.writer.save, groups={key: policy})
                 end_step = partial(self.checkpoints.end_step, record, self.step)
                 if end_step(validate=validate, save=save, groups={key: policy}):
                     break
@@ -211,6 +214,7 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
             while self.step < self.total_steps:
                 for rows in self.loader:
                     self.step += 1
+                    self.checkpoints.begin_update()
                     yield rows
                     if self.step == self.total_steps:
                         break

@@ -172,7 +172,8 @@ class RayPPOTrainer:
         # The checkpoint is loaded before the run folder is opened: if it cannot be loaded, the
         # folder keeps all that it holds.
         resumed = self.resume(groups)
-        with self.open_record(resumed) as record, self.checkpoints.finishing():
+        save = partial(self.save, groups)
+        with self.open_record(resumed) as record, self.checkpoints.finishing(record, save):
             # Calls a stage, and the stages of added roles before and after it; logs their metrics.
             runner = StageRunner(added_stages(self.config), groups.added, record)
             validator = self.make_validator(groups, record)
@@ -205,7 +206,7 @@ class RayPPOTrainer:
                         elif plan.old_log_prob_pass:
                             self.measure_policy(rows_with_advantage(batch), runner)
 
-                    self.checkpoints.held = None  # from here on, the states of roles change
+                    self.checkpoints.begin_update()
                     if critic:
                         with record.span("update_critic"):
                             order = balance.critic_order(len(batch))
@@ -227,6 +228,8 @@ class RayPPOTrainer:
         """Show the step to the sampler of the data, validate and save where these are due, and log
         the step. Then stop if a signal asks for it."""
         self.ingredients.train_loader.update(batch)
+        kl_controller = self.kl_controller.state_dict()
+        self.checkpoints.complete = (self.step, kl_controller)
         record.log_samples(self.step, batch)
         try:
             self.mismatch_watch.check(self.step, record.measured)
@@ -245,7 +248,7 @@ class RayPPOTrainer:
             validate=None if validator.loader is None else validate,
             save=partial(self.save, groups),
             groups=groups.saved,
-            kl_controller=self.kl_controller.state_dict(),
+            kl_controller=kl_controller,
         )
 
     def score_and_mask(self, batch: DataProto, runner: StageRunner) -> DataProto:

@@ -124,6 +124,15 @@ class RunRecord:
             info = replace(self._info, first_step=step or 0)
             names, timeout_s = self._loggers
             self._trackers = Trackers.open(names, info, timeout_s)
+            opened.callback(self._trackers.close)
+            if (
+                forget
+                and resumed is not None
+                and resumed.state.row
+                and self.folder.lacks(step or 0)
+            ):
+                # Killed between the checkpoint and the row of its step.
+                self._trackers.log(step or 0, resumed.state.row)
             self._files = opened.pop_all()
 
     def go_back(self, resumed: Resumed | None) -> None:

@@ -135,6 +135,13 @@ class Restarts:
         return {} if self._record is None else self._record.last_validation
 
     @property
+    def row(self) -> dict[str, float]:
+        """The metrics of the step so far; between two steps, those of the one before."""
+        if self._record is None:
+            return {}
+        return self._record.row if self._record.measured else self._record.last
+
+    @property
     def running(self) -> bool:
         """Whether the run folder is open: its checkpoints are those of this run."""
         return self._record is not None
