@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from io import StringIO
@@ -42,6 +42,11 @@ LEFT_S = 10.0
 """Seconds in which what a controller has left may end by itself."""
 
 
+def command(words: Sequence[str]) -> list[str]:
+    """Return the command of a controller."""
+    return [sys.executable, "-P", "-m", "quadriga.cli.supervise", *words]
+
+
 def supervise(invocation: Invocation) -> int:
     """Run a command in a child process, again after each loss. Return its exit code.
 
@@ -59,9 +64,9 @@ def supervise(invocation: Invocation) -> int:
     changes: list[str] = []
     try:
         while True:
-            command = [sys.executable, "-m", "quadriga.cli.supervise", *invocation.words, *changes]
+            words = command([*invocation.words, *changes])
             # A session of its own: what the terminal and its shell send comes here, and once.
-            child = subprocess.Popen(command, start_new_session=True, preexec_fn=begin)
+            child = subprocess.Popen(words, start_new_session=True, preexec_fn=begin)
             code, stopped = _wait(child.pid, passed)
             child.returncode = code
             _end_left(child.pid)

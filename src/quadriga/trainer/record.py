@@ -125,14 +125,9 @@ class RunRecord:
             names, timeout_s = self._loggers
             self._trackers = Trackers.open(names, info, timeout_s)
             opened.callback(self._trackers.close)
-            if (
-                forget
-                and resumed is not None
-                and resumed.state.row
-                and self.folder.lacks(step or 0)
-            ):
-                # Killed between the checkpoint and the row of its step.
-                self._trackers.log(step or 0, resumed.state.row)
+            row = {} if resumed is None or not forget else resumed.state.row
+            if row and self.folder.lacks(step or 0):  # killed between checkpoint and row
+                self._trackers.log(step or 0, row)
             self._files = opened.pop_all()
 
     def go_back(self, resumed: Resumed | None) -> None:
