@@ -10,6 +10,7 @@ import pytest
 from replica_groups import NEEDS, Future, Group, Method, died, prompts, raised
 from run_cases import metrics_of_run, timeless, two_steps
 
+from quadriga.config.commands import GenerateConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import ReplicasConfig, RolloutEngineConfig, TrainConfig
 from quadriga.errors import (
@@ -23,6 +24,7 @@ from quadriga.errors import (
 )
 from quadriga.protocol import fields
 from quadriga.streams.replicas import ReplicaLink, Replicas, ReplicatedRollout
+from quadriga.trainer.checks.settings import check_generate_settings
 from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.trainer.preflight import check_settings
 from quadriga.trainer.stages import StageRunner
@@ -51,6 +53,51 @@ def asked(*groups: Group) -> list[int]:
 
 
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta")
+
+
+def test_replicas_join_and_come_back_where_there_is_room():
+    """At a weight sync: what joins gets its weights and rows, and no loss counts as a restart."""
+    first, second, back, joins = (Group() for _ in range(4))
+    free: set[int] = set()
+    waiting = iter((first, second, back, joins))
+    replicas = Replicas(lambda number: next(waiting), 2, 0, free.__contains__, 1, 3)
+    link = ReplicaLink(Sender(), replicas)
+    link.sync()
+    assert len(replicas.working) == 2
+    replicas.lose(replicas.all[1], died())
+    link.sync()
+    assert [r.number for r in replicas.working] == [0]
+    free |= {1, 2, 3}
+    back.version = joins.version = first.version  # of the actor, in a real sync
+    link.sync()
+    assert [(r.number, r.starts) for r in replicas.working] == [(0, 1), (1, 2), (2, 1)]
+    assert [r.group for r in replicas.working] == [first, back, joins] and replicas.restarts == 0
+    ours = ReplicatedRollout(replicas, RolloutEngineConfig(replicas=ReplicasConfig(request_rows=1)))
+    answered(ours, prompts(*WORDS))
+    assert asked(first, back, joins) == list(range(7)) and joins.asked
+
+
+def test_fewer_replicas_than_the_settings_allow_end_the_run():
+    groups = iter((Group(), Group()))
+    replicas = Replicas(lambda number: next(groups), 2, 0, lambda number: False, 2, 3)
+    replicas.lose(replicas.all[0], died())
+    with pytest.raises(RolloutDiedError, match=r"fewer than min_count=2 .* replica 0: the process"):
+        replicas.working  # noqa: B018  # a property that raises
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ("{min_count: 2}", "so min_count and max_count have no effect"),
+        ("{elastic: true}", "is for replicas; set rollout.replicas.enable=true"),
+        ("{elastic: true, enable: true, min_count: 3}", "2 replicas at the start are not in 3 … 4"),
+        ("{elastic: true, enable: true, max_count: 1}", "2 replicas at the start are not in 1 … 1"),
+    ],
+)
+def test_elastic_settings_that_do_not_fit_are_refused(given, problem):
+    settings = [f"rollout.replicas={given}", "trainer.n_gpus_per_node=2", "model.path=x"]
+    with pytest.raises(ConfigError, match=problem):
+        check_generate_settings(load_config(GenerateConfig, settings))
 
 
 class TestRows:

@@ -303,6 +303,10 @@ class ReplicasConfig:
     # lost replicas that are started again in a run: at the next weight sync, or for the next batch
     # of `quadriga generate` and `quadriga eval`
     restarts: Natural = 0
+    # replicas join where the cluster has room, and lost ones come back without counting as restarts
+    elastic: bool = False
+    min_count: Count = 1  # elastic: fewer working replicas end the run
+    max_count: Count | None = None  # elastic: most replicas; None: twice as many as at the start
 
 
 @dataclass(frozen=True)

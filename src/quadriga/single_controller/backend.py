@@ -310,6 +310,14 @@ class Backend(CallBackend, Protocol):
         """Raise PlacementError unless all pools fit on the nodes at the same time."""
         return None
 
+    def pool_in_free_room(self, like: ResourcePool) -> ResourcePool | None:
+        """Return a new pool as large as `like`, which the nodes have room for now; else None."""
+        return None
+
+    def is_placed(self, pool: ResourcePool) -> bool:
+        """Return whether all bundles of a pool that was used are on living nodes."""
+        return True
+
     def class_with_args(self, cls: type, *args: object, **kwargs: object) -> ClassWithInitArgs:
         """Combine a worker class with its arguments, in the backend's type."""
         return ClassWithInitArgs(cls, *args, **kwargs)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -94,11 +94,18 @@ class Replicas:
         start: starts the group of a replica. The caller ends all groups that it has started.
         count: the number of replicas.
         restarts: how many lost replicas are started again in the whole run.
+        room: whether the cluster has room for replica `number` now; replicas then join and come
+            back by it, without counting as restarts. None: their number stays.
+        least: fewer working replicas are an error.
+        most: replicas that there can be; None: `count`.
     """
 
     start: Callable[[int], ReplicaGroup]
     count: int
     restarts: int = 0
+    room: Callable[[int], bool] | None = None
+    least: int = 1
+    most: int | None = None
     all: list[Replica] = field(init=False)
     version: int | None = field(default=None, init=False)
     """The version of the weights that all working replicas hold, as of the last weight sync.
@@ -113,16 +120,19 @@ class Replicas:
         """The replicas that are not lost.
 
         Raises:
-            RolloutDiedError: all are lost. Its cause is the loss of the last one.
+            RolloutDiedError: fewer than `least` are left. Its cause is the loss of the last one.
         """
         found = [replica for replica in self.all if replica.loss is None]
-        if not found:
+        if len(found) < self.least:
             raise self._none_left() from self._last_loss
         return found
 
     def _none_left(self) -> RolloutDiedError:
-        reasons = "; ".join(f"replica {r.number}: {_line(r.loss)}" for r in self.all)
-        return RolloutDiedError(f"all {self.count} replicas of the rollout are lost. {reasons}")
+        reasons = "; ".join(f"replica {r.number}: {_line(r.loss)}" for r in self.all if r.loss)
+        lost = f"all {len(self.all)} replicas of the rollout are lost"
+        if self.least > 1:
+            lost = f"fewer than min_count={self.least} replicas of the rollout are left"
+        return RolloutDiedError(f"{lost}. {reasons}")
 
     def lose(self, replica: Replica, error: QuadrigaError) -> None:
         """End a replica, so that it neither answers late nor takes part in a weight sync.
@@ -138,7 +148,7 @@ class Replicas:
         left = sum(r.loss is None for r in self.all)
         _log.warning(
             "replica %d of the rollout is lost, %d of %d are left: %s",
-            replica.number, left, self.count, _line(error),
+            replica.number, left, len(self.all), _line(error),
         )  # fmt: skip
         try:
             replica.group.shutdown()
@@ -146,26 +156,39 @@ class Replicas:
             _log.warning("replica %d did not end: %s", replica.number, _line(problem))
 
     def restart_lost(self) -> None:
-        """Start lost replicas again, as long as `restarts` allows. They hold the weights of
-        the model folder then; in training the caller syncs the weights next.
+        """Start lost replicas again, and a new one, as long as `restarts` or `room` allows. They
+        hold the weights of the model folder then; in training the caller syncs the weights next.
 
         A replica that does not start stays lost.
         """
-        for replica in self.all:
-            if replica.loss is None or self.restarts <= 0:
+        for number in range(min(len(self.all) + 1, self.most or self.count)):
+            replica = self.all[number] if number < len(self.all) else None
+            if replica is not None and replica.loss is None:
                 continue
-            self.restarts -= 1
+            if self.room is None:
+                if self.restarts <= 0:
+                    return
+                self.restarts -= 1
+            elif not self.room(number):
+                continue
+            group: ReplicaGroup | None = None
             try:
-                replica.group = self.start(replica.number)
-                replica.group.init_model()
+                group = self.start(number)
+                group.init_model()
             except (WorkerError, InputError) as error:
-                _log.warning("replica %d cannot be started again: %s", replica.number, _line(error))
+                again = "" if replica is None else " again"
+                _log.warning("replica %d cannot be started%s: %s", number, again, _line(error))
                 with suppress(QuadrigaError):
-                    replica.group.shutdown()
+                    if group is not None:
+                        group.shutdown()
                 continue
-            replica.loss = None
+            if replica is None:
+                self.all.append(Replica(number, group))
+                _log.warning("replica %d of the rollout has joined", number)
+                continue
+            replica.group, replica.loss = group, None
             replica.starts += 1
-            _log.warning("replica %d of the rollout was started again", replica.number)
+            _log.warning("replica %d of the rollout was started again", number)
 
     def init_model(self) -> None:
         """Load the model in all replicas, side by side."""
@@ -287,6 +310,29 @@ def are_replicas(config: TrainConfig, uses: Sequence[str]) -> bool:
     return has_replicas(config) and "rollout" in uses
 
 
+def elastic_problems(
+    key: str, rollout: RolloutEngineConfig, enabled: bool, backend: str, ranks: int
+) -> Iterator[tuple[str, str]]:
+    """Yield the key and the text of what keeps replicas from joining and leaving.
+
+    `ranks`: of the rollout at the start.
+    """
+    given, count = rollout.replicas, ranks // rollout_of(rollout).ranks_of_copy
+    if not given.elastic:
+        if given.min_count > 1 or given.max_count is not None:
+            yield f"{key}.elastic", "is false, so min_count and max_count have no effect; set it"
+    elif not enabled:
+        yield f"{key}.elastic", f"is for replicas; set {key}.enable=true"
+    elif backend == "local":
+        yield f"{key}.elastic", "needs nodes that join and leave; set trainer.backend=ray"
+    elif not given.min_count <= count <= (given.max_count or 2 * count):
+        most = given.max_count or 2 * count
+        yield (
+            f"{key}.elastic",
+            f"{count} replicas at the start are not in {given.min_count} … {most}",
+        )
+
+
 def start_replicas(
     settings: RolloutEngineConfig,
     backend: Backend,
@@ -306,6 +352,7 @@ def start_replicas(
         trainer: its `call_timeout_s` is the deadline of a call.
     """
     parts = split_resource_pool(pool, rollout_of(settings).ranks_of_copy)
+    count, elastic = len(parts), settings.replicas
     (role,), timeout = members, trainer.call_timeout_s
 
     def start(number: int) -> ReplicaGroup:
@@ -315,7 +362,17 @@ def start_replicas(
         view: ReplicaGroup = group.spawn([role])[role]
         return view
 
-    return Replicas(start, len(parts), settings.replicas.restarts)
+    def room(number: int) -> bool:
+        if number < len(parts):  # of a replica that was lost
+            return backend.is_placed(parts[number])
+        if (free := backend.pool_in_free_room(parts[0])) is not None:
+            parts.append(free)
+        return free is not None
+
+    if not elastic.elastic:
+        return Replicas(start, count, elastic.restarts)
+    most = max(count, elastic.max_count or 2 * count)
+    return Replicas(start, count, elastic.restarts, room, elastic.min_count, most)
 
 
 # Generation.

@@ -25,6 +25,7 @@ from quadriga.backends.ray.pool import (
     RayResourcePool,
     Strategy,
     alive_nodes,
+    free_nodes,
     local_places,
     local_ranks,
     release_pools_of,
@@ -343,6 +344,28 @@ class RayBackend(RayCallBackend):
         check_feasible([pool.needs() for pool in ours], alive_nodes())
         for pool in ours:
             pool.placed_together = ours
+
+    def pool_in_free_room(self, like: ResourcePool) -> RayResourcePool | None:
+        """Return a new pool as large as `like`, with its settings, for which the nodes have
+        resources that no process holds; None if they have not."""
+        assert isinstance(like, RayResourcePool)
+        kinds = {name: getattr(like, name) for name in
+                 ("use_gpu", "max_colocate_count", "accelerator_type")}  # fmt: skip
+        pool = RayResourcePool([like.world_size], **kinds)
+        pool.label = f"{like.label}+"
+        try:
+            check_feasible([pool.needs()], free_nodes())
+        except PlacementError:
+            return None
+        self._pools.append(pool)
+        return pool
+
+    def is_placed(self, pool: ResourcePool) -> bool:
+        """Return whether all bundles are on living nodes. Those of a lost node are on none, until
+        Ray finds room for them."""
+        assert isinstance(pool, RayResourcePool)
+        groups = (group for root in pool.roots() for group in root.pgs or ())
+        return all(ray.util.placement_group_table(g)["state"] == "CREATED" for g in groups)
 
     def class_with_args(self, cls: type, *args: object, **kwargs: object) -> RayClassWithInitArgs:
         """Return a worker class with its arguments."""

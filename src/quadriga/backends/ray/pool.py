@@ -220,6 +220,12 @@ def alive_nodes() -> list[NodeResources]:
     return [NodeResources(node.address, node.resources) for node in cluster_nodes() if node.alive]
 
 
+def free_nodes() -> list[NodeResources]:
+    """Return the living nodes of the cluster with what no process holds of each."""
+    free = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]
+    return [NodeResources(node, resources) for node, resources in free.items()]
+
+
 def _free_text() -> str:
     free = free_resources()
     shown = [f"{kind} {free[kind]:g}" for kind in ("CPU", "GPU", "NPU") if free.get(kind)]

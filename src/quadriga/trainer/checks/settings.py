@@ -55,6 +55,7 @@ from quadriga.errors import ConfigError
 from quadriga.observability.run_folder import STREAM
 from quadriga.parallel.device import planned_device
 from quadriga.rollout import ROLLOUTS, rollout_of
+from quadriga.streams.replicas import elastic_problems
 from quadriga.trainer.roles.workers import critic_model, needs_critic, needs_reference, uses_of_run
 from quadriga.workers.updates import loss_settings, reads_zero_advantages
 
@@ -355,6 +356,11 @@ def check_eval_settings(config: EvalConfig) -> None:
 
 
 def _generation(config: GenerationConfig) -> Problems:
+    trainer, rollout = config.trainer, config.rollout
+    ranks = trainer.nnodes * trainer.n_gpus_per_node
+    yield from elastic_problems(
+        "rollout.replicas", rollout, rollout.replicas.enable, trainer.backend, ranks
+    )
     yield from _sampling("sampling", config.sampling, config.max_response_length)
     yield from _equal_samples("n", config.n, "sampling", config.sampling)
     yield from _not_trained("model", config.model)
@@ -409,6 +415,10 @@ def _shared_ranks(config: TrainConfig, pools: Sequence[RolePool]) -> Problems:
             "needs ranks on which only the rollout runs, but they are also those of "
             f"{other}; set placement.rollout and placement.{other} to different ranks",
         )
+    if not (has_replicas(config) and beside != ["rollout"]):
+        ranks, enabled = num_ranks(config, "rollout"), has_replicas(config)
+        key, backend = f"{ROLLOUT}.replicas", config.trainer.backend
+        yield from elastic_problems(key, rollout, enabled, backend, ranks or 0)
     refused = {
         "trainer.backend=local": config.trainer.backend == "local",
         f"{ROLLOUT}.replicas.enable=true": rollout.replicas.enable,
@@ -626,6 +636,8 @@ def _weights_in_flight(config: TrainConfig) -> Problems:
         return
     if not has_replicas(config):
         yield key, "needs placement.rollout, ranks of its own; set that, or update=pause"
+    elif rollout.replicas.elastic:
+        yield key, "keeps replicas.elastic from adding replicas; set it to pause"
     elif not rollout_of(rollout).in_flight:
         yield key, f"is not built for {ROLLOUT}.name={rollout.name}; set it to pause"
 
