@@ -366,7 +366,8 @@ class ControllerState:
     uninterrupted one, and what these steps depend on.
 
     `validation`: the metrics of the last validation; {} if there was none. `row`: those of the
-    step, which a run that was killed before it has logged them logs when it is resumed.
+    step without times, which a run that was killed before it has logged them logs when it is
+    resumed.
     """
 
     step: int

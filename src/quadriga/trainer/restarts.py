@@ -56,6 +56,7 @@ LOSSES = (
     DistError,
 )
 """A process has ended or is stuck, an object is lost, or the network between ranks has failed."""
+_CLOCKS = ("time/", "perf/", "progress/", "restarts/")
 RETRY_S = 2.0
 """Seconds between two looks for the nodes that are missing."""
 
@@ -136,10 +137,10 @@ class Restarts:
 
     @property
     def row(self) -> dict[str, float]:
-        """The metrics of the step so far; between two steps, those of the one before."""
-        if self._record is None:
-            return {}
-        return self._record.row if self._record.measured else self._record.last
+        """The metrics of the step so far, or between two steps of the one before, without times:
+        equal runs write equal checkpoints."""
+        found = {} if self._record is None else self._record.measured or self._record.last
+        return {name: value for name, value in found.items() if not name.startswith(_CLOCKS)}
 
     @property
     def running(self) -> bool:
