@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from quadriga.checkpoint.files import digest_file, write_tensors
-from quadriga.checkpoint.shards import Block, load_rank_state, read_scalars, save_rank_state
+from quadriga.checkpoint.shards import Block, Origin, RankState, load_rank_state, read_scalars
 from quadriga.errors import CheckpointError
 
 FULL = torch.arange(35.0).view(7, 5)
@@ -25,7 +25,7 @@ def rows_block(first, last):
 def write(folder, cuts):
     for rank, (first, last) in enumerate(pairwise(cuts)):
         blocks = {"w": rows_block(first, last)}
-        save_rank_state(folder, blocks, {}, rank=rank, world_size=len(cuts) - 1)
+        RankState.of(blocks, {}, Origin(0, rank, len(cuts) - 1)).write(folder)
 
 
 @pytest.mark.parametrize("cuts", [[0, 7], [0, 4, 7], [0, 3, 6, 7, 7]])
@@ -46,7 +46,7 @@ def test_a_missing_file_of_a_rank_is_named(tmp_path):
 
 
 def test_a_checkpoint_of_another_model_is_an_error(tmp_path):
-    save_rank_state(tmp_path, {"w": FULL}, {}, rank=0, world_size=1)
+    RankState.of({"w": FULL}, {}, Origin(0, 0, 1)).write(tmp_path)
     with pytest.raises(CheckpointError, match=r"'w' has shape \[7, 5\], the model has \[5, 7\]"):
         load_rank_state(tmp_path, {"w": torch.zeros(5, 7)}, rank=0)
     with pytest.raises(CheckpointError, match="'other'"):
@@ -62,7 +62,7 @@ WRONG_INDEXES = {
 
 @pytest.mark.parametrize("name", WRONG_INDEXES)
 def test_an_index_with_a_value_of_another_type_is_named(name, tmp_path):
-    save_rank_state(tmp_path, {"w": FULL}, {}, rank=0, world_size=1)
+    RankState.of({"w": FULL}, {}, Origin(0, 0, 1)).write(tmp_path)
     index = tmp_path / "shard_00000.json"
     index.write_text(json.dumps(json.loads(index.read_text()) | WRONG_INDEXES[name]))
     with pytest.raises(CheckpointError, match=r"shard_00000\.json"):
@@ -74,7 +74,7 @@ def test_scalars_and_random_states_are_restored(tmp_path):
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
-    save_rank_state(tmp_path, {"s": scalar}, {"step": 12}, rank=0, world_size=1)
+    RankState.of({"s": scalar}, {"step": 12}, Origin(0, 0, 1)).write(tmp_path)
     expected = [random.random(), np.random.rand(), torch.rand(1).item()]
     scalar.zero_()
     assert read_scalars(tmp_path) == {"step": 12}
@@ -95,7 +95,7 @@ def rows(*numbers: int, name: str = "w") -> dict[str, Block]:
 
 def test_blocks_are_read_by_any_division_of_the_tensor(tmp_path):
     for rank, blocks in enumerate((rows(0, 2), rows(1, 3))):
-        save_rank_state(tmp_path, blocks, {}, rank=rank, world_size=2)
+        RankState.of(blocks, {}, Origin(0, rank, 2)).write(tmp_path)
     found = torch.zeros(4, 3)
     load_rank_state(tmp_path, {"w": found}, rank=0)
     assert torch.equal(found, WHOLE)

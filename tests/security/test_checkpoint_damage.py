@@ -28,7 +28,7 @@ from quadriga.checkpoint.folders import (
     step_folder,
     verify_checkpoint,
 )
-from quadriga.checkpoint.shards import load_rank_state, read_scalars, save_rank_state
+from quadriga.checkpoint.shards import Origin, RankState, load_rank_state, read_scalars
 from quadriga.checkpoint.writer import reported_files
 from quadriga.config.schema import TrainerConfig
 from quadriga.errors import CheckpointError, InputError
@@ -42,17 +42,9 @@ INFO = {"loader": {"epoch": 0}, "kl_controller": {"value": 0.1}}
 def save(root, step, ranks=2):
     """Save a checkpoint as the ranks and the controller of a run do."""
     partial = begin_checkpoint(root, step)
-    reports = [
-        save_rank_state(
-            partial / "actor",
-            {"w": torch.full((4,), float(step))},
-            {"step": step},
-            rank=rank,
-            world_size=ranks,
-            step=step,
-        )
-        for rank in range(ranks)
-    ]
+    tensors, scalars = {"w": torch.full((4,), float(step))}, {"step": step}
+    states = [RankState.of(tensors, scalars, Origin(step, rank, ranks)) for rank in range(ranks)]
+    reports = [state.write(partial / "actor") for state in states]
     return commit_checkpoint(partial, reported_files("actor", reports), {"step": step, **INFO})
 
 

@@ -286,25 +286,6 @@ def _host_memory(data: Tensor) -> Tensor:
     return torch.empty(data.shape, dtype=data.dtype, pin_memory=data.device.type == "cuda")
 
 
-def save_rank_state(
-    folder: str | Path,
-    tensors: Mapping[str, Tensor] | Mapping[str, Block],
-    scalars: Mapping[str, object],
-    *,
-    rank: int,
-    world_size: int,
-    step: int = 0,
-) -> list[SavedFile]:
-    """Write this rank's blocks of `tensors`, `scalars` (JSON values) and its random states.
-
-    Every rank must call it with the same folder. `step` is written into each file.
-
-    Returns:
-        The files, for the marker of the checkpoint.
-    """
-    return RankState.of(tensors, scalars, Origin(step, rank, world_size)).write(folder)
-
-
 def read_scalars(folder: str | Path, *, step: int | None = None) -> JsonObject:
     """Return the scalars that rank 0 saved. Raises `CheckpointError` as `load_rank_state`."""
     return {**read_indexes(Path(local_path(folder)), step=step)[0].extra["scalars"]}
