@@ -2,6 +2,8 @@
 
     python benchmarks/stream_runs.py --accuracy FOLDER           # keeps the runs in FOLDER
     python benchmarks/stream_runs.py --accuracy FOLDER --runs 1  # makes the next run alone
+    python benchmarks/stream_runs.py --uneven                    # below four minutes
+    python benchmarks/stream_runs.py --against CHECKOUT          # another version of Quadriga
 
 Prints JSON. `--accuracy` trains the model of `quadriga demo` after its supervised warm start: the
 same prompts synchronously and with responses that are 1 and 4 steps old, with and without the
@@ -9,14 +11,23 @@ correction of the loss, three seeds each, and validates each model on 2048 probl
 decoding). One generating and one training process on Ray record the order of the calls at each
 staleness; the runs themselves repeat it on one process (`trainer.replay_order`), so the ages do not
 depend on the machine.
+
+`--uneven`: the same ranks generate and train, responses have up to 256 tokens, and most are short;
+in turns, runs without staleness, which wait for the longest response of each step, and with
+staleness 1, which carry the responses that have not ended into the next step.
+
+`--against`: runs with `trainer.max_staleness=0` of this checkout and of another one in turns, which
+must end with the same model.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +39,12 @@ from quadriga.cli.demo import data_command, sft_command, train_command
 from quadriga.config.commands import DemoConfig
 from quadriga.observability.jsonl import read_jsonl
 
+CHECKOUT = Path(__file__).parents[1]
+STOPS = 8  # of the tokens of the tiny model; a response ends with one of them
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return len(solution_str) % 7 / 7
+"""
 STEPS, PROBLEMS, SEEDS = 60, 2048, (0, 1, 2)
 CASES = {
     "synchronous": (0, "none"), "staleness 1": (1, "token"), "staleness 4": (4, "token"),
@@ -96,13 +113,89 @@ def accuracy(folder: Path) -> dict[str, Any]:
     return found
 
 
+def tiny_run(folder: Path, checkout: Path, *settings: str) -> list[dict[str, float]]:
+    """Train a model of random weights, whose scores depend on the tokens alone."""
+    data = folder / "data/train.parquet"
+    if not data.exists():
+        demo = DemoConfig(output=str(folder), backend="local")
+        quadriga("data", "make", *data_command(demo, folder).overrides, "train_size=512")
+        (folder / "reward.py").write_text(REWARD)
+    run = folder / f"run{len(list(folder.glob('run*')))}"
+    words = [
+        f"reward.path={folder}/reward.py", f"actor_rollout_ref.model.path={folder}/base",
+        f"data.train_files=[{data}]", "data.train_batch_size=16", "trainer.backend=local",
+        "actor_rollout_ref.rollout.n=8", "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+        "algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.optim.lr=1e-6",
+        "trainer.test_freq=0", "trainer.val_before_train=false", "trainer.samples_per_step=128",
+        "trainer.threads_per_worker=1", "trainer.loggers=[jsonl]", "reward.num_processes=0",
+        f"trainer.default_local_dir={run}", *settings,
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "quadriga.cli.main", "train", *words]
+    source = {**os.environ, "PYTHONPATH": str(checkout / "src")}
+    subprocess.run(command, check=True, stdout=sys.stderr, env=source)
+    return list(read_jsonl(run / "metrics.jsonl"))
+
+
+def seconds_of(runs: list[list[dict[str, float]]]) -> float:
+    """The median step of some runs, without the first three and the last one of each."""
+    return float(np.median([row["time/step"] for rows in runs for row in rows[3:-1]]))
+
+
+def uneven(folder: Path) -> dict[str, Any]:
+    """Waiting for the longest response against carrying it into the next step."""
+    stops = f"actor_rollout_ref.rollout.sampling.stop_token_ids={list(range(3, 3 + STOPS))}"
+    common = ["data.max_response_length=256", stops, "trainer.total_training_steps=14"]
+    streamed = ["trainer.max_staleness=1", "actor_rollout_ref.rollout.slice_tokens=32"]
+    cases: dict[str, list[str]] = {"synchronous": [], "staleness 1": streamed}
+    runs: dict[str, list[list[dict[str, float]]]] = {name: [] for name in cases}
+    for _ in range(2):
+        for name, more in cases.items():
+            runs[name].append(tiny_run(folder, CHECKOUT, *common, *more))
+    found: dict[str, Any] = {}
+    for name, own in runs.items():
+        rows = [row for run in own for row in run]
+        found[name] = {"step_s": seconds_of(own), "generation_s": np.median(
+            [row["time/rollout"] for row in rows]), "update_s": np.median(
+            [row["time/update_actor"] for row in rows]), "mean_tokens": np.mean(
+            [row["response_length/mean"] for row in rows]), "longest": np.mean(
+            [row["response_length/max"] for row in rows])}  # fmt: skip
+    times = [found[name]["step_s"] for name in cases]
+    return {
+        **found,
+        "speed_up": times[0] / times[1],
+        "goal": 1.5,
+        "met": times[0] >= 1.5 * times[1],
+    }
+
+
+def against(folder: Path, other: Path) -> dict[str, Any]:
+    """The loop without staleness against that of another checkout."""
+    settings = ("data.max_response_length=64", "trainer.total_training_steps=16")
+    runs: dict[Path, list[list[dict[str, float]]]] = {CHECKOUT: [], other: []}
+    for _ in range(3):
+        for checkout, own in runs.items():
+            own.append(tiny_run(folder, checkout, *settings))
+    models = {(run / "model/model.safetensors").read_bytes() for run in folder.glob("run*")}
+    steps = [seconds_of(own) for own in runs.values()]
+    each = [[seconds_of([rows]) for rows in own] for own in runs.values()]
+    return {"step_s": steps, "each": each, "ratio": steps[0] / steps[1], "models": len(models)}
+
+
 def main() -> None:
     """Run, and print JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--accuracy", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--accuracy", type=Path, help="the folder of the runs")
     parser.add_argument("--lr", default="1e-4", help="learning rate; that of the demo is 3e-4")
     parser.add_argument("--runs", type=int, help="make at most so many of them")
+    parser.add_argument("--uneven", action="store_true", help="the time of steps")
+    parser.add_argument("--against", type=Path, help="a checkout of another version")
     options = parser.parse_args()
+    if options.accuracy is None:
+        with tempfile.TemporaryDirectory() as folder:
+            task, other = Path(folder), options.against
+            report = uneven(task) if other is None else against(task, other.absolute())
+        print(json.dumps(report, indent=1))
+        return
     for number, run in enumerate(accuracy_runs(options.accuracy, options.lr), 1):
         print(f"{time.strftime('%H:%M:%S')} {run}", file=sys.stderr)
         if number == options.runs:
