@@ -92,6 +92,8 @@ def published(median: float, steps: int) -> tuple[dict[str, object], dict[str, T
     for staleness in (1, 2, 4):
         name, division = f"staleness {staleness}", apart(RANKS // 2, staleness)
         runs[name] = Simulation(division, half, lengths).run()
+    more = apart(RANKS // 2 + 1, 2)
+    runs["staleness 2, 5 ranks generate"] = Simulation(more, half, lengths).run()
     runs["staleness 2, keys kept"] = Simulation(apart(RANKS // 2, 2), kept, lengths).run()
     runs["staleness 2, training as on all ranks"] = Simulation(
         apart(RANKS // 2, 2), costs, lengths
