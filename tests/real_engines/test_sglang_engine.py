@@ -12,18 +12,11 @@ import time
 from dataclasses import replace
 from unittest import mock
 
+import agreement
 import psutil
 import pytest
 import torch
-from agreement import (
-    GREEDY,
-    OF_SGLANG,
-    check_agreement,
-    check_prefix_cache,
-    needs,
-    requests,
-    write_model,
-)
+from agreement import GREEDY, OF_SGLANG, check_agreement, needs, requests, write_model
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
@@ -111,7 +104,7 @@ def test_greedy_responses_equal_those_of_hf_before_and_after_updates(tmp_path, n
             return read(entry, *args, **more)
 
         with mock.patch("quadriga.rollout.sglang.engine.read_sample", recorded):
-            check_prefix_cache(engine, weights, cached, page=1)
+            agreement.check_prefix_cache(engine, weights, cached, page=1)
     finally:
         engine.close()
 

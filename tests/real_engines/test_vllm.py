@@ -7,17 +7,10 @@ import random
 import sys
 from unittest import mock
 
+import agreement
 import pytest
 import torch
-from agreement import (
-    GREEDY,
-    MODELS,
-    check_agreement,
-    check_prefix_cache,
-    needs,
-    requests,
-    write_model,
-)
+from agreement import GREEDY, MODELS, check_agreement, needs, requests, write_model
 
 from quadriga.config.schema import ModelConfig
 from quadriga.errors import ConfigError, ModelError, RolloutAbilityError, RolloutError, WorkerError
@@ -111,7 +104,7 @@ class TestModels:
             return outputs
 
         with mock.patch.object(ours._engine, "step", recorded):
-            check_prefix_cache(ours, noise(hf, 3), cached, page=32)
+            agreement.check_prefix_cache(ours, noise(hf, 3), cached, page=32)
 
     def test_every_fault_of_a_sync_is_named(self, engines):
         ours, hf = engines

@@ -163,11 +163,11 @@ class SlicedGeneration:
             if held and _readable(held):
                 group.home = None
                 self.moved += group.batch is None
-                continue
-            self._homeless = [part for part in self._homeless if part[0] is not group]
-            self.queue.restart([group])
-            if held:
-                self.note("restart", [group.number], self.queue.ended)
+        again = [group for group in lost if group.home is not None]
+        self._homeless = [part for part in self._homeless if part[0] not in again]
+        self.queue.restart(again)
+        if known := [group.number for group in again if lost[group]]:  # of a call that has ended
+            self.note("restart", known, self.queue.ended)
         if self._homeless and all(call.is_lost for call in self._calls.values()):
             self.forget_caches()
             self.note("forget", [], self.queue.ended)

@@ -122,15 +122,14 @@ class PromptQueue:
         """A group has its scores, or needs none yet."""
         self._ready.append(group.number)
 
-    def restart(self, groups: Sequence[PromptGroup]) -> list[int]:
-        """Let groups wait again, before the others: what they had is lost. Return their numbers."""
+    def restart(self, groups: Sequence[PromptGroup]) -> None:
+        """Let groups wait again, before the others: what they had is lost."""
         for group in sorted(groups, key=lambda group: group.number, reverse=True):
             if group.number in self._ready:
                 self._ready.remove(group.number)
             group.restart()
             self.waiting.appendleft(group)
             self.restarted += 1
-        return [group.number for group in groups]
 
     def take(self) -> list[PromptGroup] | None:
         """Return the groups of the step, in the order of the data; None: they are not ready."""
