@@ -36,7 +36,8 @@ from quadriga.config.loading import setting_leaves, to_yaml
 from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import RunConfig, TrainConfig
 from quadriga.config.stores import local_file
-from quadriga.errors import CheckpointError, ConfigError, QuadrigaError
+from quadriga.errors import CheckpointError, ConfigError, InputError, QuadrigaError
+from quadriga.files import refusal_in
 from quadriga.models.folder import local_folder
 from quadriga.observability.run_folder import CHECKPOINTS
 from quadriga.trainer.restarts import Restarts, first_line
@@ -380,7 +381,9 @@ class Checkpointing:
         except BaseException as error:
             at_once = isinstance(error, KeyboardInterrupt)
             self.writer.abandon(0 if at_once else self.config.trainer.stop_grace_s)
-            if not (at_once or self.restarts.is_loss(error)):
+            # Of input: the disk is full, for example, or another run writes into the folder.
+            of_input = isinstance(error, InputError) or refusal_in(error) is not None
+            if not (at_once or of_input or self.restarts.is_loss(error)):
                 self._save_in_emergency(record, save)
             raise
 
