@@ -1,5 +1,5 @@
-"""An error of the controller leaves a checkpoint of the last step that is complete; a full disk ends
-a run in one line."""
+"""An error of the controller leaves a checkpoint of the last complete step; a full disk ends a run in
+one line."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from quadriga.cli.main import main
 
 TRAINER = "quadriga.trainer"
 PLACES = [  # what raises, at which call, and the step that is saved
-    (f"{TRAINER}.stages.score_responses", 2, [1]),
-    (f"{TRAINER}.record.RunRecord.log_samples", 2, [1]),  # the first one is of a validation
+    (f"{TRAINER}.stages.score_responses", 3, [1]),  # the first call is of a validation, as below
+    (f"{TRAINER}.record.RunRecord.log_samples", 2, [1]),
     (f"{TRAINER}.stages.StageRunner.update", 2, []),  # weights in an update belong to no step
 ]
 
