@@ -1,5 +1,4 @@
-"""An error of the controller leaves a checkpoint of the last complete step; a full disk ends a run in
-one line."""
+"""An error of the controller leaves a checkpoint of the last step; a full disk is one line."""
 
 from __future__ import annotations
 
