@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
-import signal
 import sys
 import threading
 import time
@@ -26,7 +24,7 @@ SPANS = {
 }  # fmt: skip
 OTHERS = {"ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent"}
 """Processes of Ray itself. With an agent, the raylet of the node ends."""
-PHASES = ("start", "restart", "load", "reward", "export", *dict.fromkeys(SPANS.values()))
+PHASES = ("start", "restart", "load", "reward", *dict.fromkeys(SPANS.values()))
 
 
 def ranks() -> list[psutil.Process]:
@@ -63,18 +61,17 @@ class Plan:
             time.sleep(0.05)
         victim = self.random.choice(found)
         with contextlib.suppress(psutil.Error), open(self.log, "a") as file:
-            name = " ".join(victim.cmdline())
-            os.kill(victim.pid, signal.SIGKILL)
-            row = {"phase": phase, "delay": round(delay, 3), "victim": name, "at": time.time()}
+            row = {"phase": phase, "delay": round(delay, 3), "victim": victim.cmdline()[0].strip()}
+            victim.kill()
             file.write(json.dumps(row) + "\n")
 
 
 def wrap(plan, owner, name, phase):
     original = getattr(owner, name)
 
-    def within(*args, **kwargs):
-        with plan.phase(phase() if callable(phase) else phase):
-            return original(*args, **kwargs)
+    def within(owner, *args):
+        with plan.phase(phase(owner)):
+            return original(owner, *args)
 
     setattr(owner, name, within)
 
@@ -82,12 +79,9 @@ def wrap(plan, owner, name, phase):
 def install(plan):
     from quadriga.observability.metrics import Timer
     from quadriga.trainer import ppo
-    from quadriga.trainer.restarts import Restarts
     from quadriga.trainer.worker_groups import PPOGroups
 
-    restarts, span = [], Timer.__call__
-    begin = Restarts.begin
-    Restarts.begin = lambda self, error: (begin(self, error), restarts.append(error))[0]
+    span = Timer.__call__
 
     @contextlib.contextmanager
     def spans(self, name):
@@ -96,9 +90,10 @@ def install(plan):
             yield
 
     Timer.__call__ = spans
-    wrap(plan, ppo.RayPPOTrainer, "init_workers", lambda: "restart" if restarts else "start")
-    wrap(plan, PPOGroups, "load", "load")
-    wrap(plan, ppo.RayPPOTrainer, "score_and_mask", "reward")
+    trainer = ppo.RayPPOTrainer
+    wrap(plan, trainer, "init_workers", lambda it: "restart" if it.restarts.count else "start")
+    wrap(plan, PPOGroups, "load", lambda _: "load")
+    wrap(plan, trainer, "score_and_mask", lambda _: "reward")
 
 
 if __name__ == "__main__":

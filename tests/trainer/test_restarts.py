@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from fine_tuning_cases import six_steps
 from run_cases import assert_equal_tensors, metrics_of_run, timeless, two_steps
 
+from quadriga import errors
 from quadriga.backends.local import LocalBackend
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
-from quadriga.errors import (
-    CallTimeoutError,
-    CheckpointError,
-    ConfigError,
-    LostObjectError,
-    MismatchError,
-    PlacementError,
-    RewardError,
-    RolloutDiedError,
-    RolloutOutputError,
-    RolloutTimeoutError,
-    WorkerDiedError,
-    WorkerInitError,
-    WorkerMethodError,
-)
+from quadriga.errors import ConfigError, PlacementError, WorkerDiedError, WorkerMethodError
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.single_controller.keepers import KeptValues
 from quadriga.trainer import restarts as restarting, worker_groups
@@ -204,37 +192,28 @@ def test_fine_tuning_that_loses_a_rank_goes_on(tiny_task, tmp_path, monkeypatch,
 # What is a loss
 
 
-def raised(cause: Exception) -> WorkerMethodError:
-    error = WorkerMethodError("a method raised")
-    error.__cause__ = cause
-    return error
+LOST = (
+    "WorkerDiedError", "CallTimeoutError", "LostObjectError", "RolloutDiedError",
+    "RolloutTimeoutError",
+)  # fmt: skip
+KEPT = (
+    "WorkerInitError", "RolloutOutputError", "RewardError", "MismatchError", "CheckpointError",
+    "PlacementError", "ConfigError", "CollectiveError",
+)  # fmt: skip
 
 
-LOSSES = {
-    "a dead process": (WorkerDiedError("x"), True),
-    "a stuck rank": (CallTimeoutError("x"), True),
-    "a lost field": (LostObjectError("x"), True),
-    "a dead engine": (raised(RolloutDiedError("x")), True),
-    "an engine that does not answer": (raised(RolloutTimeoutError("x")), True),
-    "the network between ranks": (raised(restarting.DistError("x")), True),
-    "all replicas": (RolloutDiedError("x"), True),
-    "a method": (raised(ValueError("x")), False),
-    "an `__init__`": (WorkerInitError("x"), False),
-    "an answer of an engine": (raised(RolloutOutputError("x")), False),
-    "a reward": (RewardError("x"), False),
-    "an alarm": (MismatchError("x"), False),
-    "a checkpoint": (CheckpointError("x"), False),
-    "too few nodes at the start": (PlacementError("x"), False),
-    "Ctrl-C": (KeyboardInterrupt(), False),
-}
-
-
-@pytest.mark.parametrize("case", LOSSES)
-def test_what_is_a_loss(case):
-    error, expected = LOSSES[case]
-    restarts = Restarts(load_config(TrainConfig, []).trainer, lambda: False)
-    assert restarts.is_loss(error) == restarts.allows(error) == expected
-    assert not Restarts(load_config(TrainConfig, []).trainer, lambda: True).allows(error)
+@pytest.mark.parametrize("name", [*LOST, *KEPT])
+def test_what_is_a_loss(name):
+    error, around = getattr(errors, name)("x"), WorkerMethodError("a method raised")
+    around.__cause__ = error
+    trainer = load_config(TrainConfig, []).trainer
+    restarts, local = Restarts(trainer, lambda: False), replace(trainer, backend="local")
+    for one in (error, around):
+        assert restarts.is_loss(one) == restarts.allows(one) == (name in LOST)
+        assert not Restarts(trainer, lambda: True).allows(one)  # it was asked to stop
+    assert Restarts(local, lambda: False).is_loss(error) == (name in set(LOST) - {LOST[1]})
+    around.__cause__ = restarting.DistError("a connection is lost")
+    assert restarts.is_loss(around) and not restarts.is_loss(KeyboardInterrupt())
 
 
 @pytest.fixture

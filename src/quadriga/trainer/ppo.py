@@ -405,6 +405,8 @@ class RayPPOTrainer:
         if self._groups is not None:
             groups, self._groups = self._groups, None
             groups.close()
+        if self._streamed is not None:
+            self._streamed.wait_ended()
 
     def close(self) -> None:
         """Stop the worker groups and the reward processes, if they are started."""

@@ -383,6 +383,12 @@ class StreamedSampler:
         if self._calls is not None:
             self._calls.close()
 
+    def wait_ended(self) -> None:
+        """Wait until the threads have ended, after `close` and the end of the replicas: what scores
+        a response must not be called by the next sampler meanwhile."""
+        for thread in self._threads:
+            thread.join()
+
     # The order of the calls
 
     def _note(
