@@ -61,7 +61,8 @@ class Plan:
             time.sleep(0.05)
         victim = self.random.choice(found)
         with contextlib.suppress(psutil.Error), open(self.log, "a") as file:
-            row = {"phase": phase, "delay": round(delay, 3), "victim": victim.cmdline()[0].strip()}
+            name = " ".join(victim.cmdline())[:80].strip()
+            row = {"phase": phase, "delay": round(delay, 3), "victim": name}
             victim.kill()
             file.write(json.dumps(row) + "\n")
 

@@ -384,10 +384,10 @@ class StreamedSampler:
             self._calls.close()
 
     def wait_ended(self) -> None:
-        """Wait until the threads have ended, after `close` and the end of the replicas: what scores
-        a response must not be called by the next sampler meanwhile."""
+        """Wait a minute at most until each thread has ended, after `close` and the end of the
+        replicas: the next sampler calls the same reward function."""
         for thread in self._threads:
-            thread.join()
+            thread.join(60.0)
 
     # The order of the calls
 
