@@ -130,7 +130,6 @@ class PackedRows:
             with the same prompt).
         row: [N] int64, the row that a packed token was taken from.
         column: [N] int64, the column of a packed token in that row.
-        in_prompt: [N] bool, whether a packed token belongs to a prompt.
     """
 
     token_index: Tensor
@@ -139,7 +138,6 @@ class PackedRows:
     prompt_owner: Tensor
     row: Tensor
     column: Tensor
-    in_prompt: Tensor
 
 
 @dataclass(frozen=True)
@@ -234,9 +232,10 @@ def similar_length_blocks(rows: PackedRows) -> AttentionBlocks:
         add(block, 1, block_rows)
 
     # A response token in column c is query number c − prompt_length of its row's responses.
+    number = rows.column - rows.prompt_length[rows.row]
     in_causal = first_slot[0, rows.row] + rows.column
-    in_response = first_slot[1, rows.row] + rows.column - rows.prompt_length[rows.row]
-    slot = torch.where(rows.in_prompt | whole[rows.row], in_causal, in_response)
+    in_response = first_slot[1, rows.row] + number
+    slot = torch.where((number < 0) | whole[rows.row], in_causal, in_response)
     return AttentionBlocks(tuple(blocks), slot)
 
 

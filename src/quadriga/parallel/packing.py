@@ -142,7 +142,6 @@ def in_equal_slices(packed: PackedBatch, count: int) -> PackedBatch:
         prompt_owner=pad(old.prompt_owner, (0, 1), value=row),
         row=pad(old.row, (0, more), value=row),
         column=torch.cat([old.column, index]),
-        in_prompt=torch.cat([old.in_prompt, index >= 0]),
     )
     positions = torch.cat([packed.position_ids, index[None]], 1)
     ids = pad(packed.input_ids, (0, more))
@@ -231,7 +230,6 @@ def _packed_rows(
         prompt_owner=owner,
         row=kept_row,
         column=position_BS[kept_row, kept_column],
-        in_prompt=kept_column < prompt_width,
     )
     return rows, kept
 
