@@ -106,16 +106,14 @@ def ppo_clip(
     log_ratio = masked_log_ratio(log_prob_BT, old_log_prob_BT, response_mask_BT)
     advantages = advantages_BT.masked_fill(~response_mask_BT, 0)
     ratio = bounded_ratio(log_ratio)
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    surrogate = torch.maximum(unclipped, clipped)
+    inner = _clipped(
+        ratio, advantages_BT, log_ratio, response_mask_BT, clip_ratio_low, clip_ratio_high
+    )
     dual_bound = -advantages * clip_ratio_c
-    loss = torch.where(advantages < 0, torch.minimum(surrogate, dual_bound), surrogate)
-    metrics = ratio_metrics(log_ratio, response_mask_BT)
-    metrics["pg_clipfrac"] = Partial.mean((clipped > unclipped).float(), response_mask_BT)
-    dual_clipped = (surrogate > dual_bound) & (advantages < 0)
-    metrics["pg_clipfrac_lower"] = Partial.mean(dual_clipped.float(), response_mask_BT)
-    return PolicyLoss(loss, metrics)
+    dual_clipped = (inner.loss_BT > dual_bound) & (advantages < 0)
+    loss = torch.where(advantages < 0, torch.minimum(inner.loss_BT, dual_bound), inner.loss_BT)
+    lower = Partial.mean(dual_clipped.float(), response_mask_BT)
+    return PolicyLoss(loss, {**inner.metrics, "pg_clipfrac_lower": lower})
 
 
 def cispo(
