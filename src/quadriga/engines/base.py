@@ -413,13 +413,13 @@ class TrainEngine(ABC):
         saved = read_scalars(folder, step=step)
         if self.optimizer is not None:
             self.optimizer.check_scalars(saved, folder)
-        with self._on_device("parameters", "moments"), torch.no_grad():
-            state = self._state(save=False)
+
+        def read(state: Mapping[str, Tensor] | Mapping[str, Block]) -> JsonObject:
             self._check_saved(folder, saved, state)
             load_rank_state(folder, state, rank=rank(), step=step)
-            moments = self._take(state)
-            if self.optimizer is not None:
-                self.optimizer.load(moments, saved)
+            return saved
+
+        self.restore(read)
 
     def _own_scalars(self) -> Mapping[str, object]:
         """Return what a checkpoint holds beside the tensors and the counts of the optimizer."""

@@ -366,7 +366,7 @@ STEPS = 5
 EPSILON = 1e-7
 
 
-def newton_schulz(matrices: Tensor, steps: int = STEPS) -> Tensor:
+def newton_schulz(matrices: Tensor) -> Tensor:
     """Return each matrix [..., A, B] with its singular values moved to about 1.
 
     For G = U S Vᵀ the result is U p(p(… p(S / ‖G‖))) Vᵀ with p(s) = a s + b s³ + c s⁵. After five
@@ -380,7 +380,7 @@ def newton_schulz(matrices: Tensor, steps: int = STEPS) -> Tensor:
     # ‖·‖ is the Frobenius norm: it is at least the largest singular value.
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     x = x.div(norm.clamp(min=EPSILON))
-    for _ in range(steps):
+    for _ in range(STEPS):
         gram = x @ x.mT
         x = x.mul(a) + (b * gram + c * gram @ gram) @ x
     return x.mT if tall else x
