@@ -10,12 +10,11 @@ Shapes: M rows (tokens), K inputs, N outputs.
 from __future__ import annotations
 
 import platform
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-
-from quadriga.models.log_probs import SavedContext
 
 MIN_PRODUCTS = 2**20
 """Multiplications (M · K · N) of the smallest product that is given to oneDNN. Its calls cost some
@@ -77,15 +76,13 @@ class _Linear(torch.autograd.Function):
     """rows [M, K] @ weight [N, K]ᵀ + bias [N]."""
 
     @staticmethod
-    def forward(ctx: SavedContext, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(rows, weight)
         return _product(rows, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: SavedContext, grad: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         rows, weight = ctx.saved_tensors
         of_rows = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:

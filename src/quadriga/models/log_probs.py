@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import pairwise
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,21 +56,6 @@ def meta_tensors(*, stand_for_cpu: bool, entropies_have_gradients: bool) -> Iter
         yield
     finally:
         _META.reset(token)
-
-
-class SavedContext(Protocol):
-    """The part of an autograd context that the functions of this package use."""
-
-    saved_tensors: tuple[Tensor, ...]
-    needs_input_grad: tuple[bool, ...]
-    temperature: float
-    entropy: bool
-    size: int
-    group: dist.ProcessGroup | None
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Keep tensors for the backward pass."""
-        ...
 
 
 # From logits.
@@ -203,7 +188,7 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: SavedContext,
+        ctx: Any,
         inputs: Tensor,
         weight: Tensor | None,
         labels: Tensor,
@@ -225,7 +210,7 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: SavedContext, grad_log_prob: Tensor, grad_entropy: Tensor
+        ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor
     ) -> tuple[Tensor | None, ...]:
         inputs, weight, labels, log_total, ent = ctx.saved_tensors
         wide = log_total.dtype
@@ -394,7 +379,7 @@ class _LinearFullKL(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: SavedContext,
+        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         ref_hidden: Tensor,
@@ -416,7 +401,7 @@ class _LinearFullKL(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: SavedContext, grad_kl: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, ref_hidden, ref_weight, kl = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=kl.dtype) if ctx.needs_input_grad[1] else None

@@ -17,7 +17,7 @@ Shapes: n tokens of a rank, s ranks, H heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -65,14 +65,6 @@ def join_outputs(x: Tensor, counts: Sequence[int], ranks: Subgroup) -> Tensor:
     return out
 
 
-class _Context(Protocol):
-    """What torch hands to both passes (torch has no types)."""
-
-    ranks: Subgroup
-    back: _Collective
-    counts: tuple[int, ...]
-
-
 def _through(x: Tensor, there: _Collective, back: _Collective, ranks: Subgroup) -> Tensor:
     """Return `there(x)`, whose backward pass is `back`."""
     if ranks.size == 1:
@@ -86,19 +78,19 @@ class _Transposed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Context, x: Tensor, there: _Collective, back: _Collective, ranks: Subgroup
+        ctx: Any, x: Tensor, there: _Collective, back: _Collective, ranks: Subgroup
     ) -> Tensor:
         ctx.back, ctx.ranks = back, ranks
         return there(x, ranks)
 
     @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.back(grad, ctx.ranks), None, None, None
 
 
 class _JoinOutputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, x: Tensor, counts: tuple[int, ...], ranks: Subgroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, counts: tuple[int, ...], ranks: Subgroup) -> Tensor:
         ctx.ranks, ctx.counts = ranks, counts
         longest = max(counts)
         padded = x.new_zeros(longest, *x.shape[1:])
@@ -107,7 +99,7 @@ class _JoinOutputs(torch.autograd.Function):
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return torch.split(grad, list(ctx.counts))[ctx.ranks.index].contiguous(), None, None
 
 

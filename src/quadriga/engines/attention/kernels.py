@@ -48,7 +48,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,6 @@ from transformers.modeling_utils import AttentionInterface
 
 from quadriga.errors import ModelError
 from quadriga.models.architectures import architecture_of
-from quadriga.models.log_probs import SavedContext
 from quadriga.parallel import token_exchange
 from quadriga.parallel.attention_blocks import (
     AttentionBlock,
@@ -236,13 +235,13 @@ class _Gather(torch.autograd.Function):
     """`index_select` whose backward pass adds in float32."""
 
     @staticmethod
-    def forward(ctx: SavedContext, tokens: Tensor, slots: Tensor) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, slots: Tensor) -> Tensor:
         ctx.save_for_backward(slots)
         ctx.size = len(tokens)
         return tokens.index_select(0, slots)
 
     @staticmethod
-    def backward(ctx: SavedContext, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (slots,) = ctx.saved_tensors
         sums = grad.new_zeros((ctx.size, *grad.shape[1:]), dtype=torch.float32)
         return sums.index_add_(0, slots, grad.float()).to(grad.dtype), None
