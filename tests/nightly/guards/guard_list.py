@@ -62,7 +62,7 @@ GUARDS = (
     ),
     Guard(
         "children that a reward function leaves",
-        "rewards/pool_worker.py",
+        "containment.py",
         "                child.kill()\n",
         "                pass\n",
         f"{REWARDS}::test_close_ends_the_children_of_a_function[leave_a_session]",
