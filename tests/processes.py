@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 import psutil
@@ -15,12 +16,24 @@ def command_line(process: psutil.Process) -> str:
         return ""
 
 
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and is no zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def children() -> set[int]:
     """Return the processes below this one."""
-    return {p.pid for p in psutil.Process().children(recursive=True) if p.status() != "zombie"}
+    return {p.pid for p in psutil.Process().children(recursive=True) if is_running(p.pid)}
 
 
 def gone(pids: Iterable[int]) -> bool:
-    """Wait until processes have ended; return whether they have after 30 s."""
-    waiting = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    return not psutil.wait_procs(waiting, timeout=30)[1]
+    """Wait until processes have ended; return whether they have after 60 s."""
+    deadline = time.monotonic() + 60
+    while any(map(is_running, pids)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

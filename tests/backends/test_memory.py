@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import platform
-import time
 import weakref
 
 import pytest
 from worker_cases import Adder
 
+from processes import gone
 from quadriga.backends.ray import calls, rank_process
 
 glibc = pytest.mark.skipif(
@@ -81,17 +81,6 @@ def test_the_processes_of_a_dropped_group_end(ray_backend, ray_cases):
     ray_cases.run(gc.collect)  # what its ranks have received is a cycle, too
     del group
     gc.collect()
-    deadline = time.monotonic() + 30
-    while any(map(_exists, pids)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(_exists, pids))
+    assert gone(pids)
     assert ray_cases.take(0) == [0, 1]
     pool.release()
-
-
-def _exists(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from processes import gone, is_running
 from quadriga.config.schema import RewardConfig
 from quadriga.errors import RewardError
 from quadriga.protocol import DataProto
@@ -33,25 +34,6 @@ def run(name, count=1, info=None, **options):
     """Score the numbers 1 … `count`; a well-behaved function returns its number."""
     with closing(RewardPool(options.pop("processes", 1), **options)) as pool:
         return pool.run([sample(name, number, info) for number in range(1, count + 1)])
-
-
-def exists(pid):
-    """Whether a process exists and is no zombie."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
-def wait_for_end(pids, seconds=60):
-    deadline = time.monotonic() + seconds
-    while left := [pid for pid in pids if exists(pid)]:
-        if time.monotonic() > deadline:
-            for pid in left:
-                os.kill(pid, signal.SIGKILL)
-            pytest.fail(f"processes {left} still exist after {seconds} s")
-        time.sleep(0.05)
 
 
 # Scores of other samples
@@ -117,8 +99,8 @@ def test_close_ends_the_children_of_a_function(name):
     with closing(RewardPool(1, timeout_s=30)) as pool:
         [outcome] = pool.run([sample(name, 1)])
         child = int(outcome.score)
-        assert outcome.status == "scored" and exists(child)
-    wait_for_end([child])
+        assert outcome.status == "scored" and is_running(child)
+    assert gone([child])
 
 
 def test_a_deadline_ends_the_children_of_a_function(tmp_path):
@@ -126,12 +108,12 @@ def test_a_deadline_ends_the_children_of_a_function(tmp_path):
     with closing(RewardPool(1, timeout_s=4)) as pool:
         [outcome] = pool.run([sample("hang_with_a_child", info=str(note))])
         assert outcome.status == "timed_out"
-        wait_for_end([int(note.read_text())])
+        assert gone([int(note.read_text())])
 
 
 CONTROLLER = """
 from quadriga.rewards.pool import RewardPool
-from tests.security.test_reward_containment import sample
+from security.test_reward_containment import sample
 pool = RewardPool(1, timeout_s=600)
 print(int(pool.run([sample("leave_a_session", 1)])[0].score), flush=True)
 print([process.process for process in pool._processes][0], flush=True)
@@ -144,21 +126,21 @@ def test_a_killed_controller_leaves_no_process():
         [sys.executable, "-c", CONTROLLER],
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[1],
     ) as controller:
         pids = [int(controller.stdout.readline()) for _ in range(2)]
         time.sleep(0.5)
-        assert all(map(exists, pids))
+        assert all(map(is_running, pids))
         controller.send_signal(signal.SIGKILL)
         controller.wait(timeout=30)
-    wait_for_end(pids)
+    assert gone(pids)
 
 
 def test_a_pool_without_a_reference_ends_its_processes():
     pool = RewardPool(1)
     pid = int(pool.run([sample("process_id")])[0].score)
     del pool
-    wait_for_end([pid])
+    assert gone([pid])
 
 
 # Memory and output
@@ -244,8 +226,8 @@ def batch_of(numbers, **arrays):
 def output_of(program):
     """Run a program that may end early with exit code 0, and return what it has printed."""
     done = subprocess.run(
-        [sys.executable, "-c", f"from {__name__} import *\n{program}"],
-        cwd=Path(__file__).parent,
+        [sys.executable, "-c", f"from security.{__name__} import *\n{program}"],
+        cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
         timeout=60,
