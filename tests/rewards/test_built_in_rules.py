@@ -140,39 +140,6 @@ def test_a_response_of_megabytes_of_boxes_is_searched() -> None:
 # Multiple choice.
 
 
-@pytest.mark.parametrize(
-    ("text", "letter"),
-    [
-        (r"So \boxed{B}.", "B"),
-        (r"\boxed{\text{(C)}} and not the answer is A", "C"),
-        ("The answer is (C), not D.", "C"),
-        ("Answer: A … Final answer: **D**", "D"),
-        ("**Answer:** B", "B"),
-        ("#### E", "E"),
-        ("B) because the sum is even", "B"),
-        ("(J)", "J"),
-        ("B", "B"),
-        ("A banana is yellow.", None),
-        ("The answer is Banana.", None),
-        ("the answer is a number", None),
-        ("The answer is (C). In my answer I assumed X.", "C"),
-        ("The answer is A because the sum is even", "A"),
-        ("The answer is I.", "I"),
-        ("Answer: I think it is C", "C"),
-        ("Answer: A dog barks", None),
-        ("Answer is: [B]", "B"),
-        ("My answer I believe: (D)", None),
-        ("ANSWER: B", "B"),
-        ("The correct option is B", "B"),
-        ("the answers: B", "B"),
-        ("K", None),
-        ("", None),
-    ],
-)
-def test_the_letter_of_a_choice(text, letter) -> None:
-    assert chosen_letter(text) == letter
-
-
 def test_of_labelled_responses_every_choice_is_read() -> None:
     """The letter is the one that a person reads, None for no choice or several."""
     assert len(CHOICES) > 400
