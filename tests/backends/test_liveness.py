@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from unittest import mock
 
 import pytest
 from worker_cases import Adder
@@ -80,6 +81,8 @@ def test_ports_are_probed_all_at_once(listening, monkeypatch):
     assert result.pop("here") == "open"
     assert result.pop("refused") == "refused"
     assert len(result) == 200 and set(result.values()) == {"open"}
+    monkeypatch.setattr(socket, "create_connection", mock.Mock(side_effect=TimeoutError))
+    assert health._probe(found[0]) == "silent"
 
 
 def test_a_look_at_a_thousand_ranks_probes_each_node_once(monkeypatch):

@@ -11,7 +11,7 @@ from ray.exceptions import GetTimeoutError
 from worker_cases import Cases
 
 from group_fixtures import Starter
-from quadriga.backends.ray import calls, store
+from quadriga.backends.ray import calls, health, store
 from quadriga.backends.ray.calls import RayBatch, RayPending
 from quadriga.errors import CallTimeoutError, WorkerDiedError, WorkerMethodError
 from quadriga.protocol import DataProto, DataProtoFuture, as_completed
@@ -133,6 +133,16 @@ def test_a_remote_result_is_pulled_by_waiting_and_read_once(monkeypatch):
         ("get", both, calls.FIRST_WAIT_S),
         ("wait", both), ("get", ["near"], 0), ("wait", ["far"]), ("get", ["far"], 0),
     ]  # fmt: skip
+
+
+def test_a_wait_for_a_rank_ends_when_its_node_is_silent(ray_backend, monkeypatch):
+    handle = RankHandle(None, "a", RankFacts(3, 4, "node-1", 0, "", "", node_id="silent"))
+    waiting = RayBatch(["ref"], [handle], "actor.make")
+    monkeypatch.setattr(RayBatch, "_unfinished", lambda self: [0])
+    monkeypatch.setattr(health, "probe_nodes", lambda ids: dict.fromkeys(ids, "silent"))
+    monkeypatch.setattr(health, "_failing", {"silent": (time.monotonic() - 60, 9)})
+    with pytest.raises(WorkerDiedError, match="make was in flight: its node does not respond"):
+        waiting.look(time.monotonic() + calls.PROBE_S)
 
 
 def test_a_sent_result_keeps_the_rest_of_its_deadline():
