@@ -15,6 +15,7 @@ from transformers.masking_utils import (
 from quadriga.engines.attention.kernels import AttentionRows, Kernel, LocalMask, packed_attention
 from quadriga.parallel.attention_blocks import PackedRows
 from quadriga.parallel.packing import pack_rows
+from row_cases import rows_of
 
 CPU = torch.device("cpu")
 # (prompt number, prompt tokens, response tokens) of each row
@@ -46,14 +47,7 @@ class Sizes:
 
 
 def packed_rows(lengths, *, share=True) -> PackedRows:
-    """Pack rows whose prompts are told apart by their token id. Every response has a column."""
-    width, responses = max(p for _, p, _ in lengths), max(1, *(r for *_, r in lengths))
-    ids = torch.zeros(len(lengths), width + responses, dtype=torch.int64)
-    attention = torch.zeros_like(ids)
-    for row, (number, prompt, response) in enumerate(lengths):
-        ids[row, width - prompt : width] = number + 1
-        attention[row, width - prompt : width + response] = 1
-    return pack_rows(ids, attention, torch.zeros(len(ids), responses), share_prompts=share).rows
+    return pack_rows(*rows_of(lengths).values(), share_prompts=share).rows
 
 
 def local_mask(sizes: Sizes) -> LocalMask | None:

@@ -12,18 +12,7 @@ from quadriga.engines import base
 from quadriga.engines.micro_batches import plan_micro_batches, select_rows
 from quadriga.parallel.costs import TOKENS, AttentionCost, CostModel
 from quadriga.parallel.packing import left_align, pack_rows
-
-
-def rows_of(lengths: list[tuple[int, int, int]]) -> dict[str, torch.Tensor]:
-    """Make rows from (prompt number, prompt tokens, response tokens)."""
-    P, R = (max(row[part] for row in lengths) for part in (1, 2))
-    ids = torch.zeros(len(lengths), P + R, dtype=torch.int64)
-    attention, mask = torch.zeros_like(ids), torch.zeros(len(lengths), R, dtype=torch.int64)
-    for row, (number, prompt, response) in enumerate(lengths):
-        ids[row, P - prompt : P] = number + 1
-        attention[row, P - prompt : P + response] = 1
-        mask[row, :response] = 1
-    return {"input_ids": ids, "attention_mask": attention, "response_mask": mask}
+from row_cases import rows_of
 
 
 def planned_by(settings, batch, size=None):

@@ -13,6 +13,7 @@ from quadriga.data.conversations import ConversationLengths
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.protocol import fields
 from quadriga.trainer.checks.memory import sft_plan
+from row_cases import rows_of
 
 VOCABULARY = 2000
 
@@ -35,14 +36,9 @@ def settings(model, *more) -> SFTConfig:
 
 def batch(rows):
     """Return rows of (prompt, response) tokens as a batch, left-padded prompts before responses."""
-    prompt, response = (max(sizes) for sizes in zip(*rows, strict=True))
-    mask = torch.zeros(len(rows), prompt + response, dtype=torch.int64)
-    ids = torch.randint(VOCABULARY, mask.shape)
-    for number, (own, answer) in enumerate(rows):
-        mask[number, prompt - own : prompt + answer] = 1
-    return {
-        fields.INPUT_IDS: ids, fields.ATTENTION_MASK: mask, fields.RESPONSE_MASK: mask[:, prompt:],
-    }  # fmt: skip
+    made = rows_of([(0, prompt, response) for prompt, response in rows])
+    ids = made[fields.INPUT_IDS]
+    return made | {fields.INPUT_IDS: torch.randint(VOCABULARY, ids.shape)}
 
 
 def lengths(rows) -> ConversationLengths:

@@ -13,6 +13,7 @@ from quadriga.parallel.attention_blocks import (
     whole_row_blocks,
 )
 from quadriga.parallel.packing import first_row_with_same_prompt, pack_rows
+from row_cases import rows_of
 
 IDS = torch.tensor([[0, 11, 12, 21, 22, 0], [0, 11, 12, 31, 0, 0], [13, 14, 15, 41, 42, 43]])
 MASK = torch.tensor([[0, 1, 1, 1, 1, 0], [0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
@@ -68,15 +69,8 @@ def test_attention_blocks_by_hand():
     assert split.slot_of_token.tolist() == [6, 7, 12, 13, 14, 0, 1, 2, 3, 4, 5]
 
 
-def rows_of(lengths):
-    """Pack rows of (prompt number, prompt tokens, response tokens)."""
-    width, responses = max(p for _, p, _ in lengths), max(1, *(r for *_, r in lengths))
-    ids = torch.zeros(len(lengths), width + responses, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for row, (number, prompt, response) in enumerate(lengths):
-        ids[row, width - prompt : width] = number + 1
-        mask[row, width - prompt : width + response] = 1
-    return pack_rows(ids, mask, torch.zeros(len(ids), responses)).rows
+def packed(lengths):
+    return pack_rows(*rows_of(lengths).values()).rows
 
 
 def assert_every_token_attends_to_its_row(rows):
@@ -107,19 +101,19 @@ def test_blocks_hold_every_token_with_its_row():
     for _ in range(20):
         prompts = [1 + number(12) for _ in range(6)]
         rows = [(i, prompts[i], number(9)) for i in (number(6) for _ in range(1 + number(14)))]
-        assert_every_token_attends_to_its_row(rows_of(rows))
-    assert_every_token_attends_to_its_row(rows_of([(i, 1, i % 3) for i in range(70)]))
+        assert_every_token_attends_to_its_row(packed(rows))
+    assert_every_token_attends_to_its_row(packed([(i, 1, i % 3) for i in range(70)]))
 
 
 def test_a_long_shared_prompt_is_computed_once_and_a_short_one_in_every_row():
-    long, short = rows_of([(0, 9, 2)] * 3), rows_of([(0, 2, 9)] * 3)
+    long, short = packed([(0, 9, 2)] * 3), packed([(0, 2, 9)] * 3)
     assert [b.queries.shape for b in similar_length_blocks(long).blocks] == [(1, 9), (3, 2)]
     assert [b.queries.shape for b in similar_length_blocks(short).blocks] == [(3, 11)]
 
 
 def test_rows_of_similar_length_are_in_one_block():
     def shapes(lengths):
-        blocks = similar_length_blocks(rows_of([(i, 1, n - 1) for i, n in enumerate(lengths)]))
+        blocks = similar_length_blocks(packed([(i, 1, n - 1) for i, n in enumerate(lengths)]))
         return [tuple(block.queries.shape) for block in blocks.blocks]
 
     assert shapes([100, 400, 100]) == [(1, 400), (2, 100)]
