@@ -75,6 +75,14 @@ def same_weights(engine, other) -> bool:
     )
 
 
+def assert_close(found, expected, *, atol: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            found[name], tensor, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
 def rows_of(batch, first: int, last: int):
     return {name: field[first:last] for name, field in batch.items()}
 

@@ -8,6 +8,7 @@ import conformance
 import pytest
 import torch
 from conformance import POLICY_UPDATES, STEPS, VALUE_UPDATES, Subject
+from engine_cases import assert_close
 from transformers import AutoModelForCausalLM
 
 from rank_groups import fork_ranks
@@ -109,14 +110,6 @@ def observed(tmp_path_factory):
 def observed_nightly(tmp_path_factory):
     pytest.importorskip("megatron.core")
     return Observed(tmp_path_factory.mktemp("nightly"), [*NIGHTLY, BF16], 3 * WAIT_S)
-
-
-def assert_close(found, expected, *, atol: float) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(
-            found[name], tensor, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
-        )
 
 
 def check_updates(found, expected) -> None:

@@ -12,6 +12,7 @@ import engine_cases
 import optimizer_cases as cases
 import pytest
 import torch
+from engine_cases import assert_close
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, Qwen3MoeConfig
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
@@ -49,17 +50,6 @@ def state(engine):
     return {name: tensor.clone() for name, tensor in engine.optimizer.tensors().items()}
 
 
-def assert_close(found, expected, tolerance):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert float((found[name] - tensor).abs().max()) <= tolerance, name
-
-
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
-
-
 # In float32 the rounding of a gradient can change a code of 8 bits, and a weight by 1e-4.
 @pytest.mark.nightly
 @pytest.mark.parametrize(
@@ -74,9 +64,9 @@ def test_parameters_of_several_ranks_equal_those_of_one(name, dtype, folder, sev
     norms, expected = found[name, dtype]
     engine = cases.build(folder, name, dtype)
     assert cases.steps(engine, engine_cases.make_batch()) == pytest.approx(norms, rel=1e-4)
-    assert_close(weights(engine), expected, cases.TOLERANCE[dtype])
+    assert_close(weights(engine), expected, atol=cases.TOLERANCE[dtype])
     if (name, "hybrid") in found and dtype == "float64":
-        assert_close(found[name, "hybrid"][1], expected, 1e-10)
+        assert_close(found[name, "hybrid"][1], expected, atol=1e-10)
 
 
 @pytest.mark.nightly
@@ -86,7 +76,7 @@ def test_state_of_several_ranks_continues_on_one(name, folder, several):
     engine = cases.build(folder, name, "float64")
     engine.load(results / f"{ranks} {name}")
     cases.steps(engine, engine_cases.make_batch(), 1)
-    assert_close(weights(engine), found[name, "float64"][1], 1e-10)
+    assert_close(weights(engine), found[name, "float64"][1], atol=1e-10)
 
 
 def test_steps_below_the_digits_of_bfloat16_add_up(folder):
@@ -126,10 +116,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(name, folder, tmp
     engine.save(tmp_path)
     resumed.forward(rows)  # gathers weights, which `load` must replace
     resumed.load(tmp_path)
-    assert_same(state(resumed), state(engine))
+    assert_close(state(resumed), state(engine), atol=0)
     assert cases.steps(resumed, rows) == cases.steps(engine, rows)
-    assert_same(weights(resumed), weights(engine))
-    assert_same(state(resumed), state(engine))
+    assert_close(weights(resumed), weights(engine), atol=0)
+    assert_close(state(resumed), state(engine), atol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -143,7 +133,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(name, folder, tmp_path):
         cases.build(folder, other).load(tmp_path)
     frozen = FSDPEngine(ModelConfig(path=folder), engine.config)
     frozen.load(tmp_path)
-    assert_same(weights(frozen), weights(engine))
+    assert_close(weights(frozen), weights(engine), atol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -155,14 +145,14 @@ def test_a_skipped_step_changes_neither_weights_nor_state(name, folder):
     cases.steps(engine, rows, 1)
     before = weights(engine), state(engine)
     cases.steps(engine, damaged, 1)
-    assert_same(weights(engine), before[0])
-    assert_same(state(engine), before[1])
+    assert_close(weights(engine), before[0], atol=0)
+    assert_close(state(engine), before[1], atol=0)
     with pytest.raises(NonFiniteError, match="2 optimizer steps in a row"):
         cases.steps(engine, damaged, 1)
     cases.steps(plain, rows, 1)
     plain.optimizer.step_count = 3  # the schedule counts skipped steps, the bias correction not
     assert cases.steps(engine, rows, 1) == cases.steps(plain, rows, 1)
-    assert_same(weights(engine), weights(plain))
+    assert_close(weights(engine), weights(plain), atol=0)
 
 
 SIZES = {
