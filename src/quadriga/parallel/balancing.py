@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,7 +111,12 @@ def exchange_items(lengths: Lengths, table: Table) -> None:
             better &= np.arange(len(light)) == larger.argmin()
         if not better.any():
             return
-        _apply(items, sums, table, heavy[better], given[better], light[better], taken[better])
+        heavy, given, light, taken = (x[better] for x in (heavy, given, light, taken))
+        moved = items[heavy, given] - items[light, taken]
+        sums[heavy] -= moved
+        sums[light] += moved
+        for matrix in (items, table):
+            matrix[heavy, given], matrix[light, taken] = matrix[light, taken], matrix[heavy, given]
 
 
 def _best_exchanges(
@@ -134,23 +140,6 @@ def _best_exchanges(
     better = gap[np.arange(len(half)), choice] < half * (1 - 1e-9)
     given, taken = np.divmod(choice, len(columns))
     return columns[given], columns[taken], better
-
-
-def _apply(
-    items: Lengths,
-    sums: Lengths,
-    table: Table,
-    heavy: NDArray[np.int64],
-    given: NDArray[np.int64],
-    light: NDArray[np.int64],
-    taken: NDArray[np.int64],
-) -> None:
-    """Exchange column `given` of each heavy partition for column `taken` of its light one."""
-    moved = items[heavy, given] - items[light, taken]
-    sums[heavy] -= moved
-    sums[light] += moved
-    for matrix in (items, table):
-        matrix[heavy, given], matrix[light, taken] = matrix[light, taken], matrix[heavy, given]
 
 
 def _columns(width: int, round_number: int) -> NDArray[np.int64]:
@@ -403,8 +392,8 @@ def partition_groups(costs: RowCosts, rows: Sequence[int], parts: int) -> list[R
         chosen = _whole_groups(costs, groups, parts, slots)
     else:
         chosen = _with_split_groups(costs, groups, parts, capacity)
-    rest = [row for row in rows if not costs.live[row]]
-    return [_in_order(costs, part) + _take(rest, capacity - len(part)) for part in chosen]
+    rest = (row for row in rows if not costs.live[row])
+    return [[*_in_order(costs, part), *islice(rest, capacity - len(part))] for part in chosen]
 
 
 def _whole_groups(costs: RowCosts, groups: list[Rows], parts: int, slots: int) -> list[Rows]:
@@ -450,13 +439,6 @@ def _with_split_groups(
 
 def _in_order(costs: RowCosts, rows: Rows) -> Rows:
     return [row for group in costs.groups(sorted(rows)) for row in group]
-
-
-def _take(rows: Rows, count: int) -> Rows:
-    """Remove the first `count` rows from a list and return them."""
-    taken = rows[:count]
-    del rows[:count]
-    return taken
 
 
 # The order of rows. A worker group splits a batch into equal parts of neighbouring rows, one for
