@@ -290,7 +290,16 @@ def compute_policy_loss(
     )
     if entry.origin != "built-in":
         result = _check_user_result(name, result, mask, validate)
-    return _apply_weights(result, importance_weights_BT, mask, entry.one_per_sequence, validate)
+    if importance_weights_BT is None:
+        return result
+    checked_mask(mask, validate, importance_weights=importance_weights_BT)
+    weights = as_float(importance_weights_BT.detach()).masked_fill(~mask, 0)
+    # GMPO has the same loss −1 at both tokens of a response. With weights 0.5 and 1.5, both tokens
+    # get the mean weight 1 and keep the loss −1, so it remains one number per response.
+    if entry.one_per_sequence:
+        weights = masked_mean(weights, mask, dim=-1)[:, None] * mask
+    metrics = {**result.metrics, "importance_weight": Partial.mean(weights, mask)}
+    return PolicyLoss(result.loss_BT * weights, metrics)
 
 
 def _checked_mask(response_mask_BT: Tensor, tensors: dict[str, Tensor], validate: bool) -> Tensor:
@@ -306,23 +315,3 @@ def _check_user_result(
     named = {f"loss of {name}": loss.loss_BT}
     checked_mask(mask, validate, **named)
     return PolicyLoss(loss.loss_BT.masked_fill(~mask, 0), loss.metrics)
-
-
-def _apply_weights(
-    loss: PolicyLoss,
-    weights_BT: Tensor | None,
-    mask: Tensor,
-    one_per_sequence: bool,
-    validate: bool,
-) -> PolicyLoss:
-    """Multiply the loss of each token by its importance weight, if there are weights."""
-    if weights_BT is None:
-        return loss
-    checked_mask(mask, validate, importance_weights=weights_BT)
-    weights = as_float(weights_BT.detach()).masked_fill(~mask, 0)
-    # GMPO has the same loss −1 at both tokens of a response. With weights 0.5 and 1.5, both tokens
-    # get the mean weight 1 and keep the loss −1, so it remains one number per response.
-    if one_per_sequence:
-        weights = masked_mean(weights, mask, dim=-1)[:, None] * mask
-    metrics = {**loss.metrics, "importance_weight": Partial.mean(weights, mask)}
-    return PolicyLoss(loss.loss_BT * weights, metrics)
