@@ -20,6 +20,8 @@ from quadriga.checkpoint.folders import (
     verify_checkpoint,
 )
 from quadriga.cli.main import main
+from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
 from quadriga.errors import RewardError
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.trainer import checkpoints, ppo, stages
@@ -28,8 +30,8 @@ from quadriga.trainer.checkpoints import StopRequest, unchanged_handlers
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
 
 
-def stopper(save=True, grace_s=60.0):
-    return StopRequest(save=save, grace_s=grace_s)
+def stopper(grace_s=60.0):
+    return StopRequest(load_config(TrainConfig, [f"trainer.stop_grace_s={grace_s}"]).trainer)
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -186,25 +186,19 @@ def complete_checkpoints(root: str | Path) -> list[tuple[int, Path]]:
     return sorted(found.items())
 
 
-def set_aside_after(root: str | Path, step: int) -> list[Path]:
+def set_aside_after(root: str | Path, step: int) -> None:
     """Rename the checkpoints of later steps, so that they are neither found nor pruned.
 
     A run that is resumed at `step` writes later steps again. The checkpoints of the first attempt,
     among them damaged ones, must not be taken for those of the resumed run. The latest is renamed
     first: a process that is killed leaves no step without those before it.
-
-    Returns:
-        The new names.
     """
-    moved = []
     for later, path in reversed(complete_checkpoints(root)):
         if later > step:
             ends = chain([""], map("_{}".format, count(2)))
             names = (f"global_step_{later}.set_aside{end}" for end in ends)
             target = next(t for t in map(path.with_name, names) if not os.path.lexists(t))
             os.replace(path, target)
-            moved.append(target)
-    return moved
 
 
 def prune_checkpoints(root: str | Path, max_to_keep: int | None) -> list[Path]:

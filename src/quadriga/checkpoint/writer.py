@@ -27,7 +27,9 @@ from quadriga.checkpoint.folders import (
     commit_checkpoint,
     prune_checkpoints,
 )
+from quadriga.checkpoint.remote import Uploads
 from quadriga.checkpoint.shards import RankState
+from quadriga.config.schema import RunConfig
 from quadriga.errors import CheckpointError
 
 _log = logging.getLogger("quadriga")
@@ -48,22 +50,13 @@ class CheckpointWriter:
     the earlier checkpoints, and no incomplete one.
 
     Args:
-        beside: write beside the steps where the workers of a role can.
-        max_to_keep: checkpoints that are kept; None: all.
-        before, committed: are called before a checkpoint is begun, when the one before is there;
-            and with each checkpoint, before older ones are deleted.
+        trainer: the settings.
+        uploads: has ended with the checkpoint before when one is begun, and is given each
+            checkpoint before older ones are deleted.
     """
 
-    def __init__(
-        self,
-        *,
-        beside: bool,
-        max_to_keep: int | None,
-        before: Callable[[], None],
-        committed: Callable[[Path], None],
-    ) -> None:
-        self._beside = beside
-        self._keep, self._before, self._committed = max_to_keep, before, committed
+    def __init__(self, trainer: RunConfig, uploads: Uploads) -> None:
+        self.trainer, self.uploads = trainer, uploads
         self._pending: _Commit | None = None
         self._written_s: float | None = None
 
@@ -87,7 +80,7 @@ class CheckpointWriter:
             InputError: the folder cannot be written.
         """
         self.wait()
-        self._before()
+        self.uploads.wait()
         began = time.monotonic()
         partial = begin_checkpoint(folder, state.step)
         files: list[SavedFile] = []
@@ -95,7 +88,8 @@ class CheckpointWriter:
         try:
             for role, group in groups.items():
                 (partial / role).mkdir()
-                start = getattr(group, START, None) if self._beside and not ends else None
+                beside = self.trainer.async_save and not ends
+                start = getattr(group, START, None) if beside else None
                 written = (start or group.save_checkpoint)(str(partial / role), state.step)
                 if start is not None and not any(written):
                     started[role] = group
@@ -105,7 +99,7 @@ class CheckpointWriter:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        commit = _Commit(partial, started, files, asdict(state), self._keep, self._committed, began)
+        commit = _Commit(self, partial, started, files, asdict(state), began)
         if started:
             self._pending = commit
             commit.start()
@@ -173,12 +167,11 @@ class _Commit(threading.Thread):
 
     def __init__(
         self,
+        writer: CheckpointWriter,
         partial: Path,
         groups: Mapping[str, Any],
         files: list[SavedFile],
         info: Mapping[str, object],
-        max_to_keep: int | None,
-        committed: Callable[[Path], None],
         began: float,
     ) -> None:
         super().__init__(name="quadriga-commit", daemon=True)
@@ -187,27 +180,25 @@ class _Commit(threading.Thread):
         self.error: Exception | None = None
         self.seconds = 0.0  # until it was committed
         self.folder = partial.with_suffix("")
+        self._writer, self._began = writer, began
         self._partial, self._files, self._info = partial, files, info
-        self._keep, self._committed, self._began = max_to_keep, committed, began
 
     def run(self) -> None:
         """Wait for the reports, and commit."""
         try:
             if not self._all_reported():
-                shutil.rmtree(self._partial, ignore_errors=True)
                 return
             for role, group in self.groups.items():
                 found = take_reports(self._partial / role, group.world_size)
                 self._files += [file.under(role) for file in found]
-            self._committed(commit_checkpoint(self._partial, self._files, self._info))
-            prune_checkpoints(self._partial.parent, self._keep)
+            folder = commit_checkpoint(self._partial, self._files, self._info)
+            self._writer.uploads.add(folder)
+            prune_checkpoints(folder.parent, self._writer.trainer.max_ckpt_to_keep)
             self.seconds = time.monotonic() - self._began
         except Exception as error:  # raised by `CheckpointWriter`, in the thread of the steps
             self.error = error
-            shutil.rmtree(self._partial, ignore_errors=True)
-        except BaseException:
-            shutil.rmtree(self._partial, ignore_errors=True)
-            raise
+        finally:
+            shutil.rmtree(self._partial, ignore_errors=True)  # unless it has its final name
 
     def _all_reported(self) -> bool:
         checked = time.monotonic()

@@ -331,18 +331,8 @@ class Checkpointing:
         self.inputs = inputs_of(given or config)
         self._saved_at = time.monotonic()
         self.uploads = Uploads(trainer)
-        self.writer = CheckpointWriter(
-            beside=trainer.async_save,
-            max_to_keep=trainer.max_ckpt_to_keep,
-            before=self.uploads.wait,
-            committed=self.uploads.add,
-        )
-        self.stop = StopRequest(
-            save=trainer.save_on_stop,
-            grace_s=trainer.stop_grace_s,
-            left_s=seconds_left(trainer),
-            file=Path(trainer.stop_file) if trainer.stop_file else None,
-        )
+        self.writer = CheckpointWriter(trainer, self.uploads)
+        self.stop = StopRequest(trainer)
         self.restarts = Restarts(trainer, lambda: self.stop.requested)
         self.held: Resumed | None = None
         self.snapshots = Snapshots(trainer.snapshot_freq)
@@ -577,21 +567,16 @@ def unchanged_handlers() -> Iterator[None]:
 class StopRequest:
     """Whether a signal, the deadline or the stop file has asked a run to stop.
 
-    Args:
-        save: finish the step and save a checkpoint first (`trainer.save_on_stop`).
-        grace_s: seconds that this may take (`trainer.stop_grace_s`).
-        left_s: seconds until the deadline; None: there is none.
-        file: stops the run when it exists.
+    With `trainer.save_on_stop` the step is finished and a checkpoint saved first, which may take
+    `trainer.stop_grace_s`.
     """
 
     merged_s = 0.0  # seconds within which a second signal is the first one, sent again
 
-    def __init__(
-        self, *, save: bool, grace_s: float, left_s: float | None = None, file: Path | None = None
-    ) -> None:
-        self.save = save
-        self.grace_s = grace_s
-        self.file = file
+    def __init__(self, trainer: RunConfig) -> None:
+        self.save, self.grace_s = trainer.save_on_stop, trainer.stop_grace_s
+        self.file = Path(trainer.stop_file) if trainer.stop_file else None
+        left_s = seconds_left(trainer)
         self._end = None if left_s is None else time.monotonic() + left_s
         self._looked, self._longest = time.monotonic(), 0.0
         self.number: int | None = None

@@ -52,6 +52,7 @@ from quadriga.observability.run_folder import RunLock
 from quadriga.protocol import DataProto, fields
 from quadriga.rewards import RewardManager
 from quadriga.rewards.functions import SCORED, Outcome
+from quadriga.rewards.manager import parts_of
 from quadriga.rollout import ROLLOUTS, rollout_of
 from quadriga.streams.replicas import FROM_FOLDER, ReplicatedRollout, start_replicas
 from quadriga.trainer import stages
@@ -63,7 +64,7 @@ from quadriga.trainer.checks.settings import (
     check_generate_settings,
 )
 from quadriga.trainer.ingredients import image_rules
-from quadriga.trainer.preflight import check_files, check_reward, require_model_path
+from quadriga.trainer.preflight import check_files, require_model_path
 from quadriga.trainer.roles.registry import Role
 from quadriga.trainer.roles.workers import threads_per_rank
 from quadriga.trainer.validation import (
@@ -547,7 +548,7 @@ def run_evaluation(config: EvalConfig) -> Evaluation:
         RewardError: no response has a score, or one failed and `reward.on_failure` is "fail".
     """
     check_eval_settings(config)
-    check_reward(config.reward)
+    parts_of(config.reward)  # its files exist, and have the functions
     folder, files = Path(config.output), config.response_files
     prompts: PromptDataset | None = None
     if files:

@@ -15,12 +15,13 @@ from quadriga.checkpoint.remote import check_remote_folder
 from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.convert import leaves
 from quadriga.config.role_ranks import has_reward_model, num_ranks
-from quadriga.config.schema import ModelConfig, RewardConfig, TrainConfig
+from quadriga.config.schema import ModelConfig, TrainConfig
 from quadriga.config.stores import local_file
 from quadriga.engines import check_engine_folder
 from quadriga.errors import ConfigError, DataError, ModelError
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import check_trackers
+from quadriga.rewards.manager import parts_of
 from quadriga.rollout import check_adapters, rollout_of
 from quadriga.trainer.checkpoints import AnyRun, read_resumed, seconds_left
 from quadriga.trainer.checks.data import check_images_supported
@@ -88,7 +89,7 @@ def check_train_config(
         check_files(config.data.train_files, "data.train_files", needed=True)
         check_files(config.data.val_files, "data.val_files", needed=False)
     if not (own_reward or own_data):
-        check_reward(config.reward)
+        parts_of(config.reward)  # its files exist, and have the functions
     own_policy = any(role in POLICY_ROLES for role in mapping)
     if not own_policy:
         _check_models(placed)
@@ -153,7 +154,7 @@ def check_fine_tuning_config(config: SFTConfig | RMConfig) -> None:
     check_folder("model", config.model)
     check_models_of_engines([fine_tuning_engine(config)])
     if isinstance(config, SFTConfig):
-        check_reward(config.reward)
+        parts_of(config.reward)  # its files exist, and have the functions
     check_trackers(config.trainer.loggers)
     check_run_folder(config)
 
@@ -273,14 +274,3 @@ def _check_reward_model_folder(config: TrainConfig) -> None:
             "chat_template to its tokenizer_config.json, or set reward_model.model.tokenizer_path",
             path=model.path,
         )
-
-
-def check_reward(reward: RewardConfig) -> None:
-    """Check that the user's reward files exist and have the functions that the settings name.
-
-    Raises:
-        InputError: it does not.
-    """
-    from quadriga.rewards.manager import parts_of
-
-    parts_of(reward)

@@ -180,13 +180,8 @@ def pool_manager(config: TrainConfig, backend: Backend | None) -> ResourcePoolMa
         resource_pool_spec={pool.name: list(pool.ranks_per_node) for pool in pools},
         mapping={roles[use][0]: pool.name for pool in pools for use in pool.roles},
         backend=backend,
-        pool_options=pool_options(config.trainer),
+        pool_options={"use_gpu": use_gpu(config.trainer.device), "max_colocate_count": 1},
     )
-
-
-def pool_options(trainer: RunConfig) -> dict[str, object]:
-    """Return the arguments of `Backend.resource_pool` that the settings give."""
-    return {"use_gpu": use_gpu(trainer.device), "max_colocate_count": 1}
 
 
 def use_gpu(device: str) -> bool | None:
