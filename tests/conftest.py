@@ -108,6 +108,21 @@ def _s3_server() -> Iterator[object]:
 
 
 @pytest.fixture
+def memory_store(tmp_path, monkeypatch) -> Iterator[None]:
+    """Empty stores `memory://…`, and an empty cache of remote files in `tmp_path`."""
+    import fsspec
+
+    from quadriga.config import stores
+
+    monkeypatch.setattr(stores, "CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(stores, "_fetched", {})
+    monkeypatch.setattr(stores, "BACKOFF_S", 0.01)
+    fsspec.filesystem("memory").store.clear()
+    yield
+    fsspec.filesystem("memory").store.clear()
+
+
+@pytest.fixture
 def s3(_s3_server, monkeypatch):
     """An S3 server with an empty bucket, whose clients give up soon; see `S3Server.faults`."""
     import fsspec

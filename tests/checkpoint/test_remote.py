@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 
-import fsspec
 import pytest
 
 from quadriga.checkpoint.files import SavedFile, digest_file
@@ -16,15 +15,7 @@ from quadriga.config.stores import MARKER, Store, fetched, local_file
 from quadriga.errors import CheckpointError, StoreError
 from s3_server import Fault
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(stores, "CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(stores, "_fetched", {})
-    monkeypatch.setattr(stores, "BACKOFF_S", 0.01)
-    fsspec.filesystem("memory").store.clear()
-    yield tmp_path / "cache"
-    fsspec.filesystem("memory").store.clear()
+pytestmark = pytest.mark.usefixtures("memory_store")
 
 
 @pytest.fixture(
@@ -123,7 +114,7 @@ def test_damage_in_the_store_or_before_it_is_found(url, tmp_path):
         sent(run, own / "global_step_1")
 
 
-def test_a_remote_file_is_fetched_once_and_again_after_a_change(url, tmp_path, monkeypatch, cache):
+def test_a_remote_file_is_fetched_once_and_again_after_a_change(url, tmp_path, monkeypatch):
     store = Store(url)
     store.write("in/train.jsonl", b"first")
     store.write("model/sub/weights.bin", b"w" * 9)
@@ -133,9 +124,8 @@ def test_a_remote_file_is_fetched_once_and_again_after_a_change(url, tmp_path, m
         assert local_file(f"file://{url}/in/train.jsonl").read_bytes() == b"first"
         return
     file = local_file(f"{url}/in/train.jsonl")
-    assert (
-        file.name == "train.jsonl" and file.is_relative_to(cache) and file.read_bytes() == b"first"
-    )
+    assert file.name == "train.jsonl" and file.is_relative_to(tmp_path / "cache")
+    assert file.read_bytes() == b"first"
     assert (fetched(f"{url}/model") / "sub/weights.bin").read_bytes() == b"w" * 9
     gets = []
     get = Store.get

@@ -74,8 +74,9 @@ def own_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def refused(train_overrides, tmp_path, capsys, monkeypatch):
-    """refused("a=b", …) returns the line that `quadriga train` prints; no worker is built."""
+def refused_command(capsys, monkeypatch):
+    """refused_command("sft", "a=b", …) returns the line that it prints; no worker is built."""
+    import quadriga.rollout
     import quadriga.single_controller.worker as worker
     from quadriga.cli.main import main
 
@@ -83,12 +84,24 @@ def refused(train_overrides, tmp_path, capsys, monkeypatch):
         raise AssertionError("a worker was started")
 
     monkeypatch.setattr(worker.Worker, "__init__", no_worker)
+    monkeypatch.setattr(quadriga.rollout, "build_rollout", no_worker)
 
-    def _refused(*more: str) -> str:
-        code = main(["train", *train_overrides, *more])
+    def _refused(*words: str) -> str:
+        code = main(list(words))
         lines = capsys.readouterr().err.strip().splitlines()
         assert code == 2 and len(lines) == 1, lines
-        assert not (tmp_path / "run").exists()
         return lines[0]
+
+    return _refused
+
+
+@pytest.fixture
+def refused(refused_command, train_overrides, tmp_path):
+    """refused("a=b", …) returns the line that `quadriga train` prints; no worker is built."""
+
+    def _refused(*more: str) -> str:
+        line = refused_command("train", *train_overrides, *more)
+        assert not (tmp_path / "run").exists()
+        return line
 
     return _refused

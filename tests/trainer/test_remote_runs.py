@@ -14,25 +14,15 @@ from run_cases import assert_equal_tensors, timeless
 from quadriga.checkpoint.folders import complete_checkpoints
 from quadriga.checkpoint.remote import RemoteRun
 from quadriga.cli.main import main
-from quadriga.config import stores
 from quadriga.config.stores import MARKER
 from quadriga.errors import ConfigError
 from quadriga.observability.jsonl import read_jsonl
 
+pytestmark = pytest.mark.usefixtures("memory_store")
 URL = "memory://runs/one"
 REMOTE = f"trainer.remote_dir={URL}"
 FOUR = ("trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.max_ckpt_to_keep=1",
         "trainer.max_remote_ckpt_to_keep=3", "data.val_files=[]")  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def memory(monkeypatch, tmp_path):
-    monkeypatch.setattr(stores, "CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(stores, "_fetched", {})
-    monkeypatch.setattr(stores, "BACKOFF_S", 0.01)
-    fsspec.filesystem("memory").store.clear()
-    yield
-    fsspec.filesystem("memory").store.clear()
 
 
 def rows(folder: Path, name: str) -> list[dict]:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from fine_tuning_cases import six_steps
-from run_cases import assert_equal_tensors, metrics_of_run, timeless, two_steps
+from run_cases import check_equal, metrics_of_run, two_steps
 
 from quadriga import errors
 from quadriga.backends.local import LocalBackend
@@ -57,19 +57,6 @@ class Kills:
             self.left.remove(moment)
             ranks = self.groups[moment[0]]._ranks
             ranks.backend.kill(ranks.handles[0])
-
-
-def check_equal(run, whole):
-    """Check that two runs have equal rows, samples, states and models. Return what the rows of the
-    first one tell of restarts."""
-    rows = timeless([*read_jsonl(run / "metrics.jsonl")])
-    told = [{k: row.pop(k) for k in list(row) if k.startswith("restarts/")} for row in rows]
-    assert rows == timeless([*read_jsonl(whole / "metrics.jsonl")])
-    if (whole / "samples.jsonl").exists():
-        assert [*read_jsonl(run / "samples.jsonl")] == [*read_jsonl(whole / "samples.jsonl")]
-    for name in ("checkpoints/global_step_6", "model"):
-        assert_equal_tensors(run / name, whole / name)
-    return [one for one in told if one]
 
 
 # What is killed → the completed steps that are done again, the number of restarts, and which roles

@@ -25,26 +25,18 @@ VARIANTS = {
     "prompts drawn again, adaptive KL in the reward": (
         "algorithm.filter_groups.enable=true", "algorithm.filter_groups.mode=refill",
         "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive",
-        "actor_rollout_ref.rollout.n=4", f"{ACTOR}.shuffle=true", "reward.path={rule}",
+        "actor_rollout_ref.rollout.n=4", f"{ACTOR}.shuffle=true",
     ),
 }  # fmt: skip
-
-RULE = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return sum(map(ord, solution_str)) % 3 / 2
-"""
-
 
 FIRST, SECOND = VARIANTS
 
 
 @pytest.mark.parametrize("variant", [FIRST, pytest.param(SECOND, marks=pytest.mark.nightly)])
-def test_a_resumed_run_equals_an_uninterrupted_one(run, tmp_path, variant) -> None:
-    rule = tmp_path / "rule.py"
-    rule.write_text(RULE)
-    settings = [setting.format(rule=rule) for setting in VARIANTS[variant]]
+def test_a_resumed_run_equals_an_uninterrupted_one(run, rule, tmp_path, variant) -> None:
     # Both runs have six steps, so that their schedules are equal.
-    settings += ["trainer.total_training_steps=6", "trainer.save_freq=3", "data.shuffle=true"]
+    settings = [*VARIANTS[variant], rule, "trainer.total_training_steps=6", "trainer.save_freq=3",
+                "data.shuffle=true"]  # fmt: skip
     whole, resumed = tmp_path / "run", tmp_path / "resumed"
     run(*settings)
     half = whole / "checkpoints" / "global_step_3"

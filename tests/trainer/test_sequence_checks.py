@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
-from quadriga.cli.main import main
 from quadriga.config.commands import SFTConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
@@ -22,24 +21,9 @@ ACTOR = "actor_rollout_ref.actor"
 
 
 @pytest.fixture
-def refused(capsys, monkeypatch):
+def refused(refused_command):
     """refused("train", "a=b", …) returns the line that a command prints; no worker is built."""
-    import quadriga.rollout
-    import quadriga.single_controller.worker as worker
-
-    def no_worker(*_args, **_kwargs):
-        raise AssertionError("a worker was started")
-
-    monkeypatch.setattr(worker.Worker, "__init__", no_worker)
-    monkeypatch.setattr(quadriga.rollout, "build_rollout", no_worker)
-
-    def _refused(*words: str) -> str:
-        assert main(list(words)) == 2
-        lines = capsys.readouterr().err.strip().splitlines()
-        assert len(lines) == 1, lines
-        return lines[0]
-
-    return _refused
+    return refused_command
 
 
 @pytest.fixture

@@ -70,7 +70,6 @@ class Dropping(HFRollout):
     """An engine whose weights are gone after a release, as in vLLM's sleep level 2."""
 
     updates = 0
-    last_version = -1
 
     def __init__(self, *settings):
         super().__init__(*settings)
@@ -88,7 +87,6 @@ class Dropping(HFRollout):
 
     def update_weights(self, stream, version):
         Dropping.updates += 1
-        Dropping.last_version = version
         weights = dict(stream)
         super().update_weights(weights.items(), version)
         self.lacking -= set(weights)
