@@ -70,26 +70,16 @@ POOLS_OF_THEIR_OWN = (
 )  # fmt: skip
 
 
-@pytest.fixture
-def five_roles(with_model, rule):
-    return (*with_model, *FIVE_ROLES, rule)
-
-
-@pytest.fixture
-def on_one_pool(run, five_roles, tmp_path):
-    """The numbers of a run whose five roles share one process."""
-    rows = timeless(run(*five_roles, f"trainer.default_local_dir={tmp_path / 'one'}"))
-    assert len(steps(rows)) == 3
-    for name in ("actor/kl_loss", "critic/loss", "reward/model", "reward/rules", "actor/grad_norm"):
-        assert any(row.get(name) for row in rows), name  # each role has a part in the numbers
-    return rows
-
-
 @pytest.mark.nightly
 def test_five_roles_on_pools_of_their_own_give_the_numbers_of_one_pool(
-    run, five_roles, on_one_pool
+    run, with_model, rule, tmp_path
 ):
-    assert timeless(run(*five_roles, *POOLS_OF_THEIR_OWN)) == on_one_pool
+    given = (*with_model, *FIVE_ROLES, rule)
+    one = timeless(run(*given, f"trainer.default_local_dir={tmp_path / 'one'}"))
+    assert len(steps(one)) == 3
+    for name in ("actor/kl_loss", "critic/loss", "reward/model", "reward/rules", "actor/grad_norm"):
+        assert any(row.get(name) for row in one), name  # each role has a part in the numbers
+    assert timeless(run(*given, *POOLS_OF_THEIR_OWN)) == one
 
 
 def test_a_model_without_a_head_is_refused_before_start(train_overrides, tiny_task):

@@ -67,7 +67,7 @@ from quadriga.checkpoint.files import (
 from quadriga.config.paths import local_path
 from quadriga.config.stores import MARKER
 from quadriga.errors import CheckpointError
-from quadriga.files import cannot_write, flush, remove
+from quadriga.files import flush, remove, writing
 from quadriga.observability.jsonl import JsonObject
 
 _NAME = re.compile(r"global_step_(\d+)(\.replaced)?")
@@ -85,12 +85,10 @@ def begin_checkpoint(root: str | Path, step: int) -> Path:
     Raises `InputError` if the folder cannot be created.
     """
     partial = step_folder(root, step).with_suffix(".partial")
-    try:
+    with writing(partial):
         for left in partial.parent.glob("global_step_*.partial"):
             remove(left)
         partial.mkdir(parents=True)
-    except OSError as error:
-        raise cannot_write(partial, error) from error
     return partial
 
 
@@ -114,13 +112,11 @@ def commit_checkpoint(
     # rename makes the folder visible. The ranks have flushed their files.
     final = partial.with_suffix("")
     step = int(final.name.removeprefix("global_step_"))
-    try:
+    with writing(final):
         for folder in {(partial / file.name).parent for file in files}:
             flush(folder)
         write_marker(partial, step, files, info or {})
         replace_folder(partial, final)
-    except OSError as error:
-        raise cannot_write(final, error) from error
     return final
 
 

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from quadriga.config.paths import is_remote, local_path
 from quadriga.config.secrets import mask_secrets
 from quadriga.errors import StoreError
-from quadriga.files import atomic_write, cannot_write, replacing
+from quadriga.files import atomic_write, replacing, writing
 
 MARKER = "COMPLETE.json"
 """The file of a folder that is written last: it lists the others, with sizes and digests."""
@@ -277,11 +277,9 @@ def fetched(url: str) -> Path:
     version = hashlib.sha256(json.dumps([url, versions]).encode()).hexdigest()[:24]
     folder = Path(local_path(CACHE)) / version
     place, record = folder / PurePosixPath(store.url).name, folder / ".digests.json"
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("a")
-    except OSError as error:
-        raise cannot_write(folder, error) from error
     with lock:  # another process of this machine waits here
         fcntl.flock(lock, fcntl.LOCK_EX)
         known = json.loads(record.read_bytes()) if record.is_file() else {}

@@ -415,7 +415,7 @@ def _shared_ranks(config: TrainConfig, pools: Sequence[RolePool]) -> Problems:
             "needs ranks on which only the rollout runs, but they are also those of "
             f"{other}; set placement.rollout and placement.{other} to different ranks",
         )
-    if not (has_replicas(config) and beside != ["rollout"]):
+    else:
         ranks, enabled = num_ranks(config, "rollout"), has_replicas(config)
         key, backend = f"{ROLLOUT}.replicas", config.trainer.backend
         yield from elastic_problems(key, rollout, enabled, backend, ranks or 0)
