@@ -136,15 +136,15 @@ def s3(_s3_server, monkeypatch):
         "AWS_SECRET_ACCESS_KEY": "a-secret-of-tests", "AWS_DEFAULT_REGION": "us-east-1",
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
-    once = {"read_timeout": 0.15, "retries": {"total_max_attempts": 1}}
-    monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": once})
-    monkeypatch.setattr(S3FileSystem, "retries", 1)
-    monkeypatch.setattr(stores, "BACKOFF_S", 0.01)
-    monkeypatch.setattr(stores, "_fetched", {})
     _s3_server.faults, _s3_server.delay_s = [], 0.0
     files = fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False)
     if files.exists(BUCKET):
         files.rm(BUCKET, recursive=True)
     files.mkdir(BUCKET)
+    once = {"read_timeout": 0.15, "retries": {"total_max_attempts": 1}}
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": once})
+    monkeypatch.setattr(S3FileSystem, "retries", 1)
+    monkeypatch.setattr(stores, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(stores, "_fetched", {})
     yield _s3_server
     S3FileSystem.clear_instance_cache()

@@ -49,7 +49,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain, count
@@ -120,9 +120,8 @@ def commit_checkpoint(
     return final
 
 
-def check_visible(partial: Path, files: Iterable[SavedFile]) -> None:
+def check_visible(partial: Path, files: Sequence[SavedFile]) -> None:
     """Raise `CheckpointError` if there is no file, or one that this process does not see."""
-    files = list(files)
     if not files:
         raise CheckpointError(
             f"{partial}: no rank has reported a file, so the checkpoint would be empty; "

@@ -90,10 +90,6 @@ class Origin:
     rank: int
     world_size: int
 
-    def as_texts(self) -> dict[str, str]:
-        """Return the origin as the metadata of a safetensors file, which holds texts only."""
-        return {name: str(value) for name, value in asdict(self).items()}
-
 
 def tensor_name(block: str) -> str:
     """Return the name of the tensor of which this is the name of a block."""
@@ -267,7 +263,9 @@ class RankState:
         """
         folder, origin = Path(local_path(folder)), self.origin
         folder.mkdir(parents=True, exist_ok=True)
-        texts, name = origin.as_texts(), _shard_name(origin.rank)
+        # The metadata of a safetensors file holds texts only.
+        texts = {key: str(value) for key, value in asdict(origin).items()}
+        name = _shard_name(origin.rank)
         random_file = write_tensors(_random_file(folder, origin.rank), self.random, texts)
         kept = {key: b for key, b in self.blocks.items() if b.is_first_copy and b.data.numel()}
         data = {key: b.data for key, b in kept.items()}

@@ -465,40 +465,31 @@ class Checkpointing:
             again = self.restarts.allows(error)
             if not again:
                 with suppress(QuadrigaError):  # a rank that has failed cannot save either
-                    self._save_if_due(record, step, kl_controller, save, last=last, ends=True)
+                    self._save_if_due(record, save, last=last, ends=True)
             raise
         else:
             ends = last or self.stop.requested
-            self._save_if_due(record, step, kl_controller, save, last=last, ends=ends)
+            self._save_if_due(record, save, last=last, ends=ends)
             every = self.snapshots.every
             if every and step % every == 0 and not ends:
                 with record.span("snapshot"):
-                    self.snapshots.take(self.state(step, kl_controller or {}), groups)
+                    self.snapshots.take(self.state(*self.complete), groups)
         finally:
             if not again:
                 record.end_step(step)
         self.stop.stop_if_requested()
         return last
 
-    def _save_if_due(
-        self,
-        record: RunRecord,
-        step: int,
-        kl_controller: dict[str, float] | None,
-        save: Save,
-        *,
-        last: bool,
-        ends: bool,
-    ) -> None:
-        trainer = self.config.trainer
-        every, interval_s = trainer.save_freq, trainer.save_interval_s
+    def _save_if_due(self, record: RunRecord, save: Save, *, last: bool, ends: bool) -> None:
+        assert self.complete is not None
+        step, kl_controller = self.complete
+        every, interval_s = self.config.trainer.save_freq, self.config.trainer.save_interval_s
         by_number = last or (every > 0 and step % every == 0)
         by_time = interval_s is not None and time.monotonic() - self._saved_at >= interval_s
         if not (by_number or by_time or self.stop.requested):
             return
-        state = self.state(step, kl_controller or {})
         with record.span("save"):
-            save(record.folder.checkpoints, state, ends)
+            save(record.folder.checkpoints, self.state(step, kl_controller), ends)
         self._saved_at = time.monotonic()
         self._check_written(record)
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +27,6 @@ if TYPE_CHECKING:
 CORE, OTHER = "val-core", "val-aux"
 """Beginnings of the metrics of a data source, as verl names them: those of all n responses to a
 prompt, and those of k < n."""
-
-
-@runtime_checkable
-class HasAnswers(Protocol):
-    """A reward function that keeps the answers in the responses of its last call."""
-
-    answers: list[str | None]
 
 
 AddMetrics = Callable[[Mapping[str, float]], None]
@@ -98,7 +91,7 @@ class Validator:
                 expand, prompts, n=self.n, step=number, seed=self.seed, seed_by_index=True
             ).batch
             batch = result(stages.generate, rows, self.rollout, "val").batch
-            if isinstance(self.reward, HasAnswers):
+            if hasattr(self.reward, "answers"):
                 self.reward.answers = []  # they stay so if a role scores the responses
             yield result(stages.score_responses, batch, self.reward).batch
 
@@ -109,9 +102,8 @@ class Validator:
         sources: Sequence[object] = [None] * len(batch)
         if fields.DATA_SOURCE in arrays:
             sources = arrays[fields.DATA_SOURCE].tolist()
-        answers: list[str | None] = [None] * len(batch)
-        if isinstance(self.reward, HasAnswers) and self.reward.answers:
-            answers = self.reward.answers
+        # A reward function may keep the answers in the responses of its last call.
+        answers: list[str | None] = getattr(self.reward, "answers", []) or [None] * len(batch)
         for start in range(0, len(batch), self.n):
             own = slice(start, start + self.n)
             source = NO_SOURCE if sources[start] is None else str(sources[start])
