@@ -123,15 +123,15 @@ class CheckpointWriter:
             self._finish_ranks(self._pending, wait=True)
             self._end()
 
-    def abandon(self, within_s: float) -> None:
+    def abandon(self, within_s: float, *, tell: bool = True) -> None:
         """Let a checkpoint that is written be committed within these seconds, or else give it up,
-        with a warning: the run has failed, and raises another error."""
+        with a warning (`tell`): the run has failed, and raises another error."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.join(within_s)
             pending.give_up.set()
             pending.join()
-            if not pending.seconds:
+            if tell and not pending.seconds:
                 reason = pending.error or "its ranks have not written it"
                 _log.warning("%s was not completed: %s", pending.folder, reason)
 
@@ -139,8 +139,8 @@ class CheckpointWriter:
         try:
             for group in pending.groups.values():
                 group.finish_saving(wait)
-        except BaseException:
-            self.abandon(0)
+        except BaseException as error:
+            self.abandon(0, tell=isinstance(error, KeyboardInterrupt))  # a rank's error says why
             raise
 
     def _end(self) -> None:
