@@ -70,7 +70,7 @@ def streamed_folder(folder, staleness, costs, *more):
         )
         events.append({"at": run.now, event: numbers, **own})
 
-    run._generation._note = note
+    run._generation.note = note
     found = run.run()
     for end, numbers in zip(found.ends, found.numbers, strict=True):
         versions = [[(0, length)] for length in lengths[numbers].ravel().tolist()]

@@ -45,7 +45,7 @@ def interpreter(tmp_path_factory):
     """An interpreter that runs the fake program in place of the host of SGLang."""
     script = tmp_path_factory.mktemp("fake") / "python"
     fake = Path(__file__).with_name("fake_sglang.py")
-    program = f'#!/bin/sh\n[ "$1" = -c ] && exit 0\nexec {sys.executable} {fake} "$@"\n'
+    program = f'#!/bin/sh\n[ "$2" = -c ] && exit 0\nexec {sys.executable} {fake} "$@"\n'
     script.write_text(program, encoding="utf-8")
     script.chmod(0o755)
     return str(script)

@@ -12,7 +12,6 @@ from quadriga.rollout import ROLLOUTS
 from quadriga.rollout.hf import HF
 from quadriga.rollout.hf.engine import HFRollout
 from quadriga.trainer.roles import workers as role_workers
-from quadriga.weight_sync.sync import PolicyWeights
 from quadriga.workers import ActorRolloutRefWorker
 
 TURNS = "actor_rollout_ref.rollout.take_turns"
@@ -57,7 +56,7 @@ def test_a_worker_class_that_cannot_switch_is_refused(train_overrides) -> None:
 
     left_out = {"rollout_mode", "trainer_mode", "__dict__", "__weakref__"}
     methods = {k: v for k, v in vars(ActorRolloutRefWorker).items() if k not in left_out}
-    Fixed = type("Fixed", (PolicyWeights,), methods)
+    Fixed = type("Fixed", ActorRolloutRefWorker.__bases__, methods)
     workers, mapping = {"actor_rollout": ["actor", "rollout"]}, {Role.ActorRollout: Fixed}
     config = load_config(TrainConfig, train_overrides)
     role_workers.worker_classes(config, workers, 1, mapping)

@@ -17,7 +17,7 @@ COPY = ("actor_rollout_ref.rollout.share_weights=false",)
 def test_responses_after_an_update_without_a_sync_end_the_run(run, monkeypatch, more) -> None:
     synced = []
 
-    def sync_once(groups):
+    def sync_once(groups, *_):
         synced.append(groups)
 
     monkeypatch.setattr(PPOGroups, "sync_weights", sync_once)

@@ -70,13 +70,13 @@ CHANGES = {
     "an argument, a result, one more argument": [
         (CRITIC, "update_critic(self, data: DataProto)", "update_critic(self, data: str)",
          "_critic: CriticGroup"),
-        (ACTOR, "export_hf(self, path: str) -> None", "export_hf(self, path: str) -> list[None]",
+        (ACTOR, "sync_weights(self) -> None", "sync_weights(self) -> list[None]",
          "_actor: ActorGroup"),
         (ACTOR, "compute_ref_log_prob(self, data: DataProto)",
          "compute_ref_log_prob(self, data: DataProto, scale: float)", "_ref: RefGroup"),
     ],
     "one argument less": [
-        (ACTOR, "load_checkpoint(self, path: str, step: int)", "load_checkpoint(self, path: str)",
+        (ACTOR, "compute_log_prob(self, data: DataProto)", "compute_log_prob(self)",
          "_actor: ActorGroup"),
     ],
 }  # fmt: skip

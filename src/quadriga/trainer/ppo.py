@@ -235,6 +235,7 @@ class RayPPOTrainer:
             self.mismatch_watch.check(self.step, record.measured)
         except MismatchError:
             record.end_step(self.step)
+            self.checkpoints.complete = None  # a step whose mismatch ends the run is not saved
             raise
 
         def validate() -> bool:
