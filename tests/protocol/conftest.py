@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import ray
 import torch
-from protocol_cases import shard
+from protocol_cases import CountedStore, shard
 
 from quadriga.backends import get_backend
-from quadriga.backends.local import LocalStore
 from quadriga.backends.ray.store import RayStore
 from quadriga.protocol import DataProto, DataProtoConfig, message, use_store
 
@@ -25,16 +24,16 @@ def _padding_off() -> Iterator[None]:
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalStore]:
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[CountedStore]:
     """A store that every field is put into, however small."""
     monkeypatch.setattr(message, "INLINE_BYTES", -1)
-    local = LocalStore()
+    local = CountedStore()
     with use_store(local):
         yield local
 
 
 @pytest.fixture(params=["local", "remote"])
-def form(request: pytest.FixtureRequest, store: LocalStore) -> Callable[[DataProto], DataProto]:
+def form(request: pytest.FixtureRequest, store: CountedStore) -> Callable[[DataProto], DataProto]:
     """Convert a local batch into the form under test."""
     if request.param == "local":
         return lambda data: data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -12,8 +13,21 @@ from tensordict import TensorDict
 
 from quadriga.protocol import DataProto, Origin
 from quadriga.protocol.boundary import pack_result, unpack_result
+from quadriga.protocol.storage import InProcessStore, LocalHandle
 from quadriga.protocol.threads import PendingValue
 from quadriga.protocol.values import build_jagged, object_array, same
+
+
+class CountedStore(InProcessStore):
+    """A store that knows which of its values exist."""
+
+    def __init__(self) -> None:
+        self.handles: WeakSet[LocalHandle] = WeakSet()
+
+    def put(self, value: object, nbytes: int = 0) -> LocalHandle:
+        handle = super().put(value, nbytes)
+        self.handles.add(handle)
+        return handle
 
 
 def shard(data: DataProto, ranks: int, method: str = "make") -> DataProto:

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
-from protocol_cases import Done, rows_of, shard
+from protocol_cases import CountedStore, Done, rows_of, shard
 
-from quadriga.backends.local import LocalStore
 from quadriga.protocol import (
     DataProto,
     DataProtoFuture,
@@ -202,7 +201,7 @@ OPS = [value for name, value in sorted(globals().items()) if name.startswith("op
 @given(st.data())
 def test_programs_agree(data):
     before, message.INLINE_BYTES = message.INLINE_BYTES, data.draw(st.sampled_from([-1, 40, 65536]))
-    store = LocalStore()
+    store = CountedStore()
     try:
         with use_store(store):
             rows = make(data.draw(st.integers(0, 9)))

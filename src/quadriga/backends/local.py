@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import FrameType
 from typing import Any, cast
-from weakref import WeakSet
 
 from quadriga.errors import (
     CallTimeoutError,
@@ -39,14 +38,7 @@ from quadriga.errors import (
     WorkerDiedError,
     WorkerError,
 )
-from quadriga.protocol.storage import (
-    Handle,
-    InProcessStore,
-    LocalHandle,
-    set_process_store,
-    snapshot,
-    use_store,
-)
+from quadriga.protocol.storage import InProcessStore, set_process_store, use_store
 from quadriga.protocol.threads import PendingValue
 from quadriga.single_controller import rank_host
 from quadriga.single_controller.backend import (
@@ -150,20 +142,6 @@ def _stack(frame: FrameType | None) -> str:
         lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
         frame = frame.f_back
     return "\n".join(lines) or "  (between two calls)"
-
-
-class LocalStore(InProcessStore):
-    """Keep a snapshot of each value in its handle."""
-
-    def __init__(self) -> None:
-        self.handles: WeakSet[LocalHandle] = WeakSet()
-        """Of the values that are kept."""
-
-    def put(self, value: object, nbytes: int = 0) -> Handle:
-        """Store a copy of `value`."""
-        handle = LocalHandle(snapshot(value), nbytes)
-        self.handles.add(handle)
-        return handle
 
 
 @dataclass(frozen=True)
@@ -350,9 +328,9 @@ class LocalBackend(Backend):
     name = "local"
 
     @cached_property
-    def store(self) -> LocalStore:
+    def store(self) -> InProcessStore:
         """Where remote fields are stored."""
-        return LocalStore()
+        return InProcessStore()
 
     def submit(
         self,
