@@ -95,7 +95,8 @@ def main() -> None:
     serve(Connection(fd))
 
 
-_PARENT_CHECK_S = 0.5
+_CHECK_S = 0.5  # how often to look whether the controller or the worker has ended
+_SOON_S = 0.02  # the same when the output is closed, as at the end of the worker
 _LAST_READS = 16  # reads of the output that is left when the processes have ended
 _CUT = b"\n[reward functions print too much; the rest is left out]\n"
 
@@ -129,41 +130,28 @@ def supervise(worker: int, output: int) -> NoReturn:
         output: the end of a pipe from which the worker's output is read.
     """
     parent, budget = os.getppid(), OutputBudget()
-    wake = _wake_on_signals()
-    ended: int | None = None
-    while ended is None and not _stop_requested and os.getppid() == parent:
-        ready, _, _ = select.select([output, wake], [], [], _PARENT_CHECK_S)
-        if output in ready and not _forward(output, budget):
-            output = wake  # closed: the worker has ended or closed its output
-        if wake in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.read(wake, 4096)
-        ended = reap(worker)
+    outputs, ended = [output], None
+    signal.signal(signal.SIGTERM, _stop)
+    with contextlib.suppress(_Stopped):
+        while ended is None and os.getppid() == parent:
+            ready, _, _ = select.select(outputs, [], [], _CHECK_S if outputs else _SOON_S)
+            if ready and not _forward(output, budget):
+                outputs = []  # closed: the worker has ended or closed its output
+            ended = reap(worker)
     end_all(worker)
     for _ in range(_LAST_READS):
-        left = output != wake and select.select([output], [], [], 0)[0]
-        if not left or not _forward(output, budget):
+        if not select.select(outputs, [], [], 0)[0] or not _forward(output, budget):
             break
     _end_as(ended)
 
 
-_stop_requested = False
+class _Stopped(Exception):
+    """The pool ends this process."""
 
 
-def _wake_on_signals() -> int:
-    """Return a file descriptor that becomes readable when a child ends or SIGTERM is received."""
-
-    def note(number: int, _: object) -> None:
-        global _stop_requested
-        _stop_requested = _stop_requested or number == signal.SIGTERM
-
-    read, write = os.pipe()
-    for fd in (read, write):
-        os.set_blocking(fd, False)
-    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, note)
-    signal.signal(signal.SIGTERM, note)
-    return read
+def _stop(*_: object) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another one does not interrupt `end_all`
+    raise _Stopped
 
 
 def _forward(output: int, budget: OutputBudget) -> bool:
