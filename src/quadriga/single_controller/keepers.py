@@ -25,11 +25,18 @@ class Keeper(Protocol):
     def steps(self, key: str) -> list[int]:
         """Return the steps of the complete entries of a key; none if the keeper has ended."""
 
+    def value(self, key: str, step: int, index: int) -> Any:
+        """Return a value of a complete entry; None after the last one."""
+
     def read(self, key: str, step: int) -> Iterator[Any]:
         """Yield the values of a complete entry."""
+        index = 0
+        while (value := self.value(key, step, index)) is not None:
+            yield value
+            index += 1
 
 
-class KeptValues:
+class KeptValues(Keeper):
     """The entries of a keeper, in its process. On the local backend, a keeper by itself."""
 
     def __init__(self) -> None:
@@ -59,15 +66,8 @@ class KeptValues:
         return list(self._complete.get(key, {}))
 
     def value(self, key: str, step: int, index: int) -> Any:
-        """Return a value of a complete entry; None after the last one."""
+        """See `Keeper`."""
         values = self._complete.get(key, {}).get(step)
         if values is None:
             raise LostObjectError(f"no snapshot of step {step} of {key} is kept")
         return values[index] if index < len(values) else None
-
-    def read(self, key: str, step: int) -> Iterator[Any]:
-        """See `Keeper`."""
-        index = 0
-        while (value := self.value(key, step, index)) is not None:
-            yield value
-            index += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +11,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from quadriga.backends.ray.cluster import cluster_nodes
 from quadriga.errors import LostObjectError
-from quadriga.single_controller.keepers import KeptValues
+from quadriga.single_controller.keepers import Keeper, KeptValues
 
 _WAIT_S = 60.0  # for a keeper that does not answer
 
 
 @dataclass(frozen=True)
-class RayKeeper:
+class RayKeeper(Keeper):
     """A handle of a `KeptValues` in an actor."""
 
     actor: Any  # an actor handle, which has no type
@@ -39,12 +38,9 @@ class RayKeeper:
             return []
         return found
 
-    def read(self, key: str, step: int) -> Iterator[Any]:
+    def value(self, key: str, step: int, index: int) -> Any:
         """See `Keeper`."""
-        index = 0
-        while (value := _answer(self.actor.value.remote(key, step, index))) is not None:
-            yield value
-            index += 1
+        return _answer(self.actor.value.remote(key, step, index))
 
 
 def _answer(call: Any) -> Any:

@@ -33,7 +33,6 @@ from quadriga.backends.ray.cluster import BESIDE, kill_actor, node_address, this
 from quadriga.backends.ray.pickling import send_code_of_loaded_files
 from quadriga.backends.ray.rank_process import (
     AsyncRankProcess,
-    RankProcess,
     collect_rarely,
     rank_process_class,
 )
@@ -170,10 +169,15 @@ def start_ranks(
     actors: list[RankActor] = []
     try:
         for plan in plans:
-            options, arguments = _concurrency(rank_class, plan.options)
-            actors.append(
-                factory.options(**{"name": plan.name or None, **options}).remote(*arguments)
-            )
+            options = {"name": plan.name or None, **plan.options}
+            arguments: tuple[object, ...] = ()
+            if issubclass(rank_class, AsyncRankProcess):
+                # Ray would count a call that waits for the call before it as a running one. With
+                # `max_concurrency=1`, a small call that overtakes a large one would keep it from
+                # running for ever. So the rank counts its running calls itself.
+                arguments = (options.get("max_concurrency"),)
+                options["max_concurrency"] = UNLIMITED
+            actors.append(factory.options(**options).remote(*arguments))
         prepared = [
             actor.quadriga_prepare.remote(
                 plan.variables, search_path, preloaded(), plan.place.rank == 0, port_range
@@ -204,21 +208,6 @@ def start_ranks(
         RankHandle(actor, plan.name, fact)
         for actor, plan, fact in zip(actors, plans, facts, strict=True)
     ]
-
-
-def _concurrency(
-    rank_class: type[RankProcess], options: Mapping[str, object]
-) -> tuple[dict[str, object], tuple[object, ...]]:
-    """Return the options and the arguments of the actor of a rank.
-
-    Ray would count a call that waits for the call before it as a running one. With
-    `max_concurrency=1`, a small call that overtakes a large one would keep it from running for
-    ever. A rank with coroutine methods therefore counts its running calls itself.
-    """
-    if not issubclass(rank_class, AsyncRankProcess):
-        return dict(options), ()
-    limit = options.get("max_concurrency")
-    return {**options, "max_concurrency": UNLIMITED}, (limit,)
 
 
 def existing_actors(
