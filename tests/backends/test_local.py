@@ -141,10 +141,3 @@ def test_backends_by_name(monkeypatch):
         get_backend("local", store="rows")
     register_backend("mine", "quadriga.backends.local:LocalBackend")
     assert get_backend("mine").name == "local"
-
-
-@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), True, "3"])
-def test_a_deadline_that_is_no_positive_number_is_refused(timeout):
-    group = start(Adder, 1)
-    with pytest.raises(DispatchError, match=r"options\(timeout=…\) expects a number of seconds"):
-        group.add.options(timeout=timeout)

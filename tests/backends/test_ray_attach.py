@@ -12,6 +12,7 @@ import ray
 from ray.util.placement_group import placement_group_table
 from worker_cases import Adder, Cases, group_on, taken_over
 
+from group_fixtures import local_group
 from quadriga.backends import get_backend
 from quadriga.backends.local import LocalWorkerGroup
 from quadriga.backends.ray import (
@@ -115,13 +116,15 @@ def test_pools_on_ray_without_a_connection_to_ray(monkeypatch):
         get_backend("ray").check_placement([RayResourcePool([2], use_gpu=False)])
 
 
-@pytest.mark.parametrize("timeout", ["60", -5, 0, True, float("inf")])
+@pytest.mark.parametrize("timeout", ["60", -5, 0, True, float("inf"), float("nan")])
 def test_a_deadline_that_is_no_number_of_seconds_is_refused_before_a_rank_starts(timeout):
     for options in ({"timeout": timeout}, {"start_timeout": timeout}):
         with pytest.raises(DispatchError, match=r"timeout=…\) expects a number of"):
             RayWorkerGroup(None, None, **options)
     with pytest.raises(DispatchError, match=r"^LocalWorkerGroup\(timeout=…\) expects a number of"):
         LocalWorkerGroup(None, None, timeout=timeout)
+    with pytest.raises(DispatchError, match=r"options\(timeout=…\) expects a number of seconds"):
+        local_group(Adder, 1).add.options(timeout=timeout)
 
 
 def test_a_start_that_breaks_off_leaves_no_placement_group(ray_backend, monkeypatch):

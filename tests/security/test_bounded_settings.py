@@ -61,15 +61,19 @@ YAML = {
 }  # fmt: skip
 
 
+def check_refused(capsys, *words):
+    code = main(["train", *words, "--print-config"])
+    shown = capsys.readouterr()
+    assert (code, shown.out, shown.err.count("\n")) == (2, "", 1), shown.err[:2000]
+    assert shown.err.startswith("error: ") and len(shown.err) < 2100
+
+
 @pytest.mark.parametrize("name", YAML)
 def test_a_settings_file_is_refused_in_one_line(name, tmp_path, capsys):
     file = tmp_path / "run.yaml"
     text = YAML[name]
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    code = main(["train", "--config", str(file), "--print-config"])
-    shown = capsys.readouterr()
-    assert (code, shown.out, shown.err.count("\n")) == (2, "", 1), shown.err[:2000]
-    assert shown.err.startswith("error: ") and len(shown.err) < 2100
+    check_refused(capsys, "--config", str(file))
 
 
 def test_files_that_are_no_regular_files_are_refused(tmp_path):
@@ -108,10 +112,7 @@ OVERRIDES = {
 
 @pytest.mark.parametrize("name", OVERRIDES)
 def test_an_override_is_refused_in_one_line(name, capsys):
-    code = main(["train", OVERRIDES[name], "--print-config"])
-    shown = capsys.readouterr()
-    assert (code, shown.out, shown.err.count("\n")) == (2, "", 1), shown.err[:2000]
-    assert shown.err.startswith("error: ") and len(shown.err) < 2100
+    check_refused(capsys, OVERRIDES[name])
 
 
 def test_a_long_prompt_on_the_command_line_is_accepted():

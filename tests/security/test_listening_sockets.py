@@ -44,6 +44,11 @@ def own_address() -> str | None:
     return None
 
 
+@pytest.fixture
+def address() -> str:
+    return own_address() or pytest.skip("this machine has no address but loopback")
+
+
 def join_and_look(variables: dict[str, str]) -> set[str]:
     """Join the process group of two ranks, use it, and return the addresses of this rank."""
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
@@ -88,10 +93,7 @@ def test_a_joined_group_listens_on_loopback_only():
 
 
 @pytest.mark.nightly
-def test_ranks_of_several_nodes_listen_on_the_address_of_their_node():
-    address = own_address()
-    if address is None:
-        pytest.skip("this machine has no address but loopback")
+def test_ranks_of_several_nodes_listen_on_the_address_of_their_node(address):
     shared = {"MASTER_ADDR": address, "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2",
               "MASTER_PORT": str(free_port())}  # fmt: skip
     with multiprocessing.get_context("spawn").Pool(2) as pool:
@@ -101,10 +103,7 @@ def test_ranks_of_several_nodes_listen_on_the_address_of_their_node():
     assert found[0] | found[1] <= {address, "127.0.0.1"}, "no rank listens on every address"
 
 
-def test_store_does_not_accept_connections_to_other_addresses():
-    address = own_address()
-    if address is None:
-        pytest.skip("this machine has no address but loopback")
+def test_store_does_not_accept_connections_to_other_addresses(address):
     port = free_port()
     with distributed._listen("127.0.0.1", port, several_nodes=False):
         socket.create_connection(("127.0.0.1", port), timeout=5).close()

@@ -83,7 +83,7 @@ def test_two_ranks_on_ray_have_the_responses_of_one_rank(generate, whole) -> Non
 
 @pytest.mark.parametrize("written", [4, 6, 16])
 def test_a_run_that_was_killed_is_continued_to_the_file_of_an_undisturbed_one(
-    generate, whole, monkeypatch, written
+    generate, whole, monkeypatch, caplog, written
 ) -> None:
     write = jsonl.JsonlFile.write
     count = 0
@@ -102,6 +102,7 @@ def test_a_run_that_was_killed_is_continued_to_the_file_of_an_undisturbed_one(
         if written < 16:
             with pytest.raises(KeyboardInterrupt):
                 generate()
+            assert "the same command generates the responses that " in caplog.text
         else:
             generate()
     seen = []
