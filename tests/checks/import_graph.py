@@ -1,4 +1,4 @@
-"""The import graph of a package: which module imports which, and the circles in it.
+"""The import graph of a package: which module imports which, and a circle in it.
 
 A module imports another one wherever an import statement stands: at the top of the file, inside a
 function, or under `if TYPE_CHECKING:`. `from package import name` is an import of
@@ -17,6 +17,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 
 from source_tree import PACKAGE, ROOT, Import, SourceFile, imports, module_name
 
@@ -91,52 +92,13 @@ def folder_edges(files: Iterable[SourceFile]) -> dict[tuple[str, str], list[str]
     return edges
 
 
-def circles(graph: Graph) -> list[list[str]]:
-    """Return one shortest circle through each group of modules that import each other.
-
-    A circle is a list of modules; each imports the next one, and the last one imports the first.
-    """
-    found: list[list[str]] = []
-    covered: set[str] = set()
-    for start in sorted(graph):
-        if start not in covered:
-            circle = _shortest_circle(graph, start)
-            if circle:
-                found.append(circle)
-                covered.update(_mutual(graph, start))
-    return found
-
-
-def _shortest_circle(graph: Graph, start: str) -> list[str]:
-    """The shortest path from `start` to itself by breadth-first search, [] if there is none."""
-    paths = [[start]]
-    seen: set[str] = set()
-    for path in paths:  # `paths` is a queue: the loop also visits the paths appended below
-        for target in sorted(graph.get(path[-1], {})):
-            if target == start:
-                return path
-            if target not in seen:
-                seen.add(target)
-                paths.append([*path, target])
+def circle(graph: Graph) -> list[str]:
+    """Modules of which each imports the next one, and the last one the first; [] if none do."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1][:0:-1]  # the first one is also the last one, which imports it
     return []
-
-
-def _mutual(graph: Graph, start: str) -> set[str]:
-    """Modules that `start` imports and that import `start`, directly or through others."""
-    reverse: dict[str, dict[str, str]] = {}
-    for name, targets in graph.items():
-        for target, place in targets.items():
-            reverse.setdefault(target, {})[name] = place
-    return _reachable(graph, start) & _reachable(reverse, start)
-
-
-def _reachable(graph: Graph, start: str) -> set[str]:
-    seen, waiting = {start}, [start]
-    while waiting:
-        new = set(graph.get(waiting.pop(), {})) - seen
-        seen |= new
-        waiting.extend(new)
-    return seen
 
 
 def describe(graph: Graph, circle: list[str]) -> str:
