@@ -26,20 +26,23 @@ def make_batch(vocabulary):
     return {"input_ids": ids, "attention_mask": attention, "response_mask": targets}
 
 
-def response_log_probs(model, batch):
-    """For each row, log-probabilities over the vocabulary where its response tokens are chosen.
+def of_responses(batch, compute):
+    """What `compute` gives for the tokens [1, n] of each row, where the row's response is chosen.
 
     Returns:
-        One [R, V] tensor a row; entries behind the row's last token are 0.
+        One [R, …] tensor a row; entries behind the row's last token are 0.
     """
     rows = []
     for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
         prompt = int(mask[:PROMPT_WIDTH].sum())
-        logits = model(input_ids=ids[mask.bool()][None]).logits[0].float()
-        log_p = logits.log_softmax(-1)[prompt - 1 : -1]
-        empty = log_p.new_zeros(RESPONSE_WIDTH - len(log_p), log_p.shape[1])
-        rows.append(torch.cat([log_p, empty]))
+        own = compute(ids[mask.bool()][None])[0].float()[prompt - 1 : -1]
+        rows.append(torch.cat([own, own.new_zeros(RESPONSE_WIDTH - len(own), own.shape[1])]))
     return rows
+
+
+def response_log_probs(model, batch):
+    """For each row, log-probabilities [R, V] over the vocabulary where its tokens are chosen."""
+    return of_responses(batch, lambda ids: model(input_ids=ids).logits.float().log_softmax(-1))
 
 
 def target_log_probs(model, batch):
@@ -51,10 +54,5 @@ def target_log_probs(model, batch):
 
 def hidden_states(model, batch):
     """The hidden states [B, R, D] of the backbone from which the targets are computed."""
-    rows = []
-    for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
-        prompt = int(mask[:PROMPT_WIDTH].sum())
-        hidden = model.base_model(input_ids=ids[mask.bool()][None]).last_hidden_state[0].float()
-        own = hidden[prompt - 1 : -1]
-        rows.append(torch.cat([own, own.new_zeros(RESPONSE_WIDTH - len(own), own.shape[1])]))
+    rows = of_responses(batch, lambda ids: model.base_model(input_ids=ids).last_hidden_state)
     return torch.stack(rows)

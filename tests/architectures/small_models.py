@@ -55,15 +55,23 @@ _QWEN4 = {
 }  # fmt: skip
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
+OF_ONE_KIND = (
+    (_WINDOWS, (
+        "afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "gemma2",
+        "gemma3_text", "kolibri1", "laguna", "mellum", "olmo3", "smollm3")),
+    (_LATENT, (
+        "axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite",
+        "glm_moe_dsa", "minicpm3", "youtu")),
+    (_RECURRENT, ("granitemoehybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")),
+    (_INKLING, ("inkling2_text", "inkling_text")),
+)  # fmt: skip
+"""Changes, and the configs that need these and no others."""
+
 # What a config needs beyond `SIZES`. None leaves a setting at the config's own default.
 SPECIAL = {
-    "afmoe": _WINDOWS,
-    "axk1": _LATENT,
-    "axk2": _LATENT,
+    **{name: changes for changes, names in OF_ONE_KIND for name in names},
     "bailing_hybrid": {**_LATENT, **_RECURRENT},
     "bamba": {"attn_layer_indices": [1]},
-    "cohere2": _WINDOWS,
-    "cohere2_moe": _WINDOWS,
     "cohere_compass_text": {
         **_WINDOWS, "rope_parameters": dict.fromkeys(_WINDOWS["layer_types"], _ROPE)
     },
@@ -71,9 +79,6 @@ SPECIAL = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
-    "deepseek_v32": _LATENT,
     "deepseek_v4": {
         "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
         "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
@@ -83,12 +88,7 @@ SPECIAL = {
         **_LATENT, "layer_types": ["indexed_attention", "sliding_attention"], "head_dim": 16,
         "per_layer_config": {},
     },
-    "exaone4": _WINDOWS,
-    "exaone_moe": _WINDOWS,
     "falcon_h1": {"mamba_d_ssm": 64},
-    "flint": _WINDOWS,
-    "gemma2": _WINDOWS,
-    "gemma3_text": _WINDOWS,
     "gemma3n_text": {
         **_FOUR_LAYERS, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCABULARY,
         "hidden_size_per_layer_input": 8, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
@@ -99,22 +99,15 @@ SPECIAL = {
         "hidden_size_per_layer_input": 8,
     },
     "gemma4_unified_text": {**_FOUR_LAYERS, "global_head_dim": 8},
-    "glm4_moe_lite": _LATENT,
-    "glm_moe_dsa": _LATENT,
     "gpt_neo": {
         "attention_types": [[["global", "local"], 1]], "window_size": WINDOW, "num_layers": 2,
         "num_heads": 4,
     },
-    "granitemoehybrid": _RECURRENT,
-    "inkling2_text": _INKLING,
-    "inkling_text": _INKLING,
     "jamba": {
         "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4,
         "use_mamba_kernels": False,
     },
     "kimi_linear": {**_LATENT, **_RECURRENT, "q_lora_rank": None},
-    "kolibri1": _WINDOWS,
-    "laguna": _WINDOWS,
     "lfm2": _CONV,
     "lfm2_moe": {**_CONV, "num_dense_layers": 1},
     "lfm3": {
@@ -126,20 +119,12 @@ SPECIAL = {
         "expert_ffn_hidden_size": 24, "zero_expert_num": 2,
     },
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
-    "mellum": _WINDOWS,
-    "minicpm3": _LATENT,
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse"], "index_block_size": 2,
         "index_topk_blocks": 2, "index_n_heads": 2,
         "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
     },
-    "olmo3": _WINDOWS,
-    "qwen3_5_moe_text": _RECURRENT,
-    "qwen3_5_text": _RECURRENT,
-    "qwen3_next": _RECURRENT,
     "qwen4_exp_text": _QWEN4,
-    "smollm3": _WINDOWS,
-    "youtu": _LATENT,
     "zamba": {
         "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 0,
         "attention_hidden_size": 64, "attention_head_dim": 16, "num_key_value_heads": 4,
