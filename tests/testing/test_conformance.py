@@ -51,13 +51,6 @@ def test_modes_refuse_what_does_not_divide_and_take_keywords():
 
 
 class Faulty(LocalBackend):
-    def __init__(self):
-        super().__init__()
-        for method in ("submit", "gather", "worker_group", "kill"):
-            tampered = getattr(self, "faulty_" + method, None)
-            if tampered is not None:
-                setattr(self, method, tampered)
-
     def submit_with(self, run, ranks, targets, calls):
         """Use `run(rank, call)` as the result of each rank."""
         return [
@@ -67,7 +60,7 @@ class Faulty(LocalBackend):
 
 
 class WrongRank(Faulty):
-    def faulty_worker_group(self, pool, cls, **options):
+    def worker_group(self, pool, cls, **options):
         group = LocalBackend.worker_group(self, pool, cls, **options)
         for handle in group._ranks.handles:
             handle.native.variables["RANK"] = "7"
@@ -75,12 +68,12 @@ class WrongRank(Faulty):
 
 
 class SwapsRanks(Faulty):
-    def faulty_submit(self, ranks, targets, calls, timeout):
+    def submit(self, ranks, targets, calls, timeout):
         return LocalBackend.submit(self, ranks, targets, list(calls)[::-1], timeout)
 
 
 class KeepsPadding(Faulty):
-    def faulty_submit(self, ranks, targets, calls, timeout):
+    def submit(self, ranks, targets, calls, timeout):
         def unless_padded(rank, call):
             value = rank.invoke(call, timeout)
             padded = call.method == "double" and len(value) == 3
@@ -90,7 +83,7 @@ class KeepsPadding(Faulty):
 
 
 class SharesMemory(Faulty):
-    def faulty_submit(self, ranks, targets, calls, timeout):
+    def submit(self, ranks, targets, calls, timeout):
         return self.submit_with(
             lambda rank, call: getattr(rank.host.workers[call.role], call.method)(
                 *call.args, **call.kwargs
@@ -102,7 +95,7 @@ class SharesMemory(Faulty):
 class NeverEndsStreams(Faulty):
     """Generators that are dropped stay open."""
 
-    def faulty_submit(self, ranks, targets, calls, timeout):
+    def submit(self, ranks, targets, calls, timeout):
         def unless_it_ends(rank, call):
             closes = call.step is not None and call.step.action == "close"
             return None if closes else rank.invoke(call, timeout)
@@ -111,7 +104,7 @@ class NeverEndsStreams(Faulty):
 
 
 class NoSiblings(Faulty):
-    def faulty_worker_group(self, pool, cls, **options):
+    def worker_group(self, pool, cls, **options):
         group = LocalBackend.worker_group(self, pool, cls, **options)
         for handle in group._ranks.handles:
             for worker in handle.native.host.workers.values():
@@ -120,7 +113,7 @@ class NoSiblings(Faulty):
 
 
 class UntypedErrors(Faulty):
-    def faulty_submit(self, ranks, targets, calls, timeout):
+    def submit(self, ranks, targets, calls, timeout):
         def untyped(rank, call):
             if call.method == "fail":
                 raise RuntimeError("something went wrong")
@@ -130,12 +123,12 @@ class UntypedErrors(Faulty):
 
 
 class NoDeadlines(Faulty):
-    def faulty_submit(self, ranks, targets, calls, timeout):
+    def submit(self, ranks, targets, calls, timeout):
         return LocalBackend.submit(self, ranks, targets, calls, None)
 
 
 class NeverEnds(Faulty):
-    def faulty_kill(self, handle):
+    def kill(self, handle):
         pass
 
 
