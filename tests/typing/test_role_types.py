@@ -70,8 +70,8 @@ CHANGES = {
     "an argument, a result, one more argument": [
         (CRITIC, "update_critic(self, data: DataProto)", "update_critic(self, data: str)",
          "_critic: CriticGroup"),
-        (ACTOR, "sync_weights(self) -> None", "sync_weights(self) -> list[None]",
-         "_actor: ActorGroup"),
+        (ACTOR, "rollout_mode(self) -> dict[str, float]", "rollout_mode(self) -> list[None]",
+         "_turns: TurnTakingGroup"),
         (ACTOR, "compute_ref_log_prob(self, data: DataProto)",
          "compute_ref_log_prob(self, data: DataProto, scale: float)", "_ref: RefGroup"),
     ],
