@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -248,6 +249,13 @@ def test_code_of_files_loaded_by_path_is_sent_and_no_other(load, monkeypatch):
 
     from quadriga.backends.ray.pickling import send_code_of_loaded_files
 
+    class Library:
+        """As those that cffi adds: it says that it is a module, and has no weak references."""
+
+        __slots__ = ()
+        __class__ = types.ModuleType
+
+    monkeypatch.setitem(sys.modules, "library", Library())
     load("my_first", "def f(): ...")
     send_code_of_loaded_files()
     monkeypatch.delitem(sys.modules, "my_first")

@@ -60,7 +60,9 @@ def send_code_of_loaded_files() -> None:
         return
     _latest = newest
     for name, module in list(modules.items()):
-        if not isinstance(module, ModuleType) or module in _seen:
+        # Not `isinstance`: the libraries of cffi say that they are modules, and cannot be weakly
+        # referenced.
+        if not issubclass(type(module), ModuleType) or module in _seen:
             continue
         _seen.add(module)
         file = module.__dict__.get("__file__")
