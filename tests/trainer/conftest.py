@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -75,10 +75,14 @@ def own_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def refused_command(capsys, monkeypatch):
-    """refused_command("sft", "a=b", …) returns the line that it prints; no worker is built."""
+    """refused_command("sft", "a=b", …) returns the error that it prints; no worker is built.
+
+    `runs`: the files of the user whose code it says it runs, in the line before the error.
+    """
     import quadriga.rollout
     import quadriga.single_controller.worker as worker
     from quadriga.cli.main import main
+    from quadriga.cli.own_code import described
 
     def no_worker(*_args, **_kwargs):
         raise AssertionError("a worker was started")
@@ -86,24 +90,23 @@ def refused_command(capsys, monkeypatch):
     monkeypatch.setattr(worker.Worker, "__init__", no_worker)
     monkeypatch.setattr(quadriga.rollout, "build_rollout", no_worker)
 
-    def _refused(*words: str) -> str:
+    def _refused(*words: str, runs: Sequence[str] = ()) -> str:
         code = main(list(words))
-        lines = capsys.readouterr().err.strip().splitlines()
-        if " runs the code of " in lines[0]:  # of files of the user, which are named first
-            del lines[0]
-        assert code == 2 and len(lines) == 1, lines
-        return lines[0]
+        *told, error = capsys.readouterr().err.strip().splitlines()
+        expected = [f"{words[0]} runs the code of {described(list(runs))}"] if runs else []
+        assert code == 2 and told == expected, [*told, error]
+        return error
 
     return _refused
 
 
 @pytest.fixture
 def refused(refused_command, train_overrides, tmp_path):
-    """refused("a=b", …) returns the line that `quadriga train` prints; no worker is built."""
+    """refused("a=b", …) returns the error that `quadriga train` prints; no worker is built."""
 
-    def _refused(*more: str) -> str:
-        line = refused_command("train", *train_overrides, *more)
+    def _refused(*more: str, runs: Sequence[str] = ()) -> str:
+        error = refused_command("train", *train_overrides, *more, runs=runs)
         assert not (tmp_path / "run").exists()
-        return line
+        return error
 
     return _refused

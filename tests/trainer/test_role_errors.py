@@ -14,12 +14,12 @@ from quadriga.trainer.roles.registry import ResourcePoolManager, Role, load_trai
 
 @pytest.fixture
 def refused(refused, own_roles, tmp_path):
-    """refused((old, new), …, "a=b", …) returns the line that `quadriga train` prints."""
+    """refused((old, new), …, "a=b", …) returns the error that `quadriga train` prints."""
 
     def _refused(*given: str | tuple[str, str]) -> str:
         changes = [one for one in given if isinstance(one, tuple)]
         more = [one for one in given if isinstance(one, str)]
-        return refused(write_tally(tmp_path, *changes), *more)
+        return refused(write_tally(tmp_path, *changes), *more, runs=[str(tmp_path / "tally.py")])
 
     return _refused
 
