@@ -41,8 +41,8 @@ def settings(folder: Path, quick: bool) -> list[str]:
     run_make_data(load_config(ArithmeticDataConfig, made))
     return [
         f"data.train_files=[{data / 'sft.parquet'}]", f"model.path={model}",
-        f"data.train_batch_size={16 if quick else 128}", "trainer.loggers=[jsonl]",
-        f"trainer.total_training_steps={8 if quick else 18}", "trainer.max_ckpt_to_keep=1",
+        f"data.train_batch_size={16 if quick else 8}", "trainer.loggers=[jsonl]",
+        f"trainer.total_training_steps={8 if quick else 13}", "trainer.max_ckpt_to_keep=1",
         "trainer.save_interval_s=null", "trainer.check_memory=false", "trainer.num_cpus=2",
     ]  # fmt: skip
 
