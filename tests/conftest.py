@@ -141,7 +141,7 @@ def s3(_s3_server, monkeypatch):
     if files.exists(BUCKET):
         files.rm(BUCKET, recursive=True)
     files.mkdir(BUCKET)
-    once = {"read_timeout": 0.15, "retries": {"total_max_attempts": 1}}
+    once = {"read_timeout": 2.0, "retries": {"total_max_attempts": 1}}
     monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": once})
     monkeypatch.setattr(S3FileSystem, "retries", 1)
     monkeypatch.setattr(stores, "BACKOFF_S", 0.01)

@@ -38,7 +38,8 @@ class S3Server:
     def __init__(self) -> None:
         self._app = DomainDispatcherApplication(create_backend_app)
         self.faults: list[Fault] = []
-        self.hang_s, self.delay_s = 0.25, 0.0
+        self._lock = threading.Lock()
+        self.hang_s, self.delay_s = 2.5, 0.0
         self._server = make_server("127.0.0.1", 0, self, threaded=True, request_handler=_Quiet)
         self.url = f"http://127.0.0.1:{self._server.port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -48,14 +49,14 @@ class S3Server:
 
     def __call__(self, environ: dict[str, Any], start: Any) -> Iterable[bytes]:
         asked = f"{environ['PATH_INFO']}?{environ['QUERY_STRING']}"
-        fault = next(
-            (f for f in self.faults
-             if f.times and f.method == environ["REQUEST_METHOD"] and f.part in asked), None,
-        )  # fmt: skip
-        time.sleep(self.delay_s if environ["REQUEST_METHOD"] == "PUT" else 0)
+        method = environ["REQUEST_METHOD"]
+        with self._lock:  # requests are answered side by side
+            left = (f for f in self.faults if f.times and f.method == method and f.part in asked)
+            if (fault := next(left, None)) is not None:
+                fault.times -= 1
+        time.sleep(self.delay_s if method == "PUT" else 0)
         if fault is None:
             return self._app(environ, start)
-        fault.times -= 1
         if fault.kind in ("error", "hang"):
             time.sleep(self.hang_s if fault.kind == "hang" else 0)
             start("500 Internal Server Error", [("Content-Length", "0")])
