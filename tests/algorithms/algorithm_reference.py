@@ -212,3 +212,23 @@ def covariances(lp: Tensor, advantages: Tensor, mask: Tensor) -> dict[tuple[int,
         position: (p - mean(lps)) * (a - mean(advs))
         for position, p, a in zip(where, lps, advs, strict=True)
     }
+
+
+def aggregate(losses: list[list[Tensor]], mode: str, constant: float) -> Tensor:
+    """Aggregate `losses`, the losses of each sample's generated tokens, over the whole batch."""
+    rows = [row for row in losses if row]
+    if not rows:
+        return torch.zeros((), dtype=torch.float64)
+    tokens = sum(len(row) for row in rows)
+    match mode:
+        case "token-mean":
+            return sum(sum(row) for row in rows) / tokens
+        case "token-sum":
+            return sum(sum(row) for row in rows)
+        case "seq-mean-token-sum":
+            return sum(sum(row) for row in rows) / len(rows)
+        case "seq-mean-token-mean":
+            return sum(sum(row) / len(row) for row in rows) / len(rows)
+        case "seq-mean-token-sum-norm":
+            return sum(sum(row) for row in rows) / len(rows) / constant
+    raise AssertionError(mode)

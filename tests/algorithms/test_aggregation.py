@@ -1,9 +1,12 @@
-"""Aggregation modes against numbers computed by hand."""
+"""Aggregation modes against the reference implementation and numbers computed by hand."""
 
 from __future__ import annotations
 
+import algorithm_reference as ref
 import pytest
 import torch
+from algorithm_cases import Case, cases
+from hypothesis import given, settings
 
 from quadriga.algorithms.aggregation import AGGREGATIONS, aggregate, count_mask
 from quadriga.errors import AlgorithmError, MaskError, ShapeError, UnknownNameError
@@ -25,6 +28,26 @@ MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
 def test_modes_by_hand(mode: str, want: float) -> None:
     got = aggregate(LOSS, MASK, mode, global_tokens=4, global_sequences=2, loss_scale_length=5)
     assert got.item() == pytest.approx(want)
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases)
+@pytest.mark.parametrize("mode", list(AGGREGATIONS))
+def test_modes_against_the_reference(mode: str, case: Case) -> None:
+    tokens, sequences = count_mask(case.mask)
+    got = aggregate(
+        case.values,
+        case.mask,
+        mode,
+        global_tokens=tokens,
+        global_sequences=sequences,
+        loss_scale_length=7,
+    )
+    rows = [
+        [case.values[i, t] for t in positions]
+        for i, positions in enumerate(ref.token_positions(case.mask))
+    ]
+    torch.testing.assert_close(got, torch.as_tensor(ref.aggregate(rows, mode, 7.0)))
 
 
 @pytest.mark.parametrize("mode", list(AGGREGATIONS))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import algorithm_reference as ref
 import pytest
 import torch
-from algorithm_cases import NAN
+from algorithm_cases import NAN, Case, cases
+from hypothesis import given, settings
 
 from quadriga.algorithms.dynamic_sampling import dynamic_sampling
 from quadriga.algorithms.shaping import (
@@ -56,6 +58,28 @@ def test_rewards_are_clipped_then_whitened() -> None:
         shape_rewards(rewards, mask, clip=0.0)
     with pytest.raises(NonFiniteError, match="`token_level_rewards` is nan at row 0, token 2"):
         shape_rewards(rewards, torch.ones(2, 3))
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases)
+@pytest.mark.parametrize("limit", [None, 0.7])
+@pytest.mark.parametrize("whiten", [False, True])
+def test_clipping_and_whitening(limit: float | None, whiten: bool, case: Case) -> None:
+    rows = [
+        [min(max(x, -limit), limit) if limit else x for x in row] for row in case.rewards.tolist()
+    ]
+    if whiten:
+        chosen = [
+            rows[i][t]
+            for i, positions in enumerate(ref.token_positions(case.mask))
+            for t in positions
+        ]
+        centre = ref.mean(chosen) if chosen else 0.0
+        rows = [[x + centre for x in row] for row in ref.whiten(rows, case.mask)]
+    got = shape_rewards(case.rewards, case.mask, clip=limit, whiten=whiten)
+    for i, ms in enumerate(case.mask.tolist()):
+        for t, m in enumerate(ms):
+            assert got[i, t].item() == pytest.approx(rows[i][t] if m else 0.0, rel=1e-6, abs=1e-7)
 
 
 # Prompt groups: a and e are not zero-variance; b is solved, c is failed, and the equal scores of

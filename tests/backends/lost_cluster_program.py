@@ -7,7 +7,9 @@ shutdown, the error, and the processes that are left.
 from __future__ import annotations
 
 import json
+import os
 import stat
+import subprocess
 import sys
 import threading
 import time
@@ -31,6 +33,50 @@ class Slow(Worker):
         return seconds
 
 
+class Network:
+    """A network namespace with an address of its own, for a node of Ray. Needs root."""
+
+    HERE, THERE = "10.213.7.1", "10.213.7.2"
+
+    def __init__(self) -> None:
+        number = os.getpid() % 100000
+        self.name, self.link = f"q{number}", f"qh{number}"
+        self.node: subprocess.Popen[bytes] | None = None
+        ours, theirs = self.link, f"qn{number}"
+        _ip(f"netns add {self.name}")
+        _ip(f"link add {ours} type veth peer name {theirs}")
+        _ip(f"link set {theirs} netns {self.name}")
+        _ip(f"addr add {self.HERE}/24 dev {ours}")
+        _ip(f"link set {ours} up")
+        _ip(f"-n {self.name} addr add {self.THERE}/24 dev {theirs}")
+        for link in (theirs, "lo"):
+            _ip(f"-n {self.name} link set {link} up")
+
+    def start_node(self, address: str) -> None:
+        ray_command = str(Path(sys.executable).with_name("ray"))
+        self.node = subprocess.Popen(
+            ["ip", "netns", "exec", self.name, ray_command, "start", f"--address={address}",
+             f"--node-ip-address={self.THERE}", "--num-cpus=2", "--block"],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def cut(self) -> None:
+        """Drop all packets between the node and the others; its processes go on."""
+        _ip(f"link set {self.link} down")
+
+    def close(self) -> None:
+        if self.node is not None:
+            inside = [self.node, *psutil.Process(self.node.pid).children(recursive=True)]
+            for process in inside:
+                process.kill()
+        _ip(f"link del {self.link}")
+        _ip(f"netns del {self.name}")
+
+
+def _ip(arguments: str) -> None:
+    subprocess.run(["ip", *arguments.split()], check=True)
+
+
 @contextmanager
 def connected(backend: RayBackend, victim: str) -> Iterator[Callable[[], None]]:
     """Connect the backend, and yield what kills the victim."""
@@ -40,15 +86,26 @@ def connected(backend: RayBackend, victim: str) -> Iterator[Callable[[], None]]:
         yield next(p for p in ours if victim in p.name()).kill
         return
     # The ranks are on the second node of a cluster of the user, the driver on the first.
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    network = Network() if victim == "partition" else None
+    here = {"node_ip_address": Network.HERE} if network else {}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **here})
     try:
-        node = cluster.add_node(num_cpus=2)
-        cluster.wait_for_nodes()
-        backend.start(address=cluster.address)
-        yield node.kill_raylet if victim == "node" else lambda: None
+        if network is not None:
+            network.start_node(cluster.address)
+            backend.start(address=cluster.address, _node_ip_address=Network.HERE)
+            while len(ray.nodes()) < 2:
+                time.sleep(0.2)
+            yield network.cut
+        else:
+            node = cluster.add_node(num_cpus=2)
+            cluster.wait_for_nodes()
+            backend.start(address=cluster.address)
+            yield node.kill_raylet if victim == "node" else lambda: None
     finally:
         ray.shutdown()
         cluster.shutdown()
+        if network is not None:
+            network.close()
 
 
 def main(victim: str) -> None:

@@ -78,6 +78,11 @@ def test_bundles():
     assert RayResourcePool([1], use_gpu=False).needs().per_process == {"CPU": 10}
 
 
+def test_a_pool_that_cannot_be_placed(ray_backend):
+    with pytest.raises(PlacementError, match="1 GPU"):
+        RayResourcePool([1], max_colocate_count=1).get_placement_groups()
+
+
 def test_a_process_asks_for_a_share_of_a_device():
     options = RayClassWithInitArgs(Adder).actor_options(num_gpus=1 / 4)
     assert (options["num_gpus"], options["num_cpus"]) == (0.25, 1)

@@ -38,6 +38,13 @@ def test_blocks_can_be_read_with_any_other_sharding(tmp_path, cuts, wanted):
     assert torch.equal(block.data, FULL[slice(*wanted)])
 
 
+def test_a_missing_file_of_a_rank_is_named(tmp_path):
+    write(tmp_path, [0, 4, 7])
+    (tmp_path / "shard_00001.json").unlink()
+    with pytest.raises(CheckpointError, match=r"shard_00001\.json is missing"):
+        load_rank_state(tmp_path, {"w": FULL.clone()}, rank=0)
+
+
 def test_a_checkpoint_of_another_model_is_an_error(tmp_path):
     RankState.of({"w": FULL}, {}, Origin(0, 0, 1)).write(tmp_path)
     with pytest.raises(CheckpointError, match=r"'w' has shape \[7, 5\], the model has \[5, 7\]"):

@@ -15,7 +15,7 @@ from quadriga.config.commands import (
     GenerateConfig,
     SFTConfig,
 )
-from quadriga.config.convert import as_written, help_text, settings_of
+from quadriga.config.convert import as_written, help_text, settings_of, walk_keys
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 
@@ -45,6 +45,15 @@ def test_help_shows_keys_types_defaults_and_comments():
         "",
         "  inner.rate=0.5  (a number; learning rate)",
     ]
+
+
+@pytest.mark.parametrize("cls", SCHEMAS)
+def test_every_setting_is_listed_once(cls):
+    listed = [setting.key for setting in settings_of(cls())]
+    keys = {key for key, _ in walk_keys(cls)}
+    sections = {key.rpartition(".")[0] for key in keys}
+    assert set(listed) == keys - sections
+    assert len(set(listed)) == len(listed)
 
 
 @pytest.mark.parametrize("cls", (*SCHEMAS, AlgorithmsConfig))

@@ -198,9 +198,6 @@ def test_the_files_of_another_step_or_rank_are_refused_by_each_rank(root, tmp_pa
         shutil.copy(one / name, mixed / name)
         with pytest.raises(CheckpointError, match=rf"{name} is of step 1, written by rank 1 of 2"):
             load_rank_state(mixed, tensors, rank=1, step=2)
-        (mixed / name).unlink()
-        with pytest.raises(CheckpointError, match=rf"{name}( is missing|: No such file)"):
-            load_rank_state(mixed, tensors, rank=1, step=2)
     swapped = tmp_path / "swapped"
     shutil.copytree(two, swapped)
     shutil.copy(two / "shard_00001.safetensors", swapped / "shard_00000.safetensors")

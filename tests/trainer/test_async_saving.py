@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from fine_tuning_cases import six_steps
 from run_cases import assert_equal_tensors
 
 from quadriga.checkpoint import shards, writer
@@ -104,12 +105,22 @@ def test_a_run_that_fails_commits_what_is_written_and_one_that_is_interrupted_do
     assert steps_saved(tmp_path / "run") == [1, 2]
 
 
-def test_a_checkpoint_is_the_same_whether_it_is_written_beside_the_steps(run, tmp_path) -> None:
+NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in ("sft", "rm")]
+
+
+@pytest.mark.parametrize("command", ["train", *NIGHTLY])
+def test_a_checkpoint_is_the_same_whether_it_is_written_beside_the_steps(
+    run, tiny_task, tmp_path, command
+) -> None:
     folders = []
     for beside in (True, False):
         folders.append(tmp_path / f"beside={beside}")
-        run(*EACH_STEP[:2], f"trainer.async_save={beside}", "algorithm.adv_estimator=gae",
-            "critic.ppo_mini_batch_size=4", f"trainer.default_local_dir={folders[-1]}")  # fmt: skip
+        more = [*EACH_STEP[:2], f"trainer.async_save={beside}", "trainer.total_training_steps=2"]
+        if command == "train":
+            critic = ("algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=4")
+            run(*more, *critic, f"trainer.default_local_dir={folders[-1]}")
+        else:
+            six_steps(command, tiny_task, tmp_path).run(folders[-1].name, *more)
     for step in (1, 2):
         ours, theirs = (folder / "checkpoints" / f"global_step_{step}" for folder in folders)
         assert_equal_tensors(ours, theirs)

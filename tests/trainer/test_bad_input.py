@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -143,3 +144,19 @@ def test_an_engine_or_option_that_is_not_there_is_named(refused, settings, said)
 
 def test_a_missing_reward_file_is_named(refused, tmp_path) -> None:
     assert "gone.py" in refused(f"reward.path={tmp_path}/gone.py")
+
+
+@pytest.mark.nightly
+def test_more_ranks_than_the_node_can_hold_are_reported(train_overrides) -> None:
+    more = ["trainer.backend=ray", "trainer.num_cpus=2", "trainer.n_gpus_per_node=4"]
+    done = subprocess.run(
+        [sys.executable, "-m", "quadriga.cli.main", "train", *train_overrides, *more],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == 2, done.stderr
+    assert len(lines) == 1 and lines[0].startswith("error: ")
+    assert "4" in lines[0] and "CPU" in lines[0]

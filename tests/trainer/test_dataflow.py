@@ -110,7 +110,10 @@ def test_every_field_that_is_read_is_written_earlier() -> None:
 
 MOVES = [
     ("compute_log_prob", "measure_entropy", "entropys"),
+    ("compute_values", "estimate_advantages", "values"),
+    ("score_responses", "measure_batch", "token_level_scores"),
     ("expand_prompts", "generate_sequences", "sample_seed"),
+    ("update_critic", "log_update", "partials"),
 ]
 
 

@@ -87,6 +87,15 @@ def test_every_policy_loss_trains(step, name) -> None:
     assert moved(step(f"{ACTOR}.policy_loss.name={name}"))
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+def test_every_rollout_correction_has_weight_one_without_mismatch(step, level, mode) -> None:
+    metrics = step(f"algorithm.rollout_correction.level={level}",
+                   f"algorithm.rollout_correction.mode={mode}")  # fmt: skip
+    assert metrics["actor/importance_weight"] == pytest.approx(1.0, abs=1e-3)
+
+
 @pytest.mark.usefixtures("restored_tables")
 def test_a_file_of_the_user_adds_an_estimator_and_a_loss(step, tmp_path) -> None:
     file = tmp_path / "mine.py"

@@ -69,6 +69,8 @@ def test_a_run_with_megatron_passes_the_checks(train_overrides, available):
     ("ranks", "more", "said"),
     [
         (4, [f"{TENSOR}=3"], "tensor_parallel_size = 3 ranks compute the same rows, which does"),
+        (2, [f"{ACTOR}.pipeline_paralel_size=2"], "did you mean"),
+        (2, [f"{ACTOR}.name=megatrn"], "megatrn"),
         (4, [f"{TENSOR}=4"], f"{TENSOR}=4 does not divide the 2 attention heads"),
         (4, [f"{TENSOR}=2", f"{ACTOR}.expert_parallel_size=4"],
          "expert_parallel_size=4 does not divide the ranks with equal parts of a layer: 4 ranks / "

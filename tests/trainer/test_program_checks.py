@@ -25,7 +25,10 @@ from quadriga.workers import ActorRolloutRefWorker
 
 ACTOR = "actor_rollout_ref.actor"
 REFUSED = {
+    f"{ACTOR}.ppo_mini_batch_size=3": (ConfigError, "3 does not divide data.train_batch_size=8"),
     "trainer.loggers=[jsonll]": (InputError, "did you mean 'jsonl'"),
+    "data.train_files=[absent.parquet]": (DataError, r"data\.train_files: no such file"),
+    "actor_rollout_ref.model.path=absent": (ModelError, "absent does not exist"),
     "trainer.resume_mode=absent": (InputError, "absent"),
 }
 

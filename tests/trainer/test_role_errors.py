@@ -90,6 +90,10 @@ CODE = {
         (END, f"{END}    starts_after=[Role.Actor],\n    starts_before=[Role.Rollout],\n"),
         "the start order of the roles has a cycle: ",
     ),
+    "a start order with a role that is not registered": (
+        (END, f"{END}    starts_after=[Role.add('Absent')],\n"),
+        "role tally is to start before or after role absent, which is not part of the run",
+    ),
     "a key that is a section": (
         (OTHER, 'Role.add("Tally", key="data"),\n'),
         "role Tally has key 'data', which is no identifier, or names a section of the settings",

@@ -10,7 +10,7 @@ from run_cases import metrics_of_run, timeless, two_steps
 from quadriga.backends import get_backend
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
-from quadriga.errors import WorkerError
+from quadriga.errors import WorkerDiedError, WorkerError
 from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.trainer.roles.registry import ResourcePoolManager, Role
 from quadriga.trainer.worker_groups import WeightLink
@@ -141,3 +141,18 @@ def test_a_bucket_that_is_lost_stops_the_run(train_overrides) -> None:
         groups.sync_weights()
         with pytest.raises(WorkerError, match="expected bucket 0 of rank 0"):
             WeightLink(OtherWeights(groups.actor), groups.rollout).sync()
+
+
+@pytest.mark.nightly
+def test_a_rollout_that_dies_ends_the_sync_with_its_name(train_overrides) -> None:
+    more = ("trainer.backend=ray", "trainer.num_cpus=2", "trainer.n_gpus_per_node=2",
+            "placement.actor=[0]", "placement.rollout=[1]")  # fmt: skip
+    trainer = RayPPOTrainer(load_config(TrainConfig, [*train_overrides, *more]))
+    groups = trainer.init_workers()
+    with closing(trainer):
+        groups.sync_weights()
+        rollout = groups.rollout._ranks
+        rollout.backend.kill(rollout.handles[0])
+        with pytest.raises(WorkerDiedError) as caught:
+            groups.sync_weights()
+        assert caught.value.role == "rollout"

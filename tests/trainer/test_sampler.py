@@ -94,6 +94,13 @@ def test_refilling_does_not_count_responses_that_failed() -> None:
     assert metrics["reward/failed"] == pytest.approx(3 / 8)
 
 
+def test_each_draw_counts_the_same_in_the_shares_of_a_step() -> None:
+    """1 of 4, 2 of 4 and 4 of 4 samples fail in three draws."""
+    reward = Reward([1.0, None, 1.0, 1.0], [0.0, 0.0, None, None], [None] * 4)
+    _, metrics = sampler(reward, *REFILL).draw(step=1)
+    assert metrics["reward/failed"] == pytest.approx(7 / 12)
+
+
 def test_means_of_unequal_calls_are_over_their_rows_and_counts_are_added() -> None:
     calls = {"reward/failed": 0.5, "reward/raised": 1.0}, {"reward/failed": 0.0}
     assert merged(*calls, rows=[2, 6]) == {"reward/failed": 0.125, "reward/raised": 1.0}

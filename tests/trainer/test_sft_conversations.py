@@ -16,6 +16,7 @@ from quadriga.config.commands import SFTConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import ModelConfig
 from quadriga.data.conversations import SFTDataset
+from quadriga.errors import DataError
 from quadriga.models import load_tokenizer
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.trainer.fine_tuning import SFTTrainer, run_sft
@@ -101,6 +102,14 @@ def test_a_run_without_prompts_holds_no_rollout(settings, tiny_task, tmp_path, p
     assert held == [prompts]
     for metric in ("time/sync_weights", "val/accuracy"):
         assert any(metric in row for row in rows) is prompts, metric
+
+
+def test_validation_rows_need_answers(settings, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"messages": turns(1)[:1]}) + "\n")
+    given = [*settings, f"data.val_files=[{prompts}]"]
+    with pytest.raises(DataError, match="no message of the role 'assistant'"):
+        run_sft(load_config(SFTConfig, given))
 
 
 @pytest.fixture

@@ -79,7 +79,10 @@ def test_rows_are_left_out_only_if_the_loss_has_no_terms_but_the_policys(monkeyp
     [
         ([], True),
         (["algorithm.filter_groups.enable=true"], True),
+        ([f"{SETTING}=false"], False),
         (["algorithm.use_kl_in_reward=true"], False),
+        ([f"{ACTOR}.use_kl_loss=true"], False),
+        ([f"{ACTOR}.entropy_coeff=0.01"], False),
         (["algorithm.rollout_correction.level=token"], False),
         (["algorithm.adv_estimator=gae"], False),
         (["algorithm.adv_estimator=reinforce_plus_plus"], False),
