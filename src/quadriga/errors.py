@@ -68,6 +68,11 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda m: m[0].encode("unicode_escape").decode(), _COLORS.sub("", text))
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of the message of an error."""
+    return (str(error).strip() or "no message").splitlines()[0]
+
+
 def nearest_name(name: str, known: Iterable[str], *, least: float = 0.6) -> str | None:
     """Return the known name that is most similar to a misspelt one; None if none is similar.
 

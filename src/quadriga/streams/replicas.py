@@ -42,6 +42,7 @@ from quadriga.errors import (
     WorkerError,
     WorkerInitError,
     WorkerMethodError,
+    first_line,
 )
 from quadriga.protocol import DataProto, DataProtoFuture, as_completed, fields
 from quadriga.rollout import rollout_of
@@ -128,7 +129,7 @@ class Replicas:
         return found
 
     def _none_left(self) -> RolloutDiedError:
-        reasons = "; ".join(f"replica {r.number}: {_line(r.loss)}" for r in self.all if r.loss)
+        reasons = "; ".join(f"replica {r.number}: {first_line(r.loss)}" for r in self.all if r.loss)
         lost = f"all {len(self.all)} replicas of the rollout are lost"
         if self.least > 1:
             lost = f"fewer than min_count={self.least} replicas of the rollout are left"
@@ -148,12 +149,12 @@ class Replicas:
         left = sum(r.loss is None for r in self.all)
         _log.warning(
             "replica %d of the rollout is lost, %d of %d are left: %s",
-            replica.number, left, len(self.all), _line(error),
+            replica.number, left, len(self.all), first_line(error),
         )  # fmt: skip
         try:
             replica.group.shutdown()
         except QuadrigaError as problem:
-            _log.warning("replica %d did not end: %s", replica.number, _line(problem))
+            _log.warning("replica %d did not end: %s", replica.number, first_line(problem))
 
     def restart_lost(self) -> None:
         """Start lost replicas again, and a new one, as long as `restarts` or `room` allows. They
@@ -177,7 +178,7 @@ class Replicas:
                 group.init_model()
             except (WorkerError, InputError) as error:
                 again = "" if replica is None else " again"
-                _log.warning("replica %d cannot be started%s: %s", number, again, _line(error))
+                _log.warning("replica %d cannot be started%s: %s", number, again, first_line(error))
                 with suppress(QuadrigaError):
                     if group is not None:
                         group.shutdown()
@@ -243,10 +244,6 @@ def is_loss(error: QuadrigaError) -> bool:
         return True
     cause = error.__cause__ if isinstance(error, WorkerMethodError) else error
     return isinstance(cause, RolloutError) and not isinstance(cause, InputError)
-
-
-def _line(error: BaseException | None) -> str:
-    return str(error).split("\n", 1)[0]
 
 
 @dataclass(frozen=True)

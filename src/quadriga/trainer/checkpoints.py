@@ -36,11 +36,17 @@ from quadriga.config.loading import setting_leaves, to_yaml
 from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import RunConfig, TrainConfig
 from quadriga.config.stores import local_file
-from quadriga.errors import CheckpointError, ConfigError, InputError, QuadrigaError
+from quadriga.errors import (
+    CheckpointError,
+    ConfigError,
+    InputError,
+    QuadrigaError,
+    first_line,
+)
 from quadriga.files import refusal_in
 from quadriga.models.folder import local_folder
 from quadriga.observability.run_folder import CHECKPOINTS
-from quadriga.trainer.restarts import Restarts, first_line
+from quadriga.trainer.restarts import Restarts
 from quadriga.trainer.roles.registry import Role, added_roles
 from quadriga.trainer.roles.workers import needs_critic, saving_roles
 

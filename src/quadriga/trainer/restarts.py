@@ -39,6 +39,7 @@ from quadriga.errors import (
     RolloutTimeoutError,
     WorkerDiedError,
     WorkerMethodError,
+    first_line,
 )
 
 if TYPE_CHECKING:
@@ -272,8 +273,3 @@ class Restarts:
         for name, value in (("lost_steps", float(again)), ("seconds", seconds)):
             total = record.restarts.get(f"restarts/{name}", 0.0) + value
             record.restarts[f"restarts/{name}"] = total
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of a message."""
-    return str(error).split("\n", 1)[0]

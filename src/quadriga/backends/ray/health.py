@@ -54,6 +54,7 @@ from quadriga.errors import (
     WorkerDiedError,
     WorkerError,
     WorkerMethodError,
+    first_line,
 )
 from quadriga.single_controller.backend import RankHandle, RankSet
 
@@ -425,7 +426,7 @@ class SentCall:
             failures, running = self._await_death()
             first = min([*failures, first], key=_order)
         if running:
-            note = self._release(running, str(first).splitlines()[0])
+            note = self._release(running, first_line(first))
             first.args = (f"{first.args[0]}\n\n{note}",)
         return first
 
@@ -439,7 +440,7 @@ class SentCall:
         running: list[RankHandle] = []
         if self.refs:
             _, running = self._failures(GRACE_S)
-        first = f"{type(error).__name__}: {_first_line(error)}"
+        first = f"{type(error).__name__}: {first_line(error)}"
         place = f"rank {failed.facts.rank} on {failed.facts.node}"
         cause = f"{self.label} could not be sent to {place}: {first}"
         note = self._release(running, cause) if running else ""
@@ -532,7 +533,7 @@ def translate(
         if isinstance(cause, RayError):
             return translate(cause, handle, label, in_rank=True)
         text = (
-            f"{type(cause).__name__} around {label}, {place}: {_first_line(cause)}. The rank could "
+            f"{type(cause).__name__} around {label}, {place}: {first_line(cause)}. The rank could "
             "not read the arguments or pickle the result, or the method raised what is no "
             "`Exception`."
         )
@@ -599,10 +600,6 @@ def _reason(error: RayError) -> str:
     text = " ".join(chosen[:2]) if chosen else (lines[0] if lines else type(error).__name__)
     # Ray appends a list of everything that can end a process; the lines of the log say more.
     return text.partition(" Some common causes include")[0]
-
-
-def _first_line(error: BaseException | None) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else "no message"
 
 
 def cancelled(source: str, handle: RankHandle | None = None) -> WorkerMethodError:

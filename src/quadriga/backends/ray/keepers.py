@@ -10,7 +10,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from quadriga.backends.ray.cluster import cluster_nodes
-from quadriga.errors import LostObjectError
+from quadriga.errors import LostObjectError, first_line
 from quadriga.single_controller.keepers import Keeper, KeptValues
 
 _WAIT_S = 60.0  # for a keeper that does not answer
@@ -47,8 +47,8 @@ def _answer(call: Any) -> Any:
     try:
         return ray.get(call, timeout=_WAIT_S)
     except RayError as error:
-        reason = str(error).strip().split("\n", 1)[0]
-        raise LostObjectError(f"the keeper of snapshots does not answer: {reason}") from None
+        text = f"the keeper of snapshots does not answer: {first_line(error)}"
+        raise LostObjectError(text) from None
 
 
 def keepers_of(nodes: list[str]) -> list[RayKeeper]:
