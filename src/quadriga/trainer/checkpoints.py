@@ -437,19 +437,17 @@ class Checkpointing:
     def end_step(
         self,
         record: RunRecord,
-        step: int,
         *,
         validate: Callable[[], bool] | None,
         save: Save,
         groups: SavedGroups,
-        kl_controller: dict[str, float] | None = None,
     ) -> bool:
-        """Validate and save where these are due, and log the step. Then stop if a signal asks for
-        it. Return whether the step is the last one of the run.
+        """Validate and save where these are due, and log the step that is `complete`. Then stop if
+        a signal asks for it. Return whether the step is the last one of the run.
 
         A step is saved, too, if its validation fails or is interrupted, or if the writing of an
-        earlier checkpoint has failed. A run that is asked to stop
-        validates after its last step only.
+        earlier checkpoint has failed. A run that is asked to stop validates after its last step
+        only.
 
         Args:
             validate: logs the validation, and returns whether the run has reached its goal. None:
@@ -457,8 +455,9 @@ class Checkpointing:
             save: writes the states of the roles, and that of the controller.
             groups: the roles, which copy their states to keepers.
         """
+        assert self.complete is not None
+        step, _ = self.complete
         last, every = step == record.total_steps, self.config.trainer.test_freq
-        self.complete = (step, kl_controller or {})
         if not last:
             self.stop.look()
         due = last or (every > 0 and step % every == 0 and not self.stop.requested)

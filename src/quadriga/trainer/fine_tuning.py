@@ -174,16 +174,17 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
     @restarted
     def fit(self) -> FineTuned:
         """Run the loop: update, and where it is due validate and save."""
-        policy, key = self.init_workers().policy, self.saved_as.key
+        policy = self.init_workers().policy
+        groups = {self.saved_as.key: policy}
         # Loaded before the run folder is opened: a folder of a run that cannot be continued keeps
         # all that it holds.
-        resumed = self.checkpoints.resume({key: policy})
+        resumed = self.checkpoints.resume(groups)
         self.step = 0 if resumed is None else resumed.state.step
         if resumed is not None:
-            load_roles(resumed, {key: policy})
+            load_roles(resumed, groups)
         given = self.config, self.total_steps, self.tokenizer, self.checkpoints.uploads
         make = partial(RunRecord, *given, resumed, self.given)
-        save = partial(self.checkpoints.writer.save, groups={key: policy})
+        save = partial(self.checkpoints.writer.save, groups=groups)
         with (
             self.restarts.record(make, resumed) as record,
             self.checkpoints.finishing(record, save),
@@ -192,8 +193,8 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
             for rows in () if self.reached_goal(record.last_validation) else self.schedule():
                 with record.span("step"):
                     record.log_update(self.update(policy, rows))
-                end_step = partial(self.checkpoints.end_step, record, self.step)
-                if end_step(validate=validate, save=save, groups={key: policy}):
+                self.checkpoints.complete = (self.step, {})
+                if self.checkpoints.end_step(record, validate=validate, save=save, groups=groups):
                     break
                 self.restarts.completed = self.step
             path = str(record.folder.model)

@@ -228,8 +228,7 @@ class RayPPOTrainer:
         """Show the step to the sampler of the data, validate and save where these are due, and log
         the step. Then stop if a signal asks for it."""
         self.ingredients.train_loader.update(batch)
-        kl_controller = self.kl_controller.state_dict()
-        self.checkpoints.complete = (self.step, kl_controller)
+        self.checkpoints.complete = (self.step, self.kl_controller.state_dict())
         record.log_samples(self.step, batch)
         try:
             self.mismatch_watch.check(self.step, record.measured)
@@ -245,11 +244,9 @@ class RayPPOTrainer:
 
         self.checkpoints.end_step(
             record,
-            self.step,
             validate=None if validator.loader is None else validate,
             save=partial(self.save, groups),
             groups=groups.saved,
-            kl_controller=kl_controller,
         )
 
     def score_and_mask(self, batch: DataProto, runner: StageRunner) -> DataProto:
@@ -293,8 +290,7 @@ class RayPPOTrainer:
         """Count `step` up to the last step of the run, and yield it."""
         with self.stop.steps():
             while self.step < self.total_steps:
-                kl_controller = self.kl_controller.state_dict()
-                self.checkpoints.begin_step(self.step, kl_controller)
+                self.checkpoints.begin_step(self.step, self.kl_controller.state_dict())
                 self.step += 1
                 yield self.step
 
