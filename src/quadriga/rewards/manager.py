@@ -370,10 +370,8 @@ class RewardManager:
             raise self._error(count, ", or set reward.on_failure to zero or mask")
         # One sample alone says little about the function, also if it is all of a step.
         self.check_any(max(self.batch_rows, 2) if self.batch_rows else LOST_BATCHES * len(outcomes))
-        first, consequence = (
-            self.failures[0],
-            "are left out of the update" if masks else "count as 0",
-        )
+        first = self.failures[0]
+        consequence = "are left out of the update" if masks else "count as 0"
         _log.warning("%s and %s; the first is %s: %s", count, consequence, first, first.detail)
 
     def check_any(self, samples: int) -> None:

@@ -58,7 +58,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from operator import itemgetter
 from typing import TYPE_CHECKING, NoReturn, TypeAlias, cast
 
 import ray
@@ -518,8 +517,10 @@ def _split(handle: RankHandle, label: str, splits: Splits) -> list[list[RayPendi
     return [[pending_of(ref, source) for ref in islice(refs, n)] for n in counts]
 
 
-the_value = itemgetter(0)
-"""Return the value of a future with one result, as it is: not every value is a batch."""
+def the_value(values: Sequence[object]) -> object:
+    """Return the value of a future with one result, as it is: not every value is a batch."""
+    (value,) = values
+    return value
 
 
 def _key(future: DataProtoFuture) -> _Key:
