@@ -349,6 +349,10 @@ def _files(marker: JsonObject) -> list[SavedFile]:
     return [SavedFile(name, f["size"], f["digest"]) for name, f in marker["files"].items()]
 
 
+SavedGroups = Mapping[str, Any]
+"""Role -> a worker group, whose methods no type can name here."""
+
+
 @dataclass(frozen=True)
 class ControllerState:
     """The state of the controller that a resumed run needs to repeat the steps of an
@@ -388,4 +392,4 @@ class Resumed:
     folder: Path | None
     state: ControllerState
     data_changed: bool
-    load: Callable[[Mapping[str, Any]], None] | None = None
+    load: Callable[[SavedGroups], None] | None = None

@@ -14,12 +14,13 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quadriga.checkpoint.folders import ControllerState, Resumed
+from quadriga.checkpoint.folders import ControllerState, Resumed, SavedGroups
 from quadriga.checkpoint.shards import Block, RankState, block_of, restore_random
 from quadriga.observability.jsonl import JsonObject
 from quadriga.single_controller.keepers import Keeper
@@ -45,7 +46,7 @@ def send_state(state: RankState, keeper: Keeper, key: str) -> None:
     keeper.end(key, state.origin.step)
 
 
-def _chunks(data: Tensor) -> Iterator[Any]:
+def _chunks(data: Tensor) -> Iterator[npt.NDArray[np.uint8]]:
     flat = data.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     for start in range(0, len(flat), CHUNK_BYTES):
         yield flat[start : start + CHUNK_BYTES]
@@ -94,11 +95,11 @@ class Snapshots:
 
     def __init__(self, every: int) -> None:
         self.every = every
-        self._groups: dict[str, Any] = {}
+        self._groups: SavedGroups = {}
         self._keepers: Keepers = {}
         self._taken: dict[int, tuple[ControllerState, Keepers]] = {}
 
-    def take(self, state: ControllerState, groups: Mapping[str, Any]) -> None:
+    def take(self, state: ControllerState, groups: SavedGroups) -> None:
         """Have all ranks copy their states and send them beside the next steps.
 
         Waits for: the snapshot before. If that has failed, a warning says so, and the ranks get
@@ -117,7 +118,7 @@ class Snapshots:
         self._taken = {step: self._taken[step] for step in before}
         self._taken[state.step] = state, self._keepers
 
-    def newest(self, groups: Mapping[str, Any], after: int) -> Resumed | None:
+    def newest(self, groups: SavedGroups, after: int) -> Resumed | None:
         """Return the newest snapshot that the keepers have of all ranks of these groups, if it is
         of a step after `after`. If there is none, all are forgotten."""
         for step, (state, keepers) in sorted(self._taken.items(), reverse=True):
@@ -127,13 +128,13 @@ class Snapshots:
         return None
 
 
-def _has_all(keepers: Keepers, groups: Mapping[str, Any], step: int) -> bool:
+def _has_all(keepers: Keepers, groups: SavedGroups, step: int) -> bool:
     if {r: len(own) for r, own in keepers.items()} != {r: g.world_size for r, g in groups.items()}:
         return False
     keys = [(k, f"{role}/{rank}") for role, own in keepers.items() for rank, k in enumerate(own)]
     return all(step in keeper.steps(key) for keeper, key in keys)
 
 
-def _load(keepers: Keepers, step: int, groups: Mapping[str, Any]) -> None:
+def _load(keepers: Keepers, step: int, groups: SavedGroups) -> None:
     for role, group in groups.items():
         group.load_snapshot(role, step, keepers[role])

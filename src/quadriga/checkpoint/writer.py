@@ -23,6 +23,7 @@ from typing import Any
 from quadriga.checkpoint.files import SavedFile, read_json, write_json
 from quadriga.checkpoint.folders import (
     ControllerState,
+    SavedGroups,
     begin_checkpoint,
     commit_checkpoint,
     prune_checkpoints,
@@ -34,8 +35,6 @@ from quadriga.errors import CheckpointError
 
 _log = logging.getLogger("quadriga")
 
-SavedGroups = Mapping[str, Any]
-"""Role -> a worker group, whose methods no type can name here."""
 START = "start_saving"
 """The method of a worker that copies its state and writes it beside the next calls; or writes it in
 the call and returns its files."""
@@ -169,7 +168,7 @@ class _Commit(threading.Thread):
         self,
         writer: CheckpointWriter,
         partial: Path,
-        groups: Mapping[str, Any],
+        groups: SavedGroups,
         files: list[SavedFile],
         info: Mapping[str, object],
         began: float,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeAlias
 
 import numpy as np
 
 from quadriga.errors import LostObjectError
+
+Value: TypeAlias = Any
+"""A JSON object, or an array of bytes."""
 
 
 class Keeper(Protocol):
@@ -16,8 +19,8 @@ class Keeper(Protocol):
     Every method but `steps` raises `LostObjectError` if the process of the keeper has ended.
     """
 
-    def add(self, key: str, step: int, value: Any) -> None:
-        """Append a copy of a value (an array, or JSON values) to an entry."""
+    def add(self, key: str, step: int, value: Value) -> None:
+        """Append a copy of a value to an entry."""
 
     def end(self, key: str, step: int) -> None:
         """Note that an entry is complete, and drop all of its key but this and the one before."""
@@ -25,10 +28,10 @@ class Keeper(Protocol):
     def steps(self, key: str) -> list[int]:
         """Return the steps of the complete entries of a key; none if the keeper has ended."""
 
-    def value(self, key: str, step: int, index: int) -> Any:
+    def value(self, key: str, step: int, index: int) -> Value:
         """Return a value of a complete entry; None after the last one."""
 
-    def read(self, key: str, step: int) -> Iterator[Any]:
+    def read(self, key: str, step: int) -> Iterator[Value]:
         """Yield the values of a complete entry."""
         index = 0
         while (value := self.value(key, step, index)) is not None:
@@ -40,13 +43,13 @@ class KeptValues(Keeper):
     """The entries of a keeper, in its process. On the local backend, a keeper by itself."""
 
     def __init__(self) -> None:
-        self._complete: dict[str, dict[int, list[Any]]] = {}
-        self._begun: dict[str, tuple[int, list[Any]]] = {}
+        self._complete: dict[str, dict[int, list[Value]]] = {}
+        self._begun: dict[str, tuple[int, list[Value]]] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self  # what a rank of this process is sent is the keeper itself
 
-    def add(self, key: str, step: int, value: Any) -> None:
+    def add(self, key: str, step: int, value: Value) -> None:
         """See `Keeper`."""
         # What a rank that has ended has left of another step, or of the same one, is dropped.
         begins = not isinstance(value, np.ndarray)
@@ -65,7 +68,7 @@ class KeptValues(Keeper):
         """See `Keeper`."""
         return list(self._complete.get(key, {}))
 
-    def value(self, key: str, step: int, index: int) -> Any:
+    def value(self, key: str, step: int, index: int) -> Value:
         """See `Keeper`."""
         values = self._complete.get(key, {}).get(step)
         if values is None:

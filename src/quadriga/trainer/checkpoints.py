@@ -22,6 +22,7 @@ from quadriga.checkpoint.files import digest_file, digest_json
 from quadriga.checkpoint.folders import (
     ControllerState,
     Resumed,
+    SavedGroups,
     complete_checkpoints,
     newest_undamaged_checkpoint,
     read_marker,
@@ -30,7 +31,7 @@ from quadriga.checkpoint.folders import (
 )
 from quadriga.checkpoint.remote import Uploads, fetch_newest
 from quadriga.checkpoint.snapshots import Snapshots
-from quadriga.checkpoint.writer import CheckpointWriter, SavedGroups
+from quadriga.checkpoint.writer import CheckpointWriter
 from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.loading import setting_leaves, to_yaml
 from quadriga.config.role_ranks import has_reward_model

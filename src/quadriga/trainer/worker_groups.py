@@ -53,8 +53,7 @@ from quadriga.workers.roles import (
 _log = logging.getLogger("quadriga")
 
 if TYPE_CHECKING:
-    from quadriga.checkpoint.folders import Resumed
-    from quadriga.checkpoint.writer import SavedGroups
+    from quadriga.checkpoint.folders import Resumed, SavedGroups
     from quadriga.single_controller import (
         Backend,
         ClassWithInitArgs,

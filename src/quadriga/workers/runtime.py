@@ -174,7 +174,7 @@ class SavedWorker(Worker):
 
     def _trained(self) -> TrainEngine:
         """Return the engine of the model. Raises `WorkerError` if the worker has none."""
-        raise NotImplementedError
+        raise NotImplementedError  # each worker keeps its engines in its own way
 
     @cached_property
     def _writer(self) -> RankWriter:

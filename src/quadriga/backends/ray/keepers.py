@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from ray.exceptions import RayError
@@ -11,7 +11,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from quadriga.backends.ray.cluster import cluster_nodes
 from quadriga.errors import LostObjectError, first_line
-from quadriga.single_controller.keepers import Keeper, KeptValues
+from quadriga.single_controller.keepers import Keeper, KeptValues, Value
+
+if TYPE_CHECKING:
+    from quadriga.backends.ray.cluster import ActorFactory, RankActor, Ref
 
 _WAIT_S = 60.0  # for a keeper that does not answer
 
@@ -20,9 +23,9 @@ _WAIT_S = 60.0  # for a keeper that does not answer
 class RayKeeper(Keeper):
     """A handle of a `KeptValues` in an actor."""
 
-    actor: Any  # an actor handle, which has no type
+    actor: RankActor
 
-    def add(self, key: str, step: int, value: Any) -> None:
+    def add(self, key: str, step: int, value: Value) -> None:
         """See `Keeper`."""
         _answer(self.actor.add.remote(key, step, value))
 
@@ -38,12 +41,12 @@ class RayKeeper(Keeper):
             return []
         return found
 
-    def value(self, key: str, step: int, index: int) -> Any:
+    def value(self, key: str, step: int, index: int) -> Value:
         """See `Keeper`."""
         return _answer(self.actor.value.remote(key, step, index))
 
 
-def _answer(call: Any) -> Any:
+def _answer(call: Ref) -> Any:  # as the method returns it
     try:
         return ray.get(call, timeout=_WAIT_S)
     except RayError as error:
@@ -64,11 +67,11 @@ def keepers_of(nodes: list[str]) -> list[RayKeeper]:
     return [RayKeeper(actors[places.get(node, missing)]) for node in nodes]
 
 
-def _start(node: str) -> Any:
+def _start(node: str) -> RankActor:
     options = {
         "name": f"quadriga_keeper_{node}",
         "get_if_exists": True,
         "num_cpus": 0,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
     }
-    return ray.remote(KeptValues).options(**options).remote()
+    return cast("ActorFactory", ray.remote(KeptValues)).options(**options).remote()
