@@ -11,6 +11,7 @@ from run_cases import check_equal, metrics_of_run, two_steps
 
 from quadriga import errors
 from quadriga.backends.local import LocalBackend
+from quadriga.cli.main import LOST as LOST_CODE, _failed
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, PlacementError, WorkerDiedError, WorkerMethodError
@@ -199,6 +200,9 @@ def test_what_is_a_loss(name):
         assert restarts.is_loss(one) == restarts.allows(one) == (name in LOST)
         assert not Restarts(trainer, lambda: True).allows(one)  # it was asked to stop
     assert Restarts(local, lambda: False).is_loss(error) == (name in set(LOST) - {LOST[1]})
+    cluster = errors.ClusterLostError("x")  # only a new process can go on, with --supervise
+    assert restarts.is_loss(cluster) and not restarts.allows(cluster)
+    assert _failed(cluster, None) == LOST_CODE
     around.__cause__ = restarting.DistError("a connection is lost")
     assert restarts.is_loss(around) and not restarts.is_loss(KeyboardInterrupt())
 

@@ -31,6 +31,7 @@ from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.schema import RunConfig, TrainConfig
 from quadriga.errors import (
     CallTimeoutError,
+    ClusterLostError,
     ConfigError,
     LostObjectError,
     PlacementError,
@@ -54,9 +55,11 @@ LOSSES = (
     LostObjectError,
     RolloutDiedError,
     RolloutTimeoutError,
+    ClusterLostError,
     DistError,
 )
-"""A process has ended or is stuck, an object is lost, or the network between ranks has failed."""
+"""A process has ended or is stuck, an object or the cluster is lost, or the network between ranks
+has failed."""
 _CLOCKS = ("time/", "perf/", "progress/", "restarts/")
 RETRY_S = 2.0
 """Seconds between two looks for the nodes that are missing."""
@@ -160,8 +163,9 @@ class Restarts:
         return isinstance(cause, LOSSES)
 
     def allows(self, error: BaseException) -> bool:
-        """Return whether the run goes on after an error."""
-        if not self.is_loss(error) or self._stopping():
+        """Return whether this process can go on with the run after an error. Without its cluster
+        only a new process can (`--supervise`)."""
+        if not self.is_loss(error) or isinstance(error, ClusterLostError) or self._stopping():
             return False
         return len(self._recent()) < self.trainer.max_restarts
 
@@ -179,7 +183,8 @@ class Restarts:
         """
         recent = self._recent()
         if not self.allows(error):
-            if recent and self.is_loss(error) and not self._stopping():
+            most = self.trainer.max_restarts
+            if recent and len(recent) >= most and self.is_loss(error) and not self._stopping():
                 error.args = (f"{error.args[0]}\n\n{self._exhausted(len(recent))}",)
             raise error
         if not recent:
