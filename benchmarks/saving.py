@@ -27,8 +27,8 @@ from quadriga.trainer.fine_tuning import run_sft
 
 WARM_UP = 2
 GOALS = {"blocked_share": 0.5, "snapshot_share": 0.03}
-"""Seconds of a step that saves beside the next ones over those of one that saves by itself; what
-snapshots add to a step, one every `every` steps."""
+"""Seconds that a step waits for a save that goes on beside the next steps, over a save within the
+step; what snapshots add to a step, one every `every` steps."""
 
 
 def settings(folder: Path, quick: bool) -> list[str]:

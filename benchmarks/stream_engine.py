@@ -4,12 +4,12 @@
     python benchmarks/stream_engine.py --quick                     # small models, few repeats
 
 Prints JSON. `slices`: seconds of 64 responses of at most 256 tokens (8 prompts of 64 tokens; end
-tokens of probability 0.6 %), over those of one call, with and without kept caches; least of the
-repeats. `updates`: one rank trains (its weights are sent), one rank generates slices of 32 tokens
-of 16 rows, on Ray. Medians of the seconds of an update, with the end of the slice that it waits
-for; `idle_s`, the seconds of it in which no rank decodes; `share`, idle over all. The exit code is
-1 if slices of 32 with kept caches take above 1.05 ×, or the share with weights in flight is above
-5 %, except with `--quick`.
+tokens of probability 0.6 %), over the seconds of one call, with and without kept caches; least of
+the repeats. `updates`: one rank trains (its weights are sent), one rank generates slices of 32
+tokens of 16 rows, on Ray. Medians of the seconds of an update, with the end of the slice that it
+waits for; `idle_s`, the seconds of it in which no rank decodes; `share`, idle over all. The exit
+code is 1 if slices of 32 with kept caches take above 1.05 ×, or the share with weights in flight is
+above 5 %, except with `--quick`.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def updates(quick: bool, repeats: int) -> dict[str, dict[str, float]]:
 
 
 def slices(quick: bool, repeats: int) -> dict[str, float]:
-    """Return seconds over those of one call."""
+    """Return the seconds of all slices over the seconds of one call."""
     torch.manual_seed(0)
     size = 64 if quick else 256
     config = LlamaConfig(

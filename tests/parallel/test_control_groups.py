@@ -1,4 +1,4 @@
-"""Limits of control groups count, and those of the groups that they lie in."""
+"""Limits of control groups count, and the limits of the groups that they lie in."""
 
 from __future__ import annotations
 

@@ -358,8 +358,8 @@ class ControllerState:
     """The state of the controller that a resumed run needs to repeat the steps of an
     uninterrupted one, and what these steps depend on.
 
-    `validation`: the metrics of the last validation; {} if there was none. `row`: those of the
-    step without times, which a run that was killed before it has logged them logs when it is
+    `validation`: the metrics of the last validation; {} if there was none. `row`: the metrics of
+    the step without times, which a run that was killed before it has logged them logs when it is
     resumed.
     """
 

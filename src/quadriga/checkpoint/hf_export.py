@@ -50,7 +50,7 @@ def export_hf(
     Raises:
         ModelError: `tokenizer_path` has no tokenizer, or it cannot be loaded. What was at `folder`
             is still there.
-        InputError: the folder cannot be written. What was written of the new one is removed.
+        InputError: the folder cannot be written. The incomplete new one is removed.
     """
     kept: dict[str, Tensor] = {}
     for name, tensor in weights:

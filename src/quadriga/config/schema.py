@@ -303,7 +303,7 @@ class ReplicasConfig:
     # lost replicas that are started again in a run: at the next weight sync, or for the next batch
     # of `quadriga generate` and `quadriga eval`
     restarts: Natural = 0
-    # replicas join where the cluster has room, and lost ones come back without counting as restarts
+    # replicas join where the cluster has free resources; lost ones come back beside `restarts`
     elastic: bool = False
     min_count: Count = 1  # elastic: fewer working replicas end the run
     max_count: Count | None = None  # elastic: most replicas; None: twice as many as at the start
@@ -371,7 +371,7 @@ class RolloutConfig(RolloutEngineConfig):
     # with trainer.max_staleness: what a weight update waits for. pause: the calls in flight, and
     # later tokens of a response come from the new weights; drain: the ends of the responses that
     # have begun, so all tokens of a response come from the same weights; in_flight, hf on ranks of
-    # its own: nothing, the weights are copied beside those of the rank while it generates
+    # its own: nothing, the new weights are copied to other memory while the rank generates
     update: UpdateMode = "pause"
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)
 

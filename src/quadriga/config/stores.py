@@ -224,7 +224,7 @@ def _inside(files: Listed, where: str) -> Listed:
 def each(call: Callable[[str], object], names: Iterable[str]) -> None:
     """Call a function with all names, `AT_ONCE` at a time. Raise the first error.
 
-    The threads do not keep a process alive that is stopped, as those of a pool do.
+    The threads do not keep a process alive that is stopped, as a `ThreadPoolExecutor` does.
     """
     waiting, errors = deque(names), list[Exception]()
 

@@ -79,7 +79,7 @@ class JsonlFile:
             return False
 
     def _write_again(self) -> None:
-        """Open the file anew. If there is none, it gets what was written so far."""
+        """Open the file anew. If there is none, write the earlier rows to it again."""
         _log.warning("%s was removed or replaced by another process", self.path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         removed = not self.path.exists()

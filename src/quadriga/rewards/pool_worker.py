@@ -2,7 +2,7 @@
 
 `python -P -m quadriga.rewards.pool_worker CONNECTION MEGABYTES FOLDER…` starts two processes: a
 supervisor and its child, which scores. The supervisor ends the child with everything that it has
-started. The folders are those of the controller's `sys.path`, and are searched last.
+started. The folders, which the controller has in its `sys.path`, are searched last.
 """
 
 from __future__ import annotations

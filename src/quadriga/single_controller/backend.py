@@ -311,7 +311,7 @@ class Backend(CallBackend, Protocol):
         return None
 
     def pool_in_free_room(self, like: ResourcePool) -> ResourcePool | None:
-        """Return a new pool as large as `like`, which the nodes have room for now; else None."""
+        """Return a new pool as large as `like` if the nodes have the free resources; else None."""
         return None
 
     def is_placed(self, pool: ResourcePool) -> bool:

@@ -95,8 +95,8 @@ class Replicas:
         start: starts the group of a replica. The caller ends all groups that it has started.
         count: the number of replicas.
         restarts: how many lost replicas are started again in the whole run.
-        room: whether the cluster has room for replica `number` now; replicas then join and come
-            back by it, without counting as restarts. None: their number stays.
+        room: whether the cluster has free resources for replica `number` now; replicas then join
+            and come back without counting as restarts. None: their number stays.
         least: fewer working replicas are an error.
         most: replicas that there can be; None: `count`.
     """

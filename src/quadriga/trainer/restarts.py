@@ -148,7 +148,7 @@ class Restarts:
 
     @property
     def running(self) -> bool:
-        """Whether the run folder is open: its checkpoints are those of this run."""
+        """Whether the run folder is open: this run has written its checkpoints."""
         return self._record is not None
 
     def is_loss(self, error: BaseException) -> bool:

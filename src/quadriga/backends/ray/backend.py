@@ -361,8 +361,8 @@ class RayBackend(RayCallBackend):
         return pool
 
     def is_placed(self, pool: ResourcePool) -> bool:
-        """Return whether all bundles are on living nodes. Those of a lost node are on none, until
-        Ray finds room for them."""
+        """Return whether all bundles are on living nodes. The bundles of a lost node are on none
+        until Ray places them again."""
         assert isinstance(pool, RayResourcePool)
         groups = (group for root in pool.roots() for group in root.pgs or ())
         return all(ray.util.placement_group_table(g)["state"] == "CREATED" for g in groups)

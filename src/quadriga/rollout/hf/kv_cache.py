@@ -199,7 +199,7 @@ def reorder_cache(cache: Cache, rows: Tensor) -> None:
 
 
 JOINED = ("GrowingCacheLayer", "LinearAttentionLayer", "DummyLayer")
-"""The kinds of layers whose rows can be joined to those of another cache."""
+"""The kinds of layers whose rows can be joined to the rows of another cache."""
 
 
 def growing_cache(config: PreTrainedConfig, spare_columns: int = _SPARE_COLUMNS) -> Cache:
@@ -282,7 +282,7 @@ class CachedRows:
     takes; the prefill writes p distinct prompts to it.
 
     Attributes:
-        columns: in use, without those of prompts that are held once.
+        columns: in use, without the columns of prompts that are held once.
         start: [b] int64, the first of them that each row has.
         padded: whether a row does not have all.
     """

@@ -489,7 +489,7 @@ def _train_generation(config: TrainConfig, ranks: int, device_type: str) -> Engi
     if staleness := config.trainer.max_staleness:
         # The rows of several steps are on their way. One that goes on is a prompt of its own.
         batches = [(batches[0][0] * (staleness + 1), 1, rollout.sampling)]
-        # Rows that are paused while those of another micro-batch or replica go on.
+        # Rows that are paused while another micro-batch or replica goes on.
         keeps = not has_replicas(config) or config.trainer.replay_order is not None
         prompt, response = prompt + response - 1, min(response, rollout.slice_tokens)
     if data.val_files:
