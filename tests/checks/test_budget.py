@@ -29,7 +29,7 @@ HOUSE = {LINES: 42_000, CORE: 38_000, TESTS: 36_000}
 """What was allowed when the house was light. Later lines may be in the core, and have 0.8 lines of
 tests each."""
 
-OVERDRAWN = {LINES: 840, CORE: 910, TESTS: 440}
+OVERDRAWN = {LINES: 840, CORE: 910, TESTS: 725}
 """Lines above the page since 2026-11-26: restarts, remote folders and the rest of streams took more
 than their rows. No row is added before these lines are taken back."""
 
