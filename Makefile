@@ -33,7 +33,7 @@ demo: $(INSTALLED)
 	@$(BIN)/python -m quadriga.cli.main demo $(DEMO_ARGS)
 
 test: lint types
-	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(TEST_ARGS)
+	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --max-worker-restart 1 $(TEST_ARGS)
 
 check: lint types
 	@$(BIN)/python -m pytest tests/checks -k "not test_document_code and not test_call_files"
@@ -49,10 +49,10 @@ bench: $(INSTALLED_DEV)
 	@for script in algorithms controller data_plane scale grpo_step group_balance train_step rollout weight_sync; do \
 	  echo "benchmarks/$$script.py"; $(BIN)/python benchmarks/$$script.py $(BENCH_ARGS) || exit 1; done
 
+nightly: NIGHTLY := -m nightly --timeout 3600 -o faulthandler_timeout=3700
 nightly: $(INSTALLED_DEV)
-	@$(BIN)/python -m pytest -m nightly --timeout 3600 -n $(TEST_WORKERS) --dist loadfile \
-	  --ignore tests/nightly $(TEST_ARGS)
-	@$(BIN)/python -m pytest -m nightly --timeout 3600 tests/nightly $(TEST_ARGS)
+	@$(BIN)/python -m pytest $(NIGHTLY) -n $(TEST_WORKERS) --dist loadfile --max-worker-restart 1 --ignore tests/nightly $(TEST_ARGS)
+	@$(BIN)/python -m pytest $(NIGHTLY) tests/nightly $(TEST_ARGS)
 
 engines:
 	@PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" scripts/engines.sh $(ENGINES)
@@ -60,8 +60,8 @@ engines:
 # The marks of the default run do not apply: the slow proofs of the real engines run here.
 test-engines: engines
 	@for engine in $(ENGINES); do echo "tests/real_engines with $$engine"; \
-	  .venv-$$engine/bin/python -m pytest tests/real_engines -m '' --timeout 900 $(TEST_ARGS) \
-	  || exit 1; done
+	  .venv-$$engine/bin/python -m pytest tests/real_engines -m '' \
+	  --timeout 900 -o faulthandler_timeout=1000 $(TEST_ARGS) || exit 1; done
 
 clean:
 	@rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

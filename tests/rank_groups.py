@@ -19,7 +19,7 @@ def run_two_ranks(main, *args) -> None:
     run_ranks(2, main, *args)
 
 
-def run_ranks(count: int, main, *args, wait_s: float = WAIT_S, start_method: str = "spawn") -> None:
+def run_ranks(count: int, main, *args, wait_s: float = WAIT_S) -> None:
     """Run `main(rank, *args, port)` in `count` processes.
 
     Raises `TimeoutError` after `wait_s` seconds. However it ends, no process is left.
@@ -27,9 +27,7 @@ def run_ranks(count: int, main, *args, wait_s: float = WAIT_S, start_method: str
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = mp.start_processes(
-        _run_and_exit, (main, *args, port), nprocs=count, join=False, start_method=start_method
-    )
+    context = mp.spawn(_run_and_exit, (main, *args, port), nprocs=count, join=False)
     deadline = time.monotonic() + wait_s
     try:
         while not context.join(timeout=1, grace_period=2):

@@ -65,6 +65,22 @@ def contained() -> Iterator[None]:
         os._exit = really_exit
 
 
+def _default_signals() -> None:
+    """Let a copy of this process that the user's code has forked end by its signals.
+
+    `multiprocessing.Pool.terminate` sends SIGTERM. Ray's handler would close, in the copy, the
+    connections of the driver, which then waits for ever; the handler of a run would end nothing.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        package, _, _ = str(getattr(signal.getsignal(number), "__module__", "")).partition(".")
+        if package in ("quadriga", "ray"):
+            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, default)
+
+
+os.register_at_fork(after_in_child=_default_signals)
+
+
 class ExitGuard:
     """Gives `os._exit(0)` the exit code of the command, wherever in this process it is called.
 

@@ -36,4 +36,4 @@ def test_ranks_end_after_their_handlers_and_before_the_interpreter_does(tmp_path
 
 def test_an_error_of_a_rank_is_raised():
     with pytest.raises(Exception, match="rank 1 has no such entry"):
-        run_ranks(2, fail_on_one_rank, start_method="fork")
+        run_ranks(2, fail_on_one_rank)
