@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from quadriga.algorithms.user_files import load_user_file, loaded_user_files
+from quadriga.algorithms.user_files import _LOADED, load_user_file
 from quadriga.errors import InputError
 
 ENDS = {
@@ -78,11 +78,11 @@ IMPORTS = {
 def test_a_file_that_exits_while_it_is_imported_is_named(name, tmp_path):
     file = tmp_path / "losses.py"
     file.write_text(IMPORTS[name])
-    before = loaded_user_files()
+    before = dict(_LOADED)
     with pytest.raises(InputError, match="cannot be imported") as caught:
         load_user_file(file)
     assert str(file) in str(caught.value) and "\n" not in str(caught.value)
-    assert loaded_user_files() == before
+    assert before == _LOADED
 
 
 @pytest.mark.nightly

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quadriga.algorithms.policy_losses import POLICY_LOSSES
-from quadriga.algorithms.user_files import load_user_files
+from quadriga.algorithms.user_files import load_user_file
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
@@ -82,7 +82,7 @@ def user_file(tmp_path):
 
 
 def test_options_of_a_loss_of_the_user_are_checked(user_file) -> None:
-    load_user_files(load_config(TrainConfig, [user_file]).algorithm.user_files)
+    load_user_file(load_config(TrainConfig, [user_file]).algorithm.user_files[0])
     check(f"{LOSS}.name=scaled", f"{LOSS}.options={{factor: 2}}")
     with pytest.raises(ConfigError, match=r"factor=4: .*factor must be at most 3"):
         check(f"{LOSS}.name=scaled", f"{LOSS}.options={{factor: 4}}")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quadriga.algorithms.user_files import load_user_files
+from quadriga.algorithms.user_files import load_user_file
 from quadriga.checkpoint.remote import check_remote_folder
 from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.convert import leaves
@@ -75,7 +75,8 @@ def check_train_config(
         InputError: names the first setting, role, file or folder that does not fit.
     """
     mapping = mapping or {}
-    load_user_files(config.algorithm.user_files)
+    for path in config.algorithm.user_files:
+        load_user_file(path)
     check_roles_in_settings(config)
     config = placed = settings_for_classes(config, mapping)
     if manager is not None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from quadriga.algorithms.user_files import load_user_files
+from quadriga.algorithms.user_files import load_user_file
 from quadriga.backends.ray import RayWorkerGroup as QuadrigaRayWorkerGroup
 from quadriga.backends.ray.cluster import ensure_ray
 from quadriga.compat.verl.config import VerlConfig, setting
@@ -412,7 +412,8 @@ class RayPPOTrainer(VerlTrainerNames):
         check_called(classes, ours, "role_worker_mapping")
         if resource_pool_manager is not None:
             check_called(resource_pool_manager.mapping, ours, "the mapping of roles to pools")
-        load_user_files(ours.algorithm.user_files)  # the settings may have names that they add
+        for file in ours.algorithm.user_files:  # the settings may have names that they add
+            load_user_file(file)
         check_policy_loss(ours)
         pools = pools_of(resource_pool_manager, ours, device)
         super().__init__(
