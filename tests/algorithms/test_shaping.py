@@ -103,42 +103,30 @@ def test_metrics_of_zero_variance_groups_by_hand() -> None:
     assert nonzero_variance_rows(SCORES, GROUPS).tolist() == [True] * 2 + [False] * 6 + [True] * 2
 
 
-def test_mask_mode_keeps_all_rows_and_marks_zero_variance_groups() -> None:
-    got = dynamic_sampling(SCORES, GROUPS, wanted_groups=5, mode="mask")
-    assert got.action == "train" and got.rows.tolist() == list(range(10))
-    assert got.alive.tolist() == [True] * 2 + [False] * 6 + [True] * 2
-    assert (got.missing_groups, got.metrics["kept"]) == (3, 2.0)
-
-
 def test_refill_requests_the_missing_groups_and_keeps_groups_with_signal() -> None:
-    got = dynamic_sampling(SCORES, GROUPS, wanted_groups=3, mode="refill", gen_batches=2)
-    assert (got.action, got.missing_groups) == ("refill", 1)
-    assert got.rows.tolist() == [0, 1, 8, 9] and bool(got.alive.all())
+    got = dynamic_sampling(SCORES, GROUPS, wanted_groups=3, gen_batches=2)
+    assert (got.action, got.rows.tolist()) == ("refill", [0, 1, 8, 9])
 
 
 def test_refill_stops_when_full_and_keeps_only_the_wanted_groups() -> None:
-    got = dynamic_sampling(SCORES, GROUPS, wanted_groups=1, mode="refill")
-    assert (got.action, got.rows.tolist(), got.missing_groups) == ("train", [0, 1], 0)
+    got = dynamic_sampling(SCORES, GROUPS, wanted_groups=1)
+    assert (got.action, got.rows.tolist()) == ("train", [0, 1])
     # Samples of a group need not be adjacent.
     order = [8, 0, 9, 1]
-    got = dynamic_sampling(
-        SCORES[order], [GROUPS[i] for i in order], wanted_groups=1, mode="refill"
-    )
+    got = dynamic_sampling(SCORES[order], [GROUPS[i] for i in order], wanted_groups=1)
     assert got.rows.tolist() == [0, 2]
 
 
 def test_an_under_filled_batch_is_filled_with_weight_zero_or_raises() -> None:
-    last = {"wanted_groups": 3, "mode": "refill", "gen_batches": 3, "max_num_gen_batches": 3}
+    last = {"wanted_groups": 3, "gen_batches": 3, "max_num_gen_batches": 3}
     got = dynamic_sampling(SCORES, GROUPS, **last)
     assert (got.action, got.rows.tolist()) == ("train", [0, 1, 2, 3, 8, 9])
-    assert got.alive.tolist() == [True, True, False, False, True, True]
+    assert got.metrics["kept"] == 2.0
     with pytest.raises(GroupError, match="2 of 5 prompt groups are not zero-variance after 3"):
         dynamic_sampling(SCORES, GROUPS, **last, under_filled="error")
 
 
 def test_invalid_arguments_raise() -> None:
-    with pytest.raises(UnknownNameError, match=r"no dynamic sampling mode 'refil'.* did you mean"):
-        dynamic_sampling(SCORES, GROUPS, wanted_groups=1, mode="refil")
     with pytest.raises(UnknownNameError, match="no policy for under-filled batches 'stop'"):
         dynamic_sampling(SCORES, GROUPS, wanted_groups=1, under_filled="stop")
     with pytest.raises(AlgorithmError, match="must be at least 1"):

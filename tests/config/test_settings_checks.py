@@ -13,7 +13,6 @@ from quadriga.config.schema import (
     BackendName,
     CorrectionLevel,
     CorrectionMode,
-    FilterMode,
     KLName,
     LrSchedulerName,
     SampledKLName,
@@ -221,7 +220,6 @@ def test_choices_equal_the_tables_of_higher_layers():
 
     assert set(get_args(LrSchedulerName)) == set(SCHEDULES)
     assert set(get_args(BackendName)) == set(BACKENDS)
-    assert set(get_args(FilterMode)) == set(dynamic_sampling.MODES)
     assert set(get_args(UnderFilled)) == set(dynamic_sampling.UNDER_FILLED)
     assert set(get_args(AggregationName)) == set(AGGREGATIONS)
     assert set(get_args(KLName)) == set(kl.KL_ESTIMATORS)

@@ -3,7 +3,7 @@
 Advantages and rewards, in the order in which a training step uses them:
 
 - `shaping`: over-long penalty, clipping and whitening of rewards; zero-variance prompt groups.
-- `dynamic_sampling`: mask or refill zero-variance prompt groups.
+- `dynamic_sampling`: draw more prompts in place of zero-variance prompt groups.
 - `advantages`: the estimators from returns (GAE, REINFORCE++, ReMax) and from prompt groups (GRPO,
   RLOO and others), their table, and `compute_advantages`.
 - `importance`: weights and metrics for the mismatch between rollout and training engine.

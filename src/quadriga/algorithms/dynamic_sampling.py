@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): mask or refill zero-variance groups.
+"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): draw more for zero-variance groups.
 
 If all samples of a prompt group have the same score (a zero-variance prompt group), their
 advantages are 0. Such a prompt group costs a rollout and an update without a gradient, and it
@@ -20,14 +20,9 @@ from quadriga.algorithms.shaping import groups_of_scores, zero_variance_metrics
 from quadriga.algorithms.tensors import GroupIds
 from quadriga.errors import AlgorithmError, GroupError
 
-SamplingMode = Literal["mask", "refill"]
 UnderFilledPolicy = Literal["proceed", "error"]
 SamplingAction = Literal["train", "refill"]
 
-MODES: dict[SamplingMode, str] = {
-    "mask": "zero-variance groups stay in the batch with weight 0",
-    "refill": "zero-variance groups are dropped, and more prompts are drawn, up to a bound",
-}
 UNDER_FILLED: dict[UnderFilledPolicy, str] = {
     "proceed": "train on the other groups; zero-variance groups with weight 0 fill up the batch",
     "error": "raise GroupError",
@@ -39,34 +34,28 @@ class SamplingDecision:
     """What to do with the samples drawn so far.
 
     Attributes:
-        action: "train" on `rows`, or "refill": keep `rows`, draw `missing_groups` more groups and
-            call `dynamic_sampling` again.
+        action: "train" on `rows`, or "refill": keep `rows`, draw more groups and call
+            `dynamic_sampling` again.
         rows: int64; the rows to keep: all rows of each kept group, in their order in the batch.
-        alive: bool, one per element of `rows`: False if the row's group is zero-variance. Set the
-            mask of these rows to 0.
-        missing_groups: `wanted_groups` minus the number of groups that are not zero-variance; at
-            least 0.
         metrics: `zero_variance_metrics` of all samples; `kept`, the number of groups among `rows`
             that are not zero-variance; and `gen_batches`.
     """
 
     action: SamplingAction
     rows: Tensor
-    alive: Tensor
-    missing_groups: int
     metrics: dict[str, float]
 
 
-# Five groups of two samples; wanted_groups = 3, mode "refill":
+# Five groups of two samples; wanted_groups = 3:
 #
 #     group           a      b      c      d      e
 #     rows            0 1    2 3    4 5    6 7    8 9
 #     scores          0 1    1 1    0 0    .5 .5  1 .5
 #     zero-variance   no     yes    yes    yes    no        2 groups are not, 1 is missing
 #
-# Before the bound:         action "refill", rows 0 1 8 9, missing_groups 1.
-# At the bound, "proceed":  action "train", rows 0 1 2 3 8 9, alive  T T F F T T. Group b fills up
-#                           the batch, which has the shape of three groups.
+# Before the bound:         action "refill", rows 0 1 8 9.
+# At the bound, "proceed":  action "train", rows 0 1 2 3 8 9. Group b fills up the batch, which has
+#                           the shape of three groups.
 # At the bound, "error":    GroupError.
 def dynamic_sampling(
     scores_B: Tensor,
@@ -74,7 +63,6 @@ def dynamic_sampling(
     *,
     wanted_groups: int,
     member_B: Tensor | None = None,
-    mode: SamplingMode = "mask",
     gen_batches: int = 1,
     max_num_gen_batches: int = 3,
     under_filled: UnderFilledPolicy = "proceed",
@@ -87,18 +75,16 @@ def dynamic_sampling(
         wanted_groups: groups in a full batch.
         member_B: bool; samples that take part in the update. The others stay with their group, but
             their scores do not make it a group with variance. None: all samples.
-        mode: a key of `MODES`.
         gen_batches: batches drawn so far for this step.
         max_num_gen_batches: the maximum of `gen_batches`.
         under_filled: a key of `UNDER_FILLED`; applies when the maximum is reached.
 
     Raises:
         GroupError: there are no samples, or groups are missing and `under_filled` is "error".
-        UnknownNameError: `mode` or `under_filled` is unknown.
+        UnknownNameError: `under_filled` is unknown.
         AlgorithmError: `wanted_groups` or `max_num_gen_batches` is below 1.
         ShapeError, NonFiniteError.
     """
-    look_up(MODES, mode, "dynamic sampling mode")
     look_up(UNDER_FILLED, under_filled, "policy for under-filled batches")
     if wanted_groups < 1 or max_num_gen_batches < 1:
         raise AlgorithmError(
@@ -113,9 +99,7 @@ def dynamic_sampling(
     metrics = {**zero_variance_metrics(scores_B, group_ids), "gen_batches": float(gen_batches)}
     missing = max(wanted_groups - num_varied, 0)
     action: SamplingAction = "train"
-    if mode == "mask":
-        chosen = torch.ones_like(varied)
-    elif missing and gen_batches < max_num_gen_batches:
+    if missing and gen_batches < max_num_gen_batches:
         action, chosen = "refill", varied
     elif missing and under_filled == "error":
         raise GroupError(
@@ -131,8 +115,7 @@ def dynamic_sampling(
         chosen = _fill(varied, wanted_groups)
     metrics["kept"] = float((chosen & varied).sum())
     rows = chosen[groups.index_B].nonzero()[:, 0]
-    alive = varied[groups.index_B][rows]
-    return SamplingDecision(action, rows, alive, missing, metrics)
+    return SamplingDecision(action, rows, metrics)
 
 
 def _fill(varied_G: Tensor, wanted: int) -> Tensor:

@@ -718,7 +718,6 @@ def sampled(batch: DataProto, config: AlgorithmConfig, groups: int, drawn: int) 
         batch.non_tensor_batch[fields.UID],
         wanted_groups=groups,
         member_B=_in_update(batch, config),
-        mode="refill",
         gen_batches=drawn,
         max_num_gen_batches=config.filter_groups.max_num_gen_batches,
         under_filled=config.filter_groups.under_filled,
