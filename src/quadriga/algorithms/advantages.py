@@ -447,11 +447,6 @@ class AdvantageEntry(registry.Entry[AdvantageFn]):
         """Whether the estimator reads the reward of each prompt's greedy response."""
         return "reward_baselines_B" in self.needs
 
-    @property
-    def needs_components(self) -> bool:
-        """Whether the estimator reads the components of the reward separately."""
-        return "reward_components_BK" in self.needs
-
 
 def _entry(fn: AdvantageFn, formula: str, paper: str) -> AdvantageEntry:
     needs, settings = registry.split_parameters(fn, INPUTS)

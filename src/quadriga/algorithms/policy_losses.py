@@ -54,20 +54,10 @@ class PolicyLossEntry(registry.Entry[PolicyLossFn]):
     select_settings: tuple[str, ...] = ()
 
     @property
-    def needs_rollout_log_probs(self) -> bool:
-        """Whether the loss reads the log-probabilities of the rollout engine."""
-        return "rollout_log_prob_BT" in self.needs
-
-    @property
     def is_zero_without_advantage(self) -> bool:
         """Whether rows whose advantages are all 0 have loss 0 and gradient 0, and change nothing
         for other rows. Nothing is known of a user's loss."""
         return self.origin == "built-in" and self.select is None
-
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether the loss reads the entropy of each token's distribution."""
-        return "entropy_BT" in self.needs
 
 
 def _entry(

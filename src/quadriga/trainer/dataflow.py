@@ -359,7 +359,7 @@ def _update_actor(config: TrainConfig, old_log_prob_pass: bool) -> StageFields:
         (fields.OLD_LOG_PROBS, old_log_prob_pass),
         (fields.REF_LOG_PROB, actor.use_kl_loss and not actor.reads_full_kl),
         (fields.ROLLOUT_IS_WEIGHTS, corrects_mismatch(config)),
-        (fields.ROLLOUT_LOG_PROBS, loss.needs_rollout_log_probs),
+        (fields.ROLLOUT_LOG_PROBS, "rollout_log_prob_BT" in loss.needs),
         (fields.SELECTED_TOKENS, selects_tokens(config)),
     )
     stage = _reading(UPDATE_ACTOR, optional)

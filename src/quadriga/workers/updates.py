@@ -123,7 +123,7 @@ def entropy_use(config: ActorConfig, *, old_from_update: bool) -> EntropyUse:
 
     `old_from_update`: see `PolicyObjective`.
     """
-    if config.entropy_coeff != 0 or get_policy_loss(config.policy_loss.name).needs_entropy:
+    if config.entropy_coeff != 0 or "entropy_BT" in get_policy_loss(config.policy_loss.name).needs:
         return "gradient"
     # For the metric alone the gradient is 0, for which the backward pass does no work.
     return "value" if old_from_update else "unused"

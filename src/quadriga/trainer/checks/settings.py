@@ -552,7 +552,8 @@ def _old_log_probs(config: TrainConfig) -> Problems:
 
 def _algorithm(config: TrainConfig) -> Problems:
     algorithm, longest = config.algorithm, config.data.max_response_length
-    if ADVANTAGES[algorithm.adv_estimator].needs_components and not algorithm.reward_components:
+    needs = ADVANTAGES[algorithm.adv_estimator].needs
+    if "reward_components_BK" in needs and not algorithm.reward_components:
         yield (
             "algorithm.reward_components",
             f"is read by algorithm.adv_estimator={algorithm.adv_estimator}: name the numbers that "
