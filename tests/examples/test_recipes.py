@@ -57,7 +57,7 @@ def check(config):
     """Check settings as the command does before it starts a process."""
     if isinstance(config, TrainConfig):
         check_train_settings(config)
-        plan = batch_plan(config, num_ranks(config, "actor"))
+        plan = batch_plan(config)
         assert plan.sequences % num_ranks(config, "actor") == 0
     elif isinstance(config, SFTConfig | RMConfig):
         check_fine_tuning_settings(config)

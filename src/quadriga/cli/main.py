@@ -100,14 +100,13 @@ COMMANDS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Invocation:
+class Invocation(argparse.Namespace):
     """A parsed command line. `verl`: a settings file of verl; the overrides are verl's then.
     `measured`: the run whose times `plan` uses; `trace`: the file for its timeline. `allow_code`: a
     command that only shows something may run code that the settings name."""
 
     command: Command
-    overrides: tuple[str, ...] = ()
+    overrides: Sequence[str] = ()
     file: str | None = None
     print_config: bool = False
     verl: str | None = None
@@ -285,21 +284,21 @@ def parse(arguments: Sequence[str]) -> Invocation:
     _check_command(parser, arguments)
     # argparse ends the list of overrides at the first option, so overrides after an option
     # (`train --print-config data.seed=1`) are returned as unknown arguments.
-    known, rest = parser.parse_known_args(arguments)
+    known, rest = parser.parse_known_args(arguments, Invocation())
     options = [text for text in rest if text.startswith("-")]
     if options:
         parser.error(f"unknown option {options[0]}; write settings as key=value")
     if rest and known.command.settings is None:
         parser.error(f"{known.command.name} has no settings, got {rest[0]}")
-    measured, own = known.measured, (*known.overrides, *rest)
-    if measured is not None and (own or known.config or known.verl or known.print_config):
+    measured, known.overrides = known.measured, (*known.overrides, *rest)
+    given = known.overrides or known.file or known.verl or known.print_config
+    if measured is not None and given:
         parser.error(f"plan --async {measured} takes all settings from this run, and no others")
     if known.allow_code and not (known.print_config or known.command.name == "plan"):
         parser.error(f"--allow-code: {known.command.name} runs the code that its settings name")
     if known.trace and measured is None:
         parser.error(f"plan --trace {known.trace} needs --async RUN, whose timeline it writes")
-    return Invocation(known.command, own, known.config, known.print_config, known.verl, measured,
-                      known.allow_code, known.supervise, known.trace)  # fmt: skip
+    return known
 
 
 def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
@@ -339,12 +338,11 @@ def _parser() -> _Parser:
             parent = words.add_subparsers(metavar="command", required=True)
         own = parent.add_parser(name, help=command.summary, description=f"{command.summary}.")
         own.command = command
-        own.set_defaults(command=command, overrides=[], config=None, print_config=False)
-        own.set_defaults(verl=None, measured=None, allow_code=False, supervise=False, trace=None)
+        own.set_defaults(command=command)
         if command.settings is None:
             continue
         own.add_argument("overrides", nargs="*", metavar="key=value", help="Settings, listed below")
-        own.add_argument("--config", metavar="FILE", help="A YAML file of settings")
+        own.add_argument("--config", dest="file", metavar="FILE", help="A YAML file of settings")
         if command.settings is TrainConfig:
             text = "A settings file of verl; settings are verl's then"
             own.add_argument("--verl", metavar="FILE", help=text)

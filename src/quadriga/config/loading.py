@@ -90,17 +90,12 @@ def given_user_files(overrides: Iterable[str], file: str | Path | None = None) -
         ConfigError: the setting is no list of texts, or an override or the file cannot be read.
     """
     tree = _given(TrainConfig, overrides, file, all_known=False)
-    given = plain_dict(tree)
-    section = given.get("algorithm")
+    section = plain_dict(tree).get("algorithm")
     if not isinstance(section, dict) or "user_files" not in section:
         return []
-    files: object = section["user_files"]
-    if "${" in str(files):  # of the other values only those that it refers to are resolved
-        check_interpolations(given)
-        with _resolving(TrainConfig):
-            files = OmegaConf.select(_with_defaults(TrainConfig, tree), "algorithm.user_files")
-            if OmegaConf.is_config(files):
-                files = OmegaConf.to_container(files, resolve=True)
+    files = section["user_files"]
+    if "${" in str(files):
+        files = _resolved_at(TrainConfig, tree, "algorithm.user_files")
     return build(TrainConfig, {"algorithm": {"user_files": files}}).algorithm.user_files
 
 
@@ -110,12 +105,24 @@ def given_trainer(
     """Return the section `trainer` of a command that trains, whatever sections files of the user
     may add. Raises `ConfigError` as `load_config` does."""
     tree = _given(cls, overrides, file, all_known=False)
-    check_interpolations(plain_dict(tree))
-    with _resolving(cls):
-        section = OmegaConf.select(_with_defaults(cls, tree), "trainer")
-        values = OmegaConf.to_container(section, resolve=True)
+    values = _resolved_at(cls, tree, "trainer")
     trainer: RunConfig = vars(build(cls, {"trainer": values}))["trainer"]
     return trainer
+
+
+def _resolved_at(cls: type[DataclassInstance], tree: DictConfig, key: str) -> Plain:
+    """Return a value or a section. Of the others only those that it refers to are resolved."""
+    check_interpolations(plain_dict(tree))
+    with _resolving(cls):
+        return _selected(_with_defaults(cls, tree), key)
+
+
+def _selected(tree: DictConfig, key: str) -> Plain:
+    found = OmegaConf.select(tree, key)
+    if OmegaConf.is_config(found):
+        found = OmegaConf.to_container(found, resolve=True)
+    value: Plain = found
+    return value
 
 
 def _given(
@@ -464,12 +471,9 @@ def _gives(value: Plain, text: Plain, written: dict[str, Plain], key: str) -> bo
     settings = OmegaConf.create(written)
     OmegaConf.update(settings, key, text)
     try:
-        read = OmegaConf.select(settings, key)
-        if OmegaConf.is_config(read):
-            read = OmegaConf.to_container(read, resolve=True)
+        return _selected(settings, key) == value
     except OmegaConfBaseException:
         return False
-    return bool(read == value)
 
 
 def remember_given(config: DataclassInstance, given: Mapping[str, Plain]) -> None:

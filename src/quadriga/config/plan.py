@@ -120,33 +120,27 @@ def mini_batch_prompts(config: TrainConfig) -> tuple[int, int]:
     return actor, config.critic.ppo_mini_batch_size or actor
 
 
-def batch_plan(
-    config: TrainConfig, ranks: int | None = None, *, train_rows: int | None = None
-) -> BatchPlan:
+def batch_plan(config: TrainConfig, *, train_rows: int | None = None) -> BatchPlan:
     """Return the plan of a run.
 
     Args:
         config: settings that passed `checks.check_train_settings`; they are not checked again.
-        ranks: number of ranks of each role; None: as in the settings.
         train_rows: rows of training data, from which the number of steps is computed if
             `total_training_steps` is not given. The last, smaller batch of an epoch is dropped.
     """
-    actor_ranks = ranks or num_ranks(config, "actor")
-    return BatchPlan(
-        config,
-        actor_ranks,
-        _total_steps(config, train_rows),
-        actor=_update(config, "actor", actor_ranks),
-        critic=_update(config, "critic", ranks or num_ranks(config, "critic")),
-    )
+    steps = config.trainer.total_training_steps
+    if steps is None and train_rows is not None:
+        steps = config.trainer.total_epochs * (train_rows // config.data.train_batch_size)
+    actor, critic = (_update(config, role) for role in ("actor", "critic"))
+    return BatchPlan(config, num_ranks(config, "actor"), steps, actor, critic)
 
 
-def _update(config: TrainConfig, role: str, ranks: int) -> UpdatePlan:
+def _update(config: TrainConfig, role: str) -> UpdatePlan:
     actor, (mini, critic_mini) = config.actor_rollout_ref.actor, mini_batch_prompts(config)
     section, mini = (config.critic, critic_mini) if role == "critic" else (actor, mini)
     engine, micro = section.engine, section.ppo_micro_batch_size_per_gpu
     sequences = mini * config.actor_rollout_ref.rollout.n
-    per_rank = sequences // (ranks // engine.model_parallel_size)
+    per_rank = sequences // (num_ranks(config, role) // engine.model_parallel_size)
     size = max(1, per_rank) if micro is None else micro
     if engine.use_dynamic_bsz:
         # A sequence is never split, so one that is longer than the limit is a micro-batch by
@@ -164,12 +158,6 @@ def _update(config: TrainConfig, role: str, ranks: int) -> UpdatePlan:
         micro_batches=math.ceil(per_rank / size),
         max_tokens=engine.micro_batch_tokens if engine.use_dynamic_bsz else None,
     )
-
-
-def _total_steps(config: TrainConfig, train_rows: int | None) -> int | None:
-    if config.trainer.total_training_steps is not None or train_rows is None:
-        return config.trainer.total_training_steps
-    return config.trainer.total_epochs * (train_rows // config.data.train_batch_size)
 
 
 def _update_lines(update: UpdatePlan, prompts: int) -> list[str]:
