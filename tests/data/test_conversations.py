@@ -40,8 +40,8 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_or_trains_the_last():
     tokenizer = family(THINKING, CASES["ChatML"][1])
     chat = [*CHAT]
     chat[1] = {"role": "assistant", "content": "<think>One, two.</think>Three."}
-    with pytest.raises(ModelError, match=r"turns of conversation 7 .* set data.loss_turns=last"):
-        encode_turns(tokenizer, [chat], first=7)
+    with pytest.raises(ModelError, match=r"turns of conversation 1 .* set data.loss_turns=last"):
+        encode_turns(tokenizer, [CHAT[:2], chat])
     [found] = encode_turns(tokenizer, [chat], last_only=True)
     assert trained_texts(tokenizer, found) == ["Four.<|im_end|>"]
     assert "One, two" not in tokenizer.decode(found.ids)

@@ -105,7 +105,8 @@ def batch_of(chat):
     prompts = [[{"role": "user", "content": text}] for text in ("one two", "three four five")]
     texts = ["six", "seven eight nine", "ten", "eleven twelve"]
     chats = [prompts[0], prompts[0], prompts[1], prompts[1]]
-    rows = encode_conversations(tokenizer, chats, texts)
+    said = [{"role": "assistant", "content": text} for text in texts]
+    rows = encode_conversations(tokenizer, [[*c, s] for c, s in zip(chats, said, strict=True)])
     width, length = max(len(p) for p, _ in rows), max(len(r) for _, r in rows)
     pad = tokenizer.pad_token_id
     left = pad_rows([prompt for prompt, _ in rows], pad, width, "left")

@@ -203,11 +203,10 @@ def check_template_arguments(
 
 def encode_conversations(
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Chat],
-    responses: Sequence[str],
+    chats: Sequence[Chat],
     arguments: TemplateArguments = NO_ARGUMENTS,
 ) -> list[EncodedAnswer]:
-    """Return the token ids of each prompt and of the response to it, by the chat template.
+    """Return the token ids of each prompt and of the response to it, the last message of the chat.
 
     A template can write a prompt in another way once a response follows. Then all tokens are in
     the first part.
@@ -215,17 +214,13 @@ def encode_conversations(
     Raises:
         ModelError: as `encode_chats`.
     """
-    unique = {str(prompt): prompt for prompt in prompts}
+    unique = {str(chat[:-1]): chat[:-1] for chat in chats}
     starts = encode_chats(tokenizer, list(unique.values()), arguments=arguments)
     encoded = dict(zip(unique, starts, strict=True))
-    chats: list[Chat] = [
-        [*prompt, {"role": "assistant", "content": response}]
-        for prompt, response in zip(prompts, responses, strict=True)
-    ]
     found: list[EncodedAnswer] = []
     whole = encode_chats(tokenizer, chats, complete=True, arguments=arguments)
-    for prompt, ids in zip(prompts, whole, strict=True):
-        start = encoded[str(prompt)]
+    for chat, ids in zip(chats, whole, strict=True):
+        start = encoded[str(chat[:-1])]
         border = len(start) if ids[: len(start)] == start else len(ids)
         found.append((ids[:border], ids[border:]))
     return found

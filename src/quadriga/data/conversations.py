@@ -210,7 +210,6 @@ def encode_turns(
     chats: Sequence[Chat],
     *,
     last_only: bool = False,
-    first: int = 0,
     arguments: TemplateArguments = NO_ARGUMENTS,
 ) -> list[Conversation]:
     """Return the token ids of each chat up to its last turn of the assistant.
@@ -218,7 +217,6 @@ def encode_turns(
     Args:
         chats: each has a turn of the assistant.
         last_only: train on the last turn of the assistant only.
-        first: the number of the first chat in error messages.
         arguments: of the chat template.
 
     Raises:
@@ -230,12 +228,12 @@ def encode_turns(
     before = [chat[:turn] for chat, ends in zip(chats, turns, strict=True) for turn in ends]
     up_to = [chat[: turn + 1] for chat, ends in zip(chats, turns, strict=True) for turn in ends]
     texts = zip(
-        chat_texts(tokenizer, before, first=first, arguments=arguments),
-        chat_texts(tokenizer, up_to, first=first, complete=True, arguments=arguments),
+        chat_texts(tokenizer, before, arguments=arguments),
+        chat_texts(tokenizer, up_to, complete=True, arguments=arguments),
         strict=True,
     )
     parts = []
-    for number, (chat, ends) in enumerate(zip(chats, turns, strict=True), start=first):
+    for number, (chat, ends) in enumerate(zip(chats, turns, strict=True)):
         of_chat = [next(texts) for _ in ends]
         parts.append(_parts(of_chat, chat[ends[-1]]["content"], tokenizer, number))
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -503,11 +501,9 @@ class PairDataset(EncodedDataset[PairItem]):
         too long."""
         pairs = [self._pair(row) for row in rows]
         most = most_characters(self.max_length)
-        kept = [i for i, (*both, _) in enumerate(pairs) if max(map(_characters, both)) <= most]
-        both = [one for i in kept for one in pairs[i][:2]]
-        prompts, responses = [prompt for prompt, _ in both], [response for _, response in both]
-        arguments = self.chat_template_kwargs
-        tokens = iter(encode_conversations(self.tokenizer, prompts, responses, arguments))
+        kept = [i for i, (*both, _) in enumerate(pairs) if max(map(characters, both)) <= most]
+        both = [chat for i in kept for chat in pairs[i][:2]]
+        tokens = iter(encode_conversations(self.tokenizer, both, self.chat_template_kwargs))
         found: list[EncodedRow | None] = [None] * len(rows)
         for i in kept:
             parts = [*next(tokens), *next(tokens)]
@@ -518,28 +514,15 @@ class PairDataset(EncodedDataset[PairItem]):
                 found[i] = EncodedRow(ids, list(accumulate(sizes[:3])), pairs[i][2])
         return found
 
-    def _pair(self, row: Row) -> tuple[Answered, Answered, float]:
+    def _pair(self, row: Row) -> tuple[Chat, Chat, float]:
         """Return both conversations and the margin of a row."""
         check_text_alone(row)
         chosen = _conversation(row, self.chosen_key, self.prompt_key)
         rejected = _conversation(row, self.rejected_key, self.prompt_key)
         if chosen == rejected:
             raise row.error(f"{self.chosen_key!r} and {self.rejected_key!r} are the same response")
-        chosen, rejected = self._own(row, chosen), self._own(row, rejected)
-        return chosen, rejected, 0.0 if self.margin_key is None else _margin(row, self.margin_key)
-
-    def _own(self, row: Row, answered: Answered) -> Answered:
-        prompt, answer = answered
-        chat = self.own_texts(row, [*prompt, {"role": "assistant", "content": answer}])
-        return chat[:-1], chat[-1]["content"]
-
-
-Answered = tuple[Chat, str]
-"""A prompt and the response to it."""
-
-
-def _characters(conversation: Answered) -> int:
-    return characters(conversation[0]) + len(conversation[1])
+        margin = 0.0 if self.margin_key is None else _margin(row, self.margin_key)
+        return self.own_texts(row, chosen), self.own_texts(row, rejected), margin
 
 
 def _lengths(ids: pa.ListArray, borders: pa.ListArray) -> PairLengths:
@@ -551,18 +534,18 @@ def _lengths(ids: pa.ListArray, borders: pa.ListArray) -> PairLengths:
     return PairLengths(int(longest.max()), int((longest - shared).max()))
 
 
-def _conversation(row: Row, key: str, prompt_key: str) -> Answered:
-    """Return the prompt and the response under `key`."""
+def _conversation(row: Row, key: str, prompt_key: str) -> Chat:
+    """Return the prompt with the response under `key`."""
     value = row.at(key)
     if isinstance(value, str):
-        return chat_of(row, prompt_key), value
+        return [*chat_of(row, prompt_key), {"role": "assistant", "content": value}]
     chat = chat_of(row, key)
     if len(chat) < 2 or chat[-1]["role"] != "assistant":
         raise row.error(
             f"{key!r} must be a response, or messages that end with one of the assistant, got "
             f"{len(chat)} messages, the last one of role {chat[-1]['role']!r}"
         )
-    return chat[:-1], chat[-1]["content"]
+    return chat
 
 
 def _margin(row: Row, key: str) -> float:

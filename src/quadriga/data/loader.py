@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
@@ -64,6 +64,7 @@ class LoaderState(TypedDict):
     sampler: dict[str, object] | None
 
 
+@dataclass(eq=False)
 class PromptLoader:
     """Iterates over the batches of an epoch, from the current position to the end of the epoch.
 
@@ -77,33 +78,25 @@ class PromptLoader:
     Raises `ConfigError` if `drop_last` is set and the dataset has fewer rows than one batch.
     """
 
-    def __init__(
-        self,
-        dataset: BatchDataset[Any],  # the type of the items is known to the dataset alone
-        batch_size: int,
-        *,
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = True,
-        mixture: Mixture | None = None,
-        sampler: RowSampler | None = None,
-    ) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
-        if drop_last and len(dataset) < batch_size:
+    dataset: BatchDataset[Any]  # the type of the items is known to the dataset alone
+    batch_size: int
+    _: KW_ONLY
+    shuffle: bool = True
+    seed: int = 0
+    drop_last: bool = True
+    mixture: Mixture | None = None
+    sampler: RowSampler | None = None
+    epoch: int = field(default=0, init=False)
+    batches_done: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1, got {self.batch_size}")
+        if self.drop_last and len(self.dataset) < self.batch_size:
             raise ConfigError(
-                f"one batch needs {batch_size} rows, but the data has {len(dataset)}; "
+                f"one batch needs {self.batch_size} rows, but the data has {len(self.dataset)}; "
                 "reduce the batch size or provide more data"
             )
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.seed = seed
-        self.drop_last = drop_last
-        self.mixture = mixture
-        self.sampler = sampler
-        self.epoch = 0
-        self.batches_done = 0
 
     def __len__(self) -> int:
         """Return the number of batches per epoch."""

@@ -113,9 +113,10 @@ class RewardModelWorker(EngineWorker[RewardModelConfig]):
             return list(zip(prompts, responses, strict=True))
         texts = self.policy_tokenizer.batch_decode(responses, skip_special_tokens=True)
         # The policy has spelled these texts: it must not write control tokens of the reward model.
-        texts = list(map(neutraliser(self.tokenizer), texts))
-        chats = list(data.non_tensor_batch[fields.RAW_PROMPT])
-        return encode_conversations(self.tokenizer, chats, texts, self.config.chat_template_kwargs)
+        written = map(neutraliser(self.tokenizer), texts)
+        pairs = zip(data.non_tensor_batch[fields.RAW_PROMPT], written, strict=True)
+        chats = [[*prompt, {"role": "assistant", "content": text}] for prompt, text in pairs]
+        return encode_conversations(self.tokenizer, chats, self.config.chat_template_kwargs)
 
 
 def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
