@@ -230,7 +230,6 @@ def newest_undamaged_checkpoint(root: str | Path) -> tuple[Path | None, list[Che
 
 
 if TYPE_CHECKING:
-    from quadriga.data import PromptLoader
     from quadriga.data.loader import LoaderState
 
 FORMAT = 3
@@ -369,18 +368,6 @@ class ControllerState:
     inputs: dict[str, object] = field(default_factory=dict)
     validation: dict[str, float] = field(default_factory=dict)
     row: dict[str, float] = field(default_factory=dict)
-
-    def continue_loader(self, loader: PromptLoader, *, data_changed: bool) -> None:
-        """Set a loader to the position in the data.
-
-        With other data the position means nothing: the loader begins the epoch of the checkpoint.
-        """
-        if data_changed:
-            position = loader.state_dict()
-            position["epoch"], position["batches_done"] = self.loader["epoch"], 0
-            loader.load_state_dict(position)
-        else:
-            loader.load_state_dict(self.loader)
 
 
 @dataclass(frozen=True)

@@ -363,7 +363,11 @@ class Checkpointing:
         else:
             resumed = self._resumed = read_resumed(self.config, self.inputs, tell=True)
         if resumed is not None:
-            resumed.state.continue_loader(self.loader, data_changed=resumed.data_changed)
+            position = resumed.state.loader
+            if resumed.data_changed:  # other data begin at the start of the epoch
+                own = self.loader.state_dict()
+                position = {**own, "epoch": position["epoch"], "batches_done": 0}
+            self.loader.load_state_dict(position)
         elif self.restarts.count:
             self.loader.load_state_dict(self._beginning)
         return resumed

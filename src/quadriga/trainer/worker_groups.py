@@ -457,6 +457,7 @@ def start_group(
     return group
 
 
+@dataclass(frozen=True)
 class VersionedRollout:
     """The rollout of a run: what it generates comes from the weights that the actor has.
 
@@ -465,14 +466,13 @@ class VersionedRollout:
         actor_version: returns the version of the actor's weights.
     """
 
-    def __init__(self, rollout: GeneratingGroup, actor_version: Callable[[], int]) -> None:
-        self._rollout = rollout
-        self._actor_version = actor_version
+    rollout: GeneratingGroup
+    actor_version: Callable[[], int]
 
     @property
     def world_size(self) -> int:
         """The number of ranks of the rollout."""
-        return self._rollout.world_size
+        return self.rollout.world_size
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Call the method of the group, and compare versions.
@@ -481,7 +481,7 @@ class VersionedRollout:
             RolloutOutputError: a row has another version than the actor. Attributes: `row` (the
                 first one), `version`.
         """
-        generated, expected = self._rollout.generate_sequences(prompts), self._actor_version()
+        generated, expected = self.rollout.generate_sequences(prompts), self.actor_version()
         found_B = generated.batch[fields.WEIGHT_VERSION]
         wrong = (found_B != expected).nonzero().flatten().tolist()
         if wrong:
