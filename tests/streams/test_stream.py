@@ -185,7 +185,7 @@ def test_a_resumed_stream_has_every_group_and_every_token(beside, at, more, tmp_
             replica.group.version = at
         for _ in range(second._drawn):
             next(second.stream)
-        asked = second.generation.paused_rows()[0]
+        asked = list(second.generation.paused)
         check(second, before + trained(second, first=at + 1), 2)
     if not beside and at == 1:
         assert asked, "responses were paused when the checkpoint was saved"

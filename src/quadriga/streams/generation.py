@@ -19,9 +19,9 @@ scheduling, Orca, OSDI 2022, with slices of several tokens as iterations).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,29 +46,28 @@ Members = list[tuple[PromptGroup, Rows]]
 """Groups, each with the numbers of its rows in a call, in the order of the call."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Begun:
-    """The rows that a replica continues, and what they have so far (`BEGUN_RESPONSES`)."""
+class Paused(NamedTuple):
+    """Rows of a group between two calls, and what they have so far (`BEGUN_RESPONSES`). The group
+    has no `home` while they wait for another one."""
 
-    members: Members
+    group: PromptGroup
+    rows: Rows
     tokens: DataProto
 
 
 @dataclass(frozen=True, eq=False)
 class _Call:
     replica: Replica
-    starts: int
     ended: int  # training steps that had ended at its start
     synced: int  # the step whose weights it has
     members: Members
-    begun: _Begun | None
-    future: DataProtoFuture
+    begun: list[Paused]  # the first of its rows
     padding: int
     began: float = field(default_factory=time.perf_counter)
 
     @property
     def is_lost(self) -> bool:
-        return self.replica.loss is not None or self.replica.starts != self.starts
+        return self.replica.loss is not None
 
 
 @dataclass(eq=False)
@@ -89,6 +88,7 @@ class SlicedGeneration:
     Attributes:
         synced: the step whose weights a call has that starts now.
         moved: how many groups went on elsewhere, because their replica was lost.
+        paused: the rows between two calls.
     """
 
     replicas: Replicas
@@ -102,8 +102,7 @@ class SlicedGeneration:
     kept_rows: int = 0
     moved: int = field(default=0, init=False)
     synced: int = field(default=0, init=False)
-    _begun: dict[Replica, _Begun] = field(default_factory=dict, init=False)
-    _homeless: list[tuple[PromptGroup, Rows, DataProto]] = field(default_factory=list, init=False)
+    paused: list[Paused] = field(default_factory=list, init=False)
     _calls: dict[DataProtoFuture, _Call] = field(default_factory=dict, init=False)
 
     @property
@@ -111,36 +110,21 @@ class SlicedGeneration:
         """Whether a call is in flight."""
         return bool(self._calls)
 
-    @property
-    def begun(self) -> bool:
-        """Whether some rows are paused between two calls."""
-        return bool(self._begun or self._homeless)
-
-    def paused_rows(self) -> tuple[Members, list[DataProto]]:
-        """Return the rows that are paused between two calls, and what they have so far
-        (`BEGUN_RESPONSES`), in parts."""
-        found = list(self._begun.values())
-        return [member for begun in found for member in begun.members], [b.tokens for b in found]
-
-    def go_on(self, members: Members, tokens: Sequence[DataProto]) -> None:
-        """Continue the rows of some groups, with the tokens of each group."""
+    def go_on(self, parts: Sequence[Paused]) -> None:
+        """Continue the rows of some groups, which have no home."""
         working = self.replicas.working
-        for first, replica in enumerate(working):
-            own = range(first, len(members), len(working))
-            for i in own:
-                members[i][0].place(replica)
-            if own:
-                of_own = DataProto.concat([tokens[i] for i in own])
-                self._add(replica, _Begun([members[i] for i in own], of_own))
+        for number, part in enumerate(parts):
+            part.group.home = working[number % len(working)]
+        self.paused += parts
 
-    def _add(self, replica: Replica, begun: _Begun | None) -> None:
-        """Let a replica continue more rows."""
-        held = self._begun.get(replica)
-        if held is not None and begun is not None:
-            tokens = DataProto.concat([held.tokens, begun.tokens])
-            begun = _Begun([*held.members, *begun.members], tokens)
-        if begun is not None:
-            self._begun[replica] = begun
+    def _pop(self, numbers: Iterable[int]) -> list[Paused]:
+        """Take the paused rows of some groups, in the order of the groups."""
+        found = {number: list[Paused]() for number in numbers}
+        rest = list[Paused]()
+        for part in self.paused:
+            found.get(part.group.number, rest).append(part)
+        self.paused = rest
+        return [part for parts in found.values() for part in parts]
 
     def reclaim(self) -> None:
         """Let the rows of lost replicas go on elsewhere. A weight sync can lose one, too.
@@ -150,13 +134,13 @@ class SlicedGeneration:
         freed, as in a run that is repeated.
         """
         lost = {group: list[DataProto]() for group in self.queue.groups.values() if group.is_lost}
-        for begun in self._left_behind() if lost else ():
-            first = 0
-            for group, rows in begun.members:
-                own = begun.tokens.select_idxs(np.arange(len(rows)) + first)
-                first += len(rows)
-                lost[group].append(own)
-                self._homeless.append((group, rows, own))
+        for call in self._calls.values() if lost else ():
+            if call.is_lost:
+                self.paused += call.begun
+                call.begun.clear()
+        for part in self.paused:
+            if part.group in lost:
+                lost[part.group].append(part.tokens)
         for group, held in lost.items():
             held += [answers for _, answers in group.answers]
             held += [] if group.batch is None else [group.batch]
@@ -164,25 +148,17 @@ class SlicedGeneration:
                 group.home = None
                 self.moved += group.batch is None
         again = [group for group in lost if group.home is not None]
-        self._homeless = [part for part in self._homeless if part[0] not in again]
+        self._pop([group.number for group in again])
         self.queue.restart(again)
         if known := [group.number for group in again if lost[group]]:  # of a call that has ended
             self.note("restart", known, self.queue.ended)
-        if self._homeless and all(call.is_lost for call in self._calls.values()):
+        if self._homeless() and all(call.is_lost for call in self._calls.values()):
             self.forget_caches()
             self.note("forget", [], self.queue.ended)
-            parts, self._homeless = self._homeless, []
-            self.go_on([(g, rows) for g, rows, _ in parts], [own for *_, own in parts])
+            self.go_on(self._pop([part.group.number for part in self._homeless()]))
 
-    def _left_behind(self) -> Iterator[_Begun]:
-        """Yield the rows that lost replicas had before their last calls, once."""
-        for replica, begun in list(self._begun.items()):
-            if begun.members[0][0].is_lost:
-                yield self._begun.pop(replica)
-        for future, call in list(self._calls.items()):
-            if call.is_lost and call.begun is not None:
-                self._calls[future] = replace(call, begun=None)
-                yield call.begun
+    def _homeless(self) -> list[Paused]:
+        return [part for part in self.paused if part.group.home is None]
 
     def submit(self, *, joins: bool = True) -> None:
         """Start a call on every replica without one, of its rows and of groups that wait.
@@ -190,83 +166,76 @@ class SlicedGeneration:
         `joins`: groups that wait may start.
         """
         self.reclaim()
-        if self._homeless:
+        if self._homeless():
             return
         at_work = {call.replica for call in self._calls.values()}
         idle = [replica for replica in self.replicas.working if replica not in at_work]
-        begun = {replica: self._begun.pop(replica, None) for replica in idle}
-        members: dict[Replica, Members] = {
-            r: list(b.members) if b else [] for r, b in begun.items()
+        begun = {
+            replica: self._pop([p.group.number for p in self.paused if p.group.home is replica])
+            for replica in idle
         }
+        rows = {replica: sum(len(part.rows) for part in begun[replica]) for replica in idle}
+        new = {replica: list[PromptGroup]() for replica in idle}
         while joins and idle and self.queue.can_start:
             # One after the other, so that replicas which are idle together share the groups.
-            replica = min(idle, key=lambda replica: _rows_of(members[replica]))
+            replica = min(idle, key=lambda replica: rows[replica])
             count = len(self.queue.waiting[0].prompts)
-            if members[replica] and _rows_of(members[replica]) + count > self.rows:
+            if rows[replica] and rows[replica] + count > self.rows:
                 break
-            members[replica].append((self.queue.start(self.queue.waiting[0]), np.arange(count)))
+            new[replica].append(self.queue.start(self.queue.waiting[0]))
+            rows[replica] += count
         for replica in idle:
-            if members[replica]:
-                self._call(replica, members[replica], begun[replica])
+            if rows[replica]:
+                self._call(replica, begun[replica], new[replica])
 
-    def _call(self, replica: Replica, members: Members, begun: _Begun | None) -> None:
-        """Start a call. `begun`: the first rows; None: all rows begin."""
+    def _call(self, replica: Replica, begun: list[Paused], new: Sequence[PromptGroup]) -> None:
+        """Start a call of rows that go on, and of groups that begin."""
+        members = [(group, own) for group, own, _ in begun]
+        members += [(group, np.arange(len(group.prompts))) for group in new]
         rows = DataProto.concat([self.inputs(g.prompts.select_idxs(own)) for g, own in members])
-        if begun is not None:
-            new = _rows_of(members) - len(begun.tokens)
-            tokens = [begun.tokens, self._no_tokens(new)] if new else [begun.tokens]
+        if begun:
+            tokens = [part.tokens for part in begun]
+            if new:
+                tokens.append(self._no_tokens(len(rows) - sum(map(len, tokens))))
             rows = rows.union(DataProto.concat(tokens))
         of_rank = -(-self.rows // replica.group.world_size)
         rows.meta_info |= {"at_most": self.slice_tokens, "keep": min(of_rank, self.kept_rows)}
         for group, _ in members:
-            group.place(replica)
+            group.home = replica
         try:
             padded, padding = pad_dataproto_to_divisor(rows, replica.group.world_size)
             future = replica.group.generate_sequences.submit(padded)
         except QuadrigaError as error:
-            self._add(replica, begun)
+            self.paused += begun
             self._lose(replica, error)
         else:
             ended = self.queue.ended
-            self._calls[future] = _Call(
-                replica, replica.starts, ended, self.synced, members, begun, future, padding
-            )
+            self._calls[future] = _Call(replica, ended, self.synced, members, begun, padding)
 
     def repeat(self, rows: Sequence[tuple[int, int]]) -> list[PromptGroup]:
         """Make the call of another run, on one replica: the same rows in the same order. Return the
         groups that it has completed."""
         (replica,) = self.replicas.working
-        groups = self.queue.groups
-        held = self._begun.pop(replica, None)
-        places = {} if held is None else _places(held.members)
-        begun = [places[row] for row in rows if row in places]
-        new = dict.fromkeys(number for number, row in rows if (number, row) not in places)
-        for number in new:
-            self.queue.start(groups[number])
-        members = [
-            (groups[number], np.array([row for _, row in own]))
-            for number, own in groupby(rows, lambda row: row[0])
-        ]
-        self._call(replica, members, None if held is None else _selected(held, begun))
+        numbers = dict.fromkeys(number for number, _ in rows)
+        begun = self._pop(numbers)
+        for part in begun:
+            numbers.pop(part.group.number, None)
+        self._call(replica, begun, [self.queue.start(self.queue.groups[n]) for n in numbers])
         (future,) = self._calls
-        complete = self.keep(future)
-        if held is not None:
-            self._add(replica, _selected(held, sorted(set(places.values()) - set(begun))))
-        return complete
+        return self.keep(future)
 
     def forget(self, numbers: Sequence[int]) -> None:
         """Let groups begin again that have in another run."""
+        self._pop(numbers)
         self.queue.restart([self.queue.groups[number] for number in numbers])
-        for replica, begun in list(self._begun.items()):
-            rest = [place for (number, _), place in _places(begun.members).items()
-                    if number not in numbers]  # fmt: skip
-            del self._begun[replica]
-            self._add(replica, _selected(begun, rest))
 
     def forget_caches(self) -> None:
         """Free the caches of paused rows. The next call computes their tokens again."""
-        for replica, begun in list(self._begun.items()):
-            none = self.inputs(begun.members[0][0].prompts[:0])
+        homes = {part.group.home: part.group for part in self.paused}
+        for replica, group in homes.items():
+            if replica is None or replica.loss is not None:
+                continue
+            none = self.inputs(group.prompts[:0])
             none.meta_info["at_most"] = self.slice_tokens
             try:
                 replica.group.generate_sequences(none)
@@ -309,19 +278,19 @@ class SlicedGeneration:
         results = answers.select(
             [str(k) for k in answers.batch.keys() if k != fields.PAUSED]  # noqa: SIM118
         )
-        members, first = Members(), 0
+        tokens = results.select(list(BEGUN_RESPONSES), meta_info_keys=[])
+        first = 0
         for group, rows in call.members:
-            paused = paused_B[first : first + len(rows)]
+            own = np.arange(len(rows)) + first
+            paused = paused_B[own]
             if not paused.all():
-                group.end(rows[~paused], results.select_idxs(first + np.flatnonzero(~paused)))
+                group.end(rows[~paused], results.select_idxs(own[~paused]))
             if paused.any():
-                members.append((group, rows[paused]))
+                part = Paused(group, rows[paused], tokens.select_idxs(own[paused]))
+                self.paused.append(part)
             if group.batch is not None:
                 yield group
             first += len(rows)
-        if members:
-            tokens = results.select(list(BEGUN_RESPONSES), meta_info_keys=[])
-            self._add(call.replica, _Begun(members, tokens.select_idxs(paused_B)))
 
     def _lose(self, replica: Replica, error: QuadrigaError) -> None:
         """Lose a replica, and let its rows go on elsewhere."""
@@ -329,19 +298,6 @@ class SlicedGeneration:
             raise error
         self.replicas.lose(replica, error)
         self.reclaim()
-
-
-def _places(members: Members) -> dict[tuple[int, int], int]:
-    """Return (number of the group, row in it) → place among the rows."""
-    rows = [(group.number, int(row)) for group, own in members for row in own]
-    return {row: place for place, row in enumerate(rows)}
-
-
-def _selected(begun: _Begun, places: Sequence[int]) -> _Begun | None:
-    """Return the rows at some places; None: there are none."""
-    rows = [(group, row) for group, own in begun.members for row in own]
-    members = [(rows[place][0], np.array([rows[place][1]])) for place in places]
-    return _Begun(members, begun.tokens.select_idxs(list(places))) if members else None
 
 
 def _readable(parts: Sequence[DataProto]) -> bool:
@@ -352,7 +308,3 @@ def _readable(parts: Sequence[DataProto]) -> bool:
     except QuadrigaError:
         return False
     return True
-
-
-def _rows_of(members: Members) -> int:
-    return sum(len(rows) for _, rows in members)

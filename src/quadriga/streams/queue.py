@@ -31,7 +31,6 @@ class PromptGroup:
         prompts: the rows before their generation.
         started: training steps that had ended when its generation started; None: it waits.
         home: the replica that has its rows, and on which its responses lie; None: none has.
-        starts: how often this replica had been started when it got them.
         batch: the rows with their responses, and scores once they are there; None before.
         answers: the rows that have ended, and their responses without scores.
     """
@@ -40,7 +39,6 @@ class PromptGroup:
     prompts: DataProto
     started: int | None = None
     home: Replica | None = None
-    starts: int = 0
     batch: DataProto | None = None
     answers: list[tuple[npt.NDArray[np.int64], DataProto]] = field(default_factory=list)
 
@@ -60,17 +58,7 @@ class PromptGroup:
     @property
     def is_lost(self) -> bool:
         """Whether the replica with its responses was lost."""
-        home = self.home
-        return home is not None and (home.loss is not None or home.starts != self.starts)
-
-    def place(self, replica: Replica) -> None:
-        """Give the rows to a replica."""
-        self.home, self.starts = replica, replica.starts
-
-    def restart(self) -> None:
-        """Forget the responses."""
-        self.batch, self.answers = None, []
-        self.started, self.home = None, None
+        return self.home is not None and self.home.loss is not None
 
 
 class PromptQueue:
@@ -78,7 +66,7 @@ class PromptQueue:
 
     Args:
         bound: how old a group may become.
-        most: groups whose generation has started, at once; None: as many as the bound allows.
+        most: groups whose generation has started, at once.
 
     Attributes:
         groups: the prompt groups on their way, by their numbers.
@@ -87,8 +75,8 @@ class PromptQueue:
         restarted: groups whose generation began again.
     """
 
-    def __init__(self, bound: StalenessBound, most: int | None = None) -> None:
-        self.bound, self.most = bound, bound.most if most is None else most
+    def __init__(self, bound: StalenessBound, most: int) -> None:
+        self.bound, self.most = bound, most
         self.groups: dict[int, PromptGroup] = {}
         self.waiting: deque[PromptGroup] = deque()
         self._ready: list[int] = []  # the first to be complete first
@@ -127,7 +115,8 @@ class PromptQueue:
         for group in sorted(groups, key=lambda group: group.number, reverse=True):
             if group.number in self._ready:
                 self._ready.remove(group.number)
-            group.restart()
+            group.batch, group.answers = None, []
+            group.started, group.home = None, None
             self.waiting.appendleft(group)
             self.restarted += 1
 

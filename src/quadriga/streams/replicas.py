@@ -72,13 +72,13 @@ class ReplicaGroup(RolloutGroup, StagingGroup, Protocol):
 
 @dataclass(eq=False)
 class Replica:
-    """One replica.
+    """One replica. After a loss another one takes its place.
 
     Attributes:
-        number: from 0, for messages. A replica that is started again keeps it.
+        number: from 0, for messages. One that is started again keeps it.
         group: its ranks.
         loss: why it is lost; None: it works.
-        starts: how often it was started.
+        starts: how often a replica of this number was started.
     """
 
     number: int
@@ -163,8 +163,8 @@ class Replicas:
         A replica that does not start stays lost.
         """
         for number in range(min(len(self.all) + 1, self.most or self.count)):
-            replica = self.all[number] if number < len(self.all) else None
-            if replica is not None and replica.loss is None:
+            lost = self.all[number] if number < len(self.all) else None
+            if lost is not None and lost.loss is None:
                 continue
             if self.room is None:
                 if self.restarts <= 0:
@@ -177,19 +177,18 @@ class Replicas:
                 group = self.start(number)
                 group.init_model()
             except (WorkerError, InputError) as error:
-                again = "" if replica is None else " again"
+                again = "" if lost is None else " again"
                 _log.warning("replica %d cannot be started%s: %s", number, again, first_line(error))
                 with suppress(QuadrigaError):
                     if group is not None:
                         group.shutdown()
                 continue
-            if replica is None:
+            if lost is None:
                 self.all.append(Replica(number, group))
                 _log.warning("replica %d of the rollout has joined", number)
-                continue
-            replica.group, replica.loss = group, None
-            replica.starts += 1
-            _log.warning("replica %d of the rollout was started again", number)
+            else:
+                self.all[number] = Replica(number, group, starts=lost.starts + 1)
+                _log.warning("replica %d of the rollout was started again", number)
 
     def init_model(self) -> None:
         """Load the model in all replicas, side by side."""

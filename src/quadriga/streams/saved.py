@@ -10,7 +10,7 @@ number of a group, the steps that had ended at its start, and the numbers of its
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from quadriga.checkpoint.files import SavedFile, digest_file, write_tensors
 from quadriga.protocol import DataProto, fields
 from quadriga.protocol.values import object_array
-from quadriga.streams.generation import Members, SlicedGeneration
+from quadriga.streams.generation import Paused, SlicedGeneration
 from quadriga.streams.queue import PromptGroup, PromptQueue
 
 _NAMES = _PROMPTS, _READY, _ENDED, _BEGUN = (
@@ -39,21 +39,19 @@ def save_groups(
 ) -> list[SavedFile]:
     """Write the groups of a queue whose generation is paused."""
     groups, ready = list(queue.groups.values()), queue.complete
-    answers = [(g, *answer) for g in groups if g not in ready for answer in g.answers]
-    whole = [(group, without_images(group.prompts)) for group in groups]
-    scored = [(g, without_images(g.batch)) for g in ready if g.batch is not None]
-    members, tokens = generation.paused_rows()
-    parts: dict[str, tuple[Iterable[tuple[PromptGroup, Iterable[int]]], list[DataProto]]] = {
-        _PROMPTS: ([(g, range(len(own))) for g, own in whole], [own for _, own in whole]),
-        _READY: ([(g, range(len(own))) for g, own in scored], [own for _, own in scored]),
-        _ENDED: ([(g, rows) for g, rows, _ in answers], [own for *_, own in answers]),
-        _BEGUN: (members, tokens),
+    parts: dict[str, Sequence[tuple[PromptGroup, Iterable[int], DataProto]]] = {
+        _PROMPTS: [(g, range(len(g.prompts)), without_images(g.prompts)) for g in groups],
+        _READY: [
+            (g, range(len(b)), without_images(b)) for g in ready if (b := g.batch) is not None
+        ],
+        _ENDED: [(g, *answer) for g in groups if g not in ready for answer in g.answers],
+        _BEGUN: generation.paused,
     }
     files = []
-    for name, (own, batches) in parts.items():
-        if batches or (name == _PROMPTS and drawn > queue.taken):
-            batch = DataProto.concat(batches) if batches else DataProto()
-            rows = [[g.number, g.started, [int(row) for row in some]] for g, some in own]
+    for name, own in parts.items():
+        if own or (name == _PROMPTS and drawn > queue.taken):
+            batch = DataProto.concat([of_group for *_, of_group in own]) if own else DataProto()
+            rows = [[g.number, g.started, [int(row) for row in some]] for g, some, _ in own]
             batch.meta_info = {"drawn": drawn, "rows": rows}
             batch.save_to_disk(path := folder / name)
             files.append(SavedFile(name, path.stat().st_size, digest_file(path)))
@@ -68,7 +66,7 @@ def load_groups(folder: Path, queue: PromptQueue, generation: SlicedGeneration) 
     """Continue with the groups of a folder. Return the batches that were drawn; None: no group was
     on its way, and each step had drawn one."""
     drawn: int | None = None
-    members, tokens = Members(), []
+    paused = list[Paused]()
     path = folder / _IMAGES
     images = load_file(path) if path.exists() else None
     for name in _NAMES:
@@ -94,7 +92,6 @@ def load_groups(folder: Path, queue: PromptQueue, generation: SlicedGeneration) 
             elif name == _ENDED:
                 group.end(np.array(rows), own)
             else:
-                members.append((group, np.array(rows)))
-                tokens.append(own)
-    generation.go_on(members, tokens)
+                paused.append(Paused(group, np.array(rows), own))
+    generation.go_on(paused)
     return drawn

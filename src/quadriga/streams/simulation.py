@@ -217,12 +217,11 @@ class Simulation:
         self.in_flight: list[_Call] = []
         self._spans: list[Span] = []
         self._lengths, self._drawn = lengths, 0
-        self._queue = PromptQueue(StalenessBound(division.groups, division.staleness))
-        most = self._queue.bound.most
-        self._most = min(division.on_the_way or most, most)
+        bound = StalenessBound(division.groups, division.staleness)
+        self._queue = PromptQueue(bound, min(division.on_the_way or bound.most, bound.most))
         replicas, size = (division.copies, 1) if division.apart else (1, division.copies)
         self._groups = [_SimulatedGroup(self, number, size) for number in range(replicas)]
-        share = -(-self._most * lengths.shape[1] // division.copies)
+        share = -(-self._queue.most * lengths.shape[1] // division.copies)
         self._generation = SlicedGeneration(
             Replicas(lambda number: cast("ReplicaGroup", self._groups[number]), replicas),
             self._queue, lambda rows: rows, slice_tokens=division.slice_tokens, response_tokens=1,
@@ -252,7 +251,7 @@ class Simulation:
 
     def _draw(self) -> None:
         """Let prompts begin, as many as may be on their way."""
-        end = self._drawn + self._most - len(self._queue.groups)
+        end = self._drawn + self._queue.most - len(self._queue.groups)
         lengths = torch.from_numpy(self._lengths[self._drawn : end, :, None])
         prompts = [DataProto.from_dict({fields.INPUT_IDS: own}) for own in lengths]
         self._queue.add([PromptGroup(i, own) for i, own in enumerate(prompts, self._drawn)])

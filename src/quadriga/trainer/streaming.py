@@ -280,7 +280,7 @@ class StreamedSampler:
 
     def _generate(self) -> None:
         def calls() -> bool:
-            begun = self.generation.begun and (self._drains or not self._pauses)
+            begun = bool(self.generation.paused) and (self._drains or not self._pauses)
             return begun or (self.queue.can_start and not self._pauses)
 
         while not self._closed:
@@ -319,7 +319,8 @@ class StreamedSampler:
             return
 
         def at_work() -> bool:
-            generates = self.generation.busy or (self._drains and self.generation.begun)
+            paused = self._drains and bool(self.generation.paused)
+            generates = self.generation.busy or paused
             return generates or (why == "validate" and bool(self._scoring))
 
         with self._changed:
