@@ -47,8 +47,9 @@ def naive(model, ids, mask, seed, sampling):
     for position in range(sampling.max_new_tokens):
         with torch.no_grad():
             logits = model(torch.tensor([tokens])).logits[:, -1]
-        number = uniform(torch.tensor([seed]), torch.tensor([position]))[:, 0]
-        token, log_prob = draw(logits, sampling, number, position)
+        place = torch.tensor([position])
+        number = uniform(torch.tensor([seed]), place)[:, 0]
+        token, log_prob = draw(logits, sampling, number, place)
         tokens.append(int(token))
         log_probs.append(float(log_prob))
         if tokens[-1] in sampling.eos_token_ids:

@@ -43,7 +43,7 @@ def test_uniform_is_splitmix_of_seed_and_position(seed, position):
 )
 def test_inverse_cdf(u, token):
     drawn = torch.tensor([u], dtype=torch.float64)
-    found, log_prob = sampling.draw(LOGITS, params(), drawn, 0)
+    found, log_prob = sampling.draw(LOGITS, params(), drawn, torch.tensor([0]))
     assert found.tolist() == [token]
     assert log_prob.item() == pytest.approx(LOGITS[0, token].item(), abs=1e-6)
 

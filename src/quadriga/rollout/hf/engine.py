@@ -93,22 +93,23 @@ class HFRollout(RolloutEngine):
         self._check_ready("generate")
         self.check_request(prompt_ids, attention_mask, sampling, sample_seeds, continued)
         check_images(prompt_ids, attention_mask, images, image_tokens_of(self.module.config))
-        count, width = len(prompt_ids), continued.at_most if continued else sampling.max_new_tokens
+        begun = continued or Continued(torch.zeros_like(sample_seeds), sampling.max_new_tokens)
+        count, width, keep = len(prompt_ids), begun.at_most, begun.keep
         ids = torch.full((count, width), sampling.pad_token_id, dtype=torch.int64)
         mask = torch.zeros(count, width, dtype=torch.int64)
         log_probs = torch.zeros(count, width)
         stopped = torch.zeros(count, dtype=torch.bool)
         stop_strings = stop_strings_of(self.model, sampling.stop_strings)
-        if continued and not continued.keep:
+        if continued and not keep:
             self._paused.clear()
-        keep = continued.keep if continued and images is None and self._cached.joins_rows else 0
+        keep = keep if images is None and self._cached.joins_rows else 0
         tokens = zip(sample_seeds.tolist(), prompt_ids.cpu(), attention_mask.bool(), strict=True)
         keys = [(seed, row[own].numpy().tobytes()) for seed, row, own in tokens if continued]
         with torch.inference_mode():
             for rows in self._micro_batches(attention_mask, keys):
                 seeds = sample_seeds[rows].to(self.device)
-                begun = continued and Continued(continued.sampled[rows], continued.at_most)
-                generation = Generation(self._cached, sampling, seeds, stop_strings, begun)
+                own_begun = Continued(begun.sampled[rows], width)
+                generation = Generation(self._cached, sampling, seeds, stop_strings, own_begun)
                 of_rows = None if images is None else images.select(rows)
                 own = [keys[row] for row in rows.tolist()] if keys else []
                 paused = self._paused_with(own)

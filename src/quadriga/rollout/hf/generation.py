@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -41,9 +40,6 @@ copied then, and kernels are prepared anew for each number of rows."""
 
 
 # One token
-
-Position = int | Tensor
-"""Index of a token in its response: of all rows, or [B] int64."""
 
 
 def _as_int64(value: int) -> int:
@@ -82,23 +78,23 @@ def uniform(seeds_B: Tensor, positions: Tensor) -> Tensor:
     return _shift_right(_mix(states), 11).to(torch.float64) * 2.0**-53
 
 
-def _without_excluded(scores_BV: Tensor, sampling: SamplingParams, position: Position) -> Tensor:
-    """Set the scores of tokens that must not be sampled at this position to -inf.
+def _without_excluded(scores_BV: Tensor, sampling: SamplingParams, positions_B: Tensor) -> Tensor:
+    """Set the scores of tokens that must not be sampled at these positions to -inf.
 
     End tokens are among them while the response is shorter than its minimum.
     """
-    if isinstance(position, Tensor):
-        if not sampling.min_new_tokens:
-            return _without_excluded(scores_BV, sampling, 0)
-        late = position >= sampling.min_new_tokens
-        early, others = (_without_excluded(scores_BV, sampling, n) for n in (0, sys.maxsize))
-        return torch.where(late[:, None], others, early)
-    ends = sampling.end_token_ids if position < sampling.min_new_tokens else ()
-    tokens = [t for t in (*sampling.excluded_token_ids, *ends) if t < scores_BV.shape[-1]]
-    if not tokens:
-        return scores_BV
-    index = torch.tensor(tokens, device=scores_BV.device)
-    return scores_BV.index_fill(-1, index, -math.inf)
+
+    def without(scores_BV: Tensor, tokens: Sequence[int]) -> Tensor:
+        known = [token for token in tokens if token < scores_BV.shape[-1]]
+        if not known:
+            return scores_BV
+        return scores_BV.index_fill(-1, torch.tensor(known, device=scores_BV.device), -math.inf)
+
+    allowed_BV = without(scores_BV, sampling.excluded_token_ids)
+    if not sampling.min_new_tokens:
+        return allowed_BV
+    early_B = positions_B < sampling.min_new_tokens
+    return torch.where(early_B[:, None], without(allowed_BV, sampling.end_token_ids), allowed_BV)
 
 
 def _filtered(scores_BV: Tensor, sampling: SamplingParams) -> Tensor:
@@ -132,24 +128,24 @@ def _filtered(scores_BV: Tensor, sampling: SamplingParams) -> Tensor:
 
 
 def draw(
-    logits_BV: Tensor, sampling: SamplingParams, uniform_B: Tensor, position: Position
+    logits_BV: Tensor, sampling: SamplingParams, uniform_B: Tensor, positions_B: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Sample one token for each row.
 
     Args:
-        uniform_B: [B], the numbers of the rows at this position (`uniform`).
-        position: index t of the response token, one number or [B] int64.
+        uniform_B: the numbers of the rows at these positions (`uniform`).
+        positions_B: int64, the index of each token in its response.
 
     Returns:
         [B] int64 tokens, and [B] float32 log-probabilities of the kind `sampling.log_probs`, nats.
     """
     logits = logits_BV.float()
     if sampling.greedy:
-        token = _without_excluded(logits, sampling, position).argmax(-1)
+        token = _without_excluded(logits, sampling, positions_B).argmax(-1)
         log_prob = torch.zeros_like(logits[:, 0])
         return token, log_prob if sampling.log_probs == "sampled" else _log_prob(logits, token)
     scores = logits / sampling.temperature if sampling.temperature != 1.0 else logits
-    allowed = _filtered(_without_excluded(scores, sampling, position), sampling)
+    allowed = _filtered(_without_excluded(scores, sampling, positions_B), sampling)
     probs = allowed.softmax(-1)
     token = _inverse_cdf(probs, uniform_B)
     wanted = {"policy": scores, "sampled": allowed, "temperature_1": logits}[sampling.log_probs]
@@ -268,22 +264,17 @@ class Generation:
         sampling: SamplingParams,
         seeds: Tensor,
         stop_strings: StopStrings | None,
-        continued: Continued | None = None,
+        continued: Continued,
     ) -> None:
         self.model = model
         self.device = model.device
         self.stop_strings = stop_strings
         self.sampling = sampling
-        count, width = len(seeds), sampling.max_new_tokens
-        self.sampled: Tensor | None = None  # of each active row, if responses are continued
-        self.begun: Sequence[Sequence[int]] = [()] * count
-        if continued is not None:
-            self.sampled, width = continued.sampled.to(self.device), continued.at_most
+        count, width = len(seeds), continued.at_most
+        self.sampled = continued.sampled.to(self.device)  # of each active row, before
         self.width = width
         columns = torch.arange(width, device=self.device)
-        self.uniform = uniform(
-            seeds, columns if self.sampled is None else self.sampled[:, None] + columns
-        )
+        self.uniform = uniform(seeds, self.sampled[:, None] + columns)
         self.ids = torch.full((count, width), sampling.pad_token_id, device=self.device)
         self.log_probs = torch.zeros(count, width, device=self.device)
         self.lengths = torch.full((count,), width, device=self.device)
@@ -308,8 +299,7 @@ class Generation:
             keys: of the rows.
             paused: a call in which some of them were paused. The other prompts are computed.
         """
-        if self.sampled is not None:
-            self.begun = begun_responses(prompt_ids, self.sampled)
+        self.begun = begun_responses(prompt_ids, self.sampled)
         parts: list[tuple[Caches, Tensor, Tensor]] = []
         rest = torch.ones(len(prompt_ids), dtype=torch.bool)
         if paused is not None:
@@ -329,9 +319,7 @@ class Generation:
             self.rows.join(other_rows)
         self.logits, self.positions = torch.cat(logits), torch.cat(positions)
         self.active = torch.cat([numbers, rows] if paused else [rows]).to(self.device)
-        self.uniform = self.uniform[self.active]
-        if self.sampled is not None:
-            self.sampled = self.sampled[self.active]
+        self.uniform, self.sampled = self.uniform[self.active], self.sampled[self.active]
 
     def _prefilled(
         self, prompt_ids: Tensor, attention_mask: Tensor, images: MultiModalRows | None = None
@@ -372,16 +360,14 @@ class Generation:
         running_count = len(self.running)
         last = self.width - 1
         for t in range(last + 1):
-            position = t if self.sampled is None else self.sampled + t
-            self.token, log_prob = draw(self.logits, self.sampling, self.uniform[:, t], position)
+            places = self.sampled + t
+            self.token, log_prob = draw(self.logits, self.sampling, self.uniform[:, t], places)
             # Rows that ended but were not removed yet are written too; `collect` masks them.
             self.ids[self.active, t] = self.token
             self.log_probs[self.active, t] = log_prob
             stopped = self.running & self._ends(self.token, t)
-            ended = stopped
-            if self.sampled is not None:  # a row that began earlier has its last token earlier
-                full = self.sampled + t + 1 >= self.sampling.max_new_tokens
-                ended = stopped | self.running & full
+            # A row that began earlier has its last token earlier.
+            ended = stopped | self.running & (places + 1 >= self.sampling.max_new_tokens)
             ended_count = int(ended.sum())
             if ended_count:
                 self.lengths[self.active[ended]] = t + 1
@@ -411,9 +397,7 @@ class Generation:
             return
         self.active, self.token = self.active[order], self.token[order]
         self.running, self.uniform = self.running[order], self.uniform[order]
-        if self.sampled is not None:
-            self.sampled = self.sampled[order]
-        self.positions = self.positions[order]
+        self.positions, self.sampled = self.positions[order], self.sampled[order]
         self.rows.keep_rows(order)
 
     def step(self) -> None:

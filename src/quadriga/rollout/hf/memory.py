@@ -65,6 +65,7 @@ def _simulate(module: PreTrainedModel, use: GenerationUse) -> tuple[int, int]:
         # Token ids, log-probabilities, and the uniform numbers that sampling needs.
         outputs = torch.empty(use.count, use.response, 20, dtype=torch.uint8)
         numbers = torch.empty(use.count, dtype=torch.float64)
+        places = torch.empty(use.count, dtype=torch.int64)
         cache = model.new_cache()
         ids = torch.zeros(use.prompts, use.prompt, dtype=torch.int64)
         logits = model.forward(cache.cache, ids, ids.cumsum(1))
@@ -80,10 +81,10 @@ def _simulate(module: PreTrainedModel, use: GenerationUse) -> tuple[int, int]:
             positions = torch.zeros_like(token)[:, None]
             return model.forward(cache.cache, token[:, None], positions, cache.arguments())
 
-        logits = run(draw(logits, sampling, numbers, 0)[0])
+        logits = run(draw(logits, sampling, numbers, places)[0])
         copied, held = _fill(cache, use), stored_bytes(list(cache_tensors(cache.cache)))
         counter.peak = 0
-        token = draw(logits, sampling, numbers, 0)[0]
+        token = draw(logits, sampling, numbers, places)[0]
         sampled, counter.peak = counter.peak, 0
         run(token)
         del outputs
