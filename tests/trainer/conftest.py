@@ -88,7 +88,7 @@ def refused_command(capsys, monkeypatch):
         raise AssertionError("a worker was started")
 
     monkeypatch.setattr(worker.Worker, "__init__", no_worker)
-    monkeypatch.setattr(quadriga.rollout, "build_rollout", no_worker)
+    monkeypatch.setattr(quadriga.rollout.Rollout, "build", no_worker)
 
     def _refused(*words: str, runs: Sequence[str] = ()) -> str:
         code = main(list(words))

@@ -7,12 +7,12 @@ import threading
 import pytest
 import torch
 
-import quadriga.rollout
 from fake_rollout import FakeRollout
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import RolloutTimeoutError
 from quadriga.protocol import DataProto, fields
+from quadriga.rollout.hf import HF
 from quadriga.trainer.stages import generation_inputs
 from quadriga.workers import actor_rollout_ref
 from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
@@ -24,12 +24,12 @@ SECTION = "actor_rollout_ref"
 def test_a_wedged_engine_ends_at_the_deadline_of_the_settings(folder, monkeypatch) -> None:
     built = []
 
-    def build(name, model, **settings):
+    def build(rollout, model, device, **settings):
         built.append(FakeRollout(model.path, fault="wedges"))
         assert settings["releasable"] is False  # take_turns is off
         return built[-1]
 
-    monkeypatch.setattr(quadriga.rollout, "build_rollout", build)
+    monkeypatch.setattr(HF, "build", build)
     overrides = [f"{SECTION}.model.path={folder}", f"{SECTION}.rollout.deadline_s=0.1"]
     config = load_config(TrainConfig, overrides).actor_rollout_ref
     worker = ActorRolloutRefWorker(config, "rollout", RankRuntime(max_response_length=8))

@@ -99,7 +99,6 @@ class ActorRolloutRefWorker(SavedWorker, PolicyWeights):
     def init_model(self) -> None:
         """Load the engines that the role needs, and copy the actor's weights to the rollout."""
         from quadriga.engines import build_engine
-        from quadriga.rollout import build_rollout
         from quadriga.rollout.guard import GuardedRollout
 
         model, actor = self.config.model, self.config.actor
@@ -116,15 +115,11 @@ class ActorRolloutRefWorker(SavedWorker, PolicyWeights):
             )
         if self.uses("rollout"):
             settings, copies = self.config.rollout, self._copies()
-            engine = build_rollout(
-                settings.name,
+            engine = rollout_of(settings).build(
                 model if loads_adapters(settings, model.lora) else model.frozen(),
-                device=self.device,
-                dtype=settings.dtype,
-                micro_batch_size=settings.micro_batch_size,
+                self.device,
                 releasable=settings.take_turns,
-                **({"copies": copies} if len(copies[0]) > 1 else {}),
-                **settings.options,
+                copies=copies if len(copies[0]) > 1 else None,
             )
             self.rollout = GuardedRollout(engine, deadline=settings.deadline_s, rank=self.rank)
         if self.uses("actor") and self.uses("rollout"):

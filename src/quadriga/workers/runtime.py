@@ -6,10 +6,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from quadriga.checkpoint.snapshots import receive_state, send_state
+from quadriga.checkpoint.writer import RankWriter, write_files
 from quadriga.config.commands import RMConfig
 from quadriga.config.schema import CriticConfig, DeviceName, EngineConfig, RewardModelConfig
 from quadriga.engines import kind_of
@@ -30,7 +32,6 @@ ConfigT = TypeVar("ConfigT", bound=CriticConfig | RewardModelConfig | RMConfig)
 
 if TYPE_CHECKING:
     from quadriga.checkpoint.files import SavedFile
-    from quadriga.checkpoint.writer import RankWriter
     from quadriga.engines.base import HeadKind, TrainEngine
     from quadriga.single_controller.keepers import Keeper
 
@@ -176,17 +177,9 @@ class SavedWorker(Worker):
         """Return the engine of the model. Raises `WorkerError` if the worker has none."""
         raise NotImplementedError  # each worker keeps its engines in its own way
 
-    @cached_property
-    def _writer(self) -> RankWriter:
-        from quadriga.checkpoint.writer import RankWriter
-
-        return RankWriter()
-
-    @cached_property
-    def _snapshots(self) -> RankWriter:
-        from quadriga.checkpoint.writer import RankWriter
-
-        return RankWriter()
+    def __init__(self) -> None:
+        super().__init__()
+        self._writer, self._snapshots = RankWriter(), RankWriter()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, step: int) -> list[SavedFile]:
@@ -200,8 +193,6 @@ class SavedWorker(Worker):
         writes in the call, and returns its files."""
         if type(self).save_checkpoint is not SavedWorker.save_checkpoint:
             return self.save_checkpoint(path, step) or []
-        from quadriga.checkpoint.writer import write_files
-
         copied = partial(self._trained().copy_state, step)
         self._writer.start(copied, partial(write_files, folder=Path(path)))
         return None
@@ -224,8 +215,6 @@ class SavedWorker(Worker):
     def start_snapshot(self, role: str, step: int, keepers: Sequence[Keeper]) -> None:
         """Copy the state of this rank to host memory, and send it to its keeper beside the next
         calls."""
-        from quadriga.checkpoint.snapshots import send_state
-
         keeper, key = keepers[self.rank], f"{role}/{self.rank}"
         copied = partial(self._trained().copy_state, step, whole=True)
         self._snapshots.start(copied, partial(send_state, keeper=keeper, key=key))
@@ -246,8 +235,6 @@ class SavedWorker(Worker):
         Raises:
             LostObjectError: the keeper has ended, or does not have it.
         """
-        from quadriga.checkpoint.snapshots import receive_state
-
         keeper, key = keepers[self.rank], f"{role}/{self.rank}"
         self._trained().restore(partial(receive_state, keeper=keeper, key=key, step=step))
         self._loaded(step)
