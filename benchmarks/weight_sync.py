@@ -168,7 +168,7 @@ def apart(
 
         def sync(version: int) -> int:
             receiver.receive(tickets.get(timeout=600))
-            return receiver.traffic.received
+            return receiver.received
 
     found["joined"] = measured(sync, repeats)
     Path(f"{out}.{rank}").write_text(json.dumps(found))

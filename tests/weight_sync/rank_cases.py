@@ -112,7 +112,7 @@ def divided(rank: int, mesh):
         digests = target.weights_digest()
         equal = all(digests[n] == tensor_digest(w) for n, w in weights.items())
         sizes = {n: w[slices(target.weight_boxes().get(n, ()))].numel() for n, w in weights.items()}
-        found[name] = equal, dict(target.order) == sizes, reports[1].received
+        found[name] = equal, dict(target.order) == sizes, reports[1]
         large = target.weight_boxes()["large"][0]
         found[name] += (large[0] <= 16 * rank < large[1],)
     wrong = ShardedTarget(weights, own, change=lambda n, w: w + 1 if n == "large" else w)
@@ -176,8 +176,9 @@ def engine_sync(folder, lora):
     )
     train_once(engine)
     rollout = build_rollout("hf", ModelConfig(path=folder))
-    report = WeightSync(engine, rollout, bucket_bytes=4096).run(3)
+    received = WeightSync(engine, rollout, bucket_bytes=4096).run(3)
     held, sent = rollout.module.state_dict(), dict(engine.state_stream())
     assert sent.keys() == held.keys()
     largest = max(float((sent[name] - held[name]).abs().max()) for name in held)
-    return largest, report.received, report.num_bytes, rollout.version
+    size = sum(4 * tensor.numel() for tensor in held.values())
+    return largest, received, size, rollout.version

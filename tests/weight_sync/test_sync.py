@@ -41,14 +41,13 @@ class Faulty:
 
 
 def test_all_weights_arrive(engine, rollout):
-    report = WeightSync(engine, rollout).run(7)
+    assert WeightSync(engine, rollout).run(7) == 0, "one process receives nothing from others"
     held = rollout.module.state_dict()
     sent = dict(engine.state_stream())
     assert sent.keys() == held.keys()
     assert "lm_head.weight" in sent, "a tied weight is sent under each of its names"
     assert all(torch.equal(sent[name], held[name]) for name in held)
     assert rollout.version == 7
-    assert report.num_bytes == sum(t.numel() * 4 for t in sent.values())
 
 
 class Wrapped(RolloutEngine):

@@ -27,12 +27,12 @@ def ranks(found_by_ranks):
 
 def test_all_weights_arrive_from_every_mesh(ranks):
     for rank, found in enumerate(ranks):
-        for (mesh, bucket), (equal, tied, report, plan) in found["syncs"].items():
+        for (mesh, bucket), (equal, tied, received, plan) in found["syncs"].items():
             assert equal and tied, (rank, mesh, bucket)
-            assert report.received == sum(
+            assert received == sum(
                 size for (_, target), size in plan.link_bytes.items() if target == rank
             )
-            assert (report.received == 0) == (mesh == "whole")
+            assert (received == 0) == (mesh == "whole")
             assert (len([*plan.rounds(bucket)]) > 5) == (bucket == 256 and mesh != "whole")
 
 

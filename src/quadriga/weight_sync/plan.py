@@ -241,19 +241,14 @@ def _cut(rest: Sequence[Box], box: Box) -> tuple[list[Box], list[Box]]:
 
 
 def _check_weights(source: Layout, target: Layout) -> None:
-    absent = []
     for name, weight in target.weights.items():
         sent: Weight | None = source.weights.get(source.tied.get(name, name))
-        if sent is None:
-            absent.append(name)
-        elif sent.shape != weight.shape:
+        if sent is not None and sent.shape != weight.shape:
             raise wrong_weights(
                 f"weight {name!r} has shape {sent.shape} in the training engine and "
                 f"{weight.shape} in the rollout engine; both must load the same model folder",
                 name,
             )
-    if absent:
-        raise _unowned(absent)
     for alias, name in target.tied.items():
         if source.tied.get(alias, alias) != source.tied.get(name, name) and alias in source.weights:
             raise wrong_weights(

@@ -64,7 +64,6 @@ from quadriga.weight_sync.transport import (
     Source,
     SourceReader,
     SourceWeights,
-    Traffic,
     Transport,
     WeightNeeds,
     copy_bytes,
@@ -301,8 +300,6 @@ class _Joined:
         self._store: TCPStore | None = None
         self._key: object = None
         self._plan: Plan | None = None
-        self.traffic = Traffic()
-        """What this rank did in the last sync."""
 
     def _run(self, ticket: Ticket, own: int, read: SourceReader | None) -> Transport:
         """Return this rank's part of a sync."""
@@ -315,9 +312,7 @@ class _Joined:
             self._key = key
         receivers = range(ticket.senders, ticket.senders + ticket.receivers)
         self._plan = plan_to({receiver: {} for receiver in receivers}, weights, self._plan)
-        transport = Transport(self._plan, own, read, self._group, weights.dtypes, self._device)
-        self.traffic = transport.traffic
-        return transport
+        return Transport(self._plan, own, read, self._group, weights.dtypes, self._device)
 
     def _all_reduce(self, values: Tensor) -> Tensor:
         assert self._group is not None
@@ -366,6 +361,8 @@ class JoinedReceiver(_Joined):
     def __init__(self, target: RolloutEngine, *, device: str | torch.device) -> None:
         super().__init__(device)
         self._target = guarded(target)
+        self.received = 0
+        """Bytes from other processes in the last sync."""
 
     def receive(self, ticket: Ticket) -> int:
         """Receive all weights and compare them; return their version.
@@ -380,6 +377,7 @@ class JoinedReceiver(_Joined):
         self._target.update_weights(stream, version)
         for _ in stream:  # an engine need not read to the end
             pass
+        self.received = transport.received
         zeros = torch.zeros(len(weights.layout.weights), dtype=torch.int64, device=self._device)
         sums = dict(zip(weights.layout.weights, self._all_reduce(zeros).tolist(), strict=True))
         scores = None

@@ -37,7 +37,6 @@ from quadriga.weight_sync.remote import (
 )
 from quadriga.weight_sync.transport import (
     Source,
-    Traffic,
     Transport,
     WeightNeeds,
     needs_of,
@@ -74,9 +73,9 @@ class WeightSync:
         self._device = local_device(device)
         self._plan: Plan | None = None
 
-    def run(self, version: int) -> Traffic:
+    def run(self, version: int) -> int:
         """Copy every weight, then compare digests, and scores of probe tokens if the rollout engine
-        does not expose its weights. Return what this rank did.
+        does not expose its weights. Return the bytes that this rank received from others.
 
         If the target holds a weight in another dtype, the weight is rounded to that dtype before
         its digest is taken and before it is sent.
@@ -103,9 +102,7 @@ class WeightSync:
         sent = weights.digests(self._sum_over_ranks(reader.shares))
         scores = trained_scores(self._source.engine, needs.probe, version)
         self._target.end_sync(sent, scores)
-        sizes = [w.num_bytes * len(weights.names_of(n)) for n, w in weights.layout.weights.items()]
-        transport.traffic.num_bytes = sum(sizes)
-        return transport.traffic
+        return transport.received
 
     def _sum_over_ranks(self, shares: Mapping[str, int]) -> dict[str, int]:
         """Return the sums over ranks, which wrap around as the digest does, in one collective."""

@@ -459,19 +459,6 @@ class Assembly:
 
 
 @dataclass
-class Traffic:
-    """What one rank did in one weight sync.
-
-    Attributes:
-        received: bytes from other processes.
-        num_bytes: of all weights.
-    """
-
-    received: int = 0
-    num_bytes: int = 0
-
-
-@dataclass
 class Transport:
     """One rank's part of one weight sync.
 
@@ -483,6 +470,9 @@ class Transport:
         dtypes: in which weights are sent and written.
         device: of the tensors that are made, and of the buffers of the group: the CPU for gloo,
             the accelerator for NCCL.
+
+    Attributes:
+        received: bytes from other processes.
     """
 
     plan: Plan
@@ -491,7 +481,7 @@ class Transport:
     group: Collectives | None
     dtypes: Dtypes
     device: torch.device
-    traffic: Traffic = field(default_factory=Traffic)
+    received: int = field(default=0, init=False)
 
     def run(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """Execute the plan; yield (name, tensor) of each target tensor when it is complete.
@@ -540,7 +530,7 @@ class Transport:
 
     def _receive(self, sent: _Exchange | None) -> Iterator[tuple[str, Tensor]]:
         for transfer, flat in sent.receive() if sent is not None else ():
-            self.traffic.received += transfer.num_bytes
+            self.received += transfer.num_bytes
             yield from self._write(transfer, flat.view(shape_of(transfer.box)))
 
     def _write(self, transfer: Transfer, values: Tensor) -> Iterator[tuple[str, Tensor]]:
