@@ -125,15 +125,12 @@ class Replicas:
         """
         found = [replica for replica in self.all if replica.loss is None]
         if len(found) < self.least:
-            raise self._none_left() from self._last_loss
+            reasons = "; ".join(f"replica {r.number}: {first_line(r.loss)}" for r in self.all if r.loss)
+            lost = f"all {len(self.all)} replicas of the rollout are lost"
+            if self.least > 1:
+                lost = f"fewer than min_count={self.least} replicas of the rollout are left"
+            raise RolloutDiedError(f"{lost}. {reasons}") from self._last_loss
         return found
-
-    def _none_left(self) -> RolloutDiedError:
-        reasons = "; ".join(f"replica {r.number}: {first_line(r.loss)}" for r in self.all if r.loss)
-        lost = f"all {len(self.all)} replicas of the rollout are lost"
-        if self.least > 1:
-            lost = f"fewer than min_count={self.least} replicas of the rollout are left"
-        return RolloutDiedError(f"{lost}. {reasons}")
 
     def lose(self, replica: Replica, error: QuadrigaError) -> None:
         """End a replica, so that it neither answers late nor takes part in a weight sync.
@@ -228,8 +225,7 @@ class Replicas:
                 results.append(future.get())
             except QuadrigaError as error:
                 self.lose(calls[future], error)
-        if calls and not results:
-            raise self._none_left() from self._last_loss
+        assert self.working, "it raises if too few are left"
         return results
 
 
@@ -385,7 +381,6 @@ class Request:
 
     prompts: list[Rows]
     replica: Replica
-    future: DataProtoFuture
 
     @property
     def rows(self) -> list[int]:
@@ -455,7 +450,7 @@ class _Call:
         self.replicas, self._calls = replicas, calls
         self._prompts, self._rows = prompts, rows
         self._waiting = deque(same_prompts(prompts))
-        self._asked: list[Request] = []
+        self._asked: dict[DataProtoFuture, Request] = {}
         self._answers: list[tuple[list[int], DataProto]] = []
 
     def run(self) -> DataProto:
@@ -464,12 +459,11 @@ class _Call:
             while self._waiting or self._asked:
                 while self._send():
                     pass
-                asked = {request.future: request for request in self._asked}
-                for future in islice(as_completed(asked), 1):
-                    self._receive(asked[future])
+                for future in islice(as_completed(list(self._asked)), 1):
+                    self._receive(future)
         finally:
             for left in self._asked:  # after an error: no answer is waited for
-                left.future.cancel()
+                left.cancel()
         order = np.concatenate([np.array(rows) for rows, _ in self._answers])
         assert len(order) == len(self._prompts) == len(set(order.tolist())), "each row once"
         joined = DataProto.concat([rows for _, rows in self._answers])
@@ -479,7 +473,7 @@ class _Call:
         """Ask the replica with the fewest rows that has room. Return whether one was asked."""
         load = dict.fromkeys(self.replicas.working, 0)
         calls = dict.fromkeys(load, 0)
-        for asked in self._asked:
+        for asked in self._asked.values():
             load[asked.replica] += len(asked.rows)
             calls[asked.replica] += 1
         free = [replica for replica in load if calls[replica] < self._calls]
@@ -491,22 +485,20 @@ class _Call:
         while self._waiting and count + len(self._waiting[0]) <= self._rows:
             taken.append(self._waiting.popleft())
             count += len(taken[-1])
-        self._ask(taken, min(free, key=lambda replica: (load[replica], replica.number)))
-        return True
-
-    def _ask(self, prompts: list[Rows], replica: Replica) -> None:
-        rows = self._prompts.select_idxs(np.concatenate(prompts))
+        replica = min(free, key=lambda replica: (load[replica], replica.number))
+        rows = self._prompts.select_idxs(np.concatenate(taken))
         try:
             future = replica.group.generate_sequences.submit(rows)
         except QuadrigaError as error:
-            self._fail(replica, error, prompts)
+            self._fail(replica, error, taken)
         else:
-            self._asked.append(Request(prompts, replica, future))
+            self._asked[future] = Request(taken, replica)
+        return True
 
-    def _receive(self, ended: Request) -> None:
-        self._asked.remove(ended)
+    def _receive(self, future: DataProtoFuture) -> None:
+        ended = self._asked.pop(future)
         try:
-            answer: DataProto = ended.future.get()
+            answer: DataProto = future.get()
             self._check(answer, len(ended.rows))
         except QuadrigaError as error:
             self._fail(ended.replica, error, ended.prompts)
@@ -517,12 +509,12 @@ class _Call:
         """Lose a replica, and let all rows of which it was asked wait again, before the others.
         Raise other errors."""
         self.replicas.lose(replica, error)
-        own = [asked for asked in self._asked if asked.replica is replica]
         again = list(prompts)
-        for asked in own:
-            self._asked.remove(asked)
-            asked.future.cancel()
-            again += asked.prompts
+        for future, asked in list(self._asked.items()):
+            if asked.replica is replica:
+                del self._asked[future]
+                future.cancel()
+                again += asked.prompts
         self._waiting.extendleft(reversed(again))
 
     def _check(self, answer: DataProto, rows: int) -> None:

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -315,7 +314,7 @@ class StreamedSampler:
         update = self.config.actor_rollout_ref.rollout.update if why == "sync" else "pause"
         lost = any(replica.loss is not None for replica in self.replicas.all)
         if update == "in_flight" and self.beside and not (lost and self.replicas.restarts):
-            yield partial(_between_calls, self)
+            yield self._between_calls
             return
 
         def at_work() -> bool:
@@ -344,6 +343,13 @@ class StreamedSampler:
                 self._pauses -= 1
                 self._note("resume", [why], seconds=time.perf_counter() - began)
                 self._changed.notify_all()
+
+    @contextmanager
+    def _between_calls(self) -> Iterator[None]:
+        """Within the block no call is submitted: those before have the weights of before."""
+        with self._changed:
+            self._note("sync", [])
+            yield
 
     # Checkpoints
 
@@ -447,14 +453,6 @@ class StreamedSampler:
             "rollout.n, rollout.slice_tokens, trainer.max_staleness and number of steps",
             key="trainer.replay_order",
         )
-
-
-@contextmanager
-def _between_calls(sampler: StreamedSampler) -> Iterator[None]:
-    """Within the block no call is submitted: those before have the weights of before."""
-    with sampler._changed:
-        sampler._note("sync", [])
-        yield
 
 
 def _resumed(calls: JsonlFile, step: int) -> tuple[JsonlFile, int]:
