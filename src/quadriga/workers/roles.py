@@ -15,6 +15,7 @@ compare every member with that method, so that a method with another signature i
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
+from inspect import get_annotations
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 from quadriga.protocol import DataProto
@@ -70,63 +71,64 @@ class GeneratingGroup(Protocol):
 
 
 class RoleGroup(Protocol):
-    """What the group of every role offers."""
+    """What the group of every role offers.
+
+    Attributes:
+        init_model: load the model on every rank: `ActorRolloutRefWorker.init_model`,
+            `CriticWorker.init_model`.
+    """
 
     @property
     def world_size(self) -> int:
         """The number of ranks."""
 
-    @property
-    def init_model(self) -> GroupMethod[[], list[None]]:
-        """Load the model on every rank: `ActorRolloutRefWorker.init_model`,
-        `CriticWorker.init_model`."""
+    init_model: GroupMethod[[], list[None]]
 
 
 class TrainedGroup(RoleGroup, Protocol):
-    """A group whose model is trained and saved."""
+    """A group whose model is trained and saved.
 
-    @property
-    def save_checkpoint(self) -> GroupMethod[[str, int], list[list[SavedFile]]]:
-        """Save one shard per rank under a folder, as of a step; returns the files of each rank:
-        `ActorRolloutRefWorker.save_checkpoint`, `EngineWorker.save_checkpoint`."""
+    Attributes:
+        save_checkpoint: save one shard per rank under a folder, as of a step; returns the files of
+            each rank: `ActorRolloutRefWorker.save_checkpoint`, `EngineWorker.save_checkpoint`.
+        load_checkpoint: load a folder of `save_checkpoint` that was saved at a step:
+            `ActorRolloutRefWorker.load_checkpoint`, `EngineWorker.load_checkpoint`.
+        export_hf: write a Hugging Face folder: `ActorRolloutRefWorker.export_hf`,
+            `EngineWorker.export_hf`.
+    """
 
-    @property
-    def load_checkpoint(self) -> GroupMethod[[str, int], list[None]]:
-        """Load a folder of `save_checkpoint` that was saved at a step:
-        `ActorRolloutRefWorker.load_checkpoint`, `EngineWorker.load_checkpoint`."""
-
-    @property
-    def export_hf(self) -> GroupMethod[[str], list[None]]:
-        """Write a Hugging Face folder: `ActorRolloutRefWorker.export_hf`,
-        `EngineWorker.export_hf`."""
+    save_checkpoint: GroupMethod[[str, int], list[list[SavedFile]]]
+    load_checkpoint: GroupMethod[[str, int], list[None]]
+    export_hf: GroupMethod[[str], list[None]]
 
 
 class RolloutGroup(RoleGroup, Protocol):
-    """The policy as it generates responses."""
+    """The policy as it generates responses.
 
-    @property
-    def generate_sequences(self) -> GroupMethod[[DataProto], DataProto]:
-        """Sample one response per row: `ActorRolloutRefWorker.generate_sequences`."""
+    Attributes:
+        generate_sequences: sample one response per row: `ActorRolloutRefWorker.generate_sequences`.
+    """
+
+    generate_sequences: GroupMethod[[DataProto], DataProto]
 
 
 class ActorGroup(TrainedGroup, Protocol):
-    """The policy as it is trained."""
+    """The policy as it is trained.
 
-    @property
-    def compute_log_prob(self) -> GroupMethod[[DataProto], DataProto]:
-        """Compute `old_log_probs` and `entropys`: `ActorRolloutRefWorker.compute_log_prob`."""
+    Attributes:
+        compute_log_prob: compute `old_log_probs` and `entropys`:
+            `ActorRolloutRefWorker.compute_log_prob`.
+        update_actor: run the optimizer steps of one batch: `ActorRolloutRefWorker.update_actor`.
+        sync_weights: copy the actor's weights to the rollout engine:
+            `ActorRolloutRefWorker.sync_weights`.
+        actor_weight_version: the version of the weights:
+            `ActorRolloutRefWorker.actor_weight_version`.
+    """
 
-    @property
-    def update_actor(self) -> GroupMethod[[DataProto], DataProto]:
-        """Run the optimizer steps of one batch: `ActorRolloutRefWorker.update_actor`."""
-
-    @property
-    def sync_weights(self) -> GroupMethod[[], list[int]]:
-        """Copy the actor's weights to the rollout engine: `ActorRolloutRefWorker.sync_weights`."""
-
-    @property
-    def actor_weight_version(self) -> GroupMethod[[], int]:
-        """The version of the weights: `ActorRolloutRefWorker.actor_weight_version`."""
+    compute_log_prob: GroupMethod[[DataProto], DataProto]
+    update_actor: GroupMethod[[DataProto], DataProto]
+    sync_weights: GroupMethod[[], list[int]]
+    actor_weight_version: GroupMethod[[], int]
 
 
 class StreamMethod(Protocol[ArgumentsP, ResultT_co]):
@@ -143,121 +145,124 @@ class StreamMethod(Protocol[ArgumentsP, ResultT_co]):
 
 
 class SendingGroup(Protocol):
-    """The actor, for a rollout in other processes."""
+    """The actor, for a rollout in other processes.
 
-    @property
-    def send_weights(self) -> StreamMethod[[WeightNeeds], list[DataProto]]:
-        """Yield the weights in rounds; an item has one bucket per rank:
-        `ActorRolloutRefWorker.send_weights`."""
+    Attributes:
+        send_weights: yield the weights in rounds; an item has one bucket per rank:
+            `ActorRolloutRefWorker.send_weights`.
+        offer_weights: return where both groups join, on rank 0:
+            `ActorRolloutRefWorker.offer_weights`.
+        send_weights_over: send all weights over the joined group:
+            `ActorRolloutRefWorker.send_weights_over`.
+    """
 
-    @property
-    def offer_weights(self) -> GroupMethod[[list[WeightNeeds]], list[Ticket | None]]:
-        """Return where both groups join, on rank 0: `ActorRolloutRefWorker.offer_weights`."""
-
-    @property
-    def send_weights_over(self) -> GroupMethod[[Ticket], list[None]]:
-        """Send all weights over the joined group: `ActorRolloutRefWorker.send_weights_over`."""
+    send_weights: StreamMethod[[WeightNeeds], list[DataProto]]
+    offer_weights: GroupMethod[[list[WeightNeeds]], list[Ticket | None]]
+    send_weights_over: GroupMethod[[Ticket], list[None]]
 
 
 class ReceivingGroup(Protocol):
-    """A rollout whose weights come from other processes."""
+    """A rollout whose weights come from other processes.
 
-    @property
-    def weight_needs(self) -> GroupMethod[[], list[WeightNeeds]]:
-        """Return what the sender must know: `ActorRolloutRefWorker.weight_needs`."""
+    Attributes:
+        weight_needs: return what the sender must know: `ActorRolloutRefWorker.weight_needs`.
+        receive_weights: copy one round to the rollout engines:
+            `ActorRolloutRefWorker.receive_weights`.
+        receive_weights_over: receive all weights over the joined group, and compare them:
+            `ActorRolloutRefWorker.receive_weights_over`.
+        finish_weights: compare digests; return the weight version of each rank:
+            `ActorRolloutRefWorker.finish_weights`.
+    """
 
-    @property
-    def receive_weights(self) -> GroupMethod[[list[DataProto]], list[None]]:
-        """Copy one round to the rollout engines: `ActorRolloutRefWorker.receive_weights`."""
-
-    @property
-    def receive_weights_over(self) -> GroupMethod[[Ticket], list[int]]:
-        """Receive all weights over the joined group, and compare them:
-        `ActorRolloutRefWorker.receive_weights_over`."""
-
-    @property
-    def finish_weights(self) -> GroupMethod[[], list[int]]:
-        """Compare digests; return the weight version of each rank:
-        `ActorRolloutRefWorker.finish_weights`."""
+    weight_needs: GroupMethod[[], list[WeightNeeds]]
+    receive_weights: GroupMethod[[list[DataProto]], list[None]]
+    receive_weights_over: GroupMethod[[Ticket], list[int]]
+    finish_weights: GroupMethod[[], list[int]]
 
 
 class StagingGroup(ReceivingGroup, Protocol):
-    """A rollout whose weights come while it generates."""
+    """A rollout whose weights come while it generates.
 
-    @property
-    def stage_weights(self) -> GroupMethod[[list[DataProto]], list[None]]:
-        """Copy one round beside the rollout engine: `InFlightWorker.stage_weights`."""
+    Attributes:
+        stage_weights: copy one round beside the rollout engine: `InFlightWorker.stage_weights`.
+    """
+
+    stage_weights: GroupMethod[[list[DataProto]], list[None]]
 
 
 class TurnTakingGroup(RoleGroup, Protocol):
-    """A policy whose rollout and training engines take turns in device memory."""
+    """A policy whose rollout and training engines take turns in device memory.
 
-    @property
-    def rollout_mode(self) -> GroupMethod[[], list[dict[str, float]]]:
-        """Free device memory for generation: `ActorRolloutRefWorker.rollout_mode`."""
+    Attributes:
+        rollout_mode: free device memory for generation: `ActorRolloutRefWorker.rollout_mode`.
+        trainer_mode: free device memory for training: `ActorRolloutRefWorker.trainer_mode`.
+    """
 
-    @property
-    def trainer_mode(self) -> GroupMethod[[], list[dict[str, float]]]:
-        """Free device memory for training: `ActorRolloutRefWorker.trainer_mode`."""
+    rollout_mode: GroupMethod[[], list[dict[str, float]]]
+    trainer_mode: GroupMethod[[], list[dict[str, float]]]
 
 
 class RefGroup(RoleGroup, Protocol):
-    """The frozen reference policy."""
+    """The frozen reference policy.
 
-    @property
-    def compute_ref_log_prob(self) -> GroupMethod[[DataProto], DataProto]:
-        """Compute `ref_log_prob`: `ActorRolloutRefWorker.compute_ref_log_prob`."""
+    Attributes:
+        compute_ref_log_prob: compute `ref_log_prob`: `ActorRolloutRefWorker.compute_ref_log_prob`.
+    """
+
+    compute_ref_log_prob: GroupMethod[[DataProto], DataProto]
 
 
 class CriticGroup(TrainedGroup, Protocol):
-    """The value model."""
+    """The value model.
 
-    @property
-    def compute_values(self) -> GroupMethod[[DataProto], DataProto]:
-        """Compute `values`: `CriticWorker.compute_values`."""
+    Attributes:
+        compute_values: compute `values`: `CriticWorker.compute_values`.
+        update_critic: run the optimizer steps of one batch: `CriticWorker.update_critic`.
+    """
 
-    @property
-    def update_critic(self) -> GroupMethod[[DataProto], DataProto]:
-        """Run the optimizer steps of one batch: `CriticWorker.update_critic`."""
+    compute_values: GroupMethod[[DataProto], DataProto]
+    update_critic: GroupMethod[[DataProto], DataProto]
 
 
 class RewardModelGroup(RoleGroup, Protocol):
-    """The reward model."""
+    """The reward model.
 
-    @property
-    def compute_rm_score(self) -> GroupMethod[[DataProto], DataProto]:
-        """Compute `rm_scores`: `RewardModelWorker.compute_rm_score`."""
+    Attributes:
+        compute_rm_score: compute `rm_scores`: `RewardModelWorker.compute_rm_score`.
+    """
+
+    compute_rm_score: GroupMethod[[DataProto], DataProto]
 
 
 class PairTrainingGroup(TrainedGroup, Protocol):
-    """The reward model as it is trained on pairs of responses."""
+    """The reward model as it is trained on pairs of responses.
 
-    @property
-    def update_rm(self) -> GroupMethod[[DataProto], DataProto]:
-        """Run one optimizer step on one batch of pairs: `PairTrainingWorker.update_rm`."""
+    Attributes:
+        update_rm: run one optimizer step on one batch of pairs: `PairTrainingWorker.update_rm`.
+        compute_pair_scores: compute `rm_scores` of pairs: `PairTrainingWorker.compute_pair_scores`.
+    """
 
-    @property
-    def compute_pair_scores(self) -> GroupMethod[[DataProto], DataProto]:
-        """Compute `rm_scores` of pairs: `PairTrainingWorker.compute_pair_scores`."""
+    update_rm: GroupMethod[[DataProto], DataProto]
+    compute_pair_scores: GroupMethod[[DataProto], DataProto]
 
 
 class SFTGroup(RolloutGroup, ActorGroup, Protocol):
-    """The policy as it is trained on given responses."""
+    """The policy as it is trained on given responses.
 
-    @property
-    def compute_sft_log_prob(self) -> GroupMethod[[DataProto], DataProto]:
-        """Compute `old_log_probs` of given responses: `SFTWorker.compute_sft_log_prob`."""
+    Attributes:
+        compute_sft_log_prob: compute `old_log_probs` of given responses:
+            `SFTWorker.compute_sft_log_prob`.
+        update_sft: run one optimizer step on one batch: `SFTWorker.update_sft`.
+    """
 
-    @property
-    def update_sft(self) -> GroupMethod[[DataProto], DataProto]:
-        """Run one optimizer step on one batch: `SFTWorker.update_sft`."""
+    compute_sft_log_prob: GroupMethod[[DataProto], DataProto]
+    update_sft: GroupMethod[[DataProto], DataProto]
 
 
 def methods_of(roles: Iterable[type]) -> list[str]:
     """Return the names of the worker methods that these protocols ask for, sorted."""
-    members = [vars(base).items() for role in roles for base in role.__mro__]
-    names = {name for own in members for name, member in own if isinstance(member, property)}
-    return sorted(names - {"world_size"})
+    bases = {base for role in roles for base in role.__mro__}
+    return sorted({name for base in bases for name in get_annotations(base)})
 
 
 if TYPE_CHECKING:
@@ -285,7 +290,7 @@ if TYPE_CHECKING:
     ) -> StreamMethod[ArgumentsP, list[ResultT]]:
         """The group method of a generator with mode ONE_TO_ALL."""
 
-    class _OfPolicy:
+    class _OfPolicy(SFTGroup, TurnTakingGroup, RefGroup, SendingGroup, StagingGroup):
         world_size = 1
         init_model = per_rank(ActorRolloutRefWorker.init_model)
         generate_sequences = joined(ActorRolloutRefWorker.generate_sequences)
@@ -310,7 +315,8 @@ if TYPE_CHECKING:
         update_sft = joined(SFTWorker.update_sft)
         compute_sft_log_prob = joined(SFTWorker.compute_sft_log_prob)
 
-    class _OfEngine:  # mypy compares overridden methods with those of the base class
+    # mypy compares overridden methods with those of the base class
+    class _OfEngine(CriticGroup, RewardModelGroup, PairTrainingGroup):
         world_size = 1
         init_model = per_rank(CriticWorker.init_model)
         save_checkpoint = per_rank(CriticWorker.save_checkpoint)
@@ -322,13 +328,4 @@ if TYPE_CHECKING:
         update_rm = joined(PairTrainingWorker.update_rm)
         compute_pair_scores = joined(PairTrainingWorker.compute_pair_scores)
 
-    _actor: ActorGroup = _OfPolicy()
-    _rollout: RolloutGroup = _OfPolicy()
-    _turns: TurnTakingGroup = _OfPolicy()
-    _ref: RefGroup = _OfPolicy()
-    _sender: SendingGroup = _OfPolicy()
-    _receiver: StagingGroup = _OfPolicy()
-    _critic: CriticGroup = _OfEngine()
-    _reward_model: RewardModelGroup = _OfEngine()
-    _pair_training: PairTrainingGroup = _OfEngine()
-    _sft: SFTGroup = _OfPolicy()
+    _OfPolicy(), _OfEngine()  # an error if a member is missing

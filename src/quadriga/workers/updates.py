@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -129,18 +130,25 @@ def entropy_use(config: ActorConfig, *, old_from_update: bool) -> EntropyUse:
     return "value" if old_from_update else "unused"
 
 
-def loss_of_damaged(outputs: Outputs, response_mask_BT: Tensor) -> Loss | None:
-    """Return a loss of NaN if an output is not finite where the mask is 1, and None otherwise."""
-    try:
-        require_finite(response_mask_BT.bool(), **outputs)
-    except NonFiniteError as error:
-        _log.warning("this optimizer step is skipped: %s", error)
-        return torch.stack([output.sum() for output in outputs.values()]).sum() * torch.nan, {}
-    return None
+class Objective(ABC):
+    """The share of a micro-batch in a loss; NaN if an output is not finite where the mask is 1."""
+
+    def __call__(self, outputs: Outputs, micro: Mapping[str, Tensor]) -> Loss:
+        mask_BT = micro[fields.RESPONSE_MASK]
+        try:
+            require_finite(mask_BT.bool(), **outputs)
+        except NonFiniteError as error:
+            _log.warning("this optimizer step is skipped: %s", error)
+            return torch.stack([output.sum() for output in outputs.values()]).sum() * torch.nan, {}
+        return self.loss(outputs, micro, mask_BT), {}
+
+    @abstractmethod
+    def loss(self, outputs: Outputs, micro: Mapping[str, Tensor], mask: Tensor) -> Tensor:
+        """Return the share, from outputs that are finite."""
 
 
 @dataclass
-class PolicyObjective:
+class PolicyObjective(Objective):
     """Policy loss − entropy bonus + KL to the reference, for each token; then aggregated.
 
     `old_from_update`: the old log-probabilities are those of the update without their gradient.
@@ -160,10 +168,8 @@ class PolicyObjective:
         """Whether the engine must compute the entropy."""
         return entropy_use(self.config, old_from_update=self.old_from_update) != "unused"
 
-    def __call__(self, outputs: Outputs, micro: Mapping[str, Tensor]) -> Loss:
-        mask, log_prob = micro[fields.RESPONSE_MASK], outputs[LOG_PROBS]
-        if (damaged := loss_of_damaged(outputs, mask)) is not None:
-            return damaged
+    def loss(self, outputs: Outputs, micro: Mapping[str, Tensor], mask: Tensor) -> Tensor:
+        log_prob = outputs[LOG_PROBS]
         old = log_prob.detach() if self.old_from_update else micro[fields.OLD_LOG_PROBS]
         policy = compute_policy_loss(
             self.config.policy_loss.name,
@@ -204,7 +210,7 @@ class PolicyObjective:
             named |= {f"{MISMATCH}{name}": part for name, part in statistics.items()}
         self.partials.append(named)
         mode = self.config.loss_agg_mode
-        return self.counts.aggregate(loss_BT, mask, mode, self.length_scale), {}
+        return self.counts.aggregate(loss_BT, mask, mode, self.length_scale)
 
 
 def loss_settings(policy_loss: PolicyLossConfig) -> Options:
@@ -218,7 +224,7 @@ def loss_settings(policy_loss: PolicyLossConfig) -> Options:
 
 
 @dataclass
-class ValueObjective:
+class ValueObjective(Objective):
     """Clipped squared error between values and returns."""
 
     config: CriticConfig
@@ -226,10 +232,7 @@ class ValueObjective:
     length_scale: float
     partials: list[Partials] = field(default_factory=list)
 
-    def __call__(self, outputs: Outputs, micro: Mapping[str, Tensor]) -> Loss:
-        mask = micro[fields.RESPONSE_MASK]
-        if (damaged := loss_of_damaged(outputs, mask)) is not None:
-            return damaged
+    def loss(self, outputs: Outputs, micro: Mapping[str, Tensor], mask: Tensor) -> Tensor:
         value = value_loss(
             values_BT=outputs[VALUES],
             old_values_BT=micro[fields.VALUES],
@@ -239,20 +242,17 @@ class ValueObjective:
         )
         self.partials.append({f"critic/{name}": part for name, part in value.metrics.items()})
         mode = self.config.loss_agg_mode
-        return self.counts.aggregate(value.loss_BT, mask, mode, self.length_scale), {}
+        return self.counts.aggregate(value.loss_BT, mask, mode, self.length_scale)
 
 
 @dataclass
-class SupervisedObjective:
+class SupervisedObjective(Objective):
     """Mean of −log p over the response tokens of the whole mini-batch, in nats."""
 
     counts: BatchCounts
 
-    def __call__(self, outputs: Outputs, micro: Mapping[str, Tensor]) -> Loss:
-        mask = micro[fields.RESPONSE_MASK]
-        if (damaged := loss_of_damaged(outputs, mask)) is not None:
-            return damaged
-        return self.counts.aggregate(-outputs[LOG_PROBS], mask, "token-mean"), {}
+    def loss(self, outputs: Outputs, micro: Mapping[str, Tensor], mask: Tensor) -> Tensor:
+        return self.counts.aggregate(-outputs[LOG_PROBS], mask, "token-mean")
 
 
 _ROW = "row"  # number of a row of this rank, by which its images are found
