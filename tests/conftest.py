@@ -50,6 +50,17 @@ def _state_of_the_process_is_restored() -> Iterator[None]:
     assert not left, f"the test left {left}; it was {[before[name] for name in left]} before"
 
 
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory) -> str:
+    """A Llama model with a few ten thousand parameters."""
+    from quadriga.models.tiny import TinyModel, write_tiny_model
+
+    shape = TinyModel(hidden_size=32, num_heads=4, num_kv_heads=2, intermediate_size=48)
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    write_tiny_model(folder, ["one two three"], shape)
+    return str(folder)
+
+
 @pytest.fixture
 def restored_tables() -> Iterator[None]:
     """Remove the estimators, losses and files that a test adds."""

@@ -31,43 +31,46 @@ def weights():
     }
 
 
+REQUEST = (
+    torch.tensor([[1, 2]]),
+    torch.ones(1, 2, dtype=torch.int64),
+    SamplingParams(max_new_tokens=2, eos_token_ids=(0,), pad_token_id=0),
+    torch.tensor([3]),
+)
+
+
 def rounds(sent, target, limit, version=7):
     source = sent if isinstance(sent, Source) else Source(sent)
     sender = WeightSender(source, limit)
     return [[bucket] for bucket in sender.send(needs_of(target), version)]
 
 
-@pytest.mark.parametrize("limit", [32, 64, 200, 4096, 1 << 20])
-def test_every_weight_arrives_bit_for_bit(limit):
-    sent = weights()
-    target = Target(sent)
+def delivered(found, target):
+    """The version of a target that has received some rounds."""
     receiver = WeightReceiver(target)
-    for parts in rounds(sent, target, limit):
+    for parts in found:
         receiver.receive(parts)
-    assert receiver.finish() == target.version == 7
+    return receiver.finish()
+
+
+BEHIND_BYTES = {"flag": torch.tensor([True]), "one element": torch.randn(12)[::6][:1]}
+
+
+@pytest.mark.parametrize("limit", [32, 64, 200, 4096, 1 << 20])
+@pytest.mark.parametrize("sent", [weights(), BEHIND_BYTES])
+def test_every_weight_arrives_bit_for_bit(sent, limit):
+    target = Target(sent)
+    assert delivered(rounds(sent, target, limit), target) == target.version == 7
     for name, weight in sent.items():
         assert torch.equal(weight, target.weights[name]), name
-
-
-def test_one_element_with_strides_behind_single_bytes():
-    sent = {"flag": torch.tensor([True]), "one": torch.randn(12)[::6][:1]}
-    target = Target(sent)
-    receiver = WeightReceiver(target)
-    for parts in rounds(sent, target, 1 << 20):
-        receiver.receive(parts)
-    receiver.finish()
-    assert torch.equal(target.weights["one"], sent["one"])
 
 
 def test_a_tied_name_is_written_with_its_weight():
     sent = {"embed": torch.randn(4)}
     target = Target({"embed": torch.zeros(4), "head": torch.zeros(4)})
-    receiver = WeightReceiver(target)
     found = rounds(Source(sent, {"embed": "head"}), target, 1024)
     assert [part.batch["weight_bytes"].numel() for [part] in found] == [16, 0], "sent once"
-    for parts in found:
-        receiver.receive(parts)
-    receiver.finish()
+    delivered(found, target)
     assert torch.equal(target.weights["head"], sent["embed"])
 
 
@@ -103,13 +106,10 @@ def test_boxes_that_were_sent_twice_in_one_bucket_are_named():
 def test_a_bucket_that_arrives_changed_is_named():
     sent = {"a": torch.randn(8), "b": torch.randn(8)}
     target = Target(sent)
-    receiver = WeightReceiver(target)
     data, last = rounds(sent, target, 4096)
     data[0].batch["weight_bytes"][0, 40] ^= 1
-    receiver.receive(data)
-    receiver.receive(last)
     with pytest.raises(WorkerError, match="'b' differs"):
-        receiver.finish()
+        delivered([data, last], target)
 
 
 def test_nothing_of_a_failed_sync_counts_for_the_next():
@@ -131,14 +131,7 @@ def test_nothing_of_a_failed_sync_counts_for_the_next():
 def test_a_rollout_generates_nothing_after_a_sync_that_failed(model_folder, fault):
     engine = build_rollout("hf", ModelConfig(path=model_folder))
     guarded = GuardedRollout(engine)
-    ids = torch.tensor([[1, 2]])
-    request = (
-        ids,
-        torch.ones_like(ids),
-        SamplingParams(max_new_tokens=2, eos_token_ids=(0,), pad_token_id=0),
-        torch.tensor([3]),
-    )
-    guarded.generate(*request)
+    guarded.generate(*REQUEST)
     sent = {name: weight + 0.1 for name, weight in engine.module.state_dict().items()}
     receiver = WeightReceiver(guarded)
     first, *others = rounds(sent, guarded, 1 << 14)
@@ -153,26 +146,21 @@ def test_a_rollout_generates_nothing_after_a_sync_that_failed(model_folder, faul
         with pytest.raises(WorkerError, match=r"'model\.norm\.weight' differs"):
             receiver.finish()
     with pytest.raises(RolloutError, match="the weight sync to version 7 has not ended with equal"):
-        guarded.generate(*request)
-    for parts in rounds(sent, guarded, 1 << 14, version=8):
-        receiver.receive(parts)
-    receiver.finish()
-    assert guarded.generate(*request).weight_versions.tolist() == [8]
+        guarded.generate(*REQUEST)
+    delivered(rounds(sent, guarded, 1 << 14, version=8), guarded)
+    assert guarded.generate(*REQUEST).weight_versions.tolist() == [8]
 
 
 def test_staged_weights_leave_the_engine_alone_until_they_are_used(model_folder, monkeypatch):
     guarded = GuardedRollout(build_rollout("hf", ModelConfig(path=model_folder)))
-    ids = torch.tensor([[1, 2]])
-    sampling = SamplingParams(max_new_tokens=2, eos_token_ids=(0,), pad_token_id=0)
-    request = ids, torch.ones_like(ids), sampling, torch.tensor([3])
-    before = guarded.generate(*request)
+    before = guarded.generate(*REQUEST)
     receiver = WeightReceiver(guarded)
     for version in (7, 8):
         held = dict(guarded.weights())
         sent = {name: weight * 1.5 for name, weight in held.items()}
         for parts in rounds(sent, guarded, 1 << 14, version):
             receiver.receive(parts, stage=True)
-            between = guarded.generate(*request)
+            between = guarded.generate(*REQUEST)
             assert between.weight_versions.equal(before.weight_versions)
             assert between.rollout_log_probs.equal(before.rollout_log_probs)
         with monkeypatch.context() as patch:
@@ -180,12 +168,12 @@ def test_staged_weights_leave_the_engine_alone_until_they_are_used(model_folder,
             assert receiver.finish() == version
         for name, weight in guarded.weights():
             assert weight.equal(sent[name]) and weight.data_ptr() != held[name].data_ptr()
-        before = guarded.generate(*request)
+        before = guarded.generate(*REQUEST)
         assert before.weight_versions.tolist() == [version]
     first, *others = rounds(sent, guarded, 1 << 14, version=9)
     first[0].batch["weight_bytes"][0, 40] ^= 1
     for parts in (first, *others):
         receiver.receive(parts, stage=True)
-    assert guarded.generate(*request).rollout_log_probs.equal(before.rollout_log_probs)
+    assert guarded.generate(*REQUEST).rollout_log_probs.equal(before.rollout_log_probs)
     with pytest.raises(WorkerError, match="differs between trainer and rollout"):
         receiver.finish()

@@ -55,16 +55,3 @@ def test_the_updates_change_the_parameters(expected) -> None:
 def test_only_three_ranks_have_fewer_cases() -> None:
     counts = {ranks: len(group_cases.cases_on(ranks)) for ranks in (1, 2, 3, 4)}
     assert counts == {1: len(CASES), 2: len(CASES), 3: len(CASES) - 5, 4: len(CASES)}
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_cases_split_groups_only_where_the_rows_demand_it(ranks) -> None:
-    """Each rank's rows: every row once; whole groups where the balancer promises it."""
-    for case in CASES:
-        rows = [group_cases.rows_of_rank(case, rank, ranks) for rank in range(ranks)]
-        assert sorted(row for part in rows for row in part) == list(range(case.rows))
-        if case.order == "groups" and case.mini_prompts and not case.dead:
-            _, group = group_cases.batch_of(case)
-            holders = [{group[row] for row in part} for part in rows]
-            limit = 1 if ranks < 4 else 2
-            assert all(sum(g in part for part in holders) <= limit for g in set(group))
