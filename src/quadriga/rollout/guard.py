@@ -160,7 +160,8 @@ class GuardedRollout(RolloutEngine):
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
         self.check_sequences(ids, attention_mask)
         scores = self._call("score", lambda: self.engine.score(ids, attention_mask))
-        self.check_scores(scores, attention_mask)
+        self._form("scores", scores, tuple(attention_mask.shape), torch.float32)
+        self._require_log_probs(scores, attention_mask.bool())
         return scores
 
     # Weights
@@ -400,11 +401,6 @@ class GuardedRollout(RolloutEngine):
         names = " or ".join(map(str, versions))
         version = f"has version {wrong}, but the engine held version {names}"
         self._require("weight version", held, version)
-
-    def check_scores(self, scores: Tensor, attention_mask: Tensor) -> None:
-        """Check the result of `score`. It raises as `check_output`."""
-        self._form("scores", scores, tuple(attention_mask.shape), torch.float32)
-        self._require_log_probs(scores, attention_mask.bool())
 
     def _form(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         if (tensor.shape, tensor.dtype) == (shape, dtype):

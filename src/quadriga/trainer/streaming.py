@@ -260,7 +260,8 @@ class StreamedSampler:
             self.generation.reclaim()
             self._changed.notify_all()
             while (taken := self.queue.take()) is None:
-                self._raise()
+                if self._error is not None:
+                    raise self._error
                 self._fill()
                 self._changed.wait()
             return taken
@@ -272,10 +273,6 @@ class StreamedSampler:
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
 
     def _generate(self) -> None:
         def calls() -> bool:
@@ -331,7 +328,8 @@ class StreamedSampler:
                 self._end_call()
             self._changed.wait_for(lambda: self._error or not at_work())
             self._drains = False
-            self._raise()
+            if self._error is not None:
+                raise self._error
             self._note(why, [])
             began = time.perf_counter()
             if why != "sync" and self._script is None:

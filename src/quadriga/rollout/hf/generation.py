@@ -333,7 +333,13 @@ class Generation:
         valid = valid[:, first_column:]
         # Padding may have any id, also one that the embedding does not have.
         prompts = prompt_ids[:, first_column:].masked_fill(~valid, 0)
-        owner = _first_row_with_same_prompt(prompts, valid, images)
+        if images is None:
+            owner = first_row_with_same_prompt(prompts, valid)
+        else:
+            # The number of the images is one more column, as if it were a token before the prompt.
+            numbered = torch.cat([images.image_numbers()[:, None], prompts], 1)
+            with_number = torch.cat([valid.new_ones(len(valid), 1), valid], 1)
+            owner = first_row_with_same_prompt(numbered, with_number)
         distinct, prompt_of_row = torch.unique(owner, return_inverse=True)
         prompt_of_row = prompt_of_row.to(self.device)
         prompt_mask = valid[distinct].to(self.device)
@@ -428,17 +434,6 @@ class Generation:
         ids = self.ids.masked_fill(~mask, self.sampling.pad_token_id)
         log_probs = self.log_probs.masked_fill(~mask, 0.0)
         return ids.cpu(), mask.long().cpu(), log_probs.cpu(), self.stopped.cpu()
-
-
-def _first_row_with_same_prompt(
-    prompts: Tensor, valid: Tensor, images: MultiModalRows | None
-) -> Tensor:
-    """Return, for each row, the index [b] of the first row with the same tokens and images."""
-    if images is not None:
-        # The number of the images is one more column, as if it were a token before the prompt.
-        prompts = torch.cat([images.image_numbers()[:, None], prompts], 1)
-        valid = torch.cat([valid.new_ones(len(valid), 1), valid], 1)
-    return first_row_with_same_prompt(prompts, valid)
 
 
 # Models whose architecture was never compared with the naive loop (`models/architectures.py` lists
