@@ -297,6 +297,7 @@ class Muon:
         self._decay = config.weight_decay
         self._momentum = DEFAULT_MOMENTUM if config.momentum is None else config.momentum
         self._group = shard_group
+        self._ranks = 1 if shard_group is None else dist.get_world_size(shard_group)
         self._device = device
         self._moments: dict[str, Tensor] = {}
 
@@ -316,7 +317,7 @@ class Muon:
     def _rounds(self, indices: Sequence[int]) -> Iterator[list[int]]:
         """Yield parameters that are updated at once: as many matrices as ranks, or the experts of
         one layer. Matrices of about the same size go together, so that the ranks end together."""
-        ranks = 1 if self._group is None else dist.get_world_size(self._group)
+        ranks = self._ranks
         matrices = [i for i in indices if self.named[i][1].dim() == 2]
         matrices.sort(key=lambda i: -self.named[i][1].numel())
         yield from (matrices[i : i + ranks] for i in range(0, len(matrices), ranks))
@@ -334,11 +335,41 @@ class Muon:
         dtype = gradient.dtype if self._device.type == "cpu" else torch.bfloat16
         return gradient.lerp(moment, self._momentum).to(self._device, dtype)
 
-    def _orthogonal(self, chosen: Sequence[int], directions: Sequence[Tensor]) -> list[Tensor]:
-        if directions[0].dim() == 3:
-            return [newton_schulz(direction) for direction in directions]
-        totals = [self.named[index][1].shape[0] for index in chosen]
-        return apply_to_whole_matrices(newton_schulz, directions, totals, self._group)
+    # Two ranks, matrices P (3 rows) and Q (2 rows), the first rank has the larger half of the rows:
+    #
+    #              rank 0               rank 1
+    #   before     P0 P1, Q0            P2, Q1
+    #   exchange   P0 P1 | P2           Q0 | Q1           rank 0 has the whole P, rank 1 the whole Q
+    #   compute    f(P)                 f(Q)
+    #   exchange   f(P)0 f(P)1, f(Q)0   f(P)2, f(Q)1      each rank has its rows of both again
+
+    def _orthogonal(self, chosen: Sequence[int], shards: Sequence[Tensor]) -> list[Tensor]:
+        """Return this rank's rows of `newton_schulz(matrix)` for each of the `chosen` parameters.
+
+        `shards` are this rank's rows, divided as FSDP divides them: the same number for each rank,
+        rounded up, and fewer or none for the last ranks. Rank i computes matrix i, so there are at
+        most as many matrices as ranks. All ranks of the group call it for the same parameters.
+        """
+        ranks = self._ranks
+        if ranks == 1 or shards[0].dim() == 3:
+            return [newton_schulz(rows) for rows in shards]
+        own = dist.get_rank(self._group)
+        assert len(shards) <= ranks
+        sent = [rows.numel() for rows in shards] + [0] * (ranks - len(shards))
+        received = [0] * ranks
+        if own < len(shards):
+            total, columns = self.named[chosen[own]][1].shape[0], shards[own].shape[1]
+            step = -(-total // ranks)
+            received = [max(0, min(step, total - rank * step)) * columns for rank in range(ranks)]
+        flat = torch.cat([rows.flatten() for rows in shards])
+        whole = flat.new_empty(sum(received))
+        dist.all_to_all_single(whole, flat, received, sent, group=self._group)
+        if own < len(shards):
+            # The rows of the ranks follow each other, so they are the matrix.
+            whole = newton_schulz(whole.view(total, columns)).contiguous().flatten()
+        dist.all_to_all_single(flat, whole, sent, received, group=self._group)
+        parts = torch.split(flat, [rows.numel() for rows in shards])
+        return [part.view_as(rows) for part, rows in zip(parts, shards, strict=True)]
 
     def tensors(self) -> dict[str, Tensor]:
         state = {}
@@ -384,50 +415,6 @@ def newton_schulz(matrices: Tensor) -> Tensor:
         gram = x @ x.mT
         x = x.mul(a) + (b * gram + c * gram @ gram) @ x
     return x.mT if tall else x
-
-
-# Two ranks, matrices P (3 rows) and Q (2 rows), the first rank has the larger half of the rows:
-#
-#              rank 0               rank 1
-#   before     P0 P1, Q0            P2, Q1
-#   exchange   P0 P1 | P2           Q0 | Q1           rank 0 has the whole P, rank 1 the whole Q
-#   compute    f(P)                 f(Q)
-#   exchange   f(P)0 f(P)1, f(Q)0   f(P)2, f(Q)1      each rank has its rows of both again
-
-
-def apply_to_whole_matrices(
-    function: Callable[[Tensor], Tensor],
-    shards: Sequence[Tensor],
-    totals: Sequence[int],
-    group: dist.ProcessGroup | None,
-) -> list[Tensor]:
-    """Return this rank's rows of `function(matrix)` for each matrix, which has the same shape.
-
-    `shards` are this rank's rows of matrices with `totals` rows. They are divided as FSDP divides
-    them: the same number for each rank, rounded up, and fewer or none for the last ranks.
-
-    Rank i computes matrix i, so there are at most as many matrices as ranks. All ranks of `group`
-    call it with the same matrices in the same order. None: the shards are the matrices.
-    """
-    if group is None or dist.get_world_size(group) == 1:
-        return [function(rows) for rows in shards]
-    own, ranks = dist.get_rank(group), dist.get_world_size(group)
-    assert len(shards) <= ranks
-    sent = [rows.numel() for rows in shards] + [0] * (ranks - len(shards))
-    received = [0] * ranks
-    if own < len(shards):
-        total, columns = totals[own], shards[own].shape[1]
-        step = -(-total // ranks)
-        received = [max(0, min(step, total - rank * step)) * columns for rank in range(ranks)]
-    flat = torch.cat([rows.flatten() for rows in shards])
-    whole = flat.new_empty(sum(received))
-    dist.all_to_all_single(whole, flat, received, sent, group=group)
-    if own < len(shards):
-        # The rows of the ranks follow each other, so they are the matrix.
-        whole = function(whole.view(totals[own], -1)).contiguous().flatten()
-    dist.all_to_all_single(flat, whole, sent, received, group=group)
-    parts = torch.split(flat, [rows.numel() for rows in shards])
-    return [part.view_as(rows) for part, rows in zip(parts, shards, strict=True)]
 
 
 OPTIMIZER = "optimizer"
