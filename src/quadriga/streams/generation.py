@@ -21,6 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -47,12 +48,22 @@ Members = list[tuple[PromptGroup, Rows]]
 
 
 class Paused(NamedTuple):
-    """Rows of a group between two calls, and what they have so far (`BEGUN_RESPONSES`). The group
-    has no `home` while they wait for another one."""
+    """Rows of a group between two calls. The group has no `home` while they wait for another one.
+
+    Attributes:
+        answers: what the rows have so far (`BEGUN_RESPONSES`), among the rows of their last call.
+        places: of the rows in `answers`.
+    """
 
     group: PromptGroup
     rows: Rows
-    tokens: DataProto
+    answers: DataProto
+    places: Rows
+
+    @property
+    def tokens(self) -> DataProto:
+        """What the rows have so far."""
+        return self.answers.select_idxs(self.places)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,9 +149,11 @@ class SlicedGeneration:
             if call.is_lost:
                 self.paused += call.begun
                 call.begun.clear()
-        for part in self.paused:
+        for number, part in enumerate(self.paused):
             if part.group in lost:
-                lost[part.group].append(part.tokens)
+                own = part.tokens
+                self.paused[number] = Paused(part.group, part.rows, own, np.arange(len(own)))
+                lost[part.group].append(own)
         for group, held in lost.items():
             held += [answers for _, answers in group.answers]
             held += [] if group.batch is None else [group.batch]
@@ -190,11 +203,15 @@ class SlicedGeneration:
 
     def _call(self, replica: Replica, begun: list[Paused], new: Sequence[PromptGroup]) -> None:
         """Start a call of rows that go on, and of groups that begin."""
-        members = [(group, own) for group, own, _ in begun]
+        members = [(part.group, part.rows) for part in begun]
         members += [(group, np.arange(len(group.prompts))) for group in new]
         rows = DataProto.concat([self.inputs(g.prompts.select_idxs(own)) for g, own in members])
         if begun:
-            tokens = [part.tokens for part in begun]
+            of_calls = [list(own) for _, own in groupby(begun, lambda part: id(part.answers))]
+            places = [np.concatenate([part.places for part in own]) for own in of_calls]
+            tokens = [
+                own[0].answers.select_idxs(p) for own, p in zip(of_calls, places, strict=True)
+            ]
             if new:
                 tokens.append(self._no_tokens(len(rows) - sum(map(len, tokens))))
             rows = rows.union(DataProto.concat(tokens))
@@ -286,8 +303,7 @@ class SlicedGeneration:
             if not paused.all():
                 group.end(rows[~paused], results.select_idxs(own[~paused]))
             if paused.any():
-                part = Paused(group, rows[paused], tokens.select_idxs(own[paused]))
-                self.paused.append(part)
+                self.paused.append(Paused(group, rows[paused], tokens, own[paused]))
             if group.batch is not None:
                 yield group
             first += len(rows)

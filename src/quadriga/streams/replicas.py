@@ -125,7 +125,9 @@ class Replicas:
         """
         found = [replica for replica in self.all if replica.loss is None]
         if len(found) < self.least:
-            reasons = "; ".join(f"replica {r.number}: {first_line(r.loss)}" for r in self.all if r.loss)
+            reasons = "; ".join(
+                f"replica {r.number}: {first_line(r.loss)}" for r in self.all if r.loss
+            )
             lost = f"all {len(self.all)} replicas of the rollout are lost"
             if self.least > 1:
                 lost = f"fewer than min_count={self.least} replicas of the rollout are left"

@@ -45,7 +45,7 @@ def save_groups(
             (g, range(len(b)), without_images(b)) for g in ready if (b := g.batch) is not None
         ],
         _ENDED: [(g, *answer) for g in groups if g not in ready for answer in g.answers],
-        _BEGUN: generation.paused,
+        _BEGUN: [(part.group, part.rows, part.tokens) for part in generation.paused],
     }
     files = []
     for name, own in parts.items():
@@ -92,6 +92,6 @@ def load_groups(folder: Path, queue: PromptQueue, generation: SlicedGeneration) 
             elif name == _ENDED:
                 group.end(np.array(rows), own)
             else:
-                paused.append(Paused(group, np.array(rows), own))
+                paused.append(Paused(group, np.array(rows), own, np.arange(len(own))))
     generation.go_on(paused)
     return drawn
