@@ -17,15 +17,12 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from quadriga.errors import ConflictError, FieldError, LengthError
 from quadriga.protocol import DataProto, union_tensor_dict
-from quadriga.protocol.storage import RowSelection
 from quadriga.protocol.values import (
     concat_jagged,
     equal_jagged,
     from_index,
-    from_slice,
     is_jagged,
     same_dense,
-    take_jagged,
 )
 
 Field: TypeAlias = torch.Tensor | NonTensorStack | NonTensorData
@@ -118,8 +115,10 @@ def concat_tensordict(data: Sequence[TensorDict]) -> TensorDict:
                 "TensorDicts to concatenate must have the same keys, got "
                 f"{sorted(keys)} and {sorted(other.keys())}."
             )
-    joined = {key: _concat([part.get(key) for part in data]) for key in _keys(first)}
-    return _build(joined, sum(len(part) for part in data))
+    parts = [DataProto.from_tensordict(part) for part in data]
+    joined = DataProto.concat([DataProto(p.batch, p.non_tensor_batch) for p in parts])
+    joined.meta_info = parts[0].meta_info
+    return joined.to_tensordict()
 
 
 def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
@@ -268,24 +267,8 @@ def list_of_dict_to_tensordict(list_of_dicts: Sequence[Mapping[str, object]]) ->
 
 def select_rows(td: TensorDict, index: slice | torch.Tensor) -> TensorDict:
     """Return some rows of every field; `index` is a slice or an integer tensor [M]."""
-    rows = len(td)
-    op: RowSelection = (
-        from_slice(index, rows) if isinstance(index, slice) else from_index(index, rows)
-    )
-    numbers = range(rows)[index] if isinstance(index, slice) else index.tolist()
-    fields: dict[str, Field] = {}
-    for key in _keys(td):
-        value: Field = td.get(key)
-        if isinstance(value, NonTensorStack):
-            items = value.tolist()
-            fields[key] = _stack([items[i] for i in numbers])
-        elif isinstance(value, NonTensorData):
-            fields[key] = NonTensorData(value.data)
-        elif is_jagged(value):
-            fields[key] = take_jagged(value, op)
-        else:
-            fields[key] = value[index]
-    return _build(fields, len(numbers))
+    rows = DataProto.from_tensordict(td)
+    return rows.take_rows(from_index(index, len(rows))).to_tensordict()
 
 
 def _keys(td: TensorDict) -> list[str]:
@@ -313,21 +296,6 @@ def _field(tensordict: TensorDict, key: str) -> Field:
         )
     value: Field = tensordict.get(key)
     return value
-
-
-def _concat(values: list[Field]) -> Field:
-    first = values[0]
-    if isinstance(first, NonTensorStack):
-        return _stack(item for value in values for item in value.tolist())
-    if isinstance(first, NonTensorData):
-        return NonTensorData(first.data)
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    if len(tensors) < len(values):
-        raise FieldError(
-            "A field must be of one kind in all TensorDicts to concatenate, got "
-            f"{', '.join(sorted({type(value).__name__ for value in values}))}."
-        )
-    return concat_jagged(tensors) if is_jagged(first) else torch.cat(tensors, dim=0)
 
 
 def _equal(a: Field, b: Field) -> bool:
