@@ -180,7 +180,7 @@ class RankHandle:
 class RankSet:
     """The processes of a group. All views of the group share it."""
 
-    backend: CallBackend
+    backend: Backend
     handles: list[RankHandle]
     roles: dict[str, type]
     """Every role in a process of this group, with its worker class."""
@@ -232,8 +232,13 @@ def check_timeouts(owner: str, **timeouts: object) -> None:
 
 
 @runtime_checkable
-class CallBackend(Protocol):
-    """What an existing group needs of its backend: send calls, receive results."""
+class Backend(Protocol):
+    """Places and starts ranks, sends them calls and receives the results.
+
+    The methods with a body are those of a backend of one process, which may inherit them.
+    """
+
+    name: str
 
     @property
     def store(self) -> object:
@@ -280,16 +285,6 @@ class CallBackend(Protocol):
         of one process keeps values in it."""
         keeper = KeptValues()
         return [keeper] * len(handles)
-
-
-@runtime_checkable
-class Backend(CallBackend, Protocol):
-    """A `CallBackend` that also places and starts ranks.
-
-    The methods with a body are those of a backend of one process, which may inherit them.
-    """
-
-    name: str
 
     def start(self, **options: object) -> None:
         """Connect to the backend and start it if it is not running.

@@ -18,12 +18,12 @@ from dataclasses import replace
 from typing import Literal
 
 from quadriga.errors import LengthError, QuadrigaError
-from quadriga.single_controller.backend import CallBackend
+from quadriga.single_controller.backend import Backend
 from quadriga.single_controller.dispatch import Call, Collect, Pending, unpack_results
 
 
 def joined_items(
-    backend: CallBackend,
+    backend: Backend,
     send: Callable[[Sequence[Call]], Sequence[Pending]],
     targets: Sequence[int],
     opening: Sequence[Call],

@@ -12,15 +12,26 @@ from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
-from quadriga.backends.ray.calls import RayCallBackend, pending_of
+from quadriga.backends.ray.calls import (
+    RayBatch,
+    RayMethod,
+    RayPending,
+    is_plain,
+    pending_of,
+    send_to_ranks,
+    split_futures,
+)
 from quadriga.backends.ray.cluster import (
+    BESIDE,
     RaySession,
     ensure_ray,
     is_last,
     kill_actor,
     refuse_ray_client,
 )
-from quadriga.backends.ray.health import cluster_lost, end_own_processes
+from quadriga.backends.ray.health import cluster_lost, dead_ranks, died, end_own_processes
+from quadriga.backends.ray.keepers import keepers_of
+from quadriga.backends.ray.pickling import shared_value
 from quadriga.backends.ray.pool import (
     RayResourcePool,
     Strategy,
@@ -42,12 +53,21 @@ from quadriga.backends.ray.start import (
     start_ranks,
     start_register_center,
 )
-from quadriga.backends.ray.store import RayStore, StoreName, make_store, serve_rows, servers
-from quadriga.errors import DispatchError, PlacementError
+from quadriga.backends.ray.store import (
+    RayStore,
+    StoreName,
+    is_future,
+    make_store,
+    packed_batch,
+    serve_rows,
+    servers,
+)
+from quadriga.errors import DispatchError, PlacementError, WorkerError
 from quadriga.protocol.storage import set_process_store
 from quadriga.single_controller.backend import RankHandle, RankSet, check_timeouts
-from quadriga.single_controller.dispatch import register_reference
+from quadriga.single_controller.dispatch import Call, Pending, register_reference
 from quadriga.single_controller.environment import RankEnvironment, WorkerEnv, variables_of_rank
+from quadriga.single_controller.keepers import Keeper
 from quadriga.single_controller.resource_pool import ResourcePool, check_feasible
 from quadriga.single_controller.worker import ClassWithInitArgs
 from quadriga.single_controller.worker_group import (
@@ -59,7 +79,7 @@ from quadriga.single_controller.worker_group import (
 )
 
 if TYPE_CHECKING:
-    from quadriga.backends.ray.cluster import RankActor
+    from quadriga.backends.ray.cluster import RankActor, Ref
     from quadriga.protocol import DataProtoFuture
 
 START_TIMEOUT_S = 1800.0
@@ -116,13 +136,13 @@ class RayWorkerGroup(WorkerGroup):
         namespace: str | None = None,
         register_center: bool = False,
         master_port_range: Sequence[int] | None = None,
-        backend: RayCallBackend | None = None,
+        backend: RayBackend | None = None,
         method_factory: MethodFactory = BoundMethod,
         binding: BindingPolicy = bind_all,
     ) -> None:
         refuse_ray_client()
         check_timeouts("RayWorkerGroup", timeout=timeout, start_timeout=start_timeout)
-        backend = backend or RayCallBackend()
+        backend = backend or RayBackend()
         set_process_store(backend.store)
         if ray_cls_with_init is None:
             raise DispatchError("RayWorkerGroup needs ray_cls_with_init, to know the methods.")
@@ -269,7 +289,7 @@ def _future_of(ref: object) -> DataProtoFuture:
 register_reference(ray.ObjectRef, _future_of)
 
 
-class RayBackend(RayCallBackend):
+class RayBackend:
     """Implement `quadriga.single_controller.backend.Backend` on Ray.
 
     Options that are passed through (`**options`) are typed where they are read: `ensure_ray`,
@@ -285,7 +305,7 @@ class RayBackend(RayCallBackend):
         the shard cuts them out and sends them; otherwise the whole shard is fetched. "rows": they
         are always cut out. "shards": whole shards are always fetched.
         """
-        super().__init__(store)
+        self.store = make_store(store)
         self._session: RaySession | None = None
         self._pools: list[RayResourcePool] = []
 
@@ -385,3 +405,66 @@ class RayBackend(RayCallBackend):
                 wanted=pool.store,
             )
         return RayWorkerGroup(pool, cls, backend=self, **options)
+
+    # Calls
+
+    def submit(
+        self,
+        ranks: RankSet,
+        targets: Sequence[int],
+        calls: Sequence[Call],
+        timeout: float | None,
+    ) -> Sequence[Pending]:
+        """Submit one actor task per rank, named "role.method"."""
+        label = calls[0].label
+        handles = [ranks.handles[target] for target in targets]
+        if any(map(is_future, (*calls[0].args, *calls[0].kwargs.values()))):
+            calls = split_futures(handles, calls)
+        fields: list[Sequence[Ref]] = []
+
+        def send(handle: RankHandle, *arguments: object) -> Ref:
+            method = handle.methods.get(label)
+            if method is None:
+                group = BESIDE if label in handle.facts.beside else None
+                method = handle.methods[label] = RayMethod(handle.native, label, group)
+            ref, apart = method.send(*arguments)
+            fields.append(apart)
+            return ref
+
+        refs = send_to_ranks(ranks, handles, calls, send)
+        batch = RayBatch(refs, handles, label, ranks, fields, timeout)
+        ranks.in_flight.add(batch)
+        return [RayPending(batch, i) for i in range(len(refs))]
+
+    def gather(self, pendings: Sequence[Pending]) -> list[object]:
+        """Return all results. The first failure of any of them is raised as soon as it is known."""
+        RayPending.wait_all([p for p in pendings if isinstance(p, RayPending)])
+        return [pending.result() for pending in pendings]
+
+    def share(self, packed: object) -> object:
+        """Return `packed`, or a reference to it in the store if it is large. Batches are small
+        here: their fields are in the store already, and futures are references."""
+        if is_plain(packed) or packed_batch(packed) is not None or is_future(packed):
+            return packed
+        return shared_value(packed)
+
+    def dead(self, handles: Sequence[RankHandle]) -> list[RankHandle]:
+        """Return those of many ranks whose process has ended, with one probe per node."""
+        return dead_ranks(handles)
+
+    def death(self, ranks: RankSet, handle: RankHandle) -> WorkerError | None:
+        """Return the error for a rank whose process has ended, with its last lines of output."""
+        if not ray.is_initialized():
+            return None
+        labels = [batch.label for batch in list(ranks.in_flight) if batch.waits_for(handle)]
+        idle = f"{'+'.join(ranks.roles)}."
+        reason = ranks.broken or "its process has ended"
+        return died(handle, labels[0] if labels else idle, reason)
+
+    def kill(self, handle: RankHandle) -> None:
+        """End the rank's process at once."""
+        ray.kill(handle.native)
+
+    def keepers(self, handles: Sequence[RankHandle]) -> list[Keeper]:
+        """Return a keeper for each rank; see `keepers_of`."""
+        return [*keepers_of([handle.facts.node_id for handle in handles])]

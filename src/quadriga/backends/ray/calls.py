@@ -1,4 +1,4 @@
-"""Sending calls to the actors of ranks, and waiting for their results: `RayCallBackend`.
+"""Sending calls to the actors of ranks, and waiting for their results.
 
 A call is encoded once for all ranks that receive the same arguments, and every call of a submission
 is encoded before the first is sent: an argument that cannot be pickled is an error before any rank
@@ -63,45 +63,37 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias, cast
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from quadriga.backends.ray.cluster import BESIDE
 from quadriga.backends.ray.health import (
     DEAD,
     SentCall,
     cancelled,
     cluster_lost,
-    dead_ranks,
     died,
     is_returned,
     late,
     lost_nodes,
     places,
 )
-from quadriga.backends.ray.keepers import keepers_of
 from quadriga.backends.ray.pickling import (
     BIG,
     RayShared,
     pickled_call,
     send_code_of_loaded_files,
-    shared_value,
 )
 from quadriga.backends.ray.store import (
     RayHandle,
-    RayStore,
     Result,
-    StoreName,
     fetch,
     is_future,
     is_plain_batch,
-    make_store,
     opened,
     packed_batch,
 )
-from quadriga.errors import CallTimeoutError, QuadrigaError, WorkerDiedError, WorkerError
+from quadriga.errors import CallTimeoutError, QuadrigaError, WorkerDiedError
 from quadriga.protocol.storage import PLAIN_TYPES, Handle, LocalHandle
 from quadriga.protocol.threads import PendingValue
 from quadriga.single_controller.backend import RankHandle, RankSet, broken_groups, raise_if_broken
-from quadriga.single_controller.dispatch import Call, Pending
-from quadriga.single_controller.keepers import Keeper
+from quadriga.single_controller.dispatch import Call
 
 if TYPE_CHECKING:
     from quadriga.backends.ray.cluster import RankActor, Ref, RemoteMethod
@@ -532,75 +524,6 @@ _HANDLES = frozenset((RayHandle, LocalHandle))
 """Handles that `_encoded_data` can write."""
 _SHORT = 1000
 """Length of a string that Python's pickler copies as fast as Ray's does."""
-
-
-class RayCallBackend:
-    """Implement `quadriga.single_controller.backend.CallBackend` on Ray actors."""
-
-    def __init__(self, store: StoreName | RayStore = "auto") -> None:
-        """`store`: how fields of another node are read, see `store.make_store`."""
-        self.store = make_store(store)
-
-    def submit(
-        self,
-        ranks: RankSet,
-        targets: Sequence[int],
-        calls: Sequence[Call],
-        timeout: float | None,
-    ) -> Sequence[Pending]:
-        """Submit one actor task per rank, named "role.method"."""
-        label = calls[0].label
-        handles = [ranks.handles[target] for target in targets]
-        if any(map(is_future, (*calls[0].args, *calls[0].kwargs.values()))):
-            calls = split_futures(handles, calls)
-        fields: list[Sequence[Ref]] = []
-
-        def send(handle: RankHandle, *arguments: object) -> Ref:
-            method = handle.methods.get(label)
-            if method is None:
-                group = BESIDE if label in handle.facts.beside else None
-                method = handle.methods[label] = RayMethod(handle.native, label, group)
-            ref, apart = method.send(*arguments)
-            fields.append(apart)
-            return ref
-
-        refs = send_to_ranks(ranks, handles, calls, send)
-        batch = RayBatch(refs, handles, label, ranks, fields, timeout)
-        ranks.in_flight.add(batch)
-        return [RayPending(batch, i) for i in range(len(refs))]
-
-    def gather(self, pendings: Sequence[Pending]) -> list[object]:
-        """Return all results. The first failure of any of them is raised as soon as it is known."""
-        RayPending.wait_all([p for p in pendings if isinstance(p, RayPending)])
-        return [pending.result() for pending in pendings]
-
-    def share(self, packed: object) -> object:
-        """Return `packed`, or a reference to it in the store if it is large. Batches are small
-        here: their fields are in the store already, and futures are references."""
-        if is_plain(packed) or packed_batch(packed) is not None or is_future(packed):
-            return packed
-        return shared_value(packed)
-
-    def dead(self, handles: Sequence[RankHandle]) -> list[RankHandle]:
-        """Return those of many ranks whose process has ended, with one probe per node."""
-        return dead_ranks(handles)
-
-    def death(self, ranks: RankSet, handle: RankHandle) -> WorkerError | None:
-        """Return the error for a rank whose process has ended, with its last lines of output."""
-        if not ray.is_initialized():
-            return None
-        labels = [batch.label for batch in list(ranks.in_flight) if batch.waits_for(handle)]
-        idle = f"{'+'.join(ranks.roles)}."
-        reason = ranks.broken or "its process has ended"
-        return died(handle, labels[0] if labels else idle, reason)
-
-    def kill(self, handle: RankHandle) -> None:
-        """End the rank's process at once."""
-        ray.kill(handle.native)
-
-    def keepers(self, handles: Sequence[RankHandle]) -> list[Keeper]:
-        """Return a keeper for each rank; see `keepers_of`."""
-        return [*keepers_of([handle.facts.node_id for handle in handles])]
 
 
 def send_to_ranks(
