@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quadriga.algorithms.advantages import compute_advantages
+from quadriga.algorithms.clipped_losses import PolicyLoss
+from quadriga.algorithms.policy_losses import compute_policy_loss, get_policy_loss, select_tokens
 
 NAN = float("nan")
 
@@ -100,3 +102,27 @@ def advantages_of(name: str, case: Case, **options: Any) -> tuple[Tensor, Tensor
         reward_components_BK=case.components,
         **options,
     )
+
+
+def selection(name: str, case: Case, **options: Any) -> Tensor | None:
+    """Select the tokens of a whole batch."""
+    return select_tokens(
+        name,
+        old_log_prob_BT=case.old_log_prob,
+        advantages_BT=case.advantages,
+        response_mask_BT=case.mask,
+        **{k: v for k, v in options.items() if k in get_policy_loss(name).select_settings},
+    )
+
+
+def loss_of(name: str, case: Case, log_prob: Tensor, **options: Any) -> PolicyLoss:
+    """Compute the loss with all inputs of the case; it selects tokens unless some are given."""
+    inputs: dict[str, Any] = {
+        "old_log_prob_BT": case.old_log_prob,
+        "advantages_BT": case.advantages,
+        "response_mask_BT": case.mask,
+        "rollout_log_prob_BT": case.rollout_log_prob,
+    }
+    if "selected_BT" not in options:
+        inputs["selected_BT"] = selection(name, case, **options)
+    return compute_policy_loss(name, log_prob_BT=log_prob, **{**inputs, **options})

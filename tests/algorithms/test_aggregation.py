@@ -15,21 +15,6 @@ LOSS = torch.tensor([[1.0, 2.0, 3.0], [4.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
 
 
-@pytest.mark.parametrize(
-    ("mode", "want"),
-    [
-        ("token-mean", 10 / 4),
-        ("token-sum", 10.0),
-        ("seq-mean-token-sum", (6 + 4) / 2),
-        ("seq-mean-token-mean", (2 + 4) / 2),
-        ("seq-mean-token-sum-norm", (6 + 4) / 2 / 5),
-    ],
-)
-def test_modes_by_hand(mode: str, want: float) -> None:
-    got = aggregate(LOSS, MASK, mode, global_tokens=4, global_sequences=2, loss_scale_length=5)
-    assert got.item() == pytest.approx(want)
-
-
 @settings(max_examples=40, deadline=None)
 @given(cases)
 @pytest.mark.parametrize("mode", list(AGGREGATIONS))

@@ -9,14 +9,14 @@ import algorithm_cases
 import algorithm_reference as ref
 import pytest
 import torch
-from algorithm_cases import NAN, Case, cases
+from algorithm_cases import NAN, Case, cases, loss_of, selection
 from hypothesis import assume, given, settings, strategies as st
 from torch import Tensor
 
 from quadriga.algorithms.advantages import ADVANTAGES
 from quadriga.algorithms.aggregation import AGGREGATIONS, aggregate, count_mask, merge_partials
 from quadriga.algorithms.kl import entropy_bonus, kl_loss
-from quadriga.algorithms.policy_losses import POLICY_LOSSES, compute_policy_loss, select_tokens
+from quadriga.algorithms.policy_losses import POLICY_LOSSES
 
 GROUP_ESTIMATORS = [name for name, entry in ADVANTAGES.items() if entry.needs_groups]
 LENGTH = 7.0  # loss_scale_length of seq-mean-token-sum-norm
@@ -33,15 +33,7 @@ def contribution(
     name: str, mode: str, case: Case, log_prob: Tensor, whole: Case, selected: Tensor | None
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return the loss of one micro-batch: policy, entropy and KL terms with global counts."""
-    policy = compute_policy_loss(
-        name,
-        log_prob_BT=log_prob,
-        old_log_prob_BT=case.old_log_prob,
-        advantages_BT=case.advantages,
-        response_mask_BT=case.mask,
-        rollout_log_prob_BT=case.rollout_log_prob,
-        selected_BT=selected,
-    )
+    policy = loss_of(name, case, log_prob, selected_BT=selected)
     kl = kl_loss(log_prob, case.rollout_log_prob, case.mask, kl_loss_coef=0.1)
     bonus = entropy_bonus(case.entropy - 0.5 * log_prob, case.mask, entropy_coeff=0.01)
     tokens, sequences = count_mask(whole.mask)
@@ -54,15 +46,6 @@ def contribution(
         loss_scale_length=LENGTH,
     )
     return loss, policy.metrics
-
-
-def selection(name: str, case: Case) -> Tensor | None:
-    return select_tokens(
-        name,
-        old_log_prob_BT=case.old_log_prob,
-        advantages_BT=case.advantages,
-        response_mask_BT=case.mask,
-    )
 
 
 MODES = st.sampled_from(list(AGGREGATIONS))
@@ -241,16 +224,9 @@ RATIO_LOSSES = [name for name, entry in POLICY_LOSSES.items() if "old_log_prob_B
 @given(cases)
 @pytest.mark.parametrize("name", RATIO_LOSSES)
 def test_the_ratio_of_the_first_optimizer_step_is_exactly_one(name: str, case: Case) -> None:
-    result = compute_policy_loss(
-        name,
-        log_prob_BT=case.old_log_prob.clone(),
-        old_log_prob_BT=case.old_log_prob,
-        advantages_BT=case.advantages,
-        response_mask_BT=case.mask,
-        rollout_log_prob_BT=case.old_log_prob,
-        selected_BT=selection(name, case),
-        **({"clip_ratio_low": 0.0, "clip_ratio_high": 0.0} if "clip" in name else {}),
-    )
+    ranges = {"clip_ratio_low": 0.0, "clip_ratio_high": 0.0} if "clip" in name else {}
+    same = {"rollout_log_prob_BT": case.old_log_prob, **ranges}
+    result = loss_of(name, case, case.old_log_prob.clone(), **same)
     metrics = merge_partials([result.metrics])
     if "ratio_max" in metrics:
         assert metrics["ratio_max"] == metrics["ratio_min"] == 1.0
@@ -271,14 +247,8 @@ def test_the_gradient_of_the_first_optimizer_step_is_the_policy_gradient(
     grads = []
     for loss_name in (name, "policy_gradient"):
         log_prob = case.old_log_prob.clone().requires_grad_()
-        loss = compute_policy_loss(
-            loss_name,
-            log_prob_BT=log_prob,
-            old_log_prob_BT=case.old_log_prob,
-            advantages_BT=advantages,
-            response_mask_BT=case.mask,
-            selected_BT=torch.zeros_like(case.mask),
-        ).loss_BT
+        given = {"advantages_BT": advantages, "selected_BT": torch.zeros_like(case.mask)}
+        loss = loss_of(loss_name, case, log_prob, **given).loss_BT
         aggregate(
             loss,
             case.mask,

@@ -38,19 +38,6 @@ def test_value_loss_against_the_reference(clip: float | None, case: Case) -> Non
         assert merge_partials([got.metrics])["vf_clipfrac"] == pytest.approx(clipped / total)
 
 
-def test_value_loss_by_hand() -> None:
-    result = value_loss(
-        torch.tensor([[2.0, 2.0]]),
-        torch.tensor([[1.0, 1.0]]),
-        torch.tensor([[3.0, 0.0]]),
-        torch.ones(1, 2),
-        cliprange_value=0.5,
-    )
-    # R = 3: V moved towards R beyond the clip, so the loss uses 1.5. R = 0: V moved away from R,
-    # so the unclipped loss is larger.
-    assert result.loss_BT.tolist() == [[0.5 * 1.5**2, 0.5 * 2.0**2]]
-
-
 def test_value_loss_raises_for_invalid_arguments() -> None:
     x = torch.zeros(1, 2)
     with pytest.raises(AlgorithmError, match="`cliprange_value` must be at least 0"):
