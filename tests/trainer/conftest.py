@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from run_cases import Task, metrics_of_run, two_steps
+from run_cases import RULE, Task, metrics_of_run, two_steps
 
 from quadriga.config.commands import ArithmeticDataConfig
 from quadriga.config.loading import load_config
@@ -33,14 +33,6 @@ def tiny_task(tmp_path_factory: pytest.TempPathFactory) -> Task:
 def train_overrides(tiny_task: Task, tmp_path: Path) -> list[str]:
     """Settings of two steps of eight prompts with two responses each, on the local backend."""
     return two_steps(tiny_task, tmp_path)
-
-
-RULE = '''
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """Differs from response to response, so that prompt groups have different scores."""
-    digits = sum(map(ord, solution_str)) % 7 / 7
-    return {"score": digits, "form": digits, "length": float(len(solution_str))}
-'''
 
 
 @pytest.fixture(scope="session")

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
+from quadriga.observability.jsonl import read_jsonl
 
 STREAMED = ("trainer.max_staleness=1", "actor_rollout_ref.rollout.slice_tokens=5")
+
+
+RULE = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """Differs from response to response, so that prompt groups have different scores."""
+    digits = sum(map(ord, solution_str)) % 7 / 7
+    return {"score": digits, "form": digits, "length": float(len(solution_str))}
+'''
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,6 @@ def two_steps(tiny_task: Task, folder: Path) -> list[str]:
 
 def metrics_of_run(overrides: list[str]) -> list[dict[str, float]]:
     """Train with these settings, and return the metrics of each step."""
-    from quadriga.observability.jsonl import read_jsonl
     from quadriga.trainer.main import run_training
 
     config = load_config(TrainConfig, overrides)
@@ -65,6 +75,23 @@ def timeless(rows: list[dict[str, float]]) -> list[dict[str, float]]:
     """Return the metrics that do not depend on time."""
     clocks = ("time/", "perf/", "progress/")
     return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]
+
+
+def often(names, *chosen: str):
+    """Parameters: every name; those that are not chosen run nightly."""
+    return [pytest.param(n, marks=() if n in chosen else pytest.mark.nightly) for n in names]
+
+
+def noted(monkeypatch, owner, name: str, note) -> None:
+    """Call `note` with the arguments of each call of a function or a method, before it."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def method(*args, **kwargs):
+        note(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, method)
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -86,8 +113,6 @@ def assert_equal_tensors(ours: Path, theirs: Path) -> None:
 def check_equal(run: Path, whole: Path) -> list[dict[str, float]]:
     """Check that two runs have equal rows, samples, states and models. Return what the rows of the
     first one tell of restarts."""
-    from quadriga.observability.jsonl import read_jsonl
-
     rows = timeless([*read_jsonl(run / "metrics.jsonl")])
     told = [{k: row.pop(k) for k in list(row) if k.startswith("restarts/")} for row in rows]
     assert rows == timeless([*read_jsonl(whole / "metrics.jsonl")])
@@ -100,7 +125,6 @@ def check_equal(run: Path, whole: Path) -> list[dict[str, float]]:
 
 def trained(overrides, **arguments) -> list[dict[str, float]]:
     """Train with these settings; return the metrics without those of the role."""
-    from quadriga.observability.jsonl import read_jsonl
     from quadriga.trainer.ppo import RayPPOTrainer
     from quadriga.trainer.roles.registry import load_train_config
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from fine_tuning_cases import six_steps
-from run_cases import assert_equal_tensors
+from run_cases import assert_equal_tensors, noted, often
 
 from quadriga.checkpoint import shards, writer
 from quadriga.checkpoint.folders import complete_checkpoints, read_marker, verify_checkpoint
@@ -44,15 +44,13 @@ def test_a_step_does_not_wait_for_the_disk_and_the_next_checkpoint_does(
 ) -> None:
     begun, go_on = slow_disk
     seen = []
-    original = writer.CheckpointWriter.save
 
-    def noted(self, folder, state, *given):
+    def saved(self, folder, state, *given):
         if state.step == 2:  # due while the first one is written
             seen.append((begun.is_set(), steps_saved(tmp_path / "run")))
             threading.Timer(0.3, go_on.set).start()
-        original(self, folder, state, *given)
 
-    monkeypatch.setattr(writer.CheckpointWriter, "save", noted)
+    noted(monkeypatch, writer.CheckpointWriter, "save", saved)
     rows = run(*EACH_STEP, "trainer.total_training_steps=3")
     assert seen == [(True, [])]
     assert steps_saved(tmp_path / "run") == [1, 2, 3]
@@ -86,15 +84,13 @@ def test_a_run_that_fails_commits_what_is_written_and_one_that_is_interrupted_do
     run, tmp_path, slow_disk, monkeypatch, error
 ) -> None:
     begun, go_on = slow_disk
-    original = stages.measure_batch
 
     def fail(batch):
         if begun.is_set():
             threading.Timer(0.3, go_on.set).start()
             raise error("in step 2")
-        return original(batch)
 
-    monkeypatch.setattr(stages, "measure_batch", fail)
+    noted(monkeypatch, stages, "measure_batch", fail)
     with pytest.raises(error, match="in step 2"):
         run(*EACH_STEP)
     waited = error is RuntimeError
@@ -105,10 +101,7 @@ def test_a_run_that_fails_commits_what_is_written_and_one_that_is_interrupted_do
     assert steps_saved(tmp_path / "run") == [1, 2]
 
 
-NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in ("sft", "rm")]
-
-
-@pytest.mark.parametrize("command", ["train", *NIGHTLY])
+@pytest.mark.parametrize("command", often(["train", "sft", "rm"], "train"))
 def test_a_checkpoint_is_the_same_whether_it_is_written_beside_the_steps(
     run, tiny_task, tmp_path, command
 ) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pkgutil
 import resource
+from itertools import count
 
 import pytest
+from run_cases import noted
 
 from quadriga.checkpoint.folders import complete_checkpoints
 from quadriga.cli.main import main
@@ -21,17 +23,14 @@ PLACES = [  # what raises, at which call, and the step that is saved
 @pytest.mark.parametrize(("place", "call", "saved"), PLACES)
 def test_an_error_leaves_the_last_complete_step(run, tmp_path, monkeypatch, place, call, saved):
     owner, _, name = place.rpartition(".")
-    real, calls = pkgutil.resolve_name(place), []
+    calls = count(1)
 
-    def raises(*args, **more):
-        calls.append(name)
-        if len(calls) == call:
+    def raises(*_, **__):
+        if next(calls) == call:
             raise RuntimeError("injected")
-        return real(*args, **more)
 
-    raises.__name__ = name
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="injected"):
-        patch.setattr(pkgutil.resolve_name(owner), name, raises)
+        noted(patch, pkgutil.resolve_name(owner), name, raises)
         run()
     assert [step for step, _ in complete_checkpoints(tmp_path / "run" / "checkpoints")] == saved
     assert [row["step"] for row in run("trainer.resume_mode=auto")] == [0, 1, 2]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from field_access import FieldAccess
+from run_cases import RULE, often
 
 from quadriga.algorithms.advantages import ADVANTAGES
 from quadriga.algorithms.policy_losses import POLICY_LOSSES
@@ -59,14 +60,10 @@ VARIANTS = {
     "old log-probabilities in the estimator": ["algorithm.adv_estimator=reads_old"],
 }  # fmt: skip
 
-RULE = '''
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """Differs from response to response, so that prompt groups have different scores."""
-    digits = sum(map(ord, solution_str)) % 7 / 7
+NO_SCORE = """
     if digits > 0.8:
         raise ValueError("one in seven responses has no score")
-    return {"score": digits, "form": digits, "length": float(len(solution_str))}
-'''
+    return"""
 
 
 @pytest.fixture(autouse=True)
@@ -199,7 +196,7 @@ def test_the_loaders_write_the_declared_fields(train_overrides: list[str]) -> No
 def accessed(train_overrides, tmp_path):
     """accessed("a=b", …) -> the dataflow of these settings, and the accesses of a real step."""
     rule = tmp_path / "rule.py"
-    rule.write_text(RULE)
+    rule.write_text(RULE.replace("\n    return", NO_SCORE))
 
     def _accessed(*more: str) -> tuple[tuple[StageFields, ...], FieldAccess]:
         overrides = [*train_overrides, f"reward.path={rule}", "trainer.total_training_steps=1",
@@ -223,12 +220,7 @@ OFTEN = ("gae, KL in the reward", "clip_cov, corrected", "gdpo", "refilled", "tr
 
 
 @pytest.mark.parametrize(
-    "variant",
-    [
-        pytest.param(v, marks=() if v in OFTEN else pytest.mark.nightly)
-        for v in VARIANTS
-        if "in the estimator" not in v
-    ],
+    "variant", often([v for v in VARIANTS if "in the estimator" not in v], *OFTEN)
 )
 def test_a_real_step_accesses_the_declared_fields(accessed, variant: str) -> None:
     flow, access = accessed(*VARIANTS[variant])

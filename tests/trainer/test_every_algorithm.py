@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import pytest
-from _pytest.mark import ParameterSet
+from run_cases import often
 
 from quadriga.algorithms.advantages import ADVANTAGES
 from quadriga.algorithms.policy_losses import POLICY_LOSSES
@@ -47,13 +46,7 @@ def moved(metrics: dict[str, float]) -> bool:
     return math.isfinite(norm) and norm > 0
 
 
-def cases(names: Iterable[str], *often: str) -> list[ParameterSet]:
-    """Every name; those that are not in `often` run nightly."""
-    nightly = pytest.mark.nightly
-    return [pytest.param(n, marks=() if n in often else nightly) for n in sorted(names)]
-
-
-@pytest.mark.parametrize("name", cases(ADVANTAGES))
+@pytest.mark.parametrize("name", often(sorted(ADVANTAGES)))
 def test_every_advantage_estimator_trains(step, name) -> None:
     assert moved(step(f"algorithm.adv_estimator={name}",
                       "algorithm.reward_components=[form,length]"))  # fmt: skip
@@ -82,7 +75,7 @@ def test_algorithms_train_with_the_settings_of_their_papers(step, overrides) -> 
     assert moved(step(*overrides))
 
 
-@pytest.mark.parametrize("name", cases(POLICY_LOSSES, "gspo"))
+@pytest.mark.parametrize("name", often(sorted(POLICY_LOSSES), "gspo"))
 def test_every_policy_loss_trains(step, name) -> None:
     assert moved(step(f"{ACTOR}.policy_loss.name={name}"))
 

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from run_cases import noted
 from safetensors.torch import load_file, save_file
 
 from quadriga.config.commands import GenerateConfig
@@ -70,12 +71,6 @@ def test_two_local_ranks_and_other_batches_have_the_responses_of_one_rank(genera
     other = generate("batch_size=5", "rollout.micro_batch_size=2", output="batches.jsonl")
     assert other.read_bytes() == whole
     assert generate("seed=6", output="seed.jsonl").read_bytes() != whole
-
-
-@pytest.mark.nightly
-def test_two_ranks_on_ray_have_the_responses_of_one_rank(generate, whole) -> None:
-    two = generate("trainer.n_gpus_per_node=2", "trainer.num_cpus=2", output="ray.jsonl")
-    assert two.read_bytes() == whole
 
 
 # Continuing.
@@ -206,13 +201,11 @@ TWO = (
 def requests(monkeypatch) -> list[tuple[int, int]]:
     """(replica, rows) of every request."""
     found: list[tuple[int, int]] = []
-    ask = replicas._Call._ask
 
-    def noted(self, members, replica):
+    def note(self, members, replica):
         found.append((replica.number, sum(map(len, members))))
-        ask(self, members, replica)
 
-    monkeypatch.setattr(replicas._Call, "_ask", noted)
+    noted(monkeypatch, replicas._Call, "_ask", note)
     return found
 
 
@@ -220,15 +213,14 @@ def requests(monkeypatch) -> list[tuple[int, int]]:
 def test_a_replica_that_is_lost_in_the_middle_loses_no_response(
     generate, whole, requests, monkeypatch, restarts
 ):
-    original, batches = replicas.ReplicatedRollout.generate_sequences, []
+    batches = []
 
-    def disturbed(self, prompts):
+    def disturb(self, prompts):
         batches.append(self.replicas)
         if len(batches) == 2:
             self.replicas.all[0].group.shutdown()
-        return original(self, prompts)
 
-    monkeypatch.setattr(replicas.ReplicatedRollout, "generate_sequences", disturbed)
+    noted(monkeypatch, replicas.ReplicatedRollout, "generate_sequences", disturb)
     assert generate(*TWO, f"rollout.replicas.restarts={restarts}").read_bytes() == whole
     # It is noticed in the second batch, and replica 0 is started again before the third.
     assert [replica.starts for replica in batches[0].all] == [1 + restarts, 1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from run_cases import timeless
+from run_cases import noted, often, timeless
 from safetensors.torch import load_file
 
 from quadriga.config.loading import load_config
@@ -73,19 +73,14 @@ def test_a_worker_class_with_its_own_update_gets_them_from_a_pass() -> None:
 # Parity.
 
 
-@pytest.mark.parametrize("estimator", [pytest.param("grpo", marks=pytest.mark.nightly), "gae"])
+@pytest.mark.parametrize("estimator", often(["grpo", "gae"], "gae"))
 def test_a_run_computes_the_same_numbers_with_one_pass_less(
     run, tmp_path, monkeypatch, rule, estimator
 ) -> None:
-    passes: list[str] = []
-    original = ActorRolloutRefWorker.compute_log_prob
-
-    def counted(self, data):
-        passes.append("pass")
-        return original(self, data)
-
-    vars(counted).update(vars(original))
-    monkeypatch.setattr(ActorRolloutRefWorker, "compute_log_prob", counted)
+    passes = []
+    noted(
+        monkeypatch, ActorRolloutRefWorker, "compute_log_prob", lambda *given: passes.append(given)
+    )
     more = [ONE_STEP, rule, f"algorithm.adv_estimator={estimator}", f"{ACTOR}.entropy_coeff=0.01",
             f"{ACTOR}.use_kl_loss=true"]  # fmt: skip
     without = run(*more)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from fine_tuning_cases import six_steps
-from run_cases import check_equal, metrics_of_run, two_steps
+from run_cases import check_equal, metrics_of_run, often, two_steps
 
 from quadriga import errors
 from quadriga.backends.local import LocalBackend
@@ -87,7 +87,6 @@ KILLS = {
               ("ref", "before", "init_model", 10)], 1, 3, [ALL]),
     "export": ([("actor", "before", "export_hf", 1)], 0, 1, [ALL]),
 }  # fmt: skip
-FIRST, *REST = KILLS
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +96,7 @@ def whole(tiny_task, rule, tmp_path_factory):
     return folder / "run"
 
 
-@pytest.mark.parametrize(
-    "moment", [FIRST, *(pytest.param(name, marks=pytest.mark.nightly) for name in REST)]
-)
+@pytest.mark.parametrize("moment", often(KILLS, "start, passes, updates, restart itself, sync"))
 def test_a_run_that_loses_ranks_equals_one_that_does_not(
     tiny_task, rule, tmp_path, monkeypatch, whole, moment, caplog
 ):
@@ -125,12 +122,7 @@ SNAPSHOTS = {
 }  # fmt: skip
 
 
-TWICE, *OTHERS = SNAPSHOTS
-
-
-@pytest.mark.parametrize(
-    "name", [TWICE, *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)]
-)
+@pytest.mark.parametrize("name", often(SNAPSHOTS, "each step, twice"))
 def test_a_loss_costs_the_steps_since_the_last_snapshot(
     tiny_task, rule, tmp_path, monkeypatch, whole, name
 ):
@@ -165,7 +157,7 @@ def test_a_streamed_run_goes_on_with_the_prompts_on_their_way(
     assert takes[0] == takes[1] and len(takes[0]) == 6
 
 
-@pytest.mark.parametrize("command", ["sft", pytest.param("rm", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("command", often(["sft", "rm"], "sft"))
 def test_fine_tuning_that_loses_a_rank_goes_on(tiny_task, tmp_path, monkeypatch, command):
     runs, more = six_steps(command, tiny_task, tmp_path), ("trainer.save_freq=2",)
     runs.run("whole", *more)

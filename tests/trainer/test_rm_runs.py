@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from fine_tuning_cases import pair_rows, six_steps
-from run_cases import timeless
+from run_cases import noted, timeless
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from quadriga.algorithms.value_loss import pairwise_loss
@@ -62,13 +62,9 @@ def test_the_loss_by_hand_and_its_derivative():
 def test_the_scores_have_a_pass_of_their_own_only_where_pairs_need_it(
     settings, monkeypatch, more, passes
 ):
-    made, forward = [], FSDPEngine.forward
-
-    def recorded(engine, batch, **given):
-        made.append(len(batch["input_ids"]))
-        return forward(engine, batch, **given)
-
-    monkeypatch.setattr(FSDPEngine, "forward", recorded)
+    made = []
+    record = lambda engine, batch, **given: made.append(len(batch["input_ids"]))  # noqa: E731
+    noted(monkeypatch, FSDPEngine, "forward", record)
     config = settings("data.val_files=[]", "trainer.total_training_steps=1", *more)
     run_rm(config)
     assert made == [16] * passes

@@ -29,7 +29,6 @@ SETTINGS = {
     "a misspelt key": ("tally.wieght=2", "no setting tally.wieght; did you mean tally.weight?"),
     "an unknown key": ("tally.zzz=2", "no setting tally.zzz; section tally has weight, kind"),
     "a wrong type": ("tally.weight=much", "tally.weight must be a number, got the text 'much'"),
-    "a wrong choice": ("tally.kind=lng", "must be one of short, long, got 'lng'; did you mean"),
     "a check of its own": ("tally.weight=-1", "tally: weight must be at least 0, got -1.0"),
     "an unknown role": ("placement.taly=[0]", "did you mean placement.tally?"),
     "a rank that does not exist": ("placement.tally=[1]", "placement.tally names rank 1, but"),

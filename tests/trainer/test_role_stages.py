@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 import torch
-from run_cases import trained
+from run_cases import noted, often, trained
 
 from quadriga.algorithms.shaping import add_to_last_token
 from quadriga.errors import ConfigError
@@ -86,29 +86,18 @@ def probe_class(methods: list[str]) -> type[Worker]:
 
 def note_calls(monkeypatch, flow: list[str]) -> None:
     """Let every stage of the flow note its name when it is called."""
-
-    def noting(name: str, function):
-        @functools.wraps(function)
-        def noted(*args, **kwargs):
-            EVENTS.append(name)
-            return function(*args, **kwargs)
-
-        return noted
-
     for name in flow:
         for home in (stages, ActorRolloutRefWorker, CriticWorker):
             attribute = "generate" if (home, name) == (stages, "generate_sequences") else name
             if hasattr(home, attribute) and attribute != "generate_sequences":
-                function = getattr(home, attribute)
-                monkeypatch.setattr(home, attribute, noting(name, function))
+                note = functools.partial(EVENTS.append, name)
+                noted(monkeypatch, home, attribute, lambda *_, note=note, **__: note())
 
 
 OFTEN = ("gae, KL in the reward", "masked before the passes")
 
 
-@pytest.mark.parametrize(
-    "variant", [pytest.param(v, marks=() if v in OFTEN else pytest.mark.nightly) for v in VARIANTS]
-)
+@pytest.mark.parametrize("variant", often(VARIANTS, *OFTEN))
 def test_stages_run_in_the_order_of_the_dataflow(
     train_overrides, own_roles, monkeypatch, variant
 ) -> None:

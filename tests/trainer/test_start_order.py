@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 
 import pytest
+from run_cases import noted
 
 from quadriga.errors import ConfigError
 from quadriga.trainer.roles import AddedRole
@@ -113,14 +114,7 @@ def test_a_run_loads_its_models_in_this_order(
     loaded = next(m.LOADED for m in sys.modules.values() if vars(m).get("Early") is not None
                   and hasattr(m, "LOADED"))  # fmt: skip
     for cls in (ActorRolloutRefWorker, CriticWorker):
-        original = cls.init_model
-
-        def init_model(self, original=original):
-            loaded.append(type(self).__name__)
-            original(self)
-
-        monkeypatch.setattr(cls, "init_model", init_model)
-        vars(init_model).update(vars(original))
+        noted(monkeypatch, cls, "init_model", lambda self: loaded.append(type(self).__name__))
     trainer = RayPPOTrainer(config)
     with closing(trainer):
         trainer.init_workers()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import pkgutil
 import re
 import signal
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from fine_tuning_cases import six_steps
+from run_cases import noted
 
 from quadriga.checkpoint.folders import (
     complete_checkpoints,
@@ -24,7 +24,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import RewardError
 from quadriga.observability.jsonl import read_jsonl
-from quadriga.trainer import checkpoints, ppo, stages
+from quadriga.trainer import checkpoints, stages
 from quadriga.trainer.checkpoints import StopRequest, unchanged_handlers
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
@@ -73,15 +73,12 @@ def test_a_library_does_not_replace_the_handlers_of_the_run(number):
 def test_a_run_that_is_stopped_can_be_resumed(
     train_overrides, tmp_path: Path, monkeypatch, number, save
 ) -> None:
-    original = stages.measure_batch
-
     def stop_in_step_2(batch):
         steps = list(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
         if steps and steps[-1]["step"] == 1:
             signal.raise_signal(number)
-        return original(batch)
 
-    monkeypatch.setattr(ppo.stages, "measure_batch", stop_in_step_2)
+    noted(monkeypatch, stages, "measure_batch", stop_in_step_2)
     settings = [*train_overrides, "trainer.total_training_steps=3", "trainer.seed=3"]
     overrides = ["train", *settings, f"trainer.save_on_stop={str(save).lower()}"]
     assert main(overrides) == 128 + number
@@ -112,16 +109,12 @@ def test_a_signal_at_any_place_leaves_a_run_that_can_be_resumed(
     runs = six_steps("sft", tiny_task, tmp_path)
     settings = ("trainer.total_training_steps=2", "trainer.test_freq=1", "trainer.save_freq=1")
     cls, _, name = place.rpartition(".")
-    owner = pkgutil.resolve_name(cls)
-    original = getattr(owner, name)
 
-    @functools.wraps(original)
-    def interrupted(*args):
+    def interrupt(*_):
         monkeypatch.undo()
         signal.raise_signal(signal.SIGTERM)
-        return original(*args)
 
-    monkeypatch.setattr(owner, name, interrupted)
+    noted(monkeypatch, pkgutil.resolve_name(cls), name, interrupt)
     assert main(["sft", *runs.given("run", *settings)]) == 143
     assert not (tmp_path / "run/run.lock").exists()
     found = complete_checkpoints(tmp_path / "run" / "checkpoints")
@@ -174,16 +167,11 @@ def moment(seconds: float) -> str:
 def test_a_run_saves_and_stops_before_its_deadline_and_when_the_stop_file_exists(
     train_overrides, tmp_path, monkeypatch, caplog
 ) -> None:
-    file, original = tmp_path / "notice", stages.measure_batch
-
-    def notice(batch):
-        file.touch()
-        return original(batch)
-
+    file = tmp_path / "notice"
     more = ("trainer.total_training_steps=3", "data.val_files=[]", "trainer.overwrite=true")
     for setting in (f"trainer.deadline={moment(600)}", f"trainer.stop_file={file}"):
         if "file" in setting:
-            monkeypatch.setattr(stages, "measure_batch", notice)
+            noted(monkeypatch, stages, "measure_batch", lambda _: file.touch())
         else:  # no time for a second step and stop_grace_s=60
             monkeypatch.setattr(checkpoints, "seconds_left", lambda trainer: 60.0)
         assert main(["train", *train_overrides, *more, setting]) == 143

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from run_cases import noted
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
@@ -27,14 +30,8 @@ def calls(monkeypatch) -> list[str]:
     """The worker methods that a run calls, in order."""
     seen: list[str] = []
     for name in WATCHED:
-        original = getattr(ActorRolloutRefWorker, name)
-
-        def method(self, *args, _name=name, _original=original, **kwargs):
-            seen.append(_name)
-            return _original(self, *args, **kwargs)
-
-        vars(method).update(vars(original))
-        monkeypatch.setattr(ActorRolloutRefWorker, name, method)
+        note = partial(seen.append, name)
+        noted(monkeypatch, ActorRolloutRefWorker, name, lambda *_, note=note, **__: note())
     return seen
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from run_cases import noted
 from safetensors.torch import load_file
 
 from quadriga.algorithms.policy_losses import POLICY_LOSSES, register_policy_loss
@@ -115,13 +116,11 @@ def test_truncated_rows_are_masked_before_the_passes():
 def tokens(monkeypatch) -> list[int]:
     """The response tokens of each row that a forward pass computes."""
     counts: list[int] = []
-    original = TokenModel.__call__
 
-    def counted(self, rows, **settings):
+    def count(self, rows, **settings):
         counts.extend(rows[fields.RESPONSE_MASK].sum(1).tolist())
-        return original(self, rows, **settings)
 
-    monkeypatch.setattr(TokenModel, "__call__", counted)
+    noted(monkeypatch, TokenModel, "__call__", count)
     return counts
 
 
