@@ -73,7 +73,6 @@ class SFTTrainerConfig(RunConfig):
 
     experiment_name: str = "sft"  # name of the run there
     default_local_dir: str = "runs/sft"  # run folder
-    stop_at_accuracy: Share | None = None  # stop when greedy validation accuracy reaches this value
     val_size: Count = 256  # validation rows used each time
     max_response_length: Count = 256  # tokens, in validation
     # of the responses in validation: greedy, and what ends them beside the end tokens of the model

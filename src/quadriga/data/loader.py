@@ -189,6 +189,11 @@ def _check_batch(batch: object, items: int, dataset: object) -> None:
         )
 
 
+def ordered_loader(dataset: BatchDataset[Any], batch_size: int) -> PromptLoader:
+    """Return a loader of all rows in their order, whose last batch may be smaller."""
+    return PromptLoader(dataset, batch_size, shuffle=False, drop_last=False)
+
+
 class SFTLoader(PromptLoader):
     """The same loader for an `SFTDataset`."""
 

@@ -443,20 +443,19 @@ class Checkpointing:
         self,
         record: RunRecord,
         *,
-        validate: Callable[[], bool] | None,
+        validate: Callable[[], object] | None,
         save: Save,
         groups: SavedGroups,
-    ) -> bool:
+    ) -> None:
         """Validate and save where these are due, and log the step that is `complete`. Then stop if
-        a signal asks for it. Return whether the step is the last one of the run.
+        a signal asks for it.
 
         A step is saved, too, if its validation fails or is interrupted, or if the writing of an
         earlier checkpoint has failed. A run that is asked to stop validates after its last step
         only.
 
         Args:
-            validate: logs the validation, and returns whether the run has reached its goal. None:
-                there is no validation data.
+            validate: logs the validation; None: there is no validation data.
             save: writes the states of the roles, and that of the controller.
             groups: the roles, which copy their states to keepers.
         """
@@ -470,7 +469,7 @@ class Checkpointing:
         try:
             self._check_written(record)
             if validate is not None and due:
-                last |= validate()
+                validate()
         except BaseException as error:  # also a second signal, or the end of `stop_grace_s`
             again = self.restarts.allows(error)
             if not again:
@@ -488,7 +487,6 @@ class Checkpointing:
             if not again:
                 record.end_step(step)
         self.stop.stop_if_requested()
-        return last
 
     def _save_if_due(self, record: RunRecord, save: Save, *, last: bool, ends: bool) -> None:
         assert self.complete is not None

@@ -231,9 +231,9 @@ def generate(
 
     The ranks start with the first batch and stop at the end, or when the iterator is closed.
     """
-    from quadriga.data import PromptLoader
+    from quadriga.data.loader import ordered_loader
 
-    loader = PromptLoader(prompts, config.batch_size, shuffle=False, drop_last=False)
+    loader = ordered_loader(prompts, config.batch_size)
     loader.batches_done = -(-skip // config.batch_size)
     if loader.batches_done >= len(loader):
         return

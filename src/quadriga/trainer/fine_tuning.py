@@ -5,8 +5,7 @@ produces      metrics, samples and checkpoints in the run folder, and the traine
 waits for     each update, since the next one needs its weights
 
 Every `test_freq` steps supervised fine-tuning computes the loss of the validation conversations.
-With prompts and answers it also scores greedy responses, and stops as soon as the accuracy reaches
-`stop_at_accuracy`.
+With prompts and answers it also scores greedy responses.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("quadriga")
 ConfigT = TypeVar("ConfigT", SFTConfig, RMConfig)
 GroupT = TypeVar("GroupT", bound="SFTGroup | PairTrainingGroup")
-Validate = Callable[[], bool]
-"""Validates and logs it. Returns whether the run has reached its goal."""
+Validate = Callable[[], object]
+"""Validates and logs it."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
     Attributes:
         saved_as: the role of the model, which names its folder in a checkpoint.
         step: the number of the current step.
-        total_steps: the number of optimizer steps, unless the run reaches its goal earlier.
+        total_steps: the number of optimizer steps.
     """
 
     saved_as: Role
@@ -127,10 +126,6 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
     @abstractmethod
     def validation(self, policy: GroupT, record: RunRecord) -> Validate | None:
         """Return what validates; None without validation data."""
-
-    def reached_goal(self, metrics: dict[str, float]) -> bool:
-        """Return whether these metrics of a validation end the run."""
-        return False
 
     def init_workers(self) -> OneGroup[GroupT]:
         """Start the ranks, load the model, and return the worker group.
@@ -190,12 +185,11 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
             self.checkpoints.finishing(record, save),
         ):
             validate = self.validation(policy, record)
-            for rows in () if self.reached_goal(record.last_validation) else self.schedule():
+            for rows in self.schedule():
                 with record.span("step"):
                     record.log_update(self.update(policy, rows))
                 self.checkpoints.complete = (self.step, {})
-                if self.checkpoints.end_step(record, validate=validate, save=save, groups=groups):
-                    break
+                self.checkpoints.end_step(record, validate=validate, save=save, groups=groups)
                 self.restarts.completed = self.step
             path = str(record.folder.model)
             policy.export_hf(path)
@@ -247,7 +241,7 @@ class SFTTrainer(OneGroupTrainer[SFTConfig, "SFTGroup"]):
     saved_as = Role.Actor
 
     def __init__(self, config: SFTConfig) -> None:
-        from quadriga.data import PromptLoader
+        from quadriga.data.loader import ordered_loader
         from quadriga.rewards import RewardManager
         from quadriga.trainer.checks.memory import RunMemory  # imports torch
 
@@ -256,14 +250,10 @@ class SFTTrainer(OneGroupTrainer[SFTConfig, "SFTGroup"]):
         tell_other_ends(config.model.path, rows.tokenizer, rows.train.ends)
         self.val_loader, self.val_conversations, evaluated = None, None, None
         if rows.val_prompts is not None:  # as one batch
-            self.val_loader = PromptLoader(
-                rows.val_prompts, config.trainer.val_size, shuffle=False, drop_last=False
-            )
+            self.val_loader = ordered_loader(rows.val_prompts, config.trainer.val_size)
         if rows.val_conversations is not None:
             evaluated, size = rows.val_conversations.lengths, config.data.train_batch_size
-            self.val_conversations = PromptLoader(
-                rows.val_conversations, size, shuffle=False, drop_last=False
-            )
+            self.val_conversations = ordered_loader(rows.val_conversations, size)
         RunMemory(config, rows.train.lengths, rows.val_prompts, evaluated).check()
         super().__init__(given, config, rows.tokenizer, rows.train)
         self.reward_fn = RewardManager.from_settings(config.reward, rows.tokenizer)
@@ -304,28 +294,16 @@ class SFTTrainer(OneGroupTrainer[SFTConfig, "SFTGroup"]):
         for loader in filter(None, (prompts, conversations)):
             loader.rewind()  # a loss may have ended a validation in its middle
 
-        def validate() -> bool:
+        def validate() -> None:
             if prompts is not None:
                 with record.span("sync_weights"):
                     policy.sync_weights()
             if conversations is not None:
                 with record.span("evaluate"):
                     record.add({"val/loss": validation_loss(policy, conversations)})
-            return self.reached_goal(validator.run(step=self.step, due=True))
+            validator.run(step=self.step, due=True)
 
         return validate
-
-    def reached_goal(self, metrics: dict[str, float]) -> bool:
-        """Return whether the accuracy is at least `stop_at_accuracy`."""
-        goal = self.config.trainer.stop_at_accuracy
-        if goal is not None and metrics and "val/accuracy" not in metrics:
-            _log.warning(
-                "trainer.stop_at_accuracy=%s has no effect: the rewards are not 0 or 1, so their "
-                "mean %.3f is no accuracy",
-                goal,
-                metrics["val/score"],
-            )
-        return goal is not None and metrics.get("val/accuracy", -1.0) >= goal
 
     def close(self) -> None:
         """Stop the worker group and the reward processes, if they are started."""
@@ -451,11 +429,10 @@ class RMTrainer(OneGroupTrainer[RMConfig, "PairTrainingGroup"]):
         if pairs is None:
             return None
 
-        def validate() -> bool:
+        def validate() -> None:
             with record.span("validate"):
                 metrics = validate_pairs(policy, pairs, self.config.data.train_batch_size)
             record.log_validation(self.step, metrics)
-            return False
 
         return validate
 
@@ -463,11 +440,11 @@ class RMTrainer(OneGroupTrainer[RMConfig, "PairTrainingGroup"]):
 def validate_pairs(policy: PairTrainingGroup, pairs: PairDataset, size: int) -> dict[str, float]:
     """Return the loss of pairs, and the share whose chosen response has the higher score."""
     from quadriga.algorithms.value_loss import pairwise_loss
-    from quadriga.data import PromptLoader
+    from quadriga.data.loader import ordered_loader
 
     losses: list[float] = []
     right = 0
-    for batch in PromptLoader(pairs, size, shuffle=False, drop_last=False):
+    for batch in ordered_loader(pairs, size):
         # The ranks take equal parts. Rows that are added to that end do not count.
         rows, added = pad_dataproto_to_divisor(batch, policy.world_size)
         scores_B = unpad_dataproto(policy.compute_pair_scores(rows), added)

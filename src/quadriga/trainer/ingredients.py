@@ -55,6 +55,7 @@ def load_ingredients(config: TrainConfig, reward: BatchReward | None = None) -> 
         ConfigError: a sequence does not fit the token budget of a micro-batch.
     """
     from quadriga.data import PromptLoader
+    from quadriga.data.loader import ordered_loader
     from quadriga.data.user_classes import sampler_state, user_sampler
     from quadriga.models import load_tokenizer
 
@@ -73,9 +74,7 @@ def load_ingredients(config: TrainConfig, reward: BatchReward | None = None) -> 
     if data.val_files:
         val = load_prompts(data.val_files, data, tokenizer, images)
         datasets.append(val)
-        val_loader = PromptLoader(
-            val, data.val_batch_size, shuffle=False, seed=seed, drop_last=False
-        )
+        val_loader = ordered_loader(val, data.val_batch_size)
     if data.sampler.path is not None:
         sampler = user_sampler(data.sampler.path, data.sampler, train, seed)
         sampler_state(sampler)  # raises for a state that a checkpoint cannot hold

@@ -237,10 +237,9 @@ class RayPPOTrainer:
             self.checkpoints.complete = None  # a step whose mismatch ends the run is not saved
             raise
 
-        def validate() -> bool:
+        def validate() -> None:
             with self.paused("validate"):
                 validator.run(step=self.step, due=True)
-            return False
 
         self.checkpoints.end_step(
             record,

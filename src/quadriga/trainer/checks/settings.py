@@ -653,18 +653,9 @@ def _fine_tuning(config: SFTConfig | RMConfig) -> Problems:
         yield "data.train_batch_size", f"rows do not divide over {words}; set it to {near}"
     yield from _local_ranks(config, "actor")
     if isinstance(config, SFTConfig):
-        yield from _sft_validation(config)
+        sampling, longest = config.trainer.val_sampling, config.trainer.max_response_length
+        yield from _sampling("trainer.val_sampling", sampling, longest)
     yield from warmup_problems("optim", config.optim, config.trainer.total_training_steps)
-
-
-def _sft_validation(config: SFTConfig) -> Problems:
-    trainer, data = config.trainer, config.data
-    yield from _sampling("trainer.val_sampling", trainer.val_sampling, trainer.max_response_length)
-    if trainer.stop_at_accuracy is not None and not data.val_files:
-        yield "trainer.stop_at_accuracy", "needs validation prompts; set data.val_files"
-    if trainer.stop_at_accuracy is not None and data.messages_key is not None:
-        conversations = f"data.messages_key={data.messages_key} has conversations"
-        yield "trainer.stop_at_accuracy", f"needs answers that are scored, but {conversations}"
 
 
 def _snapshots(config: TrainConfig) -> Problems:
