@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -118,6 +118,22 @@ class ExitGuard:
         self._really_exit(status)
 
 
+@contextmanager
+def reported(error: Callable[[str], Exception], *kept: type[BaseException]) -> Iterator[None]:
+    """Contain the code of the user in the block, and raise `error` of what it raises.
+
+    `exit()` is reported, too. Ctrl-C and the errors `kept` pass.
+    """
+    passed: tuple[type[BaseException], ...] = (KeyboardInterrupt, *kept)
+    try:
+        with contained():
+            yield
+    except passed:
+        raise
+    except BaseException as found:  # the code may raise anything
+        raise error(describe(found)) from found
+
+
 def import_file(path: Path, what: str, name: str | None = None) -> ModuleType:
     """Import a Python file of the user.
 
@@ -139,13 +155,11 @@ def import_file(path: Path, what: str, name: str | None = None) -> ModuleType:
     if name is not None:
         sys.modules[name] = module
     try:
-        with contained():
+        with reported(lambda said: InputError(f"{what} {path} cannot be imported: {said}")):
             spec.loader.exec_module(module)
-    except BaseException as error:
+    except BaseException:
         sys.modules.pop(name or "", None)
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise InputError(f"{what} {path} cannot be imported: {describe(error)}") from error
+        raise
     return module
 
 

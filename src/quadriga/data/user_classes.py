@@ -13,12 +13,13 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import index
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, TypeVar, cast
 
-from quadriga.containment import contained, describe, import_file
+from quadriga.containment import import_file, reported
 from quadriga.errors import ConfigError, DataError, QuadrigaError
 from quadriga.protocol import DataProto
 
@@ -171,13 +172,8 @@ def sampler_state(sampler: RowSampler) -> dict[str, object]:
 
 def called(sampler: RowSampler, what: str, call: Callable[[], T]) -> T:
     """Return what a method of the user returns; `DataError` for whatever it raises."""
-    try:
-        with contained():
-            return call()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # `exit()` included
-        raise DataError(f"{type(sampler).__name__}.{what} failed: {describe(error)}") from error
+    with reported(lambda said: DataError(f"{type(sampler).__name__}.{what} failed: {said}")):
+        return call()
 
 
 def _made(
@@ -213,13 +209,9 @@ def _made(
             f"{what}: the class cannot be called with {len(args)} arguments{given}: {error}",
             key=f"{key}.name",
         ) from error
-    try:
-        with contained():
-            found: object = made(*args, **options)
-    except (KeyboardInterrupt, QuadrigaError):
-        raise
-    except BaseException as error:  # whatever the user's code raises, `exit()` included
-        raise ConfigError(f"{what} cannot be made: {describe(error)}", key=f"{key}.name") from error
+    fails = partial(ConfigError, key=f"{key}.name")
+    with reported(lambda said: fails(f"{what} cannot be made: {said}"), QuadrigaError):
+        found: object = made(*args, **options)
     lacks = [attribute for attribute in needed if not hasattr(found, attribute)]
     if lacks:
         raise ConfigError(f"{what}: {type(found).__name__} lacks {', '.join(lacks)}")

@@ -19,13 +19,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Final, Literal
 
 from pydantic import ConfigDict
 
 from quadriga.config.paths import local_path
-from quadriga.containment import code_runs, contained, cut, describe, import_file
+from quadriga.containment import code_runs, cut, describe, import_file, reported
 from quadriga.errors import DataError, InputError, unknown_name
 
 # `...` and not the four names: a user may annotate `ground_truth` with any type.
@@ -49,7 +48,9 @@ class FunctionRef:
         if self.source.endswith(".py"):
             module = import_file(Path(self.source), "reward file")
         else:
-            module = _from_name(self.source)
+            said = f"reward module {self.source} cannot be imported: "
+            with reported(lambda why: InputError(said + why)):
+                module = importlib.import_module(self.source)
         function: RewardFunction | None = getattr(module, self.name, None)
         if function is None or not callable(function):
             defined = [n for n, v in vars(module).items() if inspect.isfunction(v)]
@@ -128,16 +129,6 @@ def load_reward_function(path: str | Path, name: str = "compute_score") -> Funct
     elif not file.is_file():
         raise DataError(f"reward file {file} does not exist", path=str(file))
     return ref
-
-
-def _from_name(name: str) -> ModuleType:
-    try:
-        with contained():
-            return importlib.import_module(name)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise InputError(f"reward module {name} cannot be imported: {describe(error)}") from error
 
 
 def _check_arguments(function: RewardFunction, ref: FunctionRef) -> None:
