@@ -12,7 +12,7 @@ from quadriga.errors import ConfigError, DataError, FieldError, RewardError
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager, load_reward_function
 from quadriga.rewards.functions import Outcome
-from quadriga.rewards.manager import RewardPart, at_last_token, reward_components
+from quadriga.rewards.manager import RewardPart, reward_components
 
 USER_FILE = Path(__file__).with_name("user_rules.py")
 
@@ -47,12 +47,6 @@ def test_the_score_is_at_the_last_response_token():
     assert scores.dtype == torch.float32 and scores.shape == (3, 10)
     assert scores.sum(-1).tolist() == [1.0, 0.0, 1.0]
     assert scores[0].nonzero().tolist() == [[5]] and scores[2].nonzero().tolist() == [[4]]
-
-
-def test_last_token_of_masks_with_gaps_and_without_ones():
-    mask = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
-    placed = at_last_token(torch.tensor([2.0, 3.0, 4.0]), mask)
-    assert placed.tolist() == [[0, 0, 2, 0], [0, 0, 0, 0], [0, 0, 0, 4]]
 
 
 @pytest.mark.parametrize("processes", [0, 1])

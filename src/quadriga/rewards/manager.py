@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from quadriga.algorithms.shaping import add_to_last_token
 from quadriga.config.convert import build
 from quadriga.config.schema import FailurePolicy, RewardConfig
 from quadriga.config.secrets import mask_secrets
@@ -271,7 +272,8 @@ class RewardManager:
         texts = self._texts(data.batch[fields.RESPONSES], mask)
         outcomes = self._outcomes(texts, *columns)
         score_B = torch.tensor([outcome.score for outcome in outcomes], dtype=torch.float32)
-        scores = {fields.TOKEN_LEVEL_SCORES: at_last_token(score_B, mask)}
+        score_BR = add_to_last_token(torch.zeros(mask.shape), mask, score_B)
+        scores = {fields.TOKEN_LEVEL_SCORES: score_BR}
         if self.components:
             scores[fields.REWARD_COMPONENTS] = reward_components(outcomes, self.components)
         return DataProto.from_dict(scores)
@@ -388,22 +390,6 @@ class RewardManager:
             data_source=first.data_source,
             status=first.status,
         )
-
-
-def at_last_token(score_B: torch.Tensor, mask_BR: torch.Tensor) -> torch.Tensor:
-    """Return [B, R] float32 with `score_B` at the last 1 of each row of `mask_BR`, 0 elsewhere.
-
-    A row without a 1 has no token for its score and stays 0:
-
-        score   mask       result
-        2.0     1 0 1 0    0 0 2 0
-        3.0     0 0 0 0    0 0 0 0
-        4.0     1 1 1 1    0 0 0 4
-    """
-    scores_BR = torch.zeros(mask_BR.shape, dtype=torch.float32)
-    last_B = (_ends(mask_BR) - 1).clamp(min=0)  # 0 for a row without a 1; masked below
-    scores_BR[torch.arange(len(mask_BR)), last_B] = score_B
-    return scores_BR * mask_BR
 
 
 def _ends(mask_BR: torch.Tensor) -> torch.Tensor:

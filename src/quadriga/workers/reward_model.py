@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from quadriga.algorithms.shaping import add_to_last_token
 from quadriga.config.commands import RMConfig
 from quadriga.config.schema import ModelConfig, RewardModelConfig
 from quadriga.data.chat import NO_ARGUMENTS, TemplateArguments
@@ -88,7 +89,6 @@ class RewardModelWorker(EngineWorker[RewardModelConfig]):
             LengthError: a conversation is longer than the reward model can compute.
         """
         from quadriga.data.loader import scored_rows
-        from quadriga.rewards.manager import at_last_token
 
         rows = scored_rows(self._conversations(data), self.pad, self.longest)
         size = self.config.micro_batch_size_per_gpu
@@ -96,8 +96,9 @@ class RewardModelWorker(EngineWorker[RewardModelConfig]):
         responses = data.batch[fields.RESPONSES]
         # All tokens of the response, whatever the loss does with them.
         tokens = data.batch[fields.ATTENTION_MASK][:, -responses.shape[1] :]
-        scores = at_last_token(outputs[VALUES].sum(-1).float(), tokens)
-        return DataProto.from_dict(tensors={fields.RM_SCORES: scores})
+        score_B = outputs[VALUES].sum(-1).float()
+        score_BR = add_to_last_token(score_B.new_zeros(tokens.shape), tokens, score_B)
+        return DataProto.from_dict(tensors={fields.RM_SCORES: score_BR})
 
     def _conversations(self, data: DataProto) -> list[EncodedAnswer]:
         """Return the token ids of the reward model for each row."""
