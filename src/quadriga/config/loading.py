@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -179,7 +178,10 @@ def _parse(parser: OverridesParser, cls: type, text: str) -> tuple[str, object]:
     check_override(text, cut(key))
     is_text = holds_text(type_of_key(cls, key))
     try:
-        value = _value(parser.parse_override(text), raw)
+        parsed = parser.parse_override(text)
+        if parsed.is_sweep_override():
+            raise HydraException(f"a run takes one value, not several; write a list as [{raw}]")
+        value = parsed.value()
     except (HydraException, RecursionError, ValueError) as error:
         if is_text or raw.startswith("~"):  # one path of a list needs no quotes either
             return key, raw
@@ -193,12 +195,6 @@ def _parse(parser: OverridesParser, cls: type, text: str) -> tuple[str, object]:
     if is_text and not isinstance(value, str | None | list):
         return key, raw
     return key, value
-
-
-def _value(parsed: Override, raw: str) -> object:
-    if parsed.is_sweep_override():
-        raise HydraException(f"a run takes one value, not several; write a list as [{raw}]")
-    return parsed.value()
 
 
 def _apply(tree: DictConfig, cls: type, key: str, value: object) -> None:

@@ -38,20 +38,10 @@ from quadriga.streams.queue import PromptGroup, PromptQueue
 from quadriga.streams.replicas import Applying, Replicas
 from quadriga.streams.saved import load_groups, save_groups, without_images
 from quadriga.streams.staleness import StalenessBound
+from quadriga.trainer import stages
 from quadriga.trainer.checkpoints import STREAMED
 from quadriga.trainer.dataflow import EARLY
 from quadriga.trainer.record import Metrics, StageResult, spans_of_versions
-from quadriga.trainer.stages import (
-    BatchReward,
-    StageRunner,
-    add_greedy_rows,
-    expand_prompts,
-    generation_inputs,
-    merged,
-    sampled,
-    score_responses,
-    take_greedy_rows,
-)
 from quadriga.workers.method_fields import GENERATE_SEQUENCES
 
 Pause = Literal["sync", "validate", "save"]
@@ -74,9 +64,9 @@ class StreamedSampler:
 
     config: TrainConfig
     replicas: Replicas
-    reward: BatchReward
+    reward: stages.BatchReward
     stream: Iterator[DataProto]
-    runner: StageRunner
+    runner: stages.StageRunner
     total_steps: int
     apart: bool
     beside: bool
@@ -93,7 +83,7 @@ class StreamedSampler:
         self.generation = SlicedGeneration(
             self.replicas,
             self.queue,
-            generation_inputs,
+            stages.generation_inputs,
             slice_tokens=rollout.slice_tokens,
             response_tokens=data.max_response_length,
             rows=min(rollout.micro_batch_size, share) if self.apart else share,
@@ -140,9 +130,9 @@ class StreamedSampler:
             self._dropped = 0
         if self._roles_score:
             batch = self.runner.beside("after", GENERATE_SEQUENCES.name, batch)
-            batch, metrics = self.runner.result(score_responses, batch, self.reward)
+            batch, metrics = self.runner.result(stages.score_responses, batch, self.reward)
             scores.append((len(batch), metrics))
-        scored = merged(*(own for _, own in scores), rows=[rows for rows, _ in scores])
+        scored = stages.merged(*(own for _, own in scores), rows=[rows for rows, _ in scores])
         return StageResult(batch, {**scored, **self._staleness(taken)})
 
     def _fill(self) -> None:
@@ -160,9 +150,9 @@ class StreamedSampler:
         self._drawn += 1
         self._note("begin", [self._drawn])
         n, step, seed = self._n - self._greedy, self._drawn, self.config.trainer.seed
-        rows = self.runner.result(expand_prompts, prompts, n=n, step=step, seed=seed).batch
+        rows = self.runner.result(stages.expand_prompts, prompts, n=n, step=step, seed=seed).batch
         if self._greedy:
-            rows = add_greedy_rows(rows, n)
+            rows = stages.add_greedy_rows(rows, n)
         rows = self.runner.beside("before", GENERATE_SEQUENCES.name, rows)
         if not self.queue.groups:
             self._check_saved(rows)
@@ -224,10 +214,10 @@ class StreamedSampler:
         parts, algorithm = list(complete.values()), self.config.algorithm
         if parts and not self._roles_score:
             whole, began = DataProto.concat(parts), time.perf_counter()
-            batch, metrics = self.runner.result(score_responses, whole, self.reward)
+            batch, metrics = self.runner.result(stages.score_responses, whole, self.reward)
             self._note("score", [g.number for g in complete], seconds=time.perf_counter() - began)
             if self._greedy:
-                batch = take_greedy_rows(batch, self._n)
+                batch = stages.take_greedy_rows(batch, self._n)
             parts = batch.split(len(batch) // len(complete))
             with self._changed:
                 self._metrics.append((len(batch), metrics))
@@ -238,7 +228,7 @@ class StreamedSampler:
                     self.queue.ready(group)
                     drawn = 1 + self._dropped // self.queue.bound.groups
                     decides = algorithm.filter_groups.refills and self._script is None
-                    if decides and sampled(scored, algorithm, 1, drawn).action == "refill":
+                    if decides and stages.sampled(scored, algorithm, 1, drawn).action == "refill":
                         self._drop([group.number])
             self._changed.notify_all()
 
