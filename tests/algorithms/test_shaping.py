@@ -121,7 +121,7 @@ def test_an_under_filled_batch_is_filled_with_weight_zero_or_raises() -> None:
     last = {"wanted_groups": 3, "gen_batches": 3, "max_num_gen_batches": 3}
     got = dynamic_sampling(SCORES, GROUPS, **last)
     assert (got.action, got.rows.tolist()) == ("train", [0, 1, 2, 3, 8, 9])
-    assert got.metrics["kept"] == 2.0
+    assert got.kept == 2
     with pytest.raises(GroupError, match="2 of 5 prompt groups are not zero-variance after 3"):
         dynamic_sampling(SCORES, GROUPS, **last, under_filled="error")
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quadriga.algorithms.registry import look_up
-from quadriga.algorithms.shaping import groups_of_scores, zero_variance_metrics
+from quadriga.algorithms.shaping import groups_of_scores
 from quadriga.algorithms.tensors import GroupIds
 from quadriga.errors import AlgorithmError, GroupError
 
@@ -37,13 +37,12 @@ class SamplingDecision:
         action: "train" on `rows`, or "refill": keep `rows`, draw more groups and call
             `dynamic_sampling` again.
         rows: int64; the rows to keep: all rows of each kept group, in their order in the batch.
-        metrics: `zero_variance_metrics` of all samples; `kept`, the number of groups among `rows`
-            that are not zero-variance; and `gen_batches`.
+        kept: the number of groups among `rows` that are not zero-variance.
     """
 
     action: SamplingAction
     rows: Tensor
-    metrics: dict[str, float]
+    kept: int
 
 
 # Five groups of two samples; wanted_groups = 3:
@@ -96,7 +95,6 @@ def dynamic_sampling(
         groups = replace(groups, member_B=member_B)
     varied = groups.nonzero_variance_G(scores_B)
     num_varied = int(varied.sum())
-    metrics = {**zero_variance_metrics(scores_B, group_ids), "gen_batches": float(gen_batches)}
     missing = max(wanted_groups - num_varied, 0)
     action: SamplingAction = "train"
     if missing and gen_batches < max_num_gen_batches:
@@ -113,9 +111,8 @@ def dynamic_sampling(
         )
     else:
         chosen = _fill(varied, wanted_groups)
-    metrics["kept"] = float((chosen & varied).sum())
     rows = chosen[groups.index_B].nonzero()[:, 0]
-    return SamplingDecision(action, rows, metrics)
+    return SamplingDecision(action, rows, kept=int((chosen & varied).sum()))
 
 
 def _fill(varied_G: Tensor, wanted: int) -> Tensor:

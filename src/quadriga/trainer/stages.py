@@ -682,7 +682,7 @@ class Sampler:
             decision = sampled(batch, self.config.algorithm, wanted, turn)
             batch = batch.select_idxs(decision.rows)
             if decision.action == "train":
-                drawn = {f"group/{k}": decision.metrics[k] for k in ("kept", "gen_batches")}
+                drawn = {"group/kept": float(decision.kept), "group/gen_batches": float(turn)}
                 return StageResult(batch, {**drawn, **merged(*scoring)})
             # `turn` is part of the seed, so that a prompt that is drawn twice in one step does
             # not sample the same responses again.
