@@ -31,6 +31,7 @@ import psutil
 from quadriga.cli.main import LOST, Invocation, main
 from quadriga.config.loading import given_trainer
 from quadriga.config.paths import local_path
+from quadriga.config.schema import RunConfig
 from quadriga.containment import ADOPTS_ORPHANS, ENDS_WITH_PARENT, end_all, prctl, reap
 from quadriga.errors import DataError
 from quadriga.observability.jsonl import read_jsonl
@@ -107,15 +108,13 @@ class SupervisedRun:
     """What the supervisor knows of a run: some of its settings, and the files in its folder.
 
     Attributes:
-        mode: `trainer.resume_mode` as it was given.
+        trainer: the section of the settings, as it was given.
         found: what identified `config.yaml` before the run began.
         counted: time and last step of each restart.
     """
 
+    trainer: RunConfig
     folder: RunFolder
-    mode: str
-    max_restarts: int
-    window_s: float
     found: tuple[int, ...]
     counted: list[tuple[float, int]] = field(default_factory=list)
 
@@ -130,21 +129,20 @@ class SupervisedRun:
             with redirect_stderr(StringIO()):  # the controller prints the translation
                 trainer = vars(invocation.load())["trainer"]
         folder = RunFolder(Path(local_path(trainer.default_local_dir)).absolute())
-        restarts, window_s = trainer.max_restarts, trainer.restart_window_s
-        return cls(folder, trainer.resume_mode, restarts, window_s, _identity(folder.config))
+        return cls(trainer, folder, _identity(folder.config))
 
     def again(self, code: int) -> bool:
         """Return whether a controller that has ended is started again, and say so."""
-        now, step = time.monotonic(), self._step()
+        now, step, window_s = time.monotonic(), self._step(), self.trainer.restart_window_s
         self.counted = [
-            (at, last) for at, last in self.counted if at > now - self.window_s or last >= step
+            (at, last) for at, last in self.counted if at > now - window_s or last >= step
         ]
         how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
-        count, allowed = len(self.counted) + 1, self.max_restarts
+        count, allowed = len(self.counted) + 1, self.trainer.max_restarts
         self.counted.append((now, step))
         if count > allowed:
             text = f"it is not started again: trainer.max_restarts={allowed} within "
-            text += f"{self.window_s:g} s, or without a new step"
+            text += f"{window_s:g} s, or without a new step"
         else:
             text = f"restart {count} of {allowed} begins"
         print(f"the controller has ended {how} after step {step}; {text}", file=sys.stderr)
@@ -155,7 +153,8 @@ class SupervisedRun:
         if _identity(self.folder.config) == self.found:  # it has not opened the folder: as given
             return []
         saved = self.folder.checkpoints.glob("global_step_*/COMPLETE.json")
-        if self.mode in ("auto", "disable") or any(file.parent.suffix == "" for file in saved):
+        newest = self.trainer.resume_mode in ("auto", "disable")
+        if newest or any(file.parent.suffix == "" for file in saved):
             return ["trainer.resume_mode=auto", "trainer.overwrite=false"]
         return ["trainer.overwrite=true"]  # from the checkpoint that was named, of another run
 
