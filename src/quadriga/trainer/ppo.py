@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -420,15 +421,15 @@ class RayPPOTrainer:
                 self._groups = None
 
 
+@dataclass
 class MismatchWatch:
     """Compares the share of tokens beyond `mismatch.bound` with `mismatch.max_share` in each step.
 
     A run logs a warning at its first alarm, and then at the 10th, 100th, … alarm.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
-        self.config = config
-        self.alarms = 0
+    config: TrainConfig
+    alarms: int = 0
 
     def check(self, step: int, metrics: Mapping[str, float]) -> None:
         """Raise or log an alarm if the metrics of a step ask for one.
