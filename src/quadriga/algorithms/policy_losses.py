@@ -71,18 +71,8 @@ def _entry(
 ) -> PolicyLossEntry:
     needs, settings = registry.split_parameters(fn, INPUTS)
     selecting = () if select is None else registry.split_parameters(select, INPUTS)[1]
-    return PolicyLossEntry(
-        fn,
-        formula,
-        paper,
-        needs,
-        settings + selecting,
-        registry.origin_of(fn),
-        aggregation,
-        one_per_sequence,
-        select,
-        selecting,
-    )
+    entry = fn, formula, paper, needs, settings + selecting, registry.origin_of(fn)
+    return PolicyLossEntry(*entry, aggregation, one_per_sequence, select, selecting)
 
 
 POLICY_LOSSES: dict[str, PolicyLossEntry] = {
@@ -170,12 +160,8 @@ def register_policy_loss(
 
     def add(fn: PolicyLossFn) -> PolicyLossFn:
         entry = _entry(fn, formula, paper, aggregation=aggregation)
-        registry.refuse_second(
-            {**POLICY_LOSSES, **{a: POLICY_LOSSES[n] for a, n in ALIASES.items()}},
-            name,
-            entry.origin,
-            "policy loss",
-        )
+        taken = POLICY_LOSSES | {alias: POLICY_LOSSES[known] for alias, known in ALIASES.items()}
+        registry.refuse_second(taken, name, entry.origin, "policy loss")
         POLICY_LOSSES[name] = entry
         return fn
 

@@ -58,6 +58,7 @@ def load_ingredients(config: TrainConfig, reward: BatchReward | None = None) -> 
     from quadriga.data.loader import ordered_loader
     from quadriga.data.user_classes import sampler_state, user_sampler
     from quadriga.models import load_tokenizer
+    from quadriga.rewards import RewardManager
 
     data, model = config.data, config.actor_rollout_ref.model
     tokenizer = load_tokenizer(
@@ -84,32 +85,16 @@ def load_ingredients(config: TrainConfig, reward: BatchReward | None = None) -> 
         mixture=make_mixture(data, train), sampler=sampler,
     )  # fmt: skip
     check_training_data(config, tokenizer, datasets)
-    reward = reward or _rules(config, tokenizer, train_loader, val_loader)
+    if reward is None:
+        components = config.algorithm.reward_components
+        reward = rules = RewardManager.from_settings(config.reward, tokenizer, components)
+        rules.batch_rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+        # Rows need no rule where a role scores the responses.
+        if not scores_come_from_roles(StepPlan.of(config).stages):
+            check_rows(rules, train_loader, data.train_files)
+        if not scores_come_from_roles(validation_dataflow(config)):
+            check_rows(rules, val_loader, data.val_files)
     return Ingredients(tokenizer, train_loader, val_loader, reward)
-
-
-def _rules(
-    config: TrainConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    train_loader: PromptLoader,
-    val_loader: PromptLoader | None,
-) -> RewardManager:
-    """Return the rules of the settings, which can score every row.
-
-    Raises:
-        DataError: names the row that has no rule, or not what its rule needs.
-    """
-    from quadriga.rewards import RewardManager
-
-    components = config.algorithm.reward_components
-    rules = RewardManager.from_settings(config.reward, tokenizer, components)
-    rules.batch_rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-    # Rows need no rule where a role scores the responses.
-    if not scores_come_from_roles(StepPlan.of(config).stages):
-        check_rows(rules, train_loader, config.data.train_files)
-    if not scores_come_from_roles(validation_dataflow(config)):
-        check_rows(rules, val_loader, config.data.val_files)
-    return rules
 
 
 def check_ingredients(config: TrainConfig, given: Ingredients) -> None:
