@@ -12,6 +12,7 @@ import pkgutil
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +20,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+# A user file with which each process of a run computes so.
+USER_FILE = f"""
+import sys
+
+sys.path.append({str(Path(__file__).parent)!r})
+import megatron_on_cpu
+
+megatron_on_cpu.install()
+"""
 _FACTORIES = ("zeros", "ones", "tensor", "empty", "full", "arange", "empty_like", "zeros_like")
 _PACKAGES = (
     "megatron.core.models.gpt.gpt_model",

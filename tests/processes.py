@@ -1,11 +1,30 @@
-"""Read processes that may end at any moment."""
+"""Run a command in a process of its own, and read processes that may end at any moment."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
+
+from quadriga.observability.jsonl import read_jsonl
+
+
+def quadriga(*words: str, **options: object) -> str:
+    """Run `quadriga` with `subprocess.run` and these options; return its standard output."""
+    command = [sys.executable, "-m", "quadriga.cli.main", *words]
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def accuracies(run: Path) -> list[float]:
+    """Return what the validations of a run have found."""
+    steps = read_jsonl(run / "metrics.jsonl")
+    return [step["val/accuracy"] for step in steps if "val/accuracy" in step]
 
 
 def command_line(process: psutil.Process) -> str:

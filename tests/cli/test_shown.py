@@ -13,21 +13,9 @@ def answer(prompt, *responses):
 
 
 def test_plan_shows_the_arithmetic(capsys):
-    code = main(
-        ["plan", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8",
-         "data.train_batch_size=32", "trainer.n_gpus_per_node=2",
-         "actor_rollout_ref.actor.ppo_mini_batch_size=16"]
-    )  # fmt: skip
+    assert main(["plan", "algorithm.adv_estimator=grpo", "data.train_batch_size=32"]) == 0
     out = capsys.readouterr().out
-    assert code == 0
-    assert "256 = 32 prompts × 8 responses" in out
-    assert "2 per step = 32 / 16 mini-batches × 1 epochs" in out
-    assert "critic" not in out
-
-
-def test_plan_with_a_critic_and_with_conflicting_settings(capsys):
-    assert main(["plan"]) == 0
-    assert "\ncritic\n" in capsys.readouterr().out
+    assert "= 32 prompts × " in out and "critic" not in out
     assert main(["plan", "trainer.n_gpus_per_node=3"]) == 2
     assert "= 64 × 1 = 64 sequences do not divide over 3 ranks" in capsys.readouterr().err
 

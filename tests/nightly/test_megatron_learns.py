@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 import copy
-import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import megatron_on_cpu
+from processes import accuracies, quadriga
 from quadriga.cli.demo import DemoCommand, data_command, sft_command, train_command
 from quadriga.config.commands import DemoConfig
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 
 ENGINE = "actor_rollout_ref.actor.engine"
-ON_CPU = f"""
-import sys
-
-sys.path.append({str(Path(__file__).parents[1])!r})
-import megatron_on_cpu
-
-megatron_on_cpu.install()
-"""
 
 
 def run(command: DemoCommand, folder: Path, *more: str) -> None:
-    words = [*command.command.split(), *command.overrides, *more]
-    done = subprocess.run(
-        [sys.executable, "-m", "quadriga.cli.main", *words],
-        cwd=folder, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    quadriga(*command.command.split(), *command.overrides, *more, cwd=folder)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +29,7 @@ def warm(tmp_path_factory) -> Path:
     """The folder of the demo's data and of its model after the warm start."""
     pytest.importorskip("megatron.core")
     folder = tmp_path_factory.mktemp("demo")
-    (folder / "on_cpu.py").write_text(ON_CPU)
+    (folder / "on_cpu.py").write_text(megatron_on_cpu.USER_FILE)
     for command in (data_command, sft_command):
         run(command(DemoConfig(), Path("demo")), folder)
     return folder
@@ -79,9 +65,7 @@ def test_the_demo_learns_with_megatron(warm, size):
         f"trainer.default_local_dir=demo/{size}",
         "algorithm.user_files=[on_cpu.py]", f"{ENGINE}.name=megatron", f"{ENGINE}.{size}",
     )  # fmt: skip
-    with open(warm / "demo" / size / "metrics.jsonl") as file:
-        steps = [json.loads(line) for line in file]
-    accuracy = [step["val/accuracy"] for step in steps if "val/accuracy" in step]
+    accuracy = accuracies(warm / "demo" / size)
     print(size, accuracy)
     assert accuracy[0] < 0.6
     assert accuracy[-1] > 0.9

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
+
+from processes import quadriga
 
 pytestmark = pytest.mark.nightly
 
@@ -25,16 +25,6 @@ def hub(tiny_task, tmp_path) -> dict[str, str]:
     return {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
 
 
-def command(hub: dict[str, str], *words: str) -> str:
-    """Run a command of `quadriga` in a process of its own and return its standard output."""
-    done = subprocess.run(
-        [sys.executable, "-m", "quadriga.cli.main", *words],
-        env=hub, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_a_name_of_the_hub_trains_exports_and_generates(hub, train_overrides, tmp_path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -44,8 +34,9 @@ def test_a_name_of_the_hub_trains_exports_and_generates(hub, train_overrides, tm
         "algorithm.adv_estimator=gae",
         f"critic.model.path={NAME}",
     ]
-    command(hub, "train", *named, "trainer.total_training_steps=1")
+    quadriga("train", *named, "trainer.total_training_steps=1", env=hub)
     exported = tmp_path / "run" / "model"
     assert AutoModelForCausalLM.from_pretrained(exported).num_parameters() > 0
     assert AutoTokenizer.from_pretrained(exported).chat_template
-    command(hub, "generate", f"model.path={NAME}", "prompt='1 and 2?'", "max_response_length=4")
+    asked = f"model.path={NAME}", "prompt='1 and 2?'", "max_response_length=4"
+    quadriga("generate", *asked, env=hub)

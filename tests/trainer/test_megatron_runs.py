@@ -10,6 +10,7 @@ from run_cases import timeless
 from run_process import started_run
 from safetensors.torch import load_file
 
+import megatron_on_cpu
 from quadriga.observability.jsonl import read_jsonl
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3000)]
@@ -22,14 +23,6 @@ SAME = (
     f"{ACTOR}.optim.eps=1e-3", "critic.optim.eps=1e-3",
     "reward.num_processes=0", "actor_rollout_ref.rollout.sampling.temperature=0.7",
 )  # fmt: skip
-ON_CPU = f"""
-import sys
-
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-import megatron_on_cpu
-
-megatron_on_cpu.install()
-"""
 TENSOR, STAGES, CONTEXT = (
     (f"{name}_parallel_size=2",) for name in ("tensor", "pipeline", "context")
 )
@@ -53,7 +46,7 @@ def megatron(*sizes: str, ranks: int = 2) -> list[str]:
 def train(train_overrides, rule, tmp_path):
     """train("name", …) runs `quadriga train` in a process of its own; returns its metrics."""
     pytest.importorskip("megatron.core")
-    (tmp_path / "on_cpu.py").write_text(ON_CPU)
+    (tmp_path / "on_cpu.py").write_text(megatron_on_cpu.USER_FILE)
     files = [rule, f"algorithm.user_files=[{tmp_path / 'on_cpu.py'}]"]  # fmt: skip
 
     def _train(name: str, *more: str) -> list[dict[str, float]]:
