@@ -18,8 +18,8 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -407,3 +407,12 @@ def _comments(cls: object) -> dict[str, str]:
                 comments[field["name"]] = field["comment"] or " ".join(above)
             above = []
     return comments
+
+
+def with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return plain values with each text in their dicts and lists changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: with_texts(item, change) for key, item in value.items()}
+    return [with_texts(item, change) for item in value] if isinstance(value, list) else value

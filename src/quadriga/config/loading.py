@@ -35,6 +35,7 @@ from quadriga.config.convert import (
     is_settings,
     type_of_key,
     unknown_setting,
+    with_texts,
 )
 from quadriga.config.paths import local_path
 from quadriga.config.schema import RunConfig, TrainConfig
@@ -446,7 +447,8 @@ def to_yaml(config: DataclassInstance) -> str:
     environment, except for the masked values.
     """
     values = _values_of(config)
-    plain = {key: _escaped(value) for key, value in mask_values(values).items()}
+    # A `${` of a text is no interpolation.
+    plain = with_texts(mask_values(values), lambda text: text.replace("${", "\\${"))
     written = OmegaConf.create(plain)
     for key, pairs in _interpolated.items():
         for value, text in pairs:
@@ -516,12 +518,3 @@ def _at(values: Plain, key: str) -> Plain:
     for part in key.split("."):
         values = values.get(part) if isinstance(values, dict) else None
     return values
-
-
-def _escaped(value: Plain) -> Plain:
-    """Return plain values in which a `${` of a text is no interpolation."""
-    if isinstance(value, dict):
-        return {key: _escaped(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_escaped(item) for item in value]
-    return value.replace("${", "\\${") if isinstance(value, str) else value

@@ -17,14 +17,12 @@ import os
 import re
 import traceback
 from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from typing import Any
 
 from quadriga.errors import printable
 
 MASK = "***"
 MIN_LENGTH = 6  # a shorter value ("1", "true", "root") occurs in ordinary text
-
-T = TypeVar("T")
 
 # The last words of a name: `hub_token`, but not `max_tokens_per_micro_batch`.
 _NAME = re.compile(
@@ -84,9 +82,16 @@ def shown(text: str) -> str:
     return printable(mask_secrets(text))
 
 
-def mask_values(value: T, name: str = "") -> T:
+def mask_values(value: Any, name: str = "") -> Any:
     """Return plain values with every secret masked: texts in dicts and lists, by name and value."""
-    return _masked(value, name)  # type: ignore[return-value]  # the structure of the value is kept
+    if isinstance(value, Mapping):
+        return {key: mask_values(item, f"{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([mask_values(item, name) for item in value])
+    if isinstance(value, str):
+        return MASK if value and is_secret_name(name) else mask_secrets(value)
+    is_number = isinstance(value, int | float) and len(str(value)) >= MIN_LENGTH
+    return MASK if is_number and is_secret_name(name) else value
 
 
 def mask_logs() -> None:
@@ -117,17 +122,6 @@ def _mask_record(record: logging.LogRecord) -> logging.LogRecord:
         if masked != trace:
             record.exc_text = masked
     return record
-
-
-def _masked(value: object, name: str) -> object:
-    if isinstance(value, Mapping):
-        return {key: _masked(item, f"{key}") for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)([_masked(item, name) for item in value])
-    if isinstance(value, str):
-        return MASK if value and is_secret_name(name) else mask_secrets(value)
-    is_number = isinstance(value, int | float) and len(str(value)) >= MIN_LENGTH
-    return MASK if is_number and is_secret_name(name) else value
 
 
 def _secret_values() -> Iterator[str]:

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, get_arg
 
 import numpy as np
 
+from quadriga.config.convert import with_texts
 from quadriga.config.paths import local_path
 from quadriga.config.schema import SpecialTokens
 from quadriga.data.chat import (
@@ -160,7 +161,7 @@ class EncodedDataset(Generic[ItemT]):
         """
         if self.special_tokens == "keep":
             return chat
-        written: Chat = _with_texts(chat, self._neutral)
+        written: Chat = with_texts(chat, self._neutral)
         if self.special_tokens == "refuse" and written != chat:
             found = next(new for new, old in zip(written, chat, strict=True) if new != old)
             raise row.error(
@@ -297,15 +298,6 @@ class EncodedDataset(Generic[ItemT]):
         ends = np.minimum(np.cumsum([0, *self.file_sizes]), count)
         part.file_sizes = np.diff(ends).tolist()
         return part
-
-
-def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return JSON values with each text in them changed."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: _with_texts(item, change) for key, item in value.items()}
-    return [_with_texts(item, change) for item in value] if isinstance(value, list) else value
 
 
 def _plain(value: object) -> object:
