@@ -10,6 +10,7 @@ import pytest
 from quadriga.config.commands import EvalConfig
 from quadriga.config.loading import load_config
 from quadriga.errors import ConfigError, DataError, RewardError
+from quadriga.observability.jsonl import read_jsonl
 from quadriga.trainer import evaluation as generation
 from quadriga.trainer.evaluation import Evaluation, run_evaluation
 
@@ -63,10 +64,6 @@ def results_in(folder: Path) -> dict[str, object]:
     return json.loads((folder / "results.json").read_text())
 
 
-def lines_of(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 ROWS = [
     row(GSM, "7", "#### 7", "#### 8", "so #### 7.0", "seven"),
     row(GSM, "9", "#### 1", "#### 2", "#### 2", "#### 9"),
@@ -83,7 +80,7 @@ def test_responses_of_files_by_hand(evaluate, tmp_path) -> None:
     assert [source["data_source"] for source in written["sources"]] == [GSM, OWN, "overall"]
     mean = written["sources"][0]["metrics"]["mean@4"]
     assert mean["value"] == 0.375 and mean["low"] in (0.25, 0.375) and mean["high"] == 0.5
-    samples = lines_of(tmp_path / "eval" / "samples.jsonl")
+    samples = list(read_jsonl(tmp_path / "eval" / "samples.jsonl"))
     assert [(s["index"], s["answer"], s["score"]) for s in samples[:4]] == [
         (0, "7.0", 1.0), (0, "8.0", 0.0), (0, "7.0", 1.0), (0, None, 0.0),
     ]  # fmt: skip
@@ -107,7 +104,7 @@ def test_the_rule_of_the_user_scores_and_names_the_answer(evaluate, tmp_path) ->
     assert found.metrics["mean@4"].value == pytest.approx(0.7 / 4)
     assert found.metrics["maj@4"].value == pytest.approx(0.3)
     assert found.metrics["pass@1"].value == 0.25
-    samples = lines_of(tmp_path / "eval" / "samples.jsonl")
+    samples = list(read_jsonl(tmp_path / "eval" / "samples.jsonl"))
     assert samples[2]["status"] == "raised" and "planted" in samples[2]["detail"]
     assert samples[0]["extra"]["length"] == 2.0
     with pytest.raises(RewardError, match="planted"):
@@ -155,7 +152,6 @@ def test_another_model_or_file_in_the_same_folder_is_refused(
     [
         ([row("gsm", "1", "x")], "scored: there is no rule function for data_source 'gsm'"),
         ([row(GSM, "1", "x"), {**row(GSM, "1"), "responses": 3}], "row 1: 'responses' must be a"),
-        ([row(GSM, "1", "x"), row(GSM, "1", "x", "y")], "prompt 1 has 2 responses and prompt 0"),
         ([{**row(GSM, "1", "x"), "reward_model": {}}], r"responses.jsonl: row 0 cannot be scored"),
     ],
 )

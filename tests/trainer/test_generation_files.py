@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 from pathlib import Path
@@ -46,16 +45,12 @@ def whole(tiny_task, tmp_path_factory) -> bytes:
     return generated(tiny_task, tmp_path_factory.mktemp("whole") / "answers.jsonl").read_bytes()
 
 
-def rows_of(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def no_ranks(monkeypatch) -> None:
     monkeypatch.setattr(generation, "rollout_group", lambda _: pytest.fail("ranks were started"))
 
 
 def test_a_row_has_the_prompt_and_its_responses_and_what_scores_them(generate) -> None:
-    rows = rows_of(generate())
+    rows = list(jsonl.read_jsonl(generate()))
     assert [row["index"] for row in rows] == list(range(16))
     for row in rows:
         assert [len(row[key]) for key in ("responses", "response_tokens", "finished")] == [3] * 3
@@ -115,7 +110,7 @@ def test_parquet_has_the_rows_of_json_lines_and_is_returned_without_ranks(
     import pyarrow.parquet as pq
 
     lines, table = generate(), generate(output="answers.parquet")
-    assert pq.read_table(table).to_pylist() == rows_of(lines)
+    assert pq.read_table(table).to_pylist() == list(jsonl.read_jsonl(lines))
     assert sorted(p.name for p in table.parent.glob("answers.parquet*")) == [
         "answers.parquet", "answers.parquet.inputs.json",
     ]  # fmt: skip
