@@ -30,17 +30,3 @@ def test_the_example_of_the_module(name: str, first: float, second: float, third
     )
     assert advantages[:, 0].tolist() == pytest.approx([first, 0.0, second, third, 0.0], abs=1e-6)
     assert advantages[:, 1].tolist() == pytest.approx([0.0, 0.0, 0.0, third, 0.0], abs=1e-6)
-
-
-def test_gdpo_whitens_over_samples_not_tokens() -> None:
-    # Samples of three tokens and of one token. Whitened over samples, they get ∓1/√2; whitened
-    # over tokens, the longer one would get a smaller number.
-    advantages, _ = compute_advantages(
-        "gdpo",
-        token_level_rewards_BT=torch.zeros(2, 3),
-        response_mask_BT=torch.tensor([[1, 1, 1], [1, 0, 0]]),
-        group_ids=[0, 0],
-        reward_components_BK=torch.tensor([[0.0], [4.0]]),
-    )
-    half = 0.5**0.5
-    assert advantages[:, 0].tolist() == pytest.approx([-half, half], abs=1e-5)

@@ -34,8 +34,6 @@ MASK = torch.tensor([[1, 1], [1, 0], [0, 0]])
         ("token", "truncate", [2, 0.5, 3, 0, 0, 0]),
         ("token", "mask", [2, 0.5, 0, 0, 0, 0]),
         ("sequence", "truncate", [1, 1, 3, 0, 0, 0]),
-        ("sequence", "mask", [1, 1, 0, 0, 0, 0]),
-        ("geometric", "truncate", [1, 1, 3, 0, 0, 0]),
     ],
 )
 def test_weights_by_hand(level: str, mode: str, want: list[float]) -> None:

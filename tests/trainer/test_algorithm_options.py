@@ -26,7 +26,6 @@ def check(*overrides: str) -> None:
          f"{LOSS}.options: {LOSS}.name=ppo_clip does not take tau_pos=2: .*reads no setting"),
         ([f"{LOSS}.name=sapo", f"{LOSS}.options={{tau_pos: abc}}"],
          f"{LOSS}.name=sapo does not take tau_pos=abc: .*not supported"),
-        ([f"{LOSS}.name=sapo", f"{LOSS}.options={{tau_pos: 0}}"], "must be above 0"),
         ([f"{LOSS}.name=kl_cov", f"{LOSS}.options={{kl_cov_ratio: 7}}"], "is a fraction of the"),
         ([f"{LOSS}.options={{clip_ratio_low: 0.1}}"],
          f"{LOSS}.options.clip_ratio_low=0.1 is a setting of its own; set {LOSS}.clip_ratio_low"),

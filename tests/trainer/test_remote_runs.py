@@ -110,11 +110,9 @@ def test_a_remote_folder_that_cannot_be_used_is_refused(refused, monkeypatch, tm
     for setting, message in (
         ("trainer.remote_dir=gs://b/run", "gs:// needs the package gcsfs: pip install gcsfs"),
         ("trainer.remote_dir=z3://b/run", "no file system is known for z3://; write a path of"),
-        ("data.train_files=[gs://b/x.jsonl]", "gs:// needs the package gcsfs: pip install gcsfs"),
         ("trainer.default_local_dir=s3://me:password@b/run",
          "set trainer.remote_dir=s3://***@b/run, where the run folder is copied to"),
         ("trainer.resume_mode=s3://b/run", "to the run that holds it, and resume_mode=auto"),
-        ("reward.path=s3://b/rule.py", "reward.path=s3://b/rule.py is not on this machine"),
         ("trainer.remove_local_after_upload=true", "of the copies in trainer.remote_dir; set that"),
         ("trainer.max_remote_ckpt_to_keep=2", "of the copies in trainer.remote_dir; set that"),
         (f"trainer.remote_dir={tmp_path}/run/copy", "run, which it is a copy of; choose another"),
