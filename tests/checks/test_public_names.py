@@ -102,11 +102,6 @@ def test_package_names_load():
         _ = quadriga.answer
 
 
-def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="no attribute 'Data'"):
-        _ = quadriga.Data
-
-
 @pytest.mark.parametrize("owner", sorted(MODULE_NAMES | METHODS))
 def test_names_of_modules_and_classes(owner):
     module, _, cls = owner.partition(":")

@@ -129,12 +129,7 @@ def test_a_dataset_of_the_user(tmp_path, tokenizer):
     config = DataConfig(dataset=DatasetClassConfig(name="Empty"))
     with pytest.raises(ConfigError, match=r"data.dataset.name=Empty: Empty lacks __len__"):
         user_dataset(str(path), ["a"], tokenizer, config)
-
-
-def test_a_class_with_an_argument_images_is_given_the_rules(tmp_path, tokenizer):
-    path = tmp_path / "d.py"
-    path.write_text(DATASET)
-    rules = object()
+    rules = object()  # for a class with an argument `images`
     cases = ("OfImages", rules, rules), ("OfImages", None, None), ("Questions", rules, None)
     for name, given, expected in cases:
         config = DataConfig(dataset=DatasetClassConfig(name=name))

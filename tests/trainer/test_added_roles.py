@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -75,8 +74,7 @@ def test_a_role_computes_the_same_on_shared_and_on_own_ranks(run_roles, run) -> 
 
 
 def lines(path: Path, *, first: int) -> list[dict[str, object]]:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return timeless([row for row in rows if row["step"] >= first])
+    return timeless([row for row in read_jsonl(path) if row["step"] >= first])
 
 
 @pytest.mark.parametrize(
