@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -24,6 +23,7 @@ def test_a_row_without_a_prompt_is_named(refused, tmp_path) -> None:
     ("bad", "said"),
     [
         ({"data_source": "openai/gsm8"}, "openai/gsm8k"),
+        ({"data_source": None}, "for data_source None; the column data_source is missing"),
         ({"reward_model": {}}, "reward_model must be a dict with 'ground_truth', got {}"),
     ],
 )
@@ -31,19 +31,9 @@ def test_one_row_that_cannot_be_scored_is_named(refused, tmp_path, bad, said) ->
     good = {"prompt": "1+1?", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "2"}}
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in [*[good] * 9, good | bad]))
-    line = refused(f"data.train_files=[{file}]")
-    assert "row 9 cannot be scored" in line and said in line
-    validated = refused(f"data.val_files=[{file}]")
-    assert "row 9 cannot be scored" in validated
-
-
-def test_a_missing_column_of_the_rule_is_named_with_the_file(refused, tmp_path) -> None:
-    file = tmp_path / "rows.jsonl"
-    row = {"prompt": "1+1?", "reward_model": {"ground_truth": "2"}}
-    file.write_text((json.dumps(row) + "\n") * 8)
-    line = refused(f"data.train_files=[{file}]")
-    assert f"{file}: row 0 cannot be scored: there is no rule function for data_source None" in line
-    assert "the column data_source is missing" in line
+    for key in ("data.train_files", "data.val_files"):
+        line = refused(f"{key}=[{file}]")
+        assert f"{file}: row 9 cannot be scored" in line and said in line
 
 
 def test_a_device_that_this_process_cannot_see_is_named(refused, monkeypatch) -> None:
@@ -120,16 +110,6 @@ def test_a_missing_reward_file_is_named(refused, tmp_path) -> None:
 
 
 @pytest.mark.nightly
-def test_more_ranks_than_the_node_can_hold_are_reported(train_overrides) -> None:
-    more = ["trainer.backend=ray", "trainer.num_cpus=2", "trainer.n_gpus_per_node=4"]
-    done = subprocess.run(
-        [sys.executable, "-m", "quadriga.cli.main", "train", *train_overrides, *more],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    lines = done.stderr.strip().splitlines()
-    assert done.returncode == 2, done.stderr
-    assert len(lines) == 1 and lines[0].startswith("error: ")
-    assert "4" in lines[0] and "CPU" in lines[0]
+def test_more_ranks_than_the_node_can_hold_are_reported(refused) -> None:
+    line = refused("trainer.backend=ray", "trainer.num_cpus=2", "trainer.n_gpus_per_node=4")
+    assert "4" in line and "CPU" in line
