@@ -7,8 +7,6 @@ import sys
 
 import pytest
 
-from quadriga.cli.main import main
-
 
 def test_a_row_without_a_prompt_is_named(refused, tmp_path) -> None:
     file = tmp_path / "rows.jsonl"
@@ -54,7 +52,7 @@ def test_a_missing_package_of_an_optimizer_is_named(refused, monkeypatch) -> Non
     [("train", "actor_rollout_ref.actor.optim"), ("sft", "optim"), ("rm", "optim")],
 )
 def test_an_optimizer_that_fits_no_parameter_is_named(
-    command, key, train_overrides, tiny_task, capsys, tmp_path, monkeypatch
+    command, key, train_overrides, tiny_task, refused_command, tmp_path, monkeypatch
 ) -> None:
     """Rows of 32 elements are too short for 8 bits."""
     monkeypatch.setattr("quadriga.engines.find_spec", lambda name: name)
@@ -66,8 +64,7 @@ def test_an_optimizer_that_fits_no_parameter_is_named(
             "trainer.backend=local",
         ]  # fmt: skip
     for words in ([command], ["plan", command]):
-        assert main([*words, *settings, f"{key}.name=adamw_8bit"]) == 2
-        (line,) = capsys.readouterr().err.strip().splitlines()
+        line = refused_command(*words, *settings, f"{key}.name=adamw_8bit")
         assert f"{key}.name=adamw_8bit fits none of the " in line
         assert f"set {key}.name=adamw" in line
 

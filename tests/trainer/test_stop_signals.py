@@ -188,9 +188,5 @@ def test_a_run_saves_and_stops_before_its_deadline_and_when_the_stop_file_exists
         (f"trainer.stop_file={Path(__file__)}",): "exists already, so the run would stop after one",
     }.items(),
 )
-def test_a_run_that_is_asked_to_stop_already_is_refused(
-    train_overrides, tmp_path, capsys, settings, message
-) -> None:
-    assert main(["train", *train_overrides, *settings]) == 2
-    assert re.search(message, capsys.readouterr().err)
-    assert not (tmp_path / "run").exists()
+def test_a_run_that_is_asked_to_stop_already_is_refused(refused, settings, message) -> None:
+    assert re.search(message, refused(*settings))
