@@ -13,9 +13,9 @@ def answer(prompt, *responses):
 
 
 def test_plan_shows_the_arithmetic(capsys):
-    assert main(["plan", "algorithm.adv_estimator=grpo", "data.train_batch_size=32"]) == 0
+    assert main(["plan", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8"]) == 0
     out = capsys.readouterr().out
-    assert "= 32 prompts × " in out and "critic" not in out
+    assert "prompts × 8 responses" in out and "critic" not in out
     assert main(["plan", "trainer.n_gpus_per_node=3"]) == 2
     assert "= 64 × 1 = 64 sequences do not divide over 3 ranks" in capsys.readouterr().err
 

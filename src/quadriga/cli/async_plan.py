@@ -161,7 +161,7 @@ def _measured(
 
 def candidates(run: MeasuredRun) -> Iterator[tuple[str, TrainConfig]]:
     """Yield the settings that can be recommended: all ranks in turns, or divided."""
-    world = run.config.trainer.nnodes * run.config.trainer.n_gpus_per_node
+    world = run.config.trainer.ranks
     divided = sorted({max(1, world * part // 4) for part in (1, 2, 3)} if world > 1 else ())
     slice_tokens = max(64, run.config.data.max_response_length // 32)
     for generating in (0, *divided):

@@ -133,7 +133,7 @@ def show_fine_tuning_plan(config: SFTConfig | RMConfig) -> None:
     check_fine_tuning_settings(config)
     trainer, batch = config.trainer, config.data.train_batch_size
     kind = "pairs" if isinstance(config, RMConfig) else "rows"
-    ranks = trainer.nnodes * trainer.n_gpus_per_node // config.engine.model_parallel_size
+    ranks = trainer.ranks // config.engine.model_parallel_size
     print(f"{kind + ' per step':<23}{batch}, {batch // ranks} on each of {ranks} data ranks")
     if not (config.model.path and config.data.train_files):
         print(f"memory                 set model.path and data.train_files, whose {kind} it needs")
@@ -171,10 +171,9 @@ def show_generation_plan(config: GenerateConfig) -> None:
     check_generate_settings(config)
     require_model_path(config.model.path, "model.path")
     of_rank, rows, longest = generated_rows(config, None)
-    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
     print(
         f"responses of a batch   {config.batch_size * config.n} = {config.batch_size} prompts × "
-        f"{config.n}, {of_rank} on each of {ranks} ranks"
+        f"{config.n}, {of_rank} on each of {config.trainer.ranks} ranks"
     )
     print(f"  at once on a rank    {rows} of up to {longest} + {config.max_response_length} tokens")
     print(RunMemory(config).text())

@@ -121,7 +121,7 @@ def role_ranks(config: TrainConfig) -> Mapping[str, tuple[int, ...]]:
     Raises:
         ConfigError: an entry of `placement` is not a rank of the run.
     """
-    world = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    world = config.trainer.ranks
     given = {role: getattr(config.placement, role) for role in roles_of(config)}
     actor = tuple(range(world))
     if given["actor"] is not None:
@@ -216,8 +216,7 @@ def _check_disjoint(pools: Mapping[tuple[int, ...], Sequence[str]]) -> None:
 def _check_all_used(
     config: TrainConfig, ranks_of: Mapping[str, tuple[int, ...]], roles: Sequence[str]
 ) -> None:
-    world = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    used = {rank for role in roles for rank in ranks_of[role]}
+    world, used = config.trainer.ranks, {rank for role in roles for rank in ranks_of[role]}
     if left := [rank for rank in range(world) if rank not in used]:
         raise ConfigError(
             f"no role uses rank {left[0]} of the {world} ranks (trainer.nnodes × "
@@ -235,5 +234,5 @@ def trainer_settings(ranks: RanksConfig) -> TrainerConfig:
     """Return the settings of the same ranks as `quadriga train` has them."""
     values = {field.name: getattr(ranks, field.name) for field in dataclasses.fields(ranks)}
     if ranks.backend == "auto":
-        values["backend"] = "local" if ranks.nnodes * ranks.n_gpus_per_node == 1 else "ray"
+        values["backend"] = "local" if ranks.ranks == 1 else "ray"
     return TrainerConfig(**values)

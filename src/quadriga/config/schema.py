@@ -532,6 +532,11 @@ class MachineConfig(PathSettings):
     # GiB that a rank's device has, or on CPUs all ranks of a node; None: as this machine has
     device_memory_gb: Positive | None = None
 
+    @property
+    def ranks(self) -> int:
+        """The number of ranks on all nodes."""
+        return self.nnodes * self.n_gpus_per_node
+
 
 @dataclass(frozen=True)
 class RunConfig(MachineConfig):

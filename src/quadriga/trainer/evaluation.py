@@ -168,9 +168,8 @@ def load_prompts(
     from quadriga.workers.reward_model import tokenizer_of
 
     check_choice("rollout.name", config.rollout.name, sorted(ROLLOUTS))
-    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
     engine = rollout_of(config.rollout)
-    engine.check(ranks)
+    engine.check(config.trainer.ranks)
     engine.check_sampling(config.sampling)
     check_files(config.data_files, "data_files", needed=prompt is None)
     model = config.model

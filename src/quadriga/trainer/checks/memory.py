@@ -513,8 +513,7 @@ def _train_generation(config: TrainConfig, ranks: int, device_type: str) -> Engi
 
 
 def _one_pool(trainer: MachineConfig, *roles: str) -> RolePool:
-    ranks = trainer.nnodes * trainer.n_gpus_per_node
-    return RolePool(roles, tuple(range(ranks)), (trainer.n_gpus_per_node,) * trainer.nnodes)
+    return RolePool(roles, tuple(range(trainer.ranks)), (trainer.n_gpus_per_node,) * trainer.nnodes)
 
 
 def sft_plan(
@@ -623,8 +622,7 @@ def generated_rows(config: GenerationConfig, prompts: PromptDataset | None) -> t
     """
     count = config.batch_size if prompts is None else min(config.batch_size, len(prompts))
     longest = config.max_prompt_length if prompts is None else prompts.longest
-    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    copies = max(1, ranks // rollout_of(config.rollout).ranks_of_copy)
+    copies = max(1, config.trainer.ranks // rollout_of(config.rollout).ranks_of_copy)
     rows = count * config.n
     return math.ceil(rows / copies), config.rollout.rows_at_once(rows, copies), longest
 

@@ -356,11 +356,9 @@ def check_eval_settings(config: EvalConfig) -> None:
 
 
 def _generation(config: GenerationConfig) -> Problems:
-    trainer, rollout = config.trainer, config.rollout
-    ranks = trainer.nnodes * trainer.n_gpus_per_node
-    yield from elastic_problems(
-        "rollout.replicas", rollout, rollout.replicas.enable, trainer.backend, ranks
-    )
+    rollout, backend, ranks = config.rollout, config.trainer.backend, config.trainer.ranks
+    enabled = rollout.replicas.enable
+    yield from elastic_problems("rollout.replicas", rollout, enabled, backend, ranks)
     yield from _sampling("sampling", config.sampling, config.max_response_length)
     yield from _equal_samples("n", config.n, "sampling", config.sampling)
     yield from _not_trained("model", config.model)
@@ -685,7 +683,7 @@ def _ranks_of(config: TrainConfig | SFTConfig | RMConfig, role: str = "actor") -
     """Return the number of ranks of a role, and that of its data-parallel ranks."""
     if isinstance(config, TrainConfig):
         return num_ranks(config, role), data_ranks(config, role)
-    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    ranks = config.trainer.ranks
     return ranks, ranks // config.engine.model_parallel_size
 
 
