@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import torch
 from hypothesis import strategies as st
 
 from quadriga.parallel.layouts import (
@@ -33,13 +34,20 @@ def replicated_layout(weights, ranks, tied=None):
     return Layout(known, dict.fromkeys(ranks, tensors), tied or {})
 
 
-def fsdp_layout(weights, shards, replicas=1, tied=None):
-    """The layout of FSDP2 on a mesh of replicas × shards ranks, shards innermost."""
-    known = by_name(weights)
-    stored = tuple(Stored(name, (name,)) for name in known)
-    return parallel_layout(
-        Model(known, stored, tied or {}), Degrees(shard=shards, replicas=replicas)
-    )
+def sharded(layout, shards):
+    """The layout after FSDP2, which divides each tensor once more, as `torch.chunk` does."""
+
+    def part(tensor, index):
+        rows = tensor.shape[0] if tensor.shape else 0
+        start, stop = (min(i * -(-rows // shards), rows) for i in (index, index + 1))
+        return tensor.narrow(0, start, stop) if tensor.shape else tensor
+
+    ranks = [
+        tuple(part(t, index) for t in own)
+        for own in layout.ranks.values()
+        for index in range(shards)
+    ]
+    return replace(layout, ranks=dict(enumerate(ranks)))
 
 
 def weights_of(layers, *, tied=False, experts=False, adapters=0):
@@ -57,9 +65,9 @@ def weights_of(layers, *, tied=False, experts=False, adapters=0):
         ]
         for part in [f"{i}.{e}" for e in range(EXPERTS)] if experts else [f"{i}"]:
             found += [
-                Weight(f"{part}.gate", (INNER, HIDDEN), 2),
-                Weight(f"{part}.up", (INNER, HIDDEN), 2),
-                Weight(f"{part}.down", (HIDDEN, INNER), 2),
+                Weight(f"{part}.gate", (INNER, HIDDEN), torch.bfloat16),
+                Weight(f"{part}.up", (INNER, HIDDEN), torch.bfloat16),
+                Weight(f"{part}.down", (HIDDEN, INNER), torch.bfloat16),
             ]
     found += [] if tied else [Weight("head", (VOCAB, HIDDEN))]
     for weight in [w for w in found if w.name.endswith((".q", ".o")) and adapters]:
@@ -79,21 +87,17 @@ def stored_by(kind, weights, layers, degrees, *, tied=False):
     for i in range(layers):
         stage = i * degrees.pipeline // layers
         names = (f"{i}.q", f"{i}.k", f"{i}.v")
-        units = (HEADS, GROUPS, GROUPS)
         found += [
             Stored(f"{i}.norm", (f"{i}.norm",), stage=stage),
             Stored(f"{i}.scale", (f"{i}.scale",), stage=stage),
-            Stored(f"{i}.k_bias", (f"{i}.k_bias",), 0, units=(GROUPS,), stage=stage),
+            Stored(f"{i}.k_bias", (f"{i}.k_bias",), 0, stage=stage),
             Stored(f"{i}.o", (f"{i}.o",), 1, stage=stage),
         ]
         if kind == "plain":
-            found += [
-                Stored(n, (n,), 0, units=(u,), stage=stage)
-                for n, u in zip(names, units, strict=True)
-            ]
+            found += [Stored(name, (name,), 0, stage=stage) for name in names]
         else:
-            fusion = "query groups" if kind == "megatron" else "parts"
-            found.append(Stored(f"{i}.qkv", names, 0, fusion, units, stage=stage))
+            groups = GROUPS if kind == "megatron" else 0
+            found.append(Stored(f"{i}.qkv", names, 0, groups, stage=stage))
         experts = f"{i}.0.gate" in weights
         for e in range(EXPERTS) if experts else (None,):
             part = f"{i}" if e is None else f"{i}.{e}"
@@ -120,9 +124,7 @@ def degrees(draw, layers, *, experts=False, world=16):
     pipeline = draw(st.integers(1, min(layers, world)))
     world //= pipeline
     expert = draw(st.sampled_from([n for n in (1, 2, 4) if n <= world])) if experts else 1
-    world //= expert
-    shard = draw(st.integers(1, min(6, world)))
-    return Degrees(tensor, expert, shard, draw(st.integers(1, max(1, world // shard))), pipeline)
+    return Degrees(tensor, expert, draw(st.integers(1, world // expert)), pipeline)
 
 
 @st.composite
@@ -134,12 +136,16 @@ def layouts(draw, weights, layers, tied, *, world=16):
         return replicated_layout(weights.values(), range(draw(st.integers(1, 4))), names)
     if kind == "fsdp":
         shards = draw(st.integers(1, 8))
-        return fsdp_layout(weights.values(), shards, draw(st.integers(1, 16 // shards)), names)
+        copies = replicated_layout(
+            weights.values(), range(draw(st.integers(1, 16 // shards))), names
+        )
+        return sharded(copies, shards)
     found = draw(degrees(layers, experts=experts, world=world))
     if kind == "megatron" and found.tensor > GROUPS:
-        found = Degrees(GROUPS, found.expert, found.shard, found.replicas, found.pipeline)
+        found = replace(found, tensor=GROUPS)
     stored = stored_by(kind, weights, layers, found, tied=tied)
-    return parallel_layout(Model(weights, stored, names), found)
+    layout = parallel_layout(Model(weights, stored, names), found)
+    return sharded(layout, draw(st.integers(1, max(1, 16 // found.world_size))))
 
 
 @st.composite

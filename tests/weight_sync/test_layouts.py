@@ -1,11 +1,9 @@
-"""Layouts by hand: torch's chunks, tensor parallelism, fused projections, experts, adapters."""
+"""Layouts by hand: tensor parallelism, fused projections, experts, adapters."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-import torch
-from layout_cases import by_name, filled, fsdp_layout, values_of
+from layout_cases import by_name, filled, values_of
 
 from quadriga.errors import ShapeError
 from quadriga.parallel.layouts import (
@@ -14,29 +12,11 @@ from quadriga.parallel.layouts import (
     Stored,
     Weight,
     parallel_layout,
-    torch_chunk,
 )
-
-
-@pytest.mark.parametrize("size", range(9))
-@pytest.mark.parametrize("parts", range(1, 7))
-def test_chunks_are_those_of_torch(size, parts):
-    expected = [c.tolist() for c in torch.chunk(torch.arange(size), parts)] if size else []
-    found = [list(range(*torch_chunk(size, parts, i))) for i in range(parts)]
-    assert found == expected + [[]] * (parts - len(expected))
 
 
 def arrays_of(layout):
     return filled(layout, values_of(layout))
-
-
-def test_fsdp_on_two_dimensions_repeats_the_shards():
-    arrays = arrays_of(fsdp_layout([Weight("w", (5, 2)), Weight("s", ())], 2, 3))
-    for rank in range(6):
-        rows = np.arange(1, 11).reshape(5, 2)
-        expected = rows[:3] if rank % 2 == 0 else rows[3:]
-        assert np.array_equal(arrays[rank]["w"], expected)
-        assert arrays[rank]["s"] == 11, "a weight without dimensions is whole everywhere"
 
 
 def model(stored, *weights, tied=None):
@@ -55,23 +35,21 @@ def test_tensor_parallel_splits_a_padded_dimension():
 QKV = (Weight("q", (8, 1)), Weight("k", (4, 1)), Weight("v", (4, 1)))
 
 
-def test_fused_projections_on_one_rank_differ_in_order():
-    rows = {}
-    for fusion in ("parts", "query groups"):
-        stored = Stored("qkv", ("q", "k", "v"), 0, fusion, (4, 2, 2))
-        layout = parallel_layout(model((stored,), *QKV), Degrees())
-        rows[fusion] = arrays_of(layout)[0]["qkv"].ravel().tolist()
-    assert rows["parts"] == list(range(1, 17))
-    assert rows["query groups"] == [1, 2, 3, 4, 9, 10, 13, 14, 5, 6, 7, 8, 11, 12, 15, 16]
+@pytest.mark.parametrize(("groups", "rows"), [
+    (0, [*range(1, 17)]),
+    (2, [1, 2, 3, 4, 9, 10, 13, 14, 5, 6, 7, 8, 11, 12, 15, 16]),
+])  # fmt: skip
+def test_fused_projections_differ_in_order(groups, rows):
+    layout = parallel_layout(model((Stored("qkv", ("q", "k", "v"), 0, groups),), *QKV), Degrees())
+    assert arrays_of(layout)[0]["qkv"].ravel().tolist() == rows
 
 
-def test_key_heads_are_repeated_where_there_are_more_ranks():
-    stored = Stored("qkv", ("q", "k", "v"), 0, "parts", (4, 2, 2))
+def test_query_groups_are_repeated_where_there_are_more_ranks():
+    stored = Stored("qkv", ("q", "k", "v"), 0, groups=2)
     found = arrays_of(parallel_layout(model((stored,), *QKV), Degrees(tensor=4)))
-    assert [found[rank]["qkv"].ravel().tolist() for rank in range(4)] == [
-        [1, 2, 9, 10, 13, 14], [3, 4, 9, 10, 13, 14],
-        [5, 6, 11, 12, 15, 16], [7, 8, 11, 12, 15, 16],
-    ]  # fmt: skip
+    first, second = [1, 2, 3, 4, 9, 10, 13, 14], [5, 6, 7, 8, 11, 12, 15, 16]
+    rows = [array["qkv"].ravel().tolist() for array in found.values()]
+    assert rows == [first, first, second, second]
 
 
 def test_stages_and_experts_are_on_their_ranks():

@@ -1,4 +1,4 @@
-"""Which part of each checkpoint weight a rank stores. Nothing here uses torch.
+"""Which part of each checkpoint weight a rank stores.
 
 A *box* is a rectangular part of a tensor, one span of indices for each dimension: rows 2 and 3 of a
 tensor of shape [5, 4] are the box `((2, 4), (0, 4))`. A tensor without dimensions has one element,
@@ -25,7 +25,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Literal
+
+import torch
 
 from quadriga.errors import ShapeError
 
@@ -121,15 +122,11 @@ def split(box: Box, limit: int) -> Iterator[Box]:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight of the checkpoint. `itemsize`: bytes of an element."""
+    """A weight of the checkpoint. `dtype`: in which it is sent."""
 
     name: str
     shape: tuple[int, ...]
-    itemsize: int = 4
-
-    @property
-    def num_bytes(self) -> int:
-        return count(whole(self.shape)) * self.itemsize
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,12 +200,6 @@ class Layout:
     tied: Mapping[str, str] = field(default_factory=dict)
 
 
-Fusion = Literal["parts", "query groups"]
-"""How a fused tensor is ordered on a rank. "parts": its shard of each weight, one after another
-(gate and up; q, k and v in vLLM and SGLang). "query groups": for each group the rows of q, then of
-k, then of v (Megatron-core)."""
-
-
 @dataclass(frozen=True)
 class Stored:
     """How an engine stores one tensor.
@@ -217,9 +208,9 @@ class Stored:
         name: of the engine's tensor.
         weights: the checkpoint weights that it fuses; one if it is not fused.
         split: the dimension that tensor parallelism splits. None: every rank has the whole tensor.
-        fusion: the order of the fused weights.
-        units: for each weight, into how many parts it can be split (heads of q, k and v). If there
-            are more ranks, several ranks have the same part. Empty: into any number of parts.
+        groups: the query groups of fused weights: for each group the rows of q, then of k, then of
+            v (Megatron-core). If there are more ranks, several ranks have the same group. 0: the
+            shards of the fused weights on a rank are one after another (gate and up).
         padded: the size of dimension `split` with padding, before it is split. 0: no padding.
         stage: the pipeline stage. None: every stage has the tensor.
         expert: the number of the expert, if it is the tensor of one. Tensor parallelism splits it
@@ -230,8 +221,7 @@ class Stored:
     name: str
     weights: tuple[str, ...]
     split: int | None = None
-    fusion: Fusion = "parts"
-    units: tuple[int, ...] = ()
+    groups: int = 0
     padded: int = 0
     stage: int | None = None
     expert: int | None = None
@@ -245,33 +235,30 @@ class Stored:
 
 @dataclass(frozen=True)
 class Degrees:
-    """Ranks in each dimension: tensor, expert, shard (FSDP), replicas, pipeline; tensor innermost.
+    """Ranks in each dimension: tensor, expert, replicas, pipeline; tensor innermost.
 
-    `expert` ranks have different experts, and the same copy of everything else. `shard` ranks
-    split each tensor once more on dimension 0, as FSDP does. With `spread`, the ranks of a stage
-    have different experts, whole ones, in place of `expert`: each consecutive `spread` ranks have
-    all experts, whichever parts of the other tensors they have.
+    `expert` ranks have different experts, and the same copy of everything else. With `spread`, the
+    ranks of a stage have different experts, whole ones, in place of `expert`: each consecutive
+    `spread` ranks have all experts, whichever parts of the other tensors they have.
     """
 
     tensor: int = 1
     expert: int = 1
-    shard: int = 1
     replicas: int = 1
     pipeline: int = 1
     spread: int = 1
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.expert * self.shard * self.replicas * self.pipeline
+        return self.tensor * self.expert * self.replicas * self.pipeline
 
     def place(self, rank: int) -> Place:
         """Return the coordinates of a rank."""
-        # tensor 2, shard 3, pipeline 2: rank 9 = 1 + 2 · (1 + 3 · 1)
+        # tensor 2, expert 3, pipeline 2: rank 9 = 1 + 2 · (1 + 3 · 1)
         rest, tensor = divmod(rank, self.tensor)
         rest, expert = divmod(rest, self.expert)
-        rest, shard = divmod(rest, self.shard)
         stage, replica = divmod(rest, self.replicas)
-        return Place(tensor, expert, shard, replica, stage)
+        return Place(tensor, expert, replica, stage)
 
     def expert_place(self, rank: int) -> tuple[int, int]:
         """Return (which experts a rank has, which of the ranks with the same experts it is)."""
@@ -289,7 +276,6 @@ class Place:
 
     tensor: int
     expert: int
-    shard: int
     replica: int
     stage: int
 
@@ -304,16 +290,6 @@ class Model:
     weights: Mapping[str, Weight]
     stored: tuple[Stored, ...]
     tied: Mapping[str, str] = field(default_factory=dict)
-
-
-def torch_chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Return the span of one part as `torch.chunk` and FSDP2 split a dimension.
-
-    All parts have ⌈size / parts⌉ indices but the last ones, which have fewer or none: 5 indices in
-    4 parts are 2, 2, 1 and 0.
-    """
-    step = -(-size // parts)
-    return min(index * step, size), min((index + 1) * step, size)
 
 
 def parallel_layout(model: Model, degrees: Degrees) -> Layout:
@@ -335,13 +311,8 @@ def parallel_layout(model: Model, degrees: Degrees) -> Layout:
                 continue
             if stored.expert is not None and stored.expert // per_rank != own:
                 continue
-            tensor = _tensor_parallel(
-                model, stored, *(split if stored.expert is None else of_experts)
-            )
-            if degrees.shard > 1 and tensor.shape:  # FSDP
-                span = torch_chunk(tensor.shape[0], degrees.shard, place.shard)
-                tensor = tensor.narrow(0, *span)
-            tensors.append(tensor)
+            of_ranks = split if stored.expert is None else of_experts
+            tensors.append(_tensor_parallel(model, stored, *of_ranks))
         ranks[rank] = tuple(tensors)
     return Layout(model.weights, ranks, model.tied)
 
@@ -349,33 +320,26 @@ def parallel_layout(model: Model, degrees: Degrees) -> Layout:
 def _tensor_parallel(model: Model, stored: Stored, ranks: int, index: int) -> StoredTensor:
     """Return what tensor-parallel rank `index` has of a tensor."""
     parts = stored.parts(model.weights)
-    if stored.fusion == "query groups":
-        fused = _query_groups(stored, parts)
-        return _even_part(fused, stored.split or 0, ranks, index, len(parts) and stored.units[-1])
+    if stored.groups:
+        parts = [_query_groups(stored, parts)]
     if stored.split is not None:
         if stored.padded:
             parts = [part.pad(stored.split, stored.padded) for part in parts]
-        units = stored.units or (0,) * len(parts)
-        parts = [
-            _even_part(part, stored.split, ranks, index, unit)
-            for part, unit in zip(parts, units, strict=True)
-        ]
+        parts = [_even_part(part, stored.split, ranks, index, stored.groups) for part in parts]
     if len(parts) == 1:
         return replace(parts[0], name=stored.name)
     return concatenated(stored.name, parts, stored.split or 0)
 
 
-def _even_part(
-    tensor: StoredTensor, dim: int, ranks: int, index: int, units: int = 0
-) -> StoredTensor:
-    """Return one of equal parts. With fewer units than ranks, neighbours have the same part."""
+def _even_part(tensor: StoredTensor, dim: int, ranks: int, index: int, groups: int) -> StoredTensor:
+    """Return one of equal parts. With fewer groups than ranks, neighbours have the same part."""
     # 2 key heads on 4 ranks: ranks 0 and 1 have head 0, ranks 2 and 3 have head 1.
-    parts = min(ranks, units) if units else ranks
+    parts = min(ranks, groups) if groups else ranks
     size = tensor.shape[dim]
-    if size % parts or (units and units % parts) or ranks % parts:
+    if size % parts or groups % parts or ranks % parts:
         raise ShapeError(
             f"tensor {tensor.name!r}: {size} indices of dimension {dim}"
-            + (f" in {units} heads" if units else "")
+            + (f" in {groups} heads" if groups else "")
             + f" do not divide by {ranks} tensor-parallel ranks"
         )
     step = size // parts
@@ -386,11 +350,10 @@ def _even_part(
 def _query_groups(stored: Stored, parts: Sequence[StoredTensor]) -> StoredTensor:
     """Return q, k and v by query group: q of group 0, k of it, v of it, q of group 1, …"""
     # 4 query heads and 2 key heads of 1 row: q0 q1 k0 v0 q2 q3 k1 v1
-    groups = stored.units[-1]
-    rows = [part.shape[0] // groups for part in parts]
+    rows = [part.shape[0] // stored.groups for part in parts]
     members = [
         part.narrow(0, group * step, (group + 1) * step)
-        for group in range(groups)
+        for group in range(stored.groups)
         for part, step in zip(parts, rows, strict=True)
     ]
     return concatenated(stored.name, members)

@@ -156,7 +156,7 @@ def plan(source: Layout, target: Layout, nodes: Mapping[int, str] | None = None)
                 missing[piece.weight] = None
     if missing:
         raise _unowned(list(missing))
-    itemsizes = {name: weight.itemsize for name, weight in target.weights.items()}
+    itemsizes = {name: weight.dtype.itemsize for name, weight in target.weights.items()}
     order = {name: index for index, name in enumerate(target.weights)}
     sent: Counter[int] = Counter()
     transfers = []

@@ -126,7 +126,7 @@ class WeightSender:
         """
         weights = self._source.weights(needs)
         self._plan = plan_to({world_size(): {}}, weights, self._plan)
-        told = SourceWeights(replace(weights.layout, ranks={}), weights.dtypes, {})
+        told = SourceWeights(replace(weights.layout, ranks={}), {})
         header = _Header(version, 0, rank(), weights=told)
         with self._source.reader(needs, weights) as reader:
             for current in self._plan.rounds(self._bucket_bytes):
@@ -148,7 +148,7 @@ def _packed(
     start = 0
     for transfer, values in reader.parts(current):
         stop = start + transfer.num_bytes
-        copy_bytes(data[start:stop], values.to(weights.dtypes[transfer.weight]))
+        copy_bytes(data[start:stop], values.to(weights.layout.weights[transfer.weight].dtype))
         start = stop
     return own, data
 
@@ -257,9 +257,9 @@ class WeightReceiver:
         start = 0
         for transfer in header.transfers:
             name, stop = transfer.weight, start + transfer.num_bytes
-            shape, dtype = self._weights.layout.weights[name].shape, self._weights.dtypes[name]
-            values = typed(flat[start:stop], dtype).view(shape_of(transfer.box))
-            done = self._assembly.write(name, transfer.box, values, shape, dtype)
+            weight = self._weights.layout.weights[name]
+            values = typed(flat[start:stop], weight.dtype).view(shape_of(transfer.box))
+            done = self._assembly.write(name, transfer.box, values, weight.shape, weight.dtype)
             if done is not None:
                 yield name, done
             start = stop
@@ -312,7 +312,7 @@ class _Joined:
             self._key = key
         receivers = range(ticket.senders, ticket.senders + ticket.receivers)
         self._plan = plan_to({receiver: {} for receiver in receivers}, weights, self._plan)
-        return Transport(self._plan, own, read, self._group, weights.dtypes, self._device)
+        return Transport(self._plan, own, read, self._group, self._device)
 
     def _all_reduce(self, values: Tensor) -> Tensor:
         assert self._group is not None

@@ -92,7 +92,7 @@ class WeightSync:
         self._target.begin_sync(version)
         group = dist.group.WORLD if current.link_bytes else None
         with self._source.reader(needs, weights) as reader:
-            transport = Transport(current, rank(), reader, group, weights.dtypes, self._device)
+            transport = Transport(current, rank(), reader, group, self._device)
             received = weights.with_tied(transport.run(self._bucket_bytes))
             form: UpdateForm = "parts" if boxes else "whole"
             # Without transfers between ranks, what is received are the tensors of the source.

@@ -57,9 +57,6 @@ from quadriga.weight_sync.plan import (
     wrong_weights,
 )
 
-Dtypes = Mapping[str, torch.dtype]
-"""Weight → the dtype in which it is sent."""
-
 _ALIGNMENT = 16
 _CHUNK = 1 << 18
 """Elements whose digest is computed at once: 8 bytes each for bits and index, on the device."""
@@ -74,22 +71,19 @@ class SourceWeights:
 
     Attributes:
         layout: where each rank has them. The tensors are named as the weights.
-        dtypes: weight → dtype in the training engine.
         nodes: rank → node.
     """
 
     layout: Layout
-    dtypes: Mapping[str, torch.dtype]
     nodes: Mapping[int, str]
 
     def sent_as(self, held: Mapping[str, torch.dtype]) -> SourceWeights:
         """Return the weights in the dtypes in which the rollout engine holds them."""
-        dtypes = {name: held.get(name, dtype) for name, dtype in self.dtypes.items()}
         weights = {
-            name: Weight(name, weight.shape, dtypes[name].itemsize)
+            name: replace(weight, dtype=held.get(name, weight.dtype))
             for name, weight in self.layout.weights.items()
         }
-        return SourceWeights(replace(self.layout, weights=weights), dtypes, self.nodes)
+        return SourceWeights(replace(self.layout, weights=weights), self.nodes)
 
     def names_of(self, weight: str) -> list[str]:
         """Return the name of a weight, and those that are tied to it."""
@@ -155,7 +149,6 @@ def describe(engine: TrainEngine, part: WeightPart) -> SourceWeights:
         WorkerError: a name occurs twice, or ranks have weights of other shapes or dtypes.
     """
     own: dict[str, Weight] = {}
-    own_dtypes: dict[str, torch.dtype] = {}
     own_tied: dict[str, str] = {}
     stored = []
     seen: set[str] = set()
@@ -170,17 +163,14 @@ def describe(engine: TrainEngine, part: WeightPart) -> SourceWeights:
             block = block_of(tensor, rank())
             spans = zip(block.offset, block.data.shape, strict=True)
             stored.append(stored_box(name, tuple((start, start + size) for start, size in spans)))
-            own[name] = Weight(name, block.shape, block.data.dtype.itemsize)
-            own_dtypes[name] = block.data.dtype
+            own[name] = Weight(name, block.shape, block.data.dtype)
     weights: dict[str, Weight] = {}
-    dtypes: dict[str, torch.dtype] = {}
     tied: dict[str, str] = {}
     ranks: dict[int, tuple[StoredTensor, ...]] = {}
     nodes: dict[int, str] = {}
-    told = own, own_dtypes, own_tied, tuple(stored), socket.gethostname()
-    for number, (found, found_dtypes, found_tied, held, node) in enumerate(gather_over_ranks(told)):
+    told = own, own_tied, tuple(stored), socket.gethostname()
+    for number, (found, found_tied, held, node) in enumerate(gather_over_ranks(told)):
         ranks[number], nodes[number] = held, node
-        dtypes |= found_dtypes
         tied |= found_tied
         for weight in found.values():
             if weights.setdefault(weight.name, weight) != weight:
@@ -189,7 +179,7 @@ def describe(engine: TrainEngine, part: WeightPart) -> SourceWeights:
                     f"training engine and {weights[weight.name].shape} on another rank",
                     weight.name,
                 )
-    return SourceWeights(Layout(weights, ranks, tied), dtypes, nodes)
+    return SourceWeights(Layout(weights, ranks, tied), nodes)
 
 
 class SourceReader:
@@ -244,10 +234,10 @@ class SourceReader:
                 raise wrong_weights(f"the training engine {problem}", name)
             data = tensor.data  # of a tensor, or of a block
             self._name, self._tensor = name, data.to_local() if isinstance(data, DTensor) else data
-            shape, dtype = self._weights.layout.weights[name].shape, self._weights.dtypes[name]
+            weight = self._weights.layout.weights[name]
             for box, slot in self._boxes.get(name, ()):
                 values = self._tensor[slices(slot.box)]
-                self.shares[name] += box_digest(values, box, shape, dtype)
+                self.shares[name] += box_digest(values, box, weight)
             return True
         return False
 
@@ -313,7 +303,7 @@ def _check_once(name: str, seen: set[str]) -> None:
     seen.add(name)
 
 
-def box_digest(values: Tensor, box: Box, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+def box_digest(values: Tensor, box: Box, weight: Weight) -> int:
     """Return the share of a box in the digest of its weight, modulo 2^64.
 
     Args:
@@ -328,10 +318,10 @@ def box_digest(values: Tensor, box: Box, shape: tuple[int, ...], dtype: torch.dt
     inner = tuple((0, stop - start) for start, stop in box)
     for part in split(inner, _CHUNK) if count(box) else ():
         # `reshape` copies what is not contiguous; one chunk at a time.
-        flat = values[slices(part)].detach().to(dtype).reshape(-1)
+        flat = values[slices(part)].detach().to(weight.dtype).reshape(-1)
         bits = integer_bits(flat)
         index = torch.zeros((), dtype=torch.int64, device=values.device)
-        for (start, stop), (base, _), size in zip(part, box, shape, strict=True):
+        for (start, stop), (base, _), size in zip(part, box, weight.shape, strict=True):
             own = torch.arange(base + start, base + stop, device=values.device)
             index = (index[..., None] * size) + own
         total += (bits * (2 * index.reshape(-1) + 1)).sum()
@@ -356,8 +346,10 @@ class _Exchange:
     #   plan order   a→2  b→1  c→2
     #   buffer       b:0  a:4  c:12  received: 32 to 48     sizes per rank 0 4 16
 
-    def __init__(self, group: Collectives, current: Round, buffer: Tensor, dtypes: Dtypes) -> None:
-        self.group, self.dtypes = group, dtypes
+    def __init__(
+        self, group: Collectives, current: Round, buffer: Tensor, weights: Mapping[str, Weight]
+    ) -> None:
+        self.group, self.weights = group, weights
         own, ranks = group.rank(), group.size()
         remote = [t for t in current.transfers if not t.is_local]
         self.incoming = sorted((t for t in remote if t.target == own), key=lambda t: t.source)
@@ -394,7 +386,7 @@ class _Exchange:
         start = 0
         for transfer in self.incoming:
             stop = start + transfer.num_bytes
-            yield transfer, typed(self.received[start:stop], self.dtypes[transfer.weight])
+            yield transfer, typed(self.received[start:stop], self.weights[transfer.weight].dtype)
             start = stop
 
 
@@ -467,7 +459,6 @@ class Transport:
         rank: this rank.
         read: gives the rank's own weights; None: it only receives.
         group: rank r of the plan is rank r of it; None: no transfers between processes.
-        dtypes: in which weights are sent and written.
         device: of the tensors that are made, and of the buffers of the group: the CPU for gloo,
             the accelerator for NCCL.
 
@@ -479,7 +470,6 @@ class Transport:
     rank: int
     read: SourceReader | None
     group: Collectives | None
-    dtypes: Dtypes
     device: torch.device
     received: int = field(default=0, init=False)
 
@@ -489,7 +479,7 @@ class Transport:
         Raises:
             WorkerError: elements of a tensor were not received, or were received twice.
         """
-        tensors = self.plan.target.ranks.get(self.rank, ())
+        tensors, self._weights = self.plan.target.ranks.get(self.rank, ()), self.plan.target.weights
         self._shapes = {tensor.name: tensor.shape for tensor in tensors}
         self._assembly = Assembly(self.device)
         for tensor in tensors:
@@ -497,7 +487,7 @@ class Transport:
             if elements:
                 self._assembly.missing[tensor.name] = elements
             else:  # no transfer completes it
-                dtype = self.dtypes.get(tensor.name, torch.get_default_dtype())
+                dtype = self._weights[tensor.name].dtype
                 yield tensor.name, torch.zeros(tensor.shape, dtype=dtype, device=self.device)
         rounds = list(self.plan.rounds(bucket_bytes))
         size = max((r.staged.get(self.rank, 0) for r in rounds), default=0) + _ALIGNMENT
@@ -506,7 +496,7 @@ class Transport:
         before = outgoing = None
         for number, current in enumerate(rounds):
             if self.group is not None:
-                outgoing = _Exchange(self.group, current, buffers[number % 2], self.dtypes)
+                outgoing = _Exchange(self.group, current, buffers[number % 2], self._weights)
             yield from self._pack(current, outgoing)
             if outgoing is not None:
                 outgoing.send()
@@ -526,7 +516,7 @@ class Transport:
                 yield from self._write(transfer, values)
             else:
                 assert outgoing is not None, "a transfer between processes needs a group"
-                outgoing.put(transfer, values.to(self.dtypes[transfer.weight]))
+                outgoing.put(transfer, values.to(self._weights[transfer.weight].dtype))
 
     def _receive(self, sent: _Exchange | None) -> Iterator[tuple[str, Tensor]]:
         for transfer, flat in sent.receive() if sent is not None else ():
@@ -535,7 +525,7 @@ class Transport:
 
     def _write(self, transfer: Transfer, values: Tensor) -> Iterator[tuple[str, Tensor]]:
         name = transfer.write.tensor
-        dtype = self.dtypes[transfer.weight]
+        dtype = self._weights[transfer.weight].dtype
         shape, box = self._shapes[name], transfer.write.box
         done = self._assembly.write(name, box, values, shape, dtype, lasting=transfer.is_local)
         if done is not None:

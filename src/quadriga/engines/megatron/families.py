@@ -194,7 +194,6 @@ def _layer(
 ) -> list[Stored]:
     hf, own = f"model.layers.{layer}.", f"decoder.layers.{layer}."
     attention = hf + "self_attn."
-    heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
     stored = [
         Stored(own + "input_layernorm.weight", (hf + "input_layernorm.weight",)),
         Stored(own + "pre_mlp_layernorm.weight", (hf + "post_attention_layernorm.weight",)),
@@ -202,9 +201,8 @@ def _layer(
     ]
     for kind in ("weight", "bias") if family.qkv_bias else ("weight",):
         names = tuple(f"{attention}{letter}_proj.{kind}" for letter in "qkv")
-        stored.append(
-            Stored(f"{own}self_attention.linear_qkv.{kind}", names, 0, "query groups", heads)
-        )
+        name, groups = f"{own}self_attention.linear_qkv.{kind}", config.num_key_value_heads
+        stored.append(Stored(name, names, 0, groups))
     for letter in "qk" if family.qk_norm else "":
         name = f"{own}self_attention.{letter}_layernorm.weight"
         stored.append(Stored(name, (f"{attention}{letter}_norm.weight",)))

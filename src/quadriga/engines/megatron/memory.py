@@ -109,7 +109,7 @@ class _Planned:
         """Return parameters, gradients and the optimizer's state of the first rank of a stage."""
         tied = {n for names in tied_names(self.module).values() for n in names}
         weights = {
-            name: Weight(name, tuple(p.shape), p.itemsize)
+            name: Weight(name, tuple(p.shape), p.dtype)
             for name, p in self.module.named_parameters()
             if name not in tied
         }

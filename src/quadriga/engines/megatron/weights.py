@@ -306,7 +306,6 @@ class RankWeights:
 def _rank_of(degrees: Degrees, place: Place) -> int:
     """Return the rank with these coordinates; the inverse of `Degrees.place`."""
     rest = place.stage * degrees.replicas + place.replica
-    rest = rest * degrees.shard + place.shard
     return (rest * degrees.expert + place.expert) * degrees.tensor + place.tensor
 
 
@@ -366,7 +365,7 @@ class FolderModel:
         self.config: PreTrainedConfig = module.config.get_text_config()
         family_of(self.config)  # raises for an architecture that Megatron-core does not compute
         self.weights = {
-            name: Weight(name, tuple(p.shape), p.itemsize) for name, p in module.named_parameters()
+            name: Weight(name, tuple(p.shape), p.dtype) for name, p in module.named_parameters()
         }
         self.tied = {n: first for first, names in tied_names(module).items() for n in names}
         with model_errors(folder, "model"):
