@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from quadriga.config.schema import ModelConfig
 from quadriga.errors import ModelError
 from quadriga.models import (
     TinyModel,
@@ -121,7 +122,7 @@ def test_the_head_of_a_value_model_or_a_reward_model_is_loaded(folder, tmp_path,
 
 @pytest.mark.parametrize("load", [load_causal_lm, load_value_model])
 def test_dtype_and_attention_settings_are_used_and_nothing_is_printed(folder, load, capfd):
-    model = load(folder, dtype="bfloat16", attn_implementation="eager")
+    model = load(ModelConfig(path=str(folder), attn_implementation="eager"), dtype="bfloat16")
     assert model.dtype == torch.bfloat16 and not model.training
     assert model.config._attn_implementation == "eager"
     assert capfd.readouterr() == ("", "")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.config.loading import load_config
-from quadriga.config.schema import EngineConfig, TrainConfig
+from quadriga.config.schema import EngineConfig, ModelConfig, TrainConfig
 from quadriga.engines import build_engine, loading as engine_loading
 from quadriga.errors import ModelError
 from quadriga.models import load_causal_lm, loading, write_tiny_model
@@ -42,7 +42,7 @@ def load_on_ranks(rank, ranks, folder) -> None:
     expected = load_causal_lm(folder).get_input_embeddings().weight.sum()
     seen = []
     for _ in range(2):  # as actor and rollout of one process do
-        model = load_causal_lm(folder, use_shm=True)
+        model = load_causal_lm(ModelConfig(path=str(folder), use_shm=True))
         weight = model.get_input_embeddings().weight
         seen += gather_over_ranks(mapping_of(weight.data_ptr()))
         assert weight.sum() == expected and model.config.name_or_path == str(folder)
@@ -53,7 +53,8 @@ def load_on_ranks(rank, ranks, folder) -> None:
     assert seen == [[first, name]] * ranks + [[second, name]] * ranks
 
     with pytest.raises(ModelError, match="does not exist"):  # on one rank only
-        load_causal_lm(folder if rank == 0 else folder / "absent", use_shm=True)
+        absent = folder if rank == 0 else folder / "absent"
+        load_causal_lm(ModelConfig(path=str(absent), use_shm=True))
     with node_memory.folder_in_memory(folder, weight_file_names) as shared:
         path = shared / "model.safetensors"
         with pytest.raises(PermissionError), path.open("r+b", buffering=0) as file:

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers.integrations import hub_kernels
 
+from quadriga.config.schema import ModelConfig
 from quadriga.errors import ModelError
 from quadriga.models import (
     TinyModel,
@@ -184,7 +186,7 @@ def test_settings_choose_the_attention_and_config_json_does_not(
     folder, load, key, value, wanted, kernels
 ):
     change_config(folder, **{key: value})
-    model = load(folder, attn_implementation=wanted)
+    model = load(ModelConfig(path=str(folder), attn_implementation=wanted))
     assert model.config._attn_implementation == wanted
     assert kernels == []
 
@@ -192,9 +194,10 @@ def test_settings_choose_the_attention_and_config_json_does_not(
 @LOADERS
 def test_kernel_of_the_hub_needs_trust_remote_code(folder, load, kernels):
     name = "kernels-community/flash-attn2"
-    refused(load, folder, "is code of the hub; set trust_remote_code", attn_implementation=name)
+    model = ModelConfig(path=str(folder), attn_implementation=name)
+    refused(load, model, "is code of the hub; set trust_remote_code")
     assert kernels == []
-    refused(load, folder, "no network", attn_implementation=name, trust_remote_code=True)
+    refused(load, replace(model, trust_remote_code=True), "no network")
     assert kernels == [name]
 
 

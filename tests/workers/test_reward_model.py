@@ -18,10 +18,10 @@ from quadriga.data.chat import encode_conversations
 from quadriga.data.loader import pad_rows, scored_rows
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import LengthError, ModelError
-from quadriga.models.loading import check_reward_model
+from quadriga.models.loading import check_reward_model, tokenizer_of
 from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.protocol import DataProto
-from quadriga.workers.reward_model import RewardModelWorker, same_tokens, tokenizer_of
+from quadriga.workers.reward_model import RewardModelWorker, same_tokens
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

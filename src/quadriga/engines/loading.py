@@ -85,13 +85,7 @@ def load_model(
         ModelError: the folder does not hold a suitable model.
     """
     loader = load_causal_lm if head == "lm" else load_value_model
-    model = loader(
-        config.path,
-        dtype=_parameter_dtype(dtype, trained=trained),
-        attn_implementation=config.attn_implementation,
-        trust_remote_code=config.trust_remote_code,
-        use_shm=config.use_shm,
-    )
+    model = loader(config, dtype=_parameter_dtype(dtype, trained=trained))
     return _for_engine(model, config, head, trained=trained)
 
 
@@ -106,11 +100,9 @@ def empty_model(
         ModelError: the folder does not hold a suitable model.
     """
     model = model_without_weights(
-        config.path,
+        config,
         value_head=head != "lm",
         dtype=_parameter_dtype(dtype, trained=trained),
-        attn_implementation=config.attn_implementation,
-        trust_remote_code=config.trust_remote_code,
         buffers=buffers,
     )
     return _for_engine(model, config, head, trained=trained)
@@ -388,8 +380,7 @@ def export_model(
     dtypes, config = stored_dtypes(settings.path), deepcopy(module.config)
     trusted = settings.trust_remote_code
     if head == "score":  # a sequence classifier needs a padding token
-        tokenizer = settings.tokenizer_path or settings.path
-        config.pad_token_id = padding_token(settings.path, tokenizer, trust_remote_code=trusted)
+        config.pad_token_id = padding_token(settings)
     export_hf(
         folder,
         dtypes.cast(weights),

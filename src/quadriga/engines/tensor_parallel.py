@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final, Literal, cast
@@ -368,8 +369,5 @@ def check_model(model: ModelConfig, engine: EngineConfig, key: str) -> None:
     trusted = model.trust_remote_code
     check_model_parallel(read_config(Path(folder), trust_remote_code=trusted), engine, key)
     if engine.tensor_parallel_size > 1:
-        shapes = model_without_weights(
-            folder, value_head=False, dtype=torch.float32, trust_remote_code=trusted,
-            attn_implementation=model.attn_implementation,
-        )  # fmt: skip
+        shapes = model_without_weights(replace(model, path=str(folder)))
         check_division(shapes, engine.tensor_parallel_size, key)

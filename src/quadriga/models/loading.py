@@ -32,6 +32,7 @@ from transformers.modeling_layers import GenericForTokenClassification
 from transformers.modeling_outputs import TokenClassifierOutput
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from quadriga.config.schema import ModelConfig
 from quadriga.containment import code_runs
 from quadriga.errors import ModelError
 from quadriga.models.architectures import takes_images
@@ -47,6 +48,8 @@ _log = logging.getLogger(__name__)
 AutoModelClass = type[
     AutoModelForCausalLM | AutoModelForImageTextToText | AutoModelForTokenClassification
 ]
+Source = ModelConfig | str | Path
+"""The settings of a model, or the path of its folder."""
 Dtype = ComputeDtypeName | torch.dtype
 """A dtype by name, "auto" (the dtype in the folder's config.json), or a torch dtype."""
 
@@ -78,37 +81,26 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     return tokenizer
 
 
-def load_causal_lm(
-    path: str | Path,
-    *,
-    dtype: Dtype = "float32",
-    attn_implementation: str = "sdpa",
-    trust_remote_code: bool = False,
-    use_shm: bool = False,
-) -> PreTrainedModel:
+def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that the settings of a model name."""
+    path = model.tokenizer_path or model.path
+    return load_tokenizer(path, trust_remote_code=model.trust_remote_code)
+
+
+def load_causal_lm(model: Source, *, dtype: Dtype = "float32") -> PreTrainedModel:
     """Load the causal language model of a folder on the CPU, in evaluation mode.
 
     A model of text and images is loaded with its image encoder.
 
-    `use_shm`: the ranks of a node read the weights once and share that memory.
-
     Raises:
         ModelError: the folder has no causal language model, or weights are missing.
     """
-    settings = (dtype, attn_implementation, trust_remote_code, use_shm)
-    model, missing = _load(path, *settings, value_head=False)
-    _check_no_missing(path, missing, "model in its config.json")
-    return model
+    loaded, missing = _load(settings := _settings(model), dtype, value_head=False)
+    _check_no_missing(settings.path, missing, "model in its config.json")
+    return loaded
 
 
-def load_value_model(
-    path: str | Path,
-    *,
-    dtype: Dtype = "float32",
-    attn_implementation: str = "sdpa",
-    trust_remote_code: bool = False,
-    use_shm: bool = False,
-) -> PreTrainedModel:
+def load_value_model(model: Source, *, dtype: Dtype = "float32") -> PreTrainedModel:
     """Load a causal backbone with a scalar head on every token: `model(...).logits` is [B, T, 1].
 
     The folder may hold a causal language model. The head is then new and zero, so that the first
@@ -119,18 +111,21 @@ def load_value_model(
         ModelError: transformers has no token head for this architecture, or weights of the backbone
             are missing.
     """
-    settings = (dtype, attn_implementation, trust_remote_code, use_shm)
-    model, missing = _load(path, *settings, value_head=True)
-    head = _value_head(model, path)
+    loaded, missing = _load(settings := _settings(model), dtype, value_head=True)
+    head = _value_head(loaded, settings.path)
     new_head = {name for name in missing if name.startswith(VALUE_HEAD_PREFIX)}
-    _check_no_missing(path, missing - new_head, "backbone")
+    _check_no_missing(settings.path, missing - new_head, "backbone")
     with torch.no_grad():
         for name in new_head:
             head.get_parameter(name.removeprefix(VALUE_HEAD_PREFIX)).zero_()
-    return model
+    return loaded
 
 
-def _check_no_missing(path: str | Path, missing: set[str], what: str) -> None:
+def _settings(model: Source) -> ModelConfig:
+    return model if isinstance(model, ModelConfig) else ModelConfig(path=str(model))
+
+
+def _check_no_missing(path: str, missing: set[str], what: str) -> None:
     if missing:
         raise ModelError(
             f"the weights in {path} lack {len(missing)} tensors of the {what}, among them "
@@ -139,13 +134,7 @@ def _check_no_missing(path: str | Path, missing: set[str], what: str) -> None:
 
 
 def model_without_weights(
-    path: str | Path,
-    *,
-    value_head: bool,
-    dtype: Dtype,
-    attn_implementation: str = "sdpa",
-    trust_remote_code: bool = False,
-    buffers: bool = False,
+    model: Source, *, value_head: bool = False, dtype: Dtype = "float32", buffers: bool = False
 ) -> PreTrainedModel:
     """Return the model of a folder's config.json on the meta device: shapes without numbers.
 
@@ -157,22 +146,21 @@ def model_without_weights(
     Raises:
         ModelError: the folder has no suitable model.
     """
-    folder = local_folder(path, weights=buffers)
-    kind, config = _checked(
-        folder, attn_implementation, trust_remote_code, value_head=value_head, weights=buffers
-    )
-    own_code = nullcontext() if trust_remote_code else _no_code_of_the_hub()
+    settings = _settings(model)
+    folder, trusted = local_folder(settings.path, weights=buffers), settings.trust_remote_code
+    kind, config = _checked(folder, settings, value_head=value_head, weights=buffers)
+    own_code = nullcontext() if trusted else _no_code_of_the_hub()
     with quiet_libraries(), model_errors(folder, "model"), own_code, torch.device("meta"):
-        model: PreTrainedModel = kind.from_config(  # type: ignore[no-untyped-call]  # none
-            config, dtype=_torch_dtype(dtype), trust_remote_code=trust_remote_code
+        made: PreTrainedModel = kind.from_config(  # type: ignore[no-untyped-call]  # none
+            config, dtype=_torch_dtype(dtype), trust_remote_code=trusted
         )
     if value_head:
-        _value_head(model, folder)
-    model.train(False)
+        _value_head(made, folder)
+    made.train(False)
     if buffers:
         with quiet_libraries(), model_errors(folder, "model"):
-            _fill_buffers(model, folder)
-    return model
+            _fill_buffers(made, folder)
+    return made
 
 
 def _fill_buffers(model: PreTrainedModel, folder: Path) -> None:
@@ -208,12 +196,7 @@ def _value_head(model: PreTrainedModel, path: str | Path) -> torch.nn.Linear:
 
 
 def _checked(
-    folder: Path,
-    attn_implementation: str,
-    trust_remote_code: bool,
-    *,
-    value_head: bool,
-    weights: bool = True,
+    folder: Path, settings: ModelConfig, *, value_head: bool, weights: bool = True
 ) -> tuple[AutoModelClass, PretrainedConfig]:
     """Return the class of a folder's model, and its config with the attention of the settings.
 
@@ -225,19 +208,18 @@ def _checked(
         ModelError: the folder is not a model folder, `attn_implementation` is code of the hub, or
             the model cannot have a value head.
     """
-    if "/" in attn_implementation and not trust_remote_code:
+    attention, trusted = settings.attn_implementation, settings.trust_remote_code
+    if "/" in attention and not trusted:
         raise ModelError(
-            f"attn_implementation {attn_implementation!r} is code of the hub; set "
+            f"attn_implementation {attention!r} is code of the hub; set "
             "trust_remote_code=true to run it, or choose sdpa, eager or flash_attention_2"
         )
-    check_model_folder(
-        folder, weights=weights, tokenizer=False, trust_remote_code=trust_remote_code
-    )
-    config = read_config(folder, trust_remote_code=trust_remote_code)
+    check_model_folder(folder, weights=weights, tokenizer=False, trust_remote_code=trusted)
+    config = read_config(folder, trust_remote_code=trusted)
     with model_errors(folder, "config"):
         # None: SDPA if the model supports it, else its own attention (for example with capped
         # scores, sinks or ALiBi). Both setters also reach the configs inside this one.
-        config._attn_implementation = None if attn_implementation == "sdpa" else attn_implementation
+        config._attn_implementation = None if attention == "sdpa" else attention
         config._experts_implementation = None
     images = takes_images(config)
     if not value_head:
@@ -277,13 +259,7 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
 
 
 def _load(
-    path: str | Path,
-    dtype: Dtype,
-    attn_implementation: str,
-    trust_remote_code: bool,
-    use_shm: bool,
-    *,
-    value_head: bool,
+    settings: ModelConfig, dtype: Dtype, *, value_head: bool
 ) -> tuple[PreTrainedModel, set[str]]:
     """Return the model, and the names of its parameters that the folder's weights do not hold.
 
@@ -292,21 +268,19 @@ def _load(
     """
 
     def checked() -> tuple[Path, AutoModelClass, PretrainedConfig]:
-        folder = local_folder(path)
-        return folder, *_checked(
-            folder, attn_implementation, trust_remote_code, value_head=value_head
-        )
+        folder = local_folder(settings.path)
+        return folder, *_checked(folder, settings, value_head=value_head)
 
-    folder, auto_class, config = on_joined_ranks(checked) if use_shm else checked()
-    code_of_hub = nullcontext() if trust_remote_code else _no_code_of_the_hub()
+    folder, auto_class, config = on_joined_ranks(checked) if settings.use_shm else checked()
+    code_of_hub = nullcontext() if settings.trust_remote_code else _no_code_of_the_hub()
     shared: AbstractContextManager[Path] = nullcontext(folder)
-    if use_shm:
+    if settings.use_shm:
         shared = folder_in_memory(folder, weight_file_names)
     with quiet_libraries(), model_errors(folder, "model"), code_of_hub, shared as source:
         model, info = auto_class.from_pretrained(  # type: ignore[misc]  # output_loading_info: a pair
             source,
             dtype=_torch_dtype(dtype),
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=settings.trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
             config=config,
@@ -316,7 +290,7 @@ def _load(
     weights = ((name, parameter.detach()) for name, parameter in model.named_parameters())
     check_all_finite(folder, {name: count_not_finite(weight) for name, weight in weights})
     use_cpu_linear(model)
-    report_attention(model, path, attn_implementation)
+    report_attention(model, settings.path, settings.attn_implementation)
     return model.eval(), set(info["missing_keys"])
 
 
@@ -494,13 +468,12 @@ def check_reward_model(path: str | Path, *, trust_remote_code: bool = False) -> 
     classifier_name(read_config(folder, trust_remote_code=trust_remote_code))
 
 
-def padding_token(path: str | Path, tokenizer_path: str | Path, *, trust_remote_code: bool) -> int:
+def padding_token(model: ModelConfig) -> int:
     """Return the token that a reward model takes for padding, also in an export of it.
 
     config.json names it, or else the tokenizer, whose token may be its end token.
     """
-    config = read_config(Path(path), trust_remote_code=trust_remote_code)
+    config = read_config(local_folder(model.path), trust_remote_code=model.trust_remote_code)
     if isinstance(config.pad_token_id, int):
         return config.pad_token_id
-    tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=trust_remote_code)
-    return int(tokenizer.pad_token_id)
+    return int(tokenizer_of(model).pad_token_id)

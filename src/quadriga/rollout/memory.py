@@ -57,13 +57,7 @@ def rollout_on_meta(
 ) -> PreTrainedModel:
     """Return the model of a rollout without weights."""
     device = torch.device("cpu") if device_type == "cpu" else META
-    return model_without_weights(
-        model.path,
-        value_head=False,
-        dtype=compute_dtype(rollout.dtype, device),
-        attn_implementation=model.attn_implementation,
-        trust_remote_code=model.trust_remote_code,
-    )
+    return model_without_weights(model, dtype=compute_dtype(rollout.dtype, device))
 
 
 def reserved_memory(

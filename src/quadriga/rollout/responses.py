@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config.schema import ModelConfig
-from quadriga.models.loading import load_tokenizer
+from quadriga.models.loading import tokenizer_of
 from quadriga.rollout.base import Continued, FinishReason, RolloutOutput, SamplingParams
 
 
@@ -140,10 +140,7 @@ def stop_strings_of(model: ModelConfig, strings: Sequence[str]) -> StopStrings |
     """Return the check of stop strings by the tokenizer of a model; None if there are none."""
     if not strings:
         return None
-    path = model.tokenizer_path or model.path
-    return StopStrings(_tokenizer(path, model.trust_remote_code), strings)
+    return StopStrings(_tokenizer(model), strings)
 
 
-@lru_cache(maxsize=2)
-def _tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    return load_tokenizer(path, trust_remote_code=trust_remote_code)
+_tokenizer = lru_cache(maxsize=2)(tokenizer_of)

@@ -165,7 +165,7 @@ def load_prompts(
         InputError: names the setting, the file or the row that does not fit.
     """
     from quadriga.data import PromptDataset
-    from quadriga.workers.reward_model import tokenizer_of
+    from quadriga.models.loading import tokenizer_of
 
     check_choice("rollout.name", config.rollout.name, sorted(ROLLOUTS))
     engine = rollout_of(config.rollout)

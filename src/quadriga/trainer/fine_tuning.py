@@ -23,7 +23,7 @@ from quadriga.config.paths import absolute_paths
 from quadriga.config.schema import ActorConfig, ActorRolloutRefConfig, RolloutConfig
 from quadriga.data.conversations import MARGINS, PairDataset, PairLengths, turn_end_ids
 from quadriga.errors import QuadrigaError
-from quadriga.models.folder import end_token_ids, local_folder
+from quadriga.models.folder import end_token_ids
 from quadriga.protocol import DataProto, fields, pad_dataproto_to_divisor, unpad_dataproto
 from quadriga.trainer.checkpoints import Checkpointing
 from quadriga.trainer.checks.data import check_fine_tuning_data
@@ -329,7 +329,7 @@ def load_sft_rows(config: SFTConfig) -> SFTRows:
     """
     from quadriga.data import PromptDataset, SFTDataset
     from quadriga.models.limits import LongestSequence
-    from quadriga.workers.reward_model import tokenizer_of
+    from quadriga.models.loading import tokenizer_of
 
     data, tokenizer = config.data, tokenizer_of(config.model)
     train = SFTDataset.from_settings(data.train_files, tokenizer, data)
@@ -476,14 +476,10 @@ def load_pairs(config: RMConfig) -> Pairs:
         InputError: a file, a row or the model does not fit.
     """
     from quadriga.models.limits import LongestSequence
-    from quadriga.models.loading import padding_token
-    from quadriga.workers.reward_model import tokenizer_of
+    from quadriga.models.loading import padding_token, tokenizer_of
 
     model, data = config.model, config.data
-    tokenizer, folder = tokenizer_of(model), local_folder(model.path)
-    padding = padding_token(
-        folder, model.tokenizer_path or folder, trust_remote_code=model.trust_remote_code
-    )
+    tokenizer, padding = tokenizer_of(model), padding_token(model)
     train, val = (
         PairDataset.from_settings(files, tokenizer, data, pad_token_id=padding) if files else None
         for files in (data.train_files, data.val_files)

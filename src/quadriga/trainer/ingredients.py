@@ -57,13 +57,11 @@ def load_ingredients(config: TrainConfig, reward: BatchReward | None = None) -> 
     from quadriga.data import PromptLoader
     from quadriga.data.loader import ordered_loader
     from quadriga.data.user_classes import sampler_state, user_sampler
-    from quadriga.models import load_tokenizer
+    from quadriga.models.loading import tokenizer_of
     from quadriga.rewards import RewardManager
 
     data, model = config.data, config.actor_rollout_ref.model
-    tokenizer = load_tokenizer(
-        model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
-    )
+    tokenizer = tokenizer_of(model)
     # A seed of its own lets two runs differ in sampling and still see the same order of prompts.
     seed = data.seed if data.seed is not None else config.trainer.seed
     images = image_rules(model, data.image_key)

@@ -259,8 +259,8 @@ def _check_reward_model_folder(config: TrainConfig) -> None:
         return
     from quadriga.data.chat import check_template_arguments
     from quadriga.models.folder import local_folder
-    from quadriga.models.loading import check_reward_model
-    from quadriga.workers.reward_model import same_tokens, tokenizer_of
+    from quadriga.models.loading import check_reward_model, tokenizer_of
+    from quadriga.workers.reward_model import same_tokens
 
     section, model = config.reward_model, config.reward_model.model
     check_folder("reward_model.model", model)

@@ -547,11 +547,9 @@ def special_tokens(model: ModelConfig) -> tuple[int, tuple[int, ...], tuple[int,
     from quadriga.data.conversations import turn_end_ids
     from quadriga.models.folder import end_token_ids
     from quadriga.models.images import image_tokens
-    from quadriga.models.loading import load_tokenizer
+    from quadriga.models.loading import tokenizer_of
 
-    tokenizer = load_tokenizer(
-        model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
-    )
+    tokenizer = tokenizer_of(model)
     pad: int = tokenizer.pad_token_id
     images = image_tokens(model.path, trust_remote_code=model.trust_remote_code)
     excluded = () if images is None else images.never_sampled

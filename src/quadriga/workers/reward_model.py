@@ -64,7 +64,7 @@ class RewardModelWorker(EngineWorker[RewardModelConfig]):
         """Load the tokenizers, and the model with its head."""
         from quadriga.models.folder import local_folder
         from quadriga.models.limits import context_window
-        from quadriga.models.loading import padding_token, read_config
+        from quadriga.models.loading import padding_token, read_config, tokenizer_of
 
         model = self.config.model
         trusted = model.trust_remote_code
@@ -73,7 +73,7 @@ class RewardModelWorker(EngineWorker[RewardModelConfig]):
         self.policy_tokenizer = self.tokenizer if self.policy is None else tokenizer_of(self.policy)
         arguments = self.config.chat_template_kwargs, self.policy_arguments
         self.same_tokens = same_tokens(self.tokenizer, self.policy_tokenizer, *arguments)
-        self.pad = padding_token(path, model.tokenizer_path or path, trust_remote_code=trusted)
+        self.pad = padding_token(model)
         window = context_window(read_config(path, trust_remote_code=trusted))
         self.longest = None if window is None else window.tokens
         super().init_model()
@@ -118,14 +118,6 @@ class RewardModelWorker(EngineWorker[RewardModelConfig]):
         pairs = zip(data.non_tensor_batch[fields.RAW_PROMPT], written, strict=True)
         chats = [[*prompt, {"role": "assistant", "content": text}] for prompt, text in pairs]
         return encode_conversations(self.tokenizer, chats, self.config.chat_template_kwargs)
-
-
-def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that the settings of a model name."""
-    from quadriga.models.loading import load_tokenizer
-
-    path = model.tokenizer_path or model.path
-    return load_tokenizer(path, trust_remote_code=model.trust_remote_code)
 
 
 def same_tokens(

@@ -56,13 +56,8 @@ class HFRollout(RolloutEngine):
         self.model = model
         self.device = local_device(device)
         self.micro_batch_size = rollout.settings.micro_batch_size
-        self.module = load_causal_lm(
-            model.path,
-            dtype=compute_dtype(rollout.settings.dtype, self.device),
-            attn_implementation=model.attn_implementation,
-            trust_remote_code=model.trust_remote_code,
-            use_shm=model.use_shm,
-        )
+        dtype = compute_dtype(rollout.settings.dtype, self.device)
+        self.module = load_causal_lm(model, dtype=dtype)
         self._move(self.device)
         self.module.requires_grad_(False)
         config = self.module.config

@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -58,9 +59,7 @@ def model_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
             knows the names of the files only, and ignores weights with other names.
     """
     folder = local_folder(model.path)
-    built = model_without_weights(
-        model.path, value_head=False, dtype="float32", trust_remote_code=model.trust_remote_code
-    )
+    built = model_without_weights(replace(model, attn_implementation="sdpa"))
     shapes = {name: tuple(weight.shape) for name, weight in built.state_dict().items()}
     in_files = {name for file in weight_file_names(folder) for name in read_header(folder, file)}
     tied: dict[int, set[str]] = {}

@@ -122,9 +122,8 @@ class VLLMRollout(RolloutEngine):
         self.device = local_device(device)
         dtype = compute_dtype(rollout.settings.dtype, self.device)
         folder = local_folder(model.path)
-        reference = model_without_weights(
-            folder, value_head=False, dtype=dtype, trust_remote_code=model.trust_remote_code
-        )
+        plain = replace(model, path=str(folder), attn_implementation="sdpa")
+        reference = model_without_weights(plain, dtype=dtype)
         window = engine_window(self.options, model.path, context_window(reference.config))
         self.abilities = replace(
             rollout.abilities(reference.config.get_text_config().vocab_size, window),

@@ -172,7 +172,8 @@ def _check_scored(
     """
     from quadriga.data.chat import encode_chats
     from quadriga.data.loader import items_of
-    from quadriga.workers.reward_model import same_tokens, tokenizer_of
+    from quadriga.models.loading import tokenizer_of
+    from quadriga.workers.reward_model import same_tokens
 
     section = config.reward_model
     model, own = section.model, tokenizer_of(section.model)
