@@ -41,14 +41,14 @@ GUARDS = (
     Guard(
         "config.json that chooses the attention",
         "models/loading.py",
-        "config._attn_implementation = None if attn_implementation",
-        "_ = None if attn_implementation",
+        "config._attn_implementation = None if attention",
+        "_ = None if attention",
         f"{WEIGHTS}::test_settings_choose_the_attention_and_config_json_does_not",
     ),
     Guard(
         "kernels that the library loads by itself",
         "models/loading.py",
-        "code_of_hub = nullcontext() if trust_remote_code else _no_code_of_the_hub()",
+        "code_of_hub = nullcontext() if settings.trust_remote_code else _no_code_of_the_hub()",
         "code_of_hub = nullcontext()",
         f"{WEIGHTS}::test_library_may_not_load_kernels_by_itself",
     ),
