@@ -105,6 +105,10 @@ def test_defaults_pass():
             "rollout_correction.lower=3 must be below upper=2",
         ),
         (
+            ["algorithm.rollout_correction.level=token", f"{ACTOR}.policy_loss.name=decoupled_ppo"],
+            "level=token has the weights that actor_rollout_ref.actor.policy_loss.name=decoupled",
+        ),
+        (
             ["critic.optim.total_steps=5", "critic.optim.lr_warmup_steps=6"],
             "critic.optim.lr_warmup_steps=6 is more than critic.optim.total_steps=5",
         ),

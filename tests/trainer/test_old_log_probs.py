@@ -46,6 +46,13 @@ def test_it_is_chosen_where_a_step_is_one_optimizer_step_and_nothing_reads_them_
     assert not chosen(f"{SETTING}=false")
 
 
+@pytest.mark.parametrize(("loss", "level"), [("ppo_clip", "token"), ("decoupled_ppo", "none")])
+def test_old_responses_are_corrected_once(loss, level):
+    """decoupled_ppo has the weight π_old/π_rollout itself: with a second one it is squared."""
+    given = [*USUAL, f"{ACTOR}.policy_loss.name={loss}", "trainer.max_staleness=1"]
+    assert needed.correction_of(load_config(TrainConfig, given)).level == level
+
+
 def test_a_stage_that_reads_them_before_the_update_is_named() -> None:
     more = [f"{SETTING}=true", "algorithm.use_kl_in_reward=true"]
     config = load_config(TrainConfig, [*USUAL, *more])

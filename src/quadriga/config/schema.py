@@ -485,7 +485,8 @@ class OverlongConfig:
 class RolloutCorrectionConfig:
     """Importance correction for the difference of rollout and training log-probabilities."""
 
-    # what one weight covers; none: no correction; None: token with trainer.max_staleness, else none
+    # what one weight covers; none: no correction; None: token with trainer.max_staleness, but none
+    # without it and for losses that have the weight themselves (decoupled_ppo)
     level: CorrectionLevel | None = None
     mode: CorrectionMode = "truncate"  # outside [lower, upper]: clamp the weight, or set it to 0
     upper: PositiveLimit = 2.0  # largest weight

@@ -563,6 +563,10 @@ def _algorithm(config: TrainConfig) -> Problems:
         yield "algorithm.overlong.buffer_length", f"is longer than {limit}; lower it"
     if correction.lower is not None and correction.lower >= correction.upper:
         yield "algorithm.rollout_correction.lower", f"must be below upper={correction.upper:g}"
+    name = config.actor_rollout_ref.actor.policy_loss.name
+    if (correction.level or "none") != "none" and name == "decoupled_ppo":
+        problem = f"has the weights that {ACTOR}.policy_loss.name={name} has, too; set it to none"
+        yield "algorithm.rollout_correction.level", problem
 
 
 def _skipped_rows(config: TrainConfig) -> Problems:

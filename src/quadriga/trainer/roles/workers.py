@@ -152,9 +152,12 @@ def corrects_mismatch(config: TrainConfig) -> bool:
 
 
 def correction_of(config: TrainConfig) -> RolloutCorrectionConfig:
-    """Return the importance correction. By default old responses have one, and others have none."""
+    """Return the importance correction. By default old responses have one, and others have none.
+    A loss that reads the log-probabilities of the rollout has weights of its own."""
     correction = config.algorithm.rollout_correction
-    default: CorrectionLevel = "token" if config.trainer.max_staleness else "none"
+    loss = get_policy_loss(config.actor_rollout_ref.actor.policy_loss.name)
+    weighs = config.trainer.max_staleness and not loss.needs_rollout_log_probs
+    default: CorrectionLevel = "token" if weighs else "none"
     return dataclasses.replace(correction, level=correction.level or default)
 
 
