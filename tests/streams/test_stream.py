@@ -50,7 +50,10 @@ def trained(ours: StreamedSampler, first: int = 1, last: int | None = None) -> l
     found = []
     for step in range(first, (last or ours.total_steps) + 1):
         found.append(ours.draw(step).batch)
+        calls = sum(len(replica.group.asked) for replica in ours.replicas.all)
         with ours.paused("sync"):
+            after = sum(len(replica.group.asked) for replica in ours.replicas.all)
+            assert ours.beside or after == calls, "the actor has trained the weights they share"
             for replica in ours.replicas.all:
                 replica.group.version = step
             ours.replicas.restart_lost()

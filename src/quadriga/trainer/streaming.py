@@ -201,6 +201,11 @@ class StreamedSampler:
             self.generation.submit()
             assert self.generation.busy, "a group that must be trained is on its way"
             self._end_call()
+        if self.config.actor_rollout_ref.rollout.update == "drain":
+            # Now: after the update, an engine that shares the weights of the actor cannot generate.
+            while self.generation.busy or self.generation.paused:
+                self.generation.submit(joins=False)
+                self._end_call()
         if not self.apart:  # the actor needs the memory
             self.generation.forget_caches()
         return taken
@@ -311,10 +316,8 @@ class StreamedSampler:
 
         with self._changed:
             self._pauses += 1
-            self._drains = update == "drain" and self._script is None
+            self._drains = self.beside and update == "drain"
             while not self.beside and at_work():
-                if self._drains:
-                    self.generation.submit(joins=False)
                 self._end_call()
             self._changed.wait_for(lambda: self._error or not at_work())
             self._drains = False

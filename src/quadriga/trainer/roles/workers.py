@@ -156,7 +156,7 @@ def correction_of(config: TrainConfig) -> RolloutCorrectionConfig:
     A loss that reads the log-probabilities of the rollout has weights of its own."""
     correction = config.algorithm.rollout_correction
     loss = get_policy_loss(config.actor_rollout_ref.actor.policy_loss.name)
-    weighs = config.trainer.max_staleness and not loss.needs_rollout_log_probs
+    weighs = config.trainer.max_staleness and "rollout_log_prob_BT" not in loss.needs
     default: CorrectionLevel = "token" if weighs else "none"
     return dataclasses.replace(correction, level=correction.level or default)
 
