@@ -9,10 +9,12 @@ import pytest
 
 from quadriga.checkpoint.files import SavedFile, digest_file
 from quadriga.checkpoint.folders import begin_checkpoint, commit_checkpoint, verify_checkpoint
-from quadriga.checkpoint.remote import RemoteRun
+from quadriga.checkpoint.remote import RemoteRun, fetch_newest
 from quadriga.config import stores
+from quadriga.config.schema import TrainerConfig
 from quadriga.config.stores import MARKER, Store, fetched, local_file
 from quadriga.errors import CheckpointError, StoreError
+from quadriga.files import remove
 from s3_server import Fault
 
 pytestmark = pytest.mark.usefixtures("memory_store")
@@ -85,6 +87,21 @@ def test_a_listing_that_is_behind_hides_no_checkpoint(s3, tmp_path):
     assert run.steps() == [3] and s3.faults[0].times == 0
     run.store.remove([f"checkpoints/global_step_3/{MARKER}"])  # still listed: it is not read
     assert not run.fetch_checkpoint(3, tmp_path / "new")
+
+
+def test_names_in_a_store_lead_to_no_file_outside_the_run_folder(tmp_path):
+    run = RemoteRun("memory://run")
+    sent(run, checkpoint(tmp_path / "own", 3))
+    run.store.write("checkpoints/steps.json", b"[3, " + b"9" * 5000 + b"]")
+    trainer = TrainerConfig(
+        default_local_dir=str(tmp_path / "new" / "run"), remote_dir="memory://run"
+    )
+    assert run.steps() == [3] and fetch_newest(trainer) == []
+    remove(tmp_path / "new")
+    run.store.write("tensorboard/../../evil", b"x")
+    with pytest.raises(StoreError, match=r"a file named 'tensorboard/\.\./\.\./evil', which leads"):
+        fetch_newest(trainer)
+    assert not (tmp_path / "new" / "evil").exists()
 
 
 def test_damage_in_the_store_or_before_it_is_found(url, tmp_path):

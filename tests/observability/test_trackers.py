@@ -179,6 +179,13 @@ def test_a_tracker_that_falls_behind_is_dropped_within_its_time(tracker, tmp_pat
     assert "gets no more metrics: the row of step 2 is not done after 0.1 s" in text
 
 
+@pytest.mark.parametrize("made", [None, object()])
+def test_a_tracker_without_its_methods_is_refused(tmp_path, monkeypatch, made):
+    monkeypatch.setitem(TRACKERS, "mine", lambda _: made)
+    with pytest.raises(ConfigError, match=r"mine must have methods log.* returned (None|<obj)"):
+        Trackers.open(["mine"], run_info(tmp_path))
+
+
 @pytest.mark.parametrize("start", ["hang", RuntimeError("no service")])
 def test_a_tracker_that_does_not_start_ends_the_run_before_it_begins(tracker, tmp_path, start):
     tracker(start=start)

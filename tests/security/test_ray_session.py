@@ -9,11 +9,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import ray
 
 from quadriga.backends.ray import cluster, session
+from quadriga.errors import InputError
 
 
 @pytest.fixture
@@ -46,6 +48,20 @@ def test_a_session_has_a_private_folder(long, base, monkeypatch) -> None:
     socket = f"{folder}/r/session_2026-11-26_07-58-14_123456_4194304/sockets/plasma_store"
     assert len(socket) <= 107
     shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("free", [0, 2**30])
+def test_a_session_on_a_full_disk_is_refused_by_name(free, base, monkeypatch) -> None:
+    """Ray itself says after 30 s that its processes start too late."""
+    late = RuntimeError("The current node timed out during startup.")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", Mock(side_effect=late))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Mock(free=free))
+    with pytest.raises((InputError, RuntimeError)) as caught:
+        cluster.ensure_ray()
+    text = str(caught.value)
+    assert text.startswith(f"cannot write {base}/quadriga-ray-") == (free == 0), text
+    assert free or "No space left on device; free some space there or choose another" in text
 
 
 @pytest.mark.parametrize("given", ["RAY_TMPDIR", "_temp_dir", "address", "RAY_ADDRESS"])

@@ -63,8 +63,15 @@ def test_a_run_goes_on_from_its_copy_on_an_empty_machine(
     assert "no checkpoint in" in printed and len(printed.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("keep", "kept", "where"),
+    [
+        ("null", [2, 4], "all of it is in {}"),
+        ("1", [4], "global_step_2: deleted here, by trainer.max_ckpt_to_keep\n"),
+    ],
+)
 def test_an_upload_that_fails_ends_no_run_and_deletes_nothing(
-    run, tmp_path, capsys, caplog, monkeypatch
+    run, tmp_path, capsys, caplog, monkeypatch, keep, kept, where
 ):
     memory = fsspec.get_filesystem_class("memory")
     put_file = memory.put_file
@@ -75,13 +82,13 @@ def test_an_upload_that_fails_ends_no_run_and_deletes_nothing(
         put_file(self, path, name, **given)
 
     monkeypatch.setattr(memory, "put_file", fails_for_two)
-    each = ("trainer.save_freq=1", "trainer.max_ckpt_to_keep=null")
+    each = ("trainer.save_freq=1", f"trainer.max_ckpt_to_keep={keep}")
     run(*FOUR, *each, REMOTE, "trainer.remove_local_after_upload=true")
     printed = capsys.readouterr().err
     assert f"global_step_2 is not uploaded: cannot write {URL}/checkpoints/glob" in caplog.text
-    assert f"{URL} lacks global_step_2; all of it is in {tmp_path / 'run'}" in printed
+    assert f"{URL} lacks global_step_2; {where.format(tmp_path / 'run')}" in printed
     left = [step for step, _ in complete_checkpoints(tmp_path / "run" / "checkpoints")]
-    assert left == [2, 4] and RemoteRun(URL).steps() == [1, 3, 4]  # 1 and 3 are not here any more
+    assert left == kept and RemoteRun(URL).steps() == [1, 3, 4]  # 1 and 3 are not here any more
 
 
 def test_model_and_data_from_a_store_train_as_those_of_this_machine(

@@ -50,7 +50,7 @@ _log = logging.getLogger("quadriga")
 _CHECKPOINTS, _MODEL = "checkpoints", "model"
 _PROGRESS_S = 10.0  # between two lines while the end of a run waits
 _STEPS = f"{_CHECKPOINTS}/steps.json"
-_COMPLETE = re.compile(rf"global_step_(\d+)/{MARKER}")
+_COMPLETE = re.compile(rf"global_step_(\d{{1,18}})/{MARKER}")
 
 Sent = Callable[[str], None]
 """Is called with the name of each file that was sent."""
@@ -65,7 +65,7 @@ class RemoteRun:
     def steps(self) -> list[int]:
         """Return the steps of the checkpoints that may be complete, in order."""
         matches = map(_COMPLETE.fullmatch, self.store.files(_CHECKPOINTS))
-        named = re.findall(rb"\d+", self.store.read(_STEPS) or b"")
+        named = re.findall(rb"\b\d{1,18}\b", self.store.read(_STEPS) or b"")
         return sorted({*map(int, named), *(int(match[1]) for match in matches if match)})
 
     def send_checkpoint(self, folder: Path, before_marker: Callable[[], None], sent: Sent) -> None:
@@ -160,7 +160,7 @@ class Uploads:
         self._thread = threading.Thread()
         self._logged, self._step = threading.Condition(), 0.0
         self._stamps: dict[str, tuple[int, int]] = {}
-        self._sent, self._failed = list[str](), list[str]()
+        self._sent, self._failed = list[str](), dict[str, None]()
         self._uploaded: Path | None = None
 
     def open(self, folder: RunFolder, existing: Existing, step: int) -> None:
@@ -171,7 +171,7 @@ class Uploads:
         if self._trainer.remote_dir is None:
             return
         remote = RemoteRun(self._trainer.remote_dir)
-        self._folder, self._step, self._failed = folder, step, []
+        self._folder, self._step, self._failed = folder, step, {}
         if existing == "overwrite":
             remote.delete(run_folder.ALL)
         elif existing == "resume":
@@ -226,8 +226,16 @@ class Uploads:
             self.wait(shown=True)
         text = f"uploaded to {remote.store.url}"
         if self._failed:
-            names, here = ", ".join(dict.fromkeys(self._failed)), self._folder.path
-            text = f"{remote.store.url} lacks {names}; all of it is in {here}: copy it from there"
+            here, steps = self._folder.path, self._folder.checkpoints
+            gone = [
+                n for n in self._failed if n.startswith("global_step_") and not (steps / n).is_dir()
+            ]
+            text = f"{remote.store.url} lacks {', '.join(self._failed)}"
+            if gone:
+                text += f"; {', '.join(gone)}: deleted here, by trainer.max_ckpt_to_keep"
+            if len(gone) < len(self._failed):
+                what = "the rest" if gone else "all of it"
+                text += f"; {what} is in {here}: copy it from there"
         print(mask_secrets(text), file=sys.stderr)
 
     def _start(self, name: str, upload: Callable[[], None]) -> None:
@@ -235,8 +243,10 @@ class Uploads:
             try:
                 upload()
             except Exception as error:  # the run goes on, and `close` names what is missing
-                self._failed.append(name)
+                self._failed[name] = None
                 _log.warning("%s is not uploaded: %s", name, error)
+            else:  # an earlier attempt may have failed: a restart has saved this step again
+                self._failed.pop(name, None)
 
         self._thread = threading.Thread(target=run, name="quadriga-upload", daemon=True)
         self._thread.start()

@@ -121,7 +121,10 @@ class Store:
 
     def files(self, folder: str = "") -> Infos:
         """Return all files below a folder, by their names relative to it. A store that is a file
-        has one file with the name ""."""
+        has one file with the name "".
+
+        Raises `StoreError` for a name that leads out of the folder: objects can have any name.
+        """
         path = self._path(folder)
 
         def attempt() -> Infos:
@@ -129,7 +132,7 @@ class Store:
             found = self._fs.find(path, detail=True)
             return {file[len(path) :].strip("/"): info for file, info in found.items()}
 
-        return self._call("list", folder, attempt)
+        return _inside(self._call("list", folder, attempt), self.url)
 
     def remove(self, names: Iterable[str]) -> None:
         """Delete files, where they exist."""
@@ -212,7 +215,7 @@ def listed(marker: bytes, where: str) -> Listed:
     return _inside(found, where)
 
 
-def _inside(files: Listed, where: str) -> Listed:
+def _inside(files: dict[str, T], where: str) -> dict[str, T]:
     """Return files. Raises `StoreError` for a name that leads out of its folder."""
     for name in files:
         if name.startswith("/") or "\\" in name or {"..", "."} & {*name.split("/")}:
@@ -270,7 +273,7 @@ def fetched(url: str) -> Path:
     infos = store.files()
     if not infos:
         raise StoreError(mask_secrets(f"{url} does not exist, or has no files"), path=url)
-    files = _inside({name: (info["size"], None) for name, info in infos.items()}, url)
+    files: Listed = {name: (info["size"], None) for name, info in infos.items()}
     if MARKER in files:
         files |= listed(store.read(MARKER) or b"", url)
     versions = sorted([n, i["size"], *(str(i.get(k)) for k in _VERSION)] for n, i in infos.items())

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from quadriga.config.secrets import mask_secrets
 from quadriga.containment import describe
@@ -207,8 +207,13 @@ class TrackerThread:
                 key="trainer.loggers",
             )
         tracker = made.result()
-        assert tracker is not None
-        self._tracker = tracker
+        if not all(callable(getattr(tracker, method, None)) for method in ("log", "close")):
+            raise ConfigError(
+                f"trainer.loggers: {name} must have methods log(step, metrics) and close(); its "
+                f"factory returned {tracker!r:.80}",
+                key="trainer.loggers",
+            )
+        self._tracker = cast(Tracker, tracker)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Pass on the metrics of a step, unless the tracker is dropped."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import shutil
 import signal
 import stat
 import sys
@@ -20,6 +22,7 @@ from ray.job_config import JobConfig
 
 from quadriga.backends.ray.session import private_folder
 from quadriga.errors import ConfigError
+from quadriga.files import cannot_write
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -40,6 +43,9 @@ _ENVIRONMENT = {
     "RAY_free_objects_period_milliseconds": "10",
 }
 """Ray settings of a cluster that is started here. Variables that the user has set stay."""
+
+_SESSION_BYTES = 2**18
+"""A disk with less free space is full: the first files of a session are larger."""
 
 
 class RemoteMethod(Protocol):
@@ -169,7 +175,16 @@ def ensure_ray(
         )
     # Ray logs its token authentication at warning level on every start.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    ray.init(**settings)  # type: ignore[arg-type]  # settings of several types in one dict
+    try:
+        ray.init(**settings)  # type: ignore[arg-type]  # settings of several types in one dict
+    except Exception as error:
+        # Ray does not name a full disk: its processes end, and it says that they start too late.
+        folder = Path(str(settings.get("_temp_dir") or os.environ.get("RAY_TMPDIR") or "/tmp"))
+        near = next(path for path in (folder, *folder.parents) if path.exists())
+        if not address and shutil.disk_usage(near).free < _SESSION_BYTES:
+            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise cannot_write(folder, full) from error
+        raise
     return RaySession(owned=True)
 
 
