@@ -186,7 +186,15 @@ def test_a_run_saves_and_stops_before_its_deadline_and_when_the_stop_file_exists
         ("trainer.stop_grace_s=900", f"trainer.deadline={moment(600)}"): r"is in \d+ s, but .*=900",
         ("trainer.deadline=tomorrow",): "tomorrow is no moment; write it as 2026-11-27T06:00",
         (f"trainer.stop_file={Path(__file__)}",): "exists already, so the run would stop after one",
+        (f"trainer.stop_file=/{'a' * 300}",): "cannot be looked for: File name too long; choose",
     }.items(),
 )
 def test_a_run_that_is_asked_to_stop_already_is_refused(refused, settings, message) -> None:
     assert re.search(message, refused(*settings))
+
+
+def test_a_stop_file_that_cannot_be_read_for_a_moment_ends_no_run(tmp_path) -> None:
+    request = stopper()
+    request.file = tmp_path / ("a" * 300)  # its folder answers with an error of the system
+    request.look()
+    assert not request.requested

@@ -516,9 +516,18 @@ def seconds_left(trainer: RunConfig) -> float | None:
     """Return the seconds until `trainer.deadline`; None without one.
 
     Raises:
-        ConfigError: it is no moment or is over, or `trainer.stop_file` exists already.
+        ConfigError: it is no moment or is over, or `trainer.stop_file` exists already or can never
+            be seen.
     """
-    if trainer.stop_file and Path(trainer.stop_file).exists():
+    try:
+        exists = trainer.stop_file and Path(trainer.stop_file).exists()
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.stop_file={trainer.stop_file} cannot be looked for: {error.strerror}; choose "
+            "another file, or null",
+            key="trainer.stop_file",
+        ) from error
+    if exists:
         raise ConfigError(
             f"trainer.stop_file={trainer.stop_file} exists already, so the run would stop after "
             "one step; remove the file",
@@ -619,7 +628,8 @@ class StopRequest:
         now = time.monotonic()
         self._longest, self._looked = max(self._longest, now - self._looked), now
         reason = None
-        if self.file is not None and self.file.exists():
+        # A mount that does not answer for a moment is no request, and no end of the run.
+        if self.file is not None and os.path.exists(self.file):
             reason = f"trainer.stop_file={self.file} exists"
         elif self._end is not None and now + self._longest + self.grace_s > self._end:
             reason = (
