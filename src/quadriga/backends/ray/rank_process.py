@@ -211,17 +211,11 @@ class RankProcess:
         """Return the roles that this process hosts, with their classes."""
         return {role: type(worker) for role, worker in self._host.workers.items()}
 
-    def quadriga_invoke(self, sent: Sent) -> object:
-        """Run one call; return its result."""
-        return self._invoke(sent, 0)[0]
-
-    def quadriga_invoke_apart(self, count: int, sent: Sent) -> object:
+    def quadriga_invoke(self, sent: Sent, count: int = 0) -> object:
         """Run one call; return its result and, as `count` further returns, its large fields."""
-        return self._invoke(sent, count)
-
-    def _invoke(self, sent: Sent, count: int) -> tuple[object, ...]:
         store = self._result_store()
-        return store.returns(self._host.invoke(self._call(sent), store), count)
+        returns = store.returns(self._host.invoke(self._call(sent), store), count)
+        return returns if count else returns[0]
 
     def quadriga_invoke_value(self, sent: Sent) -> object:
         """Run one call; return the value itself, for a program that calls `ray.get`."""
@@ -262,15 +256,14 @@ class AsyncRankProcess(RankProcess):
         # Arguments are waited for in a thread, but Ray warns as if that were inside the loop.
         os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")
 
-    async def quadriga_invoke(self, sent: Sent, ticket: Ticket | None = None) -> object:
-        """Run one call; other calls run while a coroutine method waits."""
-        return (await self._invoke_async(sent, ticket, 0))[0]
-
-    async def quadriga_invoke_apart(
-        self, count: int, sent: Sent, ticket: Ticket | None = None
+    async def quadriga_invoke(  # type: ignore[override]  # the controller sends a ticket too
+        self, sent: Sent, ticket: Ticket | None = None, count: int = 0
     ) -> object:
-        """Run one call; the result's large fields are `count` further returns."""
-        return await self._invoke_async(sent, ticket, count)
+        """Run one call; other calls run while a coroutine method waits."""
+        store = self._result_store()
+        result = await self._host.invoke_async(lambda: self._call(sent), ticket, store)
+        returns = store.returns(result, count)
+        return returns if count else returns[0]
 
     async def quadriga_invoke_value(self, sent: Sent, ticket: Ticket | None = None) -> object:
         """Run one call; return the value itself, for a program that calls `ray.get`."""
@@ -280,13 +273,6 @@ class AsyncRankProcess(RankProcess):
     async def quadriga_split(self, splits: Splits) -> object:
         """Do the same in a thread, while the loop goes on."""
         return await in_thread(super().quadriga_split, splits)
-
-    async def _invoke_async(
-        self, sent: Sent, ticket: Ticket | None, count: int
-    ) -> tuple[object, ...]:
-        store = self._result_store()
-        result = await self._host.invoke_async(lambda: self._call(sent), ticket, store)
-        return store.returns(result, count)
 
     async def quadriga_coroutines(self) -> str:
         """Return where the coroutine methods of this rank wait, innermost frame first."""
