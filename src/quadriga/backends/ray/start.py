@@ -285,39 +285,44 @@ JOIN_TIMEOUT_S = 300.0
 
 
 class WorkerGroupRegisterCenter:
-    """Hold where the ranks of one group are."""
+    """What rank 0 tells the other ranks of a group, and the node of each rank."""
 
-    def __init__(self, facts: Sequence[RankFacts]) -> None:
-        self._facts = {fact.rank: fact for fact in facts}
+    def __init__(self, rank_zero_info: object, nodes: Mapping[int, str] | None = None) -> None:
+        self._rank_zero_info = rank_zero_info
+        self._nodes = dict(nodes or {})
 
-    def get_rank_zero_info(self) -> dict[str, str]:
-        """Return `{"MASTER_ADDR", "MASTER_PORT"}`."""
-        first = self._facts[0]
-        return {"MASTER_ADDR": first.master_address, "MASTER_PORT": first.master_port}
+    def get_rank_zero_info(self) -> object:
+        """Return what the center was made with: `{"MASTER_ADDR", "MASTER_PORT"}` of a group."""
+        return self._rank_zero_info
+
+    def set_worker_info(self, rank: int, node_id: str) -> None:
+        """Keep the id of a rank's node."""
+        self._nodes[rank] = node_id
 
     def get_worker_info(self) -> dict[int, str]:
         """Return the id of each rank's node, by rank."""
-        return {rank: fact.node_id for rank, fact in self._facts.items()}
-
-    def add_rank(self, fact: RankFacts) -> RankFacts:
-        """Note where a rank is, and return where rank 0 is."""
-        self._facts[fact.rank] = fact
-        return self._facts[0]
+        return self._nodes
 
 
 def start_register_center(
-    prefix: str, facts: Sequence[RankFacts], detached: bool, namespace: str | None
+    prefix: str,
+    facts: Sequence[RankFacts],
+    detached: bool = False,
+    namespace: str | None = None,
 ) -> object:
     """Start the actor `{prefix}_register_center` and return its handle. It takes no CPU.
 
-    Raises `PlacementError` if an actor has this name already.
+    `facts`: of the ranks that are known, rank 0 first. Raises `PlacementError` if an actor has this
+    name already.
     """
     name, lifetime = f"{prefix}_register_center", "detached" if detached else None
     center = cast("ActorFactory", ray.remote(WorkerGroupRegisterCenter)).options(
         name=name, num_cpus=0, lifetime=lifetime, namespace=namespace
     )
     try:
-        return center.remote(list(facts))
+        first, nodes = facts[0], {fact.rank: fact.node_id for fact in facts}
+        info = {"MASTER_ADDR": first.master_address, "MASTER_PORT": first.master_port}
+        return center.remote(info, nodes)
     except ValueError as error:  # Ray's error for a name that is taken
         raise PlacementError(
             f"the register center {name!r} exists already: another group has the prefix "
@@ -346,20 +351,20 @@ def join_register_center(name: str, rank: int, world_size: int) -> Joined:
         PlacementError: rank 0 cannot start the actor, because the name is taken.
     """
     prefix = name.removesuffix("_register_center")
-    port = ReservedPort.choose() if rank == 0 else None
-    address, number = (node_address(), str(port.port)) if port else ("", "")
-    mine = RankFacts(
-        rank, world_size, node_address(), os.getpid(), address, number, prefix, None, this_node()
-    )
-    if port is not None:
-        return Joined(address, number, start_register_center(prefix, [mine], False, None), port)
+    if rank == 0:
+        port = ReservedPort.choose()
+        node, place = node_address(), (node_address(), str(port.port))
+        mine = RankFacts(0, world_size, node, os.getpid(), *place, node_id=this_node())
+        center: Any = start_register_center(prefix, [mine])
+        return Joined(*place, center, port)
     who, expires = f"rank {rank} of {world_size}", time.monotonic() + JOIN_TIMEOUT_S
     while True:
         try:
-            center: Any = ray.get_actor(name)  # a handle has every method of its actor
+            center = ray.get_actor(name)  # a handle has every method of its actor
             left = max(0.0, expires - time.monotonic())
-            first = ray.get(center.add_rank.remote(mine), timeout=left)
-            return Joined(first.master_address, first.master_port, center, None)
+            noted = center.set_worker_info.remote(rank, this_node())
+            _, first = ray.get([noted, center.get_rank_zero_info.remote()], timeout=left)
+            return Joined(first["MASTER_ADDR"], first["MASTER_PORT"], center, None)
         except RayActorError as error:
             raise WorkerDiedError(
                 f"the register center {name!r} has ended before {who} joined; start rank 0 of "

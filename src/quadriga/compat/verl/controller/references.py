@@ -18,6 +18,7 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import GetTimeoutError
 
+from quadriga.backends.ray import start
 from quadriga.backends.ray.calls import RayPending, pending_of, send_to_ranks
 from quadriga.backends.ray.cluster import cluster_nodes, kill_actor
 from quadriga.backends.ray.pickling import send_code_of_loaded_files
@@ -74,27 +75,7 @@ def actor_method(actor: object, name: str) -> Callable[..., Ref]:
     return started
 
 
-class RegisterCenter:
-    """What rank 0 tells the other ranks of a group, and the node of each rank."""
-
-    def __init__(self, rank_zero_info: object) -> None:
-        self.rank_zero_info = rank_zero_info
-        self.workers_info: dict[int, str] = {}
-
-    def get_rank_zero_info(self) -> object:
-        """Return what the center was made with."""
-        return self.rank_zero_info
-
-    def set_worker_info(self, rank: int, node_id: str) -> None:
-        """Keep the node of a rank."""
-        self.workers_info[rank] = node_id
-
-    def get_worker_info(self) -> dict[int, str]:
-        """Return rank → its node."""
-        return self.workers_info
-
-
-WorkerGroupRegisterCenter: Any = ray.remote(num_cpus=0)(RegisterCenter)  # untyped in Ray
+WorkerGroupRegisterCenter: Any = ray.remote(num_cpus=0)(start.WorkerGroupRegisterCenter)  # untyped
 
 
 def create_worker_group_register_center(name: str, info: object) -> Any:
