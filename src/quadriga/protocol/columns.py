@@ -40,6 +40,7 @@ from quadriga.protocol.storage import (
     concat_maps,
     cut_rows,
     fetch_many,
+    importable_spec,
     is_read_only,
     is_row_handle,
     is_transport_pickling,
@@ -429,14 +430,8 @@ def _is_importable(module: str) -> bool:
     It cannot import the user's script, nor a file that was loaded by its path: such a module is in
     `sys.modules` only. The pickler of the transport sends the code of their classes.
     """
-    package = module.rpartition(".")[0]
-    path = getattr(sys.modules.get(package), "__path__", None)
-    if module == "__main__" or (package and path is None):
-        return False
-    finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
-    specs = (find(module, path) for find in finders if find is not None)
-    spec = next((spec for spec in specs if spec is not None), None)
-    if spec is None:
+    spec = importable_spec(module)
+    if spec is None or module == "__main__":
         return False
     # A file that was loaded under the name of another module: the name leads to the other one.
     file = getattr(sys.modules.get(module), "__file__", None)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import sys
 import threading
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict, defaultdict
@@ -21,6 +22,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from importlib.machinery import ModuleSpec
 from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeGuard
 
 import numpy as np
@@ -35,6 +37,20 @@ StoredValue: TypeAlias = Any
 PLAIN_TYPES: frozenset[type] = frozenset((str, bytes, int, float, bool, complex, type(None)))
 """Types whose values contain no other value and cannot change."""
 _SEQUENCES = (list, tuple, set, frozenset)
+
+
+def importable_spec(module: str) -> ModuleSpec | None:
+    """Return what the importers find for the name of a module, as if it had not been imported."""
+    parent = module.rpartition(".")[0]
+    path = getattr(sys.modules.get(parent), "__path__", ()) if parent else None
+    for finder in sys.meta_path:
+        try:
+            spec = finder.find_spec(module, path)
+        except (ImportError, AttributeError, ValueError, TypeError):
+            continue
+        if spec is not None:
+            return spec
+    return None
 
 
 def walk(value: Any, leaf: Callable[[Any], object]) -> Any:

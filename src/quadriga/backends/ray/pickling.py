@@ -6,7 +6,6 @@ with what uses it.
 
 from __future__ import annotations
 
-import importlib.machinery
 import io
 import os
 import pickle
@@ -14,7 +13,7 @@ import sys
 import sysconfig
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -24,7 +23,7 @@ import ray
 from ray import cloudpickle
 
 from quadriga.errors import DispatchError
-from quadriga.protocol.storage import Refilled, Transport, is_read_only, transports
+from quadriga.protocol.storage import Refilled, Transport, importable_spec, is_read_only, transports
 from quadriga.single_controller.dispatch import Call, SharedArgument
 from quadriga.single_controller.rank_host import private
 
@@ -66,7 +65,9 @@ def send_code_of_loaded_files() -> None:
             continue
         _seen.add(module)
         file = module.__dict__.get("__file__")
-        if file and _is_users(name, file) and getattr(_spec(name), "origin", None) != file:
+        if not file or not _is_users(name, file):
+            continue
+        if getattr(importable_spec(name), "origin", None) != file:
             cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]  # untyped
 
 
@@ -74,20 +75,6 @@ def _is_users(name: str, file: str) -> bool:
     if name in ("__main__", "__mp_main__") or name.partition(".")[0] == "quadriga":
         return False  # cloudpickle pickles what `__main__` defines by value without our help
     return os.path.isabs(file) and file.endswith(".py") and not file.startswith(_INSTALLED)
-
-
-def _spec(name: str) -> importlib.machinery.ModuleSpec | None:
-    """Return what the importers find for a name, as if it had not been imported yet."""
-    parent = name.rpartition(".")[0]
-    path = getattr(sys.modules.get(parent), "__path__", ()) if parent else None
-    for finder in sys.meta_path:
-        try:
-            spec = finder.find_spec(name, path)
-        except (ImportError, AttributeError, ValueError, TypeError):
-            continue
-        if spec is not None:
-            return spec
-    return None
 
 
 @dataclass(slots=True)
@@ -157,13 +144,7 @@ class _CallPickler(cloudpickle.Pickler):
     """Pickle a call. Its references and actor handles are collected in `refs` and replaced by their
     numbers."""
 
-    def __init__(
-        self, file: io.BytesIO, buffer_callback: Callable[[pickle.PickleBuffer], None]
-    ) -> None:
-        super().__init__(  # type: ignore[no-untyped-call]  # cloudpickle has no types
-            file, protocol=5, buffer_callback=buffer_callback
-        )
-        self.refs: list[Counted] = []
+    refs: list[Counted]
 
     def reducer_override(self, value: object) -> Any:  # as cloudpickle returns it
         """Return how `value` is pickled. Called for every object that is not of a builtin type."""
@@ -201,7 +182,8 @@ def pickled_call(call: Call) -> PickledCall:
 def _pickled(value: object, label: tuple[str, str]) -> PickledCall:
     buffers: list[pickle.PickleBuffer] = []
     file = io.BytesIO()
-    pickler = _CallPickler(file, buffers.append)
+    pickler = _CallPickler(file, 5, buffers.append)  # type: ignore[no-untyped-call]  # cloudpickle
+    pickler.refs = []
     _thread.pickles = True
     try:
         pickler.dump(value)  # type: ignore[no-untyped-call]  # cloudpickle has no types
