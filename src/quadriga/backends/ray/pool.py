@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Literal, TypeAlias
 
 import ray
@@ -264,9 +264,9 @@ class RayResourcePool(ResourcePool):
         self.pgs: list[PlacementGroup] | None = None
         self.placed_together: tuple[RayResourcePool, ...] = ()
         """Pools that were checked together: the placement of the first places all of them."""
-        self.pieces: tuple[tuple[RayResourcePool, int, int], ...] = ()
-        """(pool, first bundle, number of bundles) of a part of other pools; () for a pool that has
-        bundles of its own."""
+        self.taken: list[tuple[RayResourcePool, int]] = []
+        """(pool, number of the bundle in it) of each bundle of a part of other pools; empty for a
+        pool that has bundles of its own."""
 
     def needs(self, device_name: str = "cuda", spread: bool = False) -> PoolNeeds:
         """Return the resources that this pool needs.
@@ -304,19 +304,21 @@ class RayResourcePool(ResourcePool):
 
     def roots(self) -> tuple[RayResourcePool, ...]:
         """Return the pools whose bundles this one uses: itself, or those of which it is a part."""
-        return tuple(dict.fromkeys(root for root, _, _ in self.pieces)) or (self,)
+        return tuple(dict.fromkeys(root for root, _ in self.taken)) or (self,)
+
+    def _bundles(self) -> list[tuple[RayResourcePool, int]]:
+        return self.taken or [(self, number) for number in range(self.world_size)]
 
     def bundles_of_ranks(self) -> list[tuple[int, int]]:
-        if not self.pieces:
+        if not self.taken:
             return super().bundles_of_ranks()
         # Roots [2, 3] and [1, 1] have the groups 0, 1 and 2, 3.
-        roots = self.roots()
-        first = dict(zip(roots, accumulate((len(r.store) for r in roots), initial=0), strict=False))
-        return [
-            (first[root] + group, bundle)
-            for root, start, count in self.pieces
-            for group, bundle in root.bundles_of_ranks()[start : start + count]
-        ]
+        places: dict[RayResourcePool, list[tuple[int, int]]] = {}
+        groups = 0
+        for root in self.roots():
+            places[root] = [(groups + group, i) for group, i in root.bundles_of_ranks()]
+            groups += len(root.store)
+        return [places[root][number] for root, number in self.taken]
 
     def detach(self) -> None:
         """Let the bundles outlive this driver, for a group with `detached=True`.
@@ -351,14 +353,8 @@ class RayResourcePool(ResourcePool):
 
     def part(self, start: int, count: int) -> SubRayResourcePool:
         """Return a pool of `count` bundles, from bundle `start` on."""
-        pieces = []
-        skipped, wanted = start, count
-        for root, first, size in self.pieces or ((self, 0, self.world_size),):
-            taken = min(size - skipped, wanted)
-            if taken > 0:
-                pieces.append((root, first + skipped, taken))
-            skipped, wanted = max(0, skipped - size), wanted - max(0, taken)
-        return SubRayResourcePool(self, self.counts_of(start, count), pieces)
+        counts = self.counts_of(start, count)
+        return SubRayResourcePool(self, counts, self._bundles()[start : start + count])
 
     def merged_with(self, other: ResourcePool) -> SubRayResourcePool:
         """Return a pool of the bundles of both.
@@ -368,7 +364,7 @@ class RayResourcePool(ResourcePool):
         if not isinstance(other, RayResourcePool):
             raise PlacementError(f"{self!r} is a pool on Ray, {other!r} is not.")
         check_mergeable(self, other, _ALIKE)
-        both = [piece for p in (self, other) for piece in p.pieces or ((p, 0, p.world_size),)]
+        both = [*self._bundles(), *other._bundles()]
         merged = SubRayResourcePool(self, [*self.store, *other.store], both)
         merged.name_prefix = f"{self.name_prefix}_{other.name_prefix}"
         merged.label = f"{self.label}+{other.label}"
@@ -382,8 +378,8 @@ class SubRayResourcePool(RayResourcePool):
         self,
         parent: RayResourcePool,
         store: Sequence[int],
-        pieces: Sequence[tuple[RayResourcePool, int, int]],
+        taken: list[tuple[RayResourcePool, int]],
     ) -> None:
-        """`parent`: the pool with the settings. `pieces`: see `RayResourcePool`."""
-        vars(self).update(vars(parent), pgs=None, placed_together=(), pieces=tuple(pieces))
+        """`parent`: the pool with the settings. `taken`: see `RayResourcePool`."""
+        vars(self).update(vars(parent), pgs=None, placed_together=(), taken=taken)
         self._store = list(store)
