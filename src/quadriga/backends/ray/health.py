@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import psutil
 import ray
@@ -499,17 +499,8 @@ def _order(error: QuadrigaError) -> tuple[int, float]:
     return (0 if isinstance(error, WorkerDiedError) else 1, getattr(error, "raised_at", 0.0))
 
 
-class Details(TypedDict):
-    """The attributes of an error about one call of one rank."""
-
-    role: str
-    rank: int
-    node: str
-    method: str
-
-
-def details(handle: RankHandle, label: str) -> Details:
-    """Return the attributes. `label`: "role.method"."""
+def details(handle: RankHandle, label: str) -> dict[str, Any]:  # as the errors declare them
+    """Return the attributes of an error about one call of one rank. `label`: "role.method"."""
     role, _, method = label.rpartition(".")
     return {"role": role, "rank": handle.facts.rank, "node": handle.facts.node, "method": method}
 
@@ -615,10 +606,8 @@ def is_returned(ref: Ref) -> bool:
     """Return whether a task has returned or raised; False if it runs or its process has ended."""
     try:
         fetch([ref], timeout=0)
-    except (GetTimeoutError, *DEAD):
-        return False
-    except RayError:
-        return True
+    except RayError as error:
+        return not isinstance(error, (GetTimeoutError, *DEAD))
     return True
 
 

@@ -31,9 +31,7 @@ class WorkerHelper:
 
     @staticmethod
     def _get_free_port() -> int:
-        reserved = ReservedPort.choose()
-        reserved.release()
-        return reserved.port
+        return int(get_master_addr_port()[1])
 
     def get_available_master_addr_port(self) -> tuple[str, str]:
         """Return (address of this node, free port)."""
