@@ -16,14 +16,8 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from quadriga.errors import ConflictError, FieldError, LengthError
-from quadriga.protocol import DataProto, union_tensor_dict
-from quadriga.protocol.values import (
-    concat_jagged,
-    equal_jagged,
-    from_index,
-    is_jagged,
-    same_dense,
-)
+from quadriga.protocol import DataProto, pad_dataproto_to_divisor, union_tensor_dict
+from quadriga.protocol.values import concat_jagged, from_index, same
 
 Field: TypeAlias = torch.Tensor | NonTensorStack | NonTensorData
 
@@ -182,7 +176,8 @@ def assert_tensordict_eq(tensordict1: TensorDict, tensordict2: TensorDict) -> No
             f"{sorted(tensordict2.keys())}."
         )
     for key in _keys(tensordict1):
-        if not _equal(tensordict1.get(key), tensordict2.get(key)):
+        kinds = type(tensordict1.get(key)), type(tensordict2.get(key))
+        if kinds[0] is not kinds[1] or not same(get(tensordict1, key), get(tensordict2, key)):
             raise ConflictError(f"The field {key!r} differs between the TensorDicts.", field=key)
 
 
@@ -224,12 +219,8 @@ def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int
 
     Return (padded TensorDict, number of appended rows).
     """
-    pad = -len(data) % size_divisor
-    if not pad:
-        return data, 0
-    # 3 rows, size_divisor 8: rows 0 1 2 | 0 1 2 0 1
-    rows = [*range(len(data)), *(i % len(data) for i in range(pad))]
-    return select_rows(data, torch.tensor(rows)), pad
+    padded, pad = pad_dataproto_to_divisor(DataProto.from_tensordict(data), size_divisor)
+    return (padded.to_tensordict(), pad) if pad else (data, 0)
 
 
 def unpad(data: TensorDict, pad_size: int) -> TensorDict:
@@ -296,18 +287,6 @@ def _field(tensordict: TensorDict, key: str) -> Field:
         )
     value: Field = tensordict.get(key)
     return value
-
-
-def _equal(a: Field, b: Field) -> bool:
-    if isinstance(a, NonTensorStack) and isinstance(b, NonTensorStack):
-        return bool(a.tolist() == b.tolist())
-    if isinstance(a, NonTensorData) and isinstance(b, NonTensorData):
-        return bool(a.data == b.data)
-    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
-        return False
-    if is_jagged(a) and is_jagged(b):
-        return equal_jagged(a, b)
-    return a.shape == b.shape and same_dense(a, b)
 
 
 __all__ = ["union_tensor_dict"]
