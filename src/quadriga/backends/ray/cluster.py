@@ -19,6 +19,7 @@ from weakref import WeakSet
 import ray
 import ray.util.client
 from ray.job_config import JobConfig
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from quadriga.backends.ray.session import private_folder
 from quadriga.errors import ConfigError
@@ -271,6 +272,13 @@ def node_address() -> str:
 def this_node() -> str:
     """Return Ray's id of the node that this process runs on."""
     return ray.get_runtime_context().get_node_id()
+
+
+def actor_on_node(cls: type, node: str, name: str, **options: object) -> RankActor:
+    """Start an actor without resources on a node, or return the one that has this name."""
+    options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
+    factory = cast("ActorFactory", ray.remote(cls))
+    return factory.options(name=name, get_if_exists=True, num_cpus=0, **options).remote()
 
 
 def kill_actor(actor: RankActor) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from quadriga.backends.ray.cluster import cluster_nodes
+from quadriga.backends.ray.cluster import actor_on_node, cluster_nodes
 from quadriga.errors import LostObjectError, first_line
 from quadriga.single_controller.keepers import Keeper, KeptValues, Value
 
 if TYPE_CHECKING:
-    from quadriga.backends.ray.cluster import ActorFactory, RankActor, Ref
+    from quadriga.backends.ray.cluster import RankActor, Ref
 
 _WAIT_S = 60.0  # for a keeper that does not answer
 
@@ -63,15 +62,8 @@ def keepers_of(nodes: list[str]) -> list[RayKeeper]:
     alive = [n.node_id for n in sorted(cluster_nodes(), key=lambda n: n.address) if n.alive]
     places = {n: alive[(alive.index(n) + 1) % len(alive)] for n in nodes if n in alive}
     missing = alive[0]
-    actors = {place: _start(place) for place in {missing, *places.values()}}
-    return [RayKeeper(actors[places.get(node, missing)]) for node in nodes]
-
-
-def _start(node: str) -> RankActor:
-    options = {
-        "name": f"quadriga_keeper_{node}",
-        "get_if_exists": True,
-        "num_cpus": 0,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+    actors = {
+        place: actor_on_node(KeptValues, place, f"quadriga_keeper_{place}")
+        for place in {missing, *places.values()}
     }
-    return cast("ActorFactory", ray.remote(KeptValues)).options(**options).remote()
+    return [RayKeeper(actors[places.get(node, missing)]) for node in nodes]

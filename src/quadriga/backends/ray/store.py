@@ -54,9 +54,8 @@ from typing import TYPE_CHECKING, Literal, TypeGuard, cast
 import numpy as np
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from quadriga.backends.ray.cluster import cluster_nodes, kill_actor, this_node
+from quadriga.backends.ray.cluster import actor_on_node, cluster_nodes, kill_actor, this_node
 from quadriga.errors import ConfigError, LostObjectError
 from quadriga.protocol.storage import (
     Handle,
@@ -75,7 +74,7 @@ from quadriga.protocol.storage import (
 )
 
 if TYPE_CHECKING:
-    from quadriga.backends.ray.cluster import ActorFactory, RankActor, Ref
+    from quadriga.backends.ray.cluster import RankActor, Ref
     from quadriga.protocol.boundary import DataProtoFuture
     from quadriga.protocol.message import Message
 
@@ -600,21 +599,12 @@ class Servers:
 
     def start(self, nodes: Iterable[str]) -> None:
         """Start the row servers of nodes that have none. They end with this driver."""
-        factory = cast("ActorFactory", ray.remote(RowServer))
+        options = {"max_restarts": -1, "max_concurrency": THREADS, "namespace": _NAMESPACE}
         for node in nodes:
             name = _name(node)
             if name in self._known:
                 continue
-            server = factory.options(
-                num_cpus=0,
-                max_restarts=-1,
-                max_concurrency=THREADS,
-                name=name,
-                namespace=_NAMESPACE,
-                get_if_exists=True,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-            ).remote()
-            self._known[name] = server
+            self._known[name] = server = actor_on_node(RowServer, node, name, **options)
             self._started.append(server)
             self._missing.pop(name, None)
 
