@@ -13,17 +13,16 @@ from pathlib import Path
 import pytest
 
 from quadriga.cli.main import main
-from quadriga.models import TinyModel, check_model_folder, load_tokenizer, write_tiny_model
+from quadriga.models import check_model_folder, load_tokenizer
 
 pytestmark = pytest.mark.timeout(25)
-SHAPE = TinyModel(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=48)
 ROW = {"prompt": "one two", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "3"}}
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory):
+def original(model_folder, tmp_path_factory):
     path = tmp_path_factory.mktemp("inputs")
-    write_tiny_model(path / "model", ["one two three"], SHAPE)
+    shutil.copytree(model_folder, path / "model")
     (path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
     (path / "settings.yaml").write_text("trainer: {seed: 1}\n")
     (path / "rules.py").write_text("def compute_score(**_):\n    return 1.0\n")
@@ -128,7 +127,9 @@ def test_an_input_that_is_no_file_is_refused(inputs, refused, name, kind):
 @KINDS
 def test_a_settings_file_that_is_no_file_is_refused(inputs, refused, kind):
     replace(inputs / "settings.yaml", kind)
-    assert str(inputs / "settings.yaml") in refused("--config", str(inputs / "settings.yaml"))
+    told = refused("--config", str(inputs / "settings.yaml"))
+    assert str(inputs / "settings.yaml") in told
+    assert kind in (loop, dangling) or "it is not a regular file" in told
 
 
 @KINDS

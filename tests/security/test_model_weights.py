@@ -20,32 +20,22 @@ from transformers.integrations import hub_kernels
 from quadriga.config.schema import ModelConfig
 from quadriga.errors import ModelError
 from quadriga.models import (
-    TinyModel,
     check_context_window,
     check_model_folder,
     load_causal_lm,
     load_tokenizer,
     load_value_model,
-    write_tiny_model,
 )
 from quadriga.models.limits import LongestSequence
 
 pytestmark = pytest.mark.timeout(60)
 
-SHAPE = TinyModel(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=48)
 LOADERS = pytest.mark.parametrize("load", [load_causal_lm, load_value_model])
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    write_tiny_model(path, ["one two three"], SHAPE)
-    return path
-
-
 @pytest.fixture
-def folder(original, tmp_path):
-    return shutil.copytree(original, tmp_path / "model")
+def folder(model_folder, tmp_path):
+    return shutil.copytree(model_folder, tmp_path / "model")
 
 
 def change_config(folder, **changes):
@@ -236,7 +226,7 @@ SIZES = [
     ({"num_attention_heads": 10**9}, "num_attention_heads 1000000000"),
     ({"num_experts": 10**12}, "num_experts 1000000000000 = "),
     ({"hidden_size": 10**400}, r"hidden_size about 10\^400"),
-    ({"num_hidden_layers": 5000}, "describes 5000 layers .* hold 12 tensors"),
+    ({"num_hidden_layers": 5000}, "describes 5000 layers .* hold 21 tensors"),
     ({"num_labels": 10**12}, "num_labels is 1000000000000; at most 1000000"),
     ({"hidden_size": 0}, "hidden_size must be an integer of at least 1, got 0"),
     ({"hidden_size": 1e30}, "hidden_size must be an integer of at least 1, got 1e[+]30"),

@@ -9,7 +9,6 @@ from verl.single_controller.base.worker import DistGlobalInfo, DistRankInfo
 
 from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines import build_engine
-from quadriga.models.tiny import TinyModel, write_tiny_model
 
 EMBEDDING, NORM, HEAD = (
     "embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight",
@@ -25,24 +24,14 @@ def batch_of():
     }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    shape = TinyModel(
-        hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48
-    )
-    path = tmp_path_factory.mktemp("old") / "model"
-    write_tiny_model(path, ["one two three"], shape)
-    return str(path)
-
-
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("tensor", "data"), [(2, 1), (1, 2)])
-def test_the_megatron_modes_follow_the_groups_of_megatron(start, folder, tensor, data):
+def test_the_megatron_modes_follow_the_groups_of_megatron(start, model_folder, tensor, data):
     pytest.importorskip("megatron.core")
     from megatron_workers import OldActor
 
-    group = start(OldActor, folder, tensor, 2, ranks=4)
+    group = start(OldActor, model_folder, tensor, 2, ranks=4)
     sizes = DistGlobalInfo(tp_size=tensor, dp_size=data, pp_size=2, cp_size=1)
     places = [(rank % tensor, rank // tensor % data, rank // 2) for rank in range(4)]
     assert group.init_model() == [
@@ -51,7 +40,7 @@ def test_the_megatron_modes_follow_the_groups_of_megatron(start, folder, tensor,
     ]
     rows = batch_of()
     found = group.compute_log_prob(DataProto.from_dict(rows))
-    engine = build_engine(ModelConfig(path=folder), EngineConfig())
+    engine = build_engine(ModelConfig(path=model_folder), EngineConfig())
     expected = engine.forward(rows)["log_probs"]
     torch.testing.assert_close(found.batch["log_probs"], expected, rtol=0, atol=1e-5)
     last = [2] if tensor == 2 else [2, 3]  # tensor-parallel rank 0 of the last stage
