@@ -13,12 +13,20 @@ import psutil
 from quadriga.observability.jsonl import read_jsonl
 
 
-def quadriga(*words: str, **options: object) -> str:
-    """Run `quadriga` with `subprocess.run` and these options; return its standard output."""
-    command = [sys.executable, "-m", "quadriga.cli.main", *words]
-    done = subprocess.run(command, capture_output=True, text=True, **options)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+def run_python(*arguments, status=0, timeout=150, **given):
+    """Run Python with these arguments. It must end with the exit code `status`.
+
+    `given`: arguments of `subprocess.run`.
+    """
+    command = [sys.executable, *map(str, arguments)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=timeout, **given)
+    assert run.returncode == status, run.stdout[-2000:] + run.stderr[-4000:]
+    return run
+
+
+def quadriga(*words: str, timeout: float | None = None, **given: object) -> str:
+    """Run `quadriga` as `run_python` runs Python; return its standard output."""
+    return run_python("-m", "quadriga.cli.main", *words, timeout=timeout, **given).stdout
 
 
 def accuracies(run: Path) -> list[float]:

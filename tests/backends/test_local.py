@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 
@@ -11,6 +10,7 @@ import torch
 from worker_cases import Adder, Cases, Collective, Coroutines
 
 from group_fixtures import local_group as start
+from processes import run_python
 from quadriga.backends import BACKENDS, get_backend, register_backend
 from quadriga.config.schema import ActorConfig, ActorRolloutRefConfig, EngineConfig
 from quadriga.errors import (
@@ -55,8 +55,7 @@ def test_one_local_rank_runs_collectives():
         "group = start(Collective, 1)\n"
         "print(group.connect(), group.reduce_unless(5), 'ray' in sys.modules)"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert run.stdout.split() == ["[1]", "[1.0]", "False"], run.stderr
+    assert run_python("-c", code).stdout.split() == ["[1]", "[1.0]", "False"]
 
 
 def test_methods_run_in_the_calling_thread(monkeypatch):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import ray
 
+from processes import run_python
 from quadriga.backends.ray import health
 from quadriga.errors import ClusterLostError
 from quadriga.single_controller.backend import RankFacts, RankHandle
@@ -37,10 +36,7 @@ PROGRAM = Path(__file__).with_name("lost_cluster_program.py")
 )
 def test_the_end_of_a_process_of_ray(victim, error, reason) -> None:
     """A cluster of the user is left alone."""
-    run = subprocess.run([sys.executable, PROGRAM, victim], capture_output=True, text=True,
-                         timeout=120)  # fmt: skip
-    assert run.returncode == 0, run.stderr[-2000:]
-    told = json.loads(run.stdout.splitlines()[-1])
+    told = json.loads(run_python(PROGRAM, victim, timeout=120).stdout.splitlines()[-1])
     assert told.get("type") == error and reason in told.get("text", ""), told
     # A node that is silent may only pause for a while.
     assert told["seconds"] < (20 if victim == "partition" else 10) and told["shutdown"] < 30, told

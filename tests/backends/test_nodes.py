@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-PROGRAMS = Path(__file__).parent
+from processes import run_python
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("program", ["cluster_program.py", "rows_program.py"])
 def test_three_nodes(program):
-    run = subprocess.run(
-        [sys.executable, PROGRAMS / program], capture_output=True, text=True, timeout=170
-    )
-    assert run.returncode == 0, run.stderr
+    run_python(Path(__file__).with_name(program), timeout=170)
 
 
 def test_groups_of_one_size_are_sorted_by_the_number_in_their_nodes_address(monkeypatch):

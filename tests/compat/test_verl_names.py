@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import subprocess
-import sys
 
 import pytest
 
+from processes import run_python
 from quadriga.compat.verl.names import MODULES, NAMES, NOT_OFFERED
 
 # Names of verl 0.9.1 that its examples and the specification import, besides those that the other
@@ -101,11 +100,7 @@ def test_what_is_advised_exists(module):
 def printed(code, path=""):
     """What a program prints. `path`: a folder in which it finds modules first."""
     env = {**os.environ, "PYTHONPATH": f"{path}:{os.environ.get('PYTHONPATH', '')}"}
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+    return run_python("-c", code, timeout=60, env=env).stdout
 
 
 def test_importing_the_modules_imports_no_library():

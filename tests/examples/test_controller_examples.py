@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from processes import run_python
 from quadriga.backends import get_backend
+from quadriga.containment import import_file
 from quadriga.single_controller import Dispatch, Execute
 
 on_ray_nightly = pytest.mark.parametrize(
@@ -30,11 +30,8 @@ def backend_name(request):
 @pytest.fixture
 def example(monkeypatch):
     def load(name):
-        spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, module)
-        spec.loader.exec_module(module)
-        return module
+        monkeypatch.setitem(sys.modules, name, None)  # removed after the test
+        return import_file(FOLDER / f"{name}.py", "example", name)
 
     yield load
     for registry in (Dispatch, Execute):
@@ -107,9 +104,4 @@ def test_detached_group(example, backend_name):
 
 @pytest.mark.nightly
 def test_an_example_runs_as_a_script():
-    run = subprocess.run(
-        [sys.executable, str(FOLDER / "accumulator.py"), "ray"],
-        capture_output=True, text=True, timeout=150,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    assert "[1, 2, 3, 4]" in run.stdout
+    assert "[1, 2, 3, 4]" in run_python(FOLDER / "accumulator.py", "ray").stdout

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
+from quadriga.containment import import_file
+
 FOLDER = Path(__file__).parents[2] / "examples" / "trainer"
-
-
-def module_of(name):
-    """Return a file of the folder as a module."""
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -27,7 +20,7 @@ def reward_model(monkeypatch):
 
     monkeypatch.setattr(registry, "_ADDED", {})
     monkeypatch.setattr(user_files, "_LOADED", {})
-    module = module_of("reward_model")
+    module = import_file(FOLDER / "reward_model.py", "example")
     known = set(_ROLES)
     yield module
     for name in set(_ROLES) - known:
@@ -61,7 +54,7 @@ def test_pairs_of_scored_responses(tmp_path):
         for text, score in responses
     ]
     (tmp_path / "samples.jsonl").write_text("\n".join(map(json.dumps, samples)))
-    count = module_of("response_pairs").write_pairs(
+    count = import_file(FOLDER / "response_pairs.py", "example").write_pairs(
         tmp_path / "samples.jsonl", tmp_path / "pairs.jsonl"
     )
     pairs = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]

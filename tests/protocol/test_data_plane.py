@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
-import importlib.util
 import pickle
 import sys
 import time
@@ -20,6 +19,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from group_fixtures import local_group
 from quadriga.backends.ray.store import RayStore
+from quadriga.containment import import_file
 from quadriga.errors import CallTimeoutError, LostObjectError, WorkerMethodError
 from quadriga.protocol import DataProto, as_completed, message
 from quadriga.protocol.boundary import pack_argument
@@ -180,7 +180,7 @@ def test_a_dead_owner_is_named(plane_backends, groups):
     for handle in group.workers:
         ray.kill(handle)
     deadline = time.monotonic() + 20  # until the death of the owner is known
-    with pytest.raises(LostObjectError, match=r"'big'.*rank 0 in generate") as caught:
+    with pytest.raises(LostObjectError, match=r"'big'.*rank 0 in generate.*that called") as caught:
         while time.monotonic() < deadline:
             data[:1].batch["big"]
             time.sleep(0.1)
@@ -222,11 +222,7 @@ def test_references_in_rows_are_kept(plain_group):
 def loaded_by_path(tmp_path, name):
     path = tmp_path / "a_file_of_the_user.py"
     path.write_text("class Note:\n    def show(self):\n        return 'shown'\n")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return import_file(path, "file", name)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import threading
 from typing import ClassVar
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 from protocol_cases import Done
 
+from processes import run_python
 from quadriga.errors import CallTimeoutError, ProtocolError
 from quadriga.protocol import DataProto, DataProtoFuture, as_completed
 from quadriga.protocol.boundary import wait_for_arguments
@@ -120,8 +119,7 @@ def test_a_program_that_has_given_up_an_awaited_future_ends():
         "except TimeoutError:\n"
         "    print('given up')\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (run.returncode, run.stdout) == (0, "given up\n"), run.stderr
+    assert run_python("-c", code, timeout=60).stdout == "given up\n"
 
 
 def test_any_number_of_futures_is_awaited_at_the_same_time():

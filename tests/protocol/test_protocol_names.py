@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
+from processes import run_python
 from quadriga.protocol import fields
 
 
@@ -13,7 +11,7 @@ def test_importing_the_package_loads_nothing_heavy_and_using_it_no_ray():
         "import sys, quadriga.protocol as p; assert 'torch' not in sys.modules; "
         "p.DataProto; import quadriga.protocol.boundary; assert 'ray' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    run_python("-c", script, timeout=60)
 
 
 def test_every_field_has_one_name_shape_and_writer():

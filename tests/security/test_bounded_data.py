@@ -5,14 +5,13 @@ deadline of its test.
 """
 
 import json
-import subprocess
-import sys
 import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from processes import run_python
 from quadriga.data import PromptDataset, SFTDataset, read_rows, rows
 from quadriga.data.chat import OutOfTimeError, bounded
 from quadriga.data.rows import count_rows
@@ -237,8 +236,7 @@ add(1)
 sys.setprofile(None)
 print(calls[:2])
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert run.stdout.strip() == "['call', 'return']", run.stderr
+    assert run_python("-c", code).stdout.strip() == "['call', 'return']"
 
 
 def test_time_that_ends_with_the_block_leaves_no_exception_behind():

@@ -10,12 +10,16 @@ import sys
 
 import pytest
 
+from processes import run_python
 from quadriga.algorithms.user_files import _LOADED, load_user_file
 from quadriga.errors import InputError
 
 ENDS = {
     "os._exit": ("import os\nos._exit(0)", 1, "os._exit(0)"),
     "sys.exit": ("import sys\nsys.exit(0)", 1, "sys.exit(0)"),
+    # The system keeps the lowest 8 bits of an exit code: 256 becomes 0.
+    "os._exit, cut to 0": ("import os\nos._exit(-256)", 1, "os._exit(-256)"),
+    "sys.exit, cut to 0": ("import sys\nsys.exit(2**40)", 1, "sys.exit(1099511627776)"),
     "exit with a code": ("raise SystemExit(7)", 7, "sys.exit(7)"),
     "a thread": (
         "import os, threading, time\n"
@@ -53,17 +57,11 @@ sys.exit(main())
 """
 
 
-def run_program(program: str, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", program, *more]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ENDS)
 def test_a_run_that_code_of_the_user_ends_does_not_exit_with_0(name):
     code, status, message = ENDS[name]
-    done = run_program(PROGRAM.format(code=code))
-    assert done.returncode == status, done.stderr
+    done = run_python("-c", PROGRAM.format(code=code), status=status, timeout=60)
     assert message in done.stderr and "Traceback" not in done.stderr
 
 
@@ -93,7 +91,7 @@ def test_a_copy_that_an_import_forks_ends_with_the_import(tmp_path):
         "import sys\nfrom quadriga.algorithms.user_files import load_user_file\n"
         "load_user_file(sys.argv[1])\nprint('continued', flush=True)"
     )
-    assert run_program(program, str(file)).stdout == "continued\n"
+    assert run_python("-c", program, file, timeout=60).stdout == "continued\n"
 
 
 def test_ctrl_c_during_an_import_stops_the_program(tmp_path):
@@ -106,31 +104,16 @@ def test_ctrl_c_during_an_import_stops_the_program(tmp_path):
 def test_a_command_that_imports_the_file_has_code_2(tmp_path):
     file = tmp_path / "losses.py"
     file.write_text("import os\nos._exit(0)\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "quadriga.cli.main", "algorithms", f"user_files=[{file}]"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 2, done.stdout
+    command = ("-m", "quadriga.cli.main", "algorithms", f"user_files=[{file}]")
+    done = run_python(*command, status=2, timeout=60)
     assert done.stderr.startswith("error: ") and "os._exit(0)" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("status", [256, -256, 2**40])
-@pytest.mark.parametrize("call", ["os._exit", "sys.exit"])
-def test_a_code_that_the_system_cuts_to_0_is_not_success(call, status):
-    # The system keeps the lowest 8 bits of an exit code: 256 becomes 0.
-    done = run_program(PROGRAM.format(code=f"import os, sys\n{call}({status})"))
-    assert done.returncode == 1, done.stderr
-
-
 def test_a_closed_connection_of_the_user_is_not_success():
     # Python raises the same exception for a connection as for standard output without a reader.
-    done = run_program(PROGRAM.format(code="raise BrokenPipeError(32, 'the peer is gone')"))
-    assert done.returncode == 1
+    code = "raise BrokenPipeError(32, 'the peer is gone')"
+    done = run_python("-c", PROGRAM.format(code=code), status=1, timeout=60)
     assert "the peer is gone" in done.stderr
 
 

@@ -6,10 +6,9 @@ connections of the driver, which then waits for ever; one that ran the handler o
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from processes import run_python
 
 DRIVERS = {
     "ray": (
@@ -53,7 +52,4 @@ with scope:
 def test_a_copy_of_the_driver_ends_by_its_signal(driver):
     head = "import contextlib, faulthandler, os, signal, time\n"
     program = head + DRIVERS[driver] + FORKS
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert (ran.returncode, ran.stdout.split()) == (0, ["-15", "2"]), ran.stderr[-2000:]
+    assert run_python("-c", program, timeout=100).stdout.split() == ["-15", "2"]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
-import sys
 
 import pytest
 
+from processes import run_python
 from quadriga.backends.ray import cluster
 
 RAY_TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
@@ -58,8 +57,7 @@ setup.ensure_token_if_auth_enabled()
 def test_ray_takes_an_empty_file_for_a_missing_token_and_keeps_its_mode(home):
     """The behaviour of the installed Ray that the private file relies on."""
     pytest.importorskip("ray._private.authentication.authentication_token_setup")
-    program = [sys.executable, "-c", WRITE_A_TOKEN]
-    subprocess.run(program, env=dict(os.environ), check=True, capture_output=True, timeout=120)
+    run_python("-c", WRITE_A_TOKEN, env=dict(os.environ))
     token = home / ".ray/auth_token"
     assert len(token.read_text()) == 64 and mode(token) == 0o600
 
@@ -76,17 +74,13 @@ def test_a_token_that_all_users_can_read_is_made_private(home, monkeypatch, befo
 
 @pytest.mark.parametrize(
     "variable",
-    [{"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "x"}, {"RAY_AUTH_TOKEN_PATH": "/x"}],
+    [{"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "x"}, {"RAY_AUTH_TOKEN_PATH": "/x"}, {}],
     ids=str,
 )
 def test_no_file_is_made_where_ray_uses_none(home, monkeypatch, variable):
+    """Nor for a cluster that runs already."""
     cluster.os.environ.update(variable)
-    start_with(monkeypatch, lambda: None)
-    assert not (home / ".ray").exists()
-
-
-def test_no_file_is_made_for_a_cluster_that_runs_already(home, monkeypatch):
-    start_with(monkeypatch, lambda: None, address="10.0.0.1:6379")
+    start_with(monkeypatch, lambda: None, address=None if variable else "10.0.0.1:6379")
     assert not (home / ".ray").exists()
 
 

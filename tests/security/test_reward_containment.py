@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from processes import gone, is_running
+from processes import gone, is_running, run_python
 from quadriga.config.schema import RewardConfig
 from quadriga.errors import RewardError
 from quadriga.protocol import DataProto
@@ -225,15 +225,8 @@ def batch_of(numbers, **arrays):
 
 def output_of(program):
     """Run a program that may end early with exit code 0, and return what it has printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"from security.{__name__} import *\n{program}"],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    code = f"from security.{__name__} import *\n{program}"
+    return run_python("-c", code, timeout=60, cwd=Path(__file__).parents[1]).stdout
 
 
 def scores_of(name, numbers, **options):

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import subprocess
 import sys
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from processes import run_python
 from quadriga.cli.main import main
 from quadriga.config import secrets
 from quadriga.config.loading import load_config, to_yaml
@@ -233,13 +233,7 @@ def test_the_command_line_masks_logs():
         "import logging; from quadriga.observability.quiet import silence_libraries;"
         "silence_libraries(); logging.getLogger('x').warning('key %s', 'tok-9876')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"API_TOKEN": "tok-9876", "PATH": "/usr/bin"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_python("-c", code, env={"API_TOKEN": "tok-9876", "PATH": "/usr/bin"})
     assert done.stderr == "key ***\n"
 
 

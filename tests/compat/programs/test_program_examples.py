@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +22,8 @@ from verl.trainer.ppo.core_algos import kl_penalty
 from verl.trainer.ppo.ray_trainer import ResourcePoolManager, Role
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
+from processes import run_python
+
 pytestmark = pytest.mark.nightly
 
 HERE = Path(__file__).parent
@@ -32,15 +32,8 @@ HERE = Path(__file__).parent
 def another_driver(*arguments):
     """Run a program in a process of its own; return what it printed."""
     env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    run = subprocess.run(
-        [sys.executable, str(HERE / "another_driver.py"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        env={**env, "PYTHONPATH": str(HERE)},
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+    env["PYTHONPATH"] = str(HERE)
+    return run_python(HERE / "another_driver.py", *arguments, env=env).stdout
 
 
 def test_an_accumulator_before_ray_init():
@@ -74,23 +67,11 @@ class ActorWithKL(ActorRolloutRefWorker):
         return DataProto.from_dict({"kl": kl_penalty(mine, ref, kl_penalty="low_var_kl")})
 
 
-@pytest.fixture(scope="module")
-def small_model(tmp_path_factory):
-    from quadriga.models.tiny import TinyModel, write_tiny_model
-
-    folder = tmp_path_factory.mktemp("model") / "small"
-    shape = TinyModel(
-        hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=32
-    )
-    write_tiny_model(str(folder), ["one two three four five six seven eight"], shape)
-    return str(folder)
-
-
-def test_the_kl_divergence_between_actor_and_reference(start, small_model):
+def test_the_kl_divergence_between_actor_and_reference(start, model_folder):
     from quadriga.config.schema import ActorRolloutRefConfig
 
     config = ActorRolloutRefConfig()
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=small_model))
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=model_folder))
     held = RayClassWithInitArgs(
         cls=ray.remote(ActorWithKL), config=config, role="actor_rollout_ref"
     )

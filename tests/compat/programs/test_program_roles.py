@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from judge_workers import STAGE, JudgeConfig, JudgeRunner, JudgeWorker
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role
 
+from processes import run_python
 from quadriga.errors import ConfigError
 from quadriga.trainer.roles import RoleStage, register_role
 
@@ -97,14 +96,7 @@ def test_a_role_of_a_script_shares_the_pool_of_the_policy(cluster, settings, tmp
     context = ray.get_runtime_context()
     arguments = [context.gcs_address, context.namespace, str(tmp_path / "settings.json")]
     env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    run = subprocess.run(
-        [sys.executable, str(HERE / "judge_program.py"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        env=env,
-    )
-    assert run.returncode == 0, run.stderr
+    run = run_python(HERE / "judge_program.py", *arguments, env=env)
     assert "['actor_rollout', 'judge']" in run.stdout
     assert last_step(tmp_path)["judge/weight"] == 3.5
 

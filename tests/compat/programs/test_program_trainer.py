@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -34,6 +32,7 @@ from verl.utils import torch_functional as verl_F
 from verl.utils.model import compute_position_id_with_mask, create_random_mask, get_model_size
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
+from processes import run_python
 from quadriga.algorithms.advantages import ADVANTAGES
 from quadriga.compat.verl.training.trainer import ray_init_arguments
 from quadriga.errors import ConfigError, InputError
@@ -210,9 +209,7 @@ def test_run_ppo_with_hooks_of_ones_own(cluster, settings, tmp_path):
 def test_the_runner_is_not_on_a_head_node_without_cpus(settings, tmp_path):
     (tmp_path / "settings.json").write_text(json.dumps(settings))
     program = Path(__file__).with_name("off_head_program.py")
-    command = [sys.executable, str(program), str(tmp_path / "settings.json")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=150)
-    assert run.returncode == 0, run.stderr
+    run = run_python(program, tmp_path / "settings.json")
     seen = json.loads(next(line for line in run.stdout.splitlines() if line.startswith("{")))
     assert seen["runner"] == seen["second"]
     assert (tmp_path / "run" / "metrics.jsonl").stat().st_size > 0
