@@ -7,7 +7,7 @@ import torch
 from worker_cases import Coroutines
 
 from group_fixtures import group_on_both
-from quadriga.errors import LengthError, WorkerMethodError
+from quadriga.errors import DispatchError, LengthError, WorkerMethodError
 from quadriga.protocol import DataProto
 
 
@@ -24,6 +24,8 @@ def test_lists_are_split_only_where_the_mode_says_so(cases):
     assert cases.lists([[1, 2], [3]]) == [[1, 2], [3]]
     with pytest.raises(LengthError, match="3 entries for 2 ranks"):
         cases.lists([1, 2, 3])
+    with pytest.raises(DispatchError):
+        cases.each(3)
 
 
 def test_results_of_a_group_with_coroutines_feed_the_same_group(coroutines):

@@ -16,7 +16,7 @@ from worker_cases import WIDTH, Cases, fields, prompts
 from quadriga.backends.ray import store
 from quadriga.backends.ray.calls import is_plain
 from quadriga.backends.ray.store import Result, ResultStore, is_plain_batch, opened
-from quadriga.errors import LostObjectError, WorkerMethodError
+from quadriga.errors import WorkerMethodError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.protocol.boundary import pack_argument
 from quadriga.protocol.storage import traffic
@@ -164,22 +164,6 @@ def test_results_of_every_call_belong_to_the_caller_and_outlive_the_worker(start
     time.sleep(1.0)  # Ray tells the holders of an object of the death of its owner
     for name, (data, rows) in found.items():
         assert data.batch["one"][:, -1].tolist() == rows, name
-
-
-@pytest.mark.nightly
-def test_fields_that_a_worker_called_for_are_lost_with_that_worker(ray_cases, start_on_ray):
-    """They belong to it, because it is the caller."""
-    caller = start_on_ray(Cases, 1)
-    data, mine = caller.call(ray_cases, prompts(4)), ray_cases.make(prompts(4))
-    assert owners(data) and not owners(data) & owners(mine)
-    caller.shutdown()
-    deadline = time.monotonic() + 20
-    with pytest.raises(LostObjectError, match=r"'one'.*critic rank 0 in make.*that called") as told:
-        while time.monotonic() < deadline:
-            data[:2].batch["one"]
-            time.sleep(0.1)
-    assert (told.value.field, told.value.rank, told.value.method) == ("one", 0, "make")
-    check(mine, 4)
 
 
 BATCHES = {

@@ -6,15 +6,14 @@ import pickle
 import time
 
 import pytest
-import torch
 from ray.exceptions import GetTimeoutError
-from worker_cases import Cases
+from worker_cases import Cases, prompts
 
 from group_fixtures import Starter
 from quadriga.backends.ray import calls, health, store
 from quadriga.backends.ray.calls import RayBatch, RayPending
 from quadriga.errors import CallTimeoutError, WorkerDiedError, WorkerMethodError
-from quadriga.protocol import DataProto, DataProtoFuture, as_completed
+from quadriga.protocol import DataProtoFuture, as_completed
 from quadriga.single_controller.backend import RankFacts, RankHandle, forget, report
 
 SOON_S = 50
@@ -40,17 +39,13 @@ def late(late_groups, sign):
 
 @pytest.fixture
 def running(late, sign):
-    return late.make_late.submit(batch(), sign)
+    return late.make_late.submit(prompts(4), sign)
 
 
 @pytest.fixture
 def failing(late_groups, running, sign):
     """The second result, whose rank 0 fails while rank 1 waits."""
-    return late_groups[1].make_late.submit(batch(), sign, fails=0)
-
-
-def batch() -> DataProto:
-    return DataProto.from_dict({"a": torch.arange(4)})
+    return late_groups[1].make_late.submit(prompts(4), sign, fails=0)
 
 
 def raised_soon(call, match: str) -> WorkerMethodError:
@@ -63,7 +58,7 @@ def raised_soon(call, match: str) -> WorkerMethodError:
 
 def test_a_failed_rank_ends_the_wait_of_the_rank_that_receives_its_future(ray_cases, late, sign):
     """Rank 0 does not return, so a wait for one result after the other would never end."""
-    future = late.make_late.submit(batch(), sign, fails=1)
+    future = late.make_late.submit(prompts(4), sign, fails=1)
     error = raised_soon(lambda: ray_cases.take(future), r"KeyError in late\.make_late, rank 1 of 2")
     assert error.role == "critic" and error.__cause__.rank == 1
 
@@ -93,7 +88,7 @@ def test_a_failed_future_ends_the_wait_for_a_joined_future(running, failing):
 def test_the_deadline_of_a_call_also_ends_the_wait_of_the_rank_that_receives_it(
     ray_cases, late, sign
 ):
-    future = late.make_late.options(timeout=1).submit(batch(), sign)
+    future = late.make_late.options(timeout=1).submit(prompts(4), sign)
     error = raised_soon(
         lambda: ray_cases.take(future),
         r"result of late\.make_late, rank \d on .*exceeded its deadline",
@@ -154,13 +149,13 @@ def test_a_sent_result_keeps_the_rest_of_its_deadline():
 
 
 def test_a_future_is_done_when_one_of_its_ranks_has_failed(late, sign):
-    future = late.make_late.submit(batch(), sign, fails=1)
+    future = late.make_late.submit(prompts(4), sign, fails=1)
     assert next(as_completed([future], timeout=SOON_S)) is future
     raised_soon(future.get, "reward_model")
 
 
 def test_a_future_is_done_at_the_deadline_of_its_call(late, sign):
-    future = late.make_late.options(timeout=0.3).submit(batch(), sign)
+    future = late.make_late.options(timeout=0.3).submit(prompts(4), sign)
     assert next(as_completed([future], timeout=SOON_S)) is future
     with pytest.raises(CallTimeoutError, match=r"exceeded its deadline of 0\.3 s"):
         future.get()

@@ -252,11 +252,6 @@ class Cases(Adder):
         """Return received rows, not read, and new ones."""
         return type(data).concat([data.select(["one"]), self.make(prompts).select(["one"])])
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def call(self, group, prompts):
-        """Call another group, and so own its results."""
-        return group.make(prompts)
-
     # Memory and modules
 
     @register(dispatch_mode=ALL)

@@ -123,6 +123,8 @@ def test_an_unknown_key_is_named(form, call, kind):
     with pytest.raises(FieldError, match=r"no field 'nope'.*it has") as caught:
         getattr(data, call)(**{kind: ["nope"]})
     assert caught.value.field == "nope"
+    with pytest.raises(FieldError, match="nope"):
+        data.rename("nope", "other")
     with pytest.raises(KeyError):
         data.batch["nope"]
     assert rows_of_six(data) == [0, 1, 2, 3, 4, 5]

@@ -32,6 +32,8 @@ def test_union_helpers():
     one = np.array([1, {"k": [2, np.float64("nan")]}], dtype=object)
     two = np.array([1, {"k": [2, np.float64("nan")]}], dtype=object)
     assert set(union_numpy_dict({"o": one}, {"o": two, "p": two})) == {"o", "p"}
+    nan = np.array([float("nan"), 1.0])
+    assert list(union_numpy_dict({"a": nan}, {"a": nan.copy(), "b": nan})) == ["a", "b"]
     with pytest.raises(ConflictError, match="'o'"):
         union_numpy_dict({"o": one}, {"o": one[::-1]})
 

@@ -4,15 +4,12 @@ Every case has a row in the table of docs/security.md. One that is not refused i
 deadline of its test.
 """
 
-import os
-
 import pytest
 
 from quadriga.cli.main import main
 from quadriga.config.commands import GenerateConfig
-from quadriga.config.loading import load_config, read_settings_file
+from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
-from quadriga.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -74,14 +71,6 @@ def test_a_settings_file_is_refused_in_one_line(name, tmp_path, capsys):
     text = YAML[name]
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     check_refused(capsys, "--config", str(file))
-
-
-def test_files_that_are_no_regular_files_are_refused(tmp_path):
-    fifo = tmp_path / "fifo.yaml"
-    os.mkfifo(fifo)
-    for path in (fifo, tmp_path):
-        with pytest.raises(ConfigError, match="it is not a regular file"):
-            read_settings_file(path)
 
 
 def test_ordinary_aliases_and_interpolations_are_accepted(tmp_path):

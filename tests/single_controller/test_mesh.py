@@ -180,14 +180,6 @@ def test_megatron_modes_with_context_parallelism():
         group.lists([1, 2, 3, 4])
 
 
-def test_tp_is_innermost_and_pp_outermost():
-    ranks = [RankLayout.of_rank(rank, tp=2, dp=2, pp=2) for rank in range(8)]
-    assert [(r.tp_rank, r.dp_rank, r.pp_rank) for r in ranks] == [
-        (0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0),
-        (0, 0, 1), (1, 0, 1), (0, 1, 1), (1, 1, 1),
-    ]  # fmt: skip
-
-
 def test_inconsistent_layouts_are_refused():
     with pytest.raises(MeshError, match="tp=2 × cp=1 × dp=2 × pp=1 = 4 ranks"):
         RankLayout.of_rank(4, tp=2, dp=2)

@@ -6,9 +6,7 @@ import pytest
 
 from quadriga.backends import get_backend
 from quadriga.backends.local import LocalBackend, LocalPending
-from quadriga.errors import DispatchError, LengthError
 from quadriga.testing import BACKEND_LAWS, BackendUnderTest, LawBroken, backends, check_backend
-from quadriga.testing.backends import rows
 
 
 @pytest.fixture(scope="module", params=["local", "ray"])
@@ -31,20 +29,6 @@ def test_backends(subject, law, request):
     if subject.backend.name == "local":
         request.getfixturevalue("short_deadlines")
     law(subject)
-
-
-def test_modes_refuse_what_does_not_divide_and_take_keywords():
-    with BackendUnderTest(get_backend("local")) as subject:
-        probe = subject.probe
-        sent = rows(4)
-        assert probe.double(data=sent).batch["row"].tolist() == [0, 2, 4, 6]
-        assert probe.each(x=["a", "b"]) == [(0, "a"), (1, "b")]
-        assert sent.batch["row"].tolist() == [0, 1, 2, 3]
-        for wrong in (lambda: probe.double(rows(3)), lambda: probe.each([1, 2, 3])):
-            with pytest.raises(LengthError):
-                wrong()
-        with pytest.raises(DispatchError):
-            probe.each(3)
 
 
 # The kit must find faults: local backends with one fault each.

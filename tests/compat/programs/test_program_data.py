@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pickle
 
-import numpy as np
-import pytest
 import ray
 import torch
 import verl
+import verl.protocol
 import verl.utils.py_functional as py_functional
 from ray import cloudpickle
 from tensordict import TensorDict
@@ -19,11 +18,9 @@ from verl.protocol import (
     deserialize_tensordict,
     serialize_single_tensor,
     serialize_tensordict,
-    union_numpy_dict,
-    union_tensor_dict,
 )
 
-from quadriga.errors import ConflictError, FieldError
+import quadriga.protocol
 
 
 def batch(**meta):
@@ -53,16 +50,12 @@ def test_tensordicts_as_bytes():
     assert back["ids"].offsets().diff().tolist() == [2, 3]
 
 
-def test_unions():
-    first = TensorDict({"a": torch.ones(2)}, batch_size=[2])
-    joined = union_tensor_dict(first, TensorDict({"b": torch.zeros(2)}, batch_size=[2]))
-    assert set(joined.keys()) == {"a", "b"}
-    with pytest.raises(ConflictError, match="'a'"):
-        union_tensor_dict(first, TensorDict({"a": torch.zeros(2)}, batch_size=[2]))
-    nan = np.array([float("nan"), 1.0])
-    assert list(union_numpy_dict({"a": nan}, {"a": nan.copy(), "b": nan})) == ["a", "b"]
-    with pytest.raises(ConflictError, match="'a'"):
-        union_numpy_dict({"a": nan}, {"a": np.zeros(2)})
+def test_batches_and_their_functions_are_those_of_quadriga():
+    """tests/protocol has their behaviour."""
+    names = "DataProto DataProtoItem collate_fn fold_batch_dim pad_dataproto_to_divisor"
+    names += " union_numpy_dict union_tensor_dict unfold_batch_dim unpad_dataproto"
+    for name in names.split():
+        assert getattr(verl.protocol, name) is getattr(quadriga.protocol, name)
 
 
 def test_a_batch_of_a_plain_dict():
@@ -80,41 +73,11 @@ def test_one_name_instead_of_a_list():
     assert batch().select(batch_keys="x").batch.keys() == {"x"}
 
 
-def test_a_missing_key_is_named():
-    for call in (
-        lambda data: data.pop("promt"),
-        lambda data: data.pop(non_tensor_batch_keys=["promt"]),
-        lambda data: data.select(["promt"]),
-        lambda data: data.rename("promt", "b"),
-        lambda data: data.batch["promt"],
-    ):
-        with pytest.raises((FieldError, KeyError), match="promt"):
-            call(batch())
-
-
-def test_concat_joins_metrics():
-    parts = [batch(metrics={"loss": 1.0}, step=3), batch(metrics=[{"loss": 2.0}], step=3)]
-    joined = DataProto.concat(parts)
-    assert joined.meta_info == {"metrics": {"loss": [1.0, 2.0]}, "step": 3}
-    with pytest.raises(ConflictError, match="step"):
-        DataProto.concat([batch(step=1), batch(step=2)])
-
-
 def test_split_and_chunk():
     assert [len(part) for part in batch().split(3)] == [3, 1]
     assert str(batch().to("meta").batch.device) == "meta"
     assert [len(part) for part in batch().chunk(2)] == [2, 2]
     assert batch(temperature=1.0).split(3)[1].meta_info == {"temperature": 1.0}
-
-
-def test_column_chunks():
-    data = DataProto.from_dict(
-        {"pair": torch.arange(8).view(2, 4), "id": torch.arange(2)}, {"uid": ["a", "b"]}
-    )
-    unfolded = data.unfold_column_chunks(2, split_keys=["pair"])
-    assert unfolded.batch["pair"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert unfolded.batch["id"].tolist() == [0, 0, 1, 1]
-    assert unfolded.non_tensor_batch["uid"].tolist() == ["a", "a", "b", "b"]
 
 
 def test_one_wrapper_for_all_batches():

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import verl.trainer.ppo.core_algos
 import verl.utils.torch_functional
 from verl import DataProto
-from verl.protocol import union_numpy_dict, union_tensor_dict
 from verl.single_controller.base import Worker
 from verl.single_controller.ray import RayClassWithInitArgs
 from verl.single_controller.ray.base import create_colocated_worker_raw_cls
@@ -81,8 +79,6 @@ def batch_of(*values, **options):
         (LengthError, lambda: batch_of(1, 2, 3).chunk(2)),
         (LengthError, lambda: parallel_put([])),
         (ConflictError, lambda: batch_of(1).union(batch_of(2))),
-        (ConflictError, lambda: union_numpy_dict({"a": np.ones(2)}, {"a": np.zeros(2)})),
-        (ConflictError, lambda: union_tensor_dict(batch_of(1).batch, batch_of(2).batch)),
     ],
 )
 def test_what_verl_asserts_is_an_assertion_error_here_too(error, wrong):

@@ -109,12 +109,8 @@ def test_the_other_object_that_a_reference_names_is_sent_whole(group):
     "given",
     [
         lambda group: [batch(2), batch(2)],
-        lambda group: {"data": (1, batch(2))},
         lambda group: [group.rows_later(batch(2))],
         lambda group: [ray.put(batch(2))],
-        lambda group: iter([batch(2)]),
-        lambda group: batch(2)[0],
-        lambda group: None,
     ],
 )
 @pytest.mark.parametrize("name", ["rows", "rows_later", "counted", "by_mesh", "composed"])
