@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from unittest import mock
 from weakref import WeakSet
 
@@ -13,6 +14,7 @@ from quadriga.backends.ray import (
     pool as pools,
 )
 from quadriga.backends.ray.backend import RayBackend
+from quadriga.errors import WorkerDiedError
 
 
 def test_every_pool_is_released_and_the_connection_closed_even_if_one_raises(monkeypatch):
@@ -77,3 +79,15 @@ def test_a_session_of_a_ray_that_has_ended_does_not_end_the_next(connection):
     assert connection
     new.close()
     assert not connection
+
+
+def test_a_ray_that_does_not_come_up_is_a_loss_and_leaves_no_process(connection, monkeypatch):
+    def init(**_):
+        started.append(subprocess.Popen(["sleep", "600"]))
+        raise Exception("The current node timed out during startup")  # as Ray does
+
+    started: list[subprocess.Popen] = []
+    monkeypatch.setattr(cluster.ray, "init", init)
+    with pytest.raises(WorkerDiedError, match=r"Ray has not started .*: The current node"):
+        cluster.ensure_ray()
+    assert started[0].wait(10) == -9

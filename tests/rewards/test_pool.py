@@ -21,18 +21,8 @@ def test_a_bad_sample_affects_only_itself_and_order_is_kept():
     truths = ["ok", "hang", "crash", "ok", "raise", "abort", "exit", "text", "nan", "ok"]
     with closing(RewardPool(2, timeout_s=4)) as pool:
         outcomes = pool.run([sample("moody", truth) for truth in truths])
-    assert [outcome.status for outcome in outcomes] == [
-        "scored",
-        "timed_out",
-        "crashed",
-        "scored",
-        "raised",
-        "crashed",
-        "raised",
-        "raised",
-        "raised",
-        "scored",
-    ]
+    expected = "scored timed_out crashed scored raised crashed raised raised raised scored"
+    assert " ".join(outcome.status for outcome in outcomes) == expected
     assert [outcome.score for outcome in outcomes] == [1, 0, 0, 1, 0, 0, 0, 0, 0, 1]
     assert outcomes[1].detail == "exceeded its deadline of 4 s"
     assert "exit code 7" in outcomes[2].detail
@@ -56,6 +46,14 @@ def test_a_function_that_cannot_be_loaded_fails_only_its_sample():
     with closing(RewardPool(1)) as pool:
         [outcome] = pool.run([sample("no_such_function")])
     assert outcome.status == "raised" and "no_such_function" in outcome.detail
+
+
+@pytest.mark.parametrize(("kills", "outcome"), [(1, "scored"), (9, "crashed")])
+def test_a_sample_whose_process_the_system_kills_is_scored_once_more(tmp_path, kills, outcome):
+    calls = tmp_path / "calls"
+    with closing(RewardPool(1)) as pool:
+        found = pool.run([sample("killed", f"{kills} {calls}")])
+    assert [one.status for one in found] == [outcome] and len(calls.read_text()) == 2
 
 
 def test_a_file_that_ends_each_process_at_its_import_ends_the_run(tmp_path, monkeypatch):

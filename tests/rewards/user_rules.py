@@ -28,6 +28,16 @@ def moody(data_source, solution_str, ground_truth, extra_info=None):
     return 1.0
 
 
+def killed(data_source, solution_str, ground_truth, extra_info=None):
+    """Count its calls in the file that the ground truth names, and be killed in the first ones."""
+    kills, file = ground_truth.split()
+    with open(file, "a+") as calls:
+        if calls.write(".") + calls.tell() - 1 <= int(kills):
+            calls.close()
+            os.kill(os.getpid(), 9)
+    return 1.0
+
+
 def process_id(data_source, solution_str, ground_truth, extra_info=None):
     return os.getpid()
 

@@ -45,6 +45,21 @@ class TestStalenessBound:
         assert bound.choose(5, {7: 5, 8: 5, 9: 5}, [9, 7, 8]) == [7, 8, 9]
 
 
+@pytest.mark.parametrize(("lost", "restarts", "free", "pauses"), [
+    (False, 1, None, False), (True, 0, None, False), (True, 1, None, True),
+    (True, 0, (), False), (True, 0, (1,), True), (False, 0, (2,), True), (False, 0, (1,), False),
+])  # fmt: skip
+def test_weights_in_flight_wait_for_a_replica_that_starts(lost, restarts, free, pauses):
+    more = ["actor_rollout_ref.rollout.update=in_flight"]
+    with closing(sampler(random.Random(1), more=more)) as ours:
+        ours.replicas.restarts, ours.replicas.most = restarts, 3 if free is not None else None
+        ours.replicas.room = None if free is None else free.__contains__
+        if lost:
+            ours.replicas.lose(ours.replicas.all[1], WorkerDiedError("ended"))
+        with ours.paused("sync") as applying:
+            assert (applying is None) == pauses
+
+
 def trained(ours: StreamedSampler, first: int = 1, last: int | None = None) -> list[DataProto]:
     """The batches of some steps. A weight sync ends each step."""
     found = []

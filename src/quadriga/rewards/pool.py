@@ -55,6 +55,7 @@ from quadriga.rewards.functions import CRASHED, TIMED_OUT, FunctionRef, Outcome,
 
 _START_S = 120.0  # time to start a process, and to import the file of a function
 _CALL_ATTEMPTS = 3  # processes that may end before they call the function of one sample
+_KILLED_ATTEMPTS = 2  # calls of the function of one sample whose process SIGKILL ends
 _LOST_STARTS = 6  # new processes in a row that may end, or hang, before they call a function
 
 
@@ -132,11 +133,13 @@ class RewardPool:
                     if outcome is None:
                         continue
                     self._count_lost(process, numbered[number], outcome)
-                    if outcome.status == CRASHED and not process.called:
-                        # The process broke before it called the function: the reason is of an
-                        # earlier sample, such as a thread that the function has left.
+                    if outcome.status == CRASHED and (process.killed or not process.called):
+                        # The reason is not of this sample: the system has killed the process (no
+                        # memory is left), or it broke before it called the function, by a thread
+                        # that the function has left for an earlier sample, for example.
                         attempts[number] += 1
-                        if attempts[number] < _CALL_ATTEMPTS:
+                        most = _KILLED_ATTEMPTS if process.called else _CALL_ATTEMPTS
+                        if attempts[number] < most:
                             waiting.appendleft(number)
                             continue
                     outcomes[number] = outcome
@@ -212,6 +215,7 @@ class PoolProcess:
         process: the process id of this child.
         called: whether the function of the sample has been called; selects the deadline.
         is_new: it has called no function yet.
+        killed: SIGKILL has ended it, which no error of a function sends.
         usable: false once the process is killed.
 
     Raises:
@@ -247,6 +251,7 @@ class PoolProcess:
         self.usable = True
         self.called = False
         self.is_new = True
+        self.killed = False
         self.number = -1
         self.deadline = 0.0
         with contextlib.suppress(EOFError, OSError, ValueError):
@@ -305,6 +310,7 @@ class PoolProcess:
         # The pipe closes a moment before the exit code can be read.
         try:
             code = self.popen.wait(timeout=_EXIT_S)
+            self.killed = code == -signal.SIGKILL
             how = f"ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}"
         except subprocess.TimeoutExpired:
             how = f"closed its pipe or sent a message that is too long ({type(error).__name__})"

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -60,6 +60,10 @@ FROM_FOLDER = -1
 """The version of weights that an engine has loaded from the folder of its model."""
 _REQUESTS_PER_REPLICA = 4
 """Into how many requests the rows of a replica are divided, if `request_rows` does not say it."""
+
+
+_FAILED_STARTS = 3
+"""After so many starts in a row that have failed, an elastic replica is not started any more."""
 
 
 class ReplicaGroup(RolloutGroup, StagingGroup, Protocol):
@@ -112,6 +116,7 @@ class Replicas:
     """The version of the weights that all working replicas hold, as of the last weight sync.
     `FROM_FOLDER`: no sync is to come. None: the first one has not come yet."""
     _last_loss: QuadrigaError | None = field(default=None, init=False)
+    _failed: Counter[int] = field(default_factory=Counter, init=False)  # starts in a row, by number
 
     def __post_init__(self) -> None:
         self.all = [Replica(number, self.start(number)) for number in range(self.count)]
@@ -155,22 +160,27 @@ class Replicas:
         except QuadrigaError as problem:
             _log.warning("replica %d did not end: %s", replica.number, first_line(problem))
 
+    def to_start(self) -> Iterator[int]:
+        """Yield the numbers of the lost replicas, and of a new one, that may be started now."""
+        for number in range(min(len(self.all) + 1, self.most or self.count)):
+            if number < len(self.all) and self.all[number].loss is None:
+                continue
+            if self.room is None:
+                if self.restarts > 0:
+                    yield number
+            elif self._failed[number] < _FAILED_STARTS and self.room(number):
+                yield number
+
     def restart_lost(self) -> None:
         """Start lost replicas again, and a new one, as long as `restarts` or `room` allows. They
         hold the weights of the model folder then; in training the caller syncs the weights next.
 
         A replica that does not start stays lost.
         """
-        for number in range(min(len(self.all) + 1, self.most or self.count)):
+        for number in self.to_start():
             lost = self.all[number] if number < len(self.all) else None
-            if lost is not None and lost.loss is None:
-                continue
             if self.room is None:
-                if self.restarts <= 0:
-                    return
                 self.restarts -= 1
-            elif not self.room(number):
-                continue
             group: ReplicaGroup | None = None
             try:
                 group = self.start(number)
@@ -178,10 +188,15 @@ class Replicas:
             except (WorkerError, InputError) as error:
                 again = "" if lost is None else " again"
                 _log.warning("replica %d cannot be started%s: %s", number, again, first_line(error))
+                self._failed[number] += 1
+                if self.room is not None and self._failed[number] >= _FAILED_STARTS:
+                    text = "replica %d has failed to start %d times and is not tried again"
+                    _log.warning(text, number, _FAILED_STARTS)
                 with suppress(QuadrigaError):
                     if group is not None:
                         group.shutdown()
                 continue
+            self._failed[number] = 0
             if lost is None:
                 self.all.append(Replica(number, group))
                 _log.warning("replica %d of the rollout has joined", number)

@@ -301,11 +301,11 @@ class StreamedSampler:
     def paused(self, why: Pause) -> Iterator[Applying | None]:
         """Within the block no replica is called. During a validation no response is scored,
         because it calls the reward function, too. With `rollout.update=drain` the responses that
-        have begun end before a sync. Weights in flight pause nothing, unless a lost replica is to
-        be started again with them."""
+        have begun end before a sync. Weights in flight pause nothing, unless a replica is to be
+        started with them."""
         update = self.config.actor_rollout_ref.rollout.update if why == "sync" else "pause"
-        lost = any(replica.loss is not None for replica in self.replicas.all)
-        if update == "in_flight" and self.beside and not (lost and self.replicas.restarts):
+        starts = update == "in_flight" and any(True for _ in self.replicas.to_start())
+        if update == "in_flight" and self.beside and not starts:
             yield self._between_calls
             return
 

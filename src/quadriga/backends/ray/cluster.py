@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 from weakref import WeakSet
 
+import psutil
 import ray
 import ray.util.client
 from ray.job_config import JobConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from quadriga.backends.ray.session import private_folder
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, WorkerDiedError, first_line
 from quadriga.files import cannot_write
 
 if TYPE_CHECKING:
@@ -141,7 +142,8 @@ def ensure_ray(
             the package ray[default], True starts the dashboard, which `ray list actors` reads.
 
     An existing connection is used unchanged, unless no node of its cluster is alive. Raises
-    `ConfigError` for Ray Client (`ray://`).
+    `ConfigError` for Ray Client (`ray://`), and `WorkerDiedError` if the Ray of this machine does
+    not come up.
     """
     refuse_ray_client(address or os.environ.get("RAY_ADDRESS"))
     owned = any(session.owned for session in _open_sessions)
@@ -176,17 +178,33 @@ def ensure_ray(
         )
     # Ray logs its token authentication at warning level on every start.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    try:
+    if address:
         ray.init(**settings)  # type: ignore[arg-type]  # settings of several types in one dict
+    else:
+        _start_ray(settings)
+    return RaySession(owned=True)
+
+
+def _start_ray(settings: Mapping[str, object]) -> None:
+    """Start a cluster of this machine. If it does not come up, no process of it is left."""
+    before = {*psutil.Process().children()}
+    try:
+        ray.init(**settings)  # type: ignore[arg-type]
     except Exception as error:
         # Ray does not name a full disk: its processes end, and it says that they start too late.
         folder = Path(str(settings.get("_temp_dir") or os.environ.get("RAY_TMPDIR") or "/tmp"))
         near = next(path for path in (folder, *folder.parents) if path.exists())
-        if not address and shutil.disk_usage(near).free < _SESSION_BYTES:
+        if shutil.disk_usage(near).free < _SESSION_BYTES:
             full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             raise cannot_write(folder, full) from error
-        raise
-    return RaySession(owned=True)
+        if type(error) is not Exception:  # what Ray raises if they have not come up
+            raise
+        for process in {*psutil.Process().children()} - before:
+            for each in (*process.children(recursive=True), process):
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
+        text = "Ray has not started on this machine; one of its processes has ended, or is too slow"
+        raise WorkerDiedError(f"{text}: {first_line(error)}") from error
 
 
 class DriverConfig(JobConfig):
