@@ -13,6 +13,15 @@ from quadriga.lazy import lazy_names
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from quadriga.api import (
+        GRPO as GRPO,
+        PPO as PPO,
+        SFT as SFT,
+        RewardModel as RewardModel,
+        Run as Run,
+        evaluate as evaluate,
+        generate as generate,
+    )
     from quadriga.backends.ray import (
         RayClassWithInitArgs as RayClassWithInitArgs,
         RayResourcePool as RayResourcePool,

@@ -17,6 +17,7 @@ PACKAGE_NAMES = {
     "RayResourcePool", "RayClassWithInitArgs", "RayWorkerGroup", "create_colocated_worker_cls",
     "Role", "ResourcePoolManager", "RayPPOTrainer",
     "TrainConfig", "SFTConfig", "GenerateConfig", "load_config",
+    "GRPO", "PPO", "SFT", "RewardModel", "Run", "evaluate", "generate",
     "QuadrigaError", "InputError",
 }  # fmt: skip
 

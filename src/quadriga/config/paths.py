@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
-_NO_PATHS = ("", "disable", "auto")  # the latter two are modes of `trainer.resume_mode`
+PROGRAM = "<program>"
+"""Stands for a file in `reward.path`: the function is one of the Python program that runs."""
+_NO_PATHS = ("", "disable", "auto", PROGRAM)  # disable and auto: modes of `trainer.resume_mode`
 # `Path` makes "s3:/bucket" of "s3://bucket".
 _REMOTE = re.compile(r"\s*([a-z][a-z0-9+.-]+):/+", re.IGNORECASE)
 _FILE = re.compile(r"\s*file:(//)?(?=/[^/])", re.IGNORECASE)

@@ -482,6 +482,7 @@ class PromptDataset(EncodedDataset[PromptItem]):
         """Return the prompt of a row. `index` counts the rows of all files before filtering, so it
         identifies a row of the data for any limit."""
         assert source is not None
+        images = () if self.images is None else (self.image_key,)
         item: PromptItem = {
             fields.INPUT_IDS: list(row.ids),
             fields.RAW_PROMPT: chat_of(source, self.prompt_key),
@@ -489,6 +490,7 @@ class PromptDataset(EncodedDataset[PromptItem]):
             fields.DATA_SOURCE: source.values.get(fields.DATA_SOURCE),
             fields.REWARD_MODEL: source.values.get(fields.REWARD_MODEL),
             fields.EXTRA_INFO: source.values.get(fields.EXTRA_INFO),
+            fields.COLUMNS: {k: v for k, v in source.values.items() if k not in images},
         }
         if self.images is not None:
             item[fields.MULTI_MODAL_INPUTS] = PromptImages(source, row.ids, self.images)

@@ -47,6 +47,7 @@ class PromptItem(TypedDict):
     data_source: object
     reward_model: object
     extra_info: object
+    columns: NotRequired[dict[str, object]]
     multi_modal_inputs: NotRequired[PromptImages]
 
 

@@ -52,6 +52,7 @@ SELECTED_TOKENS: Final = "selected_tokens"
 DATA_SOURCE: Final = "data_source"
 REWARD_MODEL: Final = "reward_model"
 EXTRA_INFO: Final = "extra_info"
+COLUMNS: Final = "columns"
 RAW_PROMPT: Final = "raw_prompt"
 INDEX: Final = "index"
 MULTI_MODAL_INPUTS: Final = "multi_modal_inputs"
@@ -171,6 +172,8 @@ FIELDS: tuple[Field, ...] = (
           (_PROMPT_LOADER,)),
     Field(REWARD_MODEL, "[B]", "object", "dict with ground_truth", (_PROMPT_LOADER,)),
     Field(EXTRA_INFO, "[B]", "object", "dict or None, other values of the data row",
+          (_PROMPT_LOADER,)),
+    Field(COLUMNS, "[B]", "object", "dict of all values of the data row, by column",
           (_PROMPT_LOADER,)),
     Field(RAW_PROMPT, "[B]", "object", "list of chat messages", (_PROMPT_LOADER,)),
     Field(INDEX, "[B]", "object", "int, number of the row in its data files", (_PROMPT_LOADER,)),

@@ -1,8 +1,14 @@
 """The rule function that scores a row, a registered one or one in a file of the user, and its call.
 
-A rule function is `f(data_source, solution_str, ground_truth, extra_info) -> float | dict`. It is
-called with these four names as keyword arguments. A returned dict holds the score under "score",
-other numbers to log, and under "answer" or "pred" the answer that it found in the response.
+A rule function has one of three forms, which its parameters tell (`form_of`):
+
+    f(data_source, solution_str, ground_truth, extra_info) -> float | dict
+    f(response, **columns) -> float | dict            columns of the data row, by their names
+    f(completions, **columns) -> list of float | dict   a whole batch; each column is a list
+
+Columns are given by name: those that the function has a parameter for, or all of them to `**`. A
+returned dict holds the score under "score", other numbers to log, and under "answer" or "pred" the
+answer that it found in the response.
 
 A rule function is code of the user, so every part of the outcome of a call is bounded in size, and
 an outcome is sent between processes as JSON: reading it runs no code.
@@ -11,19 +17,21 @@ an outcome is sent between processes as JSON: reading it runs no code.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import importlib
 import inspect
 import numbers
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, cast
 
+import cloudpickle
 from pydantic import ConfigDict
 
-from quadriga.config.paths import local_path
+from quadriga.config.paths import PROGRAM, local_path
 from quadriga.containment import code_runs, cut, describe, import_file, reported
 from quadriga.errors import DataError, InputError, unknown_name
 
@@ -33,18 +41,58 @@ ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 @dataclass(frozen=True)
+class CallForm:
+    """How a function is called.
+
+    Attributes:
+        kind: "row": with `ARGUMENTS`; "response": with one response and the columns of its row;
+            "batch": with all responses of a batch, and columns as lists.
+        response: the parameter that takes the response, or the responses.
+        needed, optional: the columns that it has parameters for, without and with a default.
+        every: it takes all other columns, too (`**`).
+    """
+
+    kind: Literal["row", "response", "batch"] = "row"
+    response: str = ""
+    needed: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    every: bool = False
+
+    def columns(self, offered: Mapping[str, object]) -> dict[str, object]:
+        """Return the columns that the function is given. Raises `KeyError` if it needs another."""
+        missing = [name for name in self.needed if name not in offered]
+        if missing:
+            found = ", ".join(sorted(offered))
+            raise KeyError(f"the reward function needs a column {missing[0]!r}; found {found:.300}")
+        taken = offered if self.every else (*self.needed, *self.optional)
+        return {k: offered[k] for k in taken if k in offered and k != self.response}
+
+
+ROW = CallForm()
+
+
+@dataclass(frozen=True)
 class FunctionRef:
     """The source of a reward function (a Python file or a module) and its name.
 
     A function of a user's file cannot be pickled, because other processes cannot import its module.
-    A `FunctionRef` can be sent to any process and loads the function there.
+    A `FunctionRef` can be sent to any process and loads the function there. A function that a
+    program has defined, which no process can import, is sent by its value (`pickled`).
     """
 
     source: str
     name: str
+    form: CallForm = field(default=ROW, compare=False)
+    pickled: bytes | None = field(default=None, compare=False, repr=False)
 
     def load(self) -> RewardFunction:
         """Return the function. Raises `InputError` if there is no such file or function."""
+        if self.pickled is not None:
+            said = f"reward function {self.name} of the program cannot be loaded: "
+            with reported(lambda why: InputError(said + why)):
+                return cast(RewardFunction, cloudpickle.loads(self.pickled))
+        if self.source == PROGRAM:
+            return GIVEN[self.name]
         if self.source.endswith(".py"):
             module = import_file(Path(self.source), "reward file")
         else:
@@ -55,7 +103,7 @@ class FunctionRef:
         if function is None or not callable(function):
             defined = [n for n, v in vars(module).items() if inspect.isfunction(v)]
             raise unknown_name(f"reward function in {self.source} named", self.name, defined)
-        _check_arguments(function, self)
+        form_of(function, f"{self.name!r} of {self.source}")
         return function
 
 
@@ -96,8 +144,7 @@ def register_reward_function(data_source: str, path: str, name: str = "compute_s
         held = f"{FUNCTIONS[data_source].name!r} of {FUNCTIONS[data_source].source}"
         raise InputError(f"data_source {data_source!r} already has a reward function, {held}")
     ref = FunctionRef(path, name)
-    ref.load()
-    FUNCTIONS[data_source] = ref
+    FUNCTIONS[data_source] = replace(ref, form=form_of(ref.load(), f"{name!r} of {path}"))
 
 
 def reward_function_for(data_source: object) -> FunctionRef:
@@ -120,27 +167,79 @@ def load_reward_function(path: str | Path, name: str = "compute_score") -> Funct
         InputError: the file cannot be imported, has no such function, or the function does not
             accept the four arguments.
     """
+    if path == PROGRAM:
+        return given_function(name)
     file = Path(local_path(path)).absolute()
     if file.suffix != ".py":
         raise DataError(f"reward file {file} is not a Python file (.py)", path=str(file))
     ref = FunctionRef(str(file), name)
     if code_runs():
-        ref.load()
-    elif not file.is_file():
+        return replace(ref, form=form_of(ref.load(), f"{name!r} of {file}"))
+    if not file.is_file():
         raise DataError(f"reward file {file} does not exist", path=str(file))
     return ref
 
 
-def _check_arguments(function: RewardFunction, ref: FunctionRef) -> None:
-    try:
-        inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS))
-    except TypeError as error:
+GIVEN: dict[str, RewardFunction] = {}
+"""Functions of this program by name. `reward.path=<program>` selects one of them."""
+
+
+def given_function(name: str) -> FunctionRef:
+    """Return a reference to a function of this program, which any process can load."""
+    function = GIVEN.get(name)
+    if function is None:
         raise InputError(
-            f"reward function {ref.name!r} of {ref.source} must accept the arguments "
-            f"{', '.join(ARGUMENTS)}: {error}"
+            f"reward.path={PROGRAM}: the reward function {name} was given by the Python program of "
+            "the run; run that program, or set reward.path to a file"
+        )
+    form = form_of(function, f"{name!r}")
+    if form.kind == "batch":  # called where it is
+        return FunctionRef(PROGRAM, name, form)
+    try:
+        pickled = cloudpickle.dumps(function)
+    except Exception as error:  # whatever the objects raise that the function refers to
+        raise InputError(
+            f"reward function {name!r} cannot be sent to the reward processes: {describe(error)}; "
+            "create that object within the function, or set num_processes=0, with which the "
+            "function is called in this process"
         ) from error
-    except ValueError:  # some callables written in C have no signature to check
-        return
+    digest = hashlib.sha256(pickled).hexdigest()[:16]
+    return FunctionRef(f"{PROGRAM} {digest}", name, form, pickled)
+
+
+def form_of(function: RewardFunction, name: str) -> CallForm:
+    """Return how a function is called. Raises `InputError` if its parameters tell no form."""
+    if not callable(function):
+        got = type(function).__name__
+        raise InputError(f"reward {name} must be a function, got {got}: {function!r:.80}")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some callables written in C have no signature
+        return ROW
+    try:
+        signature.bind(**dict.fromkeys(ARGUMENTS))
+        return ROW
+    except TypeError as error:
+        problem = error
+    named = [
+        p for p in signature.parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    takes = [p for p in named if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    batch = "completions" in signature.parameters
+    first = "completions" if batch else takes[0].name if takes else ""
+    columns = [p for p in named if p.name != first]
+    if not first or first in ARGUMENTS or any(p.kind == p.POSITIONAL_ONLY for p in columns):
+        raise InputError(
+            f"reward function {name} must have the parameters (response, …columns), (completions, "
+            f"…columns) for a whole batch, or ({', '.join(ARGUMENTS)}): {problem}"
+        ) from problem
+    return CallForm(
+        "batch" if batch else "response",
+        first,
+        tuple(p.name for p in columns if p.default is p.empty),
+        tuple(p.name for p in columns if p.default is not p.empty),
+        any(p.kind == p.VAR_KEYWORD for p in signature.parameters.values()),
+    )
 
 
 Status = Literal["scored", "raised", "timed_out", "crashed"]
@@ -158,13 +257,17 @@ MAX_TEXT = 1000  # characters of the value of such an entry, if it is a text
 
 @dataclass(frozen=True)
 class Sample:
-    """The four arguments of a rule function, and the function to call."""
+    """The function to call, the response and what the data row gives.
+
+    `columns`: of the row, for a function that takes columns; `solution_str` is the response.
+    """
 
     function: FunctionRef
     data_source: str
     solution_str: str
     ground_truth: object
     extra_info: object
+    columns: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -189,17 +292,55 @@ class Outcome:
 def call(function: RewardFunction, sample: Sample) -> Outcome:
     """Score one sample. An exception of the function becomes an outcome with status "raised"."""
     try:
-        value = function(
-            data_source=sample.data_source,
-            solution_str=sample.solution_str,
-            ground_truth=sample.ground_truth,
-            extra_info=sample.extra_info,
-        )
+        if sample.function.form.kind == "response":
+            value = function(sample.solution_str, **sample.columns)
+        else:
+            value = function(
+                data_source=sample.data_source,
+                solution_str=sample.solution_str,
+                ground_truth=sample.ground_truth,
+                extra_info=sample.extra_info,
+            )
         return _outcome(_awaited(value) if inspect.isawaitable(value) else value)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # `SystemExit` and `CancelledError` are no `Exception`
         # The function is code of the user: one sample that fails must not end the run.
+        return Outcome(RAISED, detail=describe(error))
+
+
+def call_batch(function: RewardFunction, samples: Sequence[Sample]) -> list[Outcome]:
+    """Score samples with one call. If it raises, all of them have the status "raised".
+
+    A response to a prompt that is a chat is given as its message of the assistant, as TRL does.
+    """
+    chosen = [sample.function.form.columns(sample.columns) for sample in samples]
+    names = dict.fromkeys(name for columns in chosen for name in columns)
+    lists = {name: [columns.get(name) for columns in chosen] for name in names}
+    texts = [
+        [{"role": "assistant", "content": sample.solution_str}]
+        if isinstance(sample.columns.get("prompts"), list)
+        else sample.solution_str
+        for sample in samples
+    ]
+    try:
+        value = function(completions=texts, **lists)
+        value = _awaited(value) if inspect.isawaitable(value) else value
+        found = list(cast("Iterable[object]", value))
+        if len(found) != len(samples):
+            text = f"it must return one score for each of {len(samples)} completions"
+            raise ValueError(f"{text}, got {len(found)}")
+        return list(map(_scored, found))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return [Outcome(RAISED, detail=describe(error))] * len(samples)
+
+
+def _scored(value: object) -> Outcome:
+    try:
+        return _outcome(value)
+    except (TypeError, ValueError) as error:
         return Outcome(RAISED, detail=describe(error))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,15 +14,17 @@ import torch
 
 from quadriga.algorithms.shaping import add_to_last_token
 from quadriga.config.convert import build
+from quadriga.config.paths import PROGRAM
 from quadriga.config.schema import FailurePolicy, RewardConfig
 from quadriga.config.secrets import mask_secrets
 from quadriga.containment import contained
-from quadriga.errors import ConfigError, DataError, FieldError, RewardError
+from quadriga.errors import ConfigError, DataError, FieldError, InputError, RewardError
 from quadriga.protocol import DataProto, fields
 from quadriga.rewards.functions import (
     BUILT_IN,
     FAILURES,
     FAST,
+    GIVEN,
     LARGEST,
     MARKED_ANSWER,
     RAISED,
@@ -32,7 +35,9 @@ from quadriga.rewards.functions import (
     Sample,
     Status,
     call,
+    call_batch,
     checked_score,
+    form_of,
     load_reward_function,
     marked_answer,
     reward_function_for,
@@ -47,7 +52,7 @@ _log = logging.getLogger(__name__)
 LOST_BATCHES = 3
 """So many calls in a row without any score end the run, if `batch_rows` is not known."""
 
-_COLUMNS = (fields.DATA_SOURCE, fields.REWARD_MODEL, fields.EXTRA_INFO)
+_READ = (fields.DATA_SOURCE, fields.REWARD_MODEL, fields.EXTRA_INFO, fields.COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -82,8 +87,7 @@ def parts_of(settings: RewardConfig) -> tuple[RewardPart, ...]:
         InputError: a function cannot be loaded.
     """
     if not settings.parts:
-        function = load_reward_function(settings.path, settings.name) if settings.path else None
-        return (RewardPart("", 1.0, function),)
+        return (RewardPart("", 1.0, _function(settings, settings.path, settings.name)),)
     if settings.path is not None:
         raise ConfigError(
             "reward.path and reward.parts both say what scores a response; move the path into a "
@@ -98,9 +102,16 @@ def parts_of(settings: RewardConfig) -> tuple[RewardPart, ...]:
             raise ConfigError(
                 f"{key}.name selects a function in the file {key}.path, which is not set", key=key
             )
-        function = load_reward_function(part.path, part.name) if part.path else None
-        parts.append(RewardPart(name, part.weight, function))
+        parts.append(RewardPart(name, part.weight, _function(settings, part.path, part.name)))
     return tuple(parts)
+
+
+def _function(
+    settings: RewardConfig, path: str | None, name: str
+) -> FunctionRef | RewardFunction | None:
+    if path == PROGRAM and name in GIVEN and not settings.num_processes:
+        return GIVEN[name]  # the object itself, with what it refers to
+    return load_reward_function(path, name) if path else None
 
 
 def combined(parts: Sequence[RewardPart], outcomes: Sequence[Outcome]) -> Outcome:
@@ -204,7 +215,8 @@ class RewardManager:
         for number, part in enumerate(parts):
             function = part.function
             if not isinstance(function, FunctionRef | None):
-                ref = FunctionRef(str(number), getattr(function, "__name__", "reward"))
+                name = getattr(function, "__name__", "reward")
+                ref = FunctionRef(str(number), name, form_of(function, repr(name)))
                 self._loaded[ref], function = function, ref
             self._parts_refs.append(function)
 
@@ -239,11 +251,12 @@ class RewardManager:
             try:
                 refs = self._refs(item.get(fields.DATA_SOURCE))
                 for ref in refs:
-                    _ground_truth(item.get(fields.REWARD_MODEL), ref)
+                    _sample(ref, "", _read(item))
             except (KeyError, TypeError) as error:
                 row = item.get(fields.INDEX)
                 named = f"{', '.join(files)}: " if files else ""
-                raise DataError(f"{named}row {row} cannot be scored: {error}", row=row) from error
+                problem = error if isinstance(error, InputError) else error.args[0]
+                raise DataError(f"{named}row {row} cannot be scored: {problem}", row=row) from error
             for ref in (BUILT_IN & set(refs)) - loaded:
                 ref.load()
                 loaded.add(ref)
@@ -252,7 +265,7 @@ class RewardManager:
         """Score a batch.
 
         Reads `responses` and `response_mask` [B, R], and the object arrays `reward_model`,
-        `data_source` and `extra_info`. With a function of the user, these may be missing.
+        `data_source`, `extra_info` and `columns`. A function of the user may need none of them.
 
         Returns:
             `token_level_scores` [B, R] float32: the score of a row at its last response token, 0
@@ -268,9 +281,9 @@ class RewardManager:
         mask = data.batch[fields.RESPONSE_MASK]
         arrays = data.non_tensor_batch
         empty = np.full(len(data), None)
-        columns = (arrays.get(key, empty) for key in _COLUMNS)
+        rows = zip(*(arrays.get(key, empty) for key in _READ), strict=True)
         texts = self._texts(data.batch[fields.RESPONSES], mask)
-        outcomes = self._outcomes(texts, *columns)
+        outcomes = self._outcomes(texts, rows)
         score_B = torch.tensor([outcome.score for outcome in outcomes], dtype=torch.float32)
         score_BR = add_to_last_token(torch.zeros(mask.shape), mask, score_B)
         scores = {fields.TOKEN_LEVEL_SCORES: score_BR}
@@ -284,14 +297,14 @@ class RewardManager:
         """Score responses that are texts already.
 
         Args:
-            rows: for each text the row of the data, with `data_source`, `reward_model` and
-                `extra_info` where the function reads them.
+            rows: for each text the row of the data, with `data_source`, `reward_model`,
+                `extra_info` and `columns` where the function reads them; without `columns`, all
+                keys of the row are columns.
 
         Raises:
             As a call with a batch.
         """
-        columns = ([row.get(key) for row in rows] for key in _COLUMNS)
-        return self._outcomes(texts, *columns)
+        return self._outcomes(texts, map(_read, rows))
 
     def close(self) -> None:
         """End the processes of the pool, if there is one."""
@@ -301,20 +314,16 @@ class RewardManager:
     def _outcomes(
         self,
         texts: Sequence[str],
-        sources: Iterable[object],
-        models: Iterable[object],
-        infos: Iterable[object],
+        rows: Iterable[Sequence[object]],
     ) -> list[Outcome]:
         """Score texts, and set the attributes of the last batch."""
         samples = []  # all parts of row 0, then of row 1, …
-        rows = zip(texts, sources, models, infos, strict=True)
-        for row, (text, source, model, info) in enumerate(rows):
-            for ref in self._refs(source):
+        for row, (text, read) in enumerate(zip(texts, rows, strict=True)):
+            for ref in self._refs(read[0]):
                 try:
-                    truth = _ground_truth(model, ref)
+                    samples.append(_sample(ref, text, read))
                 except TypeError as error:
                     raise FieldError(f"row {row}: {error}", field=fields.REWARD_MODEL) from error
-                samples.append(Sample(ref, str(source), text, truth, info))
         scored, count = self._score(samples), len(self.parts)
         own = [slice(start, start + count) for start in range(0, len(samples), count)]
         self.outcomes = outcomes = [combined(self.parts, scored[part]) for part in own]
@@ -334,19 +343,34 @@ class RewardManager:
         return [ref or reward_function_for(data_source) for ref in self._parts_refs]
 
     def _score(self, samples: list[Sample]) -> list[Outcome]:
-        """Score the samples of fast functions in this process, and all others in the pool."""
-        if self._pool is None:
-            return [self._score_here(s) for s in samples]
-        scored = iter(self._pool.run([s for s in samples if s.function not in FAST]))
-        return [self._score_here(s) if s.function in FAST else next(scored) for s in samples]
+        """Score the samples of batch functions and of fast functions in this process, and all
+        others in the pool."""
+        found: dict[int, Outcome] = {}
+        batches: dict[FunctionRef, list[int]] = {}
+        for number, sample in enumerate(samples):
+            if sample.function.form.kind == "batch":
+                batches.setdefault(sample.function, []).append(number)
+            elif self._pool is None or sample.function in FAST:
+                found[number] = self._score_here(sample)
+        for ref, numbers in batches.items():
+            with contained():
+                scored = call_batch(self._function(ref), [samples[number] for number in numbers])
+            found |= zip(numbers, scored, strict=True)
+        left = [number for number in range(len(samples)) if number not in found]
+        if self._pool is not None and left:
+            scored = self._pool.run([samples[number] for number in left])
+            found |= zip(left, scored, strict=True)
+        return [found[number] for number in range(len(samples))]
+
+    def _function(self, ref: FunctionRef) -> RewardFunction:
+        if ref not in self._loaded:
+            self._loaded[ref] = ref.load()
+        return self._loaded[ref]
 
     def _score_here(self, sample: Sample) -> Outcome:
-        if sample.function not in self._loaded:
-            self._loaded[sample.function] = sample.function.load()
-        if sample.function in FAST:
-            return call(self._loaded[sample.function], sample)
-        with contained():
-            return call(self._loaded[sample.function], sample)
+        function = self._function(sample.function)
+        with nullcontext() if sample.function in FAST else contained():
+            return call(function, sample)
 
     def _report(self, outcomes: list[Outcome], sources: Sequence[str]) -> None:
         """Set `metrics`, `failures` and `masked_rows`; log the first failure, or raise for it."""
@@ -408,6 +432,32 @@ def _ground_truth(reward_model: object, function: FunctionRef) -> object:
         got = f"got {reward_model!r:.80}"
         raise TypeError(f"reward_model must be a dict with 'ground_truth', {got}")
     return truth
+
+
+def _read(row: Mapping[str, object]) -> list[object]:
+    """Return what functions are given of a row, or of an item of a dataset (`_READ`)."""
+    return [*(row.get(key) for key in _READ[:3]), row.get(fields.COLUMNS, row)]
+
+
+def _sample(ref: FunctionRef, text: str, read: Sequence[object]) -> Sample:
+    """Return the call of a function for a row.
+
+    Raises:
+        KeyError: the row lacks a column that the function needs.
+        TypeError: it lacks the ground truth that a built-in function needs.
+    """
+    source, model, info, columns = read
+    truth = _ground_truth(model, ref)
+    form, own = ref.form, {}
+    if form.kind != "row":
+        given = {"ground_truth": truth, fields.DATA_SOURCE: source, fields.EXTRA_INFO: info}
+        row = columns if isinstance(columns, Mapping) else {}
+        own = {key: value for key, value in given.items() if value is not None} | dict(row)
+        if form.kind == "batch":
+            own["prompts"] = own.get("prompt")
+        chosen = form.columns(own)
+        own = own if form.kind == "batch" else chosen
+    return Sample(ref, str(source), text, truth, info, own)
 
 
 def reward_components(outcomes: Sequence[Outcome], names: Sequence[str]) -> torch.Tensor:

@@ -45,7 +45,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Pipe, wait
 
 from pydantic import TypeAdapter
@@ -253,6 +253,7 @@ class PoolProcess:
         self.is_new = True
         self.killed = False
         self.number = -1
+        self._sent: set[FunctionRef] = set()
         self.deadline = 0.0
         with contextlib.suppress(EOFError, OSError, ValueError):
             if self.connection.poll(_START_S):
@@ -268,6 +269,10 @@ class PoolProcess:
         self.busy = True
         self.called = False
         self.deadline = time.monotonic() + _START_S
+        ref = sample.function
+        if ref in self._sent:  # the process has it, and its value may be large
+            sample = replace(sample, function=replace(ref, pickled=None))
+        self._sent.add(ref)
         with contextlib.suppress(OSError):
             # An error means that it ended while it was idle: `finish` reads the end of its pipe.
             self.connection.send((number, sample))

@@ -16,7 +16,7 @@ from torch import Tensor
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto, DataProtoFuture, fields
 from quadriga.rewards.functions import SCORED, Outcome, plain_extras
-from quadriga.rewards.manager import mean_extras, reward_components
+from quadriga.rewards.manager import RewardManager, mean_extras, reward_components
 
 SCORES, EXTRA, KEY = "reward_tensor", "reward_extra_info", "reward_fn"
 Scored: TypeAlias = DataProto | DataProtoFuture
@@ -29,16 +29,20 @@ class TensorReward:
 
     What it returns as a tensor becomes `token_level_scores` float32. The numbers of
     `reward_extra_info` are measured, and those that `components` names become the field
-    `reward_components` [B, K]. A batch, or the future of one, is returned unchanged.
+    `reward_components` [B, K]. A batch, or the future of one, is returned unchanged; an object that
+    returns one may have the attributes of `RewardManager` below.
 
     Attributes:
         metrics: `reward/extra/<name>`, the means of the numbers of the last batch.
+        masked_rows, answers: of the last batch, as in `RewardManager`.
     """
 
     def __init__(self, reward_fn: BatchFunction, components: Sequence[str] = ()) -> None:
         self.reward_fn = cast(Callable[..., Returned], reward_fn)
         self.components = tuple(components)
         self.metrics: dict[str, float] = {}
+        self.masked_rows: list[int] = []
+        self.answers: list[str | None] = []
         # From the signature, and not by a call: a TypeError can also be one of its own code.
         self._returns_dict = False
         with suppress(ValueError):  # some callables written in C have no signature
@@ -62,6 +66,8 @@ class TensorReward:
         """
         found = self.returned(data)
         if not isinstance(found, Mapping):
+            for name, none in (("metrics", {}), ("masked_rows", []), ("answers", [])):
+                setattr(self, name, getattr(self.reward_fn, name, none))
             return found
         outcomes = _outcomes(found.get(EXTRA), len(data))
         shape = data.batch[fields.RESPONSES].shape
@@ -77,14 +83,13 @@ def batch_reward(
 ) -> Callable[[DataProto], Scored]:
     """Return a reward function of a program as one that returns batches.
 
-    One that keeps `metrics`, as `RewardManager` does, is returned unchanged. Raises `ConfigError`
-    if it cannot be called.
+    A `RewardManager` is returned unchanged. Raises `ConfigError` if it cannot be called.
     """
     if not callable(reward_fn):
         wanted = f"{key} must be a function of a batch"
         raise ConfigError(f"RayPPOTrainer: {wanted}, got {reward_fn!r}", key=key)
-    if hasattr(reward_fn, "metrics"):
-        return cast("Callable[[DataProto], Scored]", reward_fn)
+    if isinstance(reward_fn, RewardManager | TensorReward):
+        return reward_fn
     return TensorReward(reward_fn, components)
 
 

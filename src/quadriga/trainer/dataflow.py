@@ -65,7 +65,7 @@ _OLD, _REWARDS = fields.OLD_LOG_PROBS, fields.TOKEN_LEVEL_REWARDS
 # fmt: off
 LOAD_PROMPTS = StageFields("PromptLoader", writes=(
     fields.INPUT_IDS, fields.ATTENTION_MASK, fields.POSITION_IDS, fields.RAW_PROMPT, fields.INDEX,
-    fields.DATA_SOURCE, fields.REWARD_MODEL, fields.EXTRA_INFO,
+    fields.DATA_SOURCE, fields.REWARD_MODEL, fields.EXTRA_INFO, fields.COLUMNS,
 ))
 EXPAND_PROMPTS = StageFields(
     "expand_prompts", reads=(fields.ATTENTION_MASK,),
@@ -341,7 +341,7 @@ def _score_responses(config: TrainConfig, custom_reward: bool) -> StageFields:
     return StageFields(
         "score_responses",
         reads=(fields.RESPONSES, _MASK, fields.REWARD_MODEL),
-        reads_if_present=(fields.DATA_SOURCE, fields.EXTRA_INFO),
+        reads_if_present=(fields.DATA_SOURCE, fields.EXTRA_INFO, fields.COLUMNS),
         writes=(_SCORES, *components, *masks),
     )
 

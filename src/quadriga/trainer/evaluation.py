@@ -564,7 +564,8 @@ def run_evaluation(config: EvalConfig) -> Evaluation:
         else:
             reward.check(prompts, config.data_files)
             write_responses(config, prompts, str(folder / RESPONSES))
-            rows = rows_of(folder / RESPONSES)
+            written = zip(rows_of(folder / RESPONSES), prompts, strict=True)
+            rows = ({**row, fields.COLUMNS: item[fields.COLUMNS]} for row, item in written)
         scored = list(_score(rows, reward, folder))
         failed = sum(count for _, count in scored)
         reward.check_any(samples=sum(len(prompt.scores) for prompt, _ in scored))

@@ -111,7 +111,7 @@ class RayPPOTrainer:
         self.role_worker_mapping = mapping
         self.resource_pool_manager = resource_pool_manager
         refuse(config, run_length_problems(config, self.total_steps))
-        self.reward_fn = self.ingredients.reward if reward is None else reward
+        self.reward_fn = reward or batch_reward(self.ingredients.reward, components)
         self.val_reward_fn = self.reward_fn
         if val_reward_fn is not None:
             self.val_reward_fn = batch_reward(val_reward_fn, key="val_reward_fn")

@@ -1,0 +1,266 @@
+"""The Python API: what a program gives becomes files and settings, and runs as the command does."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import re
+import sys
+import threading
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import quadriga
+from quadriga import GRPO, PPO, SFT, InputError, RewardModel, Run
+from quadriga.api import data_files, nested, rows_in
+
+ROOT = Path(__file__).parents[2]
+ROWS = [{"prompt": f"{a} and {b}?", "answer": str(a + b)} for a in range(4) for b in range(2)]
+CHATS = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
+SMALL = {"steps": 2, "responses": 2, "max_response_length": 8, "lr": 1e-3, "loggers": ["jsonl"]}
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def model(tiny_task):
+    return str(tiny_task.model)
+
+
+def program(model: str, more: str) -> str:
+    """The ten lines of the README, with a model and sizes of a test."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    code = blocks[0]
+    assert code.startswith("import quadriga") and len(code.strip().splitlines()) <= 10
+    for found, own in (
+        ("Qwen/Qwen2.5-0.5B-Instruct", model),
+        ("lora=8", f"max_response_length=8, steps=2, batch_size=8, {more}"),
+        ("run.model_path, ", "run.model_path, max_response_length=8, prompts="),
+    ):
+        assert found in code
+        code = code.replace(found, own)
+    return code
+
+
+@pytest.mark.parametrize(
+    "more",
+    ["lora=2", pytest.param("backend='ray', num_cpus=2, device='cpu'", marks=pytest.mark.nightly)],
+)
+def test_the_ten_lines_of_the_readme_run(model, more, capsys):
+    code = compile(program(model, more), "README.md", "exec")
+
+    async def cell() -> None:  # as in a notebook, whose thread runs an event loop
+        exec(code, {"__name__": "__main__"})
+
+    asyncio.run(cell())
+    (folder,) = Path("runs").iterdir()
+    assert (
+        "Answer(prompt=[{'role': 'user', 'content': 'What is 20 + 22?'}]" in capsys.readouterr().out
+    )
+    history = Run(folder).history
+    assert [row["step"] for row in history] == [1, 2]
+    assert {row["reward/failed"] for row in history} == {0.0}
+    assert Run(folder).plot()._repr_png_().startswith(b"\x89PNG")
+
+
+def test_functions_reach_the_reward_processes_with_every_column(model):
+    offset = 3.0
+
+    def closure(response, answer, *, unit="none", **columns):
+        assert columns == {"prompt": columns["prompt"], "level": 2}
+        return {
+            "score": offset + len(answer),
+            "pid": float(os.getpid()),
+            "unit": float(unit == "m"),
+        }
+
+    async def waiting(text, **_):
+        await asyncio.sleep(0)
+        return len(text)
+
+    def batch(prompts, completions, answer, **columns):
+        assert columns["level"] == [2] * len(answer) and "unit" in columns
+        return [2.0 if done[0]["role"] == "assistant" else 0.0 for done in completions]
+
+    rows = [{**row, "level": 2, "unit": "m"} for row in CHATS]
+    rewards = {"own": closure, "slow": waiting, "all": batch, "lambda": lambda response: 1.0}
+    given = {"reward_weights": {"own": 0.5, "slow": 0}, "num_processes": 1, **SMALL, "steps": 1}
+    run = GRPO(model, rewards, rows, **given).train()
+    found = run.history[0]
+    assert found["reward/mean"] == 0.5 * 4 + 2 + 1 and found["reward/failed"] == 0
+    assert found["reward/extra/own/unit"] == 1.0
+    assert found["reward/extra/own/pid"] not in (0.0, float(os.getpid()))
+    assert {sample["data_source"] for sample in run.samples} == {None}
+
+
+def test_a_run_is_trained_again_resumed_and_read(model, monkeypatch):
+    seen = []
+
+    def here(response, answer):
+        seen.append(answer)
+        return float(len(seen) % 2)
+
+    grpo = GRPO(model, here, ROWS, val_data=ROWS[:2], num_processes=0, **SMALL)
+    first = grpo.train()
+    assert set(seen) == {row["answer"] for row in ROWS}
+    second = grpo.train()  # the cell runs again: a run folder of its own
+    assert first.folder != second.folder
+    resumed = second.resume(steps=3)
+    assert [row["step"] for row in resumed.history] == [0, 1, 2, 3]
+    assert resumed.folder == second.folder and "val/score" in resumed.metrics
+    with pytest.raises(InputError, match="needs the package pandas"):
+        resumed.history.to_pandas()
+    pandas = types.SimpleNamespace(DataFrame=lambda rows: ("frame", *rows))
+    monkeypatch.setitem(sys.modules, "pandas", pandas)
+    assert resumed.samples.to_pandas()[0] == "frame"
+    with pytest.raises(InputError, match=r"folder='.*', and call its resume\(\)"):
+        Run(resumed.folder).resume()
+    with pytest.raises(InputError, match="holds no run"):
+        Run("absent")
+    result = quadriga.evaluate(resumed.model_path, ROWS, here, responses=2, max_response_length=8)
+    assert result.summaries[0].responses == 2 * len(ROWS) and result.failed == 0
+
+
+def test_model_objects_and_other_algorithms(model):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    own = AutoModelForCausalLM.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    sizes = {"steps": 1, "loggers": ["jsonl"]}
+    rows = [{"prompt": row["prompt"], "completion": f" {row['answer']}"} for row in ROWS]
+    done = SFT(own, rows, val_data=rows[:2], tokenizer=tokenizer, test_freq=1, **sizes).train()
+    assert done.metrics["val/loss"] > 0 and (done.folder / "inputs" / "model").is_dir()
+    chats = [
+        {"messages": [*chat["prompt"], {"role": "assistant", "content": "3"}]} for chat in CHATS
+    ]
+    assert SFT(done.model_path, chats, **sizes).train().metrics["actor/loss"] > 0
+    pairs = [{**row, "chosen": row["answer"], "rejected": "no"} for row in ROWS]
+    assert RewardModel(model, pairs, **sizes).train().metrics
+    small = {**SMALL, "steps": 1}
+    values = PPO(own, lambda text: 1.0, ROWS, critic_lr=1e-4, **small).train()  # its own tokenizer
+    assert values.metrics["critic/lr"] == pytest.approx(1e-4)
+    answers = quadriga.generate(own, ["1 and 2?", "3?"], tokenizer=tokenizer, max_response_length=4)
+    assert [len(answer.responses) for answer in answers] == [1, 1]
+
+
+def one_argument(response): ...
+
+
+def missing(response, solution): ...
+
+
+def no_response(*, answer): ...
+
+
+lock = threading.Lock()
+BAD = {
+    "typo": ({"lrr": 1}, r"no setting lrr; did you mean lr\?"),
+    "far": (
+        {"kl_los_coef": 1},
+        r"no setting kl_los_coef; did you mean actor_rollout_ref.actor.kl_",
+    ),
+    "range": ({"responses": 0}, r"actor_rollout_ref\.rollout\.n must be at least 1, got 0"),
+    "several": ({"dtype": "float32"}, r"dtype is the end of actor_rollout_ref\..* and \d+ others"),
+    "arity": ({"reward": no_response}, r"'no_response' must have the parameters \(response, "),
+    "type": ({"reward": 5}, r"'int' must be a function, got int: 5"),
+    "twice": ({"reward": [missing, missing]}, r"two rewards are named 'missing'; name them"),
+    "weights": ({"reward_weights": {"a": 1}}, r"reward_weights\['a'\]: there is no such reward"),
+    "column": (
+        {"reward": missing},
+        r"row 0 cannot be scored: .* a column 'solution'; found answer",
+    ),
+    "prompt": ({"data": [{"text": "a"}]}, r"row 0: no 'prompt'; found keys \['text'\]"),
+    "rows": ({"data": [1]}, r"train, row 0: expected a dict, got 1"),
+    "empty": ({"data": []}, r"train has no rows"),
+    "splits": ({"data": {"train": ROWS}}, r"a mapping with train; pass one of these"),
+    "stream": ({"data": iter(ROWS)}, r"got list_iterator; make a list of what it yields"),
+    "image": ({"data": [{"prompt": "a", "x": lock}]}, r"row 0: a value of type lock cannot be wr"),
+    "model": ({"model": 5}, r"model: expected a folder, a name of the hub, .* got int"),
+    "folder": ({"model": "./absent"}, r"absent does not exist"),
+    "pickle": ({"reward": lambda text: (lock, 1)[1]}, r"cannot be sent to the reward processes"),
+    "path": ({"reward": "absent.py:score"}, r"reward file .*absent\.py does not exist"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_leaves_nothing(model, case, tmp_path):
+    given, message = BAD[case]
+    given = {"model": model, "reward": one_argument, "data": ROWS, **SMALL, **given}
+    with pytest.raises(InputError, match=message) as caught:
+        GRPO(**given).train()
+    assert "\n" not in str(caught.value)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_model_objects_that_ranks_cannot_read_are_refused(model):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model)
+    whole = AutoModelForCausalLM.from_config(config)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config)
+    adapted = AutoModelForCausalLM.from_config(config)
+    adapted.peft_config = {}
+    for own, more, message in (
+        (whole, {}, "does not tell its tokenizer; pass tokenizer="),
+        (whole, {"trainer": {"nnodes": 2}}, "2 nodes cannot read it"),
+        (empty, {}, "weights that are not in this process"),
+        (adapted, {}, "has adapters of PEFT"),
+    ):
+        with pytest.raises(InputError, match=message):
+            GRPO(own, one_argument, ROWS, **more)
+
+
+class Frame:
+    columns = ("prompt", "n")
+
+    def to_dict(self, orient):
+        assert orient == "records"
+        return [{"prompt": "a", "n": float("nan")}]
+
+
+class Dataset:  # as `datasets.Dataset`
+    def __len__(self):
+        return 2
+
+    def __iter__(self):
+        return iter([{"prompt": "a", "n": np.int64(3)}, {"prompt": "b", "n": np.arange(2)}])
+
+
+@pytest.mark.parametrize(
+    ("data", "rows"),
+    [
+        (Frame(), [{"prompt": "a", "n": None}]),
+        (Dataset(), [{"prompt": "a", "n": 3}, {"prompt": "b", "n": [0, 1]}]),
+        (("a", "b"), [{"prompt": "a"}, {"prompt": "b"}]),
+        (["a.jsonl", Path("b.parquet")], None),
+        ("a.jsonl", None),
+    ],
+)
+def test_forms_of_data(data, rows, tmp_path):
+    files, _ = data_files(data, tmp_path, "train")
+    if rows is None:
+        assert rows_in(data, "train") is None and files[0] == "a.jsonl"
+    else:
+        assert [json.loads(line) for line in Path(files[0]).read_text().splitlines()] == rows
+
+
+def test_keywords_are_names_of_settings():
+    given = {"lr": 1e-5, "kl_loss_coef": 0.1, "trainer": {"save_freq": 3}, "trainer.seed": 4}
+    assert nested(GRPO.KIND, GRPO.SHORT, given) == {
+        "actor_rollout_ref": {"actor": {"optim": {"lr": 1e-5}, "kl_loss_coef": 0.1}},
+        "trainer": {"save_freq": 3, "seed": 4},
+    }
+    shown = inspect.signature(GRPO).parameters
+    assert {"lr", "kl_loss_coef", "clip_ratio_high", "trainer"} <= set(shown)
+    assert "dtype" not in shown and "critic_lr" in inspect.signature(PPO).parameters
+    assert sys.modules["quadriga.api"].model_name("Qwen/Qwen3-0.6B") == "hf://Qwen/Qwen3-0.6B"
