@@ -50,7 +50,7 @@ from quadriga.rewards.functions import GIVEN, form_of
 if TYPE_CHECKING:
     from quadriga.trainer.evaluation import Answer, Evaluation
 
-_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _DATA_FILE = re.compile(r".*\.(parquet|jsonl?)")
 _POLICY = "actor_rollout_ref"
 _RANKS = {"ranks": "trainer.n_gpus_per_node", "backend": "trainer.backend"}

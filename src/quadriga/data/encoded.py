@@ -391,6 +391,7 @@ class PromptDataset(EncodedDataset[PromptItem]):
         longest: tokens of the longest prompt.
         same_width: pad every batch to `longest`, so that batches can be concatenated; False: pad
             to the longest prompt of the batch.
+        keeps_columns: give items all columns of their rows but the images, for reward functions.
 
     Raises:
         DataError: a file or a row cannot be used; the message names it.
@@ -407,7 +408,7 @@ class PromptDataset(EncodedDataset[PromptItem]):
     images: ImageRules | None = None
 
     def __post_init__(self) -> None:
-        self.same_width = False
+        self.same_width = self.keeps_columns = False
         self.pad_token_id: int = self.tokenizer.pad_token_id
         self.load(self.files, self.max_prompt_length, "max_prompt_length")
         self.longest = max(int(ids.value_lengths().to_numpy().max()) for ids, *_ in self.columns())
@@ -482,7 +483,6 @@ class PromptDataset(EncodedDataset[PromptItem]):
         """Return the prompt of a row. `index` counts the rows of all files before filtering, so it
         identifies a row of the data for any limit."""
         assert source is not None
-        images = () if self.images is None else (self.image_key,)
         item: PromptItem = {
             fields.INPUT_IDS: list(row.ids),
             fields.RAW_PROMPT: chat_of(source, self.prompt_key),
@@ -490,8 +490,10 @@ class PromptDataset(EncodedDataset[PromptItem]):
             fields.DATA_SOURCE: source.values.get(fields.DATA_SOURCE),
             fields.REWARD_MODEL: source.values.get(fields.REWARD_MODEL),
             fields.EXTRA_INFO: source.values.get(fields.EXTRA_INFO),
-            fields.COLUMNS: {k: v for k, v in source.values.items() if k not in images},
         }
+        if self.keeps_columns:
+            images = () if self.images is None else (self.image_key,)
+            item[fields.COLUMNS] = {k: v for k, v in source.values.items() if k not in images}
         if self.images is not None:
             item[fields.MULTI_MODAL_INPUTS] = PromptImages(source, row.ids, self.images)
         return item

@@ -38,7 +38,8 @@ class PromptItem(TypedDict):
     """One prompt of a `PromptDataset`.
 
     `index` is the number of the row in all files together. The three behind it come from the row
-    and are None if it does not have them. For a model that takes images, every item has the last.
+    and are None if it does not have them. `columns` are all of the row, for reward functions. For a
+    model that takes images, every item has the last.
     """
 
     input_ids: list[int]

@@ -238,6 +238,11 @@ class RewardManager:
             components=components,
         )
 
+    @property
+    def reads_columns(self) -> bool:
+        """Whether a function takes columns of the data by their names."""
+        return any(ref is not None and ref.form.kind != "row" for ref in self._parts_refs)
+
     def check(self, items: Iterable[Mapping[str, object]], files: Sequence[str] = ()) -> None:
         """Raise `DataError`, naming the files, for the first item of a dataset that cannot be
         scored.
@@ -298,8 +303,7 @@ class RewardManager:
 
         Args:
             rows: for each text the row of the data, with `data_source`, `reward_model`,
-                `extra_info` and `columns` where the function reads them; without `columns`, all
-                keys of the row are columns.
+                `extra_info` and `columns` where the function reads them.
 
         Raises:
             As a call with a batch.
@@ -436,7 +440,7 @@ def _ground_truth(reward_model: object, function: FunctionRef) -> object:
 
 def _read(row: Mapping[str, object]) -> list[object]:
     """Return what functions are given of a row, or of an item of a dataset (`_READ`)."""
-    return [*(row.get(key) for key in _READ[:3]), row.get(fields.COLUMNS, row)]
+    return [row.get(key) for key in _READ]
 
 
 def _sample(ref: FunctionRef, text: str, read: Sequence[object]) -> Sample:

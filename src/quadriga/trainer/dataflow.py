@@ -65,7 +65,7 @@ _OLD, _REWARDS = fields.OLD_LOG_PROBS, fields.TOKEN_LEVEL_REWARDS
 # fmt: off
 LOAD_PROMPTS = StageFields("PromptLoader", writes=(
     fields.INPUT_IDS, fields.ATTENTION_MASK, fields.POSITION_IDS, fields.RAW_PROMPT, fields.INDEX,
-    fields.DATA_SOURCE, fields.REWARD_MODEL, fields.EXTRA_INFO, fields.COLUMNS,
+    fields.DATA_SOURCE, fields.REWARD_MODEL, fields.EXTRA_INFO,
 ))
 EXPAND_PROMPTS = StageFields(
     "expand_prompts", reads=(fields.ATTENTION_MASK,),

@@ -562,10 +562,11 @@ def run_evaluation(config: EvalConfig) -> Evaluation:
             reward.check(read_responses(files, config.response_key), files)
             rows = read_responses(files, config.response_key)
         else:
+            prompts.keeps_columns = reward.reads_columns
             reward.check(prompts, config.data_files)
             write_responses(config, prompts, str(folder / RESPONSES))
             written = zip(rows_of(folder / RESPONSES), prompts, strict=True)
-            rows = ({**row, fields.COLUMNS: item[fields.COLUMNS]} for row, item in written)
+            rows = ({**row, fields.COLUMNS: item.get(fields.COLUMNS)} for row, item in written)
         scored = list(_score(rows, reward, folder))
         failed = sum(count for _, count in scored)
         reward.check_any(samples=sum(len(prompt.scores) for prompt, _ in scored))
@@ -593,7 +594,8 @@ def read_responses(files: Sequence[str], key: str) -> Iterator[JsonObject]:
         texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
             raise row.error(f"{key!r} must be a text or a list of texts, got {value!r:.120}")
-        yield {fields.INDEX: index, **row.values, fields.RESPONSES: texts}
+        own = {**row.values, fields.COLUMNS: row.values, fields.RESPONSES: texts}
+        yield {fields.INDEX: index, **own}
 
 
 def _check_folder(folder: Path, inputs: Inputs, *, overwrite: bool) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from quadriga.config.schema import DataConfig, ModelConfig, TrainConfig
 from quadriga.errors import ConfigError
@@ -186,4 +186,6 @@ def check_rows(reward: RewardManager, loader: PromptLoader | None, files: Sequen
     from quadriga.data.loader import items_of
 
     if loader is not None:
-        reward.check(items_of(loader.dataset), files)
+        dataset: Any = loader.dataset
+        dataset.keeps_columns = reward.reads_columns
+        reward.check(items_of(dataset), files)
