@@ -195,14 +195,10 @@ def given_function(name: str) -> FunctionRef:
     form = form_of(function, f"{name!r}")
     if form.kind == "batch":  # called where it is
         return FunctionRef(PROGRAM, name, form)
-    try:
+    said = f"reward function {name!r} cannot be sent to the reward processes: "
+    remedy = "create that object within the function, or set num_processes=0 to call it here"
+    with reported(lambda why: InputError(f"{said}{why}; {remedy}")):
         pickled = cloudpickle.dumps(function)
-    except Exception as error:  # whatever the objects raise that the function refers to
-        raise InputError(
-            f"reward function {name!r} cannot be sent to the reward processes: {describe(error)}; "
-            "create that object within the function, or set num_processes=0, with which the "
-            "function is called in this process"
-        ) from error
     digest = hashlib.sha256(pickled).hexdigest()[:16]
     return FunctionRef(f"{PROGRAM} {digest}", name, form, pickled)
 
