@@ -301,6 +301,8 @@ def check_model(model: Any, tokenizer: Any, nnodes: int) -> None:
                 f"save_pretrained, got {got}"
             )
     if model is None or isinstance(model, str | Path):
+        if hasattr(tokenizer, "save_pretrained"):
+            raise ModelError("tokenizer: pass its folder, or an object beside a model object")
         return
     problem = ""
     if hasattr(model, "peft_config"):
@@ -323,7 +325,7 @@ def model_files(model: Any, tokenizer: Any, folder: Path) -> dict[str, object]:
         found["tokenizer_path"] = model_name(model.name_or_path)
     for key, given in (("path", model), ("tokenizer_path", tokenizer)):
         if hasattr(given, "save_pretrained"):
-            found[key] = str(folder / ("model" if key == "path" else "tokenizer"))
+            found[key] = str(folder / "model")
             with writing(folder):
                 given.save_pretrained(found[key])
     return {key: value for key, value in found.items() if value is not None}

@@ -26,7 +26,8 @@ from quadriga.workers import ActorRolloutRefWorker, CriticWorker, SFTWorker
 from quadriga.workers.method_fields import MODEL_INPUTS, UPDATE_SFT
 
 ACTOR = "actor_rollout_ref.actor"
-LOAD_IMAGES = StageFields("PromptLoader", writes=(fields.MULTI_MODAL_INPUTS,))
+# What only some runs load.
+LOAD_MORE = StageFields("PromptLoader", writes=(fields.MULTI_MODAL_INPUTS, fields.COLUMNS))
 LOAD_DEMONSTRATIONS = StageFields(
     "SFTLoader",
     writes=(fields.PROMPTS, fields.RESPONSES, *dataflow.LOAD_PROMPTS.writes[:3], "response_mask"),
@@ -149,7 +150,7 @@ def all_stages() -> list[StageFields]:
     stages_ = [stage for flow in flows for stage in flow]
     # In a step the baselines are one stage with the branch that makes them; here it is taken apart.
     apart = [stage for stage in stages_ if stage.name != dataflow.ADD_BASELINES.name]
-    more = [LOAD_IMAGES, LOAD_DEMONSTRATIONS, UPDATE_SFT]
+    more = [LOAD_MORE, LOAD_DEMONSTRATIONS, UPDATE_SFT]
     return [*apart, dataflow.ADD_BASELINES, *more]
 
 

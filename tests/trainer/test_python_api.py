@@ -165,6 +165,10 @@ def missing(response, solution): ...
 def no_response(*, answer): ...
 
 
+class Saved:
+    save_pretrained = None
+
+
 lock = threading.Lock()
 BAD = {
     "typo": ({"lrr": 1}, r"no setting lrr; did you mean lr\?"),
@@ -188,6 +192,10 @@ BAD = {
     "splits": ({"data": {"train": ROWS}}, r"a mapping with train; pass one of these"),
     "stream": ({"data": iter(ROWS)}, r"got list_iterator; make a list of what it yields"),
     "image": ({"data": [{"prompt": "a", "x": lock}]}, r"row 0: a value of type lock cannot be wr"),
+    "tokenizer": (
+        {"tokenizer": Saved()},
+        r"tokenizer: pass its folder, or an object beside a model",
+    ),
     "model": ({"model": 5}, r"model: expected a folder, a name of the hub, .* got int"),
     "folder": ({"model": "./absent"}, r"absent does not exist"),
     "pickle": ({"reward": lambda text: (lock, 1)[1]}, r"cannot be sent to the reward processes"),
