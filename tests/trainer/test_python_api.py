@@ -146,12 +146,14 @@ def test_model_objects_and_other_algorithms(model):
     chats = [
         {"messages": [*chat["prompt"], {"role": "assistant", "content": "3"}]} for chat in CHATS
     ]
-    assert SFT(done.model_path, chats, **sizes).train().metrics["actor/loss"] > 0
+    assert SFT(done.model_path, chats, **sizes).train().metrics["sft/loss"] > 0
     pairs = [{**row, "chosen": row["answer"], "rejected": "no"} for row in ROWS]
-    assert RewardModel(model, pairs, **sizes).train().metrics
+    assert RewardModel(model, pairs, **sizes).train().metrics["rm/loss"] > 0
     small = {**SMALL, "steps": 1}
-    values = PPO(own, lambda text: 1.0, ROWS, critic_lr=1e-4, **small).train()  # its own tokenizer
-    assert values.metrics["critic/lr"] == pytest.approx(1e-4)
+    # A model object tells its tokenizer.
+    assert (
+        "critic/loss" in PPO(own, lambda text: 1.0, ROWS, critic_lr=1e-4, **small).train().metrics
+    )
     answers = quadriga.generate(own, ["1 and 2?", "3?"], tokenizer=tokenizer, max_response_length=4)
     assert [len(answer.responses) for answer in answers] == [1, 1]
 
