@@ -13,7 +13,13 @@ from quadriga.lazy import lazy_names
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from quadriga.api import (
+    from quadriga.backends.ray import (
+        RayClassWithInitArgs as RayClassWithInitArgs,
+        RayResourcePool as RayResourcePool,
+        RayWorkerGroup as RayWorkerGroup,
+        create_colocated_worker_cls as create_colocated_worker_cls,
+    )
+    from quadriga.cli.api import (
         GRPO as GRPO,
         PPO as PPO,
         SFT as SFT,
@@ -21,12 +27,6 @@ if TYPE_CHECKING:
         Run as Run,
         evaluate as evaluate,
         generate as generate,
-    )
-    from quadriga.backends.ray import (
-        RayClassWithInitArgs as RayClassWithInitArgs,
-        RayResourcePool as RayResourcePool,
-        RayWorkerGroup as RayWorkerGroup,
-        create_colocated_worker_cls as create_colocated_worker_cls,
     )
     from quadriga.config.commands import GenerateConfig as GenerateConfig, SFTConfig as SFTConfig
     from quadriga.config.loading import load_config as load_config

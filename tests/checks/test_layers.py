@@ -22,7 +22,7 @@ LAYERS = (
     ("streams",),
     ("trainer",),
     ("compat",),
-    ("api", "cli", "testing"),
+    ("cli", "testing"),
 )
 LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 

@@ -18,7 +18,7 @@ import torch
 
 import quadriga
 from quadriga import GRPO, PPO, SFT, InputError, RewardModel, Run
-from quadriga.api import data_files, nested, rows_in
+from quadriga.cli.api import data_files, nested, rows_in
 
 ROOT = Path(__file__).parents[2]
 ROWS = [{"prompt": f"{a} and {b}?", "answer": str(a + b)} for a in range(4) for b in range(2)]
@@ -278,4 +278,4 @@ def test_keywords_are_names_of_settings():
     shown = inspect.signature(GRPO).parameters
     assert {"lr", "kl_loss_coef", "clip_ratio_high", "trainer"} <= set(shown)
     assert "dtype" not in shown and "critic_lr" in inspect.signature(PPO).parameters
-    assert sys.modules["quadriga.api"].model_name("Qwen/Qwen3-0.6B") == "hf://Qwen/Qwen3-0.6B"
+    assert sys.modules["quadriga.cli.api"].model_name("Qwen/Qwen3-0.6B") == "hf://Qwen/Qwen3-0.6B"

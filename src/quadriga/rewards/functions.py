@@ -329,7 +329,7 @@ def call_batch(function: RewardFunction, samples: Sequence[Sample]) -> list[Outc
         return list(map(_scored, found))
     except KeyboardInterrupt:
         raise
-    except BaseException as error:
+    except BaseException as error:  # code of the user, as in `call`
         return [Outcome(RAISED, detail=describe(error))] * len(samples)
 
 

@@ -538,7 +538,7 @@ class GRPO(Recipe):
         lora: the rank of adapters, which are trained in place of all weights.
         backend: "ray", or "local", this process; None: local for one rank.
         folder: the run folder; None: a new one below `runs/`.
-        settings: every other setting (see `quadriga.api`).
+        settings: every other setting (see `quadriga.cli.api`).
 
     Raises:
         InputError: a keyword does not exist, or what it is given does not fit.
