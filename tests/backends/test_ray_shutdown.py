@@ -83,11 +83,10 @@ def test_a_session_of_a_ray_that_has_ended_does_not_end_the_next(connection):
 
 def test_a_ray_that_does_not_come_up_is_a_loss_and_leaves_no_process(connection, monkeypatch):
     def init(**_):
-        started.append(subprocess.Popen(["sleep", "600"]))
+        connection.append(subprocess.Popen(["sleep", "600"]))
         raise Exception("The current node timed out during startup")  # as Ray does
 
-    started: list[subprocess.Popen] = []
     monkeypatch.setattr(cluster.ray, "init", init)
     with pytest.raises(WorkerDiedError, match=r"Ray has not started .*: The current node"):
         cluster.ensure_ray()
-    assert started[0].wait(10) == -9
+    assert connection[0].wait(10) == -9

@@ -1,19 +1,21 @@
-"""`quadriga train` with ranks that are killed in phases: `restart_program.py PLAN KEY=VALUE…`.
+"""`quadriga` with processes that are killed in phases: `restart_program.py PLAN train …`.
 
-PLAN is a JSON object: `kills` has pairs of a phase and its number, counted from 1 over the whole
-program, `seed` decides on the moments within the phases and on the ranks, and `log` is a file to
-which each kill is written.
+PLAN is a JSON object: `kills` has triples of a phase, how many of its beginnings after the kill
+before are left alone, and a victim. `seed` decides on the moments within the phases. `folder` holds
+how far the kills are, also for the next controller; each is written to `kills.jsonl`, and so is
+each step after which the run goes on. `raylets.json` there names the raylets of a cluster.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import sys
 import threading
 import time
-from collections import Counter
+from pathlib import Path
 
 import psutil
 
@@ -24,47 +26,85 @@ SPANS = {
 }  # fmt: skip
 OTHERS = {"ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent"}
 """Processes of Ray itself. With an agent, the raylet of the node ends."""
-PHASES = ("start", "restart", "load", "reward", *dict.fromkeys(SPANS.values()))
+PHASES = ("start", "restart", "load", "reward", "upload", *dict.fromkeys(SPANS.values()))
+PARTS = {"rank": "ray::", "reward": "rewards.pool_worker", "raylet": "/raylet/raylet "}
+"""Victim → what its command line has."""
 
 
-def ranks() -> list[psutil.Process]:
-    """The processes of ranks, also of those that are being started."""
-    found = psutil.Process().children(recursive=True)
-    named = [(p, " ".join(p.cmdline())) for p in found if p.is_running()]
-    return [p for p, name in named if name.startswith("ray::") and not OTHERS & set(name.split())]
+def below(process: psutil.Process, victim: str) -> list[psutil.Process]:
+    """The processes below this one that are such a victim."""
+    found = []
+    for each in process.children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            line = " ".join(each.cmdline())
+            if PARTS[victim] in line and not OTHERS & {*line.split()}:
+                found.append(each)
+    return found
 
 
 class Plan:
-    def __init__(self, kills, seed, log):
-        self.kills = {(phase, number) for phase, number in kills}
-        self.random, self.log = random.Random(seed), log
-        self.entered: Counter[str] = Counter()
-        self.took: dict[str, float] = {}
+    def __init__(self, kills, seed, folder):
+        self.kills, self.folder, self.lock = kills, Path(folder), threading.Lock()
+        self.file, self.done, self.entered, self.starts = self.folder / "plan.json", 0, 0, 0
+        if self.file.exists():
+            self.done, self.entered, self.starts = json.loads(self.file.read_text())
+        self.random, self.took = random.Random(seed + self.starts), dict[str, float]()
+        self.starts += 1
 
     @contextlib.contextmanager
     def phase(self, name):
-        self.entered[name] += 1
-        timer = None
-        if (name, self.entered[name]) in self.kills:
-            delay = self.random.uniform(0.0, self.took.get(name, 0.3))
-            timer = threading.Timer(delay, self.kill, (name, delay))
-            timer.daemon = True
-            timer.start()
-        began = time.monotonic()
+        with self.lock:
+            ours = self.done < len(self.kills) and self.kills[self.done][0] == name
+            due = ours and self.entered >= self.kills[self.done][1]
+            self.entered += ours
+            self.store()
+        began, ended = time.monotonic(), threading.Event()
+        delay = self.random.uniform(0.0, self.took.get(name, 0.2))
+        thread = threading.Thread(target=self.strike, args=(self.done, delay, ended), daemon=True)
+        if due:
+            thread.start()
         try:
             yield
         finally:
             self.took[name] = time.monotonic() - began
+            ended.set()
+            if due:
+                thread.join()
 
-    def kill(self, phase, delay):
-        while not (found := ranks()):  # they are being started
-            time.sleep(0.05)
-        victim = self.random.choice(found)
-        with contextlib.suppress(psutil.Error), open(self.log, "a") as file:
-            name = " ".join(victim.cmdline())[:80].strip()
-            row = {"phase": phase, "delay": round(delay, 3), "victim": name}
-            victim.kill()
-            file.write(json.dumps(row) + "\n")
+    def strike(self, number, delay, ended):
+        """Kill after a delay, at the end of the phase at the latest. Without a process to kill, the
+        kill stays due."""
+        ended.wait(delay)
+        phase, _, victim = self.kills[number]
+        while not (chosen := self.victims(victim)) and not ended.wait(0.05):
+            pass
+        if not chosen:
+            return
+        with self.lock:
+            self.done, self.entered = number + 1, 0
+            self.store()
+            self.write(phase=phase, victim=victim)
+            for process in chosen:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+    def victims(self, victim):
+        this = psutil.Process()
+        if victim == "node":
+            pid = json.loads((self.folder / "raylets.json").read_text())[-1]
+            raylets = [psutil.Process(pid)] if psutil.pid_exists(pid) else []
+            return [p for raylet in raylets for p in (raylet, *raylet.children(recursive=True))]
+        found = [this] if victim == "controller" else below(this, victim)
+        return found and [self.random.choice(found)]
+
+    def write(self, **row):
+        with (self.folder / "kills.jsonl").open("a") as file:
+            file.write(json.dumps({**row, "at": time.time()}) + "\n")
+
+    def store(self):
+        part = self.file.with_suffix(".partial")
+        part.write_text(json.dumps([self.done, self.entered, self.starts]))
+        part.replace(self.file)
 
 
 def wrap(plan, owner, name, phase):
@@ -78,11 +118,13 @@ def wrap(plan, owner, name, phase):
 
 
 def install(plan):
+    from quadriga.checkpoint.remote import Uploads
     from quadriga.observability.metrics import Timer
     from quadriga.trainer import ppo
+    from quadriga.trainer.restarts import Restarts
     from quadriga.trainer.worker_groups import PPOGroups
 
-    span = Timer.__call__
+    span, go_on = Timer.__call__, Restarts._go_on
 
     @contextlib.contextmanager
     def spans(self, name):
@@ -90,15 +132,25 @@ def install(plan):
         with phase, span(self, name):
             yield
 
-    Timer.__call__ = spans
+    def goes_on(self, record, step):
+        plan.write(goes_on=step)
+        go_on(self, record, step)
+
+    Timer.__call__, Restarts._go_on = spans, goes_on
     trainer = ppo.RayPPOTrainer
-    wrap(plan, trainer, "init_workers", lambda it: "restart" if it.restarts.count else "start")
+    again = lambda it: it.restarts.count or plan.starts > 1  # noqa: E731
+    wrap(plan, trainer, "init_workers", lambda it: "restart" if again(it) else "start")
     wrap(plan, PPOGroups, "load", lambda _: "load")
     wrap(plan, trainer, "score_and_mask", lambda _: "reward")
+    wrap(plan, Uploads, "_upload", lambda _: "upload")
 
 
 if __name__ == "__main__":
-    from quadriga.cli.main import main
+    from quadriga.cli import main, supervise
 
-    install(Plan(**json.loads(sys.argv[1])))
-    sys.exit(main(["train", *sys.argv[2:]]))
+    if "--supervise" in sys.argv:
+        program = [sys.executable, os.path.abspath(__file__), sys.argv[1]]
+        supervise.command = lambda words: [*program, *words]
+    else:
+        install(Plan(**json.loads(sys.argv[1])))
+    sys.exit(main.main(sys.argv[2:]))

@@ -78,20 +78,16 @@ def test_replicas_join_and_come_back_where_there_is_room():
 
 
 def test_an_elastic_replica_that_does_not_start_is_tried_three_times(caplog):
-    def start(number: int) -> Group:
-        started.append(number)
-        group = Group()
-        if number == 1:
-            group.init_model = Method(lambda: Future(error=raised(OSError("no memory"))))
-        return group
-
-    started: list[int] = []
-    replicas = Replicas(start, 1, 0, lambda number: True, 1, 2)
+    groups = [Group() for _ in range(4)]
+    for group in groups[1:]:
+        group.init_model = Method(lambda: Future(error=raised(OSError("no memory"))))
+    waiting = iter(groups)
+    replicas = Replicas(lambda number: next(waiting), 1, 0, lambda number: True, 1, 2)
     for _ in range(5):
         replicas.restart_lost()
-    assert started == [0, 1, 1, 1] and not [*replicas.to_start()]
-    assert caplog.text.count("replica 1 cannot be started") == 3
-    assert "has failed to start 3 times and is not tried again" in caplog.text
+    assert [group.ended for group in groups] == [0, 1, 1, 1] and [*replicas.to_start()] == []
+    assert caplog.text.count("replica 1 cannot be started: ") == 3
+    assert "replica 1 has failed to start 3 times and is not tried again" in caplog.text
 
 
 def test_fewer_replicas_than_the_settings_allow_end_the_run():

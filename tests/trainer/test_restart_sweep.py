@@ -1,8 +1,8 @@
-"""Runs on Ray whose ranks are killed at random moments of all phases go on by themselves.
+"""Runs that lose processes at random moments of all phases go on by themselves.
 
-`RESTART_KILLS` is the number of kills, `RESTART_PHASES` a list of phases instead of all,
-`RESTART_SEED` another choice of moments, `RESTART_SETTINGS` more settings. A summary is printed as
-JSON.
+`RESTART_VICTIMS` is a list of what is killed (`SETTINGS`), `RESTART_KILLS` the number of kills for
+each, `RESTART_SEED` another choice of moments. Each kill is printed as JSON, with the seconds until
+the run went on.
 """
 
 from __future__ import annotations
@@ -10,76 +10,149 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections import Counter
 from itertools import cycle, islice
 from pathlib import Path
 
+import psutil
 import pytest
-from restart_program import PHASES
+from restart_program import PHASES, below
 from run_cases import check_equal, two_steps
 from run_process import started_run
 
+from quadriga.checkpoint.remote import RemoteRun
+from quadriga.config.stores import MARKER
 from quadriga.observability.jsonl import read_jsonl
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(7200)]
-KILLS = int(os.environ.get("RESTART_KILLS", "20"))
+KILLS = int(os.environ.get("RESTART_KILLS", "10"))
 SEED = int(os.environ.get("RESTART_SEED", "1"))
-PER_RUN = 4
-CHOSEN = [p for p in PHASES if p in os.environ.get("RESTART_PHASES", ",".join(PHASES)).split(",")]
 PROGRAM = str(Path(__file__).parent / "restart_program.py")
-SETTINGS = (
-    "trainer.total_training_steps=6", "trainer.save_freq=2", "trainer.test_freq=3",
+COMMON = (
+    "trainer.total_training_steps=6", "trainer.save_freq=2", "trainer.test_freq=2",
     "data.shuffle=true", "algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true",
-    "algorithm.kl_ctrl.type=adaptive", "trainer.backend=ray", "trainer.num_cpus=2",
-    "trainer.n_gpus_per_node=2", "placement.actor=[0]", "placement.rollout=[1]",
-    "trainer.samples_per_step=99", "trainer.max_restarts=99",
-    *os.environ.get("RESTART_SETTINGS", "").split(),
+    "algorithm.kl_ctrl.type=adaptive", "trainer.num_cpus=2", "trainer.n_gpus_per_node=2",
+    "placement.actor=[0]", "placement.rollout=[1]", "trainer.samples_per_step=99",
+    "trainer.max_restarts=99",
 )  # fmt: skip
+RAY = ("trainer.backend=ray",)
+TOGETHER = ("placement.actor=null", "placement.rollout=null")
+NODES = (*RAY, *TOGETHER, "trainer.n_gpus_per_node=1", "trainer.nnodes=2", "trainer.num_cpus=null")
+SETTINGS = {
+    "controller": ("--supervise",),
+    "controller of a stream": (
+        "--supervise", "trainer.max_staleness=2", "actor_rollout_ref.rollout.slice_tokens=3",
+        "data.max_response_length=40", "trainer.n_gpus_per_node=1", *TOGETHER,
+        f"actor_rollout_ref.rollout.sampling.stop_token_ids={list(range(3, 40))}",
+    ),
+    "reward": ("reward.num_processes=2",),
+    "rank": RAY,
+    "raylet": RAY,
+    "node": (*NODES, "trainer.restart_wait_s=60"),
+}  # fmt: skip
+VICTIMS = os.environ.get("RESTART_VICTIMS", ",".join(SETTINGS)).split(",")
+FIRST = {
+    "load": [("save", 1), ("load", 0)], "restart": [("rollout", 1), ("restart", 0)],
+    "start": [("start", 0)],
+}  # fmt: skip
+"""How a run begins that is killed in this phase: to load, it needs a checkpoint and a kill."""
 
 
-def run_with(kills, task, rule, folder, seed=0) -> list[dict[str, object]]:
-    """Run with these kills to its end. Return what was killed."""
-    folder.mkdir(exist_ok=True)
-    before, log = {*os.listdir("/dev/shm")}, folder / "kills.jsonl"
-    plan = json.dumps({"kills": kills, "seed": seed, "log": str(log)})
-    overrides = [*two_steps(task, folder), *SETTINGS, rule]
-    with started_run(overrides, folder / "out", (PROGRAM, plan)) as run:
-        code = run.popen.wait(600)
-        assert code == 0, run.output.read_text()[-5000:]
+def plans(victim, clock):
+    """Yield the kills of each run."""
+    # A run that loses a reward process does not restart.
+    firsts = cycle([] if victim == "reward" else [*FIRST.values()])
+    others, left = cycle([p for p in PHASES if p not in FIRST]), KILLS
+    while left > 0:
+        more = [(p, clock.randint(0, 1)) for p in islice(others, 5)]
+        yield (chosen := [(*one, victim.split()[0]) for one in [*next(firsts, []), *more]])
+        left -= len(chosen)
+
+
+def run_with(kills, settings, task, rule, folder, nodes=None, seed=0) -> list[dict[str, object]]:
+    """Run with these kills to its end. Return the kills, each with the seconds that it cost."""
+    folder.mkdir()
+    before = {*os.listdir("/dev/shm")}
+    plan = json.dumps({"kills": kills, "seed": seed, "folder": str(folder)})
+    words = ["train", *two_steps(task, folder), *COMMON, *settings, rule]
+    with started_run(words, folder / "out", (PROGRAM, plan)) as run:
+        while nodes is not None and run.popen.poll() is None:
+            nodes.replace_lost(folder)
+        assert run.popen.wait(500) == 0, run.output.read_text()[-5000:]
         run.seconds_until_empty(timeout_s=20)
-    assert not {*os.listdir("/dev/shm")} - before
+    if nodes is None:
+        assert not {*os.listdir("/dev/shm")} - before
+    else:
+        nodes.check_empty()
     left = {path.name for path in (folder / "run").rglob("*")}
     assert not {n for n in left if n.endswith((".partial", ".lock", ".replaced", ".set_aside"))}
-    return list(read_jsonl(log)) if log.exists() else []
+    rows = list(read_jsonl(folder / "kills.jsonl"))
+    for number, row in enumerate(rows):
+        row["seconds"] = next((b["at"] - row["at"] for b in rows[number:] if "goes_on" in b), 0.0)
+    return [row for row in rows if "victim" in row]
 
 
-@pytest.fixture(scope="module")
-def whole(tiny_task, rule, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    run_with([], tiny_task, rule, folder)
-    return folder
+class Nodes:
+    """A cluster of a head without ranks and two nodes, of which a lost one comes back."""
+
+    returns = True
+
+    def __init__(self):
+        from ray.cluster_utils import Cluster
+
+        self.store = {"object_store_memory": 100 * 2**20}
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **self.store})
+        self.nodes = [self.cluster.add_node(num_cpus=1, **self.store) for _ in range(2)]
+
+    def raylets(self):
+        return [psutil.Process(n.all_processes["raylet"][0].process.pid) for n in self.nodes]
+
+    def replace_lost(self, folder):
+        for number, raylet in enumerate(self.raylets()):
+            if self.returns and raylet.status() == psutil.STATUS_ZOMBIE:
+                self.cluster.remove_node(self.nodes.pop(number), allow_graceful=False)
+                self.nodes.append(self.cluster.add_node(num_cpus=1, **self.store))
+        (folder / "new").write_text(json.dumps([raylet.pid for raylet in self.raylets()]))
+        (folder / "new").replace(folder / "raylets.json")
+
+    def check_empty(self):
+        left = [rank for raylet in self.raylets() for rank in below(raylet, "rank")]
+        assert not psutil.wait_procs(left, 20)[1]
 
 
-def test_runs_that_lose_ranks_at_any_moment_equal_one_that_does_not(
-    tiny_task, rule, whole, tmp_path
+@pytest.fixture
+def nodes(monkeypatch):
+    nodes = Nodes()
+    monkeypatch.setenv("RAY_ADDRESS", nodes.cluster.address)
+    yield nodes
+    nodes.cluster.shutdown()
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_runs_that_lose_processes_at_any_moment_equal_one_that_does_not(
+    tiny_task, rule, victim, tmp_path, request
 ):
-    clock, killed, told = random.Random(SEED), [], []
-    phases = list(islice(cycle(CHOSEN), KILLS))
-    clock.shuffle(phases)
-    most = {"start": 1, "load": 1, "restart": 2, "save": 3, "validation": 3}
-    for number in range(0, KILLS, PER_RUN):
-        chosen = phases[number : number + PER_RUN]
-        kills = [(phase, clock.randint(1, most.get(phase, 5))) for phase in chosen]
-        folder = tmp_path / f"{number}"
-        killed += run_with(kills, tiny_task, rule, folder, seed=SEED + number)
-        print("kills:", kills)
-        told += check_equal(folder / "run", whole / "run")
-    seconds = sorted(row["restarts/seconds"] for row in told)
-    summary = {
-        "kills": len(killed),
-        "by_phase": Counter(kill["phase"] for kill in killed),
-        "restarts": len(told),
-        "seconds": {"median": seconds[len(seconds) // 2], "most": seconds[-1]},
-        "lost_steps": sum(row["restarts/lost_steps"] for row in told),
-    }
-    print(json.dumps(summary))
+    settings, clock, killed = SETTINGS[victim], random.Random(f"{victim} {SEED}"), 0
+    own = request.getfixturevalue("nodes") if victim == "node" else None
+    run_with([], settings, tiny_task, rule, whole := tmp_path / "whole", own)
+    for number, kills in enumerate(plans(victim, clock)):
+        folder, url = tmp_path / f"{number}", f"{tmp_path}/remote{number}"
+        more = (*settings, f"trainer.remote_dir={url}")
+        found = run_with(kills, more, tiny_task, rule, folder, own, seed=SEED + number)
+        check_equal(run := folder / "run", whole / "run")
+        store, files = RemoteRun(url).store, {*filter(Path.is_file, run.rglob("*"))}
+        copied = {str(file.relative_to(run)): file.read_bytes() for file in files}
+        assert {*store.files()} == {*copied, f"model/{MARKER}", "checkpoints/steps.json"}
+        assert [name for name in copied if store.read(name) != copied[name]] == []
+        killed += len(found)
+        print(*map(json.dumps, found), sep="\n")
+    assert killed >= KILLS // 2
+
+
+def test_a_run_whose_node_does_not_come_back_goes_on_with_the_other(
+    tiny_task, rule, tmp_path, nodes
+):
+    nodes.returns, folder = False, tmp_path / "lost"
+    settings = (*NODES, "trainer.restart_wait_s=3")
+    assert run_with([("updates", 2, "node")], settings, tiny_task, rule, folder, nodes)
+    assert [row["step"] for row in read_jsonl(folder / "run/metrics.jsonl")] == [*range(7)]
+    assert "going on with 1 of 2 nodes" in (folder / "out").read_text()

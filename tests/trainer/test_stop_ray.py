@@ -15,11 +15,9 @@ from quadriga.observability.jsonl import read_jsonl
 pytestmark = pytest.mark.nightly
 
 ENDLESS = (
-    "trainer.backend=ray",
-    "trainer.num_cpus=2",
-    "trainer.total_training_steps=100000",
+    "trainer.backend=ray", "trainer.num_cpus=2", "trainer.total_training_steps=100000",
     "trainer.val_before_train=false",
-)
+)  # fmt: skip
 
 
 def steps_done(folder: Path) -> int:
