@@ -10,6 +10,10 @@ import pytest
 
 from processes import run_python
 
+HEAD = """
+import contextlib, faulthandler, os, signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+"""
 DRIVERS = {
     "ray": (
         "from quadriga.backends.ray import RayBackend, ensure_ray\n"
@@ -50,6 +54,5 @@ with scope:
 
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_a_copy_of_the_driver_ends_by_its_signal(driver):
-    head = "import contextlib, faulthandler, os, signal, time\n"
-    program = head + DRIVERS[driver] + FORKS
+    program = HEAD + DRIVERS[driver] + FORKS
     assert run_python("-c", program, timeout=100).stdout.split() == ["-15", "2"]

@@ -197,10 +197,10 @@ def requests(monkeypatch) -> list[tuple[int, int]]:
     """(replica, rows) of every request."""
     found: list[tuple[int, int]] = []
 
-    def note(self, members, replica):
-        found.append((replica.number, sum(map(len, members))))
+    def note(self, prompts, replica):
+        found.append((replica.number, sum(map(len, prompts))))
 
-    noted(monkeypatch, replicas._Call, "_ask", note)
+    noted(monkeypatch, replicas.Request, "__init__", note)
     return found
 
 

@@ -183,7 +183,10 @@ def test_a_run_saves_and_stops_before_its_deadline_and_when_the_stop_file_exists
     ("settings", "message"),
     {
         (f"trainer.deadline={moment(-30)}",): r"trainer\.deadline=\S+ is over since \d+ s; set",
-        ("trainer.stop_grace_s=900", f"trainer.deadline={moment(600)}"): r"is in \d+ s, but .*=900",
+        (
+            "trainer.stop_grace_s=9e5",
+            f"trainer.deadline={moment(6e5)}",
+        ): r"is in \d+ s, but .*=900000",
         ("trainer.deadline=tomorrow",): "tomorrow is no moment; write it as 2026-11-27T06:00",
         (f"trainer.stop_file={Path(__file__)}",): "exists already, so the run would stop after one",
         (f"trainer.stop_file=/{'a' * 300}",): "cannot be looked for: File name too long; choose",
