@@ -30,6 +30,7 @@ import megatron_on_cpu
 megatron_on_cpu.install()
 """
 _FACTORIES = ("zeros", "ones", "tensor", "empty", "full", "arange", "empty_like", "zeros_like")
+device = "cpu"  # what Megatron-core computes on where it asks for CUDA
 _PACKAGES = (
     "megatron.core.models.gpt.gpt_model",
     "megatron.core.models.gpt.gpt_layer_specs",
@@ -63,7 +64,7 @@ class _Cuda(ModuleType):
 
     def __init__(self) -> None:
         super().__init__("torch.cuda")
-        self.current_device = lambda: torch.device("cpu")
+        self.current_device = lambda: torch.device(device)
         self.current_stream = self.default_stream = lambda *_: _Stream()
         self.stream = lambda _: nullcontext()
         self.synchronize = lambda *_: None
@@ -110,19 +111,16 @@ class _Torch(ModuleType):
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def allocate(*args: object, **settings: object) -> torch.Tensor:
         if settings.get("device") == "cuda":
-            settings["device"] = "cpu"
+            settings["device"] = device
         return factory(*args, **settings)
 
     return allocate
 
 
-def _same(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-    """Stand for `Tensor.cuda`."""
-    return tensor
-
-
-def install() -> None:
+def install(stands_for_cuda: str = "cpu") -> None:
     """Replace what Megatron-core's modules see of torch. A second call does nothing."""
+    global device
+    device = stands_for_cuda
 
     from quadriga.engines.megatron import families
 
@@ -138,7 +136,7 @@ def install() -> None:
             module.torch = replacement  # type: ignore[attr-defined]  # a module has any names
     _random_states()
     _tokens_of_experts()
-    torch.Tensor.cuda = _same  # type: ignore[assignment]  # a build for CPUs has none
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor.to(device)  # type: ignore[assignment]
     families.on_cpu_for_tests = True
 
 

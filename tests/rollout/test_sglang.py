@@ -35,6 +35,7 @@ from quadriga.errors import (
 )
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams, tensor_digest
+from quadriga.rollout.sglang.options import TESTED_VERSION
 
 SAMPLING = SamplingParams(max_new_tokens=3, eos_token_ids=(2,), pad_token_id=0)
 NORM = "model.norm.weight"
@@ -45,7 +46,8 @@ def interpreter(tmp_path_factory):
     """An interpreter that runs the fake program in place of the host of SGLang."""
     script = tmp_path_factory.mktemp("fake") / "python"
     fake = Path(__file__).with_name("fake_sglang.py")
-    program = f'#!/bin/sh\n[ "$2" = -c ] && exit 0\nexec {sys.executable} {fake} "$@"\n'
+    version = f'[ "$2" = -c ] && echo {TESTED_VERSION} && exit 0'
+    program = f'#!/bin/sh\n{version}\nexec {sys.executable} {fake} "$@"\n'
     script.write_text(program, encoding="utf-8")
     script.chmod(0o755)
     return str(script)

@@ -13,6 +13,8 @@ from quadriga.config.schema import ModelConfig, RolloutEngineConfig, SamplingCon
 from quadriga.errors import ConfigError, ModelError, RolloutAbilityError
 from quadriga.models.loading import load_causal_lm
 from quadriga.rollout import rollout_of
+from quadriga.rollout.sglang import client
+from quadriga.rollout.sglang.client import Launch
 from quadriga.rollout.sglang.engine import check_numbers, probe_length
 from quadriga.rollout.sglang.weights import buckets, locate
 
@@ -32,12 +34,40 @@ def engine(options):
         ({"server_args": {"port": 1}}, "port is decided by Quadriga; remove it"),
         ({"server_args": {"enable_lora": True}}, "enable_lora is decided by Quadriga"),
         ({"python": "/no/such/python"}, "an interpreter"),
+        ({"tensor_parallel": 2}, "each of the 2 ranks would start an SGLang on 2 devices"),
     ],
     ids=str,
 )
 def test_wrong_options_are_refused_before_the_start(options, text):
     with pytest.raises(ConfigError, match=text):
-        engine(options).check(None)
+        engine(options).check(2)
+
+
+def test_another_version_of_sglang_is_refused_unless_it_is_accepted(tmp_path, caplog):
+    python = tmp_path / "python"  # answers as an environment with this version
+    python.write_text("#!/bin/sh\necho 0.5.18\n")
+    python.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"SGLang 0\.5\.18, .*untested_version=true"):
+        engine({"python": str(python)}).check(1)
+    engine({"python": str(python), "untested_version": True}).check(1)
+    assert "has SGLang 0.5.18" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("index", "visible", "parts", "enough"),
+    [
+        (0, "0,1", 2, True), (0, "GPU-8f3a", 1, True), (0, "MIG-1b2c", 2, False),
+        (1, "0,1", 2, False),
+    ],
+)  # fmt: skip
+def test_sglang_starts_only_where_it_sees_its_devices(index, visible, parts, enough, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    given = engine({"tensor_parallel": parts}).options
+    launch = Launch(ModelConfig("/x"), given, torch.device("cuda", index), torch.bfloat16, None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible.split(",")))
+    monkeypatch.setattr(client, "local_folder", lambda _: pytest.fail("it starts"))
+    with pytest.raises(BaseException, match="it starts" if enough else f"={visible}.; Ray shows"):
+        launch.start()
 
 
 @pytest.mark.parametrize(

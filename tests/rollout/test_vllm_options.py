@@ -6,16 +6,24 @@ import gc
 import os
 import random
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import ModelConfig, RolloutEngineConfig, SamplingConfig, TrainConfig
-from quadriga.errors import ConfigError, RolloutAbilityError, UnknownSettingError
+from quadriga.errors import ConfigError, RolloutAbilityError, RolloutError, UnknownSettingError
+from quadriga.parallel.distributed import local_device
 from quadriga.rollout import build_rollout, rollout_of
 from quadriga.rollout.vllm import options, weights
-from quadriga.rollout.vllm.engine import Isolation, seed_from, spread_seed
+from quadriga.rollout.vllm.engine import (
+    Isolation,
+    VLLMRollout,
+    launcher_variables,
+    seed_from,
+    spread_seed,
+)
 from quadriga.trainer.preflight import check_engines
 
 
@@ -67,9 +75,20 @@ def test_options_that_do_not_fit_are_refused_before_a_worker_starts(monkeypatch,
 def test_a_temperature_that_vllm_would_raise_is_refused_before_a_worker_starts():
     for temperature in (0.0, 0.01, 1.0):
         vllm().check_sampling(SamplingConfig(temperature=temperature))
-    with pytest.raises(RolloutAbilityError, match=r"temperature 0\.005") as raised:
-        vllm().check_sampling(SamplingConfig(temperature=0.005))
-    assert (raised.value.engine, raised.value.setting) == ("vllm", "temperature")
+    for temperature in (0.005, 2.5):
+        with pytest.raises(RolloutAbilityError, match=f"temperature {temperature}") as raised:
+            vllm().check_sampling(SamplingConfig(temperature=temperature))
+        assert (raised.value.engine, raised.value.setting) == ("vllm", "temperature")
+
+
+def test_an_engine_goes_on_after_a_request_that_vllm_refuses():
+    rollout = VLLMRollout.__new__(VLLMRollout)
+    rollout._engine, rollout._isolation, rollout._weights = Mock(), Isolation(), Mock(adapters={})
+    rollout._engine.add_request.side_effect = ValueError("top_k must be 0")
+    with pytest.raises(RolloutError, match=r"vLLM refuses row 0: top_k"), rollout._inside("x"):
+        rollout._run([[1], [2]], [None, None], None)
+    rollout._engine.abort_request.assert_called_once_with(["0", "1"])
+    assert rollout._state == "ready"
 
 
 def test_every_bit_of_a_seed_changes_the_32_bits_that_torch_uses():
@@ -114,6 +133,22 @@ def test_what_the_engine_changes_is_seen_inside_only(monkeypatch):
 
 def _set_threads():
     return torch.set_num_threads
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "visible", "index"),
+    [(0, 1, 0), (1, 1, 0), (3, 1, 0), (0, 4, 0), (3, 4, 3), (3, 2, 1)],
+)
+def test_vllm_computes_on_the_device_of_the_rank(local_rank, visible, index, monkeypatch):
+    """Ray shows a process one device, also by a UUID or a part of a device (MIG); with a NOSET flag
+    and outside Ray a process sees all."""
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))  # as the worker group numbers the ranks
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    found = launcher_variables(local_device("cuda"))
+    assert found == {"RANK": "0", "LOCAL_RANK": str(index)}
+    assert int(found["LOCAL_RANK"]) < visible  # what vLLM asserts
 
 
 def test_ranks_that_are_no_multiple_of_a_copy_are_refused_before_a_worker_starts(monkeypatch):

@@ -247,6 +247,7 @@ class Stage(GPTModel):  # type: ignore[misc]  # Megatron-core has no types
                 device=device,
                 dtype=transformer.params_dtype,
             )
+        self.to(device)  # norms and routers are made on the CPU
 
     def forward(self, micro: MicroBatch) -> Tensor:
         """Compute the layers. The last chunk returns the outputs [K, columns], float32."""

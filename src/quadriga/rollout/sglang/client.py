@@ -32,7 +32,13 @@ from typing import Any, TypeVar
 import torch
 
 from quadriga.config.schema import ModelConfig
-from quadriga.errors import RolloutDiedError, RolloutError, RolloutTimeoutError, printable
+from quadriga.errors import (
+    ConfigError,
+    RolloutDiedError,
+    RolloutError,
+    RolloutTimeoutError,
+    printable,
+)
 from quadriga.models.folder import local_folder
 from quadriga.parallel.distributed import gloo_on_loopback, rank
 from quadriga.rollout.sglang.host import Json, end_group
@@ -306,10 +312,13 @@ class Launch:
         """Start SGLang, or connect to it, and wait until it is ready.
 
         Raises:
+            ConfigError: this process does not see `tensor_parallel` devices.
             RolloutDiedError, RolloutTimeoutError: it did not become ready.
         """
         if self.options.url is not None:
             return HTTPTransport(self.options.url, self.options.api_key)
+        if self.device.type == "cuda":
+            self._check_devices(torch.cuda.device_count())
         folder = Path(tempfile.mkdtemp(prefix="quadriga-sglang-"))
         settings: Json = {"device": self.device.type, "args": self._arguments(folder)}
         python = self.options.python or sys.executable
@@ -320,6 +329,19 @@ class Launch:
             host.close()
             raise
         return host
+
+    def _check_devices(self, visible: int) -> None:
+        """Check that SGLang, which has the devices of this process, has enough of them."""
+        first, parts = self.device.index or 0, self.options.tensor_parallel
+        if first + parts > visible:
+            key = "actor_rollout_ref.rollout.options.tensor_parallel"
+            raise ConfigError(
+                f"{key}={parts} needs the devices {first} to {first + parts - 1}, and this process "
+                f"sees {visible} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}); "
+                "Ray shows each rank its own device only. Start the server by hand and name it in "
+                "rollout.options.url, use rollout.name=vllm, or set tensor_parallel=1",
+                key=key,
+            )
 
     def _variables(self, folder: Path) -> dict[str, str]:
         """Return the environment variables of an SGLang with this folder for temporary files."""

@@ -5,6 +5,7 @@ Imports neither torch nor SGLang: the settings are checked before a worker start
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -29,6 +30,9 @@ from quadriga.rollout.abilities import ALL_SETTINGS, RolloutAbilities, SamplingS
 if TYPE_CHECKING:
     from quadriga.models.memory import EngineMemory
     from quadriga.rollout.memory import GenerationUse
+
+TESTED_VERSION = "0.5.23"
+"""The version of SGLang that the tests run with."""
 
 KEY = "actor_rollout_ref.rollout.options"
 """The setting that holds the options, for messages."""
@@ -80,6 +84,7 @@ class SGLangOptions:
         bucket_mb: MiB of weights that are sent at once.
         start_timeout_s, call_timeout_s, generate_timeout_s: deadlines, in seconds, of the start; of
             a call that generates nothing; and of one request of `request_rows` rows.
+        untested_version: accept a version of SGLang that has not been tested.
         server_args: further arguments of SGLang's `ServerArgs`, such as the `log_level` of the log,
             which goes to a file and is shown in errors.
 
@@ -97,6 +102,7 @@ class SGLangOptions:
     start_timeout_s: Positive = 600.0
     call_timeout_s: Positive = 300.0
     generate_timeout_s: Positive = 1800.0
+    untested_version: bool = False
     server_args: Options = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -163,8 +169,17 @@ class SGLang(Rollout):
         )
 
     def check(self, ranks: int | None) -> None:
-        if self.options.url is None:
-            check_installed(self.options)
+        if self.options.url is not None:
+            return
+        parts = self.options.tensor_parallel
+        if ranks is not None and min(parts, ranks) > 1:
+            raise ConfigError(
+                f"{KEY}.tensor_parallel={parts}, and each of the {ranks} ranks would start "
+                f"an SGLang on {parts} devices, its neighbours' among them; give the rollout "
+                "one rank (placement.rollout), or set tensor_parallel=1",
+                key=f"{KEY}.tensor_parallel",
+            )
+        check_installed(self.options)
 
     def check_updates(self, ranks: int | None, *, take_turns: bool) -> None:
         url, parts = self.options.url, self.options.tensor_parallel
@@ -214,15 +229,17 @@ class SGLang(Rollout):
 
 
 def check_installed(options: SGLangOptions) -> None:
-    """Raise `ConfigError` unless the interpreter of `options` finds SGLang and Quadriga."""
+    """Raise `ConfigError` unless the interpreter of `options` finds Quadriga and SGLang, in the
+    version that was tested or with `untested_version`."""
     python = options.python or sys.executable
     if not os.access(python, os.X_OK):
         raise _wrong("python", python, "an interpreter")
     if not code_runs():
         return
     code = (
-        "import importlib.util as u, sys; "
-        "sys.exit(', '.join(n for n in ('sglang', 'quadriga') if u.find_spec(n) is None) or 0)"
+        "import importlib.util as u, importlib.metadata as m, sys; "
+        "sys.exit(', '.join(n for n in ('sglang', 'quadriga') if u.find_spec(n) is None) "
+        "or print(m.version('sglang')))"
     )
     found = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, check=False)
     if found.returncode:
@@ -233,3 +250,13 @@ def check_installed(options: SGLangOptions) -> None:
             f"interpreter in {KEY}.python",
             key="actor_rollout_ref.rollout.name",
         )
+    if (version := found.stdout.strip()) == TESTED_VERSION:
+        return
+    problem = f"{python} has SGLang {version}, and version {TESTED_VERSION} is the one tested"
+    if not options.untested_version:
+        raise ConfigError(
+            f"{problem}; run make engines ENGINES=sglang, or accept it with "
+            f"{KEY}.untested_version=true",
+            key=f"{KEY}.untested_version",
+        )
+    logging.getLogger(__name__).warning("%s; weights and sampling may fail", problem)

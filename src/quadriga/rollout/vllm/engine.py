@@ -287,7 +287,10 @@ class VLLMRollout(RolloutEngine):
         try:
             for row, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
                 tokens = {"prompt_token_ids": prompt}
-                engine.add_request(str(row), tokens, request, lora_request=loaded)
+                try:
+                    engine.add_request(str(row), tokens, request, lora_request=loaded)
+                except ValueError as error:  # nothing has run yet, so the engine can go on
+                    raise self._error("generate", f"vLLM refuses row {row}: {error}") from error
             while running:
                 for output in engine.step():
                     # A row that was ended here can still have an output of the step before.
@@ -424,8 +427,7 @@ def _start(
     cache_mb = options.kv_cache_mb or (CPU_CACHE_MB if on_cpu else None)
     if world_size() > 1:
         # vLLM then uses the ranks' process group and joins nothing of its own.
-        os.environ["RANK"] = str(rank())
-        os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+        os.environ.update(launcher_variables(device))
     arguments: dict[str, object] = {
         **given,
         "skip_tokenizer_init": True,
@@ -464,6 +466,15 @@ def _start(
     engine.engine_core._finalizer.detach()
     _engines.add(id(engine))
     return engine
+
+
+def launcher_variables(device: torch.device) -> dict[str, str]:
+    """Return the variables from which vLLM takes its rank and its device.
+
+    LOCAL_RANK is the index of the device in this process. Under Ray a process sees one device, so
+    it is 0 on every rank, where the worker group has numbered the ranks of the node.
+    """
+    return {"RANK": str(rank()), "LOCAL_RANK": str(device.index or 0)}
 
 
 def _adapters(planned: Adapter | None) -> dict[str, object]:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 TESTED_VERSION = "0.32.0"
 """The version of vLLM that the tests run with."""
 
-LEAST_TEMPERATURE = 0.01
-"""vLLM raises a lower temperature above 0 to this one."""
+LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 0.01, 2.0
+"""vLLM raises a lower temperature above 0 to the first, and refuses one above the second."""
 
 CPU_CACHE_MB = 1024
 """MiB of key-value cache on a CPU, if `kv_cache_mb` is not set."""
@@ -202,8 +202,15 @@ def check_temperature(temperature: float) -> None:
     """Check that vLLM samples at this temperature.
 
     Raises:
-        RolloutAbilityError: it would sample at a higher one.
+        RolloutAbilityError: it would sample at a higher one, or refuse it.
     """
+    if temperature > GREATEST_TEMPERATURE:
+        raise RolloutAbilityError(
+            f"rollout engine 'vllm' cannot sample at temperature {temperature}, only up to "
+            f"{GREATEST_TEMPERATURE}. Lower it, or use another engine (rollout.name)",
+            engine="vllm",
+            setting="temperature",
+        )
     if 0 < temperature < LEAST_TEMPERATURE:
         raise RolloutAbilityError(
             f"rollout engine 'vllm' cannot sample at temperature {temperature}: it raises a "
