@@ -44,14 +44,6 @@ def test_fused_projections_differ_in_order(groups, rows):
     assert arrays_of(layout)[0]["qkv"].ravel().tolist() == rows
 
 
-def test_query_groups_are_repeated_where_there_are_more_ranks():
-    stored = Stored("qkv", ("q", "k", "v"), 0, groups=2)
-    found = arrays_of(parallel_layout(model((stored,), *QKV), Degrees(tensor=4)))
-    first, second = [1, 2, 3, 4, 9, 10, 13, 14], [5, 6, 7, 8, 11, 12, 15, 16]
-    rows = [array["qkv"].ravel().tolist() for array in found.values()]
-    assert rows == [first, first, second, second]
-
-
 def test_stages_and_experts_are_on_their_ranks():
     stored = [Stored(f"e{e}", (f"e{e}",), stage=1, expert=e) for e in range(4)]
     stored += [Stored("first", ("first",), stage=0), Stored("every", ("every",))]

@@ -209,8 +209,8 @@ class Stored:
         weights: the checkpoint weights that it fuses; one if it is not fused.
         split: the dimension that tensor parallelism splits. None: every rank has the whole tensor.
         groups: the query groups of fused weights: for each group the rows of q, then of k, then of
-            v (Megatron-core). If there are more ranks, several ranks have the same group. 0: the
-            shards of the fused weights on a rank are one after another (gate and up).
+            v (Megatron-core); tensor parallelism gives a rank whole groups. 0: the shards of the
+            fused weights on a rank are one after another (gate and up).
         padded: the size of dimension `split` with padding, before it is split. 0: no padding.
         stage: the pipeline stage. None: every stage has the tensor.
         expert: the number of the expert, if it is the tensor of one. Tensor parallelism splits it
@@ -325,26 +325,22 @@ def _tensor_parallel(model: Model, stored: Stored, ranks: int, index: int) -> St
     if stored.split is not None:
         if stored.padded:
             parts = [part.pad(stored.split, stored.padded) for part in parts]
-        parts = [_even_part(part, stored.split, ranks, index, stored.groups) for part in parts]
+        parts = [_even_part(part, stored.split, ranks, index) for part in parts]
     if len(parts) == 1:
         return replace(parts[0], name=stored.name)
     return concatenated(stored.name, parts, stored.split or 0)
 
 
-def _even_part(tensor: StoredTensor, dim: int, ranks: int, index: int, groups: int) -> StoredTensor:
-    """Return one of equal parts. With fewer groups than ranks, neighbours have the same part."""
-    # 2 key heads on 4 ranks: ranks 0 and 1 have head 0, ranks 2 and 3 have head 1.
-    parts = min(ranks, groups) if groups else ranks
+def _even_part(tensor: StoredTensor, dim: int, ranks: int, index: int) -> StoredTensor:
+    """Return one of equal parts."""
     size = tensor.shape[dim]
-    if size % parts or groups % parts or ranks % parts:
+    if size % ranks:
         raise ShapeError(
-            f"tensor {tensor.name!r}: {size} indices of dimension {dim}"
-            + (f" in {groups} heads" if groups else "")
-            + f" do not divide by {ranks} tensor-parallel ranks"
+            f"tensor {tensor.name!r}: {size} indices of dimension {dim} do not divide by {ranks} "
+            "tensor-parallel ranks"
         )
-    step = size // parts
-    part = index // (ranks // parts)
-    return tensor.narrow(dim, part * step, (part + 1) * step)
+    step = size // ranks
+    return tensor.narrow(dim, index * step, (index + 1) * step)
 
 
 def _query_groups(stored: Stored, parts: Sequence[StoredTensor]) -> StoredTensor:
