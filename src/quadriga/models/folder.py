@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.config.paths import is_remote, local_path
+from quadriga.config.schema import ModelConfig
 from quadriga.config.stores import fetched
 from quadriga.errors import ModelError
 from quadriga.models.architectures import check_architecture
@@ -24,11 +25,18 @@ from quadriga.models.architectures import check_architecture
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+ModelSource = ModelConfig | str | Path
+"""The settings of a model, or the path of its folder."""
 HUB_PREFIX = "hf://"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """A folder with one of these files has a tokenizer. Some need others beside it (merges.txt)."""
 
 _CONFIG_FILES = ("*.json", "*.py")
+
+
+def model_settings(model: ModelSource) -> ModelConfig:
+    """Return the settings of a model; those of a path are the defaults."""
+    return model if isinstance(model, ModelConfig) else ModelConfig(path=str(model))
 
 
 def local_folder(path: str | Path, *, weights: bool = True) -> Path:

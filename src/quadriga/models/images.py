@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
+from quadriga.config.schema import ModelConfig
 from quadriga.errors import ConfigError, FieldError, ModelError
 from quadriga.models.architectures import takes_images
-from quadriga.models.folder import local_folder
+from quadriga.models.folder import ModelSource, local_folder
 from quadriga.protocol import DataProto, fields
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def image_tokens_of(config: PreTrainedConfig) -> ImageTokens | None:
     return ImageTokens(image, tuple(sorted({image, video})), merge)
 
 
-def image_tokens(path: str | Path, *, trust_remote_code: bool = False) -> ImageTokens | None:
+def image_tokens(model: ModelSource) -> ImageTokens | None:
     """Return the image tokens of the model in a folder; None for a model of text.
 
     Reads config.json only.
@@ -90,10 +91,10 @@ def image_tokens(path: str | Path, *, trust_remote_code: bool = False) -> ImageT
     """
     from quadriga.models.loading import folder_config
 
-    return image_tokens_of(folder_config(local_folder(path, weights=False), trust_remote_code))
+    return image_tokens_of(folder_config(model))
 
 
-def load_image_processor(path: str | Path, *, trust_remote_code: bool = False) -> ImageProcessor:
+def load_image_processor(model: ModelConfig) -> ImageProcessor:
     """Load the image processor of a model folder.
 
     Raises:
@@ -111,14 +112,14 @@ def load_image_processor(path: str | Path, *, trust_remote_code: bool = False) -
             "quadriga[vision]",
             key="model.path",
         )
-    folder = local_folder(path)
+    folder = local_folder(model.path)
     if not (folder / PROCESSOR_FILE).is_file():
         raise ModelError(
             f"model folder {folder} has no {PROCESSOR_FILE}, which a model that takes images needs"
         )
     with quiet_libraries(), model_errors(folder, "image processor"):
         processor: ImageProcessor = AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]  # none
-            folder, trust_remote_code=trust_remote_code, backend="pil"
+            folder, trust_remote_code=model.trust_remote_code, backend="pil"
         )
     if not hasattr(processor, "merge_size"):
         raise ModelError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.errors import ConfigError, ModelError
-from quadriga.models.folder import local_folder
+from quadriga.models.folder import ModelSource, local_folder, model_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -58,7 +58,7 @@ def context_window(config: PreTrainedConfig) -> ContextWindow | None:
     return min(filter(None, windows), key=lambda window: window.tokens, default=None)
 
 
-def window_of(path: str | Path, *, trust_remote_code: bool = False) -> ContextWindow | None:
+def window_of(model: ModelSource) -> ContextWindow | None:
     """Return the context window of the model in a folder; None if it has no limit.
 
     Raises:
@@ -66,7 +66,7 @@ def window_of(path: str | Path, *, trust_remote_code: bool = False) -> ContextWi
     """
     from quadriga.models.loading import folder_config
 
-    return context_window(folder_config(local_folder(path), trust_remote_code))
+    return context_window(folder_config(model))
 
 
 def _position_window(text: PreTrainedConfig, ropes: Ropes) -> ContextWindow | None:
@@ -114,17 +114,15 @@ class LongestSequence:
     remedy: str
 
 
-def check_context_window(
-    path: str | Path, longest: LongestSequence, *, trust_remote_code: bool = False
-) -> None:
+def check_context_window(model: ModelSource, longest: LongestSequence) -> None:
     """Check that the longest sequence fits the context window of the model.
 
     Raises:
         ModelError: it does not fit, or the folder is not a model folder.
     """
-    folder = local_folder(path)
-    window = window_of(folder, trust_remote_code=trust_remote_code)
+    window = window_of(model)
     if window is not None and longest.tokens > window.tokens:
+        folder = _config_folder(model)
         raise ModelError(
             f"{longest.arithmetic}, but the model in {folder} computes at most {window.tokens} "
             f"({window.source} in its config.json); {longest.remedy} by "
@@ -136,11 +134,7 @@ def check_context_window(
 
 
 def check_vocabulary(
-    path: str | Path,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    largest_id: int,
-    trust_remote_code: bool = False,
+    model: ModelSource, tokenizer: PreTrainedTokenizerBase, *, largest_id: int
 ) -> None:
     """Check that every token id that can occur in a sequence has a row in the embedding.
 
@@ -153,10 +147,10 @@ def check_vocabulary(
     Raises:
         ModelError: names the token, its id and the rows of the embedding.
     """
-    folder = local_folder(path)
-    rows = _embedding_rows(folder, trust_remote_code)
+    rows = _embedding_rows(model)
     largest = max(largest_id, *_ids_that_occur(tokenizer))
     if largest >= rows:
+        folder = _config_folder(model)
         raise ModelError(
             f"token {tokenizer.convert_ids_to_tokens(largest)!r} of the tokenizer has the id "
             f"{largest}, but the embedding of the model in {folder} has {rows} rows for the ids 0 "
@@ -165,9 +159,7 @@ def check_vocabulary(
         )
 
 
-def check_stop_tokens(
-    key: str, stop_token_ids: Sequence[int], path: str | Path, *, trust_remote_code: bool = False
-) -> None:
+def check_stop_tokens(key: str, stop_token_ids: Sequence[int], model: ModelSource) -> None:
     """Check that a model can sample the tokens that end a response.
 
     Raises:
@@ -177,11 +169,10 @@ def check_stop_tokens(
         return
     from quadriga.models.images import image_tokens
 
-    folder = local_folder(path)
-    rows = _embedding_rows(folder, trust_remote_code)
-    images = image_tokens(folder, trust_remote_code=trust_remote_code)
+    rows, images = _embedding_rows(model), image_tokens(model)
     never = () if images is None else images.never_sampled
     if wrong := [token for token in stop_token_ids if token >= rows or token in never]:
+        path = model_settings(model).path
         raise ConfigError(
             f"{key} names {wrong}, outside the vocabulary of the model in {path} (ids 0 to "
             f"{rows - 1}) or for images, so no response could end there; set ids of the model's "
@@ -190,10 +181,14 @@ def check_stop_tokens(
         )
 
 
-def _embedding_rows(folder: Path, trust_remote_code: bool) -> int:
+def _embedding_rows(model: ModelSource) -> int:
     from quadriga.models.loading import folder_config
 
-    return int(folder_config(folder, trust_remote_code).get_text_config().vocab_size)
+    return int(folder_config(model).get_text_config().vocab_size)
+
+
+def _config_folder(model: ModelSource) -> Path:
+    return local_folder(model_settings(model).path, weights=False)
 
 
 def _ids_that_occur(tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:

@@ -37,7 +37,13 @@ from quadriga.containment import code_runs
 from quadriga.errors import ModelError
 from quadriga.models.architectures import takes_images
 from quadriga.models.cpu_linear import use_cpu_linear
-from quadriga.models.folder import check_model_folder, local_folder, weight_file_names
+from quadriga.models.folder import (
+    ModelSource,
+    check_model_folder,
+    local_folder,
+    model_settings,
+    weight_file_names,
+)
 from quadriga.models.weights import check_all_finite, count_not_finite, stored_tensors
 from quadriga.observability.quiet import quiet_libraries
 from quadriga.parallel.device import DTYPES, ComputeDtypeName
@@ -48,8 +54,6 @@ _log = logging.getLogger(__name__)
 AutoModelClass = type[
     AutoModelForCausalLM | AutoModelForImageTextToText | AutoModelForTokenClassification
 ]
-Source = ModelConfig | str | Path
-"""The settings of a model, or the path of its folder."""
 Dtype = ComputeDtypeName | torch.dtype
 """A dtype by name, "auto" (the dtype in the folder's config.json), or a torch dtype."""
 
@@ -87,7 +91,7 @@ def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
     return load_tokenizer(path, trust_remote_code=model.trust_remote_code)
 
 
-def load_causal_lm(model: Source, *, dtype: Dtype = "float32") -> PreTrainedModel:
+def load_causal_lm(model: ModelSource, *, dtype: Dtype = "float32") -> PreTrainedModel:
     """Load the causal language model of a folder on the CPU, in evaluation mode.
 
     A model of text and images is loaded with its image encoder.
@@ -95,12 +99,12 @@ def load_causal_lm(model: Source, *, dtype: Dtype = "float32") -> PreTrainedMode
     Raises:
         ModelError: the folder has no causal language model, or weights are missing.
     """
-    loaded, missing = _load(settings := _settings(model), dtype, value_head=False)
+    loaded, missing = _load(settings := model_settings(model), dtype, value_head=False)
     _check_no_missing(settings.path, missing, "model in its config.json")
     return loaded
 
 
-def load_value_model(model: Source, *, dtype: Dtype = "float32") -> PreTrainedModel:
+def load_value_model(model: ModelSource, *, dtype: Dtype = "float32") -> PreTrainedModel:
     """Load a causal backbone with a scalar head on every token: `model(...).logits` is [B, T, 1].
 
     The folder may hold a causal language model. The head is then new and zero, so that the first
@@ -111,7 +115,7 @@ def load_value_model(model: Source, *, dtype: Dtype = "float32") -> PreTrainedMo
         ModelError: transformers has no token head for this architecture, or weights of the backbone
             are missing.
     """
-    loaded, missing = _load(settings := _settings(model), dtype, value_head=True)
+    loaded, missing = _load(settings := model_settings(model), dtype, value_head=True)
     head = _value_head(loaded, settings.path)
     new_head = {name for name in missing if name.startswith(VALUE_HEAD_PREFIX)}
     _check_no_missing(settings.path, missing - new_head, "backbone")
@@ -119,10 +123,6 @@ def load_value_model(model: Source, *, dtype: Dtype = "float32") -> PreTrainedMo
         for name in new_head:
             head.get_parameter(name.removeprefix(VALUE_HEAD_PREFIX)).zero_()
     return loaded
-
-
-def _settings(model: Source) -> ModelConfig:
-    return model if isinstance(model, ModelConfig) else ModelConfig(path=str(model))
 
 
 def _check_no_missing(path: str, missing: set[str], what: str) -> None:
@@ -134,7 +134,7 @@ def _check_no_missing(path: str, missing: set[str], what: str) -> None:
 
 
 def model_without_weights(
-    model: Source, *, value_head: bool = False, dtype: Dtype = "float32", buffers: bool = False
+    model: ModelSource, *, value_head: bool = False, dtype: Dtype = "float32", buffers: bool = False
 ) -> PreTrainedModel:
     """Return the model of a folder's config.json on the meta device: shapes without numbers.
 
@@ -146,7 +146,7 @@ def model_without_weights(
     Raises:
         ModelError: the folder has no suitable model.
     """
-    settings = _settings(model)
+    settings = model_settings(model)
     folder, trusted = local_folder(settings.path, weights=buffers), settings.trust_remote_code
     kind, config = _checked(folder, settings, value_head=value_head, weights=buffers)
     own_code = nullcontext() if trusted else _no_code_of_the_hub()
@@ -235,14 +235,16 @@ def _checked(
     return token_classifier(config), config
 
 
-def folder_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
+def folder_config(model: ModelSource) -> PretrainedConfig:
     """Return the config of a model folder, which needs no weights.
 
     Raises:
         ModelError: the folder is not a model folder.
     """
-    check_model_folder(folder, weights=False, tokenizer=False, trust_remote_code=trust_remote_code)
-    return read_config(folder, trust_remote_code=trust_remote_code)
+    settings = model_settings(model)
+    folder, trusted = local_folder(settings.path, weights=False), settings.trust_remote_code
+    check_model_folder(folder, weights=False, tokenizer=False, trust_remote_code=trusted)
+    return read_config(folder, trust_remote_code=trusted)
 
 
 def read_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:

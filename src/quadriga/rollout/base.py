@@ -182,8 +182,8 @@ class RolloutEngine(ABC):
         sampling: SamplingParams,
         seeds: Tensor,
         continued: Continued | None = None,
-    ) -> None:
-        """Check the arguments of `generate`.
+    ) -> Continued:
+        """Check the arguments of `generate`; return `continued`, without which all responses begin.
 
         Raises:
             ShapeError: the three shapes disagree.
@@ -199,8 +199,10 @@ class RolloutEngine(ABC):
                 f"{len(prompt_ids)} prompts; got {list(seeds.shape)}"
             )
         left: int | Tensor = sampling.max_new_tokens
+        new = torch.zeros(len(prompt_ids), dtype=torch.int64)
+        begun = Continued(new, sampling.max_new_tokens)
         if continued is not None:
-            left = self._left(prompt_ids, attention_mask, sampling, continued)
+            begun, left = continued, self._left(prompt_ids, attention_mask, sampling, continued)
         self.check_sequences(prompt_ids, attention_mask, left)
         self.abilities.check(sampling, self.name)
         vocabulary = self.abilities.vocabulary
@@ -210,6 +212,7 @@ class RolloutEngine(ABC):
             raise self._wrong_input(f"{problem}, so they never end a response; remove them")
         right = (attention_mask.diff(dim=1) < 0).any(1)
         self._refuse(right, "is padded on the right or inside; pad prompts on the left only")
+        return begun
 
     def _left(
         self, ids: Tensor, mask: Tensor, sampling: SamplingParams, continued: Continued

@@ -28,17 +28,14 @@ class Response:
 
 
 def padded_output(
-    responses: Sequence[Response],
-    sampling: SamplingParams,
-    version: int,
-    continued: Continued | None = None,
+    responses: Sequence[Response], sampling: SamplingParams, version: int, begun: Continued
 ) -> RolloutOutput:
     """Return the responses, padded to the most new tokens, as sampled by weights of one version.
 
     The log-probabilities are those of the responses, but 0 for "sampled" ones of greedy responses:
     the most likely token is drawn with probability 1.
     """
-    count, width = len(responses), continued.at_most if continued else sampling.max_new_tokens
+    count, width = len(responses), begun.at_most
     ids = torch.full((count, width), sampling.pad_token_id, dtype=torch.int64)
     mask = torch.zeros(count, width, dtype=torch.int64)
     log_probs = torch.zeros(count, width)
@@ -49,21 +46,16 @@ def padded_output(
         mask[row, :length] = 1
         if not certain:
             log_probs[row, :length] = torch.tensor(response.log_probs)
-    reasons = with_pauses([each.reason for each in responses], mask, sampling, continued)
+    reasons = with_pauses([each.reason for each in responses], mask, sampling, begun)
     versions = torch.full((count,), version, dtype=torch.int64)
     return RolloutOutput(ids, mask, log_probs, reasons, versions)
 
 
 def with_pauses(
-    reasons: Sequence[FinishReason],
-    response_mask: Tensor,
-    sampling: SamplingParams,
-    continued: Continued | None,
+    reasons: Sequence[FinishReason], mask: Tensor, sampling: SamplingParams, begun: Continued
 ) -> tuple[FinishReason, ...]:
     """Return "paused" in place of "length" for each response that may still get tokens."""
-    if continued is None:
-        return tuple(reasons)
-    more = continued.sampled + response_mask.sum(1) < sampling.max_new_tokens
+    more = begun.sampled + mask.sum(1) < sampling.max_new_tokens
     each = zip(reasons, more.tolist(), strict=True)
     return tuple("paused" if cut and reason == "length" else reason for reason, cut in each)
 

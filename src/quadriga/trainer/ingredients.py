@@ -141,11 +141,10 @@ def image_rules(model: ModelConfig, image_key: str | None) -> ImageRules | None:
     from quadriga.data.images import ImageRules
     from quadriga.models.images import image_tokens, load_image_processor
 
-    trusted = model.trust_remote_code
-    tokens = image_tokens(model.path, trust_remote_code=trusted) if model.path else None
+    tokens = image_tokens(model) if model.path else None
     if tokens is None:
         return None
-    processor = load_image_processor(model.path, trust_remote_code=trusted)
+    processor = load_image_processor(model)
     return ImageRules(
         image_key=image_key,
         image_token=tokens.image,

@@ -551,7 +551,7 @@ def special_tokens(model: ModelConfig) -> tuple[int, tuple[int, ...], tuple[int,
 
     tokenizer = tokenizer_of(model)
     pad: int = tokenizer.pad_token_id
-    images = image_tokens(model.path, trust_remote_code=model.trust_remote_code)
+    images = image_tokens(model)
     excluded = () if images is None else images.never_sampled
     ends = {*end_token_ids(model.path, tokenizer), *turn_end_ids(tokenizer)}
     return pad, tuple(sorted(ends)), excluded

@@ -86,9 +86,8 @@ class HFRollout(RolloutEngine):
         continued: Continued | None = None,
     ) -> RolloutOutput:
         self._check_ready("generate")
-        self.check_request(prompt_ids, attention_mask, sampling, sample_seeds, continued)
+        begun = self.check_request(prompt_ids, attention_mask, sampling, sample_seeds, continued)
         check_images(prompt_ids, attention_mask, images, image_tokens_of(self.module.config))
-        begun = continued or Continued(torch.zeros_like(sample_seeds), sampling.max_new_tokens)
         count, width, keep = len(prompt_ids), begun.at_most, begun.keep
         ids = torch.full((count, width), sampling.pad_token_id, dtype=torch.int64)
         mask = torch.zeros(count, width, dtype=torch.int64)
@@ -118,7 +117,7 @@ class HFRollout(RolloutEngine):
                     while sum(len(each.active) for each in self._paused) > keep:
                         del self._paused[0]
         reasons: list[FinishReason] = ["stop" if row else "length" for row in stopped.tolist()]
-        ended = with_pauses(reasons, mask, sampling, continued)
+        ended = with_pauses(reasons, mask, sampling, begun)
         versions = torch.full((count,), self._version, dtype=torch.int64)
         return RolloutOutput(ids, mask, log_probs, ended, versions)
 

@@ -124,9 +124,8 @@ class SGLangRollout(RolloutEngine):
         continued: Continued | None = None,
     ) -> RolloutOutput:
         self._check_generates("generate", images)
-        self.check_request(prompt_ids, attention_mask, sampling, sample_seeds, continued)
+        begun = self.check_request(prompt_ids, attention_mask, sampling, sample_seeds, continued)
         prompts, version = token_rows(prompt_ids, attention_mask), self.version
-        begun = continued or Continued(torch.zeros_like(sample_seeds), sampling.max_new_tokens)
         sampled = begun.sampled.tolist()
         limits = [min(begun.at_most, sampling.max_new_tokens - count) for count in sampled]
         own: list[dict[str, Json]] = [{"max_new_tokens": limit} for limit in limits]
@@ -150,7 +149,7 @@ class SGLangRollout(RolloutEngine):
                 if whole is not None:
                     end = whole - len(before)
                     samples[row] = Response(sample.tokens[:end], sample.log_probs[:end], "stop")
-        return padded_output(samples, sampling, version, continued)
+        return padded_output(samples, sampling, version, begun)
 
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
         self._check_generates("score")

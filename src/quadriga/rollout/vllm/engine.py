@@ -175,14 +175,13 @@ class VLLMRollout(RolloutEngine):
         continued: Continued | None = None,
     ) -> RolloutOutput:
         self._check_generates("generate", images)
-        self.check_request(prompt_ids, attention_mask, sampling, sample_seeds, continued)
+        begun = self.check_request(prompt_ids, attention_mask, sampling, sample_seeds, continued)
         check_temperature(sampling.temperature)
-        begun = continued or Continued(torch.zeros_like(sample_seeds), sampling.max_new_tokens)
         with self._inside("generate"):
             stops = stop_strings_of(self._model, sampling.stop_strings)
             prompts = token_rows(prompt_ids, attention_mask)
             responses = self._sample(prompts, sampling, sample_seeds.tolist(), stops, begun)
-        return padded_output(responses, sampling, self.version, continued)
+        return padded_output(responses, sampling, self.version, begun)
 
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
         self._check_generates("score")

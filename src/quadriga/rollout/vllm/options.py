@@ -140,7 +140,7 @@ class VLLM(Rollout):
     def check_window(self, model: ModelConfig, longest: LongestSequence) -> None:
         from quadriga.models.limits import window_of
 
-        found = window_of(model.path, trust_remote_code=model.trust_remote_code)
+        found = window_of(model)
         window = engine_window(self.options, model.path, found)
         if longest.tokens > window:
             key = f"{ROLLOUT_KEY}.options.max_model_len"

@@ -121,8 +121,7 @@ def check_generation_data(
 
 
 def _check_sampled(key: str, sampling: SamplingConfig, model: ModelConfig) -> None:
-    ids, trusted = sampling.stop_token_ids, model.trust_remote_code
-    check_stop_tokens(f"{key}.stop_token_ids", ids, model.path, trust_remote_code=trusted)
+    check_stop_tokens(f"{key}.stop_token_ids", sampling.stop_token_ids, model)
 
 
 def longest_with_response(
@@ -153,10 +152,9 @@ def check_model_inputs(
     Raises:
         ModelError: a sequence exceeds the context window, or a token id exceeds the embedding.
     """
-    trusted = model.trust_remote_code
-    check_context_window(model.path, longest, trust_remote_code=trusted)
+    check_context_window(model, longest)
     largest = max(dataset.largest_id for dataset in datasets)
-    check_vocabulary(model.path, tokenizer, largest_id=largest, trust_remote_code=trusted)
+    check_vocabulary(model, tokenizer, largest_id=largest)
 
 
 def _check_scored(
@@ -185,8 +183,7 @@ def _check_scored(
         check_model_inputs(model, tokenizer, longest, datasets)
         check_token_budget("reward_model.engine", section.engine, longest)
         return
-    trusted = model.trust_remote_code
-    check_vocabulary(model.path, own, largest_id=0, trust_remote_code=trusted)
+    check_vocabulary(model, own, largest_id=0)
     prompts: dict[tuple[str, ...], Chat] = {}  # roles -> a prompt with turns of these roles
     for item in islice(items_of(datasets[0]), _TRIED):
         prompts.setdefault(tuple(m["role"] for m in item[RAW_PROMPT]), item[RAW_PROMPT])
@@ -199,7 +196,7 @@ def _check_scored(
         "is added",
         "lower data.max_prompt_length, beyond which prompts are left out,",
     )
-    check_context_window(model.path, longest, trust_remote_code=trusted)
+    check_context_window(model, longest)
 
 
 def check_token_budget(key: str, engine: EngineConfig, longest: LongestSequence) -> None:
@@ -244,8 +241,7 @@ def check_images_supported(config: TrainConfig | GenerationConfig) -> None:
     else:
         model = config.model
         problems = _text_rollout("rollout.name", config.rollout, model.path)
-    trusted = model.trust_remote_code
-    if model.path and image_tokens(model.path, trust_remote_code=trusted) is not None:
+    if model.path and image_tokens(model) is not None:
         refuse(config, problems)
 
 

@@ -435,7 +435,7 @@ def _engine_memory(
 
 
 def _uncounted_images(model: ModelConfig) -> list[str]:
-    takes = model.path and image_tokens(model.path, trust_remote_code=model.trust_remote_code)
+    takes = model.path and image_tokens(model)
     return ["activations of the image encoder, whose parameters are counted"] if takes else []
 
 
