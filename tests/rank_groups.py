@@ -15,10 +15,6 @@ import torch.multiprocessing as mp
 WAIT_S = 120
 
 
-def run_two_ranks(main, *args) -> None:
-    run_ranks(2, main, *args)
-
-
 def run_ranks(count: int, main, *args, wait_s: float = WAIT_S) -> None:
     """Run `main(rank, *args, port)` in `count` processes.
 

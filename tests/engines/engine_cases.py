@@ -9,7 +9,6 @@ import torch
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.models.tiny import TinyModel
-from rank_groups import run_ranks as run_ranks
 
 if TYPE_CHECKING:
     from gradient_cases import Folders

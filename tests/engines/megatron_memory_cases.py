@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -108,17 +107,12 @@ def counted_peak_of(call) -> int:
     return counter.peak
 
 
-def measure_on_ranks(rank: int, ranks: int, folder: str, cases: list[Case], port: int) -> None:
+def measure_on_ranks(rank: int, ranks: int, folder: str, cases: list[Case]) -> None:
     """Measure every case, and write what all ranks measured."""
     from megatron.core import parallel_state
 
     import megatron_on_cpu
 
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
     megatron_on_cpu.install()
     found = {}
     for case in cases:
@@ -126,7 +120,6 @@ def measure_on_ranks(rank: int, ranks: int, folder: str, cases: list[Case], port
         parallel_state.destroy_model_parallel()
     if rank == 0:
         torch.save(found, Path(folder) / f"{ranks}.pt")
-    torch.distributed.destroy_process_group()
 
 
 def longer(config, layers: int):

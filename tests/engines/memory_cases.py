@@ -5,7 +5,6 @@ Allocations are those of torch's allocator, as the profiler records them.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -211,13 +210,8 @@ def peak_of_step(engine, update) -> int:
     return min(peaks)
 
 
-def measure_on_two_ranks(rank: int, folder: str, port: int) -> None:
+def measure_on_ranks(rank: int, ranks: int, folder: str) -> None:
     """Measure every case, and write what rank 0 measured."""
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)
-    }  # fmt: skip
     found = {case: measured(case, Path(folder)) for case in (*CASES, *DIVIDED)}
     if rank == 0:
         torch.save(found, Path(folder) / "two_ranks.pt")
-    torch.distributed.destroy_process_group()

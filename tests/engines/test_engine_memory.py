@@ -5,7 +5,6 @@ One rank is measured in `make test`, two ranks in `make nightly`.
 
 from __future__ import annotations
 
-import engine_cases
 import memory_cases as cases
 import pytest
 import torch
@@ -14,6 +13,7 @@ from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines import engine_memory
 from quadriga.engines.memory import Rows, TrainingUse
 from quadriga.engines.micro_batches import plan_micro_batches
+from rank_groups import spawn_ranks
 
 TOLERANCE = 0.15
 
@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_ranks(folder):
-    engine_cases.run_ranks(2, cases.measure_on_two_ranks, str(folder), wait_s=170)
+    spawn_ranks(cases.measure_on_ranks, 2, str(folder), limit=170)
     # The file was written by `measure_on_two_ranks`; its keys are dataclasses, which need pickle.
     return torch.load(folder / "two_ranks.pt", weights_only=False)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from pathlib import Path
 
@@ -81,22 +80,13 @@ def sharded(weights, mesh, placements):
     }
 
 
-def start(rank: int, ranks: int, port: int) -> None:
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-    )  # fmt: skip
-    torch.set_num_threads(1)
-    init_distributed(timeout_s=60)
-
-
-def rank_main(rank: int, ranks: int, work: str, port: int) -> None:
+def rank_main(rank: int, ranks: int, work: str) -> None:
     """Everything that needs real processes, in one start of them."""
-    start(rank, ranks, port)
+    init_distributed(timeout_s=60)
     found = {"syncs": syncs(ranks)}
     flat = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
     found["divided"] = divided(rank, flat)
-    end(rank, work, found)
+    write(rank, work, found)
 
 
 def divided(rank: int, mesh):
@@ -123,10 +113,9 @@ def divided(rank: int, mesh):
     return found
 
 
-def end(rank: int, work: str, found: object) -> None:
+def write(rank: int, work: str, found: object) -> None:
     """Write what this rank found."""
     Path(work, f"rank_{rank}.pickle").write_bytes(pickle.dumps(found))
-    dist.destroy_process_group()
 
 
 def syncs(ranks: int):
@@ -156,14 +145,13 @@ def syncs(ranks: int):
     return found
 
 
-def engine_main(rank: int, ranks: int, folder: str, work: str, port: int) -> None:
+def engine_main(rank: int, ranks: int, folder: str, work: str) -> None:
     """Weight syncs from a real training engine to the hf rollout of each process."""
-    start(rank, ranks, port)
     found = {
         "plain": engine_sync(folder, LoraConfig()),
         "adapters": engine_sync(folder, LoraConfig(rank=3)),
     }
-    end(rank, work, found)
+    write(rank, work, found)
 
 
 def engine_sync(folder, lora):

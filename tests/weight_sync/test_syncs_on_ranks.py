@@ -7,14 +7,16 @@ import pickle
 import pytest
 import rank_cases
 
+from rank_groups import spawn_ranks
+
 
 @pytest.fixture(scope="module")
-def found_by_ranks(run_ranks, tmp_path_factory):
+def found_by_ranks(tmp_path_factory):
     """`found_by_ranks(main, count, *args)` returns what each of `count` ranks found."""
 
     def run(main, count, *args):
         work = tmp_path_factory.mktemp("ranks")
-        run_ranks(count, main, count, *args, str(work))
+        spawn_ranks(main, count, *args, str(work), limit=240)
         return [pickle.loads((work / f"rank_{r}.pickle").read_bytes()) for r in range(count)]
 
     return run
