@@ -361,8 +361,6 @@ class JoinedReceiver(_Joined):
     def __init__(self, target: RolloutEngine, *, device: str | torch.device) -> None:
         super().__init__(device)
         self._target = guarded(target)
-        self.received = 0
-        """Bytes from other processes in the last sync."""
 
     def receive(self, ticket: Ticket) -> int:
         """Receive all weights and compare them; return their version.
@@ -372,12 +370,11 @@ class JoinedReceiver(_Joined):
         """
         weights, version = ticket.weights, ticket.version
         self._target.begin_sync(version)
-        transport = self._run(ticket, ticket.senders + rank(), None)
-        stream = weights.with_tied(transport.run(ticket.bucket_bytes))
+        received = self._run(ticket, ticket.senders + rank(), None).run(ticket.bucket_bytes)
+        stream = weights.with_tied(received)
         self._target.update_weights(stream, version)
         for _ in stream:  # an engine need not read to the end
             pass
-        self.received = transport.received
         zeros = torch.zeros(len(weights.layout.weights), dtype=torch.int64, device=self._device)
         sums = dict(zip(weights.layout.weights, self._all_reduce(zeros).tolist(), strict=True))
         scores = None

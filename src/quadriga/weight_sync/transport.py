@@ -20,7 +20,6 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -87,14 +86,7 @@ class SourceWeights:
 
     def names_of(self, weight: str) -> list[str]:
         """Return the name of a weight, and those that are tied to it."""
-        return [weight, *self._tied.get(weight, ())]
-
-    @cached_property
-    def _tied(self) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
-        for name, weight in self.layout.tied.items():
-            found.setdefault(weight, []).append(name)
-        return found
+        return [weight, *(name for name, first in self.layout.tied.items() if first == weight)]
 
     def digests(self, shares: Mapping[str, int]) -> dict[str, int]:
         """Return the digest of each name, from the sum of its shares over all ranks."""
