@@ -25,7 +25,7 @@ from quadriga.rollout import build_rollout
 from quadriga.rollout.base import RolloutEngine
 from quadriga.workers.actor_rollout_ref import generate_batch, sampling_params
 from quadriga.workers.method_fields import GENERATE_SEQUENCES
-from rank_groups import run_two_ranks
+from rank_groups import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_image_tokens_are_never_sampled(folder, temperature):
 def test_one_step_is_equal_for_every_micro_batch_and_on_two_ranks(folder, batch, tmp_path):
     """Rank 1 has text alone, and the image encoder computes on both ranks."""
     torch.save(batch, tmp_path / "batch.pt")
-    run_two_ranks(cases.rank_main, str(folder), str(tmp_path / "batch.pt"), str(tmp_path / "r.pt"))
+    run_ranks(2, cases.rank_main, str(folder), str(tmp_path / "batch.pt"), str(tmp_path / "r.pt"))
     steps = [cases.step(cases.trainer(folder), batch, micro) for micro in (None, 1, 3)]
     before = dict(cases.trainer(folder).state_stream())
     moved = [name for name in before if not torch.equal(before[name], steps[0][name])]

@@ -16,7 +16,7 @@ from quadriga.engines import build_engine
 from quadriga.errors import ConfigError, LengthError, RolloutError, WorkerError
 from quadriga.protocol import DataProto
 from quadriga.rollout import build_rollout
-from rank_groups import run_two_ranks
+from rank_groups import run_ranks
 
 IDS = torch.arange(5, 45).view(4, 10)
 
@@ -145,4 +145,4 @@ def rows_of_two_ranks(rank: int, folder: str, port: int) -> None:
 
 @pytest.mark.nightly
 def test_ranks_that_generate_together_share_their_rows(folder):
-    run_two_ranks(rows_of_two_ranks, folder)
+    run_ranks(2, rows_of_two_ranks, folder)
