@@ -100,6 +100,11 @@ def test_the_order_of_a_run_is_repeated_to_the_bit_on_one_process(train_override
         given += [run.replace("again", "third"), f"trainer.replay_order={tmp_path / folder}"]
         with pytest.raises(ConfigError, match=r"replay_order=.* does not fit this run at step 1"):
             metrics_of_run([*common, *given])
+    shorter = "actor_rollout_ref.rollout.sampling.temperature=0.3"
+    for change in ("trainer.seed=7", "data.max_response_length=9", shorter):
+        given = [change, STEPS, "trainer.overwrite=true", run.replace("again", "third")]
+        with pytest.raises(ConfigError, match=r"replay_order=.* does not fit this run at step"):
+            metrics_of_run([*common, *given, f"trainer.replay_order={tmp_path / 'run'}"])
 
 
 def test_remax_and_refilling_are_streamed(train_overrides, rule):

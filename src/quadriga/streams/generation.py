@@ -229,15 +229,17 @@ class SlicedGeneration:
             ended = self.queue.ended
             self._calls[future] = _Call(replica, ended, self.synced, members, begun, padding)
 
-    def repeat(self, rows: Sequence[tuple[int, int]]) -> list[PromptGroup]:
+    def repeat(self, rows: Sequence[tuple[int, int]]) -> list[PromptGroup] | None:
         """Make the call of another run, on one replica: the same rows in the same order. Return the
-        groups that it has completed."""
+        groups that it has completed; None: this run does not have these rows to call."""
         (replica,) = self.replicas.working
         numbers = dict.fromkeys(number for number, _ in rows)
-        begun = self._pop(numbers)
-        for part in begun:
-            numbers.pop(part.group.number, None)
-        self._call(replica, begun, [self.queue.start(self.queue.groups[n]) for n in numbers])
+        waiting = {group.number: group for group in self.queue.waiting}
+        begun, new = self._pop(numbers), [waiting[n] for n in numbers if n in waiting]
+        found = [(part.group.number, row) for part in begun for row in part.rows.tolist()]
+        if [*found, *((g.number, row) for g in new for row in range(len(g.prompts)))] != rows:
+            return None
+        self._call(replica, begun, [self.queue.start(group) for group in new])
         (future,) = self._calls
         return self.keep(future)
 

@@ -406,7 +406,8 @@ class StreamedSampler:
         """Return the settings that a run must have to repeat the order of another one."""
         bound = self.queue.bound
         slice_tokens = self.config.actor_rollout_ref.rollout.slice_tokens
-        return [bound.groups, bound.steps, self._n, slice_tokens, self.total_steps]
+        sampled = self._n, slice_tokens, self.total_steps, self.generation.response_tokens
+        return [bound.groups, bound.steps, *sampled, self.config.trainer.seed]
 
     def _repeat(self, until: str) -> list[int]:
         """Make the calls of the run that is repeated, up to an event. Return its numbers."""
@@ -414,9 +415,6 @@ class StreamedSampler:
         step = self.queue.ended + 1
         actions: dict[str, Callable[[Any], object]] = {
             "begin": lambda _: self._begin(),
-            "call": lambda rows: self._score(
-                _batches(self.generation.repeat(list(map(tuple, rows))))
-            ),
             "drop": self._drop,
             "restart": self.generation.forget,
             **dict.fromkeys(
@@ -431,7 +429,11 @@ class StreamedSampler:
                 return []  # the step was without a weight sync
             self.queue.ended = event["step"] - 1
             _, (name, numbers), *_ = event.items()
-            if name in actions:
+            if name == "call":
+                if (complete := self.generation.repeat(list(map(tuple, numbers)))) is None:
+                    break
+                self._score(_batches(complete))
+            elif name in actions:
                 actions[name](numbers)
             elif name == until:
                 found: list[int] = numbers
@@ -440,8 +442,9 @@ class StreamedSampler:
                 break
         raise ConfigError(
             f"trainer.replay_order={self.config.trainer.replay_order} does not fit this run at "
-            f"step {self.queue.ended + 1}: repeat it with its data.train_batch_size, "
-            "rollout.n, rollout.slice_tokens, trainer.max_staleness and number of steps",
+            f"step {self.queue.ended + 1}: repeat it with its data.train_batch_size, data.max_"
+            "response_length, rollout.n, rollout.slice_tokens, trainer.max_staleness, trainer.seed "
+            "and number of steps, and with its model, data, rewards and sampling",
             key="trainer.replay_order",
         )
 
