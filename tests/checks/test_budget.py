@@ -29,9 +29,10 @@ HOUSE = {LINES: 42_000, CORE: 38_000, TESTS: 36_000}
 """What was allowed when the house was light. Later lines may be in the core, and have 0.8 lines of
 tests each."""
 
-OVERDRAWN = {LINES: 840, CORE: 910, TESTS: 725}
-"""Lines above the page since 2026-11-26: restarts, remote folders and the rest of streams took more
-than their rows. No row is added before these lines are taken back."""
+OVERDRAWN = {LINES: 1_120, CORE: 1_245, TESTS: 790}
+"""Lines above the rows in force since 2026-11-26. 710 lines of the package are the Python API and the
+devices of engines, whose rows (2 500 and 1 000 lines) come into force with their issues. 405 are
+what restarts, remote folders and streams took more than their rows: they are to be taken back."""
 
 
 def limits(page: str | None) -> dict[str, int]:
