@@ -22,6 +22,9 @@ class Broken:
         if fails_at == "start":
             raise RuntimeError("no service")
 
+    def log(self, step, metrics):
+        raise AssertionError("no step has ended")
+
     def close(self):
         raise RuntimeError("no service")
 
