@@ -30,8 +30,8 @@ HOUSE = {LINES: 42_000, CORE: 38_000, TESTS: 36_000}
 tests each."""
 
 OVERDRAWN = {LINES: 1_120, CORE: 1_245, TESTS: 790}
-"""Lines above the rows in force since 2026-11-26. 710 lines of the package are the Python API and
-the devices of engines, whose rows (2 500 and 1 000 lines) come into force with their issues. 405
+"""Lines above the rows in force since 2026-11-26. 702 lines of the package are the Python API and
+the devices of engines, whose rows (2 500 and 1 000 lines) come into force with their issues. 413
 are what restarts, remote folders and streams took more than their rows: to be taken back."""
 
 
