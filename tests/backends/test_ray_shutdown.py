@@ -42,6 +42,7 @@ def connection(monkeypatch):
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: bool(running))
     monkeypatch.setattr(cluster.ray, "init", lambda **_: running.append("ray"))
     monkeypatch.setattr(cluster.ray, "shutdown", running.clear)
+    monkeypatch.setattr(cluster, "cluster_nodes", lambda: [mock.Mock(alive=True)])
     monkeypatch.setattr(cluster, "protect_token", lambda: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     return running
