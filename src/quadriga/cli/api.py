@@ -170,6 +170,22 @@ def inputs_of(folder: Path) -> Iterator[Path]:
         raise
 
 
+def with_reward(
+    values: dict[str, Any],
+    reward: Any,
+    weights: Mapping[str, float] | None,
+    functions: dict[str, Callable[..., object]],
+) -> dict[str, Any]:
+    """Return settings with a reward, if one is given; add functions of the program to `functions`.
+
+    Raises:
+        InputError: see `reward_section`.
+    """
+    if reward is None and not weights:
+        return values
+    return _merged(values, {"reward": reward_section(reward, weights, functions)})
+
+
 def reward_section(
     reward: Any, weights: Mapping[str, float] | None, functions: dict[str, Callable[..., object]]
 ) -> dict[str, Any]:
@@ -452,17 +468,17 @@ class Recipe:
         reward_weights: Mapping[str, float] | None = None,
         **named: Any,
     ) -> None:
-        """Check the keywords. `named`: those that are None are not given."""
+        """Check the keywords. A keyword of `named` that is None is not given."""
         given = {name: value for name, value in named.items() if value is not None}
         values = nested(self.KIND, self.SHORT, {**self.DEFAULTS, **given, **settings})
         self._functions: dict[str, Callable[..., object]] = {}
-        if reward is not None or reward_weights:
-            section = reward_section(reward, reward_weights, self._functions)
-            values = _merged(values, {"reward": section})
+        values = with_reward(values, reward, reward_weights, self._functions)
         self._model, self._tokenizer = model, tokenizer
         self._data = {"train": data, "val": val_data}
         self._values = with_backend(values)
         self._folder: Path | None = None
+        folder = self._values.get("trainer", {}).get("default_local_dir")
+        self._given_folder = Path(folder).expanduser() if folder else None
         config = build(self.KIND, self._values)
         check_model(model, tokenizer, config.trainer.nnodes)
         for name, rows in self._data.items():
@@ -476,8 +492,7 @@ class Recipe:
         Raises:
             InputError: names what does not fit. Nothing was started, and nothing is left.
         """
-        named = self._values.get("trainer", {}).get("default_local_dir")
-        folder = Path(named).expanduser() if named else free_folder(type(self).__name__.lower())
+        folder = self._given_folder or free_folder(type(self).__name__.lower())
         config = build(self.KIND, self._values)
         files = RunFolder(folder)
         if config.trainer.resume_mode == "disable":  # before anything is written there
@@ -488,10 +503,9 @@ class Recipe:
         """Go on from the newest checkpoint of the run folder; without one, from step 1.
 
         Args:
-            settings: these replace those of the class: `steps=200`.
+            settings: replace the settings of the class: `steps=200`.
         """
-        named = self._values.get("trainer", {}).get("default_local_dir")
-        folder = self._folder or (Path(named).expanduser() if named else None)
+        folder = self._folder or self._given_folder
         if folder is None:
             raise InputError("resume(): this program has not trained yet; give folder=… of a run")
         changes = nested(self.KIND, self.SHORT, settings)
@@ -583,11 +597,8 @@ class PPO(GRPO):
     DEFAULTS: ClassVar[Mapping[str, object]] = {"adv_estimator": "gae", "responses": 1}
 
 
-class SFT(Recipe):
-    """Supervised fine-tuning on responses. Arguments as `GRPO`.
-
-    Rows in memory have `messages`, a chat; or `prompt` and `completion`, which alone is trained.
-    """
+class _FineTuning(Recipe):
+    """Training on rows of data, without responses of the model."""
 
     KIND: ClassVar[type[Any]] = SFTConfig
     SHORT = _OF_MODEL
@@ -613,6 +624,13 @@ class SFT(Recipe):
     ) -> None:
         self._set(**_arguments(locals()))
 
+
+class SFT(_FineTuning):
+    """Supervised fine-tuning on responses. Arguments as `GRPO`.
+
+    Rows in memory have `messages`, a chat; or `prompt` and `completion`, which alone is trained.
+    """
+
     def keys(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, object]:
         """See `Recipe`."""
         turns = "all" if "messages" in rows[0] else "last"
@@ -629,18 +647,10 @@ class SFT(Recipe):
         return {**row, "messages": prompt + completion}
 
 
-class RewardModel(SFT):
+class RewardModel(_FineTuning):
     """A reward model of pairs: rows with `prompt`, `chosen` and `rejected`. Arguments as `SFT`."""
 
     KIND = RMConfig
-
-    def keys(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, object]:
-        """See `Recipe`."""
-        return Recipe.keys(self, rows)
-
-    def row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Recipe`."""
-        return row
 
 
 def evaluate(
@@ -662,9 +672,7 @@ def evaluate(
     output = Path(folder).expanduser() if folder else free_folder("eval")
     values = with_backend(nested(EvalConfig, _OF_ANSWERS, settings))
     functions: dict[str, Callable[..., object]] = {}
-    if reward is not None or reward_weights:
-        section = reward_section(reward, reward_weights, functions)
-        values = _merged(values, {"reward": section})
+    values = with_reward(values, reward, reward_weights, functions)
     check_model(model, tokenizer, build(EvalConfig, values).trainer.nnodes)
     with inputs_of(output) as inputs:
         files, _ = data_files(data, inputs, "data")

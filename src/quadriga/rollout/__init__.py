@@ -16,6 +16,7 @@ file imports no torch.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -47,6 +48,20 @@ if TYPE_CHECKING:
 
 ROLLOUT_KEY = "actor_rollout_ref.rollout"
 """The section of the rollout in the settings, for messages."""
+
+
+def refuse_untested(problem: str, engine: str, *, accepted: bool) -> None:
+    """Raise `ConfigError` for an engine in another version than the tested one, or warn.
+
+    Args:
+        problem: which version was found, and which one is tested.
+        accepted: the option `untested_version` of the engine: warn.
+    """
+    key = f"{ROLLOUT_KEY}.options.untested_version"
+    if not accepted:
+        text = f"{problem}; run make engines ENGINES={engine}, or accept it with {key}=true"
+        raise ConfigError(text, key=key)
+    logging.getLogger(__name__).warning("%s; weights and sampling may fail", problem)
 
 
 class Rollout:

@@ -449,7 +449,7 @@ class RayBackend:
         return shared_value(packed)
 
     def dead(self, handles: Sequence[RankHandle]) -> list[RankHandle]:
-        """Return those of many ranks whose process has ended, with one probe per node."""
+        """Return the ranks whose process has ended, with one probe per node."""
         return dead_ranks(handles)
 
     def death(self, ranks: RankSet, handle: RankHandle) -> WorkerError | None:

@@ -194,17 +194,25 @@ def _start_ray(settings: Mapping[str, object]) -> None:
         # Ray does not name a full disk: its processes end, and it says that they start too late.
         folder = Path(str(settings.get("_temp_dir") or os.environ.get("RAY_TMPDIR") or "/tmp"))
         near = next(path for path in (folder, *folder.parents) if path.exists())
-        if shutil.disk_usage(near).free < _SESSION_BYTES:
-            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            raise cannot_write(folder, full) from error
-        if type(error) is not Exception:  # what Ray raises if they have not come up
+        full = shutil.disk_usage(near).free < _SESSION_BYTES
+        if not full and type(error) is not Exception:  # what Ray raises if they have not come up
             raise
         for process in {*psutil.Process().children()} - before:
-            for each in (*process.children(recursive=True), process):
-                with suppress(psutil.NoSuchProcess):
-                    each.kill()
+            kill_with_children(process.pid)
+        if full:
+            no_space = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise cannot_write(folder, no_space) from error
         text = "Ray has not started on this machine; one of its processes has ended, or is too slow"
         raise WorkerDiedError(f"{text}: {first_line(error)}") from error
+
+
+def kill_with_children(pid: int) -> None:
+    """Kill a process and its descendants, as far as they still exist."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for each in (*process.children(recursive=True), process):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
 
 
 class DriverConfig(JobConfig):

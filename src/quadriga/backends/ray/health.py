@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-import psutil
 import ray
 from ray.exceptions import (
     ActorDiedError,
@@ -44,6 +43,7 @@ from quadriga.backends.ray.cluster import (
     RayNode,
     RemoteMethod,
     cluster_nodes,
+    kill_with_children,
     this_node,
 )
 from quadriga.backends.ray.store import fetch
@@ -198,17 +198,13 @@ def _probe(node: RayNode) -> Probe:
 
 
 def end_own_processes() -> None:
-    """Kill the processes of Ray that this process has started, with their children. Those of a
-    cluster of the user are left alone."""
+    """Kill the processes of Ray that this process has started, with their children. A cluster that
+    the user has started is left alone."""
     node = ray._private.worker._global_node
     if node is None or not node.head:
         return
     for info in chain.from_iterable(node.all_processes.values()):
-        with suppress(psutil.NoSuchProcess):
-            process = psutil.Process(info.process.pid)
-            for each in (*process.children(recursive=True), process):
-                with suppress(psutil.NoSuchProcess):
-                    each.kill()
+        kill_with_children(info.process.pid)
 
 
 # Functions on a rank's node

@@ -5,7 +5,6 @@ Imports neither torch nor SGLang: the settings are checked before a worker start
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from quadriga.config.schema import (
 )
 from quadriga.containment import code_runs
 from quadriga.errors import ConfigError
-from quadriga.rollout import Rollout
+from quadriga.rollout import ROLLOUT_KEY, Rollout, refuse_untested
 from quadriga.rollout.abilities import ALL_SETTINGS, RolloutAbilities, SamplingSetting
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 TESTED_VERSION = "0.5.23"
 """The version of SGLang that the tests run with."""
 
-KEY = "actor_rollout_ref.rollout.options"
+KEY = f"{ROLLOUT_KEY}.options"
 """The setting that holds the options, for messages."""
 
 MEM_FRACTION_STATIC = 0.5
@@ -253,10 +252,4 @@ def check_installed(options: SGLangOptions) -> None:
     if (version := found.stdout.strip()) == TESTED_VERSION:
         return
     problem = f"{python} has SGLang {version}, and version {TESTED_VERSION} is the one tested"
-    if not options.untested_version:
-        raise ConfigError(
-            f"{problem}; run make engines ENGINES=sglang, or accept it with "
-            f"{KEY}.untested_version=true",
-            key=f"{KEY}.untested_version",
-        )
-    logging.getLogger(__name__).warning("%s; weights and sampling may fail", problem)
+    refuse_untested(problem, "sglang", accepted=options.untested_version)

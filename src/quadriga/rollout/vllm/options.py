@@ -6,7 +6,6 @@ Imports neither torch nor vllm: the settings are checked before a worker starts.
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +21,7 @@ from quadriga.config.schema import (
     SamplingConfig,
 )
 from quadriga.errors import ConfigError, RolloutAbilityError
-from quadriga.rollout import ROLLOUT_KEY, Rollout
+from quadriga.rollout import ROLLOUT_KEY, Rollout, refuse_untested
 from quadriga.rollout.abilities import ALL_SETTINGS
 
 if TYPE_CHECKING:
@@ -238,13 +237,7 @@ def check_installed(options: VLLMOptions) -> None:
     if found.split("+")[0] == TESTED_VERSION:
         return
     problem = f"vLLM {found} is installed, and version {TESTED_VERSION} is the one that was tested"
-    if not options.untested_version:
-        raise ConfigError(
-            f"{problem}; run make engines ENGINES=vllm, or accept it with "
-            f"{ROLLOUT_KEY}.options.untested_version=true",
-            key=f"{ROLLOUT_KEY}.options.untested_version",
-        )
-    logging.getLogger(__name__).warning("%s; weights and sampling may fail", problem)
+    refuse_untested(problem, "vllm", accepted=options.untested_version)
 
 
 def installed_version() -> str | None:
