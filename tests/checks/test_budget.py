@@ -17,6 +17,8 @@ STAGES = (
     "the specification in verl's spelling",
     "what the attack broke",
     "runs that outlive their machines",
+    "real engines on real machines",
+    "people: Python API, report, clusters",
     "streams",
 )
 """The rows of the page that are in force: the first one, and those that have added to it."""
@@ -24,15 +26,10 @@ STAGES = (
 PAGE = ROOT.parent / "shared/BUDGET.md"
 LINES, FILES = "code lines of the package", "files of the package"
 CORE, TESTS = "code lines without compat/verl", "code lines of the tests"
-LIMITS = {LINES: 45_800, FILES: 355}
+LIMITS = {LINES: 49_300, FILES: 375}
 HOUSE = {LINES: 42_000, CORE: 38_000, TESTS: 36_000}
 """What was allowed when the house was light. Later lines may be in the core, and have 0.8 lines of
 tests each."""
-
-OVERDRAWN = {LINES: 1_120, CORE: 1_245, TESTS: 790}
-"""Lines above the rows in force since 2026-11-26. 702 lines of the package are the Python API and
-the devices of engines, whose rows (2 500 and 1 000 lines) come into force with their issues. 413
-are what restarts, remote folders and streams took more than their rows: to be taken back."""
 
 
 def limits(page: str | None) -> dict[str, int]:
@@ -67,15 +64,14 @@ def faults(found: dict[str, int], most: dict[str, int]) -> list[str]:
 
 def test_the_code_is_within_its_budget():
     page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else None
-    most = {what: n + OVERDRAWN.get(what, 0) for what, n in limits(page).items()}
-    assert faults(weights(all_python_files()), most) == []
+    assert faults(weights(all_python_files()), limits(page)) == []
 
 
 def test_a_row_adds_its_difference_and_must_be_on_the_page():
     rows = f"| before | 9 | 9 |\n| {STAGES[0]} | 41 000 | 320 |\n| other | 43 000 | 321 |\n"
     later = "".join(f"| {name} | {43_500 + i} | {323 + i} |\n" for i, name in enumerate(STAGES[1:]))
     found = limits(f"{rows}{later}| agents | 99 000 | 999 |\n")
-    assert list(found.values()) == [41_503, 325, 37_503, 35_602]
+    assert list(found.values()) == [41_505, 327, 37_505, 35_604]
     with pytest.raises(AssertionError, match=r"no row .the specification in verl's"):
         limits(rows)
 
