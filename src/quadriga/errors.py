@@ -222,7 +222,10 @@ class WorkerDiedError(WorkerError):
 
 class ClusterLostError(WorkerError):
     """The cluster cannot be used any more: its control store, or the daemon of the controller's own
-    node, has ended. Only a new process can go on."""
+    node, has ended. Attribute `own`: this process has started the cluster, and can start another.
+    """
+
+    own = False
 
 
 class CallTimeoutError(WorkerError, TimeoutError):

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
@@ -108,14 +109,19 @@ def connected(backend: RayBackend, victim: str) -> Iterator[Callable[[], None]]:
             network.close()
 
 
+def started(backend: RayBackend) -> Any:
+    pool = backend.resource_pool([2], use_gpu=False)
+    return backend.worker_group(pool, backend.class_with_args(Slow), timeout=60)
+
+
 def main(victim: str) -> None:
     backend, told = RayBackend(), dict[str, object]()
     with connected(backend, victim) as kill:
         session = Path(ray._private.worker._global_node.get_session_dir_path())
         mode = stat.S_IMODE(session.parents[1].stat().st_mode)
-        group = backend.worker_group(
-            backend.resource_pool([2], use_gpu=False), backend.class_with_args(Slow), timeout=60
-        )
+        other = RayBackend()
+        other.start()  # a second use of the connection
+        group = started(backend)
         group.sleep(0.1)
         before = psutil.Process().children(recursive=True)
         threading.Timer(1.0, kill).start()
@@ -130,6 +136,10 @@ def main(victim: str) -> None:
         told["shutdown"] = time.monotonic() - began
         _, left = psutil.wait_procs(before, timeout=5 if victim in ("gcs_server", "raylet") else 0)
         told["left"] = [" ".join(p.cmdline())[:80] for p in left if p.is_running()]
+        if victim in ("gcs_server", "raylet"):  # the process goes on with another Ray
+            backend.start(num_cpus=2)
+            told["again"] = started(backend).sleep(0.1)
+            backend.shutdown()
         print(json.dumps(told), flush=True)
 
 

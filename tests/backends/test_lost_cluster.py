@@ -43,14 +43,15 @@ def test_the_end_of_a_process_of_ray(victim, error, reason) -> None:
     if victim in ("node", "joined", "partition"):
         assert any("gcs_server" in line for line in told["left"]), told
     else:
-        assert told["left"] == [] and told["mode"] == "0o700"
+        assert told["left"] == [] and told["mode"] == "0o700" and told["again"] == [0.1, 0.1]
 
 
 @pytest.fixture
 def node(monkeypatch):
     """The processes of Ray that this process has started, as it knows them."""
     found = SimpleNamespace(gcs_address="[::1]:7", node_ip_address="10.0.0.1",
-                            node_manager_port=8, session_name="s", head=True)  # fmt: skip
+                            node_manager_port=8, session_name="s", head=True,
+                            all_processes={})  # fmt: skip
     monkeypatch.setattr(ray._private.worker, "_global_node", found)
     monkeypatch.setattr(health, "_failing", {})
     return found
@@ -81,5 +82,9 @@ def test_the_cluster_is_lost_after_some_seconds(
     assert health.dead_ranks([handle]) == [handle]
     error = health.died(handle, "critic.update", "its process has ended")
     assert isinstance(error, ClusterLostError) and what.replace("[::1]", "::1") in str(error)
+    assert isinstance(error, ClusterLostError) and error.own == head
     answers.clear()
     assert not health.cluster_lost()
+    ended = SimpleNamespace(process=SimpleNamespace(poll=lambda: -9))
+    node.all_processes = {"raylet": [ended]}
+    assert "raylet of this node of Ray at 10.0.0.1:8 has ended" in health.cluster_lost()

@@ -27,7 +27,8 @@ SPANS = {
 OTHERS = {"ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent"}
 """Processes of Ray itself. With an agent, the raylet of the node ends."""
 PHASES = ("start", "restart", "load", "reward", "upload", *dict.fromkeys(SPANS.values()))
-PARTS = {"rank": "ray::", "reward": "rewards.pool_worker", "raylet": "/raylet/raylet "}
+PARTS = {"rank": "ray::", "reward": "rewards.pool_worker", "raylet": "/raylet/raylet ",
+         "gcs": "/gcs/gcs_server "}  # fmt: skip
 """Victim → what its command line has."""
 
 

@@ -12,6 +12,8 @@ import os
 import random
 from itertools import cycle, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -44,27 +46,29 @@ SETTINGS = {
         "data.max_response_length=40", "trainer.n_gpus_per_node=1", *TOGETHER,
         f"actor_rollout_ref.rollout.sampling.stop_token_ids={list(range(3, 40))}",
     ),
+    "controller on ray": (*RAY, "--supervise"),
+    "controller beside s3": ("--supervise",),
     "reward": ("reward.num_processes=2",),
     "rank": RAY,
+    "rank beside s3": RAY,
     "raylet": RAY,
+    "gcs": RAY,
     "node": (*NODES, "trainer.restart_wait_s=60"),
 }  # fmt: skip
+"""Victim (first word) → the settings of the run."""
 VICTIMS = os.environ.get("RESTART_VICTIMS", ",".join(SETTINGS)).split(",")
-FIRST = {
-    "load": [("save", 1), ("load", 0)], "restart": [("rollout", 1), ("restart", 0)],
-    "start": [("start", 0)],
-}  # fmt: skip
-"""How a run begins that is killed in this phase: to load, it needs a checkpoint and a kill."""
+FIRST = [("start", 0), ("save", 1), ("load", 0), ("restart", 0)]
+"""The kills with which a run begins: to load, it needs a checkpoint and a kill."""
 
 
 def plans(victim, clock):
     """Yield the kills of each run."""
     # A run that loses a reward process does not restart.
-    firsts = cycle([] if victim == "reward" else [*FIRST.values()])
-    others, left = cycle([p for p in PHASES if p not in FIRST]), KILLS
+    first = [] if victim == "reward" else FIRST
+    others, left = cycle([p for p in PHASES if p not in ("start", "load", "restart")]), KILLS
     while left > 0:
-        more = [(p, clock.randint(0, 1)) for p in islice(others, 5)]
-        yield (chosen := [(*one, victim.split()[0]) for one in [*next(firsts, []), *more]])
+        more = [(p, clock.randint(0, 1)) for p in islice(others, 6)]
+        yield (chosen := [(*one, victim.split()[0]) for one in [*first, *more]])
         left -= len(chosen)
 
 
@@ -74,11 +78,18 @@ def run_with(kills, settings, task, rule, folder, nodes=None, seed=0) -> list[di
     before = {*os.listdir("/dev/shm")}
     plan = json.dumps({"kills": kills, "seed": seed, "folder": str(folder)})
     words = ["train", *two_steps(task, folder), *COMMON, *settings, rule]
-    with started_run(words, folder / "out", (PROGRAM, plan)) as run:
+    own = TemporaryDirectory(prefix="sweep-")  # a short path, for the sockets in it
+    with (
+        own as temporary,
+        patch.dict(os.environ, TMPDIR=temporary),
+        started_run(words, folder / "out", (PROGRAM, plan)) as run,
+    ):
         while nodes is not None and run.popen.poll() is None:
             nodes.replace_lost(folder)
         assert run.popen.wait(500) == 0, run.output.read_text()[-5000:]
         run.seconds_until_empty(timeout_s=20)
+        # The folder of a session of Ray stays until the next one, for its logs.
+        assert {name[:13] for name in os.listdir(temporary)} <= {"quadriga-ray-"}
     if nodes is None:
         assert not {*os.listdir("/dev/shm")} - before
     else:
@@ -133,9 +144,12 @@ def test_runs_that_lose_processes_at_any_moment_equal_one_that_does_not(
 ):
     settings, clock, killed = SETTINGS[victim], random.Random(f"{victim} {SEED}"), 0
     own = request.getfixturevalue("nodes") if victim == "node" else None
+    if "s3" in victim:
+        request.getfixturevalue("s3")
     run_with([], settings, tiny_task, rule, whole := tmp_path / "whole", own)
     for number, kills in enumerate(plans(victim, clock)):
-        folder, url = tmp_path / f"{number}", f"{tmp_path}/remote{number}"
+        folder = tmp_path / f"{number}"
+        url = f"s3://bucket/{number}" if "s3" in victim else f"{tmp_path}/remote{number}"
         more = (*settings, f"trainer.remote_dir={url}")
         found = run_with(kills, more, tiny_task, rule, folder, own, seed=SEED + number)
         check_equal(run := folder / "run", whole / "run")
@@ -144,7 +158,7 @@ def test_runs_that_lose_processes_at_any_moment_equal_one_that_does_not(
         assert {*store.files()} == {*copied, f"model/{MARKER}", "checkpoints/steps.json"}
         assert [name for name in copied if store.read(name) != copied[name]] == []
         killed += len(found)
-        print(*map(json.dumps, found), sep="\n")
+        print(*(json.dumps(row | {"run": victim}) for row in found), sep="\n")
     assert killed >= KILLS // 2
 
 

@@ -192,8 +192,9 @@ def test_what_is_a_loss(name):
         assert restarts.is_loss(one) == restarts.allows(one) == (name in LOST)
         assert not Restarts(trainer, lambda: True).allows(one)  # it was asked to stop
     assert Restarts(local, lambda: False).is_loss(error) == (name in set(LOST) - {LOST[1]})
-    cluster = errors.ClusterLostError("x")  # only a new process can go on, with --supervise
+    cluster = errors.ClusterLostError("x")  # of the user: a new process goes on (--supervise)
     assert restarts.is_loss(cluster) and not restarts.allows(cluster)
+    assert restarts.allows(errors.ClusterLostError("x", own=True))
     assert _failed(cluster, None) == LOST_CODE
     around.__cause__ = restarting.DistError("a connection is lost")
     assert restarts.is_loss(around) and not restarts.is_loss(KeyboardInterrupt())

@@ -163,9 +163,10 @@ class Restarts:
         return isinstance(cause, LOSSES)
 
     def allows(self, error: BaseException) -> bool:
-        """Return whether this process can go on with the run after an error. Without its cluster
-        only a new process can (`--supervise`)."""
-        if not self.is_loss(error) or isinstance(error, ClusterLostError) or self._stopping():
+        """Return whether this process can go on with the run after an error. Without the cluster of
+        the user only a new process can (`--supervise`)."""
+        joined = isinstance(error, ClusterLostError) and not error.own
+        if not self.is_loss(error) or joined or self._stopping():
             return False
         return len(self._recent()) < self.trainer.max_restarts
 

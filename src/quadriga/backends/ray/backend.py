@@ -327,7 +327,7 @@ class RayBackend:
             end_own_processes()
         with ExitStack() as stack:  # which calls the last callback first
             if self._session is not None:
-                stack.callback(self._session.close)
+                stack.callback(self._session.close, lost=bool(lost))
             if ray.is_initialized() and not lost:
                 if is_last(self._session):
                     stack.callback(servers.stop)

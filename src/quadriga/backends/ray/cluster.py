@@ -101,12 +101,15 @@ class RaySession:
     def __post_init__(self) -> None:
         _open_sessions.add(self)
 
-    def close(self) -> None:
-        """End this use. The last one also shuts Ray down if a session made the connection."""
+    def close(self, *, lost: bool = False) -> None:
+        """End this use. The last one also shuts Ray down if a session made the connection.
+
+        `lost`: the cluster is. All uses end: after 60 s without it, Ray would end this process.
+        """
         if self not in _open_sessions:
             return
         _open_sessions.remove(self)
-        if self.owned and not _open_sessions and ray.is_initialized():
+        if self.owned and (lost or not _open_sessions) and ray.is_initialized():
             ray.shutdown()
 
 
