@@ -57,6 +57,8 @@ SETTINGS = {
 }  # fmt: skip
 """Victim (first word) → the settings of the run."""
 VICTIMS = os.environ.get("RESTART_VICTIMS", ",".join(SETTINGS)).split(",")
+WHOLE: dict[tuple[str, ...], Path] = {}
+"""Settings → the run without kills."""
 FIRST = [("start", 0), ("save", 1), ("load", 0), ("restart", 0)]
 """The kills with which a run begins: to load, it needs a checkpoint and a kill."""
 
@@ -146,7 +148,9 @@ def test_runs_that_lose_processes_at_any_moment_equal_one_that_does_not(
     own = request.getfixturevalue("nodes") if victim == "node" else None
     if "s3" in victim:
         request.getfixturevalue("s3")
-    run_with([], settings, tiny_task, rule, whole := tmp_path / "whole", own)
+    plain = [setting for setting in settings if setting != "--supervise"]
+    if (whole := WHOLE.setdefault((*plain,), tmp_path / "whole")).parent == tmp_path:
+        run_with([], plain, tiny_task, rule, whole, own)
     for number, kills in enumerate(plans(victim, clock)):
         folder = tmp_path / f"{number}"
         url = f"s3://bucket/{number}" if "s3" in victim else f"{tmp_path}/remote{number}"
@@ -158,7 +162,7 @@ def test_runs_that_lose_processes_at_any_moment_equal_one_that_does_not(
         assert {*store.files()} == {*copied, f"model/{MARKER}", "checkpoints/steps.json"}
         assert [name for name in copied if store.read(name) != copied[name]] == []
         killed += len(found)
-        print(*(json.dumps(row | {"run": victim}) for row in found), sep="\n")
+        print("", *(json.dumps(row | {"run": victim}) for row in found), sep="\n", flush=True)
     assert killed >= KILLS // 2
 
 
