@@ -35,6 +35,7 @@
     │   └── RolloutTimeoutError     the engine did not answer before its deadline
     ├── MismatchError           rollout and training differ by more than the settings allow
     ├── RewardError             a reward function failed, and reward.on_failure=fail
+    ├── CallbackError           a callback raised; the run ends, and its last step is saved
     └── AlgorithmError          tensors that an algorithm cannot use
         ├── ShapeError              shapes differ where they must agree
         ├── MaskError               a mask holds values other than 0 and 1
@@ -266,6 +267,11 @@ class MismatchError(QuadrigaError, RuntimeError):
 
 class RewardError(QuadrigaError, RuntimeError):
     """A reward function failed. Attributes: `row`, `data_source`, `status`."""
+
+
+class CallbackError(QuadrigaError, RuntimeError):
+    """A callback raised. Attributes: `callback`, `event`, `step`, and `remote_traceback`, the
+    traceback of its code."""
 
 
 class AlgorithmError(QuadrigaError, ValueError):

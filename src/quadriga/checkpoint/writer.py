@@ -52,10 +52,13 @@ class CheckpointWriter:
         trainer: the settings.
         uploads: has ended with the checkpoint before when one is begun, and is given each
             checkpoint before older ones are deleted.
+        committed: is called with the folder of each checkpoint, in the thread of the steps.
     """
 
-    def __init__(self, trainer: RunConfig, uploads: Uploads) -> None:
-        self.trainer, self.uploads = trainer, uploads
+    def __init__(
+        self, trainer: RunConfig, uploads: Uploads, committed: Callable[[Path], None]
+    ) -> None:
+        self.trainer, self.uploads, self._committed = trainer, uploads, committed
         self._pending: _Commit | None = None
         self._written_s: float | None = None
 
@@ -154,6 +157,7 @@ class CheckpointWriter:
         if commit.error is not None:
             raise commit.error
         self._written_s = commit.seconds
+        self._committed(commit.folder)
 
 
 class _Commit(threading.Thread):

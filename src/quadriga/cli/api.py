@@ -43,6 +43,7 @@ from quadriga.errors import (
 )
 from quadriga.files import replacing, writing
 from quadriga.lazy import imported
+from quadriga.observability.callbacks import load_callbacks
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.observability.run_folder import RunFolder
 from quadriga.rewards.functions import GIVEN, form_of
@@ -466,6 +467,7 @@ class Recipe:
         tokenizer: Any = None,
         reward: Any = None,
         reward_weights: Mapping[str, float] | None = None,
+        callbacks: Sequence[Any] = (),
         **named: Any,
     ) -> None:
         """Check the keywords. A keyword of `named` that is None is not given."""
@@ -473,6 +475,7 @@ class Recipe:
         values = nested(self.KIND, self.SHORT, {**self.DEFAULTS, **given, **settings})
         self._functions: dict[str, Callable[..., object]] = {}
         values = with_reward(values, reward, reward_weights, self._functions)
+        self._callbacks = [owner for _, owner in load_callbacks(callbacks)]
         self._model, self._tokenizer = model, tokenizer
         self._data = {"train": data, "val": val_data}
         self._values = with_backend(values)
@@ -525,7 +528,7 @@ class Recipe:
             section = {_POLICY: model} if self.KIND is TrainConfig else model
             config = build(self.KIND, _merged({"data": data}, values, section))
             GIVEN.update(self._functions)
-            imported(_RUN[self.KIND])(config)
+            imported(_RUN[self.KIND])(config, self._callbacks)
         return Run(folder, self)
 
     def keys(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, object]:
@@ -550,6 +553,8 @@ class GRPO(Recipe):
         tokenizer: an object or a folder; None: that of the model.
         responses: to each prompt.
         lora: the rank of adapters, which are trained in place of all weights.
+        callbacks: objects, classes or files that are told what happens, and can stop the run or
+            change the learning rate: see `quadriga.observability.callbacks`.
         backend: "ray", or "local", this process; None: local for one rank.
         folder: the run folder; None: a new one below `runs/`.
         settings: every other setting (see `quadriga.cli.api`).
@@ -585,6 +590,7 @@ class GRPO(Recipe):
         rollout: str | None = None,
         seed: int | None = None,
         folder: str | Path | None = None,
+        callbacks: Sequence[Any] = (),
         **settings: Any,
     ) -> None:
         self._set(**_arguments(locals()))
@@ -620,6 +626,7 @@ class _FineTuning(Recipe):
         ranks: int | None = None,
         seed: int | None = None,
         folder: str | Path | None = None,
+        callbacks: Sequence[Any] = (),
         **settings: Any,
     ) -> None:
         self._set(**_arguments(locals()))

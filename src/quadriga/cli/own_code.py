@@ -22,6 +22,7 @@ from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import shown
 from quadriga.containment import without_code
 from quadriga.errors import InputError, UnknownSettingError
+from quadriga.observability.callbacks import callback_file
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -41,6 +42,8 @@ def _named(values: Mapping[str, object]) -> Iterator[object]:
             yield from value
         elif key in _FILES:
             yield value
+        elif name == "callbacks" and isinstance(value, list):
+            yield from map(callback_file, value)
         elif key == "reward.parts" and isinstance(value, Mapping):
             yield from (part.get("path") for part in value.values() if isinstance(part, Mapping))
         elif name == "options" and isinstance(value, Mapping):

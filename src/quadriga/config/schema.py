@@ -544,7 +544,7 @@ class RunConfig(MachineConfig):
     """Machines, number of steps, validation, checkpoints and the run folder."""
 
     PATHS: ClassVar[tuple[str, ...]] = (
-        "default_local_dir", "resume_mode", "stop_file", "remote_dir",
+        "default_local_dir", "resume_mode", "stop_file", "remote_dir", "callbacks",
     )  # fmt: skip
     REMOTE = ("remote_dir",)
     INSTEAD: ClassVar[Mapping[str, str]] = {
@@ -587,6 +587,8 @@ class RunConfig(MachineConfig):
     project_name: str = "quadriga"  # of the learning curve and of trackers
     experiment_name: str = "run"  # name of the run there
     default_local_dir: str = "runs/run"  # run folder
+    # files with functions on_start, on_step, …, or mine.py:Name for a class, called in the run
+    callbacks: list[str] = field(default_factory=list)
     # where the run folder is copied to while the run goes on: s3://bucket/run, another remote
     # folder, or a mounted one; resume_mode=auto finds its checkpoints on a new machine
     remote_dir: str | None = None

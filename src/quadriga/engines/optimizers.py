@@ -420,6 +420,7 @@ def newton_schulz(matrices: Tensor) -> Tensor:
 OPTIMIZER = "optimizer"
 """Key of the optimizer's name in a checkpoint."""
 SKIPPED_IN_A_ROW = "skipped_in_a_row"
+LR_SCALE = "lr_scale"
 """Key of the steps that were skipped directly before a checkpoint."""
 UPDATES = "updates"
 """Key of parameter -> updates, for those that had no gradient in some of the steps."""
@@ -454,6 +455,7 @@ class ShardedOptimizer:
         self.rules = rules
         self.step_count = 0
         self.skipped = 0
+        self.lr_scale = 1.0  # of the learning rate of the schedule; a callback sets it
         self._skipped_in_a_row = 0
         # A parameter without a gradient in a step is not updated, so each has a count of its own.
         self._updates = {name: 0 for rule in rules for name, _ in rule.named}
@@ -469,7 +471,7 @@ class ShardedOptimizer:
         Raises:
             NonFiniteError: too many steps in a row were skipped.
         """
-        rate = learning_rate(self.step_count, self.config, self.total_steps)
+        rate = self.lr_scale * learning_rate(self.step_count, self.config, self.total_steps)
         gradients = [
             [None if p.grad is None else local_shard(p.grad) for _, p in rule.named]
             for rule in self.rules
@@ -554,6 +556,7 @@ class ShardedOptimizer:
             SKIPPED_IN_A_ROW: self._skipped_in_a_row,
             UPDATES: {name: n for name, n in self._updates.items() if n != made},
             OPTIMIZER: self.config.name,
+            LR_SCALE: self.lr_scale,
         }
 
     def check_scalars(self, scalars: Mapping[str, object], folder: str | Path) -> None:
@@ -579,6 +582,7 @@ class ShardedOptimizer:
         """
         self.step_count, self.skipped = scalars["step"], scalars["skipped"]
         self._skipped_in_a_row = scalars.get(SKIPPED_IN_A_ROW, 0)
+        self.lr_scale = scalars.get(LR_SCALE, 1.0)
         made, updates = self.step_count - self.skipped, scalars.get(UPDATES, {})
         self._updates = {name: updates.get(name, made) for name in self._updates}
         for rule in self.rules:

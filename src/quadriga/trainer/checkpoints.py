@@ -46,6 +46,7 @@ from quadriga.errors import (
 )
 from quadriga.files import refusal_in
 from quadriga.models.folder import local_folder
+from quadriga.observability.callbacks import Callbacks, callback_file
 from quadriga.observability.run_folder import CHECKPOINTS
 from quadriga.trainer.restarts import Restarts
 from quadriga.trainer.roles.registry import Role, added_roles
@@ -180,6 +181,7 @@ def inputs_of(config: AnyRun) -> dict[str, object]:
         parts = config.reward.parts.values()
         files["reward.path"] = [config.reward.path]
         files["reward.parts"] = [part.get("path") for part in parts if isinstance(part, dict)]
+    files["trainer.callbacks"] = [str(callback_file(one)) for one in config.trainer.callbacks]
     for key, names in files.items():
         found[f"content of {key}"] = contents_digest([name for name in names if name])
     for key, model in models.items():
@@ -323,22 +325,31 @@ class Checkpointing:
 
     Args:
         given: the settings as the user gave them, which a checkpoint records; None: `config`.
+        callbacks: of the program, beside those of the settings.
 
     Attributes:
+        callbacks: are told what happens; one of them may end the run.
         stop: whether a signal has asked the run to stop.
         restarts: counts the losses of the run.
         held: the point that all groups hold, from the beginning of a step to its first update.
         complete: a step and the state of its KL controller, from its end to the next step.
     """
 
-    def __init__(self, config: AnyRun, loader: PromptLoader, given: AnyRun | None = None) -> None:
+    def __init__(
+        self,
+        config: AnyRun,
+        loader: PromptLoader,
+        given: AnyRun | None = None,
+        callbacks: Iterable[object] = (),
+    ) -> None:
         trainer = config.trainer
+        self.callbacks = Callbacks([*trainer.callbacks, *callbacks])
         self.config = config
         self.loader = loader
         self.inputs = inputs_of(given or config)
         self._saved_at = time.monotonic()
         self.uploads = Uploads(trainer)
-        self.writer = CheckpointWriter(trainer, self.uploads)
+        self.writer = CheckpointWriter(trainer, self.uploads, self.callbacks.saved)
         self.stop = StopRequest(trainer)
         self.restarts = Restarts(trainer, lambda: self.stop.requested)
         self.held: Resumed | None = None
@@ -358,6 +369,7 @@ class Checkpointing:
         Raises:
             CheckpointError: it is damaged, or belongs to other data or another model.
         """
+        self.callbacks.groups = groups
         if self.restarts.running:
             resumed = self.newest_point(groups)
         else:
@@ -374,9 +386,11 @@ class Checkpointing:
 
     @contextmanager
     def finishing(self, record: RunRecord, save: Save) -> Iterator[None]:
-        """Wait at the end of the block for the checkpoint that is written, also after an error
-        (`stop_grace_s` at most), but not when the run is interrupted. Save what an error leaves."""
+        """Tell callbacks that the run begins, and wait at the end of the block for the checkpoint
+        that is written, also after an error (`stop_grace_s` at most), but not when the run is
+        interrupted. Save what an error leaves."""
         try:
+            record.begin(self.restarts.completed)
             yield
             self.writer.wait()
         except BaseException as error:
@@ -447,8 +461,8 @@ class Checkpointing:
         save: Save,
         groups: SavedGroups,
     ) -> None:
-        """Validate and save where these are due, and log the step that is `complete`. Then stop if
-        a signal asks for it.
+        """Tell callbacks, validate and save where these are due, and log the step that is
+        `complete`. Then stop if a signal asks for it.
 
         A step is saved, too, if its validation fails or is interrupted, or if the writing of an
         earlier checkpoint has failed. A run that is asked to stop validates after its last step
@@ -464,12 +478,16 @@ class Checkpointing:
         last, every = step == record.total_steps, self.config.trainer.test_freq
         if not last:
             self.stop.look()
-        due = last or (every > 0 and step % every == 0 and not self.stop.requested)
         again = False  # after a loss, the step is done again
         try:
             self._check_written(record)
+            self.callbacks.step(step, record.samples("train"))
+            last |= self.callbacks.stopped(step)
+            due = last or (every > 0 and step % every == 0 and not self.stop.requested)
             if validate is not None and due:
                 validate()
+                self.callbacks.validation(step, record.samples("val"))
+                last |= self.callbacks.stopped(step)
         except BaseException as error:  # also a second signal, or the end of `stop_grace_s`
             again = self.restarts.allows(error)
             if not again:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -97,6 +97,7 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
         config: ConfigT,
         tokenizer: PreTrainedTokenizerBase,
         rows: BatchDataset[Any],
+        callbacks: Iterable[object],
     ) -> None:
         from quadriga.data import PromptLoader
 
@@ -109,7 +110,7 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
         )
         self.total_steps = trainer.total_training_steps or len(self.loader) * trainer.total_epochs
         refuse(config, warmup_problems("optim", config.optim, self.total_steps))
-        self.checkpoints = Checkpointing(config, self.loader, given)
+        self.checkpoints = Checkpointing(config, self.loader, given, callbacks)
         self.restarts = self.checkpoints.restarts
         self.step = 0
         self._groups: OneGroup[GroupT] | None = None
@@ -178,7 +179,7 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
         if resumed is not None:
             load_roles(resumed, groups)
         given = self.config, self.total_steps, self.tokenizer, self.checkpoints.uploads
-        make = partial(RunRecord, *given, resumed, self.given)
+        make = partial(RunRecord, *given, resumed, self.given, self.checkpoints.callbacks)
         save = partial(self.checkpoints.writer.save, groups=groups)
         with (
             self.restarts.record(make, resumed) as record,
@@ -205,9 +206,12 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
     def schedule(self) -> Iterator[DataProto]:
         """Yield one batch of rows per step, epoch after epoch, and count `step`. Within a step the
         first signal lets the step end."""
+        callbacks = self.checkpoints.callbacks
         with self.checkpoints.stop.steps():
             while self.step < self.total_steps:
                 for rows in self.loader:
+                    if callbacks.stopped(self.step):
+                        return
                     self.step += 1
                     self.checkpoints.begin_update()
                     yield rows
@@ -224,15 +228,15 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
                 self._groups = None
 
 
-def run_sft(config: SFTConfig) -> FineTuned:
-    """Run `quadriga sft`.
+def run_sft(config: SFTConfig, callbacks: Iterable[object] = ()) -> FineTuned:
+    """Run `quadriga sft`. `callbacks`: of the program, see `observability.callbacks`.
 
     Raises:
         InputError: settings, files, model folders or nodes do not fit. Nothing was started.
         KeyboardInterrupt: a signal has stopped the run; its argument is the number of the signal.
     """
     check_fine_tuning_config(config)
-    return SFTTrainer(config).run()
+    return SFTTrainer(config, callbacks).run()
 
 
 class SFTTrainer(OneGroupTrainer[SFTConfig, "SFTGroup"]):
@@ -240,7 +244,7 @@ class SFTTrainer(OneGroupTrainer[SFTConfig, "SFTGroup"]):
 
     saved_as = Role.Actor
 
-    def __init__(self, config: SFTConfig) -> None:
+    def __init__(self, config: SFTConfig, callbacks: Iterable[object] = ()) -> None:
         from quadriga.data.loader import ordered_loader
         from quadriga.rewards import RewardManager
         from quadriga.trainer.checks.memory import RunMemory  # imports torch
@@ -255,7 +259,7 @@ class SFTTrainer(OneGroupTrainer[SFTConfig, "SFTGroup"]):
             evaluated, size = rows.val_conversations.lengths, config.data.train_batch_size
             self.val_conversations = ordered_loader(rows.val_conversations, size)
         RunMemory(config, rows.train.lengths, rows.val_prompts, evaluated).check()
-        super().__init__(given, config, rows.tokenizer, rows.train)
+        super().__init__(given, config, rows.tokenizer, rows.train, callbacks)
         self.reward_fn = RewardManager.from_settings(config.reward, rows.tokenizer)
         check_rows(self.reward_fn, self.val_loader, config.data.val_files)
 
@@ -387,15 +391,15 @@ def tell_other_ends(
 # Training of a reward model on pairs of responses.
 
 
-def run_rm(config: RMConfig) -> FineTuned:
-    """Run `quadriga rm`.
+def run_rm(config: RMConfig, callbacks: Iterable[object] = ()) -> FineTuned:
+    """Run `quadriga rm`. `callbacks`: of the program, see `observability.callbacks`.
 
     Raises:
         InputError: settings, files, model folders or nodes do not fit. Nothing was started.
         KeyboardInterrupt: a signal has stopped the run; its argument is the number of the signal.
     """
     check_fine_tuning_config(config)
-    return RMTrainer(config).run()
+    return RMTrainer(config, callbacks).run()
 
 
 class RMTrainer(OneGroupTrainer[RMConfig, "PairTrainingGroup"]):
@@ -403,14 +407,14 @@ class RMTrainer(OneGroupTrainer[RMConfig, "PairTrainingGroup"]):
 
     saved_as = Role.RewardModel
 
-    def __init__(self, config: RMConfig) -> None:
+    def __init__(self, config: RMConfig, callbacks: Iterable[object] = ()) -> None:
         from quadriga.trainer.checks.memory import RunMemory  # imports torch
 
         given, config = config, absolute_paths(config)
         pairs = load_pairs(config)
         self.val_pairs = pairs.val
         RunMemory(config, pairs.lengths).check()
-        super().__init__(given, config, pairs.tokenizer, pairs.train)
+        super().__init__(given, config, pairs.tokenizer, pairs.train, callbacks)
 
     def worker(self, runtime: RankRuntime) -> ClassWithInitArgs:
         """See `OneGroupTrainer`."""

@@ -5,11 +5,16 @@ A file of its own, because it is the entry point that programs import: `run_trai
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from quadriga.config.schema import TrainConfig
 
 
-def run_training(config: TrainConfig) -> None:
+def run_training(config: TrainConfig, callbacks: Iterable[object] = ()) -> None:
     """Run PPO or a related algorithm as `config` says.
+
+    Args:
+        callbacks: of the program, see `observability.callbacks`.
 
     Raises:
         InputError: settings, files, model folders or nodes do not fit. Nothing was started.
@@ -17,7 +22,7 @@ def run_training(config: TrainConfig) -> None:
     """
     from quadriga.trainer.ppo import RayPPOTrainer  # imports torch
 
-    trainer = RayPPOTrainer(config)
+    trainer = RayPPOTrainer(config, callbacks=callbacks)
     try:
         with trainer.stop.listening():
             trainer.fit()

@@ -78,6 +78,8 @@ class RayPPOTrainer:
         reward_fn: scores a batch (`BatchReward`), or returns its scores [B, R] as a tensor
             (`rewards.tensors`); None: the reward function of the ingredients.
         val_reward_fn: the same for the validation; None: that of the training.
+        callbacks: objects or classes that are told what happens (`observability.callbacks`), beside
+            those of `trainer.callbacks`.
 
     Raises:
         ConfigError: with these settings a stage reads a field that no earlier stage writes, or a
@@ -95,6 +97,7 @@ class RayPPOTrainer:
         resource_pool_manager: ResourcePoolManager | None = None,
         reward_fn: BatchReward | BatchFunction | None = None,
         val_reward_fn: BatchReward | BatchFunction | None = None,
+        callbacks: Iterable[object] = (),
     ) -> None:
         mapping = role_worker_mapping or {}
         own_data, own_reward = ingredients is not None, reward_fn is not None
@@ -124,7 +127,8 @@ class RayPPOTrainer:
         # twice in an epoch, and the state of the loader counts every batch that was drawn.
         self.stream = endless(self.ingredients.train_loader)
         self.step = 0
-        self.checkpoints = Checkpointing(config, self.ingredients.train_loader, self.given)
+        loader = self.ingredients.train_loader
+        self.checkpoints = Checkpointing(config, loader, self.given, callbacks)
         self.stop, self.restarts = self.checkpoints.stop, self.checkpoints.restarts
         self._kl_beginning = self.kl_controller.state_dict()
         self._groups: PPOGroups | None = None
@@ -289,7 +293,9 @@ class RayPPOTrainer:
     def schedule(self) -> Iterator[int]:
         """Count `step` up to the last step of the run, and yield it."""
         with self.stop.steps():
-            while self.step < self.total_steps:
+            while self.step < self.total_steps and not self.checkpoints.callbacks.stopped(
+                self.step
+            ):
                 self.checkpoints.begin_step(self.step, self.kl_controller.state_dict())
                 self.step += 1
                 yield self.step
@@ -297,8 +303,10 @@ class RayPPOTrainer:
     def open_record(self, resumed: Resumed | None) -> AbstractContextManager[RunRecord]:
         """Open the run folder, for all attempts. `resumed`: the point at which the run goes on."""
         tokenizer = self.ingredients.tokenizer
-        given, uploads = self.given, self.checkpoints.uploads
-        make = partial(RunRecord, self.config, self.total_steps, tokenizer, uploads, resumed, given)
+        make = partial(
+            RunRecord, self.config, self.total_steps, tokenizer, self.checkpoints.uploads, resumed,
+            self.given, self.checkpoints.callbacks,
+        )  # fmt: skip
         return self.restarts.record(make, resumed)
 
     def make_validator(self, groups: PPOGroups, record: RunRecord) -> Validator:

@@ -19,6 +19,7 @@ from quadriga.config.schema import ModelConfig, TrainConfig
 from quadriga.config.stores import local_file
 from quadriga.engines import check_engine_folder
 from quadriga.errors import ConfigError, DataError, ModelError
+from quadriga.observability.callbacks import callback_file
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import check_trackers
 from quadriga.rewards.manager import parts_of
@@ -184,6 +185,7 @@ def check_run_folder(config: AnyRun) -> None:
         InputError: it cannot.
     """
     trainer, folder = config.trainer, RunFolder(Path(config.trainer.default_local_dir))
+    check_files((str(callback_file(one)) for one in trainer.callbacks), "trainer.callbacks")
     seconds_left(trainer)
     resumed = read_resumed(config)
     existing = folder.existing(trainer, None if resumed is None else resumed.folder)
@@ -204,7 +206,7 @@ def check_run_folder(config: AnyRun) -> None:
                 )
 
 
-def check_files(files: Iterable[str], setting: str, *, needed: bool) -> None:
+def check_files(files: Iterable[str], setting: str, *, needed: bool = False) -> None:
     """Check that every file exists and, if `needed`, that there is at least one.
 
     Raises:

@@ -21,7 +21,8 @@ from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import mask_secrets
 from quadriga.errors import InputError
 from quadriga.files import remove
-from quadriga.observability.jsonl import JsonlFile, Sample, read_jsonl
+from quadriga.observability.callbacks import Callbacks
+from quadriga.observability.jsonl import JsonlFile, JsonObject, Sample, read_jsonl
 from quadriga.observability.metrics import MetricSet, Timer
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import RunInfo, Trackers, plot_learning_curve
@@ -56,6 +57,7 @@ class RunRecord:
             checkpoints renamed, because the resumed run writes them again.
             None: with `trainer.resume_mode=auto` the run begins again.
         given: the settings as the user gave them, for `config.yaml`; None: `config`.
+        callbacks: are told of the beginning and the end of the run.
 
     Raises:
         ConfigError: the folder holds another run, or another run writes there now.
@@ -70,8 +72,12 @@ class RunRecord:
         uploads: Uploads,
         resumed: Resumed | None = None,
         given: TrainConfig | SFTConfig | RMConfig | None = None,
+        callbacks: Callbacks | None = None,
     ) -> None:
         self.total_steps = total_steps
+        self._callbacks = callbacks or Callbacks()
+        self._step = 0  # the last one that was logged
+        self._step_samples: list[JsonObject] = []
         self.tokenizer = tokenizer
         self._uploads = uploads
         trainer = config.trainer
@@ -137,7 +143,12 @@ class RunRecord:
         self._files.close()
         self._metrics.take()
         self.span.take()
+        self._step_samples = []
         self._open_files(resumed, forget=True)
+
+    def begin(self, step: int) -> None:
+        """Tell callbacks that the run begins, or goes on, after `step`."""
+        self._callbacks.begin(self.folder.path, self.total_steps, step, self)
 
     def __enter__(self) -> RunRecord:
         return self
@@ -156,6 +167,7 @@ class RunRecord:
                     self._plot()
                 self._closing_table()
             self._uploads.close(finished=error is None)
+            self._callbacks.end(error)
 
     def _plot(self) -> None:
         """Draw the learning curve. The run is complete without it."""
@@ -227,6 +239,7 @@ class RunRecord:
         self._trackers.log(step, self.last)
         self.folder.renew_lock()
         self._uploads.logged(step)
+        self._step, self._step_samples = step, []
 
     def log_validation(
         self, step: int, metrics: Mapping[str, float], sources: Sequence[tuple[str, str]] = ()
@@ -240,6 +253,7 @@ class RunRecord:
         self.validation = tuple(sources)
         self.add(metrics)
         if step == 0:
+            self._callbacks.validation(0, self.samples("val"))
             self.end_step(0)
 
     def log_samples(
@@ -259,8 +273,13 @@ class RunRecord:
         kept = batch.slice(0, min(self.samples_kept - written, len(batch)))
         if len(kept):
             for sample in read_samples(kept, step, split, self.tokenizer):
-                self._samples.write(asdict(sample))
+                self._step_samples.append(asdict(sample))
+                self._samples.write(self._step_samples[-1])
         return len(kept)
+
+    def samples(self, split: Literal["train", "val"]) -> list[JsonObject]:
+        """Return the samples of the current step so far."""
+        return [sample for sample in self._step_samples if sample["split"] == split]
 
     def _closing_table(self) -> None:
         console = self._trackers.console
@@ -274,7 +293,7 @@ class RunRecord:
             if seconds >= 0.5
         )
         rows = [
-            ("steps", str(self.total_steps)),
+            ("steps", str(self._step or self.total_steps)),
             ("time", f"{elapsed:.0f}s" + (f" ({shares})" if shares else "")),
             *_validation_row(self.last),
             *((f"  {source}", text) for source, text in self.validation),

@@ -182,6 +182,12 @@ class SavedWorker(Worker):
         self._writer, self._snapshots = RankWriter(), RankWriter()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def scale_lr(self, factor: float) -> None:
+        """Train with `factor` × the learning rate of the schedule. Checkpoints keep the factor."""
+        if (optimizer := self._trained().optimizer) is not None:
+            optimizer.lr_scale = factor
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, step: int) -> list[SavedFile]:
         """Save the shard of this rank under `path`, as of `step`. Return its files."""
         return self._trained().save(path, step)
