@@ -11,8 +11,9 @@ advantages and the update. The figure of a case is the median of the steps after
 steps. Cases of the two systems alternate. Compare ratios of one run only.
 
 Also measured: the useful FLOP/s over the peak of a matrix product, tokens per second, the peak
-memory of the process or of the device, the share of each stage in a step, and on a CPU two Ray
-workers of one thread over one process of two (1 is equal, above 1 is faster).
+memory of the process or of the device beside what the memory plan says, the share of each stage in
+a step, and on a CPU two Ray workers of one thread over one process of two (1 is equal, above 1 is
+faster). `--set` gives settings of Quadriga, such as another rollout engine.
 
 The sizes 0.5b and 1.5b compute in bfloat16 with float32 weights, for a GPU.
 """
@@ -104,10 +105,12 @@ class Setup:
     size: Size
     device: str
     steps: int
+    settings: tuple[str, ...]  # of Quadriga, `key=value`
 
 
-def ours(setup: Setup, case: Case, workers: int = 1) -> tuple[list[Metrics], int]:
-    """Return the metrics of the steps of `quadriga train` after warm-up, and its peak memory.
+def ours(setup: Setup, case: Case, workers: int = 1) -> tuple[list[Metrics], dict[str, int]]:
+    """Return the metrics of the steps of `quadriga train` after warm-up, and its bytes: the most
+    that it used, and those that were planned.
 
     One worker runs in the controller's process with two threads; two are Ray workers with one each.
     """
@@ -134,10 +137,11 @@ def ours(setup: Setup, case: Case, workers: int = 1) -> tuple[list[Metrics], int
         "trainer.overwrite": "true",
     }
     command = [sys.executable, str(PARTS / "measured_train.py"), setup.device]
-    printed = _run([*command, *(f"{key}={value}" for key, value in overrides.items())])
+    given = (f"{key}={value}" for key, value in overrides.items())
+    printed = _run([*command, *given, *setup.settings])
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     measured = [record for record in records if "time/step" in record][WARM_UP:]
-    return measured, _last_line(printed)["peak_memory"]
+    return measured, _last_line(printed)
 
 
 def described(setup: Setup, case: Case, peak: float) -> Metrics:
@@ -151,7 +155,7 @@ def described(setup: Setup, case: Case, peak: float) -> Metrics:
         "ours_s": step,
         "useful_flops_over_peak": needed / step / peak,
         "tokens_per_second": speed,
-        "peak_memory_gib": memory / 2**30,
+        **{f"{name}_gib": size / 2**30 for name, size in memory.items()},
     }
     for stage in STAGES:
         seconds = [record.get(f"time/{stage}", 0.0) for record in records]
@@ -205,6 +209,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=11)
     parser.add_argument("--device", default="cpu", help="cpu, or the type of an accelerator")
     parser.add_argument("--size", default="1m", choices=SIZES, help="parameters of the model")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings")
     parser.add_argument("--quick", action="store_true", help="one case, few steps")
     parser.add_argument("--out", type=Path, help="write the JSON there too")
     options = parser.parse_args()
@@ -221,7 +226,7 @@ def main() -> None:
     cases: dict[str, Metrics] = {}
     with tempfile.TemporaryDirectory() as folder:
         result["parameters"] = write_inputs(Path(folder), size, steps)
-        setup = Setup(Path(folder), size, options.device, steps)
+        setup = Setup(Path(folder), size, options.device, steps, tuple(options.settings))
         for name, case in list(size.cases.items())[: 1 if options.quick else None]:
             print(f"{name} …", file=sys.stderr)
             figures = described(setup, case, peak)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,3 +52,23 @@ def test_quick_grpo_step():
     cases = printed("grpo_step")["cases"]
     measured = ("ours_s", "tokens_per_second", "peak_memory_gib", "useful_flops_over_peak")
     assert cases and all(figures[name] > 0 for figures in cases.values() for name in measured)
+
+
+def test_gpu_proof_on_a_cpu(tmp_path):
+    """Every part runs or names the package that it lacks, and twenty steps are the same twice."""
+    command = ["scripts/gpu_proof.sh", "--device", "cpu", "--size", "1m", "--out"]
+    file = tmp_path / "proof.json"
+    done = subprocess.run(
+        [*command, str(file)], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "PYTHON": sys.executable},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(file.read_text())
+    assert json.loads(done.stdout) == found
+    assert found["digest of 20 steps"]["equal"]
+    assert "refused" in found["attention"]["varlen"]
+    assert found["sleep"]["hf"]["generates_the_same"]
+    for name in ("step 1m hf", "offload"):
+        (case,) = found[name]["cases"].values()
+        assert case["tokens_per_second"] > 0 and case["planned_memory_gib"] > 0
+    assert not any("failed" in part for part in found.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from agreement import ENGINES, ENGINES_AND_MODELS, check_agreement, write_model, write_task
 
+import megatron_on_cpu
 from quadriga.config.loading import load_config
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig, TrainConfig
 from quadriga.engines import build_engine
@@ -48,7 +49,8 @@ def test_greedy_tokens_equal_those_of_hf_after_each_step(tmp_path, engine, model
 
 
 OPTIONS_KEY = "actor_rollout_ref.rollout.options.tensor_parallel_size"
-TENSOR_KEY = "actor_rollout_ref.actor.engine.tensor_parallel_size"
+ACTOR_KEY = "actor_rollout_ref.actor.engine"
+TENSOR_KEY = f"{ACTOR_KEY}.tensor_parallel_size"
 PLACEMENTS = {
     "one rank": ["trainer.backend=local"],
     "two ranks": ["trainer.backend=ray", "trainer.num_cpus=2", "trainer.n_gpus_per_node=2"],
@@ -96,15 +98,32 @@ def test_a_run_trains_on_what_its_actor_computes(tmp_path, engine, placement, st
         assert row["mismatch/beyond"] == 0
 
 
+@pytest.mark.parametrize(
+    ("engine", "copies"),
+    [
+        pytest.param(engine, copies, marks=[pytest.mark.nightly] * (copies == 1))
+        for engine in ENGINES
+        for copies in (1, 2)
+        if engine == "vllm" or copies == 2  # SGLang has no copy on two ranks
+    ],
+)
+def test_stages_of_megatron_train_for_an_engine(tmp_path, engine, copies):
+    """Two pipeline stages send weights to a copy of the engine on both ranks, or to one on each."""
+    (tmp_path / "on_cpu.py").write_text(megatron_on_cpu.USER_FILE)
+    own = f"algorithm.user_files=[{tmp_path / 'on_cpu.py'}]", varying_reward(tmp_path)
+    given = [*own, *PLACEMENTS["two ranks"]]
+    engines = f"{ACTOR_KEY}.name=megatron", f"{ACTOR_KEY}.pipeline_parallel_size=2"
+    size = [f"{OPTIONS_KEY}=2"] * (copies == 1)
+    rows = rows_of_run(tmp_path, engine, *given, *engines, *size, "trainer.total_training_steps=2")
+    assert [row["mismatch/max"] < 1e-3 for row in rows] == [True, True], rows
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_streamed_run_knows_the_weights_of_each_token(tmp_path, engine):
     """One generator and one trainer. With the same weights, their log-probabilities agree."""
-    (tmp_path / "rule.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    return float(sum(map(ord, solution_str)) % 7)"
-    )
     given = [
-        f"reward.path={tmp_path / 'rule.py'}",
+        varying_reward(tmp_path),
         "trainer.max_staleness=2",
         "actor_rollout_ref.rollout.slice_tokens=3",
     ]
@@ -120,6 +139,15 @@ def test_a_streamed_run_knows_the_weights_of_each_token(tmp_path, engine):
         own = {version for response in responses for version, _ in response}
         assert first + step - 2 <= min(own) <= max(own) <= first + step
         assert (row["mismatch/max"] < 1e-3) == (own == {first + step})
+
+
+def varying_reward(tmp_path):
+    """The setting of a reward that differs between responses."""
+    (tmp_path / "rule.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(sum(map(ord, solution_str)) % 7)"
+    )
+    return f"reward.path={tmp_path / 'rule.py'}"
 
 
 def rows_of_run(tmp_path, engine, *given):
