@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 
@@ -146,12 +147,32 @@ def install(plan):
     wrap(plan, Uploads, "_upload", lambda _: "upload")
 
 
+class Forked:
+    """In place of a new Python, which takes longer to import its modules than to go on."""
+
+    def __init__(self, words, start_new_session, preexec_fn):
+        if not (pid := os.fork()):
+            os.setsid()
+            preexec_fn()
+            install(Plan(**json.loads(sys.argv[1])))
+            code = main.main(words)
+            sys.stdout.flush()
+            os._exit(code)
+        self.pid = pid
+
+
 if __name__ == "__main__":
     from quadriga.cli import main, supervise
 
     if "--supervise" in sys.argv:
-        program = [sys.executable, os.path.abspath(__file__), sys.argv[1]]
-        supervise.command = lambda words: [*program, *words]
+        from transformers import LlamaForCausalLM  # noqa: F401
+
+        import quadriga.engines.fsdp
+        import quadriga.rollout.hf.engine
+        import quadriga.trainer.ppo  # noqa: F401  # a controller that is forked has the modules
+
+        supervise.command = lambda words: words
+        supervise.subprocess = SimpleNamespace(Popen=Forked)
     else:
         install(Plan(**json.loads(sys.argv[1])))
     sys.exit(main.main(sys.argv[2:]))
