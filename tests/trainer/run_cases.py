@@ -110,15 +110,15 @@ def assert_equal_tensors(ours: Path, theirs: Path) -> None:
     assert [key for key in first if not torch.equal(first[key], second[key])] == [], ours.name
 
 
-def check_equal(run: Path, whole: Path) -> list[dict[str, float]]:
-    """Check that two runs have equal rows, samples, states and models. Return what the rows of the
-    first one tell of restarts."""
+def check_equal(run: Path, whole: Path, step: int = 6) -> list[dict[str, float]]:
+    """Check that two runs of so many steps have equal rows, samples, states and models. Return what
+    the rows of the first one tell of restarts."""
     rows = timeless([*read_jsonl(run / "metrics.jsonl")])
     told = [{k: row.pop(k) for k in list(row) if k.startswith("restarts/")} for row in rows]
     assert rows == timeless([*read_jsonl(whole / "metrics.jsonl")])
     if (whole / "samples.jsonl").exists():
         assert [*read_jsonl(run / "samples.jsonl")] == [*read_jsonl(whole / "samples.jsonl")]
-    for name in ("checkpoints/global_step_6", "model"):
+    for name in (f"checkpoints/global_step_{step}", "model"):
         assert_equal_tensors(run / name, whole / name)
     return [one for one in told if one]
 

@@ -30,7 +30,7 @@ KILLS = int(os.environ.get("RESTART_KILLS", "10"))
 SEED = int(os.environ.get("RESTART_SEED", "1"))
 PROGRAM = str(Path(__file__).parent / "restart_program.py")
 COMMON = (
-    "trainer.total_training_steps=6", "trainer.save_freq=2", "trainer.test_freq=2",
+    "trainer.total_training_steps=12", "trainer.save_freq=2", "trainer.test_freq=2",
     "data.shuffle=true", "algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true",
     "algorithm.kl_ctrl.type=adaptive", "trainer.num_cpus=2", "trainer.n_gpus_per_node=2",
     "placement.actor=[0]", "placement.rollout=[1]", "trainer.samples_per_step=99",
@@ -156,7 +156,7 @@ def test_runs_that_lose_processes_at_any_moment_equal_one_that_does_not(
         url = f"s3://bucket/{number}" if "s3" in victim else f"{tmp_path}/remote{number}"
         more = (*settings, f"trainer.remote_dir={url}")
         found = run_with(kills, more, tiny_task, rule, folder, own, seed=SEED + number)
-        check_equal(run := folder / "run", whole / "run")
+        check_equal(run := folder / "run", whole / "run", 12)
         store, files = RemoteRun(url).store, {*filter(Path.is_file, run.rglob("*"))}
         copied = {str(file.relative_to(run)): file.read_bytes() for file in files}
         assert {*store.files()} == {*copied, f"model/{MARKER}", "checkpoints/steps.json"}
@@ -172,5 +172,5 @@ def test_a_run_whose_node_does_not_come_back_goes_on_with_the_other(
     nodes.returns, folder = False, tmp_path / "lost"
     settings = (*NODES, "trainer.restart_wait_s=3")
     assert run_with([("updates", 2, "node")], settings, tiny_task, rule, folder, nodes)
-    assert [row["step"] for row in read_jsonl(folder / "run/metrics.jsonl")] == [*range(7)]
+    assert [row["step"] for row in read_jsonl(folder / "run/metrics.jsonl")] == [*range(13)]
     assert "going on with 1 of 2 nodes" in (folder / "out").read_text()
