@@ -69,7 +69,7 @@ def plans(victim, clock):
     first = [] if victim == "reward" else FIRST
     others, left = cycle([p for p in PHASES if p not in ("start", "load", "restart")]), KILLS
     while left > 0:
-        more = [(p, clock.randint(0, 1)) for p in islice(others, 6)]
+        more = [(p, clock.randint(0, 1)) for p in islice(others, 10 - len(first))]
         yield (chosen := [(*one, victim.split()[0]) for one in [*first, *more]])
         left -= len(chosen)
 
