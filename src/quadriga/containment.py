@@ -47,7 +47,8 @@ def contained() -> Iterator[None]:
 
     `os._exit(0)` in a reward function would end the run at once with exit code 0, as if it had
     succeeded: within the block it raises. A function that forks and returns in the child would
-    continue the run a second time: the child ends with the block.
+    continue the run a second time: the child ends with the block. What it closes of the output is
+    opened again.
     """
     owner, really_exit = os.getpid(), os._exit
 
@@ -63,6 +64,25 @@ def contained() -> Iterator[None]:
         if os.getpid() != owner:
             really_exit(0)
         os._exit = really_exit
+        open_output()
+
+
+def open_output() -> None:
+    """Open `sys.stdout` and `sys.stderr` where the process was started without them, or code of the
+    user has closed them. Python keeps their file descriptors open; if one is not, its text is lost.
+    """
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        with contextlib.suppress(ValueError):  # it is closed
+            if stream is not None:
+                getattr(stream, "writable", bool)()
+                continue
+        try:
+            os.fstat(number)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        again = os.fdopen(number, "w", buffering=1, errors="replace", closefd=False)
+        vars(sys).update({name: again, f"__{name}__": again})
 
 
 def _default_signals() -> None:

@@ -21,13 +21,14 @@ if "opens" in case:
     saved.mkdir(parents=True)
     (saved / "COMPLETE.json").touch()
 if "progress" in case:
-    (folder / "metrics.jsonl").open("a").write(json.dumps({"step": number}) + "\\n")
+    rows = [{"step": None}, {"step": "x"}, {"step": number}]
+    (folder / "metrics.jsonl").open("a").writelines(json.dumps(row) + "\\n" for row in rows)
 if "leaves" in case:
     left = subprocess.Popen(["sleep", "600"], start_new_session=True)
     (folder / "left").write_text(str(left.pid))
 end = case["ends"][min(number, len(case["ends"]) - 1)]
-if end == "kill":
-    os.kill(os.getpid(), 9)
+if isinstance(end, str):
+    os.kill(os.getpid(), int(end))
 sys.exit(end)
 """
 PROGRAM = """
@@ -45,12 +46,13 @@ RESUMES = ["trainer.resume_mode=auto", "trainer.overwrite=false"]
 CASES = {
     # how the controllers end → exit code, number of starts, settings of the last one
     "success": ({"ends": [0]}, 0, 1, []),
+    "a signal without a name": ({"ends": ["35", 0]}, 0, 2, []),
     "wrong input": ({"ends": [2]}, 2, 1, []),
     "an error of the program": ({"ends": [1]}, 1, 1, []),
     "stopped": ({"ends": [143]}, 143, 1, []),
-    "lost before it has opened its folder": ({"ends": ["kill", 75, 0]}, 0, 3, []),
-    "lost": ({"ends": [75, "kill", 0], "opens": 1}, 0, 3, RESUMES),
-    "no new step": ({"ends": ["kill"], "opens": 1}, 137, 4, RESUMES),
+    "lost before it has opened its folder": ({"ends": ["9", 75, 0]}, 0, 3, []),
+    "lost": ({"ends": [75, "9", 0], "opens": 1}, 0, 3, RESUMES),
+    "no new step": ({"ends": ["9"], "opens": 1}, 137, 4, RESUMES),
     "new steps": ({"ends": [75, 75, 75, 75, 75, 0], "progress": 1,
                    "settings": ["trainer.restart_window_s=1e-6"]}, 0, 6, []),
     "none allowed": ({"ends": [75], "settings": ["trainer.max_restarts=0"]}, 75, 1, []),

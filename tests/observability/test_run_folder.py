@@ -22,11 +22,11 @@ def test_overwrite_removes_the_files_of_the_run_and_no_others(tmp_path):
 
 def test_resume_keeps_the_steps_up_to_the_checkpoint(tmp_path):
     folder = RunFolder.open(tmp_path, TrainConfig())
-    folder.metrics.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    folder.metrics.write_text('{"step": null}\n{"step": 2}\n{"step": 3}\n')
     folder.close()
     again = RunFolder.open(tmp_path, TrainConfig(), "resume")
     again.forget_after(2)
-    assert again.metrics.read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert again.metrics.read_text() == '{"step": null}\n{"step": 2}\n'
 
 
 def test_a_run_without_checkpoint_and_model_may_begin_again(tmp_path):

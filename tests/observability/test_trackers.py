@@ -140,6 +140,9 @@ def tracker(monkeypatch):
     ("does", "seen", "told"),
     [
         ({}, [1, 2, 3, "closed"], None),
+        ({"start": OSError("no service")}, [], "its start failed: OSError: no service"),
+        ({"start": SystemExit(1)}, [], "its start failed: SystemExit: 1"),
+        ({"start": "hang"}, [], "its start is not done after 0.2 s"),
         ({"log": OSError("no network")}, [1, "closed"], "row of step 2 failed: OSError: no net"),
         ({"log": SystemExit(0)}, [1, "closed"], "the row of step 2 failed: SystemExit: 0"),
         ({"log": "hang"}, [1], "the row of step 2 is not done after 0.2 s"),
@@ -168,13 +171,17 @@ def test_a_run_goes_on_without_a_tracker_that_raises_or_hangs(
     assert all("tracker mine" in text and told in text for text in warnings)
 
 
-def test_a_tracker_that_falls_behind_is_dropped_within_its_time(tracker, tmp_path, caplog):
+def test_a_tracker_that_falls_behind_is_dropped_and_not_waited_for_again(
+    tracker, tmp_path, caplog, monkeypatch
+):
     tracker(log="hang")
     trackers = Trackers.open(["mine"], run_info(tmp_path), timeout_s=0.1)
     for step in (1, 2):
         trackers.log(step, {})
     time.sleep(0.2)
     trackers.log(3, {})
+    monkeypatch.setattr("quadriga.observability.trackers.wait", lambda *_: pytest.fail("waits"))
+    trackers.log(4, {})
     (text,) = caplog.messages
     assert "gets no more metrics: the row of step 2 is not done after 0.1 s" in text
 
@@ -186,11 +193,11 @@ def test_a_tracker_without_its_methods_is_refused(tmp_path, monkeypatch, made):
         Trackers.open(["mine"], run_info(tmp_path))
 
 
-@pytest.mark.parametrize("start", ["hang", RuntimeError("no service")])
-def test_a_tracker_that_does_not_start_ends_the_run_before_it_begins(tracker, tmp_path, start):
-    tracker(start=start)
-    with pytest.raises((ConfigError, RuntimeError), match=r"mine has not started|no service"):
-        Trackers.open(["mine"], run_info(tmp_path), timeout_s=0.1)
+@pytest.mark.parametrize("error", [ConfigError("no key"), ImportError("no package")])
+def test_a_tracker_that_finds_its_settings_or_package_wrong_is_refused(tracker, tmp_path, error):
+    tracker(start=error)
+    with pytest.raises(type(error), match="no "):
+        Trackers.open(["mine"], run_info(tmp_path))
 
 
 def test_an_unknown_tracker_names_the_nearest_and_none_is_created(tmp_path):

@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import io
 import json
 import os
 import pickle
@@ -109,6 +110,7 @@ def allocate(solution_str, **_):
 
 
 def print_a_lot(solution_str, **_):
+    sys.stdout = io.TextIOWrapper(sys.stdout.buffer)  # which must not be a file that seeks
     for _ in range(50):
         print("x" * 200_000)
     return int(solution_str)

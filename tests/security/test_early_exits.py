@@ -131,3 +131,36 @@ def test_a_run_that_loses_the_reader_of_its_output_is_not_success(options, statu
     assert process.returncode == status, errors
     assert "Traceback" not in errors
     assert ("standard output" in errors) == bool(status)
+
+
+WRAPS = "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer)"
+CLOSES = {
+    "closed": "import sys\nsys.stdout.close()",
+    "both": "import sys\nsys.stdout.close()\nsys.stderr.close()",
+    "detached": "import sys\nsys.stdout.detach()",
+    "wrapped twice": f"{WRAPS}\n{WRAPS}",  # the first wrapper closes the buffer of the second
+}
+
+
+@pytest.mark.parametrize("name", CLOSES)
+def test_a_file_that_closes_standard_output_ends_no_run(name, tmp_path):
+    file = tmp_path / "losses.py"
+    file.write_text(CLOSES[name])
+    code = f"""
+from quadriga.algorithms.user_files import load_user_file
+load_user_file({str(file)!r})
+print("after the import")
+print("a warning", file=sys.stderr)
+exec({CLOSES[name]!r})
+from quadriga.observability.console import RunConsole
+RunConsole(1).log(1, {{}})
+exec({CLOSES[name]!r})
+"""
+    done = run_python("-c", PROGRAM.format(code=code), status=0, timeout=60)
+    assert (done.stdout, done.stderr) == ("after the import\ntrain 1/1  left 0s\n", "a warning\n")
+
+
+def test_a_command_without_standard_output_ends_as_with_it():
+    command = [sys.executable, "-m", "quadriga.cli.main", "algorithms"]
+    program = "import os, subprocess, sys\nos.close(1)\nsys.exit(subprocess.call(sys.argv[1:]))"
+    assert run_python("-c", program, *command, timeout=60).stderr == ""

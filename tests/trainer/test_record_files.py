@@ -9,6 +9,7 @@ import pytest
 from quadriga.checkpoint.remote import Uploads
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
+from quadriga.errors import ConfigError
 from quadriga.observability import trackers
 from quadriga.observability.jsonl import JsonlFile
 from quadriga.trainer import record
@@ -20,7 +21,7 @@ class Broken:
 
     def __init__(self, fails_at):
         if fails_at == "start":
-            raise RuntimeError("no service")
+            raise ConfigError("no service")
 
     def log(self, step, metrics):
         raise AssertionError("no step has ended")
@@ -46,7 +47,7 @@ def test_a_tracker_that_fails_leaves_no_file_open(tmp_path, monkeypatch, fails_a
     monkeypatch.setitem(trackers.TRACKERS, "mine", lambda run: Broken(fails_at))
     settings = [f"trainer.default_local_dir={tmp_path}/run", "trainer.loggers=[mine]"]
     config = load_config(TrainConfig, settings)
-    raised = pytest.raises(RuntimeError, match="no service")
+    raised = pytest.raises(ConfigError, match="no service")
     with (
         raised if fails_at == "start" else nullcontext(),  # the run does not end with a tracker
         RunRecord(config, 3, tokenizer=None, uploads=Uploads(config.trainer)),

@@ -35,7 +35,7 @@ from quadriga.config.commands import (
 )
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import shown
-from quadriga.containment import ExitGuard
+from quadriga.containment import ExitGuard, open_output
 from quadriga.errors import ConfigError, InputError, QuadrigaError, nearest_name
 from quadriga.files import refusal_in
 from quadriga.lazy import imported
@@ -182,6 +182,7 @@ class Invocation(argparse.Namespace):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. `arguments` None: those of the process."""
     silence_libraries()
+    open_output()
     guard = ExitGuard()
     guard.install()
     try:
@@ -201,6 +202,7 @@ def _run(arguments: Sequence[str]) -> int:
             return int(imported("quadriga.cli.supervise:supervise")(invocation))
         with _stopped_by_sigterm():
             invocation.run()
+        open_output()
         sys.stdout.flush()
     except InputError as error:
         return _report(f"error: {_one_line(error)}", 2)
@@ -363,6 +365,7 @@ def _parser() -> _Parser:
 
 def _report(text: str, code: int) -> int:
     """Write a message to standard error as `shown` does, and return the exit code."""
+    open_output()
     sys.stdout.flush()
     print(shown(text), file=sys.stderr)
     return code

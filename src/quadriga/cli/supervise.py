@@ -34,7 +34,7 @@ from quadriga.config.paths import local_path
 from quadriga.config.schema import RunConfig
 from quadriga.containment import ADOPTS_ORPHANS, ENDS_WITH_PARENT, end_all, prctl, reap
 from quadriga.errors import DataError
-from quadriga.observability.jsonl import read_jsonl
+from quadriga.observability.jsonl import read_jsonl, step_of
 from quadriga.observability.run_folder import RunFolder
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
@@ -137,7 +137,11 @@ class SupervisedRun:
         self.counted = [
             (at, last) for at, last in self.counted if at > now - window_s or last >= step
         ]
-        how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+        how = (
+            f"with exit code {code}"
+            if code >= 0
+            else f"by signal {-code}, {signal.strsignal(-code)},"
+        )
         count, allowed = len(self.counted) + 1, self.trainer.max_restarts
         self.counted.append((now, step))
         if count > allowed:
@@ -164,7 +168,7 @@ class SupervisedRun:
             rows = list(read_jsonl(self.folder.metrics))
         except DataError:
             return 0
-        return max((int(row.get("step", 0)) for row in rows), default=0)
+        return max(map(step_of, rows), default=0)
 
 
 def _identity(file: Path) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from quadriga.config.secrets import shown
+from quadriga.containment import open_output
 
 SHOWN = {
     "reward/mean": ("reward", "{:.3f}"),
@@ -62,6 +63,7 @@ class RunConsole:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a step. A metric that the step does not have is shown with its last value."""
+        open_output()
         if self._first_step is None:
             self._first_step = step
         self._latest.update({name: metrics[name] for name in SHOWN if name in metrics})

@@ -115,6 +115,12 @@ def read_jsonl(path: str | Path) -> Iterator[JsonObject]:
             yield _parse_line(path, number, line)
 
 
+def step_of(row: JsonObject) -> int:
+    """Return the step of a row; 0 if it names none."""
+    step = row.get("step")
+    return step if isinstance(step, int) else 0
+
+
 def keep_rows(path: Path, keep: Callable[[JsonObject], bool]) -> None:
     """Rewrite a file with the rows for which `keep` returns true.
 

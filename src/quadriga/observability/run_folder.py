@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from quadriga.config.paths import local_path
 from quadriga.errors import ConfigError
 from quadriga.files import remove, writing
-from quadriga.observability.jsonl import keep_rows, read_jsonl
+from quadriga.observability.jsonl import keep_rows, read_jsonl, step_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -188,7 +188,7 @@ class RunFolder:
             return
         for path in (self.metrics, self.samples):
             if path.exists():
-                keep_rows(path, lambda row: int(row.get("step", 0)) <= step)
+                keep_rows(path, lambda row: step_of(row) <= step)
 
     def lacks(self, step: int) -> bool:
         """Whether there are metrics, but none of a step."""

@@ -26,7 +26,7 @@ from quadriga.containment import describe
 from quadriga.errors import ConfigError, unknown_name
 from quadriga.files import writing
 from quadriga.observability.console import RunConsole
-from quadriga.observability.jsonl import JsonlFile, JsonObject, read_jsonl
+from quadriga.observability.jsonl import JsonlFile, JsonObject, read_jsonl, step_of
 from quadriga.observability.run_folder import WANDB, RunFolder
 
 if TYPE_CHECKING:
@@ -185,10 +185,11 @@ class TrackerThread:
     waits for     in `log` nothing; when it is made and closed, `timeout_s` seconds at most
     unblocked by  the return of each method of the tracker
 
-    A tracker that raises is dropped, and one that has not taken a row `timeout_s` seconds after it
-    was logged: a warning names it, and the run goes on without it.
+    A tracker that raises is dropped, and one that has not started, or taken a row, `timeout_s`
+    seconds after it was asked to: a warning names it, and the run goes on without it.
 
-    Raises what the tracker raises when it is made, or `ConfigError` if that takes too long.
+    Raises `ConfigError` and `ImportError` of a tracker that is made, because no later start would
+    do better, and `ConfigError` for an object without the methods of a tracker.
     """
 
     def __init__(self, name: str, make: Callable[[], Tracker], timeout_s: float) -> None:
@@ -200,12 +201,14 @@ class TrackerThread:
         self._dropped = self._closed = False
         threading.Thread(target=self._work, name=f"tracker {name}", daemon=True).start()
         made = self._submit("its start", make)
-        if made not in wait([made], timeout_s).done:
-            raise ConfigError(
-                f"trainer.loggers: {name} has not started within {timeout_s:g} s; remove it, or "
-                "increase trainer.logger_timeout_s",
-                key="trainer.loggers",
-            )
+        wait([made], timeout_s)
+        error = made.exception() if made.done() else None
+        if isinstance(error, ConfigError | ImportError):
+            raise error
+        self._drop_if_failed(late_s=0.0)
+        if self._dropped:
+            self._closed = True
+            return self._calls.put(None)
         tracker = made.result()
         if not all(callable(getattr(tracker, method, None)) for method in ("log", "close")):
             raise ConfigError(
@@ -217,7 +220,8 @@ class TrackerThread:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Pass on the metrics of a step, unless the tracker is dropped."""
-        self._drop_if_failed(late_s=self._timeout_s)
+        if not self._dropped:
+            self._drop_if_failed(late_s=self._timeout_s)
         if not self._dropped:
             self._submit(f"the row of step {step}", partial(self._tracker.log, step, metrics))
 
@@ -366,7 +370,7 @@ def plot_learning_curve(metrics: str | Path, picture: str | Path, *, title: str 
 def points_of(rows: Iterable[JsonObject], name: str) -> Points:
     """Return (steps, values) of one metric; rows without a number for it are skipped."""
     pairs = [
-        (float(row["step"]), float(row[name]))
+        (float(step_of(row)), float(row[name]))
         for row in rows
         if "step" in row and isinstance(row.get(name), int | float)
     ]

@@ -18,7 +18,15 @@ import time
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from quadriga.containment import ADOPTS_ORPHANS, ENDS_WITH_PARENT, describe, end_all, prctl, reap
+from quadriga.containment import (
+    ADOPTS_ORPHANS,
+    ENDS_WITH_PARENT,
+    describe,
+    end_all,
+    open_output,
+    prctl,
+    reap,
+)
 from quadriga.errors import QuadrigaError
 from quadriga.rewards.functions import RAISED, FunctionRef, Outcome, RewardFunction, call
 from quadriga.rewards.pool import Report
@@ -90,6 +98,8 @@ def main() -> None:
     os.dup2(its_output, 2)
     os.close(output)
     os.close(its_output)
+    sys.stdout = sys.stderr = None  # type: ignore[assignment]  # they may be files, the pipe is none
+    open_output()
     limit_memory(megabytes)
     sys.path.extend(path for path in sys.argv[3:] if path not in sys.path)
     serve(Connection(fd))

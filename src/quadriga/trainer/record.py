@@ -25,7 +25,7 @@ from quadriga.observability.callbacks import Callbacks
 from quadriga.observability.jsonl import JsonlFile, JsonObject, Sample, read_jsonl
 from quadriga.observability.metrics import MetricSet, Timer
 from quadriga.observability.run_folder import RunFolder
-from quadriga.observability.trackers import RunInfo, Trackers, plot_learning_curve
+from quadriga.observability.trackers import RunInfo, Trackers, plot_learning_curve, points_of
 from quadriga.protocol import DataProto, fields
 from quadriga.workers.updates import MISMATCH
 
@@ -104,9 +104,7 @@ class RunRecord:
             uploads.open(self.folder, existing, 0 if resumed is None else resumed.state.step)
             self._open_files(resumed, forget=existing == "resume")
             if existing == "resume" and self.folder.metrics.is_file():
-                before = [
-                    row.get("progress/elapsed", 0.0) for row in read_jsonl(self.folder.metrics)
-                ]
+                _, before = points_of(read_jsonl(self.folder.metrics), "progress/elapsed")
                 self._began -= max(before, default=0.0)
             self._opened = opened.pop_all()
 

@@ -42,6 +42,8 @@ Strategy: TypeAlias = Literal["STRICT_PACK", "PACK", "STRICT_SPREAD", "SPREAD"]
 PLACE_TIMEOUT_S = 120.0
 LOG_S = 10.0
 """After how long a wait for bundles is logged."""
+LOOK_S = 2.0
+"""Between two looks at the nodes in such a wait: Ray notices the loss of a node late."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,11 @@ def place(
         asked for in the order of the pools    [2] may get 2 GPUs of the large node; [8] never fits
         asked for by size                      [8] gets the large node, then [2] the small one
 
-    Raises `PlacementError` after `PLACE_TIMEOUT_S`. No group is kept after an error.
+    Raises `PlacementError` if the nodes that are alive cannot hold them, at the beginning or while
+    it waits, and after `PLACE_TIMEOUT_S`. No group is kept after an error.
     """
+    needs = [pool.needs(device_name, spread=strategy != "STRICT_PACK") for pool in pools]
+    check_feasible(needs, alive_nodes())
     parts = [
         _Part(pool, (number, node), count, pool.bundle(device_name))
         for number, pool in enumerate(pools)
@@ -98,8 +103,7 @@ def place(
                     name=f"{prefix}{part.place[1]}{_made_by(rank) if rank else ''}",
                     lifetime="detached" if part.pool.detached else None,
                 )
-            if not _await([made[part.place] for part in batch], batch[0].pool, deadline):
-                raise _no_room(batch[0])
+            _await([made[part.place] for part in batch], batch[0], deadline, needs)
     except BaseException:  # Ctrl-C too: a user waits here while other jobs hold the devices
         for group in made.values():
             remove_placement_group(group)
@@ -124,19 +128,22 @@ def release_pools_of(actor_ids: Iterable[str]) -> None:
             remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))))
 
 
-def _await(groups: list[PlacementGroup], pool: RayResourcePool, deadline: float) -> bool:
-    """Wait until all groups are placed; return False if the deadline is exceeded."""
+def _await(
+    groups: list[PlacementGroup], part: _Part, deadline: float, needs: Sequence[PoolNeeds]
+) -> None:
+    """Wait until all groups are placed; raise `PlacementError` if they will not be."""
     ready = [group.ready() for group in groups]
-    logged = False
+    logged, began = False, time.monotonic()
     while (left := deadline - time.monotonic()) > 0:
         try:
-            ray.get(ready, timeout=min(LOG_S, left))
-            return True
+            ray.get(ready, timeout=min(LOOK_S, left))
+            return
         except GetTimeoutError:
-            if not logged:
-                logger.warning("pool %s waits for bundles; free now: %s", pool.label, _free_text())
-                logged = True
-    return False
+            check_feasible(needs, alive_nodes())
+        if not logged and time.monotonic() - began >= LOG_S:
+            logger.warning("pool %s waits for bundles; free now: %s", part.pool.label, _free_text())
+            logged = True
+    raise _no_room(part)
 
 
 def _no_room(part: _Part) -> PlacementError:
@@ -293,9 +300,6 @@ class RayResourcePool(ResourcePool):
             with _placing:
                 if root.pgs is None:
                     pools = [p for p in root.placed_together if p.pgs is None] or [root]
-                    spread = strategy != "STRICT_PACK"
-                    needs = [pool.needs(device_name, spread) for pool in pools]
-                    check_feasible(needs, alive_nodes())
                     placed = place(pools, strategy, name, device_name)
                     for pool, found in zip(pools, placed, strict=True):
                         pool.pgs = found
