@@ -98,7 +98,7 @@ def main() -> None:
     os.dup2(its_output, 2)
     os.close(output)
     os.close(its_output)
-    sys.stdout = sys.stderr = None  # type: ignore[assignment]  # they may be files, the pipe is none
+    sys.stdout = sys.stderr = None  # they may be files, and cannot seek in a pipe
     open_output()
     limit_memory(megabytes)
     sys.path.extend(path for path in sys.argv[3:] if path not in sys.path)
