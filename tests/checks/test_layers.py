@@ -20,6 +20,7 @@ LAYERS = (
     ("weight_sync",),
     ("workers",),
     ("streams",),
+    ("report",),
     ("trainer",),
     ("compat",),
     ("cli", "testing"),

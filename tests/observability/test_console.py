@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -69,17 +70,50 @@ def test_time_left_of_a_resumed_run_counts_only_its_own_steps():
     assert console.seconds_left(11) == pytest.approx(90.0)
 
 
-def test_a_terminal_shows_a_progress_line_and_then_the_table():
-    console, clock, out = plain(4)
-    console.console = Console(file=out, force_terminal=True, width=100, highlight=False)
-    console._progress.live.console = console.console
+def terminal(total_steps, width=60):
+    console, clock, out = plain(total_steps)
+    console.console = Console(file=out, force_terminal=True, width=width, highlight=False)
+    return console, clock, out
+
+
+def test_a_terminal_shows_progress_lines_and_then_the_table():
+    console, clock, out = terminal(4)
     for step in (1, 2):
         clock.now += 1
-        console.log(step, {"reward/mean": 0.5})
+        console.phase("rollout")
+        console.log(step, {"reward/mean": 0.5, "time/rollout": 1.25, "time/step": 9.0})
     console.table("done", [("accuracy", "90%"), ("steps", "4")])
     console.close()
     text = out.getvalue()
-    assert "2/4" in text
-    assert "reward 0.500" in text
+    for part in ("2/4", "reward 0.500", "(rollout 1.2s)", "waits for rollout, step 2"):
+        assert part in text, part
     assert text.rstrip().endswith("┘")
     assert text.count("\x1b[?25h") >= 1  # the cursor is visible, for a debugger
+
+
+def test_no_line_is_longer_than_a_narrow_terminal_and_none_is_colored(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    console, _, out = terminal(1000)
+    times = {f"time/{name}": 12.5 for name in ("rollout", "evaluate", "update_actor", "validate")}
+    console.note("run folder runs/first")
+    console.log(10, {"reward/mean": 0.5, "val/score": 0.25, "perf/tokens_per_second": 1e6, **times})
+    console.sample(10, "a question " * 90, "words " * 90, 1.0)
+    console.close()
+    text = out.getvalue()
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", text)
+    lines = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", text).replace("\r", "\n").splitlines()
+    assert max(map(len, lines)) <= 60
+    assert sum("question" in line for line in lines) == 3
+
+
+def test_about_ten_responses_of_a_run_are_shown_without_what_controls_a_terminal():
+    console, _, out = plain(100)
+    for step in range(1, 101):
+        console.sample(step, "2 + 2?\n\x1b[31mred", "4", 1.0)
+    lines = out.getvalue().splitlines()
+    assert lines[:3] == [
+        "response in step 1, reward 1.000",
+        "  prompt    2 + 2? red",
+        "  response  4",
+    ]
+    assert len(lines) == 30 and lines[-3] == "response in step 91, reward 1.000"

@@ -165,8 +165,7 @@ def test_every_field_is_read_by_a_stage() -> None:
     """A field that no stage reads is computed for nothing, but for those that users read."""
     read = {name for stage in all_stages() for name in (*stage.reads, *stage.reads_if_present)}
     of_users = {
-        fields.PROMPTS, fields.POSITION_IDS, fields.INDEX, fields.WEIGHT_VERSION, fields.RM_SCORES,
-        fields.PAUSED,
+        fields.PROMPTS, fields.POSITION_IDS, fields.INDEX, fields.WEIGHT_VERSION, fields.PAUSED,
     }  # fmt: skip
     assert set(fields.BY_NAME) - read == of_users
 

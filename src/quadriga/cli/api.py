@@ -431,6 +431,11 @@ class Run:
             raise DataError(f"{self.folder} has neither rewards nor validation scores to plot")
         return Picture(picture)
 
+    def report(self) -> Path:
+        """Write the report of the run, a page for a browser, and return its path."""
+        imported("quadriga.report:write_report")([self._files.path], self._files.report)
+        return self._files.report
+
     def resume(self, **settings: Any) -> Run:
         """Go on from the newest checkpoint; settings such as `steps=200` replace earlier ones."""
         if self.recipe is None:

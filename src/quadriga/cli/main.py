@@ -91,6 +91,8 @@ COMMANDS = (
             "quadriga.cli.make_data:run_make_data", ArithmeticDataConfig),
     Command("plan", "Show batches and memory of a run: plan, plan sft, plan rm, plan generate",
             f"{_SHOW}:show_plan", TrainConfig, PLANNED),
+    Command("report", "Write what runs have recorded to one HTML page",
+            f"{_SHOW}:show_report"),
     Command("algorithms", "Show estimators, losses and their settings",
             f"{_SHOW}:show_algorithms", AlgorithmsConfig),
     Command("doctor", "Show installed packages and the resources of this machine",
@@ -103,7 +105,8 @@ COMMANDS = (
 class Invocation(argparse.Namespace):
     """A parsed command line. `verl`: a settings file of verl; the overrides are verl's then.
     `measured`: the run whose times `plan` uses; `trace`: the file for its timeline. `allow_code`: a
-    command that only shows something may run code that the settings name."""
+    command that only shows something may run code that the settings name. `runs`: the folders that
+    `report` reads; `output`: the file that it writes."""
 
     command: Command
     overrides: Sequence[str] = ()
@@ -114,6 +117,8 @@ class Invocation(argparse.Namespace):
     allow_code: bool = False
     supervise: bool = False
     trace: Path | None = None
+    runs: Sequence[Path] = ()
+    output: Path | None = None
 
     @property
     def words(self) -> list[str]:
@@ -125,7 +130,7 @@ class Invocation(argparse.Namespace):
     def run(self) -> None:
         """Load the settings and call the function of the command, or only print them."""
         if self.command.settings is None:
-            imported(self.command.target)()
+            imported(self.command.target)(*((self.runs, self.output) if self.runs else ()))
             return
         if self.measured is not None:
             imported("quadriga.cli.async_plan:show_async_plan")(Path(self.measured), self.trace)
@@ -341,6 +346,11 @@ def _parser() -> _Parser:
         own = parent.add_parser(name, help=command.summary, description=f"{command.summary}.")
         own.command = command
         own.set_defaults(command=command)
+        if command.name == "report":
+            text = "The folder of a run; several runs are compared"
+            own.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=text)
+            text = "The page; without it RUN/report.html, of several runs report.html"
+            own.add_argument("--output", type=Path, metavar="FILE", help=text)
         if command.settings is None:
             continue
         own.add_argument("overrides", nargs="*", metavar="key=value", help="Settings, listed below")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
 import platform
 import sys
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -24,26 +23,12 @@ from quadriga.config.commands import (
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import shown
 from quadriga.errors import printable
+from quadriga.observability.run_folder import REPORT, RunFolder
+from quadriga.report.events import PARTS, version_of
 
 if TYPE_CHECKING:
     from quadriga.algorithms.catalog import AlgorithmEntry
     from quadriga.trainer.evaluation import Answer
-
-PARTS = {
-    "torch": "training and rollout",
-    "ray": "trainer.backend=ray",
-    "transformers": "models and tokenizers",
-    "tensordict": "batches",
-    "pyarrow": "parquet files",
-    "tensorboard": "trainer.loggers: tensorboard",
-    "wandb": "trainer.loggers: wandb (extra: wandb)",
-    "matplotlib": "the learning curve",
-    "peft": "LoRA (extra: lora)",
-    "torchao": "optim.name=adamw_8bit (extra: optim8bit)",
-    "math_verify": "rewards for mathematics (extra: math)",
-    "vllm": "rollout.name=vllm (make engines ENGINES=vllm)",
-    "sglang": "rollout.name=sglang (make engines ENGINES=sglang)",
-}
 
 
 def show_generation(config: GenerateConfig) -> None:
@@ -179,6 +164,15 @@ def show_generation_plan(config: GenerateConfig) -> None:
     print(RunMemory(config).text())
 
 
+def show_report(runs: Sequence[Path], output: Path | None) -> None:
+    """Write the report of runs, and print where it is."""
+    from quadriga.report import write_report
+
+    page = output or (RunFolder(runs[0]).report if len(runs) == 1 else Path(REPORT))
+    write_report(runs, page)
+    print(shown(f"{page}: open it in a browser"))
+
+
 def show_algorithms(config: AlgorithmsConfig) -> None:
     """Print every entry of every registry: its formula, inputs, settings and source."""
     from quadriga.algorithms.catalog import describe_algorithms
@@ -233,13 +227,3 @@ def show_doctor() -> None:
 
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         console.print(f"accelerators: {', '.join(names) or 'none, so runs use the CPU'}")
-
-
-def version_of(name: str) -> str | None:
-    """Return the installed version of a package, "unknown" without metadata, or None."""
-    if importlib.util.find_spec(name) is None:
-        return None
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"

@@ -78,6 +78,7 @@ class SFTTrainerConfig(RunConfig):
     # of the responses in validation: greedy, and what ends them beside the end tokens of the model
     val_sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
     samples_per_step: Natural = 8  # responses written to the run folder at each validation
+    tokens_per_sample: Natural = 128  # tokens of each that are written with log-probabilities
 
 
 @dataclass(frozen=True)

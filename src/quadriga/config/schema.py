@@ -667,6 +667,7 @@ class TrainerConfig(RunConfig):
     # its tokens and its model; None: responses are taken as they come
     replay_order: str | None = None
     samples_per_step: Natural = 8  # responses written to the run folder in each step
+    tokens_per_sample: Natural = 128  # tokens of each that are written with log-probabilities
     balance_batch: bool = True  # give each rank about the same work in each mini-batch
     # keep the responses of one prompt on one rank, which computes the prompt once for all of them;
     # false: balance single sequences

@@ -166,7 +166,15 @@ _NON_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 @dataclass(frozen=True)
 class Sample:
     """One response. `reward` is the sum over its tokens; `split` is "train" or "val".
-    `weight_versions`: with `trainer.max_staleness`, (version, tokens that it sampled) in order."""
+
+    Attributes:
+        weight_versions: with `trainer.max_staleness`, (version, tokens that it sampled) in order.
+        group: the same for all responses of one step to one prompt.
+        components: numbers that the reward function returned beside the score, by name.
+        advantage: the mean over the tokens.
+        tokens: of the first `trainer.tokens_per_sample` tokens: text, log-probability in the
+            rollout, and that of the actor before the update minus it; None where there is none.
+    """
 
     step: int
     split: str
@@ -177,6 +185,10 @@ class Sample:
     data_source: str | None = None
     response_tokens: int | None = None
     weight_versions: list[tuple[int, int]] | None = None
+    group: str | None = None
+    components: dict[str, float] | None = None
+    advantage: float | None = None
+    tokens: list[tuple[str, float | None, float | None]] | None = None
 
 
 def read_samples(path: str | Path) -> list[Sample]:

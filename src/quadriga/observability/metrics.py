@@ -142,6 +142,7 @@ METRICS: dict[str, MetricInfo] = {
     ),
     # Time and speed
     "time/written": _I("s", "from a checkpoint to its commit, beside the steps"),
+    "time/reward": _I("s", "scoring, beside the passes of roles", "sum"),
     "time/*": _I("s", "time in a span of the step; spans can be nested", "sum"),
     "perf/tokens_per_second": _I("tokens/s", "prompt and response tokens / time of the step"),
     "progress/elapsed": _I("s", "seconds of the run, without those between its starts", "last"),
@@ -217,13 +218,17 @@ class Timer:
 
     `with timer("rollout"): …` adds to the metric `time/rollout`. Spans can be nested and repeated;
     a span includes the spans inside it.
+
+    `begins`: is called with the name of each span when it begins.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, begins: Callable[[str], object] = lambda name: None) -> None:
+        self._begins = begins
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        self._begins(name)
         start = time.perf_counter()
         try:
             yield

@@ -4,10 +4,12 @@ runs/run/
   config.yaml         all settings, with secrets masked
   metrics.jsonl       one object per step
   samples.jsonl       some responses of each step
+  events.jsonl        the environment of each start of the run, and warnings
   stream.jsonl        the order of the calls to the rollout, with trainer.max_staleness
   tensorboard/        the same metrics for TensorBoard
   wandb/              the files of Weights & Biases, if trainer.loggers contains wandb
   learning_curve.png  reward and validation score over steps
+  report.html         all of this as one page (`quadriga report`)
   checkpoints/        one folder per saved step
   model/              the trained policy as a Hugging Face folder
   run.lock            the run that writes here, while it does
@@ -43,10 +45,12 @@ checkpoint nor a model (restart)."""
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
+EVENTS = "events.jsonl"
 STREAM = "stream.jsonl"
 TENSORBOARD = "tensorboard"
 WANDB = "wandb"
 PLOT = "learning_curve.png"
+REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
 _KEY = "trainer.default_local_dir"
@@ -54,9 +58,9 @@ _MARKS = (CONFIG, METRICS)  # a folder with one of these holds a run
 # What an export that was killed leaves beside the model.
 _REPLACED = f"{MODEL}.replaced"
 _EXPORTS = (f"{MODEL}.partial", _REPLACED)
-ALL = (CONFIG, METRICS, SAMPLES, STREAM, TENSORBOARD, WANDB, PLOT, CHECKPOINTS, MODEL, *_EXPORTS)
 # What a run that begins again writes anew. Each start has files of its own under wandb/.
-OF_STEPS = (METRICS, SAMPLES, STREAM, TENSORBOARD, PLOT)
+OF_STEPS = (METRICS, SAMPLES, EVENTS, STREAM, TENSORBOARD, PLOT, REPORT)
+ALL = (CONFIG, *OF_STEPS, WANDB, CHECKPOINTS, MODEL, *_EXPORTS)
 
 _log = logging.getLogger("quadriga")
 
@@ -74,7 +78,9 @@ class RunFolder:
         self.samples = path / SAMPLES
         self.stream = path / STREAM
         self.tensorboard = path / TENSORBOARD
+        self.events = path / EVENTS
         self.plot = path / PLOT
+        self.report = path / REPORT
         self.checkpoints = path / CHECKPOINTS
         self.model = path / MODEL
 

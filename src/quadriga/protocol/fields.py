@@ -43,6 +43,7 @@ VALUES: Final = "values"
 RM_SCORES: Final = "rm_scores"
 TOKEN_LEVEL_SCORES: Final = "token_level_scores"
 REWARD_COMPONENTS: Final = "reward_components"
+REWARD_EXTRA: Final = "reward_extra"
 TOKEN_LEVEL_REWARDS: Final = "token_level_rewards"
 ROLLOUT_IS_WEIGHTS: Final = "rollout_is_weights"
 ADVANTAGES: Final = "advantages"
@@ -180,6 +181,8 @@ FIELDS: tuple[Field, ...] = (
     Field(MULTI_MODAL_INPUTS, "[B]", "object",
           "for a model that takes images: dict of `pixel_values` and `image_grid_thw`, {} without",
           (_PROMPT_LOADER,)),
+    Field(REWARD_EXTRA, "[B]", "object",
+          "dict of the numbers that the reward function returned beside its score", (_SCORE,)),
     Field(UID, "[B]", "object", "str, the same for all rows of one prompt group",
           ("expand_prompts",)),
     Field(PARTIALS, "[B]", "object",

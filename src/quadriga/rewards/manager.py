@@ -274,7 +274,8 @@ class RewardManager:
 
         Returns:
             `token_level_scores` [B, R] float32: the score of a row at its last response token, 0
-            elsewhere; and `reward_components` [B, K] float32 if `components` are set.
+            elsewhere; `reward_components` [B, K] float32 if `components` are set; and the numbers
+            that functions returned beside their scores, `reward_extra` [B] of dicts.
 
         Raises:
             FieldError: a row of a built-in function has no ground truth, or a function did not
@@ -294,7 +295,7 @@ class RewardManager:
         scores = {fields.TOKEN_LEVEL_SCORES: score_BR}
         if self.components:
             scores[fields.REWARD_COMPONENTS] = reward_components(outcomes, self.components)
-        return DataProto.from_dict(scores)
+        return DataProto.from_dict(scores, non_tensors=numbers_beside(outcomes))
 
     def score_texts(
         self, texts: Sequence[str], rows: Sequence[Mapping[str, object]]
@@ -485,6 +486,12 @@ def reward_components(outcomes: Sequence[Outcome], names: Sequence[str]) -> torc
             )
         rows.append([0.0 if missing else float(outcome.extra[name]) for name in names])
     return torch.tensor(rows, dtype=torch.float32).reshape(len(outcomes), len(names))
+
+
+def numbers_beside(outcomes: Sequence[Outcome]) -> dict[str, list[dict[str, float]]]:
+    """Return the field `reward_extra`: for each row the numbers beside its score, by name."""
+    extras = [{k: v for k, v in o.extra.items() if isinstance(v, float)} for o in outcomes]
+    return {fields.REWARD_EXTRA: extras}
 
 
 def mean_extras(outcomes: Sequence[Outcome]) -> dict[str, float]:

@@ -16,7 +16,12 @@ from torch import Tensor
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto, DataProtoFuture, fields
 from quadriga.rewards.functions import SCORED, Outcome, plain_extras
-from quadriga.rewards.manager import RewardManager, mean_extras, reward_components
+from quadriga.rewards.manager import (
+    RewardManager,
+    mean_extras,
+    numbers_beside,
+    reward_components,
+)
 
 SCORES, EXTRA, KEY = "reward_tensor", "reward_extra_info", "reward_fn"
 Scored: TypeAlias = DataProto | DataProtoFuture
@@ -75,7 +80,7 @@ class TensorReward:
         if self.components:
             written[fields.REWARD_COMPONENTS] = reward_components(outcomes, self.components)
         self.metrics = mean_extras(outcomes)
-        return DataProto.from_dict(written)
+        return DataProto.from_dict(written, non_tensors=numbers_beside(outcomes))
 
 
 def batch_reward(

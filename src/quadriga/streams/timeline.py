@@ -21,7 +21,11 @@ from quadriga.observability.jsonl import read_jsonl
 from quadriga.observability.run_folder import METRICS, STREAM
 
 Counts = npt.NDArray[np.int64]
-_PHASES = "rollout evaluate advantages update_critic update_actor sync_weights validate save"
+_PHASES = (
+    "rollout evaluate advantages update_critic update_actor sync_weights validate save snapshot"
+)
+_FINE_TUNING = "step sync_weights evaluate validate save snapshot"
+_REWARD = "time/reward"
 
 
 class Span(NamedTuple):
@@ -53,13 +57,17 @@ class RecordedStream(NamedTuple):
 
 
 def recorded_spans(folder: Path) -> list[Span]:
-    """Return the phases of the steps of a run, and of a streamed one the rest of its work."""
+    """Return the phases of the steps of a run and the scoring in them, and of a streamed run the
+    rest of its work."""
     spans, stream = list[Span](), folder / STREAM
     for row in read_jsonl(folder / METRICS):
-        seconds = {phase: row.get(f"time/{phase}", 0.0) for phase in _PHASES.split()}
+        phases = _PHASES if "time/rollout" in row else _FINE_TUNING
+        seconds = {phase: row.get(f"time/{phase}", 0.0) for phase in phases.split()}
         now = row.get("progress/elapsed", 0.0) - sum(seconds.values())
         for phase in filter(seconds.get, seconds):
             spans.append(Span("controller", phase, now, now + seconds[phase], 0))
+            if phase == "evaluate" and _REWARD in row:
+                spans.append(Span("reward", "score", now, now + row[_REWARD], 0))
             now += seconds[phase]
     return spans + (read_stream(stream).spans if stream.is_file() else [])
 

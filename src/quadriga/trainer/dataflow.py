@@ -105,8 +105,11 @@ ESTIMATE_ADVANTAGES = StageFields(
 )
 LOG_UPDATE = StageFields("log_update", reads=(fields.PARTIALS,))
 LOG_SAMPLES = StageFields(
-    "log_samples", reads=(fields.RESPONSES, _MASK, _SCORES, fields.RAW_PROMPT),
-    reads_if_present=(fields.REWARD_MODEL, fields.DATA_SOURCE, fields.TOKEN_VERSIONS),
+    "log_samples",
+    reads=(fields.RESPONSES, _MASK, _SCORES, fields.RAW_PROMPT, fields.ATTENTION_MASK, fields.UID),
+    reads_if_present=(fields.REWARD_MODEL, fields.DATA_SOURCE, fields.TOKEN_VERSIONS,
+                      fields.REWARD_EXTRA, fields.RM_SCORES, fields.ADVANTAGES,
+                      fields.ROLLOUT_LOG_PROBS, _OLD),
 )
 # fmt: on
 
@@ -335,14 +338,15 @@ def _score_responses(config: TrainConfig, custom_reward: bool) -> StageFields:
     read nothing and to write the reward components.
     """
     if custom_reward:
-        return StageFields("score_responses", writes=(_SCORES, fields.REWARD_COMPONENTS))
+        written = _SCORES, fields.REWARD_COMPONENTS, fields.REWARD_EXTRA
+        return StageFields("score_responses", writes=written)
     components = (fields.REWARD_COMPONENTS,) if config.algorithm.reward_components else ()
     masks = (_MASK,) if config.reward.on_failure == "mask" else ()
     return StageFields(
         "score_responses",
         reads=(fields.RESPONSES, _MASK, fields.REWARD_MODEL),
         reads_if_present=(fields.DATA_SOURCE, fields.EXTRA_INFO, fields.COLUMNS),
-        writes=(_SCORES, *components, *masks),
+        writes=(_SCORES, fields.REWARD_EXTRA, *components, *masks),
     )
 
 

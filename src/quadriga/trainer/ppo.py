@@ -257,7 +257,9 @@ class RayPPOTrainer:
         """Score the responses, measure them, and mask those that take no part in the update."""
         config = self.config.algorithm
         if not self.plan.sampler_scores:
-            batch = runner.run(stages.score_responses, batch, self.training_reward())
+            assert runner.record is not None, "times need a record"
+            with runner.record.span("reward"):
+                batch = runner.run(stages.score_responses, batch, self.training_reward())
         batch = runner.run(stages.measure_batch, batch)
         batch = runner.run(stages.mask_truncated, batch, config)
         return runner.run(stages.mask_zero_variance_groups, batch, config)

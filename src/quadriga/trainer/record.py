@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from quadriga.algorithms.aggregation import merge_partials
 from quadriga.algorithms.importance import mismatch_of_statistics
@@ -19,6 +19,7 @@ from quadriga.checkpoint.remote import Uploads
 from quadriga.config.commands import RMConfig, RMTrainerConfig, SFTConfig
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import mask_secrets
+from quadriga.containment import describe
 from quadriga.errors import InputError
 from quadriga.files import remove
 from quadriga.observability.callbacks import Callbacks
@@ -27,6 +28,8 @@ from quadriga.observability.metrics import MetricSet, Timer
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import RunInfo, Trackers, plot_learning_curve, points_of
 from quadriga.protocol import DataProto, fields
+from quadriga.report import write_report
+from quadriga.report.events import EventLog
 from quadriga.workers.updates import MISMATCH
 
 if TYPE_CHECKING:
@@ -82,8 +85,13 @@ class RunRecord:
         self._uploads = uploads
         trainer = config.trainer
         # A reward model generates no responses.
-        self.samples_kept = 0 if isinstance(trainer, RMTrainerConfig) else trainer.samples_per_step
-        self.span = Timer()
+        self.samples_kept = self.tokens_kept = 0
+        if not isinstance(trainer, RMTrainerConfig):
+            self.samples_kept, self.tokens_kept = (
+                trainer.samples_per_step,
+                trainer.tokens_per_sample,
+            )
+        self.span = Timer(self._tell_phase)
         self.spent: dict[str, float] = {}  # seconds by span, over the whole run
         self.last: dict[str, float] = {}  # metrics of the last step
         self.restarts: dict[str, float] = {}  # metrics of restarts, for the next row
@@ -98,8 +106,11 @@ class RunRecord:
             self.folder = RunFolder.open(path, given or config, existing)
             opened.callback(self.folder.close)
             title = _TITLES[type(config).__name__]
+            self._shown_split = "train" if title == "train" else "val"
             names = trainer.project_name, trainer.experiment_name
             self._info = RunInfo(self.folder, total_steps, title, 0, *names)
+            self._events = EventLog(self.folder.events, lambda: self.elapsed)
+            opened.callback(self._events.close)
             self._loggers = trainer.loggers, trainer.logger_timeout_s
             uploads.open(self.folder, existing, 0 if resumed is None else resumed.state.step)
             self._open_files(resumed, forget=existing == "resume")
@@ -129,6 +140,8 @@ class RunRecord:
             names, timeout_s = self._loggers
             self._trackers = Trackers.open(names, info, timeout_s)
             opened.callback(self._trackers.close)
+            if self._trackers.console is not None:
+                self._trackers.console.note(f"run folder {self.folder.path}")
             row = {} if resumed is None or not forget else resumed.state.row
             if row and self.folder.lacks(step or 0):  # killed between checkpoint and row
                 self._trackers.log(step or 0, row)
@@ -160,12 +173,20 @@ class RunRecord:
         with self._opened, self._files:
             self._trackers.close()
             # The plot reads the metrics file, which is complete only after the trackers are closed.
+            if error is None and self.folder.metrics.is_file():  # the tracker jsonl writes it
+                self._plot()
+            self._report()
             if error is None:
-                if self.folder.metrics.is_file():  # the tracker jsonl writes it
-                    self._plot()
                 self._closing_table()
             self._uploads.close(finished=error is None)
             self._callbacks.end(error)
+
+    def _report(self) -> None:
+        """Write the report. The run is complete without it."""
+        try:
+            write_report([self.folder.path], self.folder.report)
+        except Exception as error:  # it may hold any text, and no run ends by its report
+            _log.warning("the report is not written: %s", describe(error))
 
     def _plot(self) -> None:
         """Draw the learning curve. The run is complete without it."""
@@ -174,6 +195,10 @@ class RunRecord:
         except InputError as error:
             remove(self.folder.plot)
             _log.warning("the learning curve is not drawn: %s", error)
+
+    def _tell_phase(self, name: str) -> None:
+        if self._trackers.console is not None and name != "step":
+            self._trackers.console.phase(name)
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Add metrics to the current step."""
@@ -262,17 +287,22 @@ class RunRecord:
         split: Literal["train", "val"] = "train",
         written: int = 0,
     ) -> int:
-        """Write the first responses of a batch as text, and return their number.
+        """Write responses of a batch, group after group, and return their number.
 
         Args:
             written: of `samples_per_step` responses, the number that earlier batches of the step
                 have given.
         """
-        kept = batch.slice(0, min(self.samples_kept - written, len(batch)))
-        if len(kept):
-            for sample in read_samples(kept, step, split, self.tokenizer):
+        kept = rows_by_group(batch)[: self.samples_kept - written]
+        if kept:
+            rows = batch.select_idxs(kept)
+            found = list(read_samples(rows, step, split, self.tokenizer, self.tokens_kept))
+            for sample in found:
                 self._step_samples.append(asdict(sample))
                 self._samples.write(self._step_samples[-1])
+            console, first = self._trackers.console, found[0]
+            if console is not None and not written and split == self._shown_split:
+                console.sample(step, first.prompt, first.response, first.reward)
         return len(kept)
 
     def samples(self, split: Literal["train", "val"]) -> list[JsonObject]:
@@ -296,6 +326,7 @@ class RunRecord:
             *_validation_row(self.last),
             *((f"  {source}", text) for source, text in self.validation),
             ("run folder", str(self.folder.path)),
+            ("report", str(self.folder.report)),
             ("model", str(self.folder.model)),
         ]
         console.table("done", rows)
@@ -329,20 +360,57 @@ def named_mismatch(metrics: Mapping[str, float]) -> Metrics:
     return {f"{MISMATCH}{name.removeprefix('mismatch_')}": v for name, v in metrics.items()}
 
 
+def rows_by_group(batch: DataProto) -> list[int]:
+    """Return the numbers of all rows so that those of a prompt group are neighbours: groups a b a b
+    are rows 0 2 1 3."""
+    uids = batch.non_tensor_batch[fields.UID].tolist()
+    first = {uid: row for row, uid in reversed(list(enumerate(uids)))}
+    return sorted(range(len(uids)), key=lambda row: first[uids[row]])
+
+
 def read_samples(
-    batch: DataProto, step: int, split: Literal["train", "val"], tokenizer: PreTrainedTokenizerBase
+    batch: DataProto,
+    step: int,
+    split: Literal["train", "val"],
+    tokenizer: PreTrainedTokenizerBase,
+    most_tokens: int = 0,
 ) -> Iterator[Sample]:
     """Yield the rows of a batch as text. Fetches the fields of all rows, so the batch should be
-    small."""
+    small.
+
+    Args:
+        most_tokens: of a response, that are given one by one.
+    """
     tensors, arrays = batch.batch, batch.non_tensor_batch
+    none = [None] * len(batch)
+
+    def numbers(name: str) -> Any:
+        return tensors[name] if name in tensors.keys() else none  # noqa: SIM118
+
     rewards = tensors[fields.TOKEN_LEVEL_SCORES].sum(-1).tolist()
     responses, masks = tensors[fields.RESPONSES], tensors[fields.RESPONSE_MASK]
-    truths = arrays[fields.REWARD_MODEL] if fields.REWARD_MODEL in arrays else [None] * len(batch)
+    # Responses that take no part in the update have an empty mask of the response.
+    sampled = tensors[fields.ATTENTION_MASK][:, -responses.shape[1] :].bool()
     streamed = fields.TOKEN_VERSIONS in tensors.keys()  # noqa: SIM118
-    versions = spans_of_versions(batch) if streamed else [None] * len(batch)
-    sources = arrays[fields.DATA_SOURCE] if fields.DATA_SOURCE in arrays else [None] * len(batch)
-    for i, (ids, mask) in enumerate(zip(responses, masks, strict=True)):
-        kept = ids[mask.bool()]
+    versions = spans_of_versions(batch) if streamed else none
+    advantages, models = numbers(fields.ADVANTAGES), numbers(fields.RM_SCORES)
+    rollout, actor = numbers(fields.ROLLOUT_LOG_PROBS), numbers(fields.OLD_LOG_PROBS)
+    truths, sources, extras = (
+        arrays.get(name, none)
+        for name in (fields.REWARD_MODEL, fields.DATA_SOURCE, fields.REWARD_EXTRA)
+    )
+    for i, (ids, mask) in enumerate(zip(responses, masks.bool(), strict=True)):
+        kept = ids[sampled[i]]
+        components = dict(extras[i] or {})
+        if models[i] is not None:
+            components["reward model"] = float(models[i].sum())
+        advantage = advantages[i]
+        if advantage is not None:
+            advantage = float(advantage[mask].mean()) if mask.any() else 0.0
+        of_tokens = [
+            None if row[i] is None else row[i][sampled[i]][:most_tokens].tolist()
+            for row in (rollout, actor)
+        ]
         yield Sample(
             step=step,
             split=split,
@@ -353,7 +421,35 @@ def read_samples(
             data_source=sources[i],
             response_tokens=len(kept),
             weight_versions=versions[i],
+            group=str(arrays[fields.UID][i]),
+            components=components or None,
+            advantage=advantage,
+            tokens=_tokens(tokenizer, kept[:most_tokens].tolist(), *of_tokens),
         )
+
+
+def _tokens(
+    tokenizer: PreTrainedTokenizerBase,
+    ids: list[int],
+    rollout: list[float] | None,
+    actor: list[float] | None,
+) -> list[tuple[str, float | None, float | None]] | None:
+    """Return text, log-probability and difference of each token; see `Sample`."""
+
+    def text(number: int) -> str:
+        # Behind the token before it: some tokenizers leave out a space at the beginning of a text.
+        before = ids[max(0, number - 1) : number]
+        return str(tokenizer.decode([*before, ids[number]]))[len(str(tokenizer.decode(before))) :]
+
+    if not ids or rollout is None:
+        return None
+    differences = (
+        [None] * len(ids) if actor is None else [a - r for a, r in zip(actor, rollout, strict=True)]
+    )
+    return [
+        (text(i), round(rollout[i], 4), None if d is None else round(d, 4))
+        for i, d in enumerate(differences)
+    ]
 
 
 def spans_of_versions(batch: DataProto) -> list[list[tuple[int, int]]]:
