@@ -37,7 +37,7 @@ data: {train_files: a.parquet, train_batch_size: 32, max_prompt_length: 64, seed
 algorithm: {adv_estimator: grpo, kl_ctrl: {kl_coef: 0.01}}
 critic: {optim: {lr: 5e-5}, model: {path: ~/models/other}}
 trainer:
-  logger: [console, wandb, file, mlflow]
+  logger: [console, wandb, file, clearml]
   project_name: mine
   save_freq: -1
   test_freq: 5
@@ -133,15 +133,15 @@ def test_a_typo_of_the_command_line_is_refused(file):
 def test_what_is_ignored_is_listed(file):
     chosen = "actor_rollout_ref.rollout.enable_chunked_prefill"
     translation = read_verl(
-        TrainConfig, TRAIN, file, [f"+{chosen}=0.5", "trainer.logger=[console,swanlab]"]
+        TrainConfig, TRAIN, file, [f"+{chosen}=0.5", "trainer.logger=[console,clearml]"]
     )
     ignored = set(translation.ignored)
     assert {chosen, "actor_rollout_ref.actor.fsdp_config.forward_prefetch"} <= ignored
     assert not {key for key in ignored if "_target_" in key or key in TRAIN}
     report = translation.report()
-    assert "trainer.logger=['console', 'swanlab'] → trainer.loggers=['console']" in report
+    assert "trainer.logger=['console', 'clearml'] → trainer.loggers=['console']" in report
     command_line, _, from_file = report.partition("from the file:")
-    assert "  trainer.logger=swanlab\n" in command_line
+    assert "  trainer.logger=clearml\n" in command_line
     assert chosen in command_line and chosen not in from_file
     assert "actor_rollout_ref.actor.fsdp_config: forward_prefetch" in from_file
 

@@ -7,17 +7,21 @@ import logging
 import sys
 import threading
 import time
+from dataclasses import asdict
 from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
+from quadriga.config.secrets import MASK
 from quadriga.errors import ConfigError, InputError, UnknownNameError
+from quadriga.observability.jsonl import Sample
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import (
     TRACKERS,
     RunInfo,
     Trackers,
+    check_trackers,
     plot_learning_curve,
     register_tracker,
 )
@@ -56,35 +60,92 @@ def test_jsonl_and_tensorboard_hold_the_same_numbers(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
 
 
-class FakeWandb(ModuleType):
-    """Records what `WandbTracker` calls. The numbers of calls and their arguments are checked."""
-
-    def __init__(self):
-        super().__init__("wandb")
-        self.__spec__ = ModuleSpec("wandb", None)
-        self.runs, self.Settings = [], lambda **values: values
-
-    def init(self, **options):
-        run = SimpleNamespace(options=options, rows=[], ended=False)
-        run.log = lambda metrics, step: run.rows.append((step, metrics))
-        run.finish = lambda: setattr(run, "ended", True)
-        self.runs.append(run)
-        return run
+SAMPLE = asdict(
+    Sample(2, "val", "user: 1 + 1?", "key hf_abcdefghijklmnopqrstuvwx", 0.5, ground_truth=["2"])
+)
+ROW = [2, "user: 1 + 1?", f"key {MASK}", 0.5, "['2']", "None"]
+COLUMNS = ["step", "prompt", "response", "reward", "ground_truth", "data_source"]
 
 
-def test_wandb_receives_names_and_metrics_and_a_resumed_run_is_continued(tmp_path, monkeypatch):
-    module = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    names = {"project_name": "demo", "experiment_name": "first"}
+@pytest.fixture
+def service(monkeypatch):
+    """A stand-in for the package of a service, which records every call."""
+
+    def stand_in(name):
+        module = MagicMock(__spec__=ModuleSpec(name, None))
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    return stand_in
+
+
+def track(name, path, first_step=0):
+    """A run of one step with the tracker, which is validated."""
+    path.mkdir(exist_ok=True)
+    names = {"project_name": "demo", "experiment_name": "first", "settings": {"a.b": 3}}
+    trackers = Trackers.open([name], run_info(path, first_step=first_step, **names))
+    trackers.log_samples(2, [SAMPLE])
+    trackers.log(2, {"val-core/x/pass@4": 0.5})
+    trackers.close()
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab", "trackio"])
+def test_a_service_receives_names_settings_metrics_and_samples(tmp_path, service, name):
+    module = service(name)
     for first_step in (0, 2, 0):
-        trackers = Trackers.open(["wandb"], run_info(tmp_path, first_step=first_step, **names))
-        trackers.log(first_step + 1, {"reward/mean": 0.5})
-        trackers.close()
-    begun, resumed, another = module.runs
-    assert resumed.options["id"] == begun.options["id"] != another.options["id"]
-    assert (begun.options["project"], begun.options["name"]) == ("demo", "first")
-    assert begun.options["dir"] == str(tmp_path) and begun.rows == [(1, {"reward/mean": 0.5})]
-    assert resumed.rows == [(3, {"reward/mean": 0.5})] and another.ended
+        track(name, tmp_path, first_step)
+    calls = module.init.call_args_list
+    begun, resumed, another = [{**call.kwargs, "args": call.args} for call in calls]
+    if name == "trackio":
+        assert [call["resume"] for call in (begun, resumed, another)] == ["never", "allow", "never"]
+        assert begun["args"] == ("demo", "first")
+    else:
+        assert resumed["id"] == begun["id"] != another["id"] and begun["project"] == "demo"
+        assert begun["name"] == "first"
+    assert begun["config"] == {"a.b": 3}
+    logged, run = module.init.return_value.log.call_args_list[:2], module.init.return_value
+    assert logged[0].kwargs == logged[1].kwargs == {"step": 2}
+    assert list(logged[0].args[0]) == ["val_samples"]
+    assert logged[1].args == ({"val-core/x/pass@4": 0.5},) and run.finish.call_count == 3
+    if name == "swanlab":
+        text = f"user: 1 + 1?\n\nkey {MASK}\n\nreward 0.5"
+        assert module.Text.mock_calls[0].args == (text,)
+    else:
+        assert module.Table.mock_calls[0].args == (COLUMNS, [ROW])
+
+
+def test_mlflow_keeps_its_run_and_takes_names_that_it_allows(tmp_path, service):
+    module = service("mlflow")
+    module.is_tracking_uri_set.return_value = False
+    client = module.MlflowClient.return_value
+    client.get_experiment_by_name.return_value = None
+    client.create_run.return_value.info.run_id = "one"
+    for first_step in (0, 2):
+        track("mlflow", tmp_path, first_step)
+    module.MlflowClient.assert_called_with(f"sqlite:///{tmp_path}/mlflow/mlflow.db")
+    assert client.create_run.call_count == 1
+    assert client.log_batch.mock_calls[0].kwargs["params"] == [module.entities.Param("a.b", "3")]
+    (name, value, _, step) = module.entities.Metric.mock_calls[0].args
+    assert (name, value, step) == ("val-core/x/pass_4", 0.5, 2)
+    table = dict(zip(COLUMNS, ([value] for value in ROW), strict=True))
+    client.log_table.assert_called_with("one", table, "val_samples/step_2.json")
+    client.set_terminated.assert_called_with("one")
+
+
+def test_tensorboard_shows_the_samples_of_a_validation(tmp_path):
+    track("tensorboard", tmp_path)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (event,) = events.Tensors("val_samples/text_summary")
+    assert event.step == 2 and b"    user: 1 + 1?" in event.tensor_proto.string_val[0]
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio", "swanlab"])
+def test_a_service_without_its_package_is_refused_with_its_extra(name, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=rf"pip install 'quadriga\[{name}\]'"):
+        check_trackers([name])
 
 
 @pytest.mark.parametrize("fails", [OSError, RuntimeError])
@@ -204,8 +265,8 @@ def test_an_unknown_tracker_names_the_nearest_and_none_is_created(tmp_path):
     with pytest.raises(UnknownNameError) as caught:
         Trackers.open(["jsonl", "tensorbord"], run_info(tmp_path))
     assert str(caught.value) == (
-        "there is no tracker for trainer.loggers 'tensorbord'; known: console, jsonl, "
-        "tensorboard, wandb; did you mean 'tensorboard'?"
+        "there is no tracker for trainer.loggers 'tensorbord'; known: console, jsonl, mlflow, "
+        "swanlab, tensorboard, trackio, wandb; did you mean 'tensorboard'?"
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -46,16 +46,6 @@ def test_a_run_writes_its_folder_and_a_model_that_generates(run, train_overrides
     assert written["responses"] == answers[0].responses
 
 
-def test_every_metric_of_a_run_is_documented(run) -> None:
-    from quadriga.observability.metrics import describe_metric
-
-    rows = run("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true",
-               "actor_rollout_ref.actor.entropy_coeff=0.01", "algorithm.use_kl_in_reward=true",
-               "algorithm.rollout_correction.level=token", "algorithm.overlong.enable=true",
-               "algorithm.overlong.buffer_length=4")  # fmt: skip
-    assert [n for row in rows for n in row if n != "step" and describe_metric(n) is None] == []
-
-
 def test_training_raises_a_reward_that_is_easy_to_raise(run, tmp_path) -> None:
     rule = tmp_path / "rule.py"
     rule.write_text(USER_REWARD)

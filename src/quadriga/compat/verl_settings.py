@@ -47,6 +47,7 @@ from quadriga.config.paths import local_path
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import mask_secrets, shown
 from quadriga.errors import ConfigError, UnknownSettingError, nearest_name
+from quadriga.observability.trackers import TRACKERS as OWN_TRACKERS
 from quadriga.rollout import rollout_of
 
 if TYPE_CHECKING:
@@ -493,8 +494,7 @@ ENGINE_CLASS = named({f"verl.workers.config.{name}": ours for name, ours in (
     ("McoreEngineConfig", "megatron"), ("FSDPEngineConfig", LEAVE))})  # fmt: skip
 RESUME = named({"resume_path": LEAVE})  # then `resume_from_path` is the value
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-TRACKERS = {name: name for name in ("console", "jsonl", "tensorboard", "wandb")} | {"file": "jsonl"}
-"""verl's logger → our tracker."""
+TRACKERS = {name: name for name in OWN_TRACKERS} | {"file": "jsonl"}  # verl's logger → ours
 
 
 def _loggers(value: object) -> list[object]:

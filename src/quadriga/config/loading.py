@@ -457,6 +457,11 @@ def to_yaml(config: DataclassInstance) -> str:
     return OmegaConf.to_yaml(written)
 
 
+def shown_settings(config: DataclassInstance) -> dict[str, Plain]:
+    """Return dotted key → value of every setting, with secrets masked."""
+    return dict(setting_leaves(mask_values(_values_of(config))))
+
+
 def _gives(value: Plain, text: Plain, written: dict[str, Plain], key: str) -> bool:
     """Return whether `text` in place of the value at `key` is read as `value` again.
 

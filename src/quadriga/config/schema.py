@@ -596,7 +596,7 @@ class RunConfig(MachineConfig):
     # keep only the newest checkpoint in the run folder, and those that are not in remote_dir
     remove_local_after_upload: bool = False
     overwrite: bool = False  # replace a run that is already in the folder
-    # console, jsonl, tensorboard, wandb, or a tracker of your own
+    # console, jsonl, tensorboard, wandb, mlflow, trackio, swanlab, or a tracker of your own
     loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
     # seconds in which a tracker starts, takes a row or ends; then the run goes on without it
     logger_timeout_s: Positive = 60.0

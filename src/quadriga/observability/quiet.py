@@ -31,6 +31,7 @@ _LOGGERS = {
     "huggingface_hub": logging.ERROR,
     "ray": logging.WARNING,
     "matplotlib": logging.ERROR,
+    "mlflow": logging.WARNING,
     "torch.distributed": logging.ERROR,
     "torch.utils._pytree": logging.ERROR,
     "torchao": logging.ERROR,  # transformers imports it, and it tells which kernels it has not

@@ -7,7 +7,7 @@ runs/run/
   events.jsonl        the environment of each start of the run, and warnings
   stream.jsonl        the order of the calls to the rollout, with trainer.max_staleness
   tensorboard/        the same metrics for TensorBoard
-  wandb/              the files of Weights & Biases, if trainer.loggers contains wandb
+  wandb/ mlflow/ …    the files of trackers, if trainer.loggers contains them
   learning_curve.png  reward and validation score over steps
   report.html         all of this as one page (`quadriga report`)
   checkpoints/        one folder per saved step
@@ -48,7 +48,7 @@ SAMPLES = "samples.jsonl"
 EVENTS = "events.jsonl"
 STREAM = "stream.jsonl"
 TENSORBOARD = "tensorboard"
-WANDB = "wandb"
+OF_TRACKERS = WANDB, MLFLOW, SWANLAB = "wandb", "mlflow", "swanlab"
 PLOT = "learning_curve.png"
 REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
@@ -58,9 +58,9 @@ _MARKS = (CONFIG, METRICS)  # a folder with one of these holds a run
 # What an export that was killed leaves beside the model.
 _REPLACED = f"{MODEL}.replaced"
 _EXPORTS = (f"{MODEL}.partial", _REPLACED)
-# What a run that begins again writes anew. Each start has files of its own under wandb/.
+# What a run that begins again writes anew. Each start has its own run in other trackers.
 OF_STEPS = (METRICS, SAMPLES, EVENTS, STREAM, TENSORBOARD, PLOT, REPORT)
-ALL = (CONFIG, *OF_STEPS, WANDB, CHECKPOINTS, MODEL, *_EXPORTS)
+ALL = (CONFIG, *OF_STEPS, *OF_TRACKERS, CHECKPOINTS, MODEL, *_EXPORTS)
 
 _log = logging.getLogger("quadriga")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import re
 import threading
 import time
 import uuid
@@ -15,24 +16,24 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from textwrap import indent
 from typing import TYPE_CHECKING, Protocol, cast
 
-from quadriga.config.secrets import mask_secrets
+from quadriga.config.secrets import mask_secrets, mask_values
 from quadriga.containment import describe
 from quadriga.errors import ConfigError, unknown_name
 from quadriga.files import writing
 from quadriga.observability.console import RunConsole
 from quadriga.observability.jsonl import JsonlFile, JsonObject, read_jsonl, step_of
-from quadriga.observability.run_folder import WANDB, RunFolder
+from quadriga.observability.run_folder import MLFLOW, SWANLAB, WANDB, RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_WANDB_RUN_ID = "run_id.txt"
 _log = logging.getLogger("quadriga")
 
 
@@ -40,6 +41,8 @@ class Tracker(Protocol):
     """The interface of a tracker: it receives the metrics of each step, in the order of steps.
 
     It is made, called and closed in one thread, which is not that of the run (`TrackerThread`).
+    One that has a method `log_samples(step, samples)` receives the responses of each validation,
+    as rows of `samples.jsonl`, before the metrics of its step.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -56,7 +59,7 @@ class RunInfo:
     """What a tracker is told about the run. `first_step` is above 0 if the run is resumed.
 
     `project_name` and `experiment_name` are the settings `trainer.project_name` and
-    `trainer.experiment_name`.
+    `trainer.experiment_name`. `settings`: dotted key → value of all settings, with secrets masked.
     """
 
     folder: RunFolder
@@ -65,6 +68,7 @@ class RunInfo:
     first_step: int = 0
     project_name: str = "quadriga"
     experiment_name: str = "run"
+    settings: Mapping[str, object] = field(default_factory=dict)
 
 
 class JsonlTracker:
@@ -99,6 +103,12 @@ class TensorBoardTracker:
                 self._writer.add_scalar(name, value, step)
             self._writer.flush()
 
+    def log_samples(self, step: int, samples: Sequence[JsonObject]) -> None:
+        # Indented: Markdown shows it as it is.
+        text = "\n\n---\n\n".join(indent(_text_of(one), "    ") for one in samples)
+        with writing(self._path):
+            self._writer.add_text(VAL_SAMPLES, text, step)
+
     def close(self) -> None:
         self._writer.close()
 
@@ -113,11 +123,12 @@ class WandbTracker:
     def __init__(self, run: RunInfo) -> None:
         import wandb
 
-        folder = run.folder.path / WANDB
+        self._table = wandb.Table
         self._run = wandb.init(
             project=run.project_name,
             name=run.experiment_name,
-            id=_wandb_run_id(folder, resumed=run.first_step > 0),
+            config=dict(run.settings),
+            id=_run_id(run, WANDB, _new_id),
             resume="allow",
             dir=str(run.folder.path),
             settings=wandb.Settings(silent=True, console="off", save_code=False, disable_git=True),
@@ -126,20 +137,161 @@ class WandbTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
+    def log_samples(self, step: int, samples: Sequence[JsonObject]) -> None:
+        self._run.log({VAL_SAMPLES: self._table(*_table_of(samples))}, step=step)
+
     def close(self) -> None:
         self._run.finish()
 
 
-def _wandb_run_id(folder: Path, *, resumed: bool) -> str:
-    """Return the id of the run that this one continues, or of a new run. Keep it on disk."""
-    file = folder / _WANDB_RUN_ID
+class TrackioTracker:
+    """Logs to the run `trainer.experiment_name` of the project `trainer.project_name` in the
+    folder TRACKIO_DIR, or where Trackio's other variables say (TRACKIO_SPACE_ID)."""
+
+    def __init__(self, run: RunInfo) -> None:
+        import trackio
+
+        self._table = trackio.Table
+        self._run = trackio.init(
+            run.project_name,
+            run.experiment_name,
+            config=dict(run.settings),
+            resume="allow" if run.first_step else "never",
+            embed=False,
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, samples: Sequence[JsonObject]) -> None:
+        self._run.log({VAL_SAMPLES: self._table(*_table_of(samples))}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class SwanlabTracker:
+    """Logs to the run `trainer.experiment_name` of the project `trainer.project_name`.
+
+    SWANLAB_MODE says where to: online, offline, or local, for which `swanlab[dashboard]` must be
+    installed. The files are under `swanlab/` in the run folder. Online a resumed run continues the
+    same run.
+    """
+
+    def __init__(self, run: RunInfo) -> None:
+        import swanlab
+
+        self._text = swanlab.Text
+        self._run = swanlab.init(
+            project=run.project_name,
+            name=run.experiment_name,
+            config=dict(run.settings),
+            id=_run_id(run, SWANLAB, _new_id),
+            resume="allow",
+            log_dir=str(run.folder.path / SWANLAB),
+            settings={"terminal": {"proxy_type": "none"}, "interactive": False},
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, samples: Sequence[JsonObject]) -> None:
+        texts = [self._text(_text_of(one), caption=f"reward {one['reward']:g}") for one in samples]
+        self._run.log({VAL_SAMPLES: texts}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowTracker:
+    """Logs to a run `trainer.experiment_name` of the experiment `trainer.project_name`.
+
+    Without MLFLOW_TRACKING_URI its store is `mlflow/mlflow.db` in the run folder. A resumed run of
+    Quadriga continues the same run of MLflow. A character that MLflow allows in no name, such as
+    the @ of `pass@4`, becomes `_`.
+    """
+
+    def __init__(self, run: RunInfo) -> None:
+        import mlflow
+
+        self._entities = mlflow.entities
+        folder = run.folder.path / MLFLOW
+        own = not mlflow.is_tracking_uri_set()
+        with writing(folder):
+            folder.mkdir(exist_ok=True)
+        self._client = client = mlflow.MlflowClient(
+            f"sqlite:///{folder}/mlflow.db" if own else None
+        )
+        found = client.get_experiment_by_name(run.project_name)
+        if found is None:
+            place = (folder / "artifacts").as_uri() if own else None
+            experiment = client.create_experiment(run.project_name, artifact_location=place)
+        else:
+            experiment = found.experiment_id
+
+        def begin() -> str:
+            new = client.create_run(experiment, run_name=run.experiment_name).info.run_id
+            params = [
+                mlflow.entities.Param(_MLFLOW.sub("_", key), f"{value}"[:6000])
+                for key, value in run.settings.items()
+            ]
+            for start in range(0, len(params), 100):  # MLflow's limit of a call
+                client.log_batch(new, params=params[start : start + 100])
+            return str(new)
+
+        self._id = _run_id(run, MLFLOW, begin)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = int(1000 * time.time())
+        self._client.log_batch(
+            self._id,
+            metrics=[
+                self._entities.Metric(_MLFLOW.sub("_", name), value, now, step)
+                for name, value in metrics.items()
+            ],
+        )
+
+    def log_samples(self, step: int, samples: Sequence[JsonObject]) -> None:
+        columns, rows = _table_of(samples)
+        table = dict(zip(columns, map(list, zip(*rows, strict=True)), strict=True))
+        self._client.log_table(self._id, table, f"{VAL_SAMPLES}/step_{step}.json")
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+VAL_SAMPLES = "val_samples"
+_RUN_ID = "run_id.txt"
+_MLFLOW = re.compile(r"[^\w./ :-]")
+_COLUMNS = ("step", "prompt", "response", "reward", "ground_truth", "data_source")
+
+
+def _table_of(samples: Sequence[JsonObject]) -> tuple[list[str], list[list[float | str]]]:
+    """Return columns and rows: steps and rewards as numbers, all others as texts."""
+    rows = [[sample[name] for name in _COLUMNS] for sample in samples]
+    texts = [[x if isinstance(x, int | float) else str(x) for x in row] for row in rows]
+    return list(_COLUMNS), texts
+
+
+def _text_of(sample: JsonObject) -> str:
+    return "{prompt}\n\n{response}\n\nreward {reward:g}".format(**sample)
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex[:12]
+
+
+def _run_id(run: RunInfo, service: str, begin: Callable[[], str]) -> str:
+    """Return the id, in a service, of the run that this one continues, or of a new run. Keep it in
+    the folder of the service."""
+    file = run.folder.path / service / _RUN_ID
+    if run.first_step and file.exists():
+        return file.read_text(encoding="ascii").strip()
+    new = begin()
     with writing(file):
-        if resumed and file.exists():
-            return file.read_text(encoding="ascii").strip()
-        new = uuid.uuid4().hex[:12]
-        folder.mkdir(exist_ok=True)
+        file.parent.mkdir(exist_ok=True)
         file.write_text(new, encoding="ascii")
-        return new
+    return new
 
 
 TrackerFactory = Callable[[RunInfo], Tracker]
@@ -149,7 +301,12 @@ TRACKERS: dict[str, TrackerFactory] = {
     "jsonl": JsonlTracker,
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+    "trackio": TrackioTracker,
+    "swanlab": SwanlabTracker,
 }
+SERVICES = ("wandb", "mlflow", "trackio", "swanlab")
+"""Trackers with a package of their name, each an extra of Quadriga."""
 
 
 IN_THE_LOOP = ("console", "jsonl")
@@ -171,10 +328,10 @@ def check_trackers(names: Iterable[str]) -> None:
     for name in names:
         if name not in TRACKERS:
             raise unknown_name("tracker for trainer.loggers", name, sorted(TRACKERS))
-        if name == "wandb" and importlib.util.find_spec("wandb") is None:
+        if name in SERVICES and importlib.util.find_spec(name) is None:
             raise ConfigError(
-                "trainer.loggers contains 'wandb', but the package wandb is not installed; "
-                "run pip install 'quadriga[wandb]'"
+                f"trainer.loggers contains {name!r}, but the package {name} is not installed; "
+                f"run pip install 'quadriga[{name}]'"
             )
 
 
@@ -220,10 +377,18 @@ class TrackerThread:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Pass on the metrics of a step, unless the tracker is dropped."""
+        self._pass_on(f"the row of step {step}", "log", step, metrics)
+
+    def log_samples(self, step: int, samples: Sequence[JsonObject]) -> None:
+        """Pass on the responses of a validation, unless the tracker is dropped or takes none."""
+        self._pass_on(f"the samples of step {step}", "log_samples", step, samples)
+
+    def _pass_on(self, what: str, method: str, *given: object) -> None:
         if not self._dropped:
             self._drop_if_failed(late_s=self._timeout_s)
-        if not self._dropped:
-            self._submit(f"the row of step {step}", partial(self._tracker.log, step, metrics))
+        call = None if self._dropped else getattr(self._tracker, method, None)
+        if call is not None:
+            self._submit(what, partial(call, *given))
 
     def close(self) -> None:
         """Close the tracker when it has taken all rows. A second call does nothing."""
@@ -313,6 +478,13 @@ class Trackers:
         metrics = {mask_secrets(name): value for name, value in metrics.items()}
         for tracker in self._trackers:
             tracker.log(step, dict(metrics))
+
+    def log_samples(self, step: int, samples: Iterable[JsonObject]) -> None:
+        """Pass the responses of a validation to the trackers that take them."""
+        masked = [mask_values(sample) for sample in samples]
+        for tracker in self._trackers if masked else ():
+            if isinstance(tracker, TrackerThread):
+                tracker.log_samples(step, masked)
 
     def close(self) -> None:
         """Close every tracker before an error of one is raised."""

@@ -17,6 +17,7 @@ from quadriga.algorithms.importance import mismatch_of_statistics
 from quadriga.checkpoint.folders import Resumed, restore_folder, set_aside_after
 from quadriga.checkpoint.remote import Uploads
 from quadriga.config.commands import RMConfig, RMTrainerConfig, SFTConfig
+from quadriga.config.loading import shown_settings
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import mask_secrets
 from quadriga.containment import describe
@@ -108,7 +109,8 @@ class RunRecord:
             title = _TITLES[type(config).__name__]
             self._shown_split = "train" if title == "train" else "val"
             names = trainer.project_name, trainer.experiment_name
-            self._info = RunInfo(self.folder, total_steps, title, 0, *names)
+            settings = shown_settings(given or config)
+            self._info = RunInfo(self.folder, total_steps, title, 0, *names, settings)
             self._events = EventLog(self.folder.events, lambda: self.elapsed)
             opened.callback(self._events.close)
             self._loggers = trainer.loggers, trainer.logger_timeout_s
@@ -275,6 +277,7 @@ class RunRecord:
         self.last_validation = dict(metrics)
         self.validation = tuple(sources)
         self.add(metrics)
+        self._trackers.log_samples(step, self.samples("val"))
         if step == 0:
             self._callbacks.validation(0, self.samples("val"))
             self.end_step(0)
