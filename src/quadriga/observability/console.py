@@ -74,7 +74,7 @@ class RunConsole:
         self._seconds = {
             name.removeprefix("time/"): seconds
             for name, seconds in metrics.items()
-            if name.startswith("time/") and name not in NO_PHASES and name.count("/") == 1
+            if name.startswith("time/") and name not in NO_PHASES and seconds >= 0.05
         }
         if self.console.is_terminal:
             self._draw()

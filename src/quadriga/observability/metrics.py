@@ -51,7 +51,7 @@ METRICS: dict[str, MetricInfo] = {
     "reward/kl_coef": _I("1", "coefficient of the KL penalty in the reward", "last"),
     "reward/overlong_penalty": _I("reward", "soft over-long penalty per response, at most 0"),
     "val/score": _I("reward", "Σr / B over the validation responses"),
-    "val/accuracy": _I("share", "the same, if all validation scores so far are 0 or 1"),
+    "val/accuracy": _I("share", "val/score, if all scores so far are 0 or 1"),
     "val/samples": _I("responses", "validation responses that were scored", "sum"),
     "val-core/*": _I("reward", "of one data source: mean, pass, best, maj @n of n responses"),
     "val-aux/*": _I("reward", "of one data source: pass and best @k of k < n responses"),

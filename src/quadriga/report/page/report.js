@@ -25,6 +25,7 @@ const number = (y) => {
   if (size !== 0 && size < 1e-3) return y.toExponential(2);
   return String(Number(y.toPrecision(4)));
 };
+const tick = (y) => (y !== 0 && Math.abs(y) < 1e-3 ? String(Number(y.toPrecision(2)).toExponential()) : number(y));
 const seconds = (s) => {
   if (s === undefined || s === null) return "–";
   if (s < 100) return `${s.toFixed(s < 10 ? 2 : 1)} s`;
@@ -45,7 +46,7 @@ const nearest = (values, wanted) => values.reduce((best, v) => (Math.abs(v - wan
 const indexAt = (run) => run.steps.indexOf(nearest(run.steps, shown.step));
 
 function table(node, heads, rows, numeric = false) {
-  const kind = (i) => (numeric && i ? "number" : "");
+  const kind = (i) => (numeric && rows.length && /^[-–\d]/.test(rows[0].cells[i]) ? "number" : "");
   node.replaceChildren(
     el("thead", {}, el("tr", {}, ...heads.map((h, i) => el("th", { scope: "col", className: kind(i) }, h)))),
     el("tbody", {}, ...rows.map(({ cells, className = "", cell = "" }) => el("tr", { className },
@@ -110,17 +111,18 @@ function markStep(plot) {
   plot.ctx.restore();
 }
 function tellValues(chart, index = null) {
-  const name = chart.name;
-  chart.values.replaceChildren(...runs.map((run, i) => {
-    let value = null, at = shown.step;
-    if (index !== null && chart.plot) { value = chart.plot.data[2 * i + 1][index]; at = chart.plot.data[0][index]; }
-    else if (run.metrics[name]) {
-      const known = run.steps.map((s, k) => k).filter((k) => run.metrics[name][k] !== null);
-      if (known.length) { const k = nearest(known, indexAt(run)); value = run.metrics[name][k]; at = run.steps[k]; }
-    }
-    const where = index !== null && shown.axis === "time" ? seconds(at) : `step ${at}`;
-    return el("span", {}, ...(runs.length > 1 ? [dot(runColor(i))] : []), `${number(value)} `, el("small", {}, i && index !== null ? "" : `at ${where}`));
-  }));
+  const { name } = chart;
+  const found = runs.flatMap((run, i) => {
+    if (!run.metrics[name]) return [];
+    if (index !== null && chart.plot) return [[i, chart.plot.data[2 * i + 1][index], chart.plot.data[0][index]]];
+    const known = run.steps.map((s, k) => k).filter((k) => run.metrics[name][k] !== null);
+    const k = nearest(known, indexAt(run));
+    return [[i, run.metrics[name][k], run.steps[k]]];
+  });
+  const same = unique(found.map(([, , at]) => at)).length === 1;
+  chart.values.replaceChildren(...found.map(([i, value, at], order) => el("span", {},
+    ...(runs.length > 1 ? [dot(runColor(i))] : []), `${number(value)} `,
+    el("small", {}, same && order + 1 < found.length ? "" : index !== null && shown.axis === "time" ? `at ${seconds(at)}` : `at step ${at}`))));
 }
 function draw(chart) {
   if (chart.plot) chart.plot.destroy();
@@ -135,7 +137,7 @@ function draw(chart) {
     width: box.clientWidth || 320, height: 190, legend: { show: false }, padding: [8, 10, 0, 0],
     cursor: { sync: { key: "step" }, y: false, drag: { x: true, y: false } },
     scales: { x: { time: false }, y: { range: (u, low, high) => (low === high ? [low - (low ? Math.abs(low) / 2 : 0), low + (Math.abs(low) / 2 || 1)] : uPlot.rangeNum(low, high, 0.1, true)) } }, series: [{}, ...series],
-    axes: [{ ...axis, size: 26, values: (u, ticks) => ticks.map(number) }, { ...axis, size: 52, values: (u, ticks) => ticks.map(number) }],
+    axes: [{ ...axis, size: 26, values: (u, ticks) => ticks.map(tick) }, { ...axis, size: 56, values: (u, ticks) => ticks.map(tick) }],
     hooks: { draw: [markStep], setCursor: [(u) => tellValues(chart, u.cursor.idx)] },
   }, values, box);
   chart.plot.over.addEventListener("click", () => {
@@ -203,7 +205,7 @@ function timelineWindow(run) {
   const ends = run.metrics["progress/elapsed"] || [], count = Number($("window").value), at = indexAt(run);
   const all = [Math.min(...run.spans.map((s) => s[2])), Math.max(...run.spans.map((s) => s[3]))];
   if (!count || at < 0 || !ends.length) return all;
-  const from = Math.max(0, at - Math.floor(count / 2)), to = Math.min(ends.length - 1, from + count - 1);
+  const from = Math.max(0, Math.min(at - Math.floor(count / 2), ends.length - count)), to = Math.min(ends.length - 1, from + count - 1);
   return [from ? ends[from - 1] : all[0], ends[to]];
 }
 function showTimeline() {
@@ -297,10 +299,11 @@ function showSamples() {
   $("group").replaceChildren(...groups.map((g, i) => { const text = messages(here.find((s) => groupOf(s) === g).prompt).replace(/\s+/g, " "); return option(i, `${i + 1} of ${groups.length}: ${text.length > 70 ? `… ${text.slice(-70)}` : text}`); }));
   $("group").selectedIndex = chosen;
   const group = here.filter((s) => groupOf(s) === groups[chosen]), kind = Number($("shade").value);
-  const values = group.flatMap((s) => (s.tokens || []).map((t) => Math.abs(t[kind] || 0))), largest = Math.max(1e-12, ...values);
+  const values = group.flatMap((s) => (s.tokens || []).map((t) => Math.abs(t[kind] || 0)));
+  const largest = kind === 1 ? 3 : values.reduce((most, v) => Math.max(most, v), 1e-12);
   const held = unique(run.samples.map((s) => s.step)).length;
   const few = run.steps_of_samples > held ? `; the page holds ${held} of the ${run.steps_of_samples} steps in samples.jsonl` : "";
-  const about = !kind ? "" : values.length ? ` The darkest shade is ${number(largest)} nats${kind === 2 ? "; orange: the trainer gives more, blue: less" : " below certainty"}.` : " These responses have no values by token.";
+  const about = !kind ? "" : values.length ? kind === 2 ? ` The darkest shade is ${number(largest)} nats; orange: the trainer gives more, blue: less.` : " The darkest shade is −3 nats, a probability of 5 %, or less." : " These responses have no values by token.";
   const near = step === shown.step ? "" : `, the nearest to step ${shown.step} with responses`;
   $("samples-step").textContent = `Step ${step}${near}${few}.${about}`;
   const sample = group[0], truth = sample.ground_truth === null || sample.ground_truth === undefined ? [] : [["expected", typeof sample.ground_truth === "string" ? sample.ground_truth : JSON.stringify(sample.ground_truth)]];
@@ -321,7 +324,9 @@ function compared(node, heads, rows) {
 function showSettings() {
   const which = $("which").value, wanted = $("find-setting").value.trim().toLowerCase();
   const keys = unique(runs.flatMap((run) => Object.keys(run.settings))).filter((key) => {
-    const differs = unique(runs.map((run) => run.settings[key])).length > 1;
+    // Settings that one command has and another has not differ only where they were set.
+    const relevant = runs.every((run) => key in run.settings) || runs.some((run) => run.changed.includes(key));
+    const differs = relevant && unique(runs.map((run) => run.settings[key])).length > 1;
     const kept = which === "all" || (which === "differ" ? differs : runs.some((run) => run.changed.includes(key)));
     return kept && key.toLowerCase().includes(wanted);
   });
