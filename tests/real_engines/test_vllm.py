@@ -154,6 +154,20 @@ class TestProcess:
         assert torch.distributed.is_initialized() == group
         assert dict(os.environ) == environment
 
+    def test_a_call_has_one_seed_where_rows_have_none(self, folder):
+        engine = vllm(folder, seeds=False)
+        ids, mask, seeds = requests((5, 5, 9))
+        ids[1] = ids[0]
+        sampling = SamplingParams(max_new_tokens=12, eos_token_ids=(), pad_token_id=0)
+        drawn = [
+            engine.generate(ids, mask, sampling, each).response_ids
+            for each in (seeds, seeds, seeds + torch.tensor([0, 0, 1]))
+        ]
+        assert drawn[0].equal(drawn[1]) and not drawn[0].equal(drawn[2])
+        assert not drawn[0][0].equal(drawn[0][1])
+        assert engine.abilities.seeded and not engine.abilities.batch_invariant
+        engine.close()
+
     def test_an_engine_that_fails_in_the_middle_is_named_and_not_used_again(self, folder):
         engine = vllm(folder)
         ids, mask, seeds = requests((5, 9))

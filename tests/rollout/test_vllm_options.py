@@ -10,10 +10,17 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from transformers import HrmTextConfig
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import ModelConfig, RolloutEngineConfig, SamplingConfig, TrainConfig
-from quadriga.errors import ConfigError, RolloutAbilityError, RolloutError, UnknownSettingError
+from quadriga.errors import (
+    ConfigError,
+    ModelError,
+    RolloutAbilityError,
+    RolloutError,
+    UnknownSettingError,
+)
 from quadriga.parallel.distributed import local_device
 from quadriga.rollout import build_rollout, rollout_of
 from quadriga.rollout.vllm import options, weights
@@ -22,6 +29,7 @@ from quadriga.rollout.vllm.engine import (
     VLLMRollout,
     launcher_variables,
     seed_from,
+    seed_of_call,
     spread_seed,
 )
 from quadriga.trainer.preflight import check_engines
@@ -99,6 +107,8 @@ def test_every_bit_of_a_seed_changes_the_32_bits_that_torch_uses():
     assert spread_seed(7) == spread_seed(7) == seed_from(7, 0)
     drawn = {seed_from(seed, position) for seed in seeds for position in range(9)}
     assert len(drawn) == 9 * len(seeds)
+    calls = [seeds, seeds[::-1], seeds[1:], [*seeds, 5], [2**40, *seeds[1:]]]
+    assert len({seed_of_call(seeds) for seeds in calls}) == len(calls)
 
 
 def test_what_the_engine_changes_is_seen_inside_only(monkeypatch):
@@ -129,6 +139,34 @@ def test_what_the_engine_changes_is_seen_inside_only(monkeypatch):
         os.environ["ADDED"] = "3"
         raise KeyError
     assert dict(os.environ) == environment
+
+
+def test_a_class_of_transformers_is_changed_inside_only():
+    class Model(torch.nn.Module):
+        forward = torch.nn.Module.forward
+
+    class Compiled:
+        pass
+
+    isolation, own = Isolation([Model]), Model.__init__
+    with isolation.inside():
+        Model.__init__ = changed = lambda self: None
+        Model.__call__ = changed
+        Model.__bases__ = (torch.nn.Module, Compiled)
+    assert (Model.__init__, Model.__call__) == (own, torch.nn.Module.__call__)
+    assert Model.__bases__ == (torch.nn.Module,)
+    with isolation.inside():
+        assert (Model.__init__, Model.__call__) == (changed, changed)
+        assert Compiled in Model.__bases__
+
+
+def test_a_model_without_a_way_back_to_its_files_is_refused_before_the_start(tmp_path):
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "head_dim": 8}
+    HrmTextConfig(**sizes, vocab_size=9, architectures=["HrmTextForCausalLM"]).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(ModelError, match=r"transformers computes '.*'.*ref\.rollout\.name=hf"):
+        vllm().check_model(ModelConfig(path=str(tmp_path)))
 
 
 def _set_threads():

@@ -12,6 +12,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import CheckpointError, ConfigError, GroupError
 from quadriga.observability.jsonl import keep_rows, read_jsonl
+from quadriga.rollout import ROLLOUTS, Rollout
 from quadriga.streams.timeline import recorded_spans
 from quadriga.trainer.checkpoints import read_state
 from quadriga.trainer.checks.settings import check_train_settings
@@ -143,7 +144,7 @@ def test_a_run_with_weights_in_flight_is_repeated_on_one_process(train_overrides
 IN_FLIGHT = "actor_rollout_ref.rollout.update=in_flight"
 REFUSED = {
     f"{IN_FLIGHT} placement.actor=[0,1] placement.rollout=[0,1]": "needs placement.rollout",
-    f"{IN_FLIGHT} actor_rollout_ref.rollout.name=sglang": "is not built for .*name=sglang",
+    f"{IN_FLIGHT} actor_rollout_ref.rollout.name=plain": "is not built for .*name=plain",
     "actor_rollout_ref.rollout.oversample=2.1": r"oversample=2\.1 is above .*staleness \+ 1 = 2",
     "actor_rollout_ref.rollout.oversample=0.5": r"oversample",
     "trainer.max_staleness=0 actor_rollout_ref.rollout.update=drain": r"drain needs .* above 0",
@@ -157,7 +158,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("setting", "message"), REFUSED.items(), ids=REFUSED)
-def test_what_cannot_be_streamed_is_refused(setting, message):
+def test_what_cannot_be_streamed_is_refused(setting, message, monkeypatch):
+    monkeypatch.setitem(ROLLOUTS, "plain", type("Plain", (Rollout,), {"continues": True}))
     apart = [*APART, "algorithm.use_kl_in_reward=true", "actor_rollout_ref.model.path=some"]
     given = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", *STREAMED, *apart]
     settings = [setting] if "{" in setting else setting.split()

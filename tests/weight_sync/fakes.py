@@ -30,7 +30,7 @@ class Target(RolloutEngine):
 
     name = "fake"
     version, generate, score = -1, None, None
-    abilities = SimpleNamespace(exposes_weights=True)
+    abilities = SimpleNamespace(exposes_weights=True, file_names=False)
 
     def __init__(self, weights):
         self.weights = {name: torch.zeros_like(weight) for name, weight in weights.items()}

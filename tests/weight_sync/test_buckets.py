@@ -65,6 +65,17 @@ def test_every_weight_arrives_bit_for_bit(sent, limit):
         assert torch.equal(weight, target.weights[name]), name
 
 
+def test_staged_weights_are_copied_to_an_engine_that_does_not_share_them():
+    sent = weights()
+    guarded = GuardedRollout(target := Target(sent))
+    receiver = WeightReceiver(guarded)
+    for parts in rounds(sent, target, 64):
+        receiver.receive(parts, stage=True)
+        assert not any(weight.any() for weight in target.weights.values())
+    assert receiver.finish() == target.version == 7
+    assert all(torch.equal(weight, target.weights[name]) for name, weight in sent.items())
+
+
 def test_a_tied_name_is_written_with_its_weight():
     sent = {"embed": torch.randn(4)}
     target = Target({"embed": torch.zeros(4), "head": torch.zeros(4)})

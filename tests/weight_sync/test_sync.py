@@ -6,14 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import MixtralConfig, MixtralForCausalLM
 
+from quadriga.checkpoint.shards import Block
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
 from quadriga.errors import WorkerError
+from quadriga.models.weights import FilePart
 from quadriga.rollout import build_rollout
+from quadriga.rollout.abilities import RolloutAbilities
 from quadriga.rollout.base import RolloutEngine, tensor_digest
 from quadriga.rollout.guard import compare_digests
 from quadriga.weight_sync.sync import WeightSync
+from quadriga.weight_sync.transport import named_as_files
 from training_step import train_once
 
 
@@ -48,6 +54,83 @@ def test_all_weights_arrive(engine, rollout):
     assert "lm_head.weight" in sent, "a tied weight is sent under each of its names"
     assert all(torch.equal(sent[name], held[name]) for name in held)
     assert rollout.version == 7
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_what_a_rank_has_of_experts_is_cut_into_the_tensors_of_the_files(dim):
+    """Two experts with gates and ups of 2 rows, on three ranks that divide one dimension."""
+    both = torch.arange(2 * 4 * 3).view(2, 4, 3)
+    spans = {f"{expert}.{kind}": (expert, rows) for expert in (0, 1) for kind, rows in ROWS.items()}
+    parts = [
+        FilePart(name, ((expert, expert + 1), rows, (0, 3)), (1, 2))
+        for name, (expert, rows) in spans.items()
+    ]
+    found = {name: torch.full((2, 3), -1) for name in spans}
+    step = -(-both.shape[dim] // 3)  # the last of 3 ranks has less, or nothing
+    for rank in range(3):
+        start = min(rank * step, both.shape[dim])
+        held = both.narrow(dim, start, min(step, both.shape[dim] - start))
+        offset = tuple(start if other == dim else 0 for other in range(3))
+        stream = iter([("both", Block(held, (2, 4, 3), offset, True)), ("norm", torch.ones(3))])
+        cut = dict(named_as_files((item for item in stream), {"both": parts}, rank))
+        assert list(cut) == [*spans, "norm"]
+        for name in spans:
+            block = cut[name]
+            assert block.shape == (2, 3) and block.data.untyped_storage().data_ptr() in (
+                both.untyped_storage().data_ptr(), torch.empty(0).data_ptr()
+            )  # fmt: skip
+            at = zip(block.offset, block.data.shape, strict=True)
+            place = found[name][tuple(slice(first, first + size) for first, size in at)]
+            assert place.eq(-1).all(), "sent twice"
+            place.copy_(block.data)
+    for name, (expert, rows) in spans.items():
+        assert found[name].equal(both[expert, slice(*rows)]), name
+
+
+ROWS = {"gate": (0, 2), "up": (2, 4)}
+
+
+class NamedAsFiles(RolloutEngine):
+    """Holds what it was sent."""
+
+    name = "named as files"
+    generate = score = None
+
+    def __init__(self, weights):
+        self.held = weights
+        self.abilities = RolloutAbilities(9, 9, file_names=True)
+
+    def update_weights(self, stream, version):
+        for name, tensor in stream:
+            self.held[name] = tensor.clone()
+        self._version = version
+
+    def weights(self):
+        return self.held.items()
+
+
+def test_experts_are_sent_under_the_names_of_the_files(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 64}
+    config = MixtralConfig(**sizes, num_hidden_layers=1, num_key_value_heads=1, num_local_experts=3)
+    MixtralForCausalLM(config).save_pretrained(tmp_path)
+    before = load_file(tmp_path / "model.safetensors")
+    assert before["model.layers.0.block_sparse_moe.experts.2.w3.weight"].shape == (8, 16)
+    engine = build_engine(ModelConfig(path=str(tmp_path)), EngineConfig(), OptimConfig(lr=0.01))
+    target = NamedAsFiles({name: torch.zeros_like(tensor) for name, tensor in before.items()})
+    sync = WeightSync(engine, target)
+    sync.run(1)
+    assert target.held.keys() == before.keys()
+    assert all(target.held[name].equal(tensor) for name, tensor in before.items())
+    train_once(engine)
+    sync.run(2)
+    assert not target.held["model.layers.0.block_sparse_moe.experts.2.w3.weight"].equal(
+        before["model.layers.0.block_sparse_moe.experts.2.w3.weight"]
+    )
+    engine.save_hf(tmp_path / "trained")
+    after = load_file(tmp_path / "trained" / "model.safetensors")
+    assert after.keys() == before.keys()
+    assert all(target.held[name].equal(tensor) for name, tensor in after.items())
 
 
 class Wrapped(RolloutEngine):

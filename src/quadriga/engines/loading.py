@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -55,16 +55,19 @@ from quadriga.models.loading import (
     without_bias,
 )
 from quadriga.models.weights import (
+    FilePart,
     NotFinite,
     TensorReader,
     WeightNames,
     check_all_finite,
     count_not_finite,
+    file_parts,
     match_names,
     stored_dtypes,
     stored_tensors,
 )
 from quadriga.parallel.distributed import gather_over_ranks, on_all_ranks, rank
+from quadriga.parallel.layouts import slices
 from quadriga.parallel.node_memory import folder_in_memory
 
 if TYPE_CHECKING:
@@ -373,6 +376,7 @@ def export_model(
     write_more: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a Hugging Face folder with the dtypes of the folder that the model was loaded from.
+    Its tensors have the names that `save_pretrained` writes, unless transformers computes them.
 
     All ranks exhaust `weights`; rank 0 writes. Raises `ModelError` if the tokenizer of `settings`
     cannot be loaded.
@@ -381,9 +385,18 @@ def export_model(
     trusted = settings.trust_remote_code
     if head == "score":  # a sequence classifier needs a padding token
         config.pad_token_id = padding_token(settings)
+    parts: Mapping[str, tuple[FilePart, ...]] = {}
+    empty = model_without_weights(settings, value_head=head != "lm")
+    with suppress(ModelError):  # transformers computes some of its tensors
+        parts = file_parts(empty)
+    named = (
+        (part.name, tensor[slices(part.box)].reshape(part.shape)) if part else (name, tensor)
+        for name, tensor in weights
+        for part in parts.get(name, (None,))
+    )
     export_hf(
         folder,
-        dtypes.cast(weights),
+        dtypes.cast(named),
         dtypes.config(config),
         generation=getattr(module, "generation_config", None),
         tokenizer_path=settings.tokenizer_path,

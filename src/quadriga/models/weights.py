@@ -35,9 +35,11 @@ from functools import cached_property
 from io import FileIO
 from itertools import accumulate, product
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -48,11 +50,13 @@ from transformers.core_model_loading import (
     WeightTransform,
     dot_natural_key,
     rename_source_key,
+    revert_weight_conversion,
 )
 
 from quadriga.errors import ModelError
 from quadriga.models.folder import StoredTensor, local_folder, read_header, weight_file_names
 from quadriga.parallel.device import STORED_DTYPES
+from quadriga.parallel.layouts import Box, count, whole
 
 
 @dataclass(frozen=True)
@@ -399,6 +403,90 @@ def _with_tied_names(
         else:
             first_names[group[0]] = found[stored[0]]
     return WeightNames(first_names, frozenset(new))
+
+
+# The way back: from the parameters of a model to the tensors of a checkpoint
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """A tensor of a checkpoint, and the box of a model's parameter or buffer that it holds.
+
+    Attributes:
+        name: in the files of the checkpoint.
+        box: of the parameter.
+        dims: the dimensions of the parameter that the tensor has; the box has one index of others.
+    """
+
+    name: str
+    box: Box
+    dims: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor."""
+        return tuple(self.box[dim][1] - self.box[dim][0] for dim in self.dims)
+
+
+def file_parts(model: PreTrainedModel) -> dict[str, tuple[FilePart, ...]]:
+    """Return for each parameter and saved buffer the tensors that `save_pretrained` writes for it.
+
+    transformers' own conversion is run on tensors without numbers. What it makes are views, whose
+    offset and strides say which elements they are. Two experts with gates and ups of 3 rows:
+
+        gate_up_proj [2, 6, D]   → experts.1.gate_proj.weight [3, D], box (1, 2), (0, 3), (0, D)
+
+    Raises:
+        ModelError: a tensor is no box of a parameter, so its values would have to be computed.
+    """
+    state = {n: torch.empty_like(t, device="meta") for n, t in model.state_dict().items()}
+    with _Views():
+        found = revert_weight_conversion(model, dict(state))
+    origins = {id(tensor): name for name, tensor in state.items()}
+    parts: dict[str, list[FilePart]] = {name: [] for name in state}
+    for name, tensor in found.items():
+        base = tensor if tensor._base is None else tensor._base
+        part = _part_of_view(name, tensor, base) if id(base) in origins else None
+        if part is None:
+            raise _no_way_back(model, name)
+        parts[origins[id(base)]].append(part)
+    for name, own in parts.items():
+        if sum(count(part.box) for part in own) != state[name].numel() or not own:
+            raise _no_way_back(model, name)
+    return {name: tuple(own) for name, own in parts.items()}
+
+
+class _Views(TorchFunctionMode):
+    """Without copies of views that are not contiguous."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
+def _part_of_view(name: str, view: Tensor, base: Tensor) -> FilePart | None:
+    """Return the box of a contiguous tensor that a view of it holds; None if it is not one."""
+    if view is base or not base.numel():
+        return FilePart(name, whole(tuple(base.shape)), tuple(range(base.ndim)))
+    left, offset = list(zip(view.shape, view.stride(), strict=True)), int(view.storage_offset())
+    box, dims = list[tuple[int, int]](), list[int]()
+    for dim, stride in enumerate(base.stride()):
+        first, offset = divmod(offset, stride)
+        size = 1
+        if left and left[0][1] == stride:
+            size = left.pop(0)[0]
+            dims.append(dim)
+        box.append((first, first + size))
+    return None if left else FilePart(name, tuple(box), tuple(dims))
+
+
+def _no_way_back(model: nn.Module, name: str) -> ModelError:
+    return ModelError(
+        f"transformers computes {name!r} of {type(model).__name__} when it reads or writes the "
+        "files of a model, so new weights cannot be sent under the names of the files; use "
+        "actor_rollout_ref.rollout.name=hf"
+    )
 
 
 @dataclass(frozen=True)

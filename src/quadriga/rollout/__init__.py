@@ -79,12 +79,14 @@ class Rollout:
         computes_images: it generates from prompts with images.
         continues: it can pause a response and continue it later, under new weights too.
         in_flight: its weights may be received while it generates (`rollout.update`).
+        file_names: its weights have the names and shapes of the model's files, not transformers'.
     """
 
     engine: ClassVar[str] = ""
     computes_images: ClassVar[bool] = False
     continues: ClassVar[bool] = False
     in_flight: ClassVar[bool] = False
+    file_names: ClassVar[bool] = False
     sampling_settings: ClassVar[frozenset[SamplingSetting]] = ALL_SETTINGS
 
     def __init__(self, settings: RolloutEngineConfig) -> None:
@@ -93,7 +95,11 @@ class Rollout:
     def abilities(self, vocabulary: int, window: int | None) -> RolloutAbilities:
         """Return what the engine can do with a model of this vocabulary and context window."""
         return RolloutAbilities(
-            vocabulary, window, settings=self.sampling_settings, continues=self.continues
+            vocabulary,
+            window,
+            settings=self.sampling_settings,
+            continues=self.continues,
+            file_names=self.file_names,
         )
 
     @property
@@ -123,6 +129,14 @@ class Rollout:
         """Raise `RolloutAbilityError` if the engine cannot sample with these settings."""
         params = SamplingParams.of(sampling, max(1, sampling.min_new_tokens))
         self.abilities(1, None).check(params, self.settings.name)
+
+    def check_model(self, model: ModelConfig) -> None:
+        """Raise `ModelError` if new weights of the model cannot be sent to the engine."""
+        if self.file_names:
+            from quadriga.models.loading import model_without_weights
+            from quadriga.models.weights import file_parts
+
+            file_parts(model_without_weights(model))
 
     def check_window(self, model: ModelConfig, longest: LongestSequence) -> None:
         """Raise `ConfigError` if the engine's own options exclude the longest sequence.

@@ -144,6 +144,7 @@ class RolloutAbilities:
             the number of replicas. Meaningful only if `seeded`, or if greedy.
         exposes_weights: `weights_digest` is offered.
         continues: `generate` takes `continued`: it can pause a response and continue it later.
+        file_names: its weights have the names and shapes of the model's files, not transformers'.
     """
 
     vocabulary: int
@@ -154,6 +155,7 @@ class RolloutAbilities:
     batch_invariant: bool = True
     exposes_weights: bool = True
     continues: bool = False
+    file_names: bool = False
 
     def check(self, sampling: SamplingParams, engine: str) -> None:
         """Check that the engine can do what `sampling` asks.

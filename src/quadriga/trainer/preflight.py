@@ -107,6 +107,7 @@ def _check_models(config: TrainConfig) -> None:
     check_folder("actor_rollout_ref.model", config.actor_rollout_ref.model)
     if config.critic.model.path:  # its tokenizer is not read
         check_folder("critic.model", config.critic.model, tokenizer=False)
+    rollout_of(config.actor_rollout_ref.rollout).check_model(config.actor_rollout_ref.model)
     check_images_supported(config)
     _check_reward_model_folder(config)
     check_models_of_engines(role_engines(config))

@@ -202,7 +202,8 @@ class WeightReceiver:
         ]
         if stage:
             self._staged.update(complete)
-            self._digests |= {t.data_ptr(): tensor_digest(t) for _, t in complete}
+            if self._target.engine.shares_weights:  # then these tensors are what it holds
+                self._digests |= {t.data_ptr(): tensor_digest(t) for _, t in complete}
         elif complete:
             self._write(complete)
 
@@ -221,7 +222,8 @@ class WeightReceiver:
         self._target.staged_digests = self._digests
         if self._staged and version is not None and not lacking:
             self._target.begin_sync(version)
-            self._write(self._staged.items(), "shared")
+            form: UpdateForm = "shared" if self._target.engine.shares_weights else "whole"
+            self._write(self._staged.items(), form)
         self._version = None
         self._forget()
         if version is None or self._weights is None:

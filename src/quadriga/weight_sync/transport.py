@@ -20,13 +20,15 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quadriga.checkpoint.shards import block_of
+from quadriga.checkpoint.shards import Block, block_of
 from quadriga.engines.base import LOG_PROBS, OwnWeights, TrainEngine, WeightPart
 from quadriga.parallel.distributed import Collectives, gather_over_ranks, rank
 from quadriga.parallel.layouts import (
@@ -35,6 +37,8 @@ from quadriga.parallel.layouts import (
     StoredTensor,
     Weight,
     count,
+    intersection,
+    moved,
     shape_of,
     slices,
     split,
@@ -55,6 +59,9 @@ from quadriga.weight_sync.plan import (
     plan,
     wrong_weights,
 )
+
+if TYPE_CHECKING:
+    from quadriga.models.weights import FilePart
 
 _ALIGNMENT = 16
 _CHUNK = 1 << 18
@@ -110,12 +117,14 @@ class WeightNeeds:
         probe: its abilities, if it exposes no weights and is compared by scores.
         node: of the rank.
         part: what it must be sent.
+        as_files: its weights have the names and shapes of the model's files.
     """
 
     dtypes: Mapping[str, torch.dtype]
     probe: RolloutAbilities | None
     node: str
     part: WeightPart = "merged"
+    as_files: bool = False
 
 
 def needs_of(target: RolloutEngine) -> WeightNeeds:
@@ -129,11 +138,46 @@ def needs_of(target: RolloutEngine) -> WeightNeeds:
         synced = isinstance(target, GuardedRollout) and target.synced
         part = "adapters" if synced and not target.lacks_weights() else "unmerged"
     probe = None if abilities.exposes_weights else abilities
-    return WeightNeeds(dtypes, probe, socket.gethostname(), part)
+    return WeightNeeds(dtypes, probe, socket.gethostname(), part, abilities.file_names)
 
 
-def describe(engine: TrainEngine, part: WeightPart) -> SourceWeights:
-    """Return what all ranks of a training engine have of a part of its weights.
+def named_as_files(
+    stream: OwnWeights, parts: Mapping[str, Sequence[FilePart]], rank: int
+) -> OwnWeights:
+    """Yield what this rank has of each tensor of a model's files. Nothing is gathered or copied.
+
+    Two experts of a layer in one parameter, whose first row is on rank 0 and second on rank 1:
+
+        yielded [2, 6, D]    0.gate_proj [3, D]    0.up_proj [3, D]    1.gate_proj   1.up_proj
+        on rank 0            [0, 0:3]              [0, 3:6]            empty         empty
+        on rank 1            empty                 empty               [1, 0:3]      [1, 3:6]
+    """
+    with closing(stream):
+        for name, tensor in stream:
+            own = parts.get(name)
+            if own is None or (len(own) == 1 and own[0].shape == tuple(tensor.shape)):
+                yield name if own is None else own[0].name, tensor
+                continue
+            block = block_of(tensor, rank)
+            spans = zip(block.offset, block.data.shape, strict=True)
+            held = tuple((start, start + size) for start, size in spans)
+            for part in own:
+                yield part.name, _block_of_part(part, block, held)
+
+
+def _block_of_part(part: FilePart, block: Block, held: Box) -> Block:
+    box = intersection(part.box, held)
+    if box is None:
+        nothing = block.data.new_empty(0, *part.shape[1:])
+        return Block(nothing, part.shape, (0,) * len(part.shape), block.is_first_copy)
+    values = block.data[slices(moved(box, held, whole(tuple(block.data.shape))))]
+    others = [dim for dim in range(len(box)) if dim not in part.dims]
+    offset = tuple(box[dim][0] - part.box[dim][0] for dim in part.dims)
+    return Block(values.squeeze(others), part.shape, offset, block.is_first_copy)
+
+
+def describe(stream: OwnWeights) -> SourceWeights:
+    """Return what all ranks of a training engine have of the weights that they yield.
 
     Waits for: the other ranks. It goes through the weights once, without copying them.
 
@@ -145,7 +189,7 @@ def describe(engine: TrainEngine, part: WeightPart) -> SourceWeights:
     stored = []
     seen: set[str] = set()
     last_name, last = "", None
-    with closing(engine.shard_stream(part)) as stream:
+    with closing(stream):
         for name, tensor in stream:
             _check_once(name, seen)
             if tensor is last:
@@ -239,18 +283,30 @@ class Source:
 
     def __init__(self, engine: TrainEngine) -> None:
         self.engine = engine
-        self._described: dict[WeightPart, SourceWeights] = {}
+        self._described: dict[tuple[WeightPart, bool], SourceWeights] = {}
 
     def weights(self, needs: WeightNeeds) -> SourceWeights:
         """Return what is sent to a rollout engine with these needs. All ranks call this."""
-        if needs.part not in self._described:
-            self._described[needs.part] = describe(self.engine, needs.part)
-        return self._described[needs.part].sent_as(needs.dtypes)
+        key = needs.part, needs.as_files
+        if key not in self._described:
+            self._described[key] = describe(self._stream(needs))
+        return self._described[key].sent_as(needs.dtypes)
+
+    def _stream(self, needs: WeightNeeds) -> OwnWeights:
+        stream = self.engine.shard_stream(needs.part)
+        return named_as_files(stream, self._parts, rank()) if needs.as_files else stream
+
+    @cached_property
+    def _parts(self) -> Mapping[str, Sequence[FilePart]]:
+        from quadriga.models.loading import model_without_weights  # which imports transformers
+        from quadriga.models.weights import file_parts
+
+        return file_parts(model_without_weights(self.engine.model_config))
 
     @contextmanager
     def reader(self, needs: WeightNeeds, weights: SourceWeights) -> Iterator[SourceReader]:
         """Yield a reader of `weights` on this rank."""
-        with closing(self.engine.shard_stream(needs.part)) as stream:
+        with closing(self._stream(needs)) as stream:
             yield SourceReader(stream, weights, rank())
 
 

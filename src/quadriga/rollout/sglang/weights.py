@@ -35,6 +35,7 @@ from quadriga.errors import ModelError
 from quadriga.files import atomic_write
 from quadriga.models.folder import local_folder, read_header, weight_file_names
 from quadriga.models.loading import model_without_weights
+from quadriga.models.weights import file_parts
 from quadriga.rollout.base import check_weight, tensor_digest
 
 READBACK = "quadriga.rollout.sglang.weights.answer"
@@ -52,26 +53,27 @@ Bucket = tuple[dict[str, int], bytes]
 
 
 def model_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every weight that a training engine sends for this model.
+    """Return the name in the model's files and the shape of every weight that is sent for it.
 
     Raises:
-        ModelError: transformers names or stores the weights differently than the files do. SGLang
-            knows the names of the files only, and ignores weights with other names.
+        ModelError: the files name or divide a weight differently than `save_pretrained` does, or
+            transformers computes it. SGLang ignores weights with other names than in the files.
     """
     folder = local_folder(model.path)
     built = model_without_weights(replace(model, attn_implementation="sdpa"))
-    shapes = {name: tuple(weight.shape) for name, weight in built.state_dict().items()}
+    parts = file_parts(built)
     in_files = {name for file in weight_file_names(folder) for name in read_header(folder, file)}
     tied: dict[int, set[str]] = {}
     for name, parameter in built.named_parameters(remove_duplicate=False):
-        tied.setdefault(id(parameter), set()).add(name)
+        tied.setdefault(id(parameter), set()).update(part.name for part in parts[name])
     stored = in_files | {name for names in tied.values() if names & in_files for name in names}
+    shapes = {part.name: part.shape for own in parts.values() for part in own}
     for name in shapes:
         if name not in stored:
             raise ModelError(
-                f"rollout engine 'sglang': transformers computes or renames the weight {name!r} of "
-                f"{type(built).__name__}, so its updates cannot be sent to SGLang under the names "
-                "of the files; use rollout.name=hf",
+                f"rollout engine 'sglang': the files of {type(built).__name__} have no tensor "
+                f"{name!r}, so its updates cannot be sent to SGLang under the names of the files; "
+                "write the model with save_pretrained, or use rollout.name=hf",
                 path=str(folder),
             )
     return shapes

@@ -21,17 +21,21 @@ from __future__ import annotations
 import gc
 import os
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, cast
+from itertools import product
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from quadriga.config.schema import ModelConfig
 from quadriga.errors import ConfigError, ModelError, QuadrigaError, RolloutError
@@ -120,6 +124,8 @@ class VLLMRollout(RolloutEngine):
     ) -> None:
         self.options = rollout.options
         self.device = local_device(device)
+        seeds = self.options.seeds
+        self._row_seeds = self.device.type == "cpu" if seeds is None else seeds
         dtype = compute_dtype(rollout.settings.dtype, self.device)
         folder = local_folder(model.path)
         plain = replace(model, path=str(folder), attn_implementation="sdpa")
@@ -127,10 +133,11 @@ class VLLMRollout(RolloutEngine):
         window = engine_window(self.options, model.path, context_window(reference.config))
         self.abilities = replace(
             rollout.abilities(reference.config.get_text_config().vocab_size, window),
-            batch_invariant=dtype == torch.float32,
+            batch_invariant=dtype == torch.float32 and self._row_seeds,
         )
         self._releasable = releasable or self.device.type == "cpu"
-        self._isolation, self._weights_awake = Isolation(), True
+        changed = {type(m) for m in reference.modules() if isinstance(m, PreTrainedModel)}
+        self._isolation, self._weights_awake = Isolation(changed), True
         self._model = model
         planned = plan_adapter(reference, model.lora) if model.lora.enabled else None
         self.holds_adapters = planned is not None
@@ -213,13 +220,16 @@ class VLLMRollout(RolloutEngine):
         sampled = begun.sampled.tolist()
         most = [min(begun.at_most, sampling.max_new_tokens - count) for count in sampled]
         least = [max(0, sampling.min_new_tokens - count) for count in sampled]
+        own_seeds = [seed_from(seed, count) for seed, count in zip(seeds, sampled, strict=True)]
+        if not self._row_seeds:
+            torch.manual_seed(seed_of_call(own_seeds))
         requests = [
             VLLMSamplingParams(
                 temperature=sampling.temperature,
                 top_p=1.0 if sampling.greedy else sampling.top_p,
                 top_k=0 if sampling.greedy or sampling.top_k < 0 else sampling.top_k,
                 min_p=0.0 if sampling.greedy else sampling.min_p,
-                seed=None if sampling.greedy else seed_from(seed, sampled[row]),
+                seed=None if sampling.greedy or not self._row_seeds else seed,
                 max_tokens=most[row],
                 min_tokens=min(least[row], most[row]) if ends else 0,
                 stop_token_ids=ends,
@@ -229,7 +239,7 @@ class VLLMRollout(RolloutEngine):
                 detokenize=False,
                 output_kind=RequestOutputKind.CUMULATIVE if watch else RequestOutputKind.FINAL_ONLY,
             )
-            for row, seed in enumerate(seeds)
+            for row, seed in enumerate(own_seeds)
         ]
         known = [0] * len(prompts)
         before = [prompts[row][len(prompts[row]) - count :] for row, count in enumerate(sampled)]
@@ -383,8 +393,10 @@ class VLLMRollout(RolloutEngine):
             if engine is not None:
                 self.__dict__.pop("_weights", None)
                 _end(engine)
-            if self._owns_group and dist.is_initialized() and not _engines:
-                dist.destroy_process_group()
+            if not _engines:  # also after a start that failed half way
+                _leave_groups()
+                if self._owns_group and dist.is_initialized():
+                    dist.destroy_process_group()
 
     @contextmanager
     def _inside(self, method: str) -> Iterator[None]:
@@ -504,7 +516,7 @@ def _compiled_for(copies: _Copies, engine_args: Mapping[str, object]) -> dict[st
 
 
 def _keep_weights_unpacked() -> None:
-    """Let vLLM compute linear layers on a CPU by torch, from the parameters themselves.
+    """Let vLLM compute linear layers and experts on a CPU by torch, from the parameters themselves.
 
     Its other kernels repack a weight and drop the parameter. Then weights cannot be read back, and
     with tied embeddings the output head keeps a copy of the old weights. Also let its small
@@ -518,6 +530,45 @@ def _keep_weights_unpacked() -> None:
     from vllm.model_executor.layers import utils
 
     utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    experts = cpu_moe.CPUUnquantizedExperts
+    experts.process_weights_after_loading = lambda self, layer: None
+    experts._supports_grouped_gemm = classmethod(lambda cls, config: (True, None))
+    cpu_moe.cpu_fused_moe = _experts_by_torch
+
+
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+def _experts_by_torch(
+    out: Tensor,
+    inputs: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    act: str,
+    isa: str,
+    skip_weighted: bool = False,
+) -> None:
+    """Compute a layer of experts as vLLM's `cpu_fused_moe` does, into `out` [tokens, D]."""
+    out.zero_()
+    for expert in sorted(set(topk_ids.flatten().tolist())):
+        rows, choice = (topk_ids == expert).nonzero(as_tuple=True)
+        both = F.linear(inputs[rows], w13[expert], None if w13_bias is None else w13_bias[expert])
+        gate, up = both.chunk(2, -1)
+        hidden = _ACTIVATIONS[act](gate) * up
+        result = F.linear(hidden, w2[expert], None if w2_bias is None else w2_bias[expert])
+        if not skip_weighted:
+            result = result * topk_weights[rows, choice, None]
+        out.index_add_(0, rows, result.to(out.dtype))
 
 
 def _set_groups(copies: _Copies) -> None:
@@ -550,22 +601,26 @@ def _group_of_ranks(
 
 def _end(engine: LLMEngine) -> None:
     """End an engine. vLLM's own `shutdown` would also end the process group of the ranks."""
-    from vllm.distributed import parallel_state
-
     core = engine.engine_core.engine_core
     core.structured_output_manager.clear_backend()
     core.model_executor.shutdown()
     core.scheduler.shutdown()
     _engines.discard(id(engine))
     del core, engine
-    if not _engines:
-        parallel_state.destroy_model_parallel()
-        if parallel_state._WORLD is not None:
-            parallel_state._WORLD.destroy()
-            parallel_state._WORLD = None
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def _leave_groups() -> None:
+    """End vLLM's process groups, in a process that has no engine."""
+    parallel_state: Any = sys.modules.get("vllm.distributed.parallel_state")
+    if parallel_state is None:
+        return
+    parallel_state.destroy_model_parallel()
+    if parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None
 
 
 # What vLLM changes in the process is undone outside its calls
@@ -586,8 +641,8 @@ _REPLACED: tuple[tuple[object, str], ...] = (
     (torch.accelerator, "synchronize"),
     (torch.accelerator, "empty_cache"),
 )
-
-_Replacements = tuple[Callable[..., object], ...]
+_OF_CLASSES = "__bases__", "__init__", "__call__"
+"""What vLLM replaces in a class of transformers that it has no model of its own for."""
 
 
 class Isolation:
@@ -601,26 +656,31 @@ class Isolation:
                                     what vLLM set itself
         torch.set_num_threads,      vLLM's replacements, which      torch's
         torch.accelerator.*         do nothing (on a CPU)
+        classes of transformers     compile what they compute       transformers'
         random states, threads      vLLM seeds them                 as before
         frozen garbage collection   vLLM freezes what it made       not frozen
+
+    Args:
+        classes: of transformers' model, which vLLM may take.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, classes: Iterable[type] = ()) -> None:
+        self._places = [*_REPLACED, *product(classes, _OF_CLASSES)]
         name = "VLLM_LOGGING_LEVEL"
         level = os.environ.get(name, VARIABLES[name])
         self._variables: dict[str, str | None] = {**VARIABLES, name: level}
-        self._replaced: _Replacements | None = None
+        self._replaced: list[object] = []
 
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Within the block, vLLM's changes are in effect; afterwards they are undone."""
-        environment, replaced, threads = dict(os.environ), _replaced(), torch.get_num_threads()
+        environment, threads = dict(os.environ), torch.get_num_threads()
+        replaced = [getattr(owner, name) for owner, name in self._places]
         python_random, numpy_random = random.getstate(), np.random.get_state()
         frozen = gc.get_freeze_count()
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         _set_environment({**environment, **self._variables})
-        if self._replaced is not None:
-            _replace(self._replaced)
+        self._replace(self._replaced or replaced)
         try:
             with torch.random.fork_rng(devices), warnings.catch_warnings():
                 # vLLM looks at every attribute of torch, the deprecated ones included.
@@ -628,10 +688,10 @@ class Isolation:
                 warnings.simplefilter("ignore", DeprecationWarning)
                 yield
         finally:
-            self._replaced = _replaced()
+            self._replaced = [getattr(owner, name) for owner, name in self._places]
             self._variables = _difference(environment, os.environ)
             _set_environment(environment)
-            _replace(replaced)
+            self._replace(replaced)
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
             random.setstate(python_random)
@@ -639,14 +699,10 @@ class Isolation:
             if gc.get_freeze_count() > frozen:
                 gc.unfreeze()
 
-
-def _replaced() -> _Replacements:
-    return tuple(getattr(owner, name) for owner, name in _REPLACED)
-
-
-def _replace(functions: _Replacements) -> None:
-    for (owner, name), function in zip(_REPLACED, functions, strict=True):
-        setattr(owner, name, function)
+    def _replace(self, values: Iterable[object]) -> None:
+        for (owner, name), value in zip(self._places, values, strict=True):
+            if getattr(owner, name) is not value:
+                setattr(owner, name, value)
 
 
 def _difference(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
@@ -684,6 +740,14 @@ def seed_from(seed: int, position: int) -> int:
     A generator of vLLM begins anew with each call, so each call has a seed of its own.
     """
     return spread_seed(spread_seed(seed) + position) if position else spread_seed(seed)
+
+
+def seed_of_call(seeds: Iterable[int]) -> int:
+    """Return one seed for a call with rows of these seeds, in which every one of them counts."""
+    mixed = 0
+    for seed in seeds:
+        mixed = spread_seed(mixed ^ seed)
+    return mixed
 
 
 def _set_sampler(engine: LLMEngine, mode: str, temperature: float) -> None:

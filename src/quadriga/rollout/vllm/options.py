@@ -78,6 +78,9 @@ class VLLMOptions:
     # with take_turns, on a GPU: 1: weights are in host memory while the actor trains; 2: they are
     # dropped, and the next weight sync sends them again
     sleep_level: Annotated[int, Ge(1), Le(2)] = 1
+    # a seed for each row, with which vLLM draws row by row; false: one for each call; None: true on
+    # a CPU, false on a GPU
+    seeds: bool | None = None
     # accept a version of vLLM that has not been tested
     untested_version: bool = False
     # further arguments of vLLM's EngineArgs
@@ -95,7 +98,7 @@ class VLLM(Rollout):
     """See `Rollout`."""
 
     engine = "quadriga.rollout.vllm.engine:VLLMRollout"
-    continues = True
+    continues = in_flight = file_names = True
 
     def __init__(self, settings: RolloutEngineConfig) -> None:
         super().__init__(settings)

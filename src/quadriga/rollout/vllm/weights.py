@@ -39,10 +39,10 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,7 @@ from transformers import PreTrainedModel
 
 from quadriga.errors import ModelError
 from quadriga.models.adapters import CONFIG_FILE, WEIGHTS_FILE, Adapter, stored_part
-from quadriga.models.weights import TensorReader, match_names, stored_tensors
+from quadriga.models.weights import TensorReader, file_parts, match_names, stored_tensors
 from quadriga.parallel.layouts import Box, narrowed, shape_of, slices, whole
 from quadriga.rollout.base import check_weight
 
@@ -166,6 +166,7 @@ class _Place:
 
     Attributes:
         padded: the rows of all ranks together can be more than those of the weight.
+        expert: the rows are of this expert of a parameter of all experts.
     """
 
     module: Module
@@ -173,6 +174,7 @@ class _Place:
     start: int
     stop: int
     padded: bool = False
+    expert: int | None = None
 
     @property
     def parameter(self) -> Parameter:
@@ -180,11 +182,12 @@ class _Place:
         return self.module.get_parameter(self.attribute)
 
     def local(self) -> Tensor:
-        return self.parameter.data[self.start : self.stop]
+        data = self.parameter.data
+        return (data if self.expert is None else data[self.expert])[self.start : self.stop]
 
 
 class EngineWeights:
-    """The weights of a vLLM model by the names of the training engine.
+    """The weights of a vLLM model by the names of the model's files.
 
     Args:
         model: vLLM's model on this rank, with all weights unpacked.
@@ -208,20 +211,24 @@ class EngineWeights:
         self.path = path
         self._reference = reference
         self._group = copy_group
-        self._shapes = {name: tensor.shape for name, tensor in reference.state_dict().items()}
+        self._parts = file_parts(reference)
+        self._shapes = {part.name: part.shape for own in self._parts.values() for part in own}
         self._cuts: dict[str, tuple[int, int]] = {}
-        self._places = self._match(dict(_places(model)))
+        self._places = self._match(dict(_places(model)), _own_name(model))
         self.adapters = adapters
         self._written: set[str] = set()
-        self._written_shapes: dict[str, tuple[int, ...]] = {
+        self._written_shapes = {
             **{name: place.shape for name, place in self.adapters.items()},
             **self._shapes,
         }
 
-    def _match(self, places: Mapping[str, _Place]) -> dict[str, _Place]:
+    def _match(
+        self, places: Mapping[str, _Place], own_name: Callable[[str], str]
+    ) -> dict[str, _Place]:
         found: dict[str, _Place] = {}
         for name, shape in self._shapes.items():
-            place = places.get(name) or places.get(self._tied_name(name))
+            names = name, own_name(name), self._tied_name(name)
+            place = next((places[known] for known in names if known in places), None)
             if place is None:
                 raise self._unknown(f"vLLM's model has no weight {name!r}")
             cut = _slices(place, shape, self._ranks)
@@ -231,7 +238,9 @@ class EngineWeights:
                     f"{list(place.local().shape)} on each of {self._ranks} ranks"
                 )
             found[name], self._cuts[name] = place, cut
-        rest = sorted(places.keys() - found.keys())
+        # A layer can be reached by two paths: a router is a part of its layer and of its experts.
+        known = {id(place.parameter) for place in found.values()}
+        rest = sorted(name for name, place in places.items() if id(place.parameter) not in known)
         if rest:
             raise self._unknown(f"vLLM's model has a weight {rest[0]!r} that transformers' has not")
         return found
@@ -268,12 +277,11 @@ class EngineWeights:
         if names.reason:
             raise self._unknown(names.reason)
         with TensorReader(folder) as reader:
-            for name, stored in names.stored.items():
-                held = self.read(name)
-                expected = torch.empty(stored.shape, dtype=held.dtype)
-                reader.read(stored, 0, expected)
+            for stored, part in ((s, p) for n, s in names.stored.items() for p in self._parts[n]):
+                held = self.read(part.name)
+                expected = reader.read_box(stored, part.box).reshape(part.shape).to(held.dtype)
                 if not torch.equal(_bits(expected), _bits(held.cpu())):
-                    raise self._unknown(f"weight {name!r} differs from the file after loading")
+                    raise self._unknown(f"weight {part.name!r} differs from the file after loading")
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Copy a weight of the training engine to its place.
@@ -359,12 +367,24 @@ class EngineWeights:
         return (*self._places, *self.adapters)
 
 
+def _own_name(model: Any) -> Callable[[str], str]:
+    """Return vLLM's table of names: from the name of a tensor in the files to its own."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return lambda name: name
+    renamed = mapper.get_rename_mapper().map_name
+    return lambda name: renamed(name) or ""
+
+
 def _places(model: Module) -> Iterator[tuple[str, _Place]]:
     """Yield (checkpoint name, place) of every parameter, or part of a joined one."""
     joined: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
     for found, module in model.named_modules(remove_duplicate=False):
         path = found.removesuffix(".base_layer")  # of a layer that can have an adapter
         parent, _, leaf = path.rpartition(".")
+        if hasattr(module, "get_expert_mapping") and hasattr(module, "layer_name"):
+            yield from _places_of_experts(module)
+            continue
         for attribute, parameter in module.named_parameters(recurse=False):
             parts = joined.get(leaf, [])
             sizes: list[int] = list(getattr(module, "output_partition_sizes", []))
@@ -379,7 +399,24 @@ def _places(model: Module) -> Iterator[tuple[str, _Place]]:
                 start += size
 
 
-def _slices(place: _Place, shape: torch.Size, ranks: int) -> tuple[int, int] | None:
+def _places_of_experts(module: Any) -> Iterator[tuple[str, _Place]]:
+    """Yield the places of the experts of a layer, which are in two parameters, by vLLM's table.
+
+    w13_weight [experts, 2 I, D] has the rows of w1, the gate, and then those of w3; w2_weight
+    [experts, D, I] those of w2.
+    """
+    layer = module.layer_name.removesuffix("experts")
+    for parameter_prefix, name, expert, shard in module.get_expert_mapping():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            kind = attribute.removeprefix(parameter_prefix.removeprefix("experts."))
+            if kind == attribute or expert >= len(parameter):
+                continue
+            rows = parameter.shape[1]
+            start, stop = {"w1": (0, rows // 2), "w2": (0, rows), "w3": (rows // 2, rows)}[shard]
+            yield f"{layer}{name}{kind}", _Place(module, attribute, start, stop, expert=expert)
+
+
+def _slices(place: _Place, shape: tuple[int, ...], ranks: int) -> tuple[int, int] | None:
     """Return (dimension, number of slices) into which a weight is cut; None if it does not fit."""
     local = place.local().shape
     if len(local) != len(shape):

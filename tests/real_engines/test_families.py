@@ -1,0 +1,75 @@
+"""Mixtures of experts, and a model that vLLM takes from transformers, beside a trainer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from agreement import ENGINES, GREEDY, MODELS, SIZES, requests, write_model
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.engines import build_engine
+from quadriga.rollout import build_rollout
+from quadriga.weight_sync.sync import WeightSync
+from training_step import train_once
+
+OPTIONS = {"vllm": {"kv_cache_mb": 64}, "sglang": {"request_rows": 32}}
+CHOICE = {"num_experts_per_tok": 2}
+FAMILIES = {
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SIZES, **CHOICE, num_experts=4, moe_intermediate_size=32, head_dim=32)
+    ),
+    "mixtral": lambda: MixtralForCausalLM(
+        MixtralConfig(**SIZES, **CHOICE, num_local_experts=4, head_dim=32)
+    ),
+    "olmoe": lambda: OlmoeForCausalLM(
+        OlmoeConfig(**SIZES | {"num_key_value_heads": 2}, **CHOICE, num_experts=4)
+    ),
+    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES)),
+}
+DEFAULT = {("vllm", "qwen3_moe"), ("vllm", "olmo2"), ("sglang", "qwen3_moe")}
+CASES = [
+    pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.nightly)
+    for case in ((engine, family) for engine in ENGINES for family in FAMILIES)
+]
+pytestmark = [
+    pytest.mark.skipif(not ENGINES, reason="no engine is installed; see make engines"),
+    pytest.mark.timeout(900),
+]
+
+
+@pytest.mark.parametrize(("engine", "family"), CASES)
+def test_an_engine_computes_what_the_trainer_beside_it_has_learnt(
+    tmp_path, engine, family, monkeypatch
+):
+    monkeypatch.setitem(MODELS, family, FAMILIES[family])
+    model = ModelConfig(path=write_model(family, tmp_path / "model"))
+    ours = build_rollout(engine, model, dtype="float32", **OPTIONS[engine])
+    hf = build_rollout("hf", model, dtype="float32")
+    trainer = build_engine(model, EngineConfig(), OptimConfig(lr=0.01))
+    ids, mask, seeds = requests()
+    try:
+        syncs = [WeightSync(trainer, target) for target in (ours, hf)]
+        before = hf.score(ids, mask)
+        for version in (0, 1, 2):
+            if version:
+                train_once(trainer, tokens=20)
+                for sync in syncs:
+                    sync.run(version)
+            scores = [each.score(ids, mask) for each in (ours, hf)]
+            torch.testing.assert_close(*scores, atol=1e-4, rtol=0)
+            drawn = [each.generate(ids, mask, GREEDY, seeds) for each in (ours, hf)]
+            assert drawn[0].response_ids.equal(drawn[1].response_ids)
+        assert (scores[0] - before).abs().max() > 0.1
+    finally:
+        ours.close()
+        hf.close()
