@@ -27,6 +27,7 @@ def run(capsys, *arguments):
 
 def replace_training(monkeypatch, action):
     monkeypatch.setitem(sys.modules, "quadriga.trainer.main", SimpleNamespace(run_training=action))
+    monkeypatch.setattr("quadriga.trainer.checks.early.check_early", lambda *_, **__: None)
 
 
 def raising(error):

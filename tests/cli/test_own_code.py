@@ -89,8 +89,10 @@ def test_a_plan_runs_code_that_is_allowed(answer, ran, capsys, monkeypatch) -> N
 def test_a_run_says_whose_code_it_runs(ran, capsys) -> None:
     file = code(ran)
     absent = ["model.path=absent", "prompt=a"]
+    (responses := file.parent / "own.jsonl").write_text('{"responses": 5}')
     words = ["eval", f"reward.path={file}", "response_files=[absent.jsonl]"]
-    assert main(words) == 2 and ran.exists()
+    assert main(words) == 2 and not ran.exists()
+    assert main([*words[:2], f"response_files=[{responses}]"]) == 2 and ran.exists()
     digest = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
     told = f"eval runs the code of {file} ({file.stat().st_size} bytes, sha256 {digest})"
     assert told in capsys.readouterr().err

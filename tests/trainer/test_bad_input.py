@@ -66,6 +66,8 @@ def test_an_optimizer_that_fits_no_parameter_is_named(
             "data.train_batch_size=8", f"trainer.default_local_dir={tmp_path / 'run'}",
             "trainer.backend=local",
         ]  # fmt: skip
+        if command == "rm":
+            settings += ["data.chosen_key=prompt", "data.rejected_key=prompt"]
     for words in ([command], ["plan", command]):
         line = refused_command(*words, *settings, f"{key}.name=adamw_8bit")
         assert f"{key}.name=adamw_8bit fits none of the " in line

@@ -10,8 +10,6 @@ import hashlib
 from contextvars import ContextVar
 from pathlib import Path
 
-from quadriga.algorithms.advantages import ADVANTAGES
-from quadriga.algorithms.policy_losses import POLICY_LOSSES
 from quadriga.config.paths import local_path
 from quadriga.containment import code_runs, import_file
 from quadriga.errors import InputError
@@ -41,6 +39,9 @@ def load_user_file(path: str | Path) -> tuple[str, ...]:
         raise InputError(f"`{path}` is not a Python file (resolved to {file}).", path=str(file))
     if not code_runs():
         return ()
+    from quadriga.algorithms.advantages import ADVANTAGES  # imports torch
+    from quadriga.algorithms.policy_losses import POLICY_LOSSES
+
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     if _LOADED.get(str(file)) != digest:
         # If the import fails, some names of the new content are in the tables, so the file has to

@@ -47,6 +47,7 @@ from quadriga.observability.callbacks import load_callbacks
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.observability.run_folder import RunFolder
 from quadriga.rewards.functions import GIVEN, form_of
+from quadriga.trainer.checks.early import check_early
 
 if TYPE_CHECKING:
     from quadriga.trainer.evaluation import Answer, Evaluation
@@ -533,6 +534,7 @@ class Recipe:
             section = {_POLICY: model} if self.KIND is TrainConfig else model
             config = build(self.KIND, _merged({"data": data}, values, section))
             GIVEN.update(self._functions)
+            check_early(config)
             imported(_RUN[self.KIND])(config, self._callbacks)
         return Run(folder, self)
 

@@ -47,6 +47,11 @@ if TYPE_CHECKING:
 MAX_LINE = 2000  # characters of the one line for wrong input
 LOST = 75  # EX_TEMPFAIL of sysexits.h
 _RESUMED = ("train", "sft", "rm")  # commands whose runs can be resumed
+_CHECKS = {
+    "train": "check_train_settings", "sft": "check_fine_tuning_settings",
+    "rm": "check_fine_tuning_settings", "generate": "check_generate_settings",
+}  # fmt: skip
+"""Command → the check of its settings against each other, which `--print-config` makes, too."""
 _TRAINER, _SHOW = "quadriga.trainer", "quadriga.cli.show"
 
 
@@ -93,6 +98,8 @@ COMMANDS = (
             f"{_SHOW}:show_plan", TrainConfig, PLANNED),
     Command("report", "Write what runs have recorded to one HTML page",
             f"{_SHOW}:show_report"),
+    Command("settings", "Search the settings of all commands by name and meaning",
+            f"{_SHOW}:show_settings"),
     Command("algorithms", "Show estimators, losses and their settings",
             f"{_SHOW}:show_algorithms", AlgorithmsConfig),
     Command("doctor", "Show installed packages and the resources of this machine",
@@ -106,7 +113,7 @@ class Invocation(argparse.Namespace):
     """A parsed command line. `verl`: a settings file of verl; the overrides are verl's then.
     `measured`: the run whose times `plan` uses; `trace`: the file for its timeline. `allow_code`: a
     command that only shows something may run code that the settings name. `runs`: the folders that
-    `report` reads; `output`: the file that it writes."""
+    `report` reads; `output`: the file that it writes. `search`: the words for `settings`."""
 
     command: Command
     overrides: Sequence[str] = ()
@@ -115,6 +122,7 @@ class Invocation(argparse.Namespace):
     verl: str | None = None
     measured: str | None = None
     allow_code: bool = False
+    search: Sequence[str] = ()
     supervise: bool = False
     trace: Path | None = None
     runs: Sequence[Path] = ()
@@ -130,7 +138,8 @@ class Invocation(argparse.Namespace):
     def run(self) -> None:
         """Load the settings and call the function of the command, or only print them."""
         if self.command.settings is None:
-            imported(self.command.target)(*((self.runs, self.output) if self.runs else ()))
+            given = (self.runs, self.output) if self.runs else self.search
+            imported(self.command.target)(*given)
             return
         if self.measured is not None:
             imported("quadriga.cli.async_plan:show_async_plan")(Path(self.measured), self.trace)
@@ -140,6 +149,8 @@ class Invocation(argparse.Namespace):
 
         def call(config: DataclassInstance) -> None:
             if self.print_config:
+                if name in _CHECKS:
+                    imported(f"{_TRAINER}.checks.settings:{_CHECKS[name]}")(config)
                 print(to_yaml(config), end="")
             else:
                 imported(self.command.target)(config)
@@ -149,6 +160,7 @@ class Invocation(argparse.Namespace):
             load, partial(given_user_files, self.overrides, self.file) if not self.verl else list
         )
         shows = self.print_config or name == "plan"
+        imported(f"{_TRAINER}.checks.early:check_early")(settings.config, complete=not shows)
         told = f"{name} --print-config" if self.print_config else name
         if shows and settings.code and not self.allow_code and not may_run(settings.code, told):
             with settings.without_code() as config:
@@ -351,6 +363,8 @@ def _parser() -> _Parser:
             own.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=text)
             text = "The page; without it RUN/report.html, of several runs report.html"
             own.add_argument("--output", type=Path, metavar="FILE", help=text)
+        if name == "settings":
+            own.add_argument("search", nargs="+", metavar="WORD", help="A word, or its beginning")
         if command.settings is None:
             continue
         own.add_argument("overrides", nargs="*", metavar="key=value", help="Settings, listed below")

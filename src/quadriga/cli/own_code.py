@@ -140,8 +140,6 @@ class Settings:
                 stack.callback(logging.disable, logging.NOTSET)
                 stack.enter_context(without_code())
                 if registers:
-                    preflight.check_files(config.data.train_files, "data.train_files", needed=True)
-                    preflight.check_files(config.data.val_files, "data.val_files", needed=False)
                     preflight.check_run_folder(config)
                 elif isinstance(config, TrainConfig):
                     preflight.check_train_config(config)

@@ -20,9 +20,10 @@ from quadriga.config.commands import (
     RMConfig,
     SFTConfig,
 )
+from quadriga.config.convert import help_text, walk_keys
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import shown
-from quadriga.errors import printable
+from quadriga.errors import UnknownSettingError, nearest_name, printable
 from quadriga.observability.run_folder import REPORT, RunFolder
 from quadriga.report.events import PARTS, version_of
 
@@ -149,9 +150,9 @@ def show_fine_tuning_plan(config: SFTConfig | RMConfig) -> None:
 
 def show_generation_plan(config: GenerateConfig) -> None:
     """Print the batches and the memory of generation."""
+    from quadriga.trainer.checks.early import require_model_path
     from quadriga.trainer.checks.memory import RunMemory, generated_rows
     from quadriga.trainer.checks.settings import check_generate_settings
-    from quadriga.trainer.preflight import require_model_path
 
     check_generate_settings(config)
     require_model_path(config.model.path, "model.path")
@@ -171,6 +172,24 @@ def show_report(runs: Sequence[Path], output: Path | None) -> None:
     page = output or (RunFolder(runs[0]).report if len(runs) == 1 else Path(REPORT))
     write_report(runs, page)
     print(shown(f"{page}: open it in a browser"))
+
+
+def show_settings(*words: str) -> None:
+    """Print the settings of all commands with all these words in name or meaning.
+
+    Raises:
+        UnknownSettingError: there is none; the message has the nearest name.
+    """
+    from quadriga.cli.main import COMMANDS
+
+    of_command = {c.name: c.settings for c in COMMANDS if c.settings and c.name != "plan"}
+    found = {name: help_text(cls(), words).strip("\n") for name, cls in of_command.items()}
+    for name, text in found.items():
+        print(f"quadriga {name}\n{text}\n" if text else "", end="")
+    if not any(found.values()):
+        keys = {key.rpartition(".")[2] for cls in of_command.values() for key, _ in walk_keys(cls)}
+        hint = f"; did you mean {near}?" if (near := nearest_name(words[0], keys)) else ""
+        raise UnknownSettingError(f"no setting has {' and '.join(words)} in name or meaning{hint}")
 
 
 def show_algorithms(config: AlgorithmsConfig) -> None:

@@ -16,6 +16,8 @@ import dataclasses
 import functools
 import inspect
 import re
+import shutil
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -359,17 +361,28 @@ def settings_of(config: DataclassInstance) -> Iterator[Setting]:
         yield Setting(key, words, as_written(value), meaning)
 
 
-def help_text(config: DataclassInstance) -> str:
-    """Return all settings of a command, one per line: `key=default  (type; comment)`."""
+def help_text(config: DataclassInstance, words: Iterable[str] = ()) -> str:
+    """Return all settings of a command: `key=default  (type; comment)`. A line is as wide as the
+    terminal at most; without a terminal, each setting has one line.
+
+    Args:
+        words: leave out settings without one of these at the beginning of a word of their name or
+            comment.
+    """
     lines: list[str] = []
-    section = ""
+    section, width = "", shutil.get_terminal_size((100_000, 24)).columns
+    starts = [re.compile(rf"(?<![^\W_]){re.escape(word)}", re.IGNORECASE) for word in words]
     for setting in settings_of(config):
+        named = setting.key.removeprefix("actor_rollout_ref."), setting.meaning
+        if not all(any(map(start.search, named)) for start in starts):
+            continue
         head = setting.key.rpartition(".")[0]
         if head != section:
             section = head
             lines.append("")
         meaning = f"; {setting.meaning}" if setting.meaning else ""
-        lines.append(f"  {setting.key}={setting.default}  ({setting.kind}{meaning})")
+        line = f"  {setting.key}={setting.default}  ({setting.kind}{meaning})"
+        lines += textwrap.wrap(line, width, subsequent_indent="      ", break_on_hyphens=False)
     return "\n".join(lines) + "\n"
 
 

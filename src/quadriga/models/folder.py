@@ -87,20 +87,8 @@ def check_model_folder(
         ModelError: the folder is not a model folder, or its architecture is refused. Names the
             folder and the missing file.
     """
-    folder = local_folder(path)
-    if not str(path):
-        raise ModelError("the path of the model folder is empty; set the model's path")
-    if not folder.is_dir():
-        what = "is a file, not a folder" if folder.exists() else "does not exist"
-        raise ModelError(
-            f"model folder {folder} {what} (for a model on the hub, write {HUB_PREFIX}owner/name)"
-        )
-    _check_entries(folder)
-    config = read_json(folder, "config.json")
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str):
-        raise ModelError(f"{folder / 'config.json'} has no model_type")
-    check_sizes(folder, config)
+    folder, config = check_model_files(path, tokenizer=tokenizer)
+    model_type = str(config["model_type"])
     if not (trust_remote_code and "auto_map" in config):
         from transformers.models.auto import configuration_auto
 
@@ -112,10 +100,35 @@ def check_model_folder(
     if weights:
         check_architecture(model_type, str(folder))
         check_weight_files(folder, config)
+
+
+def check_model_files(
+    path: str | Path, *, tokenizer: bool = True
+) -> tuple[Path, Mapping[str, JsonValue]]:
+    """Check that a folder has a config.json with a type, and tokenizer files unless another folder
+    has them. Imports no transformers. Return the folder and its config.
+
+    Raises:
+        ModelError: as `check_model_folder`.
+    """
+    folder = local_folder(path)
+    if not str(path):
+        raise ModelError("the path of the model folder is empty; set the model's path")
+    if not folder.is_dir():
+        what = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise ModelError(
+            f"model folder {folder} {what} (for a model on the hub, write {HUB_PREFIX}owner/name)"
+        )
+    _check_entries(folder)
+    config = read_json(folder, "config.json")
+    if not isinstance(config.get("model_type"), str):
+        raise ModelError(f"{folder / 'config.json'} has no model_type")
+    check_sizes(folder, config)
     if tokenizer and not has_tokenizer(folder):
         raise ModelError(
             f"model folder {folder} has no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}"
         )
+    return folder, config
 
 
 def has_tokenizer(folder: str | Path) -> bool:

@@ -58,13 +58,13 @@ from quadriga.streams.replicas import FROM_FOLDER, ReplicatedRollout, start_repl
 from quadriga.trainer import stages
 from quadriga.trainer.checkpoints import changed_inputs, contents_digest
 from quadriga.trainer.checks.data import check_generation_data, check_images_supported
+from quadriga.trainer.checks.early import check_files, require_model_path
 from quadriga.trainer.checks.settings import (
     check_device,
     check_eval_settings,
     check_generate_settings,
 )
 from quadriga.trainer.ingredients import image_rules
-from quadriga.trainer.preflight import check_files, require_model_path
 from quadriga.trainer.roles.registry import Role
 from quadriga.trainer.roles.workers import threads_per_rank
 from quadriga.trainer.validation import (

@@ -16,9 +16,8 @@ from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.convert import leaves
 from quadriga.config.role_ranks import has_reward_model, num_ranks
 from quadriga.config.schema import ModelConfig, TrainConfig
-from quadriga.config.stores import local_file
 from quadriga.engines import check_engine_folder
-from quadriga.errors import ConfigError, DataError, ModelError
+from quadriga.errors import ConfigError, ModelError
 from quadriga.observability.callbacks import callback_file
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import check_trackers
@@ -26,6 +25,7 @@ from quadriga.rewards.manager import parts_of
 from quadriga.rollout import check_adapters, rollout_of
 from quadriga.trainer.checkpoints import AnyRun, read_resumed, seconds_left
 from quadriga.trainer.checks.data import check_images_supported
+from quadriga.trainer.checks.early import check_files, require_model_path
 from quadriga.trainer.checks.settings import (
     RoleEngine,
     check_algorithm_options,
@@ -207,20 +207,6 @@ def check_run_folder(config: AnyRun) -> None:
                 )
 
 
-def check_files(files: Iterable[str], setting: str, *, needed: bool = False) -> None:
-    """Check that every file exists and, if `needed`, that there is at least one.
-
-    Raises:
-        DataError: names the setting and the file.
-    """
-    files = list(files)
-    if needed and not files:
-        raise DataError(f"{setting} is empty: give at least one .parquet or .jsonl file")
-    for file in files:
-        if not local_file(file).is_file():
-            raise DataError(f"{setting}: no such file: {file}", path=file)
-
-
 def check_folder(key: str, model: ModelConfig, *, tokenizer: bool = True) -> None:
     """Check the folder of a model, with its tokenizer unless `tokenizer_path` has another.
 
@@ -232,12 +218,6 @@ def check_folder(key: str, model: ModelConfig, *, tokenizer: bool = True) -> Non
     require_model_path(model.path, f"{key}.path")
     own = tokenizer and model.tokenizer_path is None
     check_model_folder(model.path, tokenizer=own, trust_remote_code=model.trust_remote_code)
-
-
-def require_model_path(path: str, setting: str) -> None:
-    """Raise `ModelError`, naming `setting`, if `path` is empty."""
-    if not path:
-        raise ModelError(f"{setting} is empty: give a model folder or hf://owner/name", path="")
 
 
 def check_models_of_engines(engines: Iterable[RoleEngine]) -> None:
