@@ -93,6 +93,20 @@ def test_hooks(example, backend_name):
     ]
 
 
+@on_ray_nightly
+def test_two_policies(example, backend_name):
+    counts = example("two_policies").main(backend_name)
+    assert len(counts) == 6
+    for first, *_, last in zip(*counts, strict=True):  # of one policy
+        assert first < 1 and last > 3, counts
+
+
+@on_ray_nightly
+def test_tree_search(example, backend_name):
+    sampled, found = example("tree_search").main(backend_name)
+    assert found > sampled + 2
+
+
 def test_by_hand(example):
     assert example("by_hand").main() == ["rank 0 of 2: 12", "rank 1 of 2: 16"]
 
