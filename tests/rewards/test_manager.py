@@ -70,6 +70,22 @@ def test_failures_are_counted_named_and_logged(caplog):
     assert "2 of 3 samples have no score" in caplog.text and "no mood" in caplog.text
 
 
+def test_a_reward_of_several_may_have_no_opinion():
+    """2 · length and a rule for texts with a digit, None for others; nobody scores "?"."""
+    parts = (
+        RewardPart("long", 2.0, lambda response: None if response == "?" else len(response)),
+        RewardPart("digit", 1.0, lambda response: {"score": 5.0 if "7" in response else None}),
+    )
+    manager = RewardManager(Letters(), parts)
+    outcomes = manager.score_texts(["ab", "c7", "?"], [{}] * 3)
+    assert [outcome.score for outcome in outcomes] == [4.0, 9.0, 0.0]
+    assert outcomes[0].extra == {"long": 2.0}
+    assert manager.metrics["reward/extra/digit"] == 5.0 and manager.metrics["reward/raised"] == 1
+    assert manager.failures[0].detail == "no score: the function returned None"
+    alone = RewardManager(Letters(), lambda response: None if response else 1.0)
+    assert [one.status for one in alone.score_texts(["a", ""], [{}] * 2)] == ["raised", "scored"]
+
+
 def test_a_callable_can_score_in_this_process_but_not_in_a_pool():
     def length(data_source, solution_str, ground_truth, extra_info):
         return len(solution_str)

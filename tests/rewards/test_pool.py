@@ -2,12 +2,13 @@
 
 import os
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from quadriga.errors import RewardError
-from quadriga.rewards.functions import FunctionRef, Sample
+from quadriga.rewards.functions import CallForm, FunctionRef, Sample
 from quadriga.rewards.pool import PoolProcess, RewardPool
 
 USER_FILE = str(Path(__file__).with_name("user_rules.py"))
@@ -22,12 +23,32 @@ def test_a_bad_sample_affects_only_itself_and_order_is_kept():
     with closing(RewardPool(2, timeout_s=4)) as pool:
         outcomes = pool.run([sample("moody", truth) for truth in truths])
     expected = "scored timed_out crashed scored raised crashed raised raised raised scored"
-    assert " ".join(outcome.status for outcome in outcomes) == expected
+    assert statuses(outcomes) == expected
     assert [outcome.score for outcome in outcomes] == [1, 0, 0, 1, 0, 0, 0, 0, 0, 1]
     assert outcomes[1].detail == "exceeded its deadline of 4 s"
     assert "exit code 7" in outcomes[2].detail
     assert "RuntimeError: no mood" in outcomes[4].detail
     assert "signal 6" in outcomes[5].detail
+
+
+def statuses(outcomes):
+    return " ".join(outcome.status for outcome in outcomes)
+
+
+def waiting(truth):
+    own = sample("waiting", truth)
+    return replace(own, function=replace(own.function, form=CallForm(waits=True)))
+
+
+def test_coroutines_wait_side_by_side_and_a_bad_one_affects_only_itself():
+    truths = ["meet", "ok", "raise", "sleep", "meet"]  # two meet only if they run at once
+    with closing(RewardPool(1, timeout_s=4)) as pool:
+        outcomes = pool.run([waiting(truth) for truth in truths])
+        assert statuses(outcomes) == "scored scored raised timed_out scored"
+        assert outcomes[3].detail == "exceeded its deadline of 4 s"
+        outcomes = pool.run([waiting(truth) for truth in ("ok", "block", "exit", "crash", "ok")])
+    assert statuses(outcomes) == "scored timed_out raised crashed scored"
+    assert len(list(RewardPool(2)._calls([waiting("ok")] * 70))) == 5
 
 
 def test_processes_are_reused_and_ended_by_close():

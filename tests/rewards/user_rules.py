@@ -49,3 +49,17 @@ def too_few(solution_str):
 async def asks_a_judge(data_source, solution_str, ground_truth, extra_info):
     await asyncio.sleep(0.001)
     return len(solution_str)
+
+
+MET = []
+
+
+async def waiting(data_source, solution_str, ground_truth, extra_info):
+    """Do what the ground truth says. Two that meet return when both have been called."""
+    if ground_truth == "meet":
+        MET.append(1)
+        while len(MET) < 2:
+            await asyncio.sleep(0.01)
+    if ground_truth == "sleep":
+        await asyncio.sleep(3600)
+    return moody(data_source, solution_str, {"block": "hang"}.get(ground_truth, ground_truth))

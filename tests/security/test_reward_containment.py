@@ -50,15 +50,16 @@ def test_a_copy_of_the_process_does_not_hold_the_connection():
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["report_for_another_sample",
-     pytest.param("report_as_another_process", marks=pytest.mark.nightly)],
+    ("name", "detail"),
+    [("report_for_another_sample", "expected sample"),
+     ("report_several", "sent 2 outcomes for 1 samples"),
+     pytest.param("report_as_another_process", "expected sample", marks=pytest.mark.nightly)],
 )  # fmt: skip
-def test_a_report_with_another_sample_or_process_is_refused(name):
+def test_a_report_with_another_sample_or_process_is_refused(name, detail):
     outcomes = run(name, 3, timeout_s=20)
     assert [outcome.status for outcome in outcomes] == ["scored", "crashed", "scored"]
     assert [outcome.score for outcome in outcomes] == [1, 0, 3]
-    assert "expected sample" in outcomes[1].detail
+    assert detail in outcomes[1].detail
 
 
 def test_messages_of_a_process_run_no_code_in_the_controller(tmp_path):
@@ -70,8 +71,9 @@ def test_messages_of_a_process_run_no_code_in_the_controller(tmp_path):
 @pytest.mark.parametrize(
     "message",
     [b"", b"{}", b"[1]", b"[1, 2, {}]", b'["1", 2, null]', b"[" * 100_000, b"\xff\xfe",
-     b'[1, 2, {"status": "scored", "score": NaN}]', b'[1, 2, {"status": "won", "score": 1.0}]',
-     b'[1, 2, {"status": "scored", "score": "1"}]', b'[1, 2, {"status": "raised", "detail": 3}]'],
+     b'[1, 2, [{"status": "scored", "score": NaN}]]', b'[1, 2, [{"status": "won", "score": 1.0}]]',
+     b'[1, 2, [{"status": "scored", "score": "1"}]]',
+     b'[1, 2, [{"status": "raised", "detail": 3}]]'],
 )  # fmt: skip
 def test_a_message_that_is_no_report_is_a_value_error(message):
     with pytest.raises(ValueError):

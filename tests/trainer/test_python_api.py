@@ -7,18 +7,33 @@ import inspect
 import json
 import os
 import re
+import signal
 import sys
 import threading
 import types
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 import quadriga
-from quadriga import GRPO, PPO, SFT, InputError, RewardModel, Run
+from quadriga import (
+    GRPO,
+    PPO,
+    SFT,
+    InputError,
+    RayPPOTrainer,
+    RewardModel,
+    Run,
+    TrainConfig,
+    load_config,
+)
 from quadriga.cli.api import data_files, nested, rows_in
+from quadriga.trainer.ingredients import load_ingredients
 
 ROOT = Path(__file__).parents[2]
 ROWS = [{"prompt": f"{a} and {b}?", "answer": str(a + b)} for a in range(4) for b in range(2)]
@@ -133,6 +148,67 @@ def test_a_run_is_trained_again_resumed_and_read(model, monkeypatch):
     assert result.summaries[0].responses == 2 * len(ROWS) and result.failed == 0
 
 
+class Interrupted:
+    """Sends Ctrl-C to its own process, once or twice, at an event."""
+
+    def __init__(self, event, times):
+        setattr(self, event, lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(times)])
+
+
+@pytest.mark.parametrize(
+    ("event", "times", "done"),
+    [("on_step", 1, [1]), ("on_step", 2, [1]), ("on_start", 1, []), ("on_save", 1, [1])],
+)
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.nightly)])
+def test_ctrl_c_leaves_a_run_that_goes_on_and_no_process(model, backend, event, times, done):
+    """One lets the step end; a second one, or one before step 1, ends the run at once."""
+    more = {"save_freq": 1, "backend": backend, "num_cpus": 2, "device": "cpu"}
+    grpo = GRPO(model, lambda response: float(len(response)), ROWS, **SMALL, **more,
+                callbacks=[Interrupted(event, times)], async_save=False)  # fmt: skip
+    before = signal.getsignal(signal.SIGINT)
+
+    async def cell() -> None:  # as in a notebook
+        grpo.train()
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(cell())
+    assert signal.getsignal(signal.SIGINT) is before
+    assert [p.name() for p in psutil.Process().children(recursive=True)] == []
+    (folder,) = Path("runs").iterdir()
+    saved = sorted(path.name for path in (folder / "checkpoints").glob("global_step_*"))
+    assert saved == [f"global_step_{step}" for step in done]
+    grpo._callbacks = []
+    assert [row["step"] for row in grpo.resume().history] == [1, 2]
+
+
+def test_a_tokenizer_object_beside_a_folder_is_saved_for_the_ranks(model):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = "own" + tokenizer.chat_template
+    given = {**SMALL, "steps": 1, "num_processes": 0, "tokenizer": tokenizer}
+    run = GRPO(model, lambda response: 1.0, ROWS, **given).train()
+    assert AutoTokenizer.from_pretrained(run.model_path).chat_template.startswith("own")
+
+
+@pytest.mark.parametrize("form", ["tensor", "dict"])
+def test_a_reward_of_ingredients_may_return_a_tensor(train_overrides, form):
+    config = load_config(TrainConfig, train_overrides)
+
+    def reward(data):
+        scores = data.batch["response_mask"] * 0.5
+        extra = {"acc": [1.0] * len(data)}
+        return scores if form == "tensor" else {"reward_tensor": scores, "reward_extra_info": extra}
+
+    with closing(
+        RayPPOTrainer(config, replace(load_ingredients(config), reward=reward))
+    ) as trainer:
+        trainer.fit()
+    last = Run(config.trainer.default_local_dir).history[-1]
+    assert last["reward/mean"] == 0.5 * last["response_length/mean"]
+    assert last.get("reward/extra/acc") == (None if form == "tensor" else 1.0)
+
+
 @pytest.mark.nightly
 def test_model_objects_and_other_algorithms(model):
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -167,10 +243,6 @@ def missing(response, solution): ...
 def no_response(*, answer): ...
 
 
-class Saved:
-    save_pretrained = None
-
-
 lock = threading.Lock()
 BAD = {
     "typo": ({"lrr": 1}, r"no setting lrr; did you mean lr\?"),
@@ -194,9 +266,10 @@ BAD = {
     "splits": ({"data": {"train": ROWS}}, r"a mapping with train; pass one of these"),
     "stream": ({"data": iter(ROWS)}, r"got list_iterator; make a list of what it yields"),
     "image": ({"data": [{"prompt": "a", "x": lock}]}, r"row 0: a value of type lock cannot be wr"),
-    "tokenizer": (
-        {"tokenizer": Saved()},
-        r"tokenizer: pass its folder, or an object beside a model",
+    "tokenizer": ({"tokenizer": 5}, r"tokenizer: expected a folder, a name of the hub, .* got int"),
+    "relative": (
+        {"model": "modle/tiny"},
+        r"hf://modle/tiny cannot be .*; nor is there a folder mo",
     ),
     "model": ({"model": 5}, r"model: expected a folder, a name of the hub, .* got int"),
     "folder": ({"model": "./absent"}, r"absent does not exist"),

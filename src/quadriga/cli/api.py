@@ -319,8 +319,6 @@ def check_model(model: Any, tokenizer: Any, nnodes: int) -> None:
                 f"save_pretrained, got {got}"
             )
     if model is None or isinstance(model, str | Path):
-        if hasattr(tokenizer, "save_pretrained"):
-            raise ModelError("tokenizer: pass its folder, or an object beside a model object")
         return
     problem = ""
     if hasattr(model, "peft_config"):
@@ -343,9 +341,12 @@ def model_files(model: Any, tokenizer: Any, folder: Path) -> dict[str, object]:
         found["tokenizer_path"] = model_name(model.name_or_path)
     for key, given in (("path", model), ("tokenizer_path", tokenizer)):
         if hasattr(given, "save_pretrained"):
-            found[key] = str(folder / "model")
+            found[key] = str(folder / key.removesuffix("_path").replace("path", "model"))
             with writing(folder):
                 given.save_pretrained(found[key])
+                if given is not model and isinstance(model, str | Path):  # which class reads it
+                    config = imported("quadriga.models.folder:local_folder")(found["path"])
+                    shutil.copy(config / "config.json", str(found[key]))
     return {key: value for key, value in found.items() if value is not None}
 
 

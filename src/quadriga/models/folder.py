@@ -60,9 +60,9 @@ def local_folder(path: str | Path, *, weights: bool = True) -> Path:
         files = None if weights else list(_CONFIG_FILES)
         return Path(snapshot_download(text.removeprefix(HUB_PREFIX), allow_patterns=files))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(
-            f"{text} cannot be downloaded from the hub: {str(error).strip().splitlines()[0]}"
-        ) from error
+        name, why = text.removeprefix(HUB_PREFIX), str(error).strip().splitlines()[0]
+        here = "" if Path(name).exists() else f"; nor is there a folder {name} here"
+        raise ModelError(f"{text} cannot be downloaded from the hub: {why}{here}") from error
 
 
 def check_model_folder(

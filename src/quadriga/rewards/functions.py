@@ -50,6 +50,7 @@ class CallForm:
         response: the parameter that takes the response, or the responses.
         needed, optional: the columns that it has parameters for, without and with a default.
         every: it takes all other columns, too (`**`).
+        waits: it is a coroutine function, which a process calls for several samples at once.
     """
 
     kind: Literal["row", "response", "batch"] = "row"
@@ -57,6 +58,7 @@ class CallForm:
     needed: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     every: bool = False
+    waits: bool = False
 
     def columns(self, offered: Mapping[str, object]) -> dict[str, object]:
         """Return the columns that the function is given. Raises `KeyError` if it needs another."""
@@ -208,13 +210,14 @@ def form_of(function: RewardFunction, name: str) -> CallForm:
     if not callable(function):
         got = type(function).__name__
         raise InputError(f"reward {name} must be a function, got {got}: {function!r:.80}")
+    waits = inspect.iscoroutinefunction(function)
     try:
         signature = inspect.signature(function)
     except ValueError:  # some callables written in C have no signature
         return ROW
     try:
         signature.bind(**dict.fromkeys(ARGUMENTS))
-        return ROW
+        return replace(ROW, waits=waits)
     except TypeError as error:
         problem = error
     named = [
@@ -235,11 +238,14 @@ def form_of(function: RewardFunction, name: str) -> CallForm:
         tuple(p.name for p in columns if p.default is p.empty),
         tuple(p.name for p in columns if p.default is not p.empty),
         any(p.kind == p.VAR_KEYWORD for p in signature.parameters.values()),
+        waits,
     )
 
 
-Status = Literal["scored", "raised", "timed_out", "crashed"]
+Status = Literal["scored", "abstained", "raised", "timed_out", "crashed"]
 SCORED: Final = "scored"
+ABSTAINED: Final = "abstained"
+"""The function returned None: of several rewards, it has no opinion on the response."""
 RAISED: Final = "raised"
 TIMED_OUT: Final = "timed_out"
 CRASHED: Final = "crashed"
@@ -271,7 +277,7 @@ class Outcome:
     """What a call gives: a score, or the reason why there is none.
 
     Attributes:
-        status: "scored", or what went wrong.
+        status: "scored", "abstained", or what went wrong.
         score: 0 if the sample was not scored.
         extra: the other entries of the dict that the function returned.
         detail: the exception, the deadline or the exit code, for messages.
@@ -288,21 +294,46 @@ class Outcome:
 def call(function: RewardFunction, sample: Sample) -> Outcome:
     """Score one sample. An exception of the function becomes an outcome with status "raised"."""
     try:
-        if sample.function.form.kind == "response":
-            value = function(sample.solution_str, **sample.columns)
-        else:
-            value = function(
-                data_source=sample.data_source,
-                solution_str=sample.solution_str,
-                ground_truth=sample.ground_truth,
-                extra_info=sample.extra_info,
-            )
+        value = _value(function, sample)
         return _outcome(_awaited(value) if inspect.isawaitable(value) else value)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # `SystemExit` and `CancelledError` are no `Exception`
         # The function is code of the user: one sample that fails must not end the run.
         return Outcome(RAISED, detail=describe(error))
+
+
+def call_at_once(
+    function: RewardFunction, samples: Sequence[Sample], timeout_s: float
+) -> list[Outcome]:
+    """Score samples with a coroutine function, all at once, each with the deadline."""
+
+    async def one(sample: Sample) -> Outcome:
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                return _outcome(await cast("Awaitable[object]", _value(function, sample)))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # code of the user, as in `call`
+            if limit.expired():
+                return Outcome(TIMED_OUT, detail=f"exceeded its deadline of {timeout_s:g} s")
+            return Outcome(RAISED, detail=describe(error))
+
+    async def each() -> list[Outcome]:
+        return await asyncio.gather(*map(one, samples))
+
+    return asyncio.run(each())
+
+
+def _value(function: RewardFunction, sample: Sample) -> object:
+    if sample.function.form.kind == "response":
+        return function(sample.solution_str, **sample.columns)
+    return function(
+        data_source=sample.data_source,
+        solution_str=sample.solution_str,
+        ground_truth=sample.ground_truth,
+        extra_info=sample.extra_info,
+    )
 
 
 def call_batch(function: RewardFunction, samples: Sequence[Sample]) -> list[Outcome]:
@@ -369,6 +400,8 @@ def _outcome(value: object) -> Outcome:
             if isinstance(number, float):
                 checked_score(number, f"the entry {name!r} of a returned dict")
         value = value["score"]
+    if value is None:
+        return Outcome(ABSTAINED, extra=extra, detail="no score: the function returned None")
     # `__float__` and not `float`: a score may be a numpy or torch scalar.
     if isinstance(value, str) or not hasattr(value, "__float__"):
         raise TypeError(f"a score must be a number, got {type(value).__name__}")

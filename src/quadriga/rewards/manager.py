@@ -21,6 +21,7 @@ from quadriga.containment import contained
 from quadriga.errors import ConfigError, DataError, FieldError, InputError, RewardError
 from quadriga.protocol import DataProto, fields
 from quadriga.rewards.functions import (
+    ABSTAINED,
     BUILT_IN,
     FAILURES,
     FAST,
@@ -118,11 +119,13 @@ def combined(parts: Sequence[RewardPart], outcomes: Sequence[Outcome]) -> Outcom
     """Return the outcome of a response from the outcomes of its parts.
 
     The scores of the parts are its `extra` under their names, and what a part has returned besides
-    is there as `part/key`. If a part fails, the response has no score.
+    is there as `part/key`. If a part fails, or all abstain, the response has no score.
     """
+    pairs = [pair for pair in zip(parts, outcomes, strict=True) if pair[1].status != ABSTAINED]
+    if not pairs:
+        return Outcome(RAISED, detail=outcomes[0].detail)
     if len(parts) == 1 and not parts[0].name:
         return outcomes[0]
-    pairs = list(zip(parts, outcomes, strict=True))
     for part, outcome in pairs:
         if outcome.status != SCORED:
             return Outcome(outcome.status, detail=f"{part.name}: {outcome.detail}")

@@ -2,22 +2,23 @@
 
 A process scores one sample at a time, so the pool knows which sample a hanging or dead process was
 scoring. It kills and replaces that process with everything that it has started, and other samples
-are not affected. A `multiprocessing.Pool` cannot do this: it has no deadline per task, and a
-process that crashes breaks the pool. The processes run `pool_worker` as a program, so a script that
-creates a pool needs no `if __name__ == "__main__"` guard.
+are not affected. Of a coroutine function, it scores up to `AT_ONCE` samples at once; if it hangs or
+dies then, they are scored again one by one. A `multiprocessing.Pool` cannot do this: it has no
+deadline per task, and a process that crashes breaks the pool. The processes run `pool_worker` as a
+program, so a script that creates a pool needs no `if __name__ == "__main__"` guard.
 
 The messages between the pool and one process, and the deadline by which each must be received:
 
     pool                     process
      │ ◄── Report(-1, pid) ────  │   it has imported quadriga                  120 s
-     │ ─── (number, Sample) ──►  │
+     │ ── (number, [Sample]) ──► │
      │ ◄── Report(number, pid) ─ │   it has imported the file of the function  120 s
-     │ ◄── … with the Outcome ── │   the function has returned or raised       timeout_s
-     │ ─── (number, Sample) ──►  │
+     │ ◄── … with [Outcome] ──── │   the function has returned or raised       timeout_s
+     │ ── (number, [Sample]) ──► │
                   ⋮
 
-Every sample has a number that the pool never uses again, and a report is accepted only if it has
-the number and the process id that the pool expects. Reports are JSON of bounded length.
+Every call has a number that the pool never uses again, and a report is accepted only if it has the
+number and the process id that the pool expects. Reports are JSON of bounded length.
 
 Example with two processes, `timeout_s` = 1 and the samples A, B, C, where B hangs:
 
@@ -43,8 +44,8 @@ import subprocess
 import sys
 import time
 import weakref
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Pipe, wait
 
@@ -67,17 +68,18 @@ class Report:
     the process that a function has forked cannot report a score for another sample.
 
     Attributes:
-        sample: the number that the pool gave to the sample; -1 when the process is ready.
-        outcome: None when the process is ready, and when the function is about to be called.
+        sample: the number that the pool gave to the samples; -1 when the process is ready.
+        outcomes: None when the process is ready, and when the function is about to be called.
     """
 
     sample: int
     process: int
-    outcome: Outcome | None = None
+    outcomes: list[Outcome] | None = None
 
     def encode(self) -> bytes:
         """Return the message as JSON."""
-        return json.dumps([self.sample, self.process, self.outcome and vars(self.outcome)]).encode()
+        outcomes = None if self.outcomes is None else [vars(one) for one in self.outcomes]
+        return json.dumps([self.sample, self.process, outcomes]).encode()
 
     @classmethod
     def decode(cls, message: bytes) -> Report:
@@ -88,7 +90,11 @@ class Report:
             raise ValueError(f"not a report: {' '.join(str(error).split())}") from error
 
 
-_FORM: TypeAdapter[tuple[int, int, Outcome | None]] = TypeAdapter(tuple[int, int, Outcome | None])
+_FORM: TypeAdapter[tuple[int, int, list[Outcome] | None]] = TypeAdapter(
+    tuple[int, int, list[Outcome] | None]
+)
+AT_ONCE = 16
+"""Samples of a coroutine function that a process scores at once."""
 
 
 class RewardPool:
@@ -119,20 +125,25 @@ class RewardPool:
             RewardError: a function is never called, because each new process for it ends or hangs.
             WorkerDiedError: no process can be started.
         """
-        # Numbers of this batch: 8 samples after 10 others have the numbers 10 … 17.
-        numbered = {next(self._numbers): sample for sample in samples}
-        outcomes: dict[int, Outcome] = {}
-        waiting = deque(numbered)
+        # Numbers of this batch: 8 calls after 10 others have the numbers 10 … 17.
+        calls = {next(self._numbers): rows for rows in self._calls(samples)}
+        outcomes: dict[int, Outcome] = {}  # by the position of the sample
+        waiting = deque(calls)
         attempts: Counter[int] = Counter()
         try:
-            while len(outcomes) < len(numbered):
-                self._hand_out(waiting, numbered)
+            while len(outcomes) < len(samples):
+                self._hand_out(waiting, calls, samples)
                 for process in self._ready():
                     number = process.number
-                    outcome = process.finish(self.timeout_s)
-                    if outcome is None:
+                    found = process.finish(self.timeout_s)
+                    if found is None:
                         continue
-                    self._count_lost(process, numbered[number], outcome)
+                    rows, outcome = calls[number], found[0]
+                    self._count_lost(process, samples[rows[0]], outcome)
+                    if len(found) < len(rows):  # the process has failed: which sample is to blame?
+                        calls |= (alone := {next(self._numbers): [row] for row in rows})
+                        waiting.extendleft(alone)
+                        continue
                     if outcome.status == CRASHED and (process.killed or not process.called):
                         # The reason is not of this sample: the system has killed the process (no
                         # memory is left), or it broke before it called the function, by a thread
@@ -142,13 +153,25 @@ class RewardPool:
                         if attempts[number] < most:
                             waiting.appendleft(number)
                             continue
-                    outcomes[number] = outcome
+                    outcomes |= zip(rows, found, strict=True)
                 self._processes[:] = [process for process in self._processes if process.usable]
         except BaseException:
             # Busy processes would send the outcomes of this batch while the next one is scored.
             self.close()
             raise
-        return [outcomes[number] for number in numbered]
+        return [outcomes[row] for row in range(len(samples))]
+
+    def _calls(self, samples: Sequence[Sample]) -> Iterator[list[int]]:
+        """Yield the positions of the samples that a process scores in one call."""
+        at_once = defaultdict[FunctionRef, list[int]](list)
+        for row, sample in enumerate(samples):
+            if sample.function.form.waits:
+                at_once[sample.function].append(row)
+            else:
+                yield [row]
+        for rows in at_once.values():
+            size = min(AT_ONCE, -(-len(rows) // self._num_processes))
+            yield from (rows[first : first + size] for first in range(0, len(rows), size))
 
     def close(self) -> None:
         """Kill the processes and what they have started. A later `run` starts new ones."""
@@ -169,7 +192,9 @@ class RewardPool:
                 status=outcome.status,
             )
 
-    def _hand_out(self, waiting: deque[int], numbered: dict[int, Sample]) -> None:
+    def _hand_out(
+        self, waiting: deque[int], calls: Mapping[int, list[int]], samples: Sequence[Sample]
+    ) -> None:
         """Send waiting samples to idle processes, and start processes up to `num_processes`."""
         idle = [process for process in self._processes if not process.busy]
         while waiting and (idle or len(self._processes) < self._num_processes):
@@ -177,7 +202,7 @@ class RewardPool:
                 idle.append(PoolProcess(self.memory_gb))
                 self._processes.append(idle[-1])
             number = waiting.popleft()
-            idle.pop().give(number, numbered[number])
+            idle.pop().give(number, [samples[row] for row in calls[number]], self.timeout_s)
 
     def _ready(self) -> list[PoolProcess]:
         """Wait for a message, the end of a process or a deadline; return these processes."""
@@ -204,7 +229,8 @@ _EXIT_S = 5.0  # time for a process to exit after it has closed its pipe
 _END_S = 7.0  # time for a supervisor to end all its processes
 _SEND_S = 30  # time for the process to read more of a sample
 _RECEIVE_S = 5  # time for the rest of a report to arrive: other processes wait for it
-_MAX_REPORT = 1 << 20  # bytes of a report; `functions` bounds its parts to less
+_LATE_S = 2.0  # time for a process to report samples that have exceeded their deadline
+_MAX_REPORT = 1 << 24  # bytes of a report; `functions` bounds its parts to less
 
 
 class PoolProcess:
@@ -254,6 +280,7 @@ class PoolProcess:
         self.killed = False
         self.number = -1
         self._sent: set[FunctionRef] = set()
+        self._count = 0  # samples that it was given
         self.deadline = 0.0
         with contextlib.suppress(EOFError, OSError, ValueError):
             if self.connection.poll(_START_S):
@@ -263,22 +290,25 @@ class PoolProcess:
         code = self.popen.returncode
         raise WorkerDiedError(f"a reward process ended at its start, exit code {code}")
 
-    def give(self, number: int, sample: Sample) -> None:
-        """Send a sample to this idle process."""
+    def give(self, number: int, samples: Sequence[Sample], timeout_s: float) -> None:
+        """Send samples of one function to this idle process."""
         self.number = number
         self.busy = True
         self.called = False
         self.deadline = time.monotonic() + _START_S
-        ref = sample.function
-        if ref in self._sent:  # the process has it, and its value may be large
-            sample = replace(sample, function=replace(ref, pickled=None))
+        self._count = len(samples)
+        ref = samples[0].function
+        bare = [replace(sample, function=replace(ref, pickled=None)) for sample in samples]
+        # The process needs the value of a function once, and it may be large.
+        sent = bare if ref in self._sent else [samples[0], *bare[1:]]
         self._sent.add(ref)
         with contextlib.suppress(OSError):
             # An error means that it ended while it was idle: `finish` reads the end of its pipe.
-            self.connection.send((number, sample))
+            self.connection.send((number, sent, timeout_s))
 
-    def finish(self, timeout_s: float) -> Outcome | None:
-        """Return the outcome of the sample, or None while the function is running."""
+    def finish(self, timeout_s: float) -> list[Outcome] | None:
+        """Return the outcomes of the samples, or one if the process has failed; None while the
+        function is running."""
         try:
             if self.connection.poll():
                 report = Report.decode(self.connection.recv_bytes(_MAX_REPORT))
@@ -292,25 +322,29 @@ class PoolProcess:
         exceeded = f"{timeout_s:g} s" if self.called else f"{_START_S:g} s for its import"
         return self._fail(Outcome(TIMED_OUT, detail=f"exceeded its deadline of {exceeded}"))
 
-    def _accept(self, report: Report, timeout_s: float) -> Outcome | None:
+    def _accept(self, report: Report, timeout_s: float) -> list[Outcome] | None:
         if (report.sample, report.process) != (self.number, self.process):
             detail = (
                 f"its process sent a report for sample {report.sample} of process {report.process}"
                 f", expected sample {self.number} of process {self.process}"
             )
             return self._fail(Outcome(CRASHED, detail=detail))
-        if report.outcome is None:
+        if report.outcomes is None:
             self.called, self.is_new = True, False
-            self.deadline = time.monotonic() + timeout_s
+            # Several samples have deadlines of their own in the process.
+            self.deadline = time.monotonic() + timeout_s + (_LATE_S if self._count > 1 else 0.0)
             return None
+        if len(report.outcomes) != self._count:
+            sent = f"its process sent {len(report.outcomes)} outcomes for {self._count} samples"
+            return self._fail(Outcome(CRASHED, detail=sent))
         self.busy = False
-        return report.outcome
+        return report.outcomes
 
-    def _fail(self, outcome: Outcome) -> Outcome:
+    def _fail(self, outcome: Outcome) -> list[Outcome]:
         self.kill()
-        return outcome
+        return [outcome]
 
-    def _ended(self, error: Exception) -> Outcome:
+    def _ended(self, error: Exception) -> list[Outcome]:
         """Return the outcome for a process that has closed its pipe."""
         # The pipe closes a moment before the exit code can be read.
         try:

@@ -28,7 +28,14 @@ from quadriga.containment import (
     reap,
 )
 from quadriga.errors import QuadrigaError
-from quadriga.rewards.functions import RAISED, FunctionRef, Outcome, RewardFunction, call
+from quadriga.rewards.functions import (
+    RAISED,
+    FunctionRef,
+    Outcome,
+    RewardFunction,
+    call,
+    call_at_once,
+)
 from quadriga.rewards.pool import Report
 
 
@@ -41,21 +48,24 @@ def serve(connection: Connection) -> None:
     connection.send_bytes(Report(-1, process).encode())
     while True:
         try:
-            number, sample = connection.recv()
+            number, samples, timeout_s = connection.recv()
         except EOFError:
             return
-        function = _load(sample.function)
+        function = _load(samples[0].function)
         if isinstance(function, Outcome):
-            outcome = function
+            outcomes = [function] * len(samples)
         else:
-            # From here on the deadline of the sample runs.
+            # From here on the deadline of the samples runs.
             connection.send_bytes(Report(number, process).encode())
-            outcome = call(function, sample)
+            if len(samples) > 1:
+                outcomes = call_at_once(function, samples, timeout_s)
+            else:
+                outcomes = [call(function, samples[0])]
         if os.getpid() != process:  # the function has forked, and this is the copy
             os._exit(0)
         # An alarm that the function has set must not interrupt the next sample.
         signal.setitimer(signal.ITIMER_REAL, 0)
-        connection.send_bytes(Report(number, process, outcome).encode())
+        connection.send_bytes(Report(number, process, outcomes).encode())
 
 
 @functools.cache
