@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import logging
 import re
+from contextlib import closing
 from importlib.resources import files
 
 import pytest
@@ -12,7 +14,10 @@ from report_cases import CONTROL, EVIL, data_of, run_folder, write_jsonl
 
 from quadriga.cli.main import main
 from quadriga.errors import DataError
+from quadriga.observability.jsonl import read_jsonl
+from quadriga.observability.run_folder import RunFolder
 from quadriga.report import collect, write_report
+from quadriga.report.events import EventLog
 
 
 def report_of(*folders, page):
@@ -130,3 +135,20 @@ def test_the_package_has_the_page_and_the_licence_of_its_library():
     page = files("quadriga.report") / "page"
     assert "Copyright" in (page / "uPlot.LICENSE").read_text()
     assert "v1.6.32" in (page / "uPlot.iife.min.js").read_text()[:80]
+
+
+def test_events_are_kept_by_a_run_that_begins_again_and_a_removed_file_is_written_anew(tmp_path):
+    folder = RunFolder(run_folder(tmp_path / "run"))
+    log = EventLog(folder.events, lambda: 2.0)
+    with closing(log):
+        folder.forget_after(None)  # a restart without a checkpoint
+        assert not folder.metrics.exists()
+        logging.getLogger("quadriga").warning("first")
+        folder.events.unlink()
+        logging.getLogger("quadriga").warning("second")
+    logging.getLogger("quadriga").warning("after the end")
+    events = list(read_jsonl(folder.events))
+    warnings = [row["warning"] for row in events if "warning" in row]
+    assert events[0]["environment"]["torch"] == "2.13"
+    removed = f"{folder.events} was removed or replaced by another process"
+    assert warnings[1:] == ["first", removed, "second"]

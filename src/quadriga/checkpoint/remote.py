@@ -44,7 +44,7 @@ from quadriga.config.stores import MARKER, Store, digests, each, listed
 from quadriga.errors import CheckpointError, ConfigError, StoreError
 from quadriga.files import remove
 from quadriga.observability import run_folder
-from quadriga.observability.run_folder import LOCK, OF_STEPS, Existing, RunFolder, RunLock
+from quadriga.observability.run_folder import LOCK, RECORDS, Existing, RunFolder, RunLock
 
 _log = logging.getLogger("quadriga")
 _CHECKPOINTS, _MODEL = "checkpoints", "model"
@@ -272,7 +272,7 @@ class Uploads:
         """Upload the files that the run has changed since the last call."""
         root = self._folder.path
         for path in (
-            file for name in (run_folder.CONFIG, *OF_STEPS) for file in _files(root / name)
+            file for name in (run_folder.CONFIG, *RECORDS) for file in _files(root / name)
         ):
             name, stat = str(path.relative_to(root)), path.stat()
             if (stamp := (stat.st_size, stat.st_mtime_ns)) != self._stamps.get(name):
@@ -345,7 +345,7 @@ def fetch_newest(trainer: RunConfig) -> list[CheckpointError]:
         else:
             return errors
         for name, info in remote.store.files().items():
-            if name.partition("/")[0] in OF_STEPS:
+            if name.partition("/")[0] in RECORDS:
                 remote.store.get(name, folder.path / name, info["size"])
     finally:
         lock.release()

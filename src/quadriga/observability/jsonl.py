@@ -80,7 +80,6 @@ class JsonlFile:
 
     def _write_again(self) -> None:
         """Open the file anew. If there is none, write the earlier rows to it again."""
-        _log.warning("%s was removed or replaced by another process", self.path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         removed = not self.path.exists()
         with open(self._fd, "rb") as old, open(self._open(), "ab", closefd=False) as new:
@@ -88,6 +87,8 @@ class JsonlFile:
             if removed:
                 old.seek(0)
                 shutil.copyfileobj(old, new)
+        # The last thing: a warning may be written to this file (`report.events`).
+        _log.warning("%s was removed or replaced by another process", self.path)
 
     def _drop_torn_line(self) -> None:
         size = os.fstat(self._fd).st_size

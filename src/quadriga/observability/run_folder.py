@@ -59,8 +59,9 @@ _MARKS = (CONFIG, METRICS)  # a folder with one of these holds a run
 _REPLACED = f"{MODEL}.replaced"
 _EXPORTS = (f"{MODEL}.partial", _REPLACED)
 # What a run that begins again writes anew. Each start has its own run in other trackers.
-OF_STEPS = (METRICS, SAMPLES, EVENTS, STREAM, TENSORBOARD, PLOT, REPORT)
-ALL = (CONFIG, *OF_STEPS, *OF_TRACKERS, CHECKPOINTS, MODEL, *_EXPORTS)
+OF_STEPS = (METRICS, SAMPLES, STREAM, TENSORBOARD, PLOT, REPORT)
+RECORDS = (*OF_STEPS, EVENTS)
+ALL = (CONFIG, *RECORDS, *OF_TRACKERS, CHECKPOINTS, MODEL, *_EXPORTS)
 
 _log = logging.getLogger("quadriga")
 
