@@ -234,7 +234,7 @@ def test_restarts_count_within_a_window_and_without_progress(clock):
     assert losses(clock, 1, seconds=1, max_restarts=0) == (0, "loss 0")
 
 
-def test_a_restart_waits_for_nodes_and_goes_on_with_fewer(clock, caplog):
+def test_a_restart_waits_for_nodes_and_goes_on_with_fewer(clock, caplog, capsys):
     asked = []
 
     def start(config):
@@ -251,6 +251,7 @@ def test_a_restart_waits_for_nodes_and_goes_on_with_fewer(clock, caplog):
     restarts, fit_on = Restarts(config.trainer, lambda: False), 2
     with pytest.raises(PlacementError, match=r"^3 nodes do not exist$"):
         restarts.placed(start, config, check)
+    assert capsys.readouterr().out.endswith("the models: 3 ranks, trainer.backend=ray\n")
     restarts.begin(WorkerDiedError("a node is lost"))
     began = clock.now
     assert restarts.placed(start, config, check) == "on 1"

@@ -42,6 +42,7 @@ from quadriga.errors import (
     WorkerMethodError,
     first_line,
 )
+from quadriga.observability.console import RunConsole
 
 if TYPE_CHECKING:
     from quadriga.checkpoint.folders import Resumed
@@ -222,6 +223,9 @@ class Restarts:
         Raises:
             PlacementError: the nodes cannot hold the ranks.
         """
+        if "console" in self.trainer.loggers:
+            what = f"{config.trainer.ranks} ranks, trainer.backend={self.trainer.backend}"
+            RunConsole(0).note(f"starting the processes and loading the models: {what}")
         since = time.monotonic()
         while True:
             try:
