@@ -55,3 +55,16 @@ def test_a_tracker_that_fails_leaves_no_file_open(tmp_path, monkeypatch, fails_a
         assert fails_at == "end"
     assert files == ["opened", "closed"]
     assert not (tmp_path / "run/run.lock").exists()
+
+
+def test_a_report_that_cannot_be_written_is_a_warning_and_ends_no_run(
+    tmp_path, monkeypatch, caplog
+):
+    def full(folders, page):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(record, "write_report", full)
+    config = load_config(TrainConfig, [f"trainer.default_local_dir={tmp_path}/run"])
+    with RunRecord(config, 3, tokenizer=None, uploads=Uploads(config.trainer)):
+        pass
+    assert "the report is not written: OSError: [Errno 28] No space left" in caplog.text
