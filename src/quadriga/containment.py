@@ -154,29 +154,33 @@ def reported(error: Callable[[str], Exception], *kept: type[BaseException]) -> I
         raise error(describe(found)) from found
 
 
-def import_file(path: Path, what: str, name: str | None = None) -> ModuleType:
+def import_file(
+    path: Path, what: str, name: str | None = None, content: bytes | None = None
+) -> ModuleType:
     """Import a Python file of the user.
 
     Args:
         what: what the file is, in error messages: "reward file".
         name: of the module in `sys.modules`; None: it is not there.
+        content: what is run in place of what the file has now, on this node.
 
     Raises:
         DataError: there is no such file.
         InputError: it cannot be imported. Whatever its import raises is an error in the file, also
             an `exit()` at its top level.
     """
-    if not path.is_file():
+    if content is None and not path.is_file():
         raise DataError(f"{what} {path} does not exist", path=str(path))
     spec = importlib.util.spec_from_file_location(name or f"quadriga_file_{path.stem}", path)
-    if spec is None or spec.loader is None:
+    if spec is None:
         raise InputError(f"{what} {path} is not a Python file (.py)")
     module = importlib.util.module_from_spec(spec)
     if name is not None:
         sys.modules[name] = module
     try:
         with reported(lambda said: InputError(f"{what} {path} cannot be imported: {said}")):
-            spec.loader.exec_module(module)
+            code = path.read_bytes() if content is None else content
+            exec(compile(code, str(path), "exec", dont_inherit=True), vars(module))
     except BaseException:
         sys.modules.pop(name or "", None)
         raise

@@ -11,7 +11,7 @@ import torch
 from quadriga.algorithms.advantages import compute_advantages
 from quadriga.algorithms.catalog import describe_algorithms
 from quadriga.algorithms.policy_losses import compute_policy_loss
-from quadriga.algorithms.user_files import load_user_file
+from quadriga.algorithms.user_files import load_user_file, loaded_files
 from quadriga.errors import InputError, NonFiniteError, ShapeError
 
 GOOD = """
@@ -94,14 +94,17 @@ def test_an_invalid_result_is_named(
         use_additions()
 
 
-def in_worker(file: Path) -> tuple[list[float], list[float]]:
-    load_user_file(file)
+def in_worker(file: str, content: bytes) -> tuple[list[float], list[float]]:
+    load_user_file(file, content)
     return use_additions()
 
 
-def test_added_entries_work_in_a_new_process(good_file: Path) -> None:
+def test_a_rank_loads_what_the_controller_has_loaded(good_file: Path) -> None:
+    load_user_file(good_file)
+    [loaded] = loaded_files([str(good_file)])
+    good_file.write_text(GOOD.replace("scale * torch", "2 * scale * torch"))  # of another node
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply_async(in_worker, (good_file,)).get(timeout=120) == WANT
+        assert pool.apply_async(in_worker, loaded).get(timeout=120) == WANT
 
 
 def test_a_changed_file_is_loaded_again(good_file: Path) -> None:

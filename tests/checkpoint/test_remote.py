@@ -58,7 +58,8 @@ def test_a_checkpoint_is_the_same_after_its_way_through_a_store(url, tmp_path):
     run.forget([2, 11])
     assert run.steps() == [10] and not run.fetch_checkpoint(2, tmp_path / "new")
     assert [n for n in run.store.files() if "step_2/" in n or "step_11/" in n] == []
-    run.delete(["checkpoints", "metrics.jsonl"])
+    run.store.write("metrics.jsonl", b"{}")
+    run.delete(["checkpoints", "metrics.jsonl", "samples.jsonl"])
     assert run.store.files().keys() <= {"checkpoints/steps.json"} and run.steps() == []
 
 
@@ -78,6 +79,19 @@ def test_a_fault_that_passes_is_not_seen_and_one_that_stays_is_named(s3, tmp_pat
     ):
         sent(run, folder)
     assert s3.faults[0].times == 99 - stores.ATTEMPTS and run.steps() == [1]
+
+
+def test_a_failure_that_only_the_first_attempt_explains_is_named(monkeypatch):
+    said = iter(["Unable to load libjvm\ndlopen(…) failed", *["Prior attempt failed"] * 9])
+    monkeypatch.setattr(stores, "BACKOFF_S", 0.0)
+
+    def opened(*_, **__):
+        raise OSError(next(said))
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", opened)
+    text = "^cannot open hdfs://n/run: Unable to load libjvm; Prior attempt failed$"
+    with pytest.raises(StoreError, match=text):
+        Store("hdfs://n/run")
 
 
 def test_a_listing_that_is_behind_hides_no_checkpoint(s3, tmp_path):

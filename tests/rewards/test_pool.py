@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.errors import RewardError
-from quadriga.rewards.functions import CallForm, FunctionRef, Sample
+from quadriga.rewards.functions import CallForm, FunctionRef, Sample, load_reward_function
 from quadriga.rewards.pool import PoolProcess, RewardPool
 
 USER_FILE = str(Path(__file__).with_name("user_rules.py"))
@@ -100,6 +100,18 @@ def test_a_file_that_cannot_be_imported_is_imported_once_by_a_process(tmp_path):
         outcomes = pool.run([Sample(FunctionRef(str(file), "f"), "src", "", "", None)] * 4)
     assert {(o.status, "KeyError: 'no'" in o.detail) for o in outcomes} == {("raised", True)}
     assert (tmp_path / "imports").read_text() == "."
+
+
+def test_processes_run_what_the_run_has_loaded(tmp_path):
+    file = tmp_path / "rule.py"
+    rule = "import os\ndef f(response, ground_truth):\n    return SCORE if response else os.abort()"
+    file.write_text(rule.replace("SCORE", "1"))
+    ref = load_reward_function(file, "f")
+    file.write_text(rule.replace("SCORE", "2"))
+    with closing(RewardPool(1)) as pool:
+        outcomes = pool.run([Sample(ref, "src", text, "", None, {"ground_truth": ""})
+                             for text in ("a", "", "b")])  # fmt: skip
+    assert [o.score for o in outcomes] == [1, 0, 1] and outcomes[1].status == "crashed"
 
 
 def test_an_interrupted_batch_leaves_no_outcomes_for_the_next(monkeypatch):

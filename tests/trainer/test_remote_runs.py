@@ -117,6 +117,12 @@ def test_a_remote_folder_that_cannot_be_used_is_refused(refused, monkeypatch, tm
     for setting, message in (
         ("trainer.remote_dir=gs://b/run", "gs:// needs the package gcsfs: pip install gcsfs"),
         ("trainer.remote_dir=z3://b/run", "no file system is known for z3://; write a path of"),
+        ("trainer.remote_dir=s3://", "trainer.remote_dir=s3://: nothing follows s3://"),
+        ("trainer.remote_dir=memory:///", "nothing follows memory://"),
+        ("data.train_files=[file://]", "nothing follows file://"),
+        ("trainer.remote_dir=", "trainer.remote_dir= is empty; name a folder, or leave it null"),
+        ("trainer.remote_dir=simplecache::s3://b/run", "begins with no scheme; write a path of"),
+        ("trainer.default_local_dir=/a/s3://b/run", "begins with no scheme; write a path of"),
         ("trainer.default_local_dir=s3://me:password@b/run",
          "set trainer.remote_dir=s3://***@b/run, where the run folder is copied to"),
         ("trainer.resume_mode=s3://b/run", "to the run that holds it, and resume_mode=auto"),

@@ -303,6 +303,8 @@ def check_remote_folder(trainer: RunConfig, existing: Existing) -> None:
         names = ("max_remote_ckpt_to_keep", "remove_local_after_upload")
         if given := next((name for name in names if getattr(trainer, name)), None):
             key, problem = f"trainer.{given}", f"is of the copies in {key}; set that, too"
+    elif not url.strip():
+        problem = "= is empty; name a folder, or leave it null"
     elif not is_remote(url) and Path(url).resolve().is_relative_to(
         local := Path(trainer.default_local_dir).resolve()
     ):
@@ -313,8 +315,8 @@ def check_remote_folder(trainer: RunConfig, existing: Existing) -> None:
             "(trainer.resume_mode=auto) or replace it (trainer.overwrite=true)"
         )
     if problem:
-        value = f"={mask_secrets(url)}" if url else ""
-        raise ConfigError(f"{key}{value} {problem}", key=key)
+        value = f"={mask_secrets(url)} " if url else " " if url is None else ""
+        raise ConfigError(f"{key}{value}{problem}", key=key)
 
 
 def fetch_newest(trainer: RunConfig) -> list[CheckpointError]:

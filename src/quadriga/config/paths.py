@@ -66,10 +66,15 @@ def local_path(
     """
     text = _FILE.sub("", str(path))
     found = _REMOTE.match(text)
+    if found is None and "://" in text:
+        problem = (
+            "begins with no scheme; write a path of this machine, or one such as s3://bucket/run"
+        )
+        raise ConfigError(f"{mask_secrets(f'{key}={text}' if key else text)} {problem}", key=key)
     if found is None or (hub and text.startswith("hf://")):
         return os.path.expanduser(text)  # unlike `Path.expanduser`, it raises nothing
     scheme, given = found[1].lower(), f"{key}={text}" if key else text
-    if remote and (problem := _problem(scheme)):
+    if remote and (problem := _problem(scheme, text[found.end() :])):
         raise ConfigError(f"{mask_secrets(given)}: {problem}", key=key)
     if remote:
         return f"{scheme}://{text[found.end() :]}"
@@ -83,10 +88,12 @@ def local_path(
     )
 
 
-def _problem(scheme: str) -> str:
-    """Return why paths of a scheme cannot be read, with the remedy, or ""."""
+def _problem(scheme: str, name: str) -> str:
+    """Return why a path cannot be read, with the remedy, or ""."""
     from fsspec.registry import registry
 
+    if not name:
+        return f"nothing follows {scheme}://; name a bucket or a folder there"
     if scheme not in STORES:
         known = f"write a path of this machine, or one of {', '.join(f'{s}://' for s in STORES)}"
         return "" if scheme in registry else f"no file system is known for {scheme}://; {known}"

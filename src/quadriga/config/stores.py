@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from quadriga.config.paths import is_remote, local_path
 from quadriga.config.secrets import mask_secrets
-from quadriga.errors import StoreError
+from quadriga.errors import StoreError, first_line
 from quadriga.files import atomic_write, replacing, writing
 
 MARKER = "COMPLETE.json"
@@ -138,7 +138,7 @@ class Store:
         """Delete files, where they exist."""
 
         def attempt(name: str) -> None:
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, NotADirectoryError):
                 self._fs.rm_file(self._path(name))
 
         for name in names:
@@ -163,16 +163,18 @@ class Store:
 
     def _call(self, verb: str, name: str, attempt: Callable[[], T]) -> T:
         """Call `attempt` until it succeeds."""
+        said = dict[str, None]()
         for number in range(ATTEMPTS):
             time.sleep(BACKOFF_S * 2 ** (number - 1) if number else 0)
             try:
                 return attempt()
             except Exception as error:  # each package has errors of its own for a server
                 failed = error
+                said[first_line(error)[:300]] = None  # the later ones may not say why
                 if isinstance(error, FileNotFoundError | PermissionError):
                     break
         missing = isinstance(failed, FileNotFoundError)
-        reason = " ".join(str(failed).split())[:300] or type(failed).__name__
+        reason = "; ".join(said) if str(failed) else type(failed).__name__
         reason = f"it does not exist ({reason})" if missing else reason
         where = mask_secrets(f"{self.url}/{name}".rstrip("/"))
         damaged = missing or isinstance(failed, _OtherContentError)

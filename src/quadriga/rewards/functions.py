@@ -78,25 +78,34 @@ class FunctionRef:
     """The source of a reward function (a Python file or a module) and its name.
 
     A function of a user's file cannot be pickled, because other processes cannot import its module.
-    A `FunctionRef` can be sent to any process and loads the function there. A function that a
-    program has defined, which no process can import, is sent by its value (`pickled`).
+    A `FunctionRef` can be sent to any process and loads the function there. `content` is what the
+    file had when the run loaded it, so that a process that starts later runs the same, or the
+    pickled function of a program, which no process can import.
     """
 
     source: str
     name: str
     form: CallForm = field(default=ROW, compare=False)
-    pickled: bytes | None = field(default=None, compare=False, repr=False)
+    content: bytes | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def loaded(cls, source: str, name: str) -> FunctionRef:
+        """Load a function once, so that errors appear before a run starts. Raises as `load`."""
+        file = Path(source)
+        is_file = source.endswith(".py") and file.is_file()
+        ref = cls(source, name, content=file.read_bytes() if is_file else None)
+        return replace(ref, form=form_of(ref.load(), f"{name!r} of {source}"))
 
     def load(self) -> RewardFunction:
         """Return the function. Raises `InputError` if there is no such file or function."""
-        if self.pickled is not None:
-            said = f"reward function {self.name} of the program cannot be loaded: "
-            with reported(lambda why: InputError(said + why)):
-                return cast(RewardFunction, cloudpickle.loads(self.pickled))
         if self.source == PROGRAM:
             return GIVEN[self.name]
         if self.source.endswith(".py"):
-            module = import_file(Path(self.source), "reward file")
+            module = import_file(Path(self.source), "reward file", content=self.content)
+        elif self.content is not None:
+            said = f"reward function {self.name} of the program cannot be loaded: "
+            with reported(lambda why: InputError(said + why)):
+                return cast(RewardFunction, cloudpickle.loads(self.content))
         else:
             said = f"reward module {self.source} cannot be imported: "
             with reported(lambda why: InputError(said + why)):
@@ -145,8 +154,7 @@ def register_reward_function(data_source: str, path: str, name: str = "compute_s
     if data_source in FUNCTIONS:
         held = f"{FUNCTIONS[data_source].name!r} of {FUNCTIONS[data_source].source}"
         raise InputError(f"data_source {data_source!r} already has a reward function, {held}")
-    ref = FunctionRef(path, name)
-    FUNCTIONS[data_source] = replace(ref, form=form_of(ref.load(), f"{name!r} of {path}"))
+    FUNCTIONS[data_source] = FunctionRef.loaded(path, name)
 
 
 def reward_function_for(data_source: object) -> FunctionRef:
@@ -174,12 +182,11 @@ def load_reward_function(path: str | Path, name: str = "compute_score") -> Funct
     file = Path(local_path(path)).absolute()
     if file.suffix != ".py":
         raise DataError(f"reward file {file} is not a Python file (.py)", path=str(file))
-    ref = FunctionRef(str(file), name)
     if code_runs():
-        return replace(ref, form=form_of(ref.load(), f"{name!r} of {file}"))
+        return FunctionRef.loaded(str(file), name)
     if not file.is_file():
         raise DataError(f"reward file {file} does not exist", path=str(file))
-    return ref
+    return FunctionRef(str(file), name)
 
 
 GIVEN: dict[str, RewardFunction] = {}

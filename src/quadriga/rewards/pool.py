@@ -298,7 +298,7 @@ class PoolProcess:
         self.deadline = time.monotonic() + _START_S
         self._count = len(samples)
         ref = samples[0].function
-        bare = [replace(sample, function=replace(ref, pickled=None)) for sample in samples]
+        bare = [replace(sample, function=replace(ref, content=None)) for sample in samples]
         # The process needs the value of a function once, and it may be large.
         sent = bare if ref in self._sent else [samples[0], *bare[1:]]
         self._sent.add(ref)

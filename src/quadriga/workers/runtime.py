@@ -45,7 +45,8 @@ class RankRuntime:
     seed: int = 0
     total_steps: int | None = None  # optimizer steps of the role in the run, for its schedule
     max_response_length: int = 512  # tokens
-    user_files: tuple[str, ...] = ()  # files that register estimators, losses, dispatch modes
+    user_files: tuple[tuple[str, bytes], ...] = ()
+    """Path and content of files that register estimators, losses, dispatch modes."""
 
 
 def groups_of_copies(engine: EngineConfig | None, ranks: int, copy: int) -> list[tuple[int, ...]]:
@@ -165,8 +166,8 @@ def prepare_rank(runtime: RankRuntime, *, generates: bool = False) -> str:
     init_distributed(device, alone=generates and os.environ.get("MASTER_PORT") == LOCAL_PORT)
     # The registries are per process: what a user's file registered on the controller is not
     # known here until the file is loaded here too.
-    for path in runtime.user_files:
-        load_user_file(path)
+    for path, content in runtime.user_files:
+        load_user_file(path, content)
     return device
 
 

@@ -22,10 +22,10 @@ import dataclasses
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 from quadriga.algorithms.advantages import get_advantage
 from quadriga.algorithms.policy_losses import get_policy_loss
+from quadriga.algorithms.user_files import loaded_files
 from quadriga.config.plan import batch_plan, mini_batch_prompts
 from quadriga.config.role_ranks import has_reward_model, role_pools
 from quadriga.config.schema import (
@@ -517,7 +517,7 @@ def rank_runtime(config: TrainConfig, total_steps: int) -> RankRuntime:
         seed=config.trainer.seed,
         total_steps=total_steps,
         max_response_length=config.data.max_response_length,
-        user_files=tuple(str(Path(file).resolve()) for file in config.algorithm.user_files),
+        user_files=loaded_files(config.algorithm.user_files),
     )
 
 
