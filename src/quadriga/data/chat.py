@@ -6,6 +6,7 @@ import ctypes
 import inspect
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -306,8 +307,10 @@ class OutOfTimeError(Exception):
 def bounded(seconds: float, gigabytes: float) -> Iterator[None]:
     """Raise `OutOfTimeError` or `MemoryError` in the block once it exceeds its time or memory.
 
-    The time is checked between two instructions of Python: one call of a function written in C is
-    not interrupted. Memory (Linux only) is what the process allocates within the block in addition.
+    The time is that of the CPU, at least so much on the clock: a process that is stopped, or waits
+    for others, uses none. It is checked between two instructions of Python: one call of a function
+    written in C is not interrupted. Memory (Linux only) is what the process allocates within the
+    block in addition.
     """
     with _limited_memory(gigabytes), _limited_time(seconds):
         yield
@@ -317,22 +320,23 @@ def bounded(seconds: float, gigabytes: float) -> Iterator[None]:
 def _limited_time(seconds: float) -> Iterator[None]:
     thread, lock = threading.get_ident(), threading.Lock()
     over, raised = threading.Event(), threading.Event()
+    ends = time.process_time() + seconds
 
     def interrupt() -> None:
+        wait_s = seconds
+        while not over.wait(wait_s) and (wait_s := ends - time.process_time()) > 0:
+            pass
         with lock:
             if not over.is_set():
                 raised.set()
                 _raise_in(thread, OutOfTimeError)
 
-    timer = threading.Timer(seconds, interrupt)
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=interrupt, daemon=True).start()
     try:
         yield
     finally:
         with lock:
             over.set()
-        timer.cancel()
         if raised.is_set():
             _receive_raised_exception()
 
