@@ -138,6 +138,19 @@ def test_a_killed_controller_leaves_no_process():
     assert gone(pids)
 
 
+def test_a_killed_controller_leaves_no_traceback_of_its_processes():
+    program = f"""if True:
+        import os, threading
+        from security.{__name__} import run
+        threading.Timer(2.0, os.kill, (os.getpid(), 9)).start()
+        while True:
+            run("process_id", 1000)
+    """
+    end = -signal.SIGKILL
+    done = run_python("-c", program, status=end, timeout=60, cwd=Path(__file__).parents[1])
+    assert done.stderr == ""
+
+
 def test_a_pool_without_a_reference_ends_its_processes():
     pool = RewardPool(1)
     pid = int(pool.run([sample("process_id")])[0].score)

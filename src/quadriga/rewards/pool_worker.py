@@ -39,18 +39,15 @@ from quadriga.rewards.functions import (
 from quadriga.rewards.pool import Report
 
 
-def serve(connection: Connection) -> None:
-    """Score samples until the pool closes its end of the connection."""
+def serve(connection: Connection) -> NoReturn:
+    """Score samples. Raises `EOFError` or `ConnectionError` when the pool closes its end."""
     # A copy of this process that a function forks must not hold the connection: it could write to
     # it, and the pool would not see the end of this process.
     os.register_at_fork(after_in_child=connection.close)
     process = os.getpid()
     connection.send_bytes(Report(-1, process).encode())
     while True:
-        try:
-            number, samples, timeout_s = connection.recv()
-        except EOFError:
-            return
+        number, samples, timeout_s = connection.recv()
         function = _load(samples[0].function)
         if isinstance(function, Outcome):
             outcomes = [function] * len(samples)
@@ -112,7 +109,8 @@ def main() -> None:
     open_output()
     limit_memory(megabytes)
     sys.path.extend(path for path in sys.argv[3:] if path not in sys.path)
-    serve(Connection(fd))
+    with contextlib.suppress(EOFError, ConnectionError):
+        serve(Connection(fd))
 
 
 _CHECK_S = 0.5  # how often to look whether the controller or the worker has ended
