@@ -82,10 +82,13 @@ def test_a_session_of_a_ray_that_has_ended_does_not_end_the_next(connection):
     assert not connection
 
 
-def test_a_ray_that_does_not_come_up_is_a_loss_and_leaves_no_process(connection, monkeypatch):
+@pytest.mark.parametrize("error", [Exception, RuntimeError])  # of a raylet, of a GCS
+def test_a_ray_that_does_not_come_up_is_a_loss_and_leaves_no_process(
+    connection, monkeypatch, error
+):
     def init(**_):
         connection.append(subprocess.Popen(["sleep", "600"]))
-        raise Exception("The current node timed out during startup")  # as Ray does
+        raise error("The current node timed out during startup")  # as Ray does
 
     monkeypatch.setattr(cluster.ray, "init", init)
     with pytest.raises(WorkerDiedError, match=r"Ray has not started .*: The current node"):

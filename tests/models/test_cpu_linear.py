@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from processes import run_python
 from quadriga.engines.activation_checkpointing import is_expensive
 from quadriga.models import TinyModel, write_tiny_model
 from quadriga.models.cpu_linear import MIN_PRODUCTS, CpuLinear, has_onednn, use_cpu_linear
@@ -123,3 +124,28 @@ def test_every_model_that_is_loaded_has_these_layers(tmp_path: Path) -> None:
 
 def test_selective_checkpointing_keeps_its_output() -> None:
     assert is_expensive(OPERATOR)
+
+
+SHAPES = """
+import torch
+from torch import nn
+from quadriga.models.cpu_linear import use_cpu_linear
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) // 256
+
+torch.set_num_threads(1)
+use_cpu_linear(model := nn.Sequential(nn.Linear(256, 256)))
+sizes = []
+for rows in (400, *range(64, 184)):
+    model(torch.randn(rows, 256, requires_grad=True)).sum().backward()
+    sizes.append(resident())
+print(sizes[-1] - sizes[0])
+"""
+
+
+@needs_onednn
+@pytest.mark.nightly
+def test_memory_does_not_grow_with_the_number_of_shapes() -> None:
+    grown = run_python("-c", SHAPES, timeout=170).stdout
+    assert int(grown.splitlines()[-1]) < 100, grown  # MB; oneDNN alone would keep about 200

@@ -88,7 +88,7 @@ def run_with(kills, settings, task, rule, folder, nodes=None, seed=0) -> list[di
     ):
         while nodes is not None and run.popen.poll() is None:
             nodes.replace_lost(folder)
-        assert run.popen.wait(500) == 0, run.output.read_text()[-5000:]
+        assert run.popen.wait(2000) == 0, run.output.read_text()[-5000:]
         run.seconds_until_empty(timeout_s=20)
         # The folder of a session of Ray stays until the next one, for its logs.
         assert {name[:13] for name in os.listdir(temporary)} <= {"quadriga-ray-"}

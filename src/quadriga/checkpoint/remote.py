@@ -28,7 +28,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from quadriga.checkpoint.folders import (
     begin_checkpoint,
@@ -71,8 +70,10 @@ class RemoteRun:
     def send_checkpoint(self, folder: Path, before_marker: Callable[[], None], sent: Sent) -> None:
         """Write a complete checkpoint, its marker last, after `before_marker`."""
         name, step = f"{_CHECKPOINTS}/{folder.name}", int(folder.name.split("_")[2])
-        self.store.remove([f"{name}/{MARKER}"])  # of an earlier attempt at this step
-        self._send(folder, name, {file.name: file.digest for file in files_of(folder)}, sent)
+        files = {file.name: file.digest for file in files_of(folder)}
+        others = [f"{name}/{file}" for file in self.store.files(name) if file not in files]
+        self.store.remove([f"{name}/{MARKER}", *others])  # of an earlier attempt at this step
+        self._send(folder, name, files, sent)
         before_marker()
         self.store.send(folder / MARKER, f"{name}/{MARKER}")
         self._write_steps({*self.steps(), step})
@@ -276,8 +277,12 @@ class Uploads:
         ):
             name, stat = str(path.relative_to(root)), path.stat()
             if (stamp := (stat.st_size, stat.st_mtime_ns)) != self._stamps.get(name):
-                with TemporaryDirectory() as folder:  # the run appends to the file meanwhile
-                    remote.store.send(shutil.copyfile(path, Path(folder) / "file"), name)
+                # The run appends to it meanwhile. The next upload replaces what a kill leaves.
+                copied = shutil.copyfile(path, root / "upload.partial")
+                try:
+                    remote.store.send(copied, name)
+                finally:
+                    copied.unlink()
                 self._stamps[name] = stamp
 
 

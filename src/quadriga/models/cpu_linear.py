@@ -9,6 +9,7 @@ Shapes: M rows (tokens), K inputs, N outputs.
 
 from __future__ import annotations
 
+import os
 import platform
 from typing import Any
 
@@ -19,6 +20,9 @@ from torch.autograd.function import once_differentiable
 MIN_PRODUCTS = 2**20
 """Multiplications (M · K · N) of the smallest product that is given to oneDNN. Its calls cost some
 microseconds more than calls of MKL."""
+CACHED = "64"
+"""Products that oneDNN keeps compiled, each for one shape; a layer needs three. With its own 1024,
+0.6 MB each, a process grows for hundreds of steps whose micro-batches have new numbers of rows."""
 
 
 def has_onednn() -> bool:
@@ -49,11 +53,15 @@ class CpuLinear(nn.Linear):
 def use_cpu_linear(model: nn.Module) -> None:
     """Make every `nn.Linear` of `model` a `CpuLinear`, if torch has oneDNN.
 
+    Of the products that oneDNN has compiled, it keeps so few that they take some tens of MB.
+
     Only the class changes: parameters, hooks and names stay as they are. Subclasses of `nn.Linear`
     compute something of their own and are left out.
     """
     if not has_onednn():
         return
+    for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(cache, CACHED)  # read by oneDNN at its first product
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = CpuLinear

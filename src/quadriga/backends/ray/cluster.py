@@ -198,7 +198,8 @@ def _start_ray(settings: Mapping[str, object]) -> None:
         folder = Path(str(settings.get("_temp_dir") or os.environ.get("RAY_TMPDIR") or "/tmp"))
         near = next(path for path in (folder, *folder.parents) if path.exists())
         full = shutil.disk_usage(near).free < _SESSION_BYTES
-        if not full and type(error) is not Exception:  # what Ray raises if they have not come up
+        # What Ray raises if a process of it has not come up.
+        if not full and type(error) not in (Exception, RuntimeError):
             raise
         for process in {*psutil.Process().children()} - before:
             kill_with_children(process.pid)
