@@ -119,16 +119,13 @@ def test_stages_of_megatron_train_for_an_engine(tmp_path, engine, copies):
     assert all(row["actor/grad_norm"] > 0 for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("engine", "update"),
-    [(engine, "in_flight" if engine == "vllm" else "pause") for engine in ENGINES],
-)
-def test_a_streamed_run_knows_the_weights_of_each_token(tmp_path, engine, update):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_streamed_run_knows_the_weights_of_each_token(tmp_path, engine):
     """One generator and one trainer. With the same weights, their log-probabilities agree."""
     given = [
         varying_reward(tmp_path),
         "trainer.max_staleness=2",
-        f"actor_rollout_ref.rollout.update={update}",
+        "actor_rollout_ref.rollout.update=in_flight",
         "actor_rollout_ref.rollout.slice_tokens=3",
     ]
     given += ["trainer.total_training_steps=4", "data.max_response_length=20"]

@@ -191,6 +191,9 @@ class TestProcess:
             vllm(folder, engine_args={"block_size": -3})
         engine = vllm(folder, max_model_len=64)
         ids, mask, seeds = requests((5,))
+        refusal = mock.patch("vllm.sampling_params.SamplingParams", side_effect=ValueError("no"))
+        with refusal, pytest.raises(RolloutError, match="vLLM refuses the settings: no"):
+            engine.generate(ids, mask, GREEDY, seeds)
         cold = SamplingParams(max_new_tokens=2, eos_token_ids=(), pad_token_id=0, temperature=0.001)
         with pytest.raises(RolloutAbilityError, match=r"temperature 0\.001"):
             engine.generate(ids, mask, cold, seeds)

@@ -129,6 +129,15 @@ def test_parts_of_fused_and_padded_parameters_are_located():
     assert torch.equal(locate(held, f"{layer}self_attn.k_proj.weight", shapes), whole[4:6])
     assert torch.equal(locate(held, f"{layer}self_attn.v_proj.weight", shapes), whole[6:])
     assert torch.equal(locate(held, "lm_head.weight", shapes), whole[:5])  # tied
+    names = [f"model.experts.1.{kind}_proj.weight" for kind in ("gate", "up", "down")]
+    shapes |= dict(zip(names, [(2, 3), (2, 3), (3, 2)], strict=True))
+    gates, down = torch.arange(24.0).view(2, 4, 3), torch.arange(12.0).view(2, 3, 2)
+    held |= {"model.experts.w13_weight": gates, "model.experts.w2_weight": down}
+    found = [locate(held, name, shapes) for name in names]
+    expected = gates[1, :2], gates[1, 2:], down[1]
+    assert all(map(torch.equal, found, expected))
+    held["model.experts.w13_weight"] = gates[:, :2]  # one of two GPUs
+    assert locate(held, names[0], shapes) is None
     assert locate(held, "model.norm.weight", shapes) is None
     assert locate(held, "model.other.weight", shapes) is None
     # Split over two GPUs, the parameter has half of the rows.

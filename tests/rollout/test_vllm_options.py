@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import HrmTextConfig
+from transformers import HrmTextConfig, LlamaConfig
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import ModelConfig, RolloutEngineConfig, SamplingConfig, TrainConfig
@@ -166,7 +166,11 @@ def test_a_model_without_a_way_back_to_its_files_is_refused_before_the_start(tmp
         tmp_path
     )
     with pytest.raises(ModelError, match=r"transformers computes '.*'.*ref\.rollout\.name=hf"):
-        vllm().check_model(ModelConfig(path=str(tmp_path)))
+        vllm().check_model(ModelConfig(path=str(tmp_path)), None)
+    LlamaConfig(hidden_size=48, num_attention_heads=2).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"have 24 elements, and vLLM computes 32, 64, .*CPU"):
+        vllm().check_model(ModelConfig(path=str(tmp_path)), "cpu")
+    vllm().check_model(ModelConfig(path=str(tmp_path)), "cuda")
 
 
 def _set_threads():

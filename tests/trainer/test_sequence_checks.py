@@ -134,6 +134,7 @@ def vllm(monkeypatch) -> list[str]:
     from quadriga.rollout.vllm import options
 
     monkeypatch.setattr(options, "installed_version", lambda: options.TESTED_VERSION)
+    monkeypatch.setattr(options, "HEAD_SIZES_ON_CPU", (16,))
     return ["actor_rollout_ref.rollout.name=vllm"]
 
 

@@ -370,8 +370,8 @@ class RolloutConfig(RolloutEngineConfig):
     oversample: Annotated[float, Ge(1)] | None = None
     # with trainer.max_staleness: what a weight update waits for. pause: the calls in flight, and
     # later tokens of a response come from the new weights; drain: the ends of the responses that
-    # have begun, so all tokens of a response come from the same weights; in_flight, hf and vllm on
-    # ranks of their own: nothing, new weights are copied to other memory while the rank generates
+    # have begun, so all tokens of a response come from the same weights; in_flight, on ranks
+    # of its own: nothing, new weights are copied to other memory while the rank generates
     update: UpdateMode = "pause"
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)
 

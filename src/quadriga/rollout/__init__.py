@@ -130,8 +130,12 @@ class Rollout:
         params = SamplingParams.of(sampling, max(1, sampling.min_new_tokens))
         self.abilities(1, None).check(params, self.settings.name)
 
-    def check_model(self, model: ModelConfig) -> None:
-        """Raise `ModelError` if new weights of the model cannot be sent to the engine."""
+    def check_model(self, model: ModelConfig, device_type: str | None) -> None:
+        """Raise `ModelError` if the engine cannot compute the model, or receive its weights.
+
+        Args:
+            device_type: of the ranks, if that is known.
+        """
         if self.file_names:
             from quadriga.models.loading import model_without_weights
             from quadriga.models.weights import file_parts

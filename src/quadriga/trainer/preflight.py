@@ -107,8 +107,11 @@ def _check_models(config: TrainConfig) -> None:
     check_folder("actor_rollout_ref.model", config.actor_rollout_ref.model)
     if config.critic.model.path:  # its tokenizer is not read
         check_folder("critic.model", config.critic.model, tokenizer=False)
-    rollout_of(config.actor_rollout_ref.rollout).check_model(config.actor_rollout_ref.model)
     check_images_supported(config)
+    from quadriga.parallel.device import planned_device
+
+    policy = config.actor_rollout_ref
+    rollout_of(policy.rollout).check_model(policy.model, planned_device(config.trainer))
     _check_reward_model_folder(config)
     check_models_of_engines(role_engines(config))
 

@@ -143,7 +143,7 @@ class SGLang(Rollout):
     """See `Rollout`."""
 
     engine = "quadriga.rollout.sglang.engine:SGLangRollout"
-    continues = file_names = True
+    continues = in_flight = file_names = True
 
     def __init__(self, settings: RolloutEngineConfig) -> None:
         super().__init__(settings)

@@ -42,6 +42,12 @@ READBACK = "quadriga.rollout.sglang.weights.answer"
 _ALIGNMENT = 16
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Parameter of SGLang -> the weights of a checkpoint that are stacked in it along dimension 0."""
+_EXPERTS = {
+    "gate_proj": ("w13_weight", 0, 2), "up_proj": ("w13_weight", 1, 2), "w1": ("w13_weight", 0, 2),
+    "w3": ("w13_weight", 1, 2), "down_proj": ("w2_weight", 0, 1), "w2": ("w2_weight", 0, 1),
+}  # fmt: skip
+"""Weight of an expert -> the parameter of all experts, [experts, rows, columns], and which of how
+many weights it is in the rows of its expert."""
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -158,6 +164,14 @@ def locate(
     """Return the values of the weight `name` of a checkpoint; None if its place is not known."""
     if name in parameters:
         return _rows(parameters[name], 0, shapes[name], exact=True)
+    layer, _, expert = name.rpartition(".experts.")
+    number, _, kind = expert.removesuffix(".weight").partition(".")
+    if layer and kind in _EXPERTS:
+        parameter, index, of = _EXPERTS[kind]
+        every, size = parameters.get(f"{layer}.experts.{parameter}"), shapes[name][0]
+        if every is None or len(every) <= int(number) or every.shape[1] != of * size:
+            return None
+        return _rows(every[int(number)], index * size, shapes[name], exact=False)
     for fused, parts in _FUSED.items():
         for part in parts:
             if f".{part}." in name:

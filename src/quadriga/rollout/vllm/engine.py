@@ -223,13 +223,14 @@ class VLLMRollout(RolloutEngine):
         own_seeds = [seed_from(seed, count) for seed, count in zip(seeds, sampled, strict=True)]
         if not self._row_seeds:
             torch.manual_seed(seed_of_call(own_seeds))
-        requests = [
-            VLLMSamplingParams(
+
+        def request(row: int) -> VLLMSamplingParams:
+            return VLLMSamplingParams(
                 temperature=sampling.temperature,
                 top_p=1.0 if sampling.greedy else sampling.top_p,
                 top_k=0 if sampling.greedy or sampling.top_k < 0 else sampling.top_k,
                 min_p=0.0 if sampling.greedy else sampling.min_p,
-                seed=None if sampling.greedy or not self._row_seeds else seed,
+                seed=None if sampling.greedy or not self._row_seeds else own_seeds[row],
                 max_tokens=most[row],
                 min_tokens=min(least[row], most[row]) if ends else 0,
                 stop_token_ids=ends,
@@ -239,8 +240,11 @@ class VLLMRollout(RolloutEngine):
                 detokenize=False,
                 output_kind=RequestOutputKind.CUMULATIVE if watch else RequestOutputKind.FINAL_ONLY,
             )
-            for row, seed in enumerate(own_seeds)
-        ]
+
+        try:
+            requests = [request(row) for row in range(len(prompts))]
+        except ValueError as error:
+            raise self._error("generate", f"vLLM refuses the settings: {error}") from error
         known = [0] * len(prompts)
         before = [prompts[row][len(prompts[row]) - count :] for row, count in enumerate(sampled)]
 

