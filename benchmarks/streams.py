@@ -3,6 +3,7 @@
     python benchmarks/streams.py --out streams.json --plot docs/streams_timeline.png
     python benchmarks/streams.py --quick        # few steps, below a minute
     python benchmarks/streams.py --trace run.json   # for Perfetto and chrome://tracing
+    python benchmarks/streams.py --sweep        # limits and spreads of lengths
     python benchmarks/streams.py --ray          # one generator and one trainer on two cores
     python benchmarks/streams.py --engine vllm  # the same, streamed against synchronous
 
@@ -28,6 +29,9 @@ from typing import Any
 
 import numpy as np
 
+from quadriga.cli.async_plan import MeasuredRun, candidates, division_of, read_run
+from quadriga.config.loading import load_config, to_yaml
+from quadriga.config.schema import TrainConfig
 from quadriga.streams.simulation import Costs, Division, Simulation, Timeline
 from quadriga.streams.timeline import Counts, chrome_trace
 
@@ -106,23 +110,96 @@ def published(median: float, steps: int) -> tuple[dict[str, object], dict[str, T
     return {**about, "decode_s": costs.decode, "runs": shown}, runs
 
 
+def recorded(folder: Path, costs: Costs, lengths: Counts) -> MeasuredRun:
+    """Write the folder of a synchronous run in turns with these costs, as a real run writes it.
+    Return the run with its costs as they are; `read_run` finds them from the folder.
+
+    Args:
+        lengths: of the responses of each group; 12 groups are a step.
+    """
+    given = [
+        f"trainer.n_gpus_per_node={RANKS}", "data.train_batch_size=12", "trainer.max_staleness=0",
+        f"actor_rollout_ref.rollout.n={lengths.shape[1]}", f"data.max_response_length={LIMIT}",
+        "actor_rollout_ref.rollout.micro_batch_size=128", "algorithm.adv_estimator=grpo",
+    ]  # fmt: skip
+    config = load_config(TrainConfig, given)
+    run = Simulation(division_of(config), costs, lengths).run()
+    tracks = ([span for span in run.spans if span.track == track] for track in (
+        "controller", "trainer", "sync"))  # fmt: skip
+    rows, samples = [], []
+    for step, (wait, update, sync) in enumerate(zip(*tracks, strict=True)):
+        own = lengths[run.numbers[step]].ravel()
+        rows.append({
+            "step": step + 1, "progress/elapsed": sync.end, "batch/tokens": int(own.sum()),
+            "response_length/mean": float(own.mean()), "response_length/max": int(own.max()),
+        } | {f"time/{name}": span.end - span.start for name, span in (
+            ("rollout", wait), ("update_actor", update), ("sync_weights", sync))})  # fmt: skip
+        sample = {"step": step + 1, "split": "train", "prompt": "", "response": "", "reward": 0.0}
+        samples += [sample | {"response_tokens": int(length)} for length in own]
+    folder.mkdir()
+    (folder / "config.yaml").write_text(to_yaml(config))
+    for name, found in (("metrics", rows), ("samples", samples)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    return MeasuredRun(folder / "config.yaml", config, costs, lengths, 0, run.step_seconds)
+
+
+def apart_over_in_turns(run: MeasuredRun, staleness: int) -> dict[int, float]:
+    """Tokens per second with so many generating ranks, over those of all ranks in turns."""
+    found = {}
+    for _, config in candidates(run):
+        if config.trainer.max_staleness == staleness:
+            division = division_of(config)
+            copies = division.copies if division.apart else 0
+            found[copies] = run.simulated(config).tokens_per_second
+    return {copies: rate / found[0] for copies, rate in found.items()}
+
+
+def scaled_costs() -> Costs:
+    """Costs of steps of 12 groups, which are simulated sooner; a token of them stands for
+    GROUPS / 12 tokens of `published`, and takes as long as these."""
+    of_token = {"train": UPDATE * RANKS / (1630 * GROUPS * N), **FIXED}
+    scaled = {name: seconds * GROUPS / 12 for name, seconds in of_token.items()}
+    return Costs(6.4e-3, **{**scaled, "sync": FIXED["sync"]})
+
+
 def long_responses(shares: tuple[float, ...], steps: int) -> dict[str, object]:
-    """In turns against apart, by the share of responses at the limit; training is as fast per rank
-    in both. Returns tokens per second apart over in turns, with the best division."""
-    rng = np.random.default_rng(0)
-    costs = Costs(6.4e-3, train=UPDATE * RANKS / (1630 * GROUPS * N), **FIXED)
+    """In turns against apart at staleness 2, by the share of responses at the limit: with the times
+    as they are, and with those that `plan --async` finds in the record of a synchronous run.
+    """
+    rng, costs = np.random.default_rng(0), scaled_costs()
     ratios: dict[str, object] = {}
     for share in shares:
-        lengths = lognormal(steps, 1000, 0.5)
+        lengths = lognormal(steps, 1000, 0.5)[: 12 * steps]
         lengths[rng.random(lengths.shape) < share] = LIMIT
-        turns = Simulation(in_turns(2), costs, lengths).run().tokens_per_second
-        found = {
-            generators: Simulation(apart(generators, 2), costs, lengths).run().tokens_per_second
-            for generators in (2, 3, 4)
-        }
-        best = max(found, key=lambda generators: found[generators])
-        ratios[str(share)] = {"apart_over_in_turns": found[best] / turns, "generators": best}
+        with tempfile.TemporaryDirectory() as folder:
+            run = recorded(Path(folder) / "run", costs, lengths)
+            exact, plan = (apart_over_in_turns(r, 2) for r in (run, read_run(Path(folder) / "run")))
+        best = max(exact, key=lambda copies: exact[copies] if copies else 0.0)
+        of_plan = max(rate for copies, rate in plan.items() if copies)
+        ratios[str(share)] = {
+            "apart_over_in_turns": exact[best], "generators": best, "by_the_plan": of_plan,
+        }  # fmt: skip
     return ratios
+
+
+def sweep(steps: int) -> dict[str, object]:
+    """Staleness 2 over a synchronous run in turns, by limit and spread of lengths: in turns, and
+    with half of the ranks generating. The mean length before the cut at the limit is 1630 tokens,
+    or a third of the limit if that is less; steps of 12 groups, as in `long_responses`."""
+    found: dict[str, object] = {}
+    for limit in (4096, LIMIT):
+        for sigma in (0.25, 0.5, 1.0, 1.5):
+            median = min(1630, limit / 3) / np.exp(sigma**2 / 2)
+            lengths = np.minimum(lognormal(steps, median, sigma)[: 12 * steps], limit)
+            base, *runs = (
+                Simulation(replace(division, groups=12), scaled_costs(), lengths).run()
+                for division in (in_turns(), in_turns(2), apart(RANKS // 2, 2))
+            )
+            speed_ups = [run.tokens_per_second / base.tokens_per_second for run in runs]
+            found[f"limit {limit}, sigma {sigma}"] = dict(
+                zip(("in_turns", "apart"), speed_ups, strict=True)
+            )
+    return found
 
 
 def over_sampling(steps: int) -> dict[str, object]:
@@ -222,7 +299,6 @@ def with_engine(name: str) -> dict[str, object]:
 
 def on_ray() -> dict[str, dict[str, Any]]:
     """Each of three runs calibrates the simulation, which then predicts all of them."""
-    from quadriga.cli.async_plan import read_run
     from quadriga.observability.jsonl import read_jsonl
     from quadriga.trainer.roles.registry import load_train_config
 
@@ -266,6 +342,7 @@ def main() -> None:
     """Simulate, print JSON, draw the picture."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="few steps")
+    parser.add_argument("--sweep", action="store_true", help="by limit and spread of lengths")
     parser.add_argument("--ray", action="store_true", help="compare with runs on Ray instead")
     parser.add_argument("--engine", help="tokens trained per second with this rollout engine")
     parser.add_argument("--out", type=Path, help="also write the JSON to this file")
@@ -275,6 +352,8 @@ def main() -> None:
     report: dict[str, object]
     if options.engine:
         report = {options.engine: with_engine(options.engine)}
+    elif options.sweep:
+        report = {"staleness_2_over_synchronous": sweep(24)}
     elif options.ray:
         report = {"ray": on_ray()}
     else:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +15,14 @@ from quadriga.cli.async_plan import division_of, read_run
 from quadriga.cli.main import main
 from quadriga.config.loading import load_config, to_yaml
 from quadriga.config.schema import TrainConfig
+from quadriga.errors import DataError
+from quadriga.observability.jsonl import read_jsonl, read_metrics, read_samples
 from quadriga.streams.simulation import Costs, Simulation
-from quadriga.streams.timeline import recorded_spans
+from quadriga.streams.timeline import read_stream, recorded_spans
 from quadriga.trainer.roles.registry import load_train_config
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from streams import long_responses
 
 DECODE, ROW, TRAIN = 2e-3, 1e-4, 1e-3
 
@@ -79,7 +88,8 @@ def streamed_folder(folder, staleness, costs, *more):
     for span in syncs:
         seconds = span.end - span.start
         events += [{"at": span.end, "resume": ["sync"], "seconds": seconds}]
-    events.insert(0, {"at": 0.0, "settings": [8, staleness, 2, 64, 24]})
+    events.insert(0, {"at": 0.0, "settings": [8, staleness, 2, 64, 24, 400, 0]})
+    events = [{"step": 1, **event} for event in events]
     events.sort(key=lambda event: event["at"])
     waits, trains = ([span for span in found.spans if span.track == track]
                      for track in ("controller", "trainer"))  # fmt: skip
@@ -118,6 +128,40 @@ def test_a_streamed_run_is_measured_by_its_calls(staleness, placed, tmp_path):
     spans = recorded_spans(tmp_path / f"{staleness}")
     tokens = sum(span.tokens for span in spans)
     assert tokens == timelines[staleness].tokens.sum(), "each token is of one call"
+
+
+@pytest.mark.parametrize("share", [pytest.param(0.02, marks=pytest.mark.nightly), 0.05])
+def test_the_plan_agrees_with_the_simulation_by_the_share_of_long_responses(share):
+    """In turns against apart: from the record of a synchronous run, as with its times known."""
+    found = long_responses((share,), steps=24)[str(share)]
+    assert found["by_the_plan"] == pytest.approx(found["apart_over_in_turns"], rel=0.1)
+
+
+MISSING = object()
+WRONG = (MISSING, None, "x", {}, [], [["x"]], [[1, 2, 3]], True, 1e300)
+
+
+@pytest.mark.parametrize("name", ["stream", "metrics", "samples"])
+def test_a_damaged_line_is_named(name, tmp_path):
+    """A field of a line is missing or has another type: one line names it, if it is needed."""
+    streamed_folder(folder := tmp_path / "run", 1, Costs(DECODE))
+    path, named = folder / f"{name}.jsonl", 0
+    read = {"stream": read_stream, "metrics": read_metrics, "samples": read_samples}[name]
+    rows = list(read_jsonl(path))
+    for number in {tuple(row): number for number, row in enumerate(rows)}.values():
+        for key, wrong in itertools.product(rows[number], WRONG):
+            damaged = {k: wrong if k == key else v for k, v in rows[number].items()}
+            lines = [*rows[:number], damaged, *rows[number + 1 :]]
+            kept = [{k: v for k, v in line.items() if v is not MISSING} for line in lines]
+            path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            try:
+                list(read(path))
+            except DataError as error:
+                named += 1
+                assert str(error).startswith(f"{path}:{number + 1}: field ") or key == "take"
+                fields = rf"field (event|{key})[\[\]\d]* must be|field versions must have rows of"
+                assert re.search(fields, str(error))
+    assert named > 20
 
 
 def test_the_table_and_the_recommended_settings(tmp_path, capsys):

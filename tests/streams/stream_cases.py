@@ -77,6 +77,7 @@ class Engine:
             fields.RESPONSES: ids, fields.RESPONSE_MASK: mask, fields.TOKEN_VERSIONS: versions,
             fields.ROLLOUT_LOG_PROBS: -ids.float(), fields.PAUSED: torch.tensor(paused),
             fields.FINISHED: torch.tensor(finished), fields.WEIGHT_VERSION: versions[:, 0],
+            fields.SEQUENCE_LENGTH: mask.sum(-1) + 1,
         }  # fmt: skip
         died = self.clock.random() < self.dies
         if not died:

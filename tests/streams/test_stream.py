@@ -225,11 +225,11 @@ def test_a_stream_with_other_data_begins_no_prompt_of_an_earlier_step():
 
 
 def test_calls_that_had_the_weights_before_are_repeated_before_the_update(tmp_path):
-    names = ["a", "take", "sync", "late", "b", "take", "sync", "c", "later"]
-    steps, synced = [1, 1, 1, 1, 2, 2, 2, 3, 2], {"late": 0, "later": 1}
+    names = ["call", "take", "sync", "call", "call", "take", "sync", "call", "call"]
+    steps, synced = [1, 1, 1, 1, 2, 2, 2, 3, 2], {3: 0, 8: 1}
     with closing(JsonlFile(tmp_path / "stream.jsonl")) as file:
-        for step, name in zip(steps, names, strict=True):
-            late = {"synced": synced[name]} if name in synced else {}
-            file.write({"step": step, name: [], **late})
-    found = [[*event][1] for event in in_order(tmp_path / "stream.jsonl")]
-    assert found == ["a", "take", "late", "sync", "b", "take", "later", "sync", "c"]
+        for line, (step, name) in enumerate(zip(steps, names, strict=True)):
+            late = {"synced": synced[line]} if line in synced else {}
+            file.write({"step": step, name: [], "at": 0.0, **late})
+    found = [event.line - 1 for event in in_order(tmp_path / "stream.jsonl")]
+    assert found == [0, 1, 3, 2, 4, 5, 8, 6, 7]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from run_cases import noted, often, timeless
+from run_cases import noted, timeless
 from safetensors.torch import load_file
 
 from quadriga.config.loading import load_config
@@ -38,7 +38,8 @@ def test_it_is_chosen_where_a_step_is_one_optimizer_step_and_nothing_reads_them_
     assert not chosen(f"{ACTOR}.ppo_mini_batch_size=32")
     assert not chosen(f"{ACTOR}.ppo_epochs=2")
     assert not chosen("algorithm.use_kl_in_reward=true")
-    assert not chosen("algorithm.rollout_correction.level=token")
+    assert chosen("trainer.max_staleness=1"), "the update corrects old responses itself"
+    assert not chosen("algorithm.rollout_correction={level: token, normalise: true}")
     assert not chosen(f"{ACTOR}.policy_loss.name=clip_cov")
     assert not chosen("algorithm.adv_estimator=gae", "critic.warmup_steps=1")
     assert chosen(f"{LORA}.rank=4")
@@ -80,16 +81,23 @@ def test_a_worker_class_with_its_own_update_gets_them_from_a_pass() -> None:
 # Parity.
 
 
-@pytest.mark.parametrize("estimator", often(["grpo", "gae"], "gae"))
+STALE = ("trainer.max_staleness=1", "data.val_files=[]")
+PAIRS = "algorithm.rollout_correction={level: sequence, mode: mask, upper: 1.05}"
+
+
+@pytest.mark.parametrize(
+    ("estimator", "stale"),
+    [("grpo", ()), pytest.param("gae", (), marks=pytest.mark.nightly), ("grpo", (*STALE, PAIRS))],
+)
 def test_a_run_computes_the_same_numbers_with_one_pass_less(
-    run, tmp_path, monkeypatch, rule, estimator
+    run, tmp_path, monkeypatch, rule, estimator, stale
 ) -> None:
     passes = []
     noted(
         monkeypatch, ActorRolloutRefWorker, "compute_log_prob", lambda *given: passes.append(given)
     )
     more = [ONE_STEP, rule, f"algorithm.adv_estimator={estimator}", f"{ACTOR}.entropy_coeff=0.01",
-            f"{ACTOR}.use_kl_loss=true"]  # fmt: skip
+            f"{ACTOR}.use_kl_loss=true", *stale]  # fmt: skip
     without = run(*more)
     assert passes == []
     with_pass = run(*more, f"{SETTING}=false", f"trainer.default_local_dir={tmp_path / 'b'}")
@@ -98,6 +106,7 @@ def test_a_run_computes_the_same_numbers_with_one_pass_less(
         # Statistics of log-probabilities: the pass returns them in float32.
         assert ours == pytest.approx(theirs, abs=2e-5)
     assert without[1]["actor/entropy"] > 1 and without[1]["mismatch/abs"] >= 0
+    assert not stale or 0 < without[1]["mismatch/is_outside_fraction"] < 1
     ours, theirs = (load_file(tmp_path / f / "model" / "model.safetensors") for f in ("run", "b"))
     for name, value in ours.items():
         torch.testing.assert_close(value, theirs[name], atol=1e-6, rtol=0)

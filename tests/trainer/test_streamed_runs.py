@@ -34,29 +34,35 @@ def spans_of(folder, track):
     return [(span.name, span.start, span.end) for span in spans if span.track == track]
 
 
-def test_a_run_is_resumed_to_the_bit(train_overrides, rule, tmp_path):
-    common = [
-        *train_overrides,
-        rule,
-        *STREAMED,
-        ENDS,
-        NO_VALIDATION,
-        "trainer.total_training_steps=4",
-    ]
-    whole = metrics_of_run([*common, "trainer.save_freq=1", "trainer.max_ckpt_to_keep=null"])
+REPLICAS = ["trainer.n_gpus_per_node=3", "placement.actor=[0]", "placement.rollout=[1,2]"]
+REFILL = "algorithm.filter_groups={enable: true, mode: refill, max_num_gen_batches: 9}"
+WARMUP = ["algorithm.adv_estimator=gae", "critic.warmup_steps=2"]
+
+
+@pytest.mark.parametrize("more", [[], [*REPLICAS, *WARMUP, REFILL]], ids=["turns", "replicas"])
+def test_a_run_is_resumed_to_the_bit(train_overrides, rule, tmp_path, more):
+    critic = train_overrides[0].replace("actor_rollout_ref", "critic")
+    common = [*train_overrides, rule, *STREAMED, ENDS, NO_VALIDATION, STEPS, critic, *more]
+    common += ["trainer.save_freq=1", "trainer.max_ckpt_to_keep=null"]
+    whole = metrics_of_run(common)
     first = tmp_path / "run"
     middle = first / "checkpoints/global_step_1"
     assert {file.name for file in (middle / "stream").iterdir()} > {"prompts.batch"}
     run = f"trainer.default_local_dir={tmp_path / 'resumed'}"
     resumed = metrics_of_run([*common, run, f"trainer.resume_mode={middle}"])
     assert timeless(resumed) == timeless(whole)[1:]
+    assert_equal_tensors(tmp_path / "resumed/model", first / "model")
+    samples = [row for row in read_jsonl(first / "samples.jsonl") if row["step"] > 1]
+    assert [*read_jsonl(tmp_path / "resumed/samples.jsonl")] == samples, "versions and tokens"
+    assert whole[-1]["stream/started"] == whole[-1]["stream/waiting"] == 0 or more
+    assert "mismatch/is_weight_mean" in whole[0], "old responses are corrected by default"
+    if more:
+        assert whole[0]["stream/dropped"] > 0
+        return
+    assert len({row["actor/grad_norm"] for row in whole}) == 4
+    assert max(row["staleness/max"] for row in whole) == 1
     drawn = read_state(first / "checkpoints/global_step_4").loader["batches_done"]
     assert drawn == 4, "a longer run goes on with the next prompts"
-    assert len({row["actor/grad_norm"] for row in whole}) == 4
-    assert_equal_tensors(tmp_path / "resumed/model", first / "model")
-    ages = [row["staleness/max"] for row in whole]
-    assert max(ages) == 1 and whole[-1]["stream/started"] == whole[-1]["stream/waiting"] == 0
-    assert "mismatch/is_weight_mean" in whole[0], "old responses are corrected by default"
     for change in (
         "trainer.max_staleness=0", "actor_rollout_ref.rollout.n=4", "data.max_response_length=16",
         "algorithm.reward_components=[form]",
@@ -108,6 +114,24 @@ def test_the_order_of_a_run_is_repeated_to_the_bit_on_one_process(train_override
             metrics_of_run([*common, *given, f"trainer.replay_order={tmp_path / 'run'}"])
 
 
+def test_a_run_that_was_resumed_with_more_steps_is_repeated(train_overrides, rule, tmp_path):
+    masks = "algorithm.filter_groups.enable=true"
+    common = [*train_overrides, rule, *STREAMED, ENDS, NO_VALIDATION, masks]
+    metrics_of_run([*common, "trainer.save_freq=1"])
+    rows = metrics_of_run([*common, STEPS, "trainer.resume_mode=auto"])
+    assert sum(row["group/dead"] for row in rows) > 0, "rows are masked"
+    for sample in read_jsonl(tmp_path / "run/samples.jsonl"):
+        tokens = sum(tokens for _, tokens in sample["weight_versions"])
+        assert tokens == sample["response_tokens"] > 0, "masked responses are shown, too"
+    run = f"trainer.default_local_dir={tmp_path / 'again'}"
+    given = [*common, STEPS, run, f"trainer.replay_order={tmp_path / 'run'}"]
+    decays = "actor_rollout_ref.actor.optim.lr_scheduler=linear"
+    with pytest.raises(ConfigError, match=r"step 1: .* if a resumption has changed it"):
+        metrics_of_run([*given, decays])
+    metrics_of_run([*given, "trainer.overwrite=true"])
+    assert_equal_tensors(tmp_path / "again/model", tmp_path / "run/model")
+
+
 def test_remax_and_refilling_are_streamed(train_overrides, rule):
     """The first step, whose responses are all of the first weights, is that of a run without."""
     common = [*train_overrides, rule, NO_VALIDATION, "trainer.overwrite=true"]
@@ -148,8 +172,6 @@ REFUSED = {
     "actor_rollout_ref.rollout.oversample=2.1": r"oversample=2\.1 is above .*staleness \+ 1 = 2",
     "actor_rollout_ref.rollout.oversample=0.5": r"oversample",
     "trainer.max_staleness=0 actor_rollout_ref.rollout.update=drain": r"drain needs .* above 0",
-    "actor_rollout_ref.actor.old_log_probs_from_update=true": r"old_log_probs_from_update=true "
-    r"needs responses of the current weights, but trainer.max_staleness=1",
     "placement.ref=[1]": r"max_staleness=1 needs ranks on which only the rollout runs, .* of ref",
     "trainer.replay_order=nowhere": r"replay_order=nowhere is no run folder with a stream\.jsonl",
     "trainer.snapshot_freq=1": r"snapshot_freq=1 keeps no prompts on .*staleness=1 to 0",

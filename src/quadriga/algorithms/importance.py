@@ -54,12 +54,17 @@ class ImportanceCorrection:
         mask_BT: bool; the response mask without the tokens that mode `mask` excludes. Dividing
             the loss by counts of the response mask makes the step smaller when tokens are
             excluded; dividing by counts of this mask does not.
-        metrics: plain floats over the given rows.
+        statistics: of the given rows, for `correction_metrics`.
     """
 
     weights_BT: Tensor
     mask_BT: Tensor
-    metrics: dict[str, float]
+    statistics: dict[str, Partial]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Plain floats over the given rows; {} if no token is in the mask."""
+        return correction_metrics(merge_partials([self.statistics]))
 
 
 def _log_weights(
@@ -116,20 +121,17 @@ def importance_correction(
     outside = ((raw < lower) | (raw > upper)) & mask
     kept = mask & ~outside if mode == "mask" else mask
     weights = (raw if mode == "mask" else raw.clamp(lower, upper)).masked_fill(~kept, 0)
-    tokens = mask.sum().clamp(min=1)
-    mean = weights.sum() / tokens
+    mean = weights.sum() / mask.sum().clamp(min=1)
     if normalise and float(mean) > 0:
         weights = weights / mean
-    metrics = {
-        "is_weight_mean": float(weights.sum() / tokens),
-        "is_weight_max": float(weights.max()),
-        "is_outside_fraction": float(outside.sum() / tokens),
-        "is_sample_fraction_left_out": float(
-            (mask.any(-1) & ~kept.any(-1)).sum() / mask.any(-1).sum().clamp(min=1)
-        ),
-        "is_effective_sample_size": _effective_fraction(weights, mask),
+    statistics = {
+        "is_weight_mean": Partial.mean(weights, mask),
+        "is_weight_mean_square": Partial.mean(weights.square(), mask),
+        "is_weight_max": Partial.max(weights, mask),
+        "is_outside_fraction": Partial.mean(outside.double(), mask),
+        "is_sample_fraction_left_out": Partial.mean((~kept.any(-1)).double(), mask.any(-1)),
     }
-    return ImportanceCorrection(weights.to(as_float(old_log_prob_BT).dtype), kept, metrics)
+    return ImportanceCorrection(weights.to(as_float(old_log_prob_BT).dtype), kept, statistics)
 
 
 def _at_level(log_weights_BT: Tensor, mask_BT: Tensor, level: ImportanceLevel) -> Tensor:
@@ -140,16 +142,6 @@ def _at_level(log_weights_BT: Tensor, mask_BT: Tensor, level: ImportanceLevel) -
     if level == "geometric":
         total = total / mask_BT.sum(-1, keepdim=True).clamp(min=1)
     return total.expand_as(log_weights_BT)
-
-
-def _effective_fraction(weights: Tensor, mask: Tensor) -> float:
-    """Return (Σw)² / (n·Σw²), the effective sample size as a fraction of n.
-
-    It is 1 if all n weights are equal and 1/n if one weight holds the whole sum. Example: weights
-    2, 0.5, 4 give 6.5² / (3 · 20.25) = 0.70.
-    """
-    square_sum = weights.square().sum() * mask.sum()
-    return float(weights.sum().square() / square_sum) if float(square_sum) > 0 else 0.0
 
 
 def mismatch_metrics(
@@ -253,7 +245,21 @@ def mismatch_of_statistics(merged: Mapping[str, float]) -> dict[str, float]:
         "ppl_ratio": math.exp(min(merged["log_ppl_gap"], LOG_RATIO_LIMIT)),
         "effective_sample_size": _effective_share(merged, "weight"),
         "mismatch_sequence_ess": _effective_share(merged, "ratio"),
+        **correction_metrics(merged),
     }
+
+
+def correction_metrics(merged: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a correction from statistics that were merged over rows; {} without.
+
+    `is_effective_sample_size` is (Σw)² / (n·Σw²): 1 if all n weights are equal, and 1/n if one of
+    them holds the whole sum. Weights 2, 0.5, 4 give 6.5² / (3 · 20.25) = 0.70.
+    """
+    square = "is_weight_mean_square"
+    found = {key: value for key, value in merged.items() if key[:3] == "is_" and key != square}
+    if found:
+        found["is_effective_sample_size"] = _effective_share(merged, "is_weight_mean")
+    return found
 
 
 def _effective_share(merged: Mapping[str, float], name: str) -> float:

@@ -24,7 +24,7 @@ from quadriga.config.role_ranks import role_ranks
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.files import replacing
-from quadriga.observability.jsonl import JsonObject, read_jsonl, read_samples
+from quadriga.observability.jsonl import read_metrics, read_samples
 from quadriga.observability.run_folder import RunFolder
 from quadriga.rollout import rollout_of
 from quadriga.streams.simulation import Costs, Division, Simulation, Timeline
@@ -88,10 +88,10 @@ def read_run(path: Path) -> MeasuredRun:
         ConfigError: it is no such folder, or the run does not have what the plan needs.
     """
     folder, config, problem = RunFolder(path), None, None
-    rows, found, stream = list[JsonObject](), list[int](), None
+    rows, found, stream = list[dict[str, float]](), list[int](), None
     if folder.config.is_file() and folder.metrics.is_file():
         config = load_train_config((), folder.config)
-        rows = [row for row in read_jsonl(folder.metrics) if all(name in row for name in _NEEDED)]
+        rows = [row for row in read_metrics(folder.metrics) if all(name in row for name in _NEEDED)]
         samples = read_samples(folder.samples) if folder.samples.is_file() else []
         found = [s.response_tokens for s in samples if s.split == "train" and s.response_tokens]
         if config.trainer.max_staleness and folder.stream.is_file():
@@ -112,13 +112,13 @@ def read_run(path: Path) -> MeasuredRun:
 def _measured(
     file: Path,
     config: TrainConfig,
-    rows: list[JsonObject],
+    rows: list[dict[str, float]],
     found: Counts,
     stream: RecordedStream | None,
 ) -> MeasuredRun:
     lengths, dead = ("response_length/mean", "response_length/max"), "group/dead_fraction"
     names = (*_NEEDED, *_TRAINED, *lengths, dead)
-    of = {name: np.array([float(row.get(name, 0.0)) for row in rows]) for name in names}
+    of = {name: np.array([row.get(name, 0.0) for row in rows]) for name in names}
     groups, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     division, longest = division_of(config), of["response_length/max"]
     sampled, generated = of["response_length/mean"] * groups * n, of["time/rollout"]
@@ -148,6 +148,10 @@ def _measured(
     decode, row = weights / weights.sum() * decoding.mean() / parts.mean(0)
     sync = of["time/sync_weights"].mean()
     costs = Costs(decode, row, prefill=prefill, train=train, sync=sync)
+    whole = found[groups * n :]
+    if len(whole) == len(rows) * groups * n:  # the samples have all responses of the run
+        every = np.resize(whole, (steps * groups, n))
+        return MeasuredRun(file, config, costs, every, prompt, seconds)
     # Each simulated step has the longest response and the tokens of a step of the run.
     own = np.resize(np.arange(len(rows)), steps)
     rng = np.random.default_rng(config.trainer.seed)

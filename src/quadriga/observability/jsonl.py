@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from quadriga.config.convert import checked, field_types
 from quadriga.config.paths import local_path
 from quadriga.config.secrets import mask_secrets
-from quadriga.errors import DataError
+from quadriga.errors import ConfigError, DataError
 from quadriga.files import replacing, writing
 
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
@@ -122,6 +123,19 @@ def step_of(row: JsonObject) -> int:
     return step if isinstance(step, int) else 0
 
 
+def check_row(path: Path, line: int, row: JsonObject, kinds: Mapping[str, object]) -> None:
+    """Check the types of the fields of a row.
+
+    Raises:
+        DataError: names the line and the field that is missing or has another type.
+    """
+    for key, kind in kinds.items():
+        try:
+            checked(kind, row.get(key), key, f"{path}:{line}: field ")
+        except ConfigError as error:
+            raise DataError(f"{error}; the file is damaged", path=str(path)) from None
+
+
 def keep_rows(path: Path, keep: Callable[[JsonObject], bool]) -> None:
     """Rewrite a file with the rows for which `keep` returns true.
 
@@ -193,5 +207,19 @@ class Sample:
 
 
 def read_samples(path: str | Path) -> list[Sample]:
-    """Return the samples of a file."""
-    return [Sample(**row) for row in read_jsonl(path)]
+    """Return the samples of a file. Raises `DataError` as `check_row`."""
+    found, kinds = list[Sample](), field_types(Sample)
+    # Lists of tuples are lists of lists in a file.
+    checked_kinds = {key: kinds[key] for key in kinds if key not in ("weight_versions", "tokens")}
+    for line, row in enumerate(read_jsonl(path), 1):
+        check_row(Path(path), line, row, checked_kinds)
+        found.append(Sample(**{key: row[key] for key in kinds if key in row}))
+    return found
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, float]]:
+    """Yield the metrics of each step. Raises `DataError` as `check_row`."""
+    for line, row in enumerate(read_jsonl(path), 1):
+        finite = [key for key, value in row.items() if value not in _NON_FINITE.values()]
+        check_row(path, line, row, dict.fromkeys(finite, float))
+        yield {key: float(value) for key, value in row.items()}

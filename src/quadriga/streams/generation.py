@@ -122,10 +122,10 @@ class SlicedGeneration:
         return bool(self._calls)
 
     def go_on(self, parts: Sequence[Paused]) -> None:
-        """Continue the rows of some groups, which have no home."""
+        """Continue the rows of some groups, and give those a home that have none."""
         working = self.replicas.working
         for number, part in enumerate(parts):
-            part.group.home = working[number % len(working)]
+            part.group.home = part.group.home or working[number % len(working)]
         self.paused += parts
 
     def _pop(self, numbers: Iterable[int]) -> list[Paused]:

@@ -392,19 +392,6 @@ Rows = tuple[int, ...]
 prefix cache then computes the prompt once."""
 
 
-@dataclass(frozen=True, eq=False)
-class Request:
-    """Rows of which a replica is asked, by prompt."""
-
-    prompts: list[Rows]
-    replica: Replica
-
-    @property
-    def rows(self) -> list[int]:
-        """The numbers of the rows in the call, in the order of the request."""
-        return [row for rows in self.prompts for row in rows]
-
-
 def same_prompts(prompts: DataProto) -> list[Rows]:
     """Return the rows of a batch by prompt, in the order of the first row of each.
 
@@ -467,7 +454,7 @@ class _Call:
         self.replicas, self._calls = replicas, calls
         self._prompts, self._rows = prompts, rows
         self._waiting = deque(same_prompts(prompts))
-        self._asked: dict[DataProtoFuture, Request] = {}
+        self._asked: dict[DataProtoFuture, tuple[Replica, list[Rows]]] = {}
         self._answers: list[tuple[list[int], DataProto]] = []
 
     def run(self) -> DataProto:
@@ -490,9 +477,9 @@ class _Call:
         """Ask the replica with the fewest rows that has room. Return whether one was asked."""
         load = dict.fromkeys(self.replicas.working, 0)
         calls = dict.fromkeys(load, 0)
-        for asked in self._asked.values():
-            load[asked.replica] += len(asked.rows)
-            calls[asked.replica] += 1
+        for replica, prompts in self._asked.values():
+            load[replica] += sum(map(len, prompts))
+            calls[replica] += 1
         free = [replica for replica in load if calls[replica] < self._calls]
         if not free or not self._waiting:
             return False
@@ -509,29 +496,30 @@ class _Call:
         except QuadrigaError as error:
             self._fail(replica, error, taken)
         else:
-            self._asked[future] = Request(taken, replica)
+            self._asked[future] = replica, taken
         return True
 
     def _receive(self, future: DataProtoFuture) -> None:
-        ended = self._asked.pop(future)
+        replica, prompts = self._asked.pop(future)
+        rows = [row for own in prompts for row in own]
         try:
             answer: DataProto = future.get()
-            self._check(answer, len(ended.rows))
+            self._check(answer, len(rows))
         except QuadrigaError as error:
-            self._fail(ended.replica, error, ended.prompts)
+            self._fail(replica, error, prompts)
         else:
-            self._answers.append((ended.rows, answer))
+            self._answers.append((rows, answer))
 
     def _fail(self, replica: Replica, error: QuadrigaError, prompts: list[Rows]) -> None:
         """Lose a replica, and let all rows of which it was asked wait again, before the others.
         Raise other errors."""
         self.replicas.lose(replica, error)
         again = list(prompts)
-        for future, asked in list(self._asked.items()):
-            if asked.replica is replica:
+        for future, (asked, its_prompts) in list(self._asked.items()):
+            if asked is replica:
                 del self._asked[future]
                 future.cancel()
-                again += asked.prompts
+                again += its_prompts
         self._waiting.extendleft(reversed(again))
 
     def _check(self, answer: DataProto, rows: int) -> None:

@@ -4,14 +4,15 @@
     images.safetensors   the images of each group     begun.batch   responses that are paused
                                                       ready.batch   groups that have their scores
 
-`meta_info` of a file has "drawn", the batches of prompts that the run has drawn, and "rows": the
-number of a group, the steps that had ended at its start, and the numbers of its rows.
+`meta_info` of a file has what the caller says of the run, and "rows": the number of a group, the
+steps that had ended at its start, the numbers of its rows, and the number of their replica.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.torch import load_file
@@ -35,9 +36,10 @@ def without_images(rows: DataProto) -> DataProto:
 
 
 def save_groups(
-    folder: Path, queue: PromptQueue, generation: SlicedGeneration, drawn: int
+    folder: Path, queue: PromptQueue, generation: SlicedGeneration, about: dict[str, Any]
 ) -> list[SavedFile]:
-    """Write the groups of a queue whose generation is paused."""
+    """Write the groups of a queue whose generation is paused. `about`: the counts of the run, among
+    them "drawn", the batches of prompts that it has drawn."""
     groups, ready = list(queue.groups.values()), queue.complete
     parts: dict[str, Sequence[tuple[PromptGroup, Iterable[int], DataProto]]] = {
         _PROMPTS: [(g, range(len(g.prompts)), without_images(g.prompts)) for g in groups],
@@ -49,10 +51,13 @@ def save_groups(
     }
     files = []
     for name, own in parts.items():
-        if own or (name == _PROMPTS and drawn > queue.taken):
+        if own or (name == _PROMPTS and about["drawn"] > queue.taken):
             batch = DataProto.concat([of_group for *_, of_group in own]) if own else DataProto()
-            rows = [[g.number, g.started, [int(row) for row in some]] for g, some, _ in own]
-            batch.meta_info = {"drawn": drawn, "rows": rows}
+            rows = [
+                [g.number, g.started, [int(row) for row in some], g.home and g.home.number]
+                for g, some, _ in own
+            ]
+            batch.meta_info = {"rows": rows, **about}
             batch.save_to_disk(path := folder / name)
             files.append(SavedFile(name, path.stat().st_size, digest_file(path)))
     if groups and _PIXELS in groups[0].prompts.non_tensor_batch:
@@ -62,10 +67,10 @@ def save_groups(
     return files
 
 
-def load_groups(folder: Path, queue: PromptQueue, generation: SlicedGeneration) -> int | None:
-    """Continue with the groups of a folder. Return the batches that were drawn; None: no group was
-    on its way, and each step had drawn one."""
-    drawn: int | None = None
+def load_groups(folder: Path, queue: PromptQueue, generation: SlicedGeneration) -> dict[str, Any]:
+    """Continue with the groups of a folder. Return the counts of the run; {}: no group was on its
+    way, and each step had drawn one batch."""
+    about: dict[str, Any] = {}
     paused = list[Paused]()
     path = folder / _IMAGES
     images = load_file(path) if path.exists() else None
@@ -74,8 +79,8 @@ def load_groups(folder: Path, queue: PromptQueue, generation: SlicedGeneration) 
             continue
         batch, first = DataProto.load_from_disk(folder / name), 0
         meta, batch.meta_info = batch.meta_info, {}
-        drawn = meta["drawn"]
-        for number, started, rows in meta["rows"]:
+        about = meta
+        for number, started, rows, home in meta["rows"]:
             own = batch.select_idxs(np.arange(len(rows)) + first)
             first += len(rows)
             if images is not None and name in (_PROMPTS, _READY):
@@ -91,7 +96,9 @@ def load_groups(folder: Path, queue: PromptQueue, generation: SlicedGeneration) 
                 queue.ready(group)
             elif name == _ENDED:
                 group.end(np.array(rows), own)
-            else:
+            else:  # the same replica goes on with them, if there is one of this number
+                working = generation.replicas.working
+                group.home = next((one for one in working if one.number == home), None)
                 paused.append(Paused(group, np.array(rows), own, np.arange(len(own))))
     generation.go_on(paused)
-    return drawn
+    return about

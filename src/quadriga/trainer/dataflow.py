@@ -42,6 +42,7 @@ from quadriga.trainer.roles.registry import PlacedStage, added_stages
 from quadriga.trainer.roles.workers import (
     corrects_mismatch,
     needs_critic,
+    normalises_weights,
     reads_old_log_probs,
     reads_ref_log_prob,
     selects_tokens,
@@ -60,6 +61,7 @@ from quadriga.workers.method_fields import (
 from quadriga.workers.updates import skips_zero_advantages
 
 _MASK, _SCORES = fields.RESPONSE_MASK, fields.TOKEN_LEVEL_SCORES
+_LENGTHS = fields.SEQUENCE_LENGTH, fields.PROMPT_LENGTH
 _OLD, _REWARDS = fields.OLD_LOG_PROBS, fields.TOKEN_LEVEL_REWARDS
 
 # fmt: off
@@ -87,9 +89,7 @@ PENALISE_KL = StageFields(
 SELECT_UPDATE_TOKENS = StageFields(
     "select_update_tokens", reads=(_OLD, fields.ADVANTAGES, _MASK), writes=(fields.SELECTED_TOKENS,)
 )
-BALANCE_OVER_RANKS = StageFields(
-    "balance_over_ranks", reads=(fields.SEQUENCE_LENGTH, fields.PROMPT_LENGTH, fields.UID)
-)
+BALANCE_OVER_RANKS = StageFields("balance_over_ranks", reads=(*_LENGTHS, fields.UID))
 MASK_ZERO_VARIANCE_GROUPS = StageFields(
     "mask_zero_variance_groups", reads=(_MASK, _SCORES, fields.UID), writes=(_MASK,)
 )
@@ -106,7 +106,8 @@ ESTIMATE_ADVANTAGES = StageFields(
 LOG_UPDATE = StageFields("log_update", reads=(fields.PARTIALS,))
 LOG_SAMPLES = StageFields(
     "log_samples",
-    reads=(fields.RESPONSES, _MASK, _SCORES, fields.RAW_PROMPT, fields.ATTENTION_MASK, fields.UID),
+    reads=(fields.RESPONSES, _MASK, _SCORES, fields.RAW_PROMPT, fields.ATTENTION_MASK, fields.UID,
+           *_LENGTHS),
     reads_if_present=(fields.REWARD_MODEL, fields.DATA_SOURCE, fields.TOKEN_VERSIONS,
                       fields.REWARD_EXTRA, fields.RM_SCORES, fields.ADVANTAGES,
                       fields.ROLLOUT_LOG_PROBS, _OLD),
@@ -282,9 +283,9 @@ def _step_stages(
         (COMPUTE_VALUES, critic),
         (SHAPE_SCORES, not early),
         (PENALISE_KL, algorithm.use_kl_in_reward),
-        # Without the pass the update measures entropy and mismatch.
+        # Without the pass the update measures entropy and mismatch, and corrects it.
         (MEASURE_ENTROPY, old_pass),
-        (correct, old_pass or corrects_mismatch(config)),
+        (correct, old_pass or normalises_weights(config)),
         (estimate, not early),
         (SELECT_UPDATE_TOKENS, selects_tokens(config)),
         (UPDATE_CRITIC, critic),
@@ -358,12 +359,12 @@ def _reading(stage: StageFields, optional: Iterable[tuple[str, bool]]) -> StageF
 def _update_actor(config: TrainConfig, old_log_prob_pass: bool) -> StageFields:
     """`UPDATE_ACTOR` with the optional fields that the chosen loss cannot do without."""
     actor = config.actor_rollout_ref.actor
-    loss = get_policy_loss(actor.policy_loss.name)
+    loss, corrects = get_policy_loss(actor.policy_loss.name), corrects_mismatch(config)
     optional = (
         (fields.OLD_LOG_PROBS, old_log_prob_pass),
         (fields.REF_LOG_PROB, actor.use_kl_loss and not actor.reads_full_kl),
-        (fields.ROLLOUT_IS_WEIGHTS, corrects_mismatch(config)),
-        (fields.ROLLOUT_LOG_PROBS, "rollout_log_prob_BT" in loss.needs),
+        (fields.ROLLOUT_IS_WEIGHTS, corrects and old_log_prob_pass),
+        (fields.ROLLOUT_LOG_PROBS, corrects or "rollout_log_prob_BT" in loss.needs),
         (fields.SELECTED_TOKENS, selects_tokens(config)),
     )
     stage = _reading(UPDATE_ACTOR, optional)

@@ -457,10 +457,11 @@ def _tokens(
 
 def spans_of_versions(batch: DataProto) -> list[list[tuple[int, int]]]:
     """Return (weight version, tokens) of each response: 2 2 2 3 → (2, 3) (3, 1)."""
-    rows = zip(batch.batch[fields.TOKEN_VERSIONS], batch.batch[fields.RESPONSE_MASK], strict=True)
+    length_B = batch.batch[fields.SEQUENCE_LENGTH] - batch.batch[fields.PROMPT_LENGTH]
+    rows = zip(batch.batch[fields.TOKEN_VERSIONS], length_B.tolist(), strict=True)
     return [
-        [(value, len(list(same))) for value, same in groupby(versions[mask.bool()].tolist())]
-        for versions, mask in rows
+        [(value, len(list(same))) for value, same in groupby(versions[:length].tolist())]
+        for versions, length in rows
     ]
 
 

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from quadriga.algorithms.advantages import compute_advantages, get_advantage
 from quadriga.algorithms.dynamic_sampling import SamplingDecision, dynamic_sampling
-from quadriga.algorithms.importance import importance_correction, mismatch_metrics
+from quadriga.algorithms.importance import mismatch_metrics
 from quadriga.algorithms.kl import KLController, penalise_rewards
 from quadriga.algorithms.policy_losses import get_policy_loss, select_tokens
 from quadriga.algorithms.shaping import (
@@ -67,7 +67,7 @@ from quadriga.trainer.record import Metrics, RunRecord, StageResult, named_misma
 from quadriga.trainer.roles.registry import PlacedStage
 from quadriga.workers.method_fields import COMPUTE_RM_SCORE, GENERATE_SEQUENCES
 from quadriga.workers.roles import GeneratingGroup, GroupMethod, RewardModelGroup
-from quadriga.workers.updates import mask_with_advantage
+from quadriga.workers.updates import importance_weights, mask_with_advantage
 
 if TYPE_CHECKING:
     from quadriga.single_controller import WorkerGroup
@@ -370,18 +370,7 @@ def correct_mismatch(
     rollout = batch.batch[fields.ROLLOUT_LOG_PROBS]
     mask = batch.batch[fields.RESPONSE_MASK]
     metrics = mismatch_metrics(old, rollout, mask, bound=bound)
-    level = config.level or "none"
-    if level != "none":
-        correction = importance_correction(
-            old,
-            rollout,
-            mask,
-            level=level,
-            mode=config.mode,
-            upper=config.upper,
-            lower=config.lower,
-            normalise=config.normalise,
-        )
+    if (correction := importance_weights(config, old, rollout, mask)) is not None:
         batch.batch[fields.ROLLOUT_IS_WEIGHTS] = correction.weights_BT
         metrics.update(correction.metrics)
     return StageResult(batch, named_mismatch(metrics))

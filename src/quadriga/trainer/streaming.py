@@ -30,7 +30,7 @@ from quadriga.algorithms.advantages import get_advantage
 from quadriga.checkpoint.files import SavedFile
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, FieldError
-from quadriga.observability.jsonl import JsonlFile, JsonObject, keep_rows, read_jsonl
+from quadriga.observability.jsonl import JsonlFile, keep_rows
 from quadriga.observability.run_folder import STREAM
 from quadriga.protocol import DataProto
 from quadriga.streams.generation import SlicedGeneration
@@ -38,12 +38,15 @@ from quadriga.streams.queue import PromptGroup, PromptQueue
 from quadriga.streams.replicas import Applying, Replicas
 from quadriga.streams.saved import load_groups, save_groups, without_images
 from quadriga.streams.staleness import StalenessBound
+from quadriga.streams.timeline import StreamEvent, read_events
 from quadriga.trainer import stages
 from quadriga.trainer.checkpoints import STREAMED
 from quadriga.trainer.dataflow import EARLY
 from quadriga.trainer.record import Metrics, StageResult, spans_of_versions
 from quadriga.workers.method_fields import GENERATE_SEQUENCES
 
+_STEPS = 4
+"""The place of the number of steps in `StreamedSampler._settings`."""
 Pause = Literal["sync", "validate", "save"]
 """For what the generation is paused."""
 
@@ -95,7 +98,10 @@ class StreamedSampler:
         trainer, record = self.config.trainer, self.runner.record
         self._calls = None if record is None else JsonlFile(record.folder.stream)
         replayed = trainer.replay_order
-        self._script = None if replayed is None else in_order(Path(replayed) / STREAM)
+        events = [] if replayed is None else in_order(Path(replayed) / STREAM)
+        self._script = None if replayed is None else iter(events)
+        # The last number of steps of the run that is repeated.
+        self._steps = [0, *(e.numbers[_STEPS] for e in events if e.name == "settings")][-1]
         # Stages of added roles are run by the thread of the loop, on whole batches.
         self._roles_score = any(placed.stage.neighbour in EARLY for placed in self.runner.added)
         self._drawn = 0  # batches of prompts
@@ -155,20 +161,10 @@ class StreamedSampler:
             rows = stages.add_greedy_rows(rows, n)
         rows = self.runner.beside("before", GENERATE_SEQUENCES.name, rows)
         if not self.queue.groups:
-            self._check_saved(rows)
+            _check_saved(rows, self.config)
         first = (step - 1) * len(prompts)
         groups = enumerate(rows.split(self._n), first)
         self.queue.add([PromptGroup(number, own) for number, own in groups])
-
-    def _check_saved(self, rows: DataProto) -> None:
-        """Raise `FieldError` for prompts that no checkpoint can hold, before a step is trained."""
-        with TemporaryDirectory() as folder:
-            try:
-                without_images(rows).save_to_disk(Path(folder) / "prompts.batch")
-            except FieldError as error:
-                key = f"trainer.max_staleness={self.config.trainer.max_staleness}"
-                text = f"{key} saves the prompts on their way with each checkpoint, but {error}"
-                raise FieldError(text) from error
 
     def _staleness(self, taken: Sequence[PromptGroup]) -> Metrics:
         """Measure how old the groups of a step are."""
@@ -201,11 +197,12 @@ class StreamedSampler:
             self.generation.submit()
             assert self.generation.busy, "a group that must be trained is on its way"
             self._end_call()
-        if self.config.actor_rollout_ref.rollout.update == "drain":
-            # Now: after the update, an engine that shares the weights of the actor cannot generate.
-            while self.generation.busy or self.generation.paused:
+        # Now: after the update, an engine that shares the weights of the actor cannot generate.
+        drains = self.config.actor_rollout_ref.rollout.update == "drain"
+        while self.generation.busy or (drains and self.generation.paused):
+            if drains:
                 self.generation.submit(joins=False)
-                self._end_call()
+            self._end_call()
         if not self.apart:  # the actor needs the memory
             self.generation.forget_caches()
         return taken
@@ -317,8 +314,6 @@ class StreamedSampler:
         with self._changed:
             self._pauses += 1
             self._drains = self.beside and update == "drain"
-            while not self.beside and at_work():
-                self._end_call()
             self._changed.wait_for(lambda: self._error or not at_work())
             self._drains = False
             if self._error is not None:
@@ -351,7 +346,12 @@ class StreamedSampler:
         """
         with self._changed:  # a group whose scores come now is saved without them
             (folder := checkpoint / STREAMED).mkdir()
-            files = save_groups(folder, self.queue, self.generation, self._drawn)
+            about = {
+                "drawn": self._drawn, "dropped": self._dropped, "all_dropped": self._all_dropped,
+                "restarted": self.queue.restarted, "moved": self.generation.moved,
+                "scored": [list(scored) for scored in self._metrics],
+            }  # fmt: skip
+            files = save_groups(folder, self.queue, self.generation, about)
             return [file.under(STREAMED) for file in files]
 
     def load(self, checkpoint: Path | None, step: int) -> None:
@@ -365,7 +365,11 @@ class StreamedSampler:
         if checkpoint is None:
             return
         found = load_groups(checkpoint / STREAMED, self.queue, self.generation)
-        self._drawn = step if found is None else found
+        if found:
+            self._drawn, self._dropped = found["drawn"], found["dropped"]
+            self._all_dropped, self.queue.restarted = found["all_dropped"], found["restarted"]
+            self.generation.moved = found["moved"]
+            self._metrics = [(rows, metrics) for rows, metrics in found["scored"]]
         groups = self.queue.groups.values()
         ready = self.queue.complete
         self._scoring = _batches(group for group in groups if group not in ready)
@@ -422,13 +426,16 @@ class StreamedSampler:
             ),
         }
         for event in self._script:
-            if event["step"] > step:
+            name, numbers = event.name, event.numbers
+            if event.step > step:
                 if until == "take":
                     break
                 self._script = chain([event], self._script)
                 return []  # the step was without a weight sync
-            self.queue.ended = event["step"] - 1
-            _, (name, numbers), *_ = event.items()
+            self.queue.ended = event.step - 1
+            named = numbers if name in ("take", "drop", "restart") else []
+            if not set(named) <= self.queue.groups.keys():
+                break
             if name == "call":
                 if (complete := self.generation.repeat(list(map(tuple, numbers)))) is None:
                     break
@@ -438,39 +445,69 @@ class StreamedSampler:
             elif name == until:
                 found: list[int] = numbers
                 return found
-            elif name == "settings" and numbers != self._settings():
+            elif name == "settings" and not _fits(
+                numbers, self._steps, self._settings(), self.config
+            ):
                 break
-        raise ConfigError(
-            f"trainer.replay_order={self.config.trainer.replay_order} does not fit this run at "
-            f"step {self.queue.ended + 1}: repeat it with its data.train_batch_size, data.max_"
-            "response_length, rollout.n, rollout.slice_tokens, trainer.max_staleness, trainer.seed "
-            "and number of steps, and with its model, data, rewards and sampling",
-            key="trainer.replay_order",
-        )
+        raise _unfit(self.config, step)
+
+
+def _check_saved(rows: DataProto, config: TrainConfig) -> None:
+    """Raise `FieldError` for prompts that no checkpoint can hold, before a step is trained."""
+    with TemporaryDirectory() as folder:
+        try:
+            without_images(rows).save_to_disk(Path(folder) / "prompts.batch")
+        except FieldError as error:
+            key = f"trainer.max_staleness={config.trainer.max_staleness}"
+            text = f"{key} saves the prompts on their way with each checkpoint, but {error}"
+            raise FieldError(text) from error
+
+
+def _fits(settings: list[int], steps: int, own: list[int], config: TrainConfig) -> bool:
+    """Return whether the run that is repeated had the settings of this one, `own`. If it was
+    resumed with more steps, the last number, `steps`, counts, and no learning rate may depend on
+    it."""
+    for optim in (config.actor_rollout_ref.actor.optim, config.critic.optim):
+        depends = optim.lr_scheduler != "constant" or optim.lr_warmup_ratio
+        if depends and settings[_STEPS] != own[_STEPS]:
+            return False
+    return [*settings[:_STEPS], steps, *settings[_STEPS + 1 :]] == own
+
+
+def _unfit(config: TrainConfig, step: int) -> ConfigError:
+    return ConfigError(
+        f"trainer.replay_order={config.trainer.replay_order} does not fit this run at step {step}: "
+        "repeat it with its data.train_batch_size, data.max_response_length, rollout.n, "
+        "rollout.slice_tokens, trainer.max_staleness, trainer.seed and number of steps, and with "
+        "its model, data, rewards and sampling. Learning rates that depend on the number of steps "
+        "are not repeated if a resumption has changed it",
+        key="trainer.replay_order",
+    )
 
 
 def _resumed(calls: JsonlFile, step: int) -> tuple[JsonlFile, int]:
     """Remove the events after the checkpoint of a step, which a resumed run writes again. Return
     the file, and the step of the last weights in it."""
     last = synced = found = 0
-    for number, event in enumerate(read_jsonl(calls.path), 1):
-        found = int(event["step"]) if "sync" in event else found
-        if "save" in event and int(event["step"]) <= step:
-            last, synced = number, found
+    for event in read_events(calls.path):
+        found = event.step if event.name == "sync" else found
+        if event.name == "save" and event.step <= step:
+            last, synced = event.line, found
     numbers = count(1)
     calls.close()
     keep_rows(calls.path, lambda _: next(numbers) <= last)
     return JsonlFile(calls.path), synced
 
 
-def in_order(path: Path) -> Iterator[JsonObject]:
-    """Yield the events of a run. Calls that ended after weights in flight had come, but had those
+def in_order(path: Path) -> list[StreamEvent]:
+    """Return the events of a run. Calls that ended after weights in flight had come, but had those
     of an earlier step (`synced`), are before these weights."""
-    synced, found = 0, list[tuple[int, bool, JsonObject]]()
-    for event in read_jsonl(path):
-        found.append((event.get("synced", synced), "sync" in event, event))
-        synced = event["step"] if "sync" in event else synced
-    return (event for _, _, event in sorted(found, key=lambda event: event[:2]))
+    synced, found = 0, list[tuple[int, bool, StreamEvent]]()
+    for event in read_events(path):
+        syncs = event.name == "sync"
+        found.append((synced if event.synced is None else event.synced, syncs, event))
+        synced = event.step if syncs else synced
+    return [event for _, _, event in sorted(found, key=lambda event: event[:2])]
 
 
 def _batches(groups: Iterable[PromptGroup]) -> dict[PromptGroup, DataProto]:

@@ -208,11 +208,13 @@ class ActorRolloutRefWorker(SavedWorker, PolicyWeights):
             seed=shuffle_seed(self.runtime.seed, engine.optimizer_steps),
             reference=self._engine("ref") if self.config.actor.reads_full_kl else None,
             mismatch_bound=self.config.rollout.mismatch.bound,
+            correction=self.runtime.correction,
         )
 
     def _loaded(self, step: int) -> None:
-        """Continue the weight version from a step, and copy the weights to the rollout engine."""
-        self.weight_version = step
+        """Continue the weight version, which is that of the step without the warm-up of a critic,
+        and copy the weights to the rollout engine."""
+        self.weight_version = max(0, step - self.runtime.warmup_steps)
         if self.uses("rollout"):
             self.sync_weights()
 
@@ -359,7 +361,7 @@ class SFTWorker(ActorRolloutRefWorker):
 
         engine = self._engine("actor")
         rows = rows_of_update(data, UPDATE_SFT.reads)
-        objective = SupervisedObjective(BatchCounts.of(rows[fields.RESPONSE_MASK], engine))
+        objective = SupervisedObjective(counts=BatchCounts.of(rows[fields.RESPONSE_MASK], engine))
         metrics = engine.train_step(
             rows, objective, micro_batch_size=self.config.actor.ppo_micro_batch_size_per_gpu
         )

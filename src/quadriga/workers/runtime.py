@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from quadriga.checkpoint.snapshots import receive_state, send_state
 from quadriga.checkpoint.writer import RankWriter, write_files
 from quadriga.config.commands import RMConfig
-from quadriga.config.schema import CriticConfig, DeviceName, EngineConfig, RewardModelConfig
+from quadriga.config.schema import (
+    CriticConfig,
+    DeviceName,
+    EngineConfig,
+    RewardModelConfig,
+    RolloutCorrectionConfig,
+)
 from quadriga.engines import kind_of
 from quadriga.engines.base import VALUES
 from quadriga.errors import ConfigError, QuadrigaError, WorkerError
@@ -45,6 +51,8 @@ class RankRuntime:
     seed: int = 0
     total_steps: int | None = None  # optimizer steps of the role in the run, for its schedule
     max_response_length: int = 512  # tokens
+    warmup_steps: int = 0  # first steps of the run, in which the actor is not updated
+    correction: RolloutCorrectionConfig | None = None  # of old responses
     user_files: tuple[tuple[str, bytes], ...] = ()
     """Path and content of files that register estimators, losses, dispatch modes."""
 

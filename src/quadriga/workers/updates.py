@@ -15,7 +15,11 @@ import torch
 from torch import Tensor
 
 from quadriga.algorithms.aggregation import Partial, aggregate, count_mask
-from quadriga.algorithms.importance import mismatch_statistics
+from quadriga.algorithms.importance import (
+    ImportanceCorrection,
+    importance_correction,
+    mismatch_statistics,
+)
 from quadriga.algorithms.kl import entropy_bonus, kl_loss
 from quadriga.algorithms.policy_losses import compute_policy_loss, get_policy_loss
 from quadriga.algorithms.tensors import require_finite
@@ -26,6 +30,7 @@ from quadriga.config.schema import (
     CriticConfig,
     Options,
     PolicyLossConfig,
+    RolloutCorrectionConfig,
 )
 from quadriga.engines.base import ENTROPY, FULL_KL, LOG_PROBS, SKIPPED_STEPS, VALUES, EntropyUse
 from quadriga.errors import FieldError, LengthError, NonFiniteError
@@ -130,8 +135,18 @@ def entropy_use(config: ActorConfig, *, old_from_update: bool) -> EntropyUse:
     return "value" if old_from_update else "unused"
 
 
+@dataclass(kw_only=True)
 class Objective(ABC):
-    """The share of a micro-batch in a loss; NaN if an output is not finite where the mask is 1."""
+    """The share of a micro-batch in a loss; NaN if an output is not finite where the mask is 1.
+
+    Attributes:
+        length_scale: tokens by which `seq-mean-token-sum-norm` divides.
+        partials: the metrics of the micro-batches so far.
+    """
+
+    counts: BatchCounts
+    length_scale: float | None = None
+    partials: list[Partials] = field(default_factory=list)
 
     def __call__(self, outputs: Outputs, micro: Mapping[str, Tensor]) -> Loss:
         mask_BT = micro[fields.RESPONSE_MASK]
@@ -147,21 +162,20 @@ class Objective(ABC):
         """Return the share, from outputs that are finite."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PolicyObjective(Objective):
     """Policy loss − entropy bonus + KL to the reference, for each token; then aggregated.
 
     `old_from_update`: the old log-probabilities are those of the update without their gradient.
-    Then its metrics contain what the pass that is left out would have given: the entropy, and
-    the mismatch of rollout and training with `mismatch_bound` in nats.
+    Then it corrects the mismatch of rollout and training itself (`correction`), and its metrics
+    contain what the pass that is left out would have given: the entropy, and the mismatch with
+    `mismatch_bound` in nats.
     """
 
     config: ActorConfig
-    counts: BatchCounts
-    length_scale: float
     old_from_update: bool = False
     mismatch_bound: float = 0.5
-    partials: list[Partials] = field(default_factory=list)
+    correction: RolloutCorrectionConfig | None = None
 
     @property
     def reads_entropy(self) -> bool:
@@ -171,16 +185,22 @@ class PolicyObjective(Objective):
     def loss(self, outputs: Outputs, micro: Mapping[str, Tensor], mask: Tensor) -> Tensor:
         log_prob = outputs[LOG_PROBS]
         old = log_prob.detach() if self.old_from_update else micro[fields.OLD_LOG_PROBS]
+        rollout, weights = micro.get(fields.ROLLOUT_LOG_PROBS), micro.get(fields.ROLLOUT_IS_WEIGHTS)
+        statistics: Partials = {}
+        if self.old_from_update and rollout is not None:
+            statistics = mismatch_statistics(old, rollout, mask, bound=self.mismatch_bound)
+            if (found := importance_weights(self.correction, old, rollout, mask)) is not None:
+                weights, statistics = found.weights_BT, {**statistics, **found.statistics}
         policy = compute_policy_loss(
             self.config.policy_loss.name,
             log_prob_BT=log_prob,
             old_log_prob_BT=old,
             advantages_BT=micro[fields.ADVANTAGES],
             response_mask_BT=mask,
-            rollout_log_prob_BT=micro.get(fields.ROLLOUT_LOG_PROBS),
+            rollout_log_prob_BT=rollout,
             entropy_BT=outputs.get(ENTROPY),
             selected_BT=micro.get(fields.SELECTED_TOKENS),
-            importance_weights_BT=micro.get(fields.ROLLOUT_IS_WEIGHTS),
+            importance_weights_BT=weights,
             **loss_settings(self.config.policy_loss),
         )
         loss_BT = policy.loss_BT
@@ -203,14 +223,22 @@ class PolicyObjective(Objective):
         if self.old_from_update:
             partials["entropy"] = Partial.mean(outputs[ENTROPY], kept)
         named = {f"actor/{name}": part for name, part in partials.items()}
-        if self.old_from_update and fields.ROLLOUT_LOG_PROBS in micro:
-            statistics = mismatch_statistics(
-                old, micro[fields.ROLLOUT_LOG_PROBS], mask, bound=self.mismatch_bound
-            )
-            named |= {f"{MISMATCH}{name}": part for name, part in statistics.items()}
+        named |= {f"{MISMATCH}{name}": part for name, part in statistics.items()}
         self.partials.append(named)
         mode = self.config.loss_agg_mode
         return self.counts.aggregate(loss_BT, mask, mode, self.length_scale)
+
+
+def importance_weights(
+    config: RolloutCorrectionConfig | None, old: Tensor, rollout: Tensor, mask: Tensor
+) -> ImportanceCorrection | None:
+    """Return the importance correction that the settings ask for; None: none."""
+    if config is None or config.level is None or config.level == "none":
+        return None
+    return importance_correction(
+        old, rollout, mask, level=config.level, mode=config.mode, upper=config.upper,
+        lower=config.lower, normalise=config.normalise,
+    )  # fmt: skip
 
 
 def loss_settings(policy_loss: PolicyLossConfig) -> Options:
@@ -223,14 +251,11 @@ def loss_settings(policy_loss: PolicyLossConfig) -> Options:
     }
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ValueObjective(Objective):
     """Clipped squared error between values and returns."""
 
     config: CriticConfig
-    counts: BatchCounts
-    length_scale: float
-    partials: list[Partials] = field(default_factory=list)
 
     def loss(self, outputs: Outputs, micro: Mapping[str, Tensor], mask: Tensor) -> Tensor:
         value = value_loss(
@@ -245,11 +270,8 @@ class ValueObjective(Objective):
         return self.counts.aggregate(value.loss_BT, mask, mode, self.length_scale)
 
 
-@dataclass
 class SupervisedObjective(Objective):
     """Mean of −log p over the response tokens of the whole mini-batch, in nats."""
-
-    counts: BatchCounts
 
     def loss(self, outputs: Outputs, micro: Mapping[str, Tensor], mask: Tensor) -> Tensor:
         return self.counts.aggregate(-outputs[LOG_PROBS], mask, "token-mean")
@@ -270,6 +292,7 @@ def update_policy(
     seed: int,
     reference: TrainEngine | None = None,
     mismatch_bound: float = 0.5,
+    correction: RolloutCorrectionConfig | None = None,
 ) -> DataProto:
     """Run the optimizer steps of the policy on the rows of this rank.
 
@@ -284,6 +307,7 @@ def update_policy(
         seed: of the order of the rows where `config.shuffle` is set.
         reference: the engine of the reference policy, for KL over the vocabulary.
         mismatch_bound: nats, as `rollout.mismatch.bound`.
+        correction: of old responses, without `old_log_probs`.
 
     Returns:
         `meta_info["metrics"]`: means over the optimizer steps, and the steps skipped so far, of all
@@ -312,8 +336,9 @@ def update_policy(
         if counts.tokens == 0:  # on all ranks: one alone would leave the others in a collective
             continue
         objective = PolicyObjective(
-            config, counts, scale, old_from_update=old_from_update, mismatch_bound=mismatch_bound
-        )
+            config=config, counts=counts, length_scale=scale, old_from_update=old_from_update,
+            mismatch_bound=mismatch_bound, correction=correction,
+        )  # fmt: skip
         computed, of_rows = _rows_to_compute(mini, images, config)
         steps.append(step(computed, objective, entropy=objective.reads_entropy, images=of_rows))
         partials += objective.partials
@@ -374,7 +399,7 @@ def update_values(
         counts = BatchCounts.of(mini[fields.RESPONSE_MASK], engine)
         if counts.tokens == 0:  # on all ranks, see `update_policy`
             continue
-        objective = ValueObjective(config, counts=counts, length_scale=length_scale)
+        objective = ValueObjective(config=config, counts=counts, length_scale=length_scale)
         steps.append(
             engine.train_step(mini, objective, micro_batch_size=config.ppo_micro_batch_size_per_gpu)
         )

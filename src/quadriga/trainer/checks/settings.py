@@ -625,12 +625,6 @@ def _streams(config: TrainConfig) -> Problems:
     if not rollout_of(rollout).continues:
         name = f"{ROLLOUT}.name={rollout.name}"
         yield STALENESS, f"needs an engine that can continue a response, and {name} cannot"
-    if config.actor_rollout_ref.actor.old_log_probs_from_update:
-        yield (
-            f"{ACTOR}.old_log_probs_from_update",
-            f"needs responses of the current weights, but {STALENESS}="
-            f"{config.trainer.max_staleness}; set it to null or false",
-        )
 
 
 def _weights_in_flight(config: TrainConfig) -> Problems:

@@ -125,25 +125,31 @@ def critic_model(config: TrainConfig) -> ModelConfig:
 def takes_old_log_probs_from_update(config: TrainConfig) -> bool:
     """Return whether the update computes the old log-probabilities itself.
 
-    If a step is one optimizer step, by the weights that generated all responses, they equal the
-    log-probabilities of the update without their gradient. A pass of their own is needed if a stage
+    If a step is one optimizer step, they equal the log-probabilities of the update without their
+    gradient. A pass of their own is needed if a stage
     reads them before the update, if the actor is not updated in every step, or if adapters drop
     inputs in an update, because responses were sampled without dropout.
     """
     chosen = config.actor_rollout_ref.actor.old_log_probs_from_update
     if chosen is not None:
         return chosen
-    one_step = batch_plan(config).actor.optimizer_steps == 1 and not config.trainer.max_staleness
+    one_step = batch_plan(config).actor.optimizer_steps == 1
     drops = config.actor_rollout_ref.model.lora.dropout > 0
     read_earlier = reads_old_log_probs(config) or selects_tokens(config)
     return one_step and not read_earlier and not drops and not config.critic.warmup_steps
 
 
 def reads_old_log_probs(config: TrainConfig) -> bool:
-    """Return whether the reward, the correction or the estimator reads the log-probabilities."""
+    """Return whether the reward, the estimator or a correction by weights with a mean over the
+    batch reads the log-probabilities before the update."""
     estimator = get_advantage(config.algorithm.adv_estimator)
     in_reward = config.algorithm.use_kl_in_reward
-    return in_reward or corrects_mismatch(config) or "old_log_prob_BT" in estimator.needs
+    return in_reward or normalises_weights(config) or "old_log_prob_BT" in estimator.needs
+
+
+def normalises_weights(config: TrainConfig) -> bool:
+    """Return whether importance weights are divided by their mean over the batch."""
+    return corrects_mismatch(config) and config.algorithm.rollout_correction.normalise
 
 
 def corrects_mismatch(config: TrainConfig) -> bool:
@@ -517,6 +523,8 @@ def rank_runtime(config: TrainConfig, total_steps: int) -> RankRuntime:
         seed=config.trainer.seed,
         total_steps=total_steps,
         max_response_length=config.data.max_response_length,
+        correction=correction_of(config),
+        warmup_steps=config.critic.warmup_steps if needs_critic(config) else 0,
         user_files=loaded_files(config.algorithm.user_files),
     )
 
