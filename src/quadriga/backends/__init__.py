@@ -8,10 +8,13 @@ Each implements `quadriga.single_controller.backend.Backend`. A backend may impo
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quadriga.config.schema import RunConfig
 from quadriga.errors import ConfigError, unknown_name
 from quadriga.lazy import imported
+from quadriga.observability.run_folder import PROFILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,3 +53,18 @@ def get_backend(name: str, **options: object) -> Backend:
             f"get_backend({name!r}): {error}; its options are {signature}.", key=name
         ) from error
     return factory(**options)
+
+
+def profiler_options(trainer: RunConfig) -> dict[str, object]:
+    """Return the options of `Backend.worker_group` for `trainer.profile`: with nsys the ranks start
+    under Nsight Systems, which writes one report for each step to the run folder."""
+    if not trainer.profile.steps or trainer.profile.tool != "nsys":
+        return {}
+    from quadriga.backends.ray.start import Nsight
+
+    folder = Path(trainer.default_local_dir).absolute() / PROFILE
+    folder.mkdir(parents=True, exist_ok=True)
+    ends = f"repeat:{len(trainer.profile.steps)}"
+    flags = {"t": "cuda,cudnn,cublas,nvtx", "capture-range": "cudaProfilerApi"}
+    flags |= {"capture-range-end": ends, "kill": "none", "o": f"{folder}/process_%p"}
+    return {"profiler": Nsight(flags)}

@@ -642,12 +642,13 @@ _TRAINER = {
     **_section("trainer", "trainer", "nnodes", "n_gpus_per_node", "total_epochs"),
     **_section("trainer", "trainer", "total_training_steps", convert=positive),
     **_section("trainer", "trainer", "project_name", "experiment_name", "default_local_dir"),
-    **_section("trainer", "trainer", default_hdfs_dir="remote_dir"),
     "trainer.logger": Row(("trainer.loggers",), trackers, other_loggers),
     **_section("trainer", "trainer", "test_freq", "save_freq", convert=frequency),
     **_section("trainer", "trainer", "resume_mode", convert=RESUME),
-    **_section("trainer", "trainer", resume_from_path="resume_mode"),
+    **_section("trainer", "trainer", default_hdfs_dir="remote_dir", resume_from_path="resume_mode"),
     **_section("trainer", "trainer", "device", convert=DEVICE),
+    "global_profiler.steps": to("trainer.profile.steps"),
+    "global_profiler.tool": to("trainer.profile.tool", convert=named({"torch_memory": "memory"})),
     **_section("ray_kwargs.ray_init", "trainer", "num_cpus"),
     **_section("ray_init", "trainer", "num_cpus"),
 }
@@ -792,8 +793,7 @@ EVAL: dict[str, Row] = {
     "data.path": to("response_files", convert=files),
     "data.prompt_key": to("prompt_key"),
     "data.response_key": to("response_key"),
-    # These columns have fixed names in Quadriga.
-    "data.data_source_key": to(convert=only("data_source")),
+    "data.data_source_key": to(convert=only("data_source")),  # these columns have fixed names
     "data.reward_model_key": to(convert=only("reward_model")),
     **_section("custom_reward_function", "reward", "path", "name"),
 }

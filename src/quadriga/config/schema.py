@@ -70,6 +70,7 @@ KLControlType = Literal["fixed", "adaptive"]
 FilterMode = Literal["mask", "refill"]
 UnderFilled = Literal["proceed", "error"]
 CorrectionLevel = Literal["none", "token", "sequence", "geometric"]
+ProfileTool = Literal["torch", "nsys", "memory"]
 CorrectionMode = Literal["truncate", "mask"]
 SpecialTokens = Literal["keep", "neutralise", "refuse"]
 FailurePolicy = Literal["zero", "mask", "fail"]
@@ -540,6 +541,16 @@ class MachineConfig(PathSettings):
 
 
 @dataclass(frozen=True)
+class ProfileConfig:
+    """Traces of some steps, in the folder `profile` of the run folder."""
+
+    steps: list[Count] = field(default_factory=list)  # steps that are profiled; empty: none
+    # torch: PyTorch's profiler, also without a GPU; memory: the same with all allocations; nsys:
+    # Nsight Systems, under which the ranks are started
+    tool: ProfileTool = "torch"
+
+
+@dataclass(frozen=True)
 class RunConfig(MachineConfig):
     """Machines, number of steps, validation, checkpoints and the run folder."""
 
@@ -600,6 +611,7 @@ class RunConfig(MachineConfig):
     loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
     # seconds in which a tracker starts, takes a row or ends; then the run goes on without it
     logger_timeout_s: Positive = 60.0
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ runs/run/
   wandb/ mlflow/ …    the files of trackers, if trainer.loggers contains them
   learning_curve.png  reward and validation score over steps
   report.html         all of this as one page (`quadriga report`)
+  profile/            traces of the steps of trainer.profile.steps
   checkpoints/        one folder per saved step
   model/              the trained policy as a Hugging Face folder
   run.lock            the run that writes here, while it does
@@ -51,6 +52,7 @@ TENSORBOARD = "tensorboard"
 OF_TRACKERS = WANDB, MLFLOW, SWANLAB = "wandb", "mlflow", "swanlab"
 PLOT = "learning_curve.png"
 REPORT = "report.html"
+PROFILE = "profile"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
 _KEY = "trainer.default_local_dir"
@@ -61,7 +63,7 @@ _EXPORTS = (f"{MODEL}.partial", _REPLACED)
 # What a run that begins again writes anew. Each start has its own run in other trackers.
 OF_STEPS = (METRICS, SAMPLES, STREAM, TENSORBOARD, PLOT, REPORT)
 RECORDS = (*OF_STEPS, EVENTS)
-ALL = (CONFIG, *RECORDS, *OF_TRACKERS, CHECKPOINTS, MODEL, *_EXPORTS)
+ALL = (CONFIG, *RECORDS, *OF_TRACKERS, PROFILE, CHECKPOINTS, MODEL, *_EXPORTS)
 
 _log = logging.getLogger("quadriga")
 

@@ -36,6 +36,7 @@ from quadriga.errors import (
     WorkerInitError,
     WorkerMethodError,
 )
+from quadriga.observability.profiling import profiled
 from quadriga.protocol.threads import in_thread, started_in_thread
 from quadriga.single_controller.dispatch import (
     Arguments,
@@ -312,6 +313,10 @@ class RankHost:
 
     def _start(self, call: Call, args: Arguments, kwargs: KeywordArguments) -> object:
         """Call the method, or do one step of a generator method."""
+        begin = partial(self._begin, call, args, kwargs)
+        return profiled(call.role, self.place.rank, call.method, begin)
+
+    def _begin(self, call: Call, args: Arguments, kwargs: KeywordArguments) -> object:
         if call.step is None:
             return self._method(call)(*args, **kwargs)
         if call.step.action == "open":

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypedDict, TypeVar
 
 from quadriga.errors import DispatchError, MeshError, UnregisteredMethodError
+from quadriga.observability.profiling import ProfiledCall, start_profile, stop_profile
 from quadriga.single_controller.dispatch import ModeFunctions
 from quadriga.single_controller.environment import (
     RankEnvironment,
@@ -379,6 +381,17 @@ class Worker:
                 f"{mesh_name!r}, dp_rank, is_collect) in the worker first.",
                 mesh_name=mesh_name,
             ) from None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_profile(self, tool: str, path: str) -> None:
+        """Profile the process of this rank (`observability.profiling`) until `stop_profile`. The
+        trace is written to `path`, with the rank in its name."""
+        start_profile(tool, Path(f"{path}_rank{self.rank}.json"))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stop_profile(self) -> list[ProfiledCall]:
+        """End the profile of this process, write its trace, and return the calls in it."""
+        return stop_profile()
 
     # Functions of the controller that run in the worker
 

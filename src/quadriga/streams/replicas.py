@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
+from quadriga.backends import profiler_options
 from quadriga.config.role_ranks import has_replicas
 from quadriga.config.schema import RolloutEngineConfig, RunConfig, TrainConfig
 from quadriga.errors import (
@@ -362,11 +363,12 @@ def start_replicas(
     """
     parts = split_resource_pool(pool, rollout_of(settings).ranks_of_copy)
     count, elastic = len(parts), settings.replicas
-    (role,), timeout = members, trainer.call_timeout_s
+    (role,), options = members, profiler_options(trainer)
+    options["timeout"] = trainer.call_timeout_s
 
     def start(number: int) -> ReplicaGroup:
         cls = backend.colocate(members)
-        group: WorkerGroup = backend.worker_group(parts[number], cls, timeout=timeout)
+        group: WorkerGroup = backend.worker_group(parts[number], cls, **options)
         started.append(group)
         view: ReplicaGroup = group.spawn([role])[role]
         return view

@@ -29,7 +29,7 @@ from quadriga.trainer.checkpoints import Checkpointing
 from quadriga.trainer.checks.data import check_fine_tuning_data
 from quadriga.trainer.checks.settings import refuse, warmup_problems
 from quadriga.trainer.ingredients import check_rows
-from quadriga.trainer.preflight import check_fine_tuning_config, check_sizes
+from quadriga.trainer.preflight import check_fine_tuning_config, check_sizes, profile_problems
 from quadriga.trainer.record import RunRecord
 from quadriga.trainer.restarts import restarted
 from quadriga.trainer.roles.registry import Role
@@ -110,6 +110,7 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
         )
         self.total_steps = trainer.total_training_steps or len(self.loader) * trainer.total_epochs
         refuse(config, warmup_problems("optim", config.optim, self.total_steps))
+        refuse(config, profile_problems(trainer, self.total_steps))
         self.checkpoints = Checkpointing(config, self.loader, given, callbacks)
         self.restarts = self.checkpoints.restarts
         self.step = 0
@@ -214,7 +215,8 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
                         return
                     self.step += 1
                     self.checkpoints.begin_update()
-                    yield rows
+                    with self.init_workers().profiled(self.config.trainer, self.step):
+                        yield rows
                     if self.step == self.total_steps:
                         break
 

@@ -42,7 +42,7 @@ from quadriga.trainer.checkpoints import Checkpointing
 from quadriga.trainer.checks.settings import refuse, run_length_problems
 from quadriga.trainer.dataflow import StepPlan, balance_of
 from quadriga.trainer.ingredients import Ingredients, check_ingredients, load_ingredients
-from quadriga.trainer.preflight import check_sizes, check_train_config
+from quadriga.trainer.preflight import check_sizes, check_train_config, profile_problems
 from quadriga.trainer.record import RunRecord
 from quadriga.trainer.restarts import restarted
 from quadriga.trainer.roles.registry import ResourcePoolManager, Role, added_stages
@@ -114,6 +114,7 @@ class RayPPOTrainer:
         self.role_worker_mapping = mapping
         self.resource_pool_manager = resource_pool_manager
         refuse(config, run_length_problems(config, self.total_steps))
+        refuse(config, profile_problems(config.trainer, self.total_steps))
         self.reward_fn = reward or batch_reward(self.ingredients.reward, components)
         self.val_reward_fn = self.reward_fn
         if val_reward_fn is not None:
@@ -300,7 +301,8 @@ class RayPPOTrainer:
             ):
                 self.checkpoints.begin_step(self.step, self.kl_controller.state_dict())
                 self.step += 1
-                yield self.step
+                with self.init_workers().profiled(self.config.trainer, self.step):
+                    yield self.step
 
     def open_record(self, resumed: Resumed | None) -> AbstractContextManager[RunRecord]:
         """Open the run folder, for all attempts. `resumed`: the point at which the run goes on."""

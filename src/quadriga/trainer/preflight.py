@@ -15,7 +15,7 @@ from quadriga.checkpoint.remote import check_remote_folder
 from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.convert import leaves
 from quadriga.config.role_ranks import has_reward_model, num_ranks
-from quadriga.config.schema import ModelConfig, TrainConfig
+from quadriga.config.schema import ModelConfig, RunConfig, TrainConfig
 from quadriga.engines import check_engine_folder
 from quadriga.errors import ConfigError, ModelError
 from quadriga.observability.callbacks import callback_file
@@ -27,6 +27,7 @@ from quadriga.trainer.checkpoints import AnyRun, read_resumed, seconds_left
 from quadriga.trainer.checks.data import check_images_supported
 from quadriga.trainer.checks.early import check_files, require_model_path
 from quadriga.trainer.checks.settings import (
+    Problems,
     RoleEngine,
     check_algorithm_options,
     check_device,
@@ -261,3 +262,23 @@ def _check_reward_model_folder(config: TrainConfig) -> None:
             "chat_template to its tokenizer_config.json, or set reward_model.model.tokenizer_path",
             path=model.path,
         )
+
+
+def profile_problems(trainer: RunConfig, total_steps: int) -> Problems:
+    """Yield a profiled step that the run does not have, and Nsight Systems where nothing of it can
+    be recorded."""
+    profile = trainer.profile
+    if late := [step for step in profile.steps if step > total_steps]:
+        text = f"has step {late[0]}, but the run has {total_steps}; leave it out"
+        yield "trainer.profile.steps", text
+    if profile.steps and profile.tool == "nsys":
+        from quadriga.parallel.device import get_device_name  # imports torch
+
+        seen = get_device_name()
+        if trainer.backend != "ray" or "cuda" not in (seen, trainer.device):
+            yield (
+                "trainer.profile.tool",
+                f"records CUDA on ranks that Ray starts; this run has trainer.backend="
+                f"{trainer.backend} and this process sees {seen}; use torch, or with "
+                "trainer.backend=ray and GPUs on other nodes set trainer.device=cuda",
+            )

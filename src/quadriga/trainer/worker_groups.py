@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quadriga.backends import get_backend
+from quadriga.backends import get_backend, profiler_options
 from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import RunConfig, TrainConfig
 from quadriga.errors import QuadrigaError, RolloutOutputError
+from quadriga.files import atomic_write, writing
+from quadriga.observability.jsonl import read_jsonl
+from quadriga.observability.run_folder import METRICS, PROFILE
+from quadriga.observability.trackers import points_of
 from quadriga.protocol import DataProto, DataProtoFuture, fields
 from quadriga.streams.replicas import (
     Applying,
@@ -21,6 +28,7 @@ from quadriga.streams.replicas import (
     are_replicas,
     start_replicas,
 )
+from quadriga.streams.timeline import Span, chrome_trace, recorded_spans
 from quadriga.trainer.checkpoints import check_states, unchanged_handlers
 from quadriga.trainer.roles.registry import ResourcePoolManager, Role, added_roles
 from quadriga.trainer.roles.workers import (
@@ -95,6 +103,42 @@ class StartedGroups:
             stack.callback(self.backend.shutdown)
             for group in reversed(self.groups):
                 stack.callback(group.shutdown)
+
+    @contextmanager
+    def profiled(self, trainer: RunConfig, step: int) -> Iterator[None]:
+        """Within the block, trace every rank if the step is one of `trainer.profile.steps`. Then
+        write one file for each rank, and `roles.json` with the work of all roles."""
+        if step not in trainer.profile.steps:
+            yield
+            return
+        run, began = Path(trainer.default_local_dir), time.time()
+        folder = run / PROFILE / f"step_{step}"
+        views: dict[str, WorkerGroup] = {}
+        for group in self.groups:
+            role, name = group.roles[0], "+".join(group.roles)
+            if has_method(group, role, "start_profile"):
+                name += f"_{len(views)}" if name in views else ""
+                views[name] = group.spawn([role])[role]
+                views[name].start_profile(trainer.profile.tool, str(folder / name))
+        yield
+        ended = time.time()
+        calls = [call for view in views.values() for own in view.stop_profile() for call in own]
+        spans = [
+            Span(f"{c.role} rank {c.rank}", c.method, c.start - began, c.end - began, 0)
+            for c in calls
+        ]
+        if (run / METRICS).is_file():  # its last row is this step's, and was written just now
+            _, elapsed = points_of(read_jsonl(run / METRICS), "progress/elapsed")
+            before, shift = [0.0, *elapsed][-2], ended - elapsed[-1] - began
+            spans += [
+                span._replace(start=span.start + shift, end=span.end + shift)
+                for span in recorded_spans(run)
+                if span.end > before
+            ]
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        with atomic_write(folder / "roles.json") as file:
+            file.write(json.dumps(chrome_trace(spans)).encode())
 
 
 def close_rollouts(group: WorkerGroup) -> None:
@@ -451,7 +495,10 @@ def start_group(
     trainer: RunConfig,
 ) -> WorkerGroup:
     """Start a worker group that is watched, and add it to `groups`."""
-    group: WorkerGroup = backend.worker_group(pool, worker, timeout=trainer.call_timeout_s)
+    options = profiler_options(trainer)
+    group: WorkerGroup = backend.worker_group(
+        pool, worker, timeout=trainer.call_timeout_s, **options
+    )
     groups.append(group)
     group.start_worker_aliveness_check(ALIVENESS_CHECK_S)
     return group

@@ -241,7 +241,7 @@ _ROLE = "register a role with a stage beside it (docs/concepts/roles.md)"
 _CALLS = f"override the method of the worker class, which role_worker_mapping gives, or {_ROLE}"
 _VALIDATION = "override make_validator, or give the stage of a role in_validation=True"
 _SAMPLES = "override open_record, which keeps samples and metrics"
-_PROFILING = "read the times of each span in metrics.jsonl"
+_PROFILING = "set trainer.profile.steps"
 
 _INSTEAD = {
     f"set trainer.balance_batch, or {_ROLE}": "_balance_batch",
