@@ -1,5 +1,6 @@
 # `make demo` trains a small model. `make test` runs linter, type checker and tests.
 # `make check` runs linter, type checker and the quick checks of the tree, within a minute.
+# `make docs` builds the documentation site in build/site.
 # `make engines` installs vLLM and SGLang, each into an environment of its own (scripts/engines.sh);
 # `make test-engines` runs the tests that need them. `make nightly test-engines` runs all that is slow.
 #
@@ -26,7 +27,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) 
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 
-.PHONY: demo test check lint types bench nightly engines test-engines clean distclean
+.PHONY: demo test check lint types bench nightly docs engines test-engines clean distclean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -53,6 +54,10 @@ nightly: NIGHTLY := -m nightly --timeout 3600 -o faulthandler_timeout=3700
 nightly: $(INSTALLED_DEV)
 	@$(BIN)/python -m pytest $(NIGHTLY) -n $(TEST_WORKERS) --dist loadfile --max-worker-restart 1 --ignore tests/nightly $(TEST_ARGS)
 	@$(BIN)/python -m pytest $(NIGHTLY) tests/nightly $(TEST_ARGS)
+
+docs: $(INSTALLED)
+	@$(PIP) -e '.[docs]'
+	@$(BIN)/python -m mkdocs build --strict --site-dir build/site
 
 engines:
 	@PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" scripts/engines.sh $(ENGINES)

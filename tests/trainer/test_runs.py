@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from run_cases import timeless
@@ -22,8 +23,15 @@ def test_a_run_writes_its_folder_and_a_model_that_generates(run, train_overrides
 
     from quadriga.trainer.evaluation import run_generation
 
-    rows = run("trainer.loggers=[jsonl,tensorboard]", "trainer.save_freq=1")
+    before = os.umask(0o027)
+    try:
+        rows = run("trainer.loggers=[jsonl,tensorboard]", "trainer.save_freq=1")
+    finally:
+        os.umask(before)
     folder = tmp_path / "run"
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {oct(path.stat().st_mode & 0o777) for path in files} == {oct(0o640)}
+    assert any(path.name == "model.safetensors" for path in files)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert {"config.yaml", "metrics.jsonl", "samples.jsonl", "learning_curve.png", "model"} <= {
         p.name for p in folder.iterdir()

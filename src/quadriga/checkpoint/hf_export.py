@@ -79,7 +79,11 @@ def export_hf(
             generation.save_pretrained(partial)
         if extra is not None:
             extra(partial)
+        # safetensors writes files that only their owner can read; those of Python have the umask.
+        mode = (partial / "config.json").stat().st_mode
         for path in partial.rglob("*"):
+            if path.is_file():
+                path.chmod(mode)
             flush(path)
         flush(partial)
         replace_folder(partial, folder)
