@@ -52,7 +52,7 @@ STEPS = 20
 
 
 class Missing(Exception):
-    """A package of a part is not installed."""
+    """The machine or its environment lacks what a part needs."""
 
 
 def need(*names: str) -> None:
@@ -192,6 +192,12 @@ def step(device: str, size: str, *settings: str, packages: tuple[str, ...] = ())
     return figures
 
 
+def megatron(device: str, size: str) -> Figures:
+    if device == "cpu":
+        raise Missing("Megatron-core needs CUDA devices")
+    return step(device, size, f"{TRAINER}.name=megatron", packages=("megatron",))
+
+
 def parts(sizes: list[str]) -> dict[str, Callable[[str], Figures]]:
     """Return the parts by name, the most telling ones first."""
     first = sizes[0]
@@ -206,9 +212,7 @@ def parts(sizes: list[str]) -> dict[str, Callable[[str], Figures]]:
             device, first, f"{ROLLOUT}={name}", packages=(name,)
         )
     found["offload"] = lambda device: step(device, first, *OFFLOADS)
-    found["megatron"] = lambda device: step(
-        device, first, f"{TRAINER}.name=megatron", packages=("megatron",)
-    )
+    found["megatron"] = lambda device: megatron(device, first)
     for size in sizes[1:]:
         found[f"step {size} hf"] = lambda device, size=size: step(device, size)
     return found
