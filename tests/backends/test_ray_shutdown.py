@@ -31,7 +31,7 @@ def test_every_pool_is_released_and_the_connection_closed_even_if_one_raises(mon
         backend.shutdown()
     assert release.call_count == 3
     stop.assert_called_once_with()
-    session.close.assert_called_once_with()
+    session.close.assert_called_once_with(lost=False)
 
 
 @pytest.fixture

@@ -46,7 +46,11 @@ def test_programs_import_verl_first(target):
 
 def test_a_command_line_of_verl(target, tmp_path):
     module = ("-m", "verl.trainer.main_ppo")
-    overrides = ["data.train_files=[t.parquet]", "actor_rollout_ref.rollout.name=hf"]
+    (tmp_path / "t.jsonl").write_text('{"prompt": "1 + 1?"}\n')
+    overrides = [
+        f"data.train_files=[{tmp_path / 't.jsonl'}]", "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.model.path=hf://owner/name", "critic.model.path=hf://owner/name",
+    ]  # fmt: skip
     done = run(target, *module, "--cfg=job", *overrides)
     assert "train_batch_size: 1024" in done.stdout and "adv_estimator: gae" in done.stdout
     (tmp_path / "mine.yaml").write_text("data: {train_batch_size: 6}\n")

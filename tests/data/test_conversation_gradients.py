@@ -83,7 +83,7 @@ def test_loss_and_gradients_are_those_of_the_tokens_of_the_assistant(name, folde
     engine = FSDPEngine(ModelConfig(path=folder), EngineConfig(), OptimConfig())
     engine.optimizer.step = lambda: (0.0, 0.0)  # the gradients stay
     rows = {key: batch.batch[key] for key in UPDATE_SFT.reads}
-    objective = SupervisedObjective(BatchCounts.of(rows[fields.RESPONSE_MASK], engine))
+    objective = SupervisedObjective(counts=BatchCounts.of(rows[fields.RESPONSE_MASK], engine))
     metrics = engine.train_step(rows, objective)
     assert metrics["loss"] == pytest.approx(loss, rel=1e-6)
     for parameter, value in engine.module.named_parameters():

@@ -185,6 +185,7 @@ def replace_training(monkeypatch, error):
         raise error
 
     monkeypatch.setitem(sys.modules, "quadriga.trainer.main", SimpleNamespace(run_training=action))
+    monkeypatch.setattr("quadriga.trainer.checks.early.check_early", lambda *_, **__: None)
 
 
 def test_errors_of_the_command_line_are_masked(monkeypatch, capsys):

@@ -194,13 +194,14 @@ TWO = (
 
 @pytest.fixture
 def requests(monkeypatch) -> list[tuple[int, int]]:
-    """(replica, rows) of every request."""
+    """(replica, rows) of every request that has ended."""
     found: list[tuple[int, int]] = []
 
-    def note(self, prompts, replica):
+    def note(self, future):
+        replica, prompts = self._asked[future]
         found.append((replica.number, sum(map(len, prompts))))
 
-    noted(monkeypatch, replicas.Request, "__init__", note)
+    noted(monkeypatch, replicas._Call, "_receive", note)
     return found
 
 

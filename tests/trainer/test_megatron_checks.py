@@ -105,8 +105,11 @@ def test_what_the_engine_cannot_do_is_one_line(refused, tiny_task, ranks, more, 
 
 @pytest.mark.parametrize("command", ["sft", "rm"])
 def test_fine_tuning_names_the_setting(refused_command, tiny_task, tmp_path, available, command):
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}\n' * 8)
     shared = [
-        f"model.path={tiny_task.model}", f"data.train_files={tiny_task.data('sft')}",
+        f"model.path={tiny_task.model}",
+        f"data.train_files={[str(pairs)] if command == 'rm' else tiny_task.data('sft')}",
         "data.train_batch_size=4", "trainer.n_gpus_per_node=2", "engine.name=megatron",
         f"trainer.default_local_dir={tmp_path / 'run'}",
     ]  # fmt: skip

@@ -139,7 +139,9 @@ class RunConsole:
 
     def _lines(self) -> Group:
         """Return the bar, and below it the numbers and the phases as lines of their own."""
-        bar = Progress(TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn())
+        bar = Progress(
+            TextColumn("{task.description}", markup=False), BarColumn(24), MofNCompleteColumn()
+        )
         bar.add_task(self._title, total=self.total_steps, completed=self._step)
         waits = f"waits for {self._phase}, step {self._step + 1}" if self._phase else ""
         lines = [*self._parts()[1:], waits]

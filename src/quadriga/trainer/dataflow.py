@@ -106,8 +106,7 @@ ESTIMATE_ADVANTAGES = StageFields(
 LOG_UPDATE = StageFields("log_update", reads=(fields.PARTIALS,))
 LOG_SAMPLES = StageFields(
     "log_samples",
-    reads=(fields.RESPONSES, _MASK, _SCORES, fields.RAW_PROMPT, fields.ATTENTION_MASK, fields.UID,
-           *_LENGTHS),
+    reads=(fields.RESPONSES, _MASK, _SCORES, fields.RAW_PROMPT, fields.ATTENTION_MASK, fields.UID),
     reads_if_present=(fields.REWARD_MODEL, fields.DATA_SOURCE, fields.TOKEN_VERSIONS,
                       fields.REWARD_EXTRA, fields.RM_SCORES, fields.ADVANTAGES,
                       fields.ROLLOUT_LOG_PROBS, _OLD),
@@ -181,11 +180,13 @@ class StepPlan:
         scored_first = added_until_scores(added)
         # Leaving out rows changes no parameter if nothing but the update reads what the passes
         # write in them. It is of use where an estimator compares responses: a zero-variance group
-        # has advantages 0.
+        # has advantages 0. A correction in the pass over the old log-probabilities writes weights.
+        old_pass = not takes_old_log_probs_from_update(config)
         early = (
             estimator.needs_groups
             and skips_zero_advantages(config.actor_rollout_ref.actor)
             and not (reads_old_log_probs(config) or estimator.needs_values)
+            and not (old_pass and corrects_mismatch(config))
             and scored_first
         )
         # A stage of an added role after the passes may write the scores.
@@ -196,7 +197,7 @@ class StepPlan:
             draws_again=algorithm.filter_groups.refills,
             masks_before_passes=algorithm.filter_groups.enable or masks or early,
             advantages_before_passes=early,
-            old_log_prob_pass=not takes_old_log_probs_from_update(config),
+            old_log_prob_pass=old_pass,
         )
         early_stages = [placed.name for placed in added if placed.stage.neighbour in EARLY]
         if early_stages and plan.streams and (plan.draws_again or estimator.needs_baseline_scores):
@@ -292,7 +293,7 @@ def _step_stages(
         (LOG_UPDATE, critic),
         (_update_actor(config, old_pass), True),
         (LOG_UPDATE, True),
-        (LOG_SAMPLES, True),
+        (_reading(LOG_SAMPLES, [(length, plan.streams) for length in _LENGTHS]), True),
     )
     return _with_roles(config, [stage for stage, runs in stages if runs])
 
