@@ -44,6 +44,16 @@ def test_the_command_writes_what_a_run_has_recorded_beside_it(tmp_path, capsys):
     assert run["warnings"] == [[1.5, f"restart 1 of 3 begins: {EVIL}"]] and not run["problems"]
 
 
+def test_rows_with_other_values_than_a_run_writes_are_shown(tmp_path):
+    folder = run_folder(tmp_path / "run")
+    odd = '{"step": null, "reward": NaN}\n{"step": "2"}\n{"step": [1]}\n{"step": 3}\n'
+    (folder / "samples.jsonl").write_text(odd)
+    (run,) = report_of(folder, page=tmp_path / "page.html")["runs"]
+    assert [(s["step"], s.get("reward")) for s in run["samples"]] == [
+        (0, "NaN"), (0, None), (0, None), (3, None),
+    ]  # fmt: skip
+
+
 def test_texts_of_data_are_no_markup_and_no_other_script_may_run(tmp_path):
     folder = run_folder(tmp_path / "{{script}}<b>")
     data = report_of(folder, page=tmp_path / "page.html")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from fine_tuning_cases import six_steps
 from run_cases import check_equal, two_steps
 from test_restarts import SIX, Kills
 
 from quadriga import GRPO, InputError
+from quadriga.checkpoint.remote import Uploads
 from quadriga.cli.main import main
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
-from quadriga.errors import CallbackError
+from quadriga.errors import CallbackError, StoreError
 from quadriga.observability.callbacks import load_callbacks
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.trainer.fine_tuning import RMTrainer, SFTTrainer
@@ -142,6 +145,31 @@ def test_an_error_in_a_callback_is_named_and_the_last_step_saved(
     assert [int(path.name[-1]) for path in found] == saved
 
 
+class Ends:
+    def __init__(self, action):
+        self.action, self.told = action, []
+
+    def on_end(self, error):
+        self.told.append(error)
+        self.action()
+
+
+@pytest.mark.parametrize("fails", ["upload", "callback"])
+def test_all_callbacks_are_told_what_has_failed_at_the_end(train_overrides, monkeypatch, fails):
+    def close(uploads, finished):
+        raise StoreError("the server is gone")
+
+    if fails == "upload":
+        monkeypatch.setattr(Uploads, "close", close)
+    callbacks = [Ends(partial(len, 5)), Ends(list)]
+    kind = {"upload": StoreError, "callback": CallbackError}[fails]
+    with pytest.raises(kind) as caught:
+        run_training(load_config(TrainConfig, train_overrides), callbacks)
+    first, second = (callback.told for callback in callbacks)
+    assert second == [caught.value]
+    assert first == [caught.value if fails == "upload" else None]
+
+
 class Misspelt:
     def on_setp(self): ...
 
@@ -154,12 +182,17 @@ class Needs:
     def __init__(self, name): ...
 
 
+class Coroutine:
+    async def on_step(self, step): ...
+
+
 def test_callbacks_that_cannot_be_called_are_refused_before_anything_starts(tiny_task, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("class Mine:\n    def on_step(self, step): ...\n")
     for given, message in (
         (Misspelt, r"Misspelt: no event on_setp; did you mean on_step\?"),
         (WrongParameter(), r"on_step is given run, step, metrics, samples: .*'loss'"),
+        (Coroutine, "Coroutine: on_step must be a function without async"),
         (Needs, "Needs cannot be made without arguments: .*; pass an object"),
         (5, "callback int has none of on_start, "),
         (str(file), r"none of .*; for a class in it, write .*mine\.py:Mine"),
@@ -194,6 +227,7 @@ class Late:
     ("call", "message"),
     [("late", "on_save at step 2: RuntimeError: the run can be changed in on_start, on_step, on_v"),
      ("log({'reward/mean': 1})", r"the row of the step has reward/mean already"),
+     ("log({'a': 1}) or run.log({'a': 2})", "the row of the step has a already"),
      ("log({'a': 'b'})", "could not convert string to float"),
      ("scale_lr(0.5, 'critic')", r"no role 'critic' is trained; there are actor"),
      ("scale_lr(-1)", "expected a factor from 0, got -1")],

@@ -7,12 +7,16 @@ from functools import partial
 
 import pytest
 from fine_tuning_cases import six_steps
-from run_cases import metrics_of_run
+from run_cases import metrics_of_run, two_steps
+from test_restarts import Kills
 
 from quadriga.backends import profiler_options
 from quadriga.backends.ray.start import Nsight
-from quadriga.config.schema import ProfileConfig, RunConfig
+from quadriga.config.loading import load_config
+from quadriga.config.schema import ProfileConfig, RunConfig, TrainConfig
+from quadriga.errors import CallbackError
 from quadriga.observability import profiling
+from quadriga.trainer.main import run_training
 
 TRACE = "actor_rollout_rank0.json"
 
@@ -48,6 +52,26 @@ def test_the_chosen_steps_are_traced_with_all_roles(run, tmp_path, tool):
     assert phase[0] - 0.5 < update[0] < update[1] < phase[1] + 0.5  # one clock
     assert phase[1] - phase[0] == pytest.approx(rows[-1]["time/update_actor"], abs=1e-3)
     assert not any(name == "stop_profile" for _, name in roles)
+
+
+def test_a_step_that_is_lost_leaves_no_profile(tiny_task, tmp_path, monkeypatch):
+    kills = Kills(monkeypatch, [("actor_rollout", "before", "update_actor", 1)])
+    metrics_of_run([*two_steps(tiny_task, tmp_path), "trainer.profile.steps=[1]"])
+    assert not kills.left and profiling._active is None
+    names = [event["name"] for event in events(tmp_path / "run/profile/step_1" / TRACE)]
+    assert names.count("actor_rollout.update_actor") == 1
+    assert names.count("actor_rollout.generate_sequences") == 1
+
+
+def test_an_error_in_a_step_ends_its_profile(train_overrides):
+    class Raises:
+        def on_step(self):
+            len(5)
+
+    config = load_config(TrainConfig, [*train_overrides, "trainer.profile.steps=[1]"])
+    with pytest.raises(CallbackError):
+        run_training(config, [Raises()])
+    assert profiling._active is None
 
 
 @pytest.mark.parametrize("command", ["sft", "rm"])

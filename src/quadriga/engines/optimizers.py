@@ -420,8 +420,9 @@ def newton_schulz(matrices: Tensor) -> Tensor:
 OPTIMIZER = "optimizer"
 """Key of the optimizer's name in a checkpoint."""
 SKIPPED_IN_A_ROW = "skipped_in_a_row"
-LR_SCALE = "lr_scale"
 """Key of the steps that were skipped directly before a checkpoint."""
+LR_SCALE = "lr_scale"
+"""Key of the factor of the learning rate that a callback has set."""
 UPDATES = "updates"
 """Key of parameter -> updates, for those that had no gradient in some of the steps."""
 

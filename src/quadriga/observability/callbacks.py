@@ -86,10 +86,11 @@ def _check(name: str, owner: object) -> None:
     methods = {name: getattr(owner, name) for name in dir(owner) if name.startswith("on_")}
     for method, function in methods.items():
         if method not in EVENTS:
-            hint = (
-                f"did you mean {near}?" if (near := nearest_name(method, EVENTS)) else "rename it"
-            )
+            near = nearest_name(method, EVENTS)
+            hint = f"did you mean {near}?" if near else "rename it"
             raise InputError(f"callback {name}: no event {method}; {hint}")
+        if inspect.iscoroutinefunction(function):
+            raise InputError(f"callback {name}: {method} must be a function without async")
         try:
             inspect.signature(function).bind(**_taken(function, dict.fromkeys(EVENTS[method])))
         except TypeError as error:
@@ -141,9 +142,11 @@ class RunControl:
     def log(self, metrics: Mapping[str, float]) -> None:
         """Add metrics to the row of the step. Names of existing metrics are refused."""
         numbers = {str(name): float(value) for name, value in metrics.items()}
-        if taken := sorted(numbers.keys() & self._callbacks.current.row.keys()):
+        existing = self._callbacks.current.row.keys() | self._callbacks.logged
+        if taken := sorted(numbers.keys() & existing):
             raise ValueError(f"log(): the row of the step has {taken[0]} already; choose another")
         self._callbacks.change(lambda: self._callbacks.current.add(numbers))
+        self._callbacks.logged |= numbers.keys()
 
     def scale_lr(self, factor: float, role: str | None = None) -> None:
         """From the next step on, train with `factor` × the learning rate of the schedule.
@@ -176,6 +179,7 @@ class Callbacks:
         groups: role → worker group of the models that are trained, of this attempt.
         current: the metrics of the step.
         stopped_at: the step at which a callback has stopped the run.
+        logged: names of the metrics that the callbacks of the event have logged.
     """
 
     def __init__(self, given: Iterable[object] = ()) -> None:
@@ -183,6 +187,7 @@ class Callbacks:
         self.groups: Mapping[str, Any] = {}
         self.current: CurrentStep
         self.stopped_at: int | None = None
+        self.logged: set[str] = set()
         self._run: RunControl | None = None
         self._begun_at = 0
         # What has been told, and which changes were made then.
@@ -226,16 +231,20 @@ class Callbacks:
         self._tell("on_save", int(folder.name.rpartition("_")[2]), folder=folder)
 
     def end(self, error: BaseException | None) -> None:
-        """Tell that the run ends. An error of a callback is raised, unless there is another one."""
+        """Tell all callbacks that the run ends. The first error is raised, unless it is `error`;
+        the callbacks after it are given it, and later errors are logged."""
         if self._run is None:
             return
-        try:
-            self._failed = False
-            self._tell("on_end", self._run.step, error=error)
-        except CallbackError as failed:
-            if error is None:
-                raise
-            _log.warning("%s", first_line(failed))
+        first, self._changes = error, None
+        for name, owner in self._owners:
+            try:
+                self._call(name, owner, "on_end", self._run.step, run=self._run, error=first)
+            except CallbackError as failed:
+                if first is not None:
+                    _log.warning("%s", first_line(failed))
+                first = first or failed
+        if first is not None and first is not error:
+            raise first
 
     def _tell(self, event: str, step: int, **given: object) -> None:
         """Call the methods of an event, or make its changes again if it was told already."""
@@ -243,15 +252,18 @@ class Callbacks:
         if told is None and not self._failed:
             offered = {"run": self._run, "step": step, **given}
             told = self._told[event, step] = []
-            self._changes = told if event not in ("on_save", "on_end") else None
+            self._changes, self.logged = (None if event == "on_save" else told), set()
             for name, owner in self._owners:
-                if (method := getattr(owner, event, None)) is not None:
-                    chosen = {key: offered[key] for key in EVENTS[event]}
-                    with self._named(name, event, step):
-                        method(**_taken(method, chosen))
+                self._call(name, owner, event, step, **{key: offered[key] for key in EVENTS[event]})
             self._changes = None
         for change in told or ():
             change()
+
+    def _call(self, called: str, owner: object, event: str, at: int, **offered: object) -> None:
+        """Call the method of an event, if a callback has it."""
+        if (method := getattr(owner, event, None)) is not None:
+            with self._named(called, event, at):
+                method(**_taken(method, offered))
 
     @contextmanager
     def _named(self, name: str, event: str, step: int) -> Iterator[None]:

@@ -54,7 +54,7 @@ class JsonlFile:
 
         NaN and infinities are written as "NaN", "Infinity", "-Infinity".
         """
-        value = _json_value(row, self._masked)
+        value = json_value(row, self._masked)
         data = (json.dumps(value, ensure_ascii=False) + "\n").encode()
         with writing(self.path):
             if not self._is_at_path():
@@ -157,18 +157,18 @@ def _parse_line(path: Path, number: int, line: bytes) -> JsonObject:
     return row
 
 
-def _json_value(value: object, masked: Callable[[str], str]) -> JsonValue:
+def json_value(value: object, masked: Callable[[str], str] = str) -> JsonValue:
     """Convert containers, numpy and torch values to JSON; other objects become their text."""
     if isinstance(value, Mapping):
-        return {str(k): _json_value(v, masked) for k, v in value.items()}
+        return {str(k): json_value(v, masked) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_json_value(v, masked) for v in value]
+        return [json_value(v, masked) for v in value]
     if isinstance(value, str):
         return masked(value)
     if isinstance(value, int | None):
         return value
     if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
-        return _json_value(value.tolist(), masked)
+        return json_value(value.tolist(), masked)
     if isinstance(value, float):
         # JSON has no NaN: `json.dumps` would write a bare NaN, which other readers refuse.
         return value if math.isfinite(value) else _NON_FINITE[str(value)]

@@ -100,8 +100,8 @@ _active: ProcessProfile | None = None
 
 
 def start_profile(tool: str, path: Path) -> None:
-    """Profile this process, unless a profile for this folder goes on already. One that a lost step
-    has left is ended."""
+    """Profile this process, unless a profile for this folder goes on already. One for another
+    folder is ended."""
     global _active
     if _active is not None:
         if _active.path.parent == path.parent:

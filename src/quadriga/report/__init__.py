@@ -23,6 +23,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from quadriga.files import replacing
+from quadriga.observability.jsonl import json_value
 from quadriga.report.collect import collect_runs
 
 _PAGE = files("quadriga.report") / "page"
@@ -46,7 +47,9 @@ def page_of(data: dict[str, object]) -> str:
     script = "\n".join(_asset(name) for name in ("uPlot.iife.min.js", "report.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     # ASCII, so that every file encoding holds it; without "<", no text can end the element.
-    found = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    found = json.dumps(json_value(data), separators=(",", ":"), allow_nan=False).replace(
+        "<", "\\u003c"
+    )
     names = ", ".join(str(run["name"]) for run in data["runs"])  # type: ignore[attr-defined]
     parts = {
         "title": html.escape(names),

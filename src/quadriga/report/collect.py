@@ -21,7 +21,7 @@ from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.loading import read_settings_file, setting_leaves, to_yaml
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import DataError, InputError
-from quadriga.observability.jsonl import JsonObject, read_jsonl
+from quadriga.observability.jsonl import JsonObject, read_jsonl, step_of
 from quadriga.observability.metrics import describe_metric
 from quadriga.observability.run_folder import RunFolder
 from quadriga.streams.timeline import Span, recorded_spans
@@ -171,14 +171,14 @@ def _number(value: object) -> float | None:
 
 def _samples(path: Path, problems: list[str]) -> tuple[list[JsonObject], int]:
     """Return the samples of steps that are evenly chosen, and the number of all steps."""
-    steps = sorted({row.get("step", 0) for row in _rows(path, problems)})
+    steps = sorted({step_of(row) for row in _rows(path, problems)})
     if not steps:
         return [], 0
     most = max(2, int(len(steps) * SAMPLE_BYTES / path.stat().st_size))
     last = min(most, len(steps)) - 1
     # 3 of 9 steps: numbers 0, 4 and 8
     chosen = {steps[round(i * (len(steps) - 1) / max(1, last))] for i in range(last + 1)}
-    rows = [row for row in _rows(path, []) if row.get("step", 0) in chosen]
+    rows = [row | {"step": step_of(row)} for row in _rows(path, []) if step_of(row) in chosen]
     for row in rows:
         row |= {key: str(row.get(key))[:MAX_TEXT] for key in ("prompt", "response")}
     return rows, len(steps)

@@ -173,14 +173,18 @@ class RunRecord:
         trace: TracebackType | None,
     ) -> None:
         with self._opened, self._files:
-            self._trackers.close()
-            # The plot reads the metrics file, which is complete only after the trackers are closed.
-            if error is None and self.folder.metrics.is_file():  # the tracker jsonl writes it
-                self._plot()
-            self._report()
-            if error is None:
-                self._closing_table()
-            self._uploads.close(finished=error is None)
+            try:
+                self._trackers.close()
+                # The plot reads the file of the tracker jsonl, which is complete only now.
+                if error is None and self.folder.metrics.is_file():
+                    self._plot()
+                self._report()
+                if error is None:
+                    self._closing_table()
+                self._uploads.close(finished=error is None)
+            except BaseException as failed:
+                self._callbacks.end(failed)
+                raise
             self._callbacks.end(error)
 
     def _report(self) -> None:

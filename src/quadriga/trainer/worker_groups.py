@@ -17,6 +17,7 @@ from quadriga.config.schema import RunConfig, TrainConfig
 from quadriga.errors import QuadrigaError, RolloutOutputError
 from quadriga.files import atomic_write, writing
 from quadriga.observability.jsonl import read_jsonl
+from quadriga.observability.profiling import stop_profile
 from quadriga.observability.run_folder import METRICS, PROFILE
 from quadriga.observability.trackers import points_of
 from quadriga.protocol import DataProto, DataProtoFuture, fields
@@ -119,8 +120,14 @@ class StartedGroups:
             if has_method(group, role, "start_profile"):
                 name += f"_{len(views)}" if name in views else ""
                 views[name] = group.spawn([role])[role]
-                views[name].start_profile(trainer.profile.tool, str(folder / name))
-        yield
+                views[name].stop_profile()  # one that a lost step has left
+        for name, view in views.items():
+            view.start_profile(trainer.profile.tool, str(folder / name))
+        try:
+            yield
+        except BaseException:  # of the local backend: other processes end, or go on
+            stop_profile()
+            raise
         ended = time.time()
         calls = [call for view in views.values() for own in view.stop_profile() for call in own]
         spans = [
