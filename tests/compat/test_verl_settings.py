@@ -207,6 +207,7 @@ def test_the_command_line_prints_the_translation_once(capsys, monkeypatch, file)
     seen = []
     module = SimpleNamespace(run_training=seen.append)
     monkeypatch.setitem(sys.modules, "quadriga.trainer.main", module)
+    monkeypatch.setattr("quadriga.trainer.checks.early.check_early", lambda *_, **__: None)
     command = ["train", "--verl", str(file), "data.train_batch_size=8", "+trainer.v1.mode=sync"]
     assert main(command) == 0
     assert [config.data.train_batch_size for config in seen] == [8]

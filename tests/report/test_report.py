@@ -113,7 +113,10 @@ def test_values_of_another_type_are_left_out(tmp_path):
     folder = run_folder(tmp_path / "run")
     rows = [{"step": 1, "a": "NaN", "b": 2, "time/rollout": "x"}, {"step": "two", "b": None}]
     write_jsonl(folder / "metrics.jsonl", rows)
+    with (folder / "samples.jsonl").open("a") as file:
+        file.write('{"step": "two", "reward": NaN}\n')
     (run,) = report_of(folder, page=tmp_path / "page.html")["runs"]
+    assert run["samples"][-1]["reward"] == "NaN"
     assert run["metrics"] == {"b": [2, None]} and run["steps"] == [1, None]
     assert [p for p in run["problems"] if p.startswith("the timeline cannot be read: ")]
 

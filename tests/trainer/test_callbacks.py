@@ -178,6 +178,10 @@ class WrongParameter:
     def on_step(self, loss): ...
 
 
+class Coroutine:
+    async def on_end(self): ...
+
+
 class Needs:
     def __init__(self, name): ...
 
@@ -201,6 +205,9 @@ def test_callbacks_that_cannot_be_called_are_refused_before_anything_starts(tiny
     ):
         with pytest.raises(InputError, match=message):
             GRPO(str(tiny_task.model), len, ["a"], callbacks=[given])
+    for given in (Misspelt, Misspelt(), str(file)):
+        with pytest.raises(InputError, match="callbacks: expected a list, got "):
+            GRPO(str(tiny_task.model), len, ["a"], callbacks=given)
     [(name, _)] = load_callbacks([f"{file}:Mine"])
     assert name == f"{file}:Mine"
 

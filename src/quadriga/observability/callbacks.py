@@ -58,9 +58,11 @@ def load_callbacks(given: Iterable[object]) -> list[tuple[str, object]]:
     `mine.py` whose functions are called, and `mine.py:Name` for a class in a file.
 
     Raises:
-        InputError: one cannot be made, has no method of a callback, a misspelt one, or one with a
-            parameter that it is never given.
+        InputError: one cannot be made, has no method of a callback, a misspelt one, a coroutine, or
+            one with a parameter that it is never given.
     """
+    if isinstance(given, str | type) or not isinstance(given, Iterable):
+        raise InputError(f"callbacks: expected a list, got {given!r}")
     found = []
     for one in given:
         owner, name = one, getattr(one, "__name__", type(one).__name__)
@@ -145,8 +147,8 @@ class RunControl:
         existing = self._callbacks.current.row.keys() | self._callbacks.logged
         if taken := sorted(numbers.keys() & existing):
             raise ValueError(f"log(): the row of the step has {taken[0]} already; choose another")
-        self._callbacks.change(lambda: self._callbacks.current.add(numbers))
         self._callbacks.logged |= numbers.keys()
+        self._callbacks.change(lambda: self._callbacks.current.add(numbers))
 
     def scale_lr(self, factor: float, role: str | None = None) -> None:
         """From the next step on, train with `factor` × the learning rate of the schedule.
