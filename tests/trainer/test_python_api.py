@@ -257,6 +257,7 @@ BAD = {
     "type": ({"reward": 5}, r"'int' must be a function, got int: 5"),
     "twice": ({"reward": [missing, missing]}, r"two rewards are named 'missing'; name them"),
     "weights": ({"reward_weights": {"a": 1}}, r"reward_weights\['a'\]: there is no such reward"),
+    "unnamed": ({"reward_weights": [1, 2]}, r"expected weights by name, .* got \[1, 2\]"),
     "column": (
         {"reward": missing},
         r"row 0 cannot be scored: .* a column 'solution'; found answer",

@@ -216,6 +216,9 @@ def reward_section(
             raise ConfigError(text, key="reward")
         reward = dict(zip(names, reward, strict=True))
     named = reward if isinstance(reward, Mapping) else {}
+    if not isinstance(weights, Mapping | None):
+        text = f"reward_weights: expected weights by name, as {{'first': 0.5}}, got {weights!r}"
+        raise ConfigError(text, key="reward_weights")
     unknown = [name for name in weights or {} if name not in named]
     if unknown:
         has = ", ".join(named) or "none by name"
