@@ -178,10 +178,6 @@ class WrongParameter:
     def on_step(self, loss): ...
 
 
-class Coroutine:
-    async def on_end(self): ...
-
-
 class Needs:
     def __init__(self, name): ...
 
