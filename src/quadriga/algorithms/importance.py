@@ -256,7 +256,7 @@ def correction_metrics(merged: Mapping[str, float]) -> dict[str, float]:
     them holds the whole sum. Weights 2, 0.5, 4 give 6.5² / (3 · 20.25) = 0.70.
     """
     square = "is_weight_mean_square"
-    found = {key: value for key, value in merged.items() if key[:3] == "is_" and key != square}
+    found = {key: value for key, value in merged.items() if key.startswith("is_") and key != square}
     if found:
         found["is_effective_sample_size"] = _effective_share(merged, "is_weight_mean")
     return found

@@ -342,14 +342,15 @@ def model_files(model: Any, tokenizer: Any, folder: Path) -> dict[str, object]:
     found = {"path": model_name(model), "tokenizer_path": model_name(tokenizer)}
     if hasattr(model, "save_pretrained") and tokenizer is None:
         found["tokenizer_path"] = model_name(model.name_or_path)
-    for key, given in (("path", model), ("tokenizer_path", tokenizer)):
+    for key, name, given in (("path", "model", model), ("tokenizer_path", "tokenizer", tokenizer)):
         if hasattr(given, "save_pretrained"):
-            found[key] = str(folder / key.removesuffix("_path").replace("path", "model"))
+            found[key] = str(folder / name)
             with writing(folder):
                 given.save_pretrained(found[key])
-                if given is not model and isinstance(model, str | Path):  # which class reads it
+                # The config.json beside a tokenizer says which class reads it.
+                if given is tokenizer and isinstance(model, str | Path):
                     config = imported("quadriga.models.folder:local_folder")(found["path"])
-                    shutil.copy(config / "config.json", str(found[key]))
+                    shutil.copy(config / "config.json", folder / name)
     return {key: value for key, value in found.items() if value is not None}
 
 

@@ -7,8 +7,8 @@ process and so the trace.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from inspect import isawaitable
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +35,11 @@ class ProcessProfile:
     nsys    marks the calls for Nsight Systems, under which the process was started
 
     Args:
-        path: the trace, a file for Perfetto; that of `nsys` writes Nsight.
+        path: the trace, a file for Perfetto; with `nsys`, Nsight writes a file of its own.
+
+    Attributes:
+        calls: the methods that were called, in the order of their ends.
+        marked: marks a block in the trace with a name.
     """
 
     def __init__(self, tool: str, path: Path) -> None:
@@ -48,14 +52,14 @@ class ProcessProfile:
         self._profiler: profile | None = None
         self._snapshot = tool == "memory" and torch.cuda.is_available()
         if tool == "nsys":
-            self._range: Callable[[str], object] = torch.cuda.nvtx.range
+            self.marked: Callable[[str], AbstractContextManager[object]] = torch.cuda.nvtx.range
             torch.cuda.synchronize()
             torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
             return
         if self._snapshot:
             torch.cuda.memory._record_memory_history()
         kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-        self._range = record_function
+        self.marked = record_function
         # With all threads PyTorch records no allocations; a rank's methods run in one thread.
         threads = _ExperimentalConfig(profile_all_threads=tool == "torch")
         self._profiler = profile(
@@ -65,16 +69,6 @@ class ProcessProfile:
             experimental_config=threads,
         )
         self._profiler.start()
-
-    @contextmanager
-    def call(self, role: str, rank: int, method: str) -> Iterator[None]:
-        """Record the block as a call of a method."""
-        start = time.time()
-        try:
-            with self._range(f"{role}.{method}"):  # type: ignore[attr-defined]  # both are managers
-                yield
-        finally:
-            self.calls.append(ProfiledCall(role, rank, method, start, time.time()))
 
     def stop(self) -> list[ProfiledCall]:
         """End the profile, write the trace, and return the calls."""
@@ -122,19 +116,22 @@ def profiled(role: str, rank: int, method: str, start: Callable[[], object]) -> 
     profile = _active
     if profile is None or method == stop_profile.__name__:
         return start()
-    with profile.call(role, rank, method):
-        value = start()
-    if not isawaitable(value):
-        return value
-    profile.calls.pop()
-    return _awaited(profile, role, rank, method, value)
+    began, value = time.time(), None
+
+    def record() -> None:
+        profile.calls.append(ProfiledCall(role, rank, method, began, time.time()))
+
+    try:
+        with profile.marked(f"{role}.{method}"):
+            value = start()
+    finally:
+        if not isawaitable(value):
+            record()
+    return _awaited(value, record) if isawaitable(value) else value
 
 
-async def _awaited(
-    profile: ProcessProfile, role: str, rank: int, method: str, value: Awaitable[object]
-) -> object:
-    start = time.time()
+async def _awaited(value: Awaitable[object], record: Callable[[], None]) -> object:
     try:
         return await value
     finally:
-        profile.calls.append(ProfiledCall(role, rank, method, start, time.time()))
+        record()

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from textwrap import indent
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from quadriga.config.secrets import mask_secrets, mask_values
 from quadriga.containment import describe
@@ -113,7 +113,23 @@ class TensorBoardTracker:
         self._writer.close()
 
 
-class WandbTracker:
+class _ServiceTracker:
+    """A tracker whose package gives a run with `log` and `finish`, as W&B does."""
+
+    _run: Any
+    _table: Any
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, samples: Sequence[JsonObject]) -> None:
+        self._run.log({VAL_SAMPLES: self._table(*_table_of(samples))}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class WandbTracker(_ServiceTracker):
     """Logs to the run `trainer.experiment_name` of the project `trainer.project_name`.
 
     The files of wandb are written under `wandb/` in the run folder. A resumed run of Quadriga
@@ -134,17 +150,8 @@ class WandbTracker:
             settings=wandb.Settings(silent=True, console="off", save_code=False, disable_git=True),
         )
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
 
-    def log_samples(self, step: int, samples: Sequence[JsonObject]) -> None:
-        self._run.log({VAL_SAMPLES: self._table(*_table_of(samples))}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class TrackioTracker:
+class TrackioTracker(_ServiceTracker):
     """Logs to the run `trainer.experiment_name` of the project `trainer.project_name` in the
     folder TRACKIO_DIR, or where Trackio's other variables say (TRACKIO_SPACE_ID)."""
 
@@ -160,17 +167,8 @@ class TrackioTracker:
             embed=False,
         )
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
 
-    def log_samples(self, step: int, samples: Sequence[JsonObject]) -> None:
-        self._run.log({VAL_SAMPLES: self._table(*_table_of(samples))}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class SwanlabTracker:
+class SwanlabTracker(_ServiceTracker):
     """Logs to the run `trainer.experiment_name` of the project `trainer.project_name`.
 
     SWANLAB_MODE says where to: online, offline, or local, for which `swanlab[dashboard]` must be
@@ -192,15 +190,9 @@ class SwanlabTracker:
             settings={"terminal": {"proxy_type": "none"}, "interactive": False},
         )
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
     def log_samples(self, step: int, samples: Sequence[JsonObject]) -> None:
         texts = [self._text(_text_of(one), caption=f"reward {one['reward']:g}") for one in samples]
         self._run.log({VAL_SAMPLES: texts}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 class MlflowTracker:

@@ -23,7 +23,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from quadriga.files import replacing
-from quadriga.observability.jsonl import json_value
+from quadriga.observability.jsonl import JsonObject, json_value
 from quadriga.report.collect import collect_runs
 
 _PAGE = files("quadriga.report") / "page"
@@ -42,7 +42,7 @@ def write_report(runs: Sequence[Path], output: Path) -> None:
         fresh.write_text(text, encoding="utf-8")
 
 
-def page_of(data: dict[str, object]) -> str:
+def page_of(data: JsonObject) -> str:
     """Return the HTML of what `collect_runs` returns."""
     script = "\n".join(_asset(name) for name in ("uPlot.iife.min.js", "report.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -50,7 +50,7 @@ def page_of(data: dict[str, object]) -> str:
     found = json.dumps(json_value(data), separators=(",", ":"), allow_nan=False).replace(
         "<", "\\u003c"
     )
-    names = ", ".join(str(run["name"]) for run in data["runs"])  # type: ignore[attr-defined]
+    names = ", ".join(str(run["name"]) for run in data["runs"])
     parts = {
         "title": html.escape(names),
         "digest": digest,

@@ -45,7 +45,7 @@ _ROLE = {
 _KINDS = {"train": TrainConfig, "sft": SFTConfig, "rm": RMConfig}
 
 
-def collect_runs(folders: Sequence[Path]) -> dict[str, Any]:
+def collect_runs(folders: Sequence[Path]) -> JsonObject:
     """Return what a report shows of runs, as JSON.
 
     Raises `DataError` if a folder holds no run.
@@ -150,7 +150,7 @@ def _rows(path: Path, problems: list[str]) -> Iterator[JsonObject]:
         problems.append(str(error))
 
 
-def _curves(rows: Sequence[JsonObject]) -> dict[str, Any]:
+def _curves(rows: Sequence[JsonObject]) -> JsonObject:
     """Return the steps, and for each metric its value at each of them or None."""
     every = math.ceil(len(rows) / MAX_ROWS) or 1
     kept = [row for i, row in enumerate(rows) if i % every == 0 or "val/score" in row]
