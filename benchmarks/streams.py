@@ -112,7 +112,7 @@ def published(median: float, steps: int) -> tuple[dict[str, object], dict[str, T
 
 def recorded(folder: Path, costs: Costs, lengths: Counts) -> MeasuredRun:
     """Write the folder of a synchronous run in turns with these costs, as a real run writes it.
-    Return the run with its costs as they are; `read_run` finds them from the folder.
+    Return the run with these costs; `read_run` estimates costs from the folder.
 
     Args:
         lengths: of the responses of each group; 12 groups are a step.
@@ -144,7 +144,7 @@ def recorded(folder: Path, costs: Costs, lengths: Counts) -> MeasuredRun:
 
 
 def apart_over_in_turns(run: MeasuredRun, staleness: int) -> dict[int, float]:
-    """Tokens per second with so many generating ranks, over those of all ranks in turns."""
+    """Tokens per second apart, by generating ranks, over tokens per second in turns."""
     found = {}
     for _, config in candidates(run):
         if config.trainer.max_staleness == staleness:

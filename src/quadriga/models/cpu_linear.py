@@ -53,7 +53,7 @@ class CpuLinear(nn.Linear):
 def use_cpu_linear(model: nn.Module) -> None:
     """Make every `nn.Linear` of `model` a `CpuLinear`, if torch has oneDNN.
 
-    Of the products that oneDNN has compiled, it keeps so few that they take some tens of MB.
+    It also limits how many compiled products oneDNN keeps (`CACHED`).
 
     Only the class changes: parameters, hooks and names stay as they are. Subclasses of `nn.Linear`
     compute something of their own and are left out.
