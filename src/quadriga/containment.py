@@ -85,13 +85,22 @@ def open_output() -> None:
         vars(sys).update({name: again, f"__{name}__": again})
 
 
+def leave_closed_terminal() -> None:
+    """Let what is printed be lost if the terminal of this process was closed: else it raises."""
+    for number in (1, 2):
+        try:
+            os.write(number, b"")
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+
+
 def _default_signals() -> None:
     """Let a copy of this process that the user's code has forked end by its signals.
 
     `multiprocessing.Pool.terminate` sends SIGTERM. Ray's handler would close, in the copy, the
     connections of the driver, which then waits for ever; the handler of a run would end nothing.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         package, _, _ = str(getattr(signal.getsignal(number), "__module__", "")).partition(".")
         if package in ("quadriga", "ray"):
             default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL

@@ -41,15 +41,15 @@ def test_a_controller_that_is_killed_leaves_no_process_after_10_s(
     print(f"no process left after {seconds:.1f} s")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_run_that_is_stopped_saves_a_checkpoint_and_leaves_no_process(
     train_overrides, tmp_path, number
 ) -> None:
     with started_run([*train_overrides, *ENDLESS], tmp_path / "out") as run:
         in_training(run, tmp_path / "run")
-        # SLURM sends SIGUSR1 to all processes of a job.
+        # SLURM sends SIGUSR1 to all processes of a job, a terminal SIGHUP.
         all_of_run = [process.pid for process in run.processes()]
-        for pid in all_of_run if number == signal.SIGUSR1 else [run.popen.pid]:
+        for pid in all_of_run if number != signal.SIGTERM else [run.popen.pid]:
             os.kill(pid, number)
         assert run.popen.wait(timeout=60) == 128 + signal.SIGTERM
         run.seconds_until_empty(timeout_s=15)

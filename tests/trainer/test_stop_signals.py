@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import pkgutil
+import pty
 import re
 import signal
+import subprocess
+import sys
+import termios
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 from fine_tuning_cases import six_steps
-from run_cases import noted
+from run_cases import noted, often
+from run_process import TRAIN
 
 from quadriga.checkpoint.folders import (
     complete_checkpoints,
@@ -27,7 +34,7 @@ from quadriga.observability.jsonl import read_jsonl
 from quadriga.trainer import checkpoints, stages
 from quadriga.trainer.checkpoints import StopRequest, unchanged_handlers
 
-SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
 
 
 def stopper(grace_s=60.0):
@@ -44,11 +51,39 @@ def test_the_first_signal_lets_the_step_end_and_the_second_does_not(number):
         assert stop.requested
         with pytest.raises(KeyboardInterrupt) as caught:
             stop.stop_if_requested()
-        # SLURM sends SIGUSR1, and the run ends as after SIGTERM.
-        assert caught.value.args == ({signal.SIGUSR1: signal.SIGTERM}.get(number, number),)
+        # SLURM sends SIGUSR1, a terminal SIGHUP, and the run ends as after SIGTERM.
+        assert caught.value.args == (number if number == signal.SIGINT else signal.SIGTERM,)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
     assert signal.getsignal(number) == before
+
+
+def test_a_run_under_nohup_goes_on_when_its_terminal_is_closed():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stopper().listening():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("supervised", often([[], ["--supervise"]], []))
+def test_a_run_whose_terminal_is_closed_saves_its_step(train_overrides, tmp_path, supervised):
+    ours, theirs = pty.openpty()
+    settings = ("trainer.total_training_steps=100000", "trainer.loggers=[console,jsonl]")
+    run = subprocess.Popen(
+        [sys.executable, *TRAIN, *train_overrides, *settings, *supervised],
+        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(theirs)
+    metrics = tmp_path / "run/metrics.jsonl"
+    while run.poll() is None and not (metrics.exists() and len([*read_jsonl(metrics)]) > 2):
+        os.read(ours, 1000)
+    os.close(ours)
+    assert run.wait() == 128 + signal.SIGTERM
+    found = newest_undamaged_checkpoint(tmp_path / "run/checkpoints")[0]
+    assert verify_checkpoint(found)["step"] == [*read_jsonl(metrics)][-1]["step"] > 1
 
 
 @pytest.mark.timeout(60)  # an interrupt that does not reach the step

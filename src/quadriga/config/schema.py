@@ -580,7 +580,7 @@ class RunConfig(MachineConfig):
     # process, to which a run goes back after the loss of a rank; 0: there are none
     snapshot_freq: Natural = 0
     max_ckpt_to_keep: Count | None = 3  # the newest ones; older ones are deleted; None: keep all
-    save_on_stop: bool = True  # on SIGTERM, SIGUSR1 or Ctrl-C, end the step and save first
+    save_on_stop: bool = True  # on SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, end the step and save
     # moment before which the run saves and stops, such as 2026-11-27T06:00 in local time or
     # 2026-11-27T06:00+00:00; no step begins that would not end before it; None: there is none
     deadline: str | None = None

@@ -37,6 +37,7 @@ from quadriga.config.loading import setting_leaves, to_yaml
 from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import RunConfig, TrainConfig
 from quadriga.config.stores import local_file
+from quadriga.containment import leave_closed_terminal
 from quadriga.errors import (
     CheckpointError,
     ConfigError,
@@ -527,7 +528,10 @@ class Checkpointing:
             record.add({"time/written": seconds})
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last one: `sbatch --signal=USR1@…`
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_OF_ALL = (signal.SIGUSR1, signal.SIGHUP)
+"""Signals that all processes of a run receive: from `sbatch --signal=USR1@…`, or when its terminal
+is closed. The run stops as after SIGTERM."""
 
 
 def seconds_left(trainer: RunConfig) -> float | None:
@@ -578,9 +582,9 @@ def unchanged_handlers() -> Iterator[None]:
     """
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     on_main = threading.current_thread() is threading.main_thread()
-    if on_main and callable(before[signal.SIGUSR1]):
-        # What is started inherits that: SLURM sends it to all processes, and would end them.
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for number in _OF_ALL if on_main else ():
+        if callable(before[number]):
+            signal.signal(number, signal.SIG_IGN)  # what is started inherits that
     try:
         yield
     finally:
@@ -622,7 +626,9 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # by `nohup`
+        chosen = [number for number in _SIGNALS if number != signal.SIGHUP or not ignored]
+        before = {number: signal.signal(number, self._handle) for number in chosen}
         try:
             yield
         finally:
@@ -667,7 +673,9 @@ class StopRequest:
         if time.monotonic() - self._asked_at < self.merged_s:
             return
         self._asked_at = time.monotonic()
-        number = signal.SIGTERM if number == signal.SIGUSR1 else number
+        if number == signal.SIGHUP:
+            leave_closed_terminal()
+        number = signal.SIGTERM if number in _OF_ALL else number
         if self.number is not None or not self._within_steps:
             raise KeyboardInterrupt(self.number or number)
         self.number = number
