@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 from pathlib import Path
 
 import fsspec
 import pytest
-from run_cases import assert_equal_tensors, timeless
+from run_cases import assert_equal_tensors, noted, timeless
 
 from quadriga.checkpoint.folders import complete_checkpoints
-from quadriga.checkpoint.remote import RemoteRun
+from quadriga.checkpoint.remote import RemoteRun, Uploads
 from quadriga.cli.main import main
+from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
 from quadriga.config.stores import MARKER
 from quadriga.errors import ConfigError
 from quadriga.observability.jsonl import read_jsonl
+from quadriga.observability.run_folder import RunFolder
+from quadriga.trainer import stages
 
 pytestmark = pytest.mark.usefixtures("memory_store")
 URL = "memory://runs/one"
@@ -89,6 +94,31 @@ def test_an_upload_that_fails_ends_no_run_and_deletes_nothing(
     assert f"{URL} lacks global_step_2; {where.format(tmp_path / 'run')}" in printed
     left = [step for step, _ in complete_checkpoints(tmp_path / "run" / "checkpoints")]
     assert left == kept and RemoteRun(URL).steps() == [1, 3, 4]  # 1 and 3 are not here any more
+
+
+def test_a_run_whose_remote_folder_another_run_takes_over_sends_nothing_more(
+    run, tmp_path, capsys, caplog, monkeypatch
+):
+    def take_over(batch):
+        rows = [*read_jsonl(tmp_path / "run/metrics.jsonl")]
+        if rows and rows[-1]["step"] == 2 and not other.is_dir():
+            other.mkdir()
+            (other / "config.yaml").write_text("of the other run")
+            config = load_config(TrainConfig, [REMOTE])
+            Uploads(config.trainer).open(RunFolder(other), "overwrite", 0)
+
+    other = tmp_path / "other"
+    noted(monkeypatch, stages, "measure_batch", take_over)
+    run(*FOUR, REMOTE)
+    store = RemoteRun(URL).store
+    assert {*store.files()} == {"config.yaml", "run.lock"}
+    assert store.read("config.yaml") == b"of the other run"
+    assert f"{URL} was written by process {os.getpid()} of" in caplog.text
+    assert f"global_step_4 is not uploaded: {URL}: run.lock there names another run (pro" in (
+        caplog.text
+    )
+    printed = capsys.readouterr().err
+    assert f"{URL} lacks global_step_4, metrics, model; all of it is in {tmp_path}" in printed
 
 
 def test_model_and_data_from_a_store_train_as_those_of_this_machine(

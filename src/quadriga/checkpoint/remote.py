@@ -11,6 +11,9 @@ A checkpoint is found by its marker, which is read by its name. So a listing tha
 hides a checkpoint, which `steps.json` names, nor shows one that is deleted. To delete one, its
 marker goes first.
 
+`run.lock` names the run that writes there. A store locks nothing: a run that takes the folder over
+writes its own name, and the run before it, which looks before each upload, sends nothing more.
+
 `Uploads` copies a run there while it goes on:
 
     thread of the run    save 10 ── step 11 … 19 ──── save 20 waits ── step 21
@@ -23,10 +26,12 @@ import json
 import logging
 import math
 import re
+import secrets
 import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from quadriga.checkpoint.folders import (
@@ -43,7 +48,7 @@ from quadriga.config.stores import MARKER, Store, digests, each, listed
 from quadriga.errors import CheckpointError, ConfigError, StoreError
 from quadriga.files import remove
 from quadriga.observability import run_folder
-from quadriga.observability.run_folder import LOCK, RECORDS, Existing, RunFolder, RunLock
+from quadriga.observability.run_folder import LOCK, RECORDS, Existing, RunFolder, RunLock, this_run
 
 _log = logging.getLogger("quadriga")
 _CHECKPOINTS, _MODEL = "checkpoints", "model"
@@ -163,6 +168,7 @@ class Uploads:
         self._stamps: dict[str, tuple[int, int]] = {}
         self._sent, self._failed = list[str](), dict[str, None]()
         self._uploaded: Path | None = None
+        self._owner = f"{this_run()}, {secrets.token_hex(4)}".encode()
 
     def open(self, folder: RunFolder, existing: Existing, step: int) -> None:
         """Prepare the remote folder as `RunFolder.open` has prepared that of this machine.
@@ -173,6 +179,10 @@ class Uploads:
             return
         remote = RemoteRun(self._trainer.remote_dir)
         self._folder, self._step, self._failed = folder, step, {}
+        if found := remote.store.read(LOCK):
+            text = "%s was written by %s; if that run goes on, it uploads nothing more"
+            _log.warning(text, mask_secrets(remote.store.url), _shown(found))
+        remote.store.write(LOCK, self._owner)
         if existing == "overwrite":
             remote.delete(run_folder.ALL)
         elif existing == "resume":
@@ -191,12 +201,14 @@ class Uploads:
             self.logged(math.inf)  # of steps that are not logged
             self.wait()
             self._step = step
-            self._start("the state of remote checkpoints", lambda: _forget_after(remote, step))
+            self._start(
+                remote, "the state of remote checkpoints", lambda: _forget_after(remote, step)
+            )
 
     def add(self, checkpoint: Path) -> None:
         """Upload a committed checkpoint, which must stay until `wait` has returned."""
         if (remote := self._remote) is not None:
-            self._start(checkpoint.name, lambda: self._upload(remote, checkpoint))
+            self._start(remote, checkpoint.name, lambda: self._upload(remote, checkpoint))
 
     def logged(self, step: float) -> None:
         """Let the marker of this step's checkpoint be written: its metrics are."""
@@ -219,12 +231,15 @@ class Uploads:
             return
         self.logged(math.inf)
         self.wait(shown=True)
-        self._start("metrics", lambda: self._send_reports(remote))
+        self._start(remote, "metrics", lambda: self._send_reports(remote))
         self.wait(shown=True)
         model = self._folder.model
         if finished and model.is_dir():
-            self._start("model", lambda: remote.send_model(model, self._sent.append))
+            self._start(remote, "model", lambda: remote.send_model(model, self._sent.append))
             self.wait(shown=True)
+        with suppress(StoreError):  # a name that stays is no error: nothing waits for it
+            self._check_owner(remote)
+            remote.store.remove([LOCK])
         text = f"uploaded to {remote.store.url}"
         if self._failed:
             here, steps = self._folder.path, self._folder.checkpoints
@@ -239,9 +254,10 @@ class Uploads:
                 text += f"; {what} is in {here}: copy it from there"
         print(mask_secrets(text), file=sys.stderr)
 
-    def _start(self, name: str, upload: Callable[[], None]) -> None:
+    def _start(self, remote: RemoteRun, name: str, upload: Callable[[], None]) -> None:
         def run() -> None:
             try:
+                self._check_owner(remote)
                 upload()
             except Exception as error:  # the run goes on, and `close` names what is missing
                 self._failed[name] = None
@@ -252,12 +268,20 @@ class Uploads:
         self._thread = threading.Thread(target=run, name="quadriga-upload", daemon=True)
         self._thread.start()
 
+    def _check_owner(self, remote: RemoteRun) -> None:
+        """Raise `StoreError` if another run has taken over the remote folder."""
+        if (found := remote.store.read(LOCK)) != self._owner:
+            what = f"names another run ({_shown(found)})" if found else "was deleted"
+            text = f"{LOCK} there {what}, so this run uploads nothing more"
+            raise StoreError(mask_secrets(f"{remote.store.url}: {text}"), path=remote.store.url)
+
     def _upload(self, remote: RemoteRun, checkpoint: Path) -> None:
         step, trainer = int(checkpoint.name.split("_")[2]), self._trainer
 
         def send_metrics() -> None:
             with self._logged:
                 self._logged.wait_for(lambda: self._step >= step)
+            self._check_owner(remote)
             self._send_reports(remote)
 
         remote.send_checkpoint(checkpoint, send_metrics, self._sent.append)
@@ -284,6 +308,10 @@ class Uploads:
                 finally:
                     copied.unlink()
                 self._stamps[name] = stamp
+
+
+def _shown(owner: bytes) -> str:
+    return repr(owner.decode(errors="replace")[:200])[1:-1]
 
 
 def _forget_after(remote: RemoteRun, step: int) -> None:

@@ -254,7 +254,7 @@ class RunLock:
                 _lock(lock._file, fcntl.LOCK_EX, path, owned, key)
                 if lock._is_at_path():
                     os.ftruncate(lock._file, 0)
-                    os.pwrite(lock._file, _this_run().encode(), 0)
+                    os.pwrite(lock._file, this_run().encode(), 0)
                     _held.add(lock._file)
                     return lock
             except BaseException:
@@ -323,7 +323,8 @@ def _lock(file: int, kind: int, path: Path, owned: Path, key: str) -> None:
     )
 
 
-def _this_run() -> str:
+def this_run() -> str:
+    """Return a name of this process for people."""
     user = os.environ.get("USER") or os.getuid()
     began = time.strftime("%Y-%m-%d %H:%M:%S")
     return f"process {os.getpid()} of {user} on {socket.gethostname()}, since {began}"
