@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import ray
 
-from processes import run_python
+from processes import command_line, gone, run_python
 from quadriga.backends.ray import health
+from quadriga.cli.main import LOST
 from quadriga.errors import ClusterLostError
 from quadriga.single_controller.backend import RankFacts, RankHandle
 
@@ -44,6 +47,34 @@ def test_the_end_of_a_process_of_ray(victim, error, reason) -> None:
         assert any("gcs_server" in line for line in told["left"]), told
     else:
         assert told["left"] == [] and told["mode"] == "0o700" and told["again"] == [0.1, 0.1]
+
+
+KILLED_AT_START = """
+import threading, time, psutil, ray
+from quadriga.backends.ray import cluster
+
+def kill():
+    while ray._private.worker._global_node is None:
+        time.sleep(0.01)
+    (store,) = [p for p in psutil.Process().children() if p.name() == "gcs_server"]
+    store.kill()
+
+cluster.STORE_LOST_S = 2
+threading.Thread(target=kill, daemon=True).start()
+cluster.ensure_ray(num_cpus=1, object_store_memory=80 * 2**20)
+time.sleep(100)
+"""
+
+
+@pytest.mark.nightly
+def test_a_control_store_that_ends_while_ray_starts_ends_the_process_as_a_loss(tmp_path) -> None:
+    """Ray would end it after 60 s, with exit code 1, and `--supervise` would not go on."""
+    (tmp_path / "program.py").write_text(KILLED_AT_START)
+    with TemporaryDirectory(prefix="lost-") as folder:  # a short path, for the sockets in it
+        given = {"env": {**os.environ, "TMPDIR": folder}}
+        told = run_python(tmp_path / "program.py", status=LOST, timeout=60, **given)
+        assert "its control store (GCS) has ended meanwhile" in told.stderr
+        assert gone(p.pid for p in psutil.process_iter() if folder in command_line(p))
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ SETTINGS = {
     "rank": RAY,
     "rank beside s3": RAY,
     "raylet": RAY,
-    "gcs": RAY,
+    "gcs": (*RAY, "--supervise"),  # for its end while Ray starts
     "node": (*NODES, "trainer.restart_wait_s=60"),
 }  # fmt: skip
 """Victim (first word) → the settings of the run."""
@@ -65,9 +65,7 @@ FIRST = [("start", 0), ("save", 1), ("load", 0), ("restart", 0)]
 
 def plans(victim, clock):
     """Yield the kills of each run."""
-    # A run that loses a reward process does not restart. One whose control store of Ray ends while
-    # Ray starts is ended by Ray.
-    first = [] if victim == "reward" else FIRST[1:3] if victim == "gcs" else FIRST
+    first = [] if victim == "reward" else FIRST  # a run that loses one does not restart
     others, left = cycle([p for p in PHASES if p not in ("start", "load", "restart")]), KILLS
     while left > 0:
         more = [(p, clock.randint(0, 1)) for p in islice(others, 10 - len(first))]

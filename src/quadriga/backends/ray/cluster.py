@@ -9,6 +9,7 @@ import shutil
 import signal
 import stat
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -48,6 +49,11 @@ _ENVIRONMENT = {
 
 _SESSION_BYTES = 2**18
 """A disk with less free space is full: the first files of a session are larger."""
+
+
+STORE_LOST_S = 50.0
+"""How long `ray.init` may go on without the control store that it has started. Within that it can
+raise; after 60 s Ray ends the process with exit code 1."""
 
 
 class RemoteMethod(Protocol):
@@ -190,7 +196,8 @@ def ensure_ray(
 
 def _start_ray(settings: Mapping[str, object]) -> None:
     """Start a cluster of this machine. If it does not come up, no process of it is left."""
-    before = {*psutil.Process().children()}
+    before, done = {*psutil.Process().children()}, threading.Event()
+    threading.Thread(target=_end_without_store, args=(before, done), daemon=True).start()
     try:
         ray.init(**settings)  # type: ignore[arg-type]
     except Exception as error:
@@ -201,13 +208,39 @@ def _start_ray(settings: Mapping[str, object]) -> None:
         # What Ray raises if a process of it has not come up.
         if not full and type(error) not in (Exception, RuntimeError):
             raise
-        for process in {*psutil.Process().children()} - before:
-            kill_with_children(process.pid)
+        _kill_others(before)
         if full:
             no_space = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             raise cannot_write(folder, no_space) from error
         text = "Ray has not started on this machine; one of its processes has ended, or is too slow"
         raise WorkerDiedError(f"{text}: {first_line(error)}") from error
+    finally:
+        done.set()
+
+
+def _end_without_store(before: set[psutil.Process], done: threading.Event) -> None:
+    """End this process, with the exit code of a loss, if the control store has ended while Ray
+    starts: the thread that starts it waits in C, where it cannot be told. `before`: the children of
+    this process that are not Ray's."""
+    stores, ended_s = set[psutil.Process](), 0
+    while ended_s < STORE_LOST_S:
+        if done.wait(1.0):
+            return
+        with suppress(psutil.NoSuchProcess):
+            found = {*psutil.Process().children()} - before
+            stores |= {process for process in found if process.name() == "gcs_server"}
+            alive = [p for p in stores & found if p.status() != psutil.STATUS_ZOMBIE]
+            ended_s = 0 if alive or not stores else ended_s + 1
+    _kill_others(before)
+    text = "error: Ray has not started: its control store (GCS) has ended meanwhile\n"
+    os.write(2, text.encode())
+    os._exit(os.EX_TEMPFAIL)
+
+
+def _kill_others(before: set[psutil.Process]) -> None:
+    """Kill the children of this process that were started since."""
+    for process in {*psutil.Process().children()} - before:
+        kill_with_children(process.pid)
 
 
 def kill_with_children(pid: int) -> None:
