@@ -20,13 +20,14 @@ STAGES = (
     "real engines on real machines",
     "people: Python API, report, clusters",
     "streams",
+    "agents",
 )
 """The rows of the page that are in force: the first one, and those that have added to it."""
 
 PAGE = ROOT.parent / "shared/BUDGET.md"
 LINES, FILES = "code lines of the package", "files of the package"
 CORE, TESTS = "code lines without compat/verl", "code lines of the tests"
-LIMITS = {LINES: 49_300, FILES: 375}
+LIMITS = {LINES: 51_500, FILES: 390}
 HOUSE = {LINES: 42_000, CORE: 38_000, TESTS: 36_000}
 """What was allowed when the house was light. Later lines may be in the core, and have 0.8 lines of
 tests each."""
@@ -70,8 +71,8 @@ def test_the_code_is_within_its_budget():
 def test_a_row_adds_its_difference_and_must_be_on_the_page():
     rows = f"| before | 9 | 9 |\n| {STAGES[0]} | 41 000 | 320 |\n| other | 43 000 | 321 |\n"
     later = "".join(f"| {name} | {43_500 + i} | {323 + i} |\n" for i, name in enumerate(STAGES[1:]))
-    found = limits(f"{rows}{later}| agents | 99 000 | 999 |\n")
-    assert list(found.values()) == [41_505, 327, 37_505, 35_604]
+    found = limits(f"{rows}{later}| later | 99 000 | 999 |\n")
+    assert list(found.values()) == [41_506, 328, 37_506, 35_604]
     with pytest.raises(AssertionError, match=r"no row .the specification in verl's"):
         limits(rows)
 

@@ -18,7 +18,7 @@ LAYERS = (
     ("checkpoint",),
     ("engines", "rollout"),
     ("weight_sync",),
-    ("workers",),
+    ("workers", "agents"),
     ("streams",),
     ("report",),
     ("trainer",),

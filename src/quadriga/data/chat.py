@@ -184,7 +184,7 @@ def check_template_arguments(
         return
     called = set(inspect.signature(tokenizer.apply_chat_template).parameters)
     taken = (called | {"messages"}) - set(_OF_TEMPLATES)
-    known = _names_in_template(tokenizer)
+    known = _names_in_template(tokenizer, arguments)
     for name in arguments:
         if name in taken:
             raise ConfigError(
@@ -238,7 +238,7 @@ def _templated(
 
     Raises `ModelError`, naming the first chat that the template cannot write.
     """
-    if ("operator", "**") in _tokens_of_template(tokenizer):
+    if ("operator", "**") in _tokens_of_template(tokenizer, arguments):
         # Nothing can interrupt Python while it raises to a power.
         raise _template_error(tokenizer, "uses the operator **, which is not allowed")
     options: dict[str, Any] = dict(arguments)  # their types are up to the template
@@ -266,9 +266,12 @@ def _templated(
     return texts
 
 
-def _names_in_template(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+def _names_in_template(
+    tokenizer: PreTrainedTokenizerBase, arguments: TemplateArguments
+) -> set[str]:
     """Return the names that a template uses, without those of attributes (`message.role`)."""
-    tokens = [token for token in _tokens_of_template(tokenizer) if token[0] != "whitespace"]
+    found = _tokens_of_template(tokenizer, arguments)
+    tokens = [token for token in found if token[0] != "whitespace"]
     before = [("", ""), *tokens]
     return {
         text
@@ -277,14 +280,18 @@ def _names_in_template(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     }
 
 
-def _tokens_of_template(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
+def _tokens_of_template(
+    tokenizer: PreTrainedTokenizerBase, arguments: TemplateArguments
+) -> list[tuple[str, str]]:
     """Return (kind, text) of each token of a template, in Jinja's language."""
     from jinja2 import Environment, TemplateSyntaxError
 
     found = tokenizer.chat_template
+    tools: Any = arguments.get("tools")
     try:
-        # Of several named templates, the one that writes conversations without tools.
-        template = tokenizer.get_chat_template() if isinstance(found, dict) else str(found)
+        # Of several named templates, "tool_use" writes conversations with tools.
+        named = isinstance(found, dict)
+        template = tokenizer.get_chat_template(tools=tools) if named else str(found)
     except ValueError as error:  # none of them is named "default"
         raise _template_error(tokenizer, f"cannot be chosen: {error}") from None
     try:
@@ -329,7 +336,7 @@ def _limited_time(seconds: float) -> Iterator[None]:
         with lock:
             if not over.is_set():
                 raised.set()
-                _raise_in(thread, OutOfTimeError)
+                raise_in(thread, OutOfTimeError)
 
     threading.Thread(target=interrupt, daemon=True).start()
     try:
@@ -341,7 +348,7 @@ def _limited_time(seconds: float) -> Iterator[None]:
             _receive_raised_exception()
 
 
-def _raise_in(thread: int, kind: type[BaseException]) -> None:
+def raise_in(thread: int, kind: type[BaseException]) -> None:
     """Raise an exception in a thread, at the next point at which the interpreter looks for one.
 
     The exception must not be cancelled: after a cancelled one, CPython 3.11 looks for an exception

@@ -326,7 +326,7 @@ def _tokens_of_parts(
     """
     if not getattr(tokenizer, "is_fast", False):  # it does not tell the places of its tokens
         return [
-            [_continued(tokenizer, part, follows=i > 0) for i, part in enumerate(parts)]
+            [continued(tokenizer, part, follows=i > 0) for i, part in enumerate(parts)]
             for parts in chats
         ]
     texts = ["".join(parts) for parts in chats]
@@ -357,9 +357,9 @@ def _cut(
         cut = bisect_left(starts, border)
         own, begun = [*begun, *ids[first:cut]], []
         if number % 2 == 0 and own != next(unanswered):  # before a turn of the assistant
-            own = _continued(tokenizer, text[:border], follows=False)[first:]
+            own = continued(tokenizer, text[:border], follows=False)[first:]
             if cut > first and spans[cut - 1][1] > border:
-                begun = _continued(tokenizer, text[border : spans[cut - 1][1]], follows=True)
+                begun = continued(tokenizer, text[border : spans[cut - 1][1]], follows=True)
         tokens.append(own)
         first = cut
     return tokens
@@ -375,7 +375,7 @@ def _unanswered(
     return [own[len(ids[0]) if i else 0 :] for (i, _), own in zip(parts, ids[1:], strict=True)]
 
 
-def _continued(tokenizer: PreTrainedTokenizerBase, text: str, *, follows: bool) -> list[int]:
+def continued(tokenizer: PreTrainedTokenizerBase, text: str, *, follows: bool) -> list[int]:
     """Return the tokens of a text; `follows`: of one that continues another text."""
     for before in ("\n", ".", "a") if follows else ():
         alone, both = tokenizer([before, before + text], add_special_tokens=False)["input_ids"]

@@ -1,0 +1,9 @@
+"""Episodes of several turns between a policy and an environment.
+
+    turns        which tokens follow a turn that the policy has sampled
+    tool_calls   what a tool is, and how calls of tools are read from a turn
+    tools        `ToolEnvironment`: calls the tools, and returns their results
+    sandbox      runs Python code without a network, within limits
+
+May import every package below `agents` in docs/architecture.md.
+"""

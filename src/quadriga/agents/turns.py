@@ -1,0 +1,300 @@
+"""The tokens at the border of two turns of an episode: token in, token out.
+
+An episode is one sequence of tokens to which only new ones are added:
+
+    prompt            prompt_ids(messages), up to where the policy writes
+    turn              what the policy has sampled; it is never tokenised again
+    observation       following_ids(turn, messages): the end of the turn if the turn lacks it, the
+                      messages, and what begins the next turn
+    turn …
+
+A chat template writes whole conversations. What it writes after a turn is found in the text of a
+short conversation in which an invented turn stands for the sampled one: all that follows a marker
+in this turn. So a template that writes earlier turns in another way (Qwen3 leaves out their
+thoughts) cannot change what the policy has sampled. `Turns.rewrites` says when it would.
+
+Worked example, ChatML. The conversation of a question, the turn "qzmarkerzq" and the observation
+"4" is written as
+
+    …<|im_start|>assistant\\nqzmarkerzq<|im_end|>\\n<|im_start|>user\\n4<|im_end|>\\n<|im_start|>…
+
+A turn that ends with `<|im_end|>` gets the tokens of `\\n<|im_start|>user…`; a turn that was cut at
+its limit gets `<|im_end|>` before them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
+
+from quadriga.config.convert import with_texts
+from quadriga.data.chat import (
+    NO_ARGUMENTS,
+    TemplateArguments,
+    chat_texts,
+    check_template_arguments,
+    encode_chats,
+    neutraliser,
+)
+from quadriga.data.conversations import continued
+from quadriga.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+"""A message of a chat: `role` and `content`, of a tool also its `name`."""
+
+MARKER = "qzmarkerzq"
+QUESTION: Message = {"role": "user", "content": "qzquestionzq"}
+_CALL_ID = "call00000"  # nine letters and digits, which Mistral's templates ask for
+_RESULT: Message = {"role": "tool", "name": "probe", "content": "qzresultzq"}
+
+
+@dataclass(frozen=True)
+class Border:
+    """What a template writes after a turn.
+
+    Attributes:
+        ends: the tokens with which it ends a turn that is the last one, and one that is not. They
+            differ in gpt-oss: `<|return|>` and `<|end|>`. Empty: it ends turns without a token.
+        text: what follows the end of the turn.
+    """
+
+    ends: tuple[str, str]
+    text: str
+
+
+class Turns:
+    """Tokens of prompts and observations, as the chat template of a tokenizer writes them.
+
+    Special tokens in the texts of messages become ordinary ones (`neutraliser`), so that the output
+    of a tool cannot write a turn of another role.
+
+    Args:
+        chat_template_kwargs: arguments of the template.
+        tools: schemas of tools, which the template writes into the prompt.
+
+    Attributes:
+        end_ids: the tokens with which the template ends a turn.
+
+    Raises:
+        ConfigError: the template does not read an argument, or cannot write the tools or their
+            results.
+        ModelError: there is no template, or it cannot write a conversation of several turns.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template_kwargs: TemplateArguments = NO_ARGUMENTS,
+        tools: Sequence[Mapping[str, object]] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._arguments = dict(chat_template_kwargs)
+        self._neutral = neutraliser(tokenizer)
+        added = tokenizer.added_tokens_decoder.values()
+        special = {str(token) for token in added if token.special} | set(
+            tokenizer.all_special_tokens
+        )
+        longest_first = sorted(special, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        borders = [self._border([QUESTION])]
+        if tools:
+            self._check_tools(tools)
+            borders.append(self._border([_RESULT]))
+        ends = {end for border in borders for end in border.ends if end}
+        self.end_ids = frozenset(cast("list[int]", tokenizer.convert_tokens_to_ids(sorted(ends))))
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of a prompt, up to where the policy writes.
+
+        Raises:
+            ModelError: the template cannot write it; for example, it takes no system message.
+        """
+        chat = self._own(messages)
+        return encode_chats(self._tokenizer, [chat], arguments=self._arguments)[0]
+
+    def following_ids(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """Return the tokens to append to a sampled turn, up to where the policy writes again.
+
+        Args:
+            sampled_ids: of the turn. Only its last one is read.
+            messages: what the policy sees next, of the roles "user" and "tool".
+
+        Raises:
+            ModelError: the template cannot write these messages after a turn.
+        """
+        border = self._border(messages)
+        end = border.ends[1]
+        ended = len(sampled_ids) > 0 and sampled_ids[-1] in self.end_ids
+        if not end:
+            return continued(self._tokenizer, border.text, follows=True)
+        ids = self._tokenizer(end + border.text, add_special_tokens=False)["input_ids"]
+        first = ids.index(self._tokenizer.convert_tokens_to_ids(end))
+        return list(ids[first + ended :])
+
+    def text(self, sampled_ids: Sequence[int]) -> str:
+        """Return the text of a turn with special tokens, without the token that ends it."""
+        ends = {*self.end_ids, self._tokenizer.eos_token_id}
+        ended = len(sampled_ids) > 0 and sampled_ids[-1] in ends
+        return str(self._tokenizer.decode(list(sampled_ids[: len(sampled_ids) - ended])))
+
+    def rewrites(self, messages: Sequence[Message]) -> bool:
+        """Return whether the template writes a conversation in another way than the episode has it.
+
+        Args:
+            messages: the whole conversation. The content of a message of the assistant is the text
+                that the policy has sampled.
+        """
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        while turns and turns[-1] == len(messages) - 1:  # nothing follows that could rewrite it
+            messages, turns = messages[:-1], turns[:-1]
+        if not turns:
+            return False
+        try:
+            written = self._text(messages[: turns[0]])
+            for turn, following in zip(turns, [*turns[1:], len(messages)], strict=True):
+                border = self._border(messages[turn + 1 : following])
+                written += str(messages[turn]["content"]) + border.ends[1] + border.text
+            return written != self._text(messages)
+        except ModelError:  # it refuses a turn as the policy has written it
+            return True
+
+    def _check_tools(self, tools: Sequence[Mapping[str, object]]) -> None:
+        """Check that the template writes the tools into a prompt, and results of a tool."""
+        arguments: TemplateArguments = {"tools": list(tools)}
+        name = f"the chat template of the tokenizer {str(self._tokenizer.name_or_path)!r}"
+        other = "use a model whose template has tools, or describe them in the prompt, and let the "
+        other += "environment answer with messages of the user"
+        try:
+            check_template_arguments(self._tokenizer, arguments)
+        except ConfigError:
+            raise ConfigError(f"{name} reads no tools; {other}", key="agent.tools") from None
+        self._arguments |= arguments
+        try:
+            prompt = self._text([QUESTION])
+            result = self._border([_RESULT])
+        except ModelError as error:
+            raise ConfigError(f"{error}; {other}", key="agent.tools") from None
+        missing = [n for n in map(schema_name, tools) if n not in prompt]
+        if missing:
+            text = f"{name} does not write the schema of the tool {missing[0]!r}; {other}"
+            raise ConfigError(text, key="agent.tools")
+        if str(_RESULT["content"]) not in result.text:
+            text = f"{name} leaves out the results of tools; {other}"
+            raise ConfigError(text, key="agent.tools")
+
+    def _text(self, chat: Sequence[Message], complete: bool = False) -> str:
+        """Return the text of a chat; `complete`: nothing begins the next turn."""
+        chats = [self._own(chat)]
+        found = chat_texts(self._tokenizer, chats, complete=complete, arguments=self._arguments)
+        return found[0]
+
+    def _own(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Return messages in the form for the template, those of the assistant unchanged."""
+        chat: list[dict[str, Any]] = []
+        for message in messages:
+            own = dict(message)
+            if own["role"] != "assistant":
+                own = with_texts(own, self._neutral)
+            if own["role"] == "tool":
+                own.setdefault("tool_call_id", _CALL_ID)
+            if self._joins_users and own["role"] == "user" and chat and chat[-1]["role"] == "user":
+                own["content"] = chat.pop()["content"] + "\n\n" + own["content"]
+            chat.append(own)
+        return chat
+
+    @cached_property
+    def _joins_users(self) -> bool:
+        """Whether messages of the user that follow each other are joined, because the template
+        takes one alone."""
+        arguments = self._arguments
+        try:
+            chat_texts(self._tokenizer, [[QUESTION, QUESTION]], arguments=arguments)
+        except ModelError:
+            # An error of the template that has another reason appears again at its first use.
+            return True
+        return False
+
+    @cached_property
+    def _call_form(self) -> int:
+        """The form of the invented turn before results of tools: the first one that the template
+        can write. See `invented_turn`. Raises `ModelError` if it writes no results of tools."""
+        for form in (0, 1):
+            try:
+                self._cut(invented_turn(form), [_RESULT])
+            except ModelError:
+                continue
+            return form
+        self._cut(invented_turn(2), [_RESULT])
+        return 2
+
+    def _border(self, messages: Sequence[Message]) -> Border:
+        """Return what the template writes after a turn which these messages follow."""
+        if messages[0]["role"] != "tool":
+            return self._cut(invented_turn(2), messages)
+        name = str(messages[0].get("name", "tool"))
+        return self._cut(invented_turn(self._call_form, name), messages)
+
+    def _cut(self, turn: Message, messages: Sequence[Message]) -> Border:
+        """Return what the template writes behind the marker of `turn`, without the end of a call.
+
+        Raises `ModelError` if the template cannot write the turn, or does not write the marker.
+        """
+        ends_here = self._text([QUESTION, turn], complete=True)
+        goes_on = self._text([QUESTION, turn, *messages])
+        _, found, behind = ends_here.partition(MARKER)
+        _, found_again, rest = goes_on.partition(MARKER)
+        if not (found and found_again):
+            raise self._error("does not write a turn of the assistant")
+        # The last special token that both have ends the turn, behind a call `"}}</tool_call>`, too.
+        alone, more = self._pieces(behind), self._pieces(rest)
+        pairs = enumerate(zip(alone, more, strict=False))
+        shared = next((i for i, (one, other) in pairs if one != other), min(len(alone), len(more)))
+        for i in reversed(range(shared)):
+            if self._special.fullmatch(alone[i]):
+                return Border((alone[i], alone[i]), "".join(more[i + 1 :]))
+        # The turn ends in another way when it is the last one, or without a special token.
+        last = next(filter(self._special.fullmatch, alone), "")
+        closing = behind.partition(last)[0] if last else behind.rstrip()
+        if not rest.startswith(closing):
+            raise self._error("writes a call in another way once its result follows")
+        rest = rest[len(closing) :]
+        # A special token ends the turn if it ends that of the user too. Else it begins the next.
+        of_user = self._special.match(goes_on.partition(str(QUESTION["content"]))[2])
+        own = of_user[0] if last and of_user and rest.startswith(of_user[0]) else ""
+        return Border((last, own), rest[len(own) :])
+
+    def _pieces(self, text: str) -> list[str]:
+        """Return a text, divided before and behind each special token."""
+        return [piece for piece in re.split(f"({self._special.pattern})", text) if piece]
+
+    def _error(self, problem: str) -> ModelError:
+        name = str(self._tokenizer.name_or_path)
+        return ModelError(f"the chat template of the tokenizer {name!r} {problem}", path=name)
+
+
+def invented_turn(form: int, name: str = "probe") -> Message:
+    """Return a turn of the assistant with `MARKER` near its end.
+
+    Args:
+        form: 0, a call of a tool with its arguments as a dict; 1, with its arguments as JSON, as
+            DeepSeek's templates need them; 2, no call.
+        name: of the tool.
+    """
+    if form == 2:
+        return {"role": "assistant", "content": MARKER}
+    given = {"value": MARKER}
+    function = {"name": name, "arguments": json.dumps(given) if form else given}
+    call = {"id": _CALL_ID, "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def schema_name(schema: Mapping[str, Any]) -> str:
+    """Return the name of the tool that a schema describes."""
+    return str(schema.get("function", schema).get("name"))
