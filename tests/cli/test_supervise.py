@@ -24,7 +24,8 @@ if "progress" in case:
     rows = [{"step": None}, {"step": "x"}, {"step": number}]
     (folder / "metrics.jsonl").open("a").writelines(json.dumps(row) + "\\n" for row in rows)
 if "leaves" in case:
-    left = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    words = [case["leaves"], "600"]
+    left = subprocess.Popen(words, executable="/bin/sleep", start_new_session=True)
     (folder / "left").write_text(str(left.pid))
 end = case["ends"][min(number, len(case["ends"]) - 1)]
 if isinstance(end, str):
@@ -36,7 +37,7 @@ import json, sys
 from quadriga.cli import supervise
 from quadriga.cli.main import parse
 controller, folder, case = sys.argv[1:]
-supervise.LEFT_S = 0.1
+supervise.LEFT_S = json.loads(case).get("left_s", 0.1)
 supervise.command = lambda words: [sys.executable, "-c", controller, folder, case, *words]
 more = json.loads(case).get("settings", [])
 invocation = parse(["train", "--supervise", f"trainer.default_local_dir={folder}", *more])
@@ -56,7 +57,10 @@ CASES = {
     "new steps": ({"ends": [75, 75, 75, 75, 75, 0], "progress": 1,
                    "settings": ["trainer.restart_window_s=1e-6"]}, 0, 6, []),
     "none allowed": ({"ends": [75], "settings": ["trainer.max_restarts=0"]}, 75, 1, []),
-    "a process is left": ({"ends": [75, 0], "leaves": 1}, 0, 2, []),
+    "a process is left": ({"ends": [75, 0], "leaves": "sleep"}, 0, 2, []),
+    # They wait for a minute for Ray, which has ended, and leave nothing.
+    "an agent of Ray is left": ({"ends": [75, 0], "leaves": "ray::RuntimeEnvAgent",
+                                 "left_s": 999}, 0, 2, []),
 }  # fmt: skip
 
 

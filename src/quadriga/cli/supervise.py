@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -41,6 +41,8 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SI
 PASSED = (*STOPS, signal.SIGUSR2)
 LEFT_S = 10.0
 """Seconds in which what a controller has left may end by itself."""
+_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+"""Processes of Ray that look for their control store for a minute, and have nothing to remove."""
 
 
 def command(words: Sequence[str]) -> list[str]:
@@ -97,10 +99,19 @@ def _wait(child: int, passed: Iterable[signal.Signals]) -> tuple[int, bool]:
 def _end_left(child: int) -> None:
     """Wait until what a controller has started has ended, and kill it after `LEFT_S`."""
     deadline = time.monotonic() + LEFT_S
-    while time.monotonic() < deadline and psutil.Process().children():
+    while time.monotonic() < deadline and _ending():
         reap(child)
         time.sleep(0.05)
     end_all(child)
+
+
+def _ending() -> bool:
+    """Return whether a process is left that is no agent of Ray."""
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if not " ".join(process.cmdline()).startswith(_AGENTS):
+                return True
+    return False
 
 
 @dataclass
