@@ -428,6 +428,33 @@ class RewardConfig(PathSettings):
 
 
 @dataclass(frozen=True)
+class AgentConfig(PathSettings):
+    """Episodes of several turns: an environment answers each turn of the policy.
+
+    `path` and `name` select a class in a Python file of the user (`agents.environments`). Its
+    rewards score the episodes, in place of `reward`.
+    """
+
+    PATHS = ("path",)
+
+    path: str | None = None  # None: a response is one turn
+    name: str = "Environment"  # class in the file `path`
+    options: Options = field(default_factory=dict)  # arguments of the class
+    reset_tokens: Natural = 0  # the most tokens that `reset` adds to a prompt
+    max_turns: Count = 8  # after so many turns of the policy an episode ends
+    # a turn with so many tokens has ended, rounded up to rollout.slice_tokens; None: only
+    # data.max_response_length bounds it, which holds all turns and observations
+    max_turn_tokens: Count | None = None
+    concurrency: Count = 256  # episodes at once
+    num_processes: Count = 2  # that host the environments
+    timeout_s: Positive = 60.0  # deadline of one call of an environment
+    # GiB that one of these processes can allocate; None: no limit
+    memory_gb: Annotated[float, Ge(0.25)] | None = 8.0
+    # an episode whose environment fails: score 0, mask its row, or end the run
+    on_failure: FailurePolicy = "zero"
+
+
+@dataclass(frozen=True)
 class RewardModelConfig:
     """A reward model, whose score is added to that of the rules in training.
 
@@ -707,6 +734,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

@@ -59,11 +59,13 @@ class Prompts(Protocol):
         longest: tokens of the longest prompt.
         largest_id: the largest token id.
         same_width: whether batches are padded to `longest`; set by the trainer.
+        keeps_columns: whether items have all columns of their rows; set by the trainer.
     """
 
     longest: int
     largest_id: int
     same_width: bool
+    keeps_columns: bool
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> PromptItem: ...

@@ -34,6 +34,7 @@ SEQUENCE_LENGTH: Final = "sequence_length"
 FINISHED: Final = "finished"
 PAUSED: Final = "paused"
 TOKEN_VERSIONS: Final = "token_versions"
+TURN_REWARDS: Final = "turn_rewards"
 WEIGHT_VERSION: Final = "weight_version"
 REWARD_BASELINES: Final = "reward_baselines"
 OLD_LOG_PROBS: Final = "old_log_probs"
@@ -44,6 +45,7 @@ RM_SCORES: Final = "rm_scores"
 TOKEN_LEVEL_SCORES: Final = "token_level_scores"
 REWARD_COMPONENTS: Final = "reward_components"
 REWARD_EXTRA: Final = "reward_extra"
+EPISODE: Final = "episode"
 TOKEN_LEVEL_REWARDS: Final = "token_level_rewards"
 ROLLOUT_IS_WEIGHTS: Final = "rollout_is_weights"
 ADVANTAGES: Final = "advantages"
@@ -140,8 +142,11 @@ FIELDS: tuple[Field, ...] = (
     Field(WEIGHT_VERSION, "[B]", "int64",
           "version of the weights that generated, of the oldest token", (_GENERATE,)),
     Field(TOKEN_VERSIONS, "[B, R]", "int64",
-          "version of the weights that sampled each token, 0 outside the mask; written where "
-          "responses are continued", (_GENERATE,)),
+          "version of the weights that sampled each token, -2 at tokens of an environment, 0 at "
+          "padding; written where responses are continued", (_GENERATE,)),
+    Field(TURN_REWARDS, "[B, R]", "float32",
+          "rewards of an environment, each at the last token of its turn; 0 elsewhere",
+          (_GENERATE,)),
     Field(REWARD_BASELINES, "[B]", "float32", "reward, of the greedy response to the same prompt",
           ("add_baselines",)),
     Field(OLD_LOG_PROBS, "[B, R]", "float32", "nats, of the actor before the update",
@@ -183,6 +188,8 @@ FIELDS: tuple[Field, ...] = (
           (_PROMPT_LOADER,)),
     Field(REWARD_EXTRA, "[B]", "object",
           "dict of the numbers that the reward function returned beside its score", (_SCORE,)),
+    Field(EPISODE, "[B]", "object",
+          "dict of how an episode went: `status`, `turns`, `metrics` and `detail`", (_GENERATE,)),
     Field(UID, "[B]", "object", "str, the same for all rows of one prompt group",
           ("expand_prompts",)),
     Field(PARTIALS, "[B]", "object",

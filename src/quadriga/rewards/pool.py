@@ -116,7 +116,7 @@ class RewardPool:
         self._numbers = itertools.count()
         self._processes: list[PoolProcess] = []
         self._lost: Counter[FunctionRef] = Counter()
-        weakref.finalize(self, _kill, self._processes, os.getpid())
+        weakref.finalize(self, kill_all, self._processes, os.getpid())
 
     def run(self, samples: Sequence[Sample]) -> list[Outcome]:
         """Return one outcome per sample, in the order of the samples.
@@ -175,7 +175,7 @@ class RewardPool:
 
     def close(self) -> None:
         """Kill the processes and what they have started. A later `run` starts new ones."""
-        _kill(self._processes, os.getpid())
+        kill_all(self._processes, os.getpid())
 
     def _count_lost(self, process: PoolProcess, sample: Sample, outcome: Outcome) -> None:
         """Count the new processes in a row that could not call the function of a sample."""
@@ -214,7 +214,7 @@ class RewardPool:
         return [p for p in busy if p.connection in readable or p.deadline <= now]
 
 
-def _kill(processes: list[PoolProcess], owner: int) -> None:
+def kill_all(processes: list[PoolProcess], owner: int) -> None:
     """Kill all processes of a list and empty it. A forked copy of the owner does nothing."""
     if os.getpid() != owner:
         return
@@ -248,7 +248,9 @@ class PoolProcess:
         WorkerDiedError: it ended at its start, or was not ready in time.
     """
 
-    def __init__(self, memory_gb: float | None) -> None:
+    def __init__(
+        self, memory_gb: float | None, program: str = "quadriga.rewards.pool_worker"
+    ) -> None:
         self.connection, theirs = Pipe()
         # A process that stops reading or writing in the middle of a message must not block the
         # pool: the kernel ends such a call with an error.
@@ -258,10 +260,10 @@ class PoolProcess:
                 ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
         megabytes = round(memory_gb * 1024) if memory_gb else 0
         # -P: files in the working directory are no modules, unless they are for this process.
-        program = [sys.executable, "-P", "-m", "quadriga.rewards.pool_worker"]
+        command = [sys.executable, "-P", "-m", program]
         folders = [os.path.abspath(path) for path in sys.path]
         self.popen = subprocess.Popen(
-            [*program, str(theirs.fileno()), str(megabytes), *folders],
+            [*command, str(theirs.fileno()), str(megabytes), *folders],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             # What a function prints goes to standard error: standard output is the run's own.
@@ -288,7 +290,7 @@ class PoolProcess:
                 return
         self.kill()
         code = self.popen.returncode
-        raise WorkerDiedError(f"a reward process ended at its start, exit code {code}")
+        raise WorkerDiedError(f"a process of {program} ended at its start, exit code {code}")
 
     def give(self, number: int, samples: Sequence[Sample], timeout_s: float) -> None:
         """Send samples of one function to this idle process."""

@@ -15,6 +15,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
@@ -87,8 +88,8 @@ def limit_memory(megabytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (megabytes << 20, megabytes << 20))
 
 
-def main() -> None:
-    """Fork the process that scores, and supervise it."""
+def run_program(serve: Callable[[Connection], NoReturn]) -> None:
+    """Fork the process that serves the pool, and supervise it."""
     fd, megabytes = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(fd, False)  # programs that a function starts do not get the connection
     # The supervisor becomes the parent of descendants whose own parent has ended.
@@ -192,4 +193,4 @@ def _end_as(status: int | None) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(serve)

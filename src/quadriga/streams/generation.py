@@ -20,15 +20,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from quadriga.errors import QuadrigaError
+from quadriga.errors import CallTimeoutError, QuadrigaError
 from quadriga.protocol import (
     DataProto,
     DataProtoFuture,
@@ -37,33 +37,16 @@ from quadriga.protocol import (
     pad_dataproto_to_divisor,
     unpad_dataproto,
 )
+from quadriga.streams.episodes import Episodes, Paused, Rows
 from quadriga.streams.queue import PromptGroup, PromptQueue
 from quadriga.streams.replicas import Replica, Replicas
 from quadriga.workers.method_fields import BEGUN_RESPONSES
 
-Rows = npt.NDArray[np.int64]
-"""Numbers of rows within a prompt group."""
+_LOOK_S, _WAIT_S = 0.02, 0.2
+"""How often to look for answers of environments while a call is in flight, and how long to wait for
+one if none is."""
 Members = list[tuple[PromptGroup, Rows]]
 """Groups, each with the numbers of its rows in a call, in the order of the call."""
-
-
-class Paused(NamedTuple):
-    """Rows of a group between two calls. The group has no `home` while they wait for another one.
-
-    Attributes:
-        answers: what the rows have so far (`BEGUN_RESPONSES`), among the rows of their last call.
-        places: of the rows in `answers`.
-    """
-
-    group: PromptGroup
-    rows: Rows
-    answers: DataProto
-    places: Rows
-
-    @property
-    def tokens(self) -> DataProto:
-        """What the rows have so far."""
-        return self.answers.select_idxs(self.places)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +75,7 @@ class SlicedGeneration:
         rows: the most rows that a replica has at once.
         kept_rows: of how many rows a rank may keep the caches between two calls.
         loses: whether a replica may be lost; False: the error of its call is raised.
+        episodes: gives the turns of rows to environments; None: a row ends with its first turn.
         note: records what decides on the tokens, as (event, numbers, steps that had ended): a
             "call" that has ended, with the group and the number in it of each row, its seconds, the
             number of its replica and the step of its weights; a "restart" of groups.
@@ -111,6 +95,7 @@ class SlicedGeneration:
     loses: bool
     note: Callable[..., None]
     kept_rows: int = 0
+    episodes: Episodes | None = None
     moved: int = field(default=0, init=False)
     synced: int = field(default=0, init=False)
     paused: list[Paused] = field(default_factory=list, init=False)
@@ -120,6 +105,21 @@ class SlicedGeneration:
     def busy(self) -> bool:
         """Whether a call is in flight."""
         return bool(self._calls)
+
+    @property
+    def acting(self) -> bool:
+        """Whether a row waits for its environment."""
+        return self.episodes is not None and self.episodes.acting
+
+    @property
+    def at_work(self) -> bool:
+        """Whether a call is in flight, or a row waits for its environment."""
+        return self.busy or self.acting
+
+    @property
+    def open(self) -> bool:
+        """Whether a row has begun and is in no call."""
+        return bool(self.paused) or self.acting
 
     def go_on(self, parts: Sequence[Paused]) -> None:
         """Continue the rows of some groups, and give those a home that have none."""
@@ -157,18 +157,24 @@ class SlicedGeneration:
         for group, held in lost.items():
             held += [answers for _, answers in group.answers]
             held += [] if group.batch is None else [group.batch]
+            held += [] if self.episodes is None else self.episodes.held(group)
             if held and _readable(held):
                 group.home = None
                 self.moved += group.batch is None
         again = [group for group in lost if group.home is not None]
-        self._pop([group.number for group in again])
-        self.queue.restart(again)
+        self._restart(again)
         if known := [group.number for group in again if lost[group]]:  # of a call that has ended
             self.note("restart", known, self.queue.ended)
         if self._homeless() and all(call.is_lost for call in self._calls.values()):
             self.forget_caches()
             self.note("forget", [], self.queue.ended)
             self.go_on(self._pop([part.group.number for part in self._homeless()]))
+
+    def _restart(self, groups: Sequence[PromptGroup]) -> None:
+        self._pop([group.number for group in groups])
+        if self.episodes is not None:
+            self.episodes.forget(groups)
+        self.queue.restart(groups)
 
     def _homeless(self) -> list[Paused]:
         return [part for part in self.paused if part.group.home is None]
@@ -181,15 +187,23 @@ class SlicedGeneration:
         self.reclaim()
         if self._homeless():
             return
+        if joins:
+            self._begin_episodes()
         at_work = {call.replica for call in self._calls.values()}
         idle = [replica for replica in self.replicas.working if replica not in at_work]
         begun = {
             replica: self._pop([p.group.number for p in self.paused if p.group.home is replica])
             for replica in idle
         }
+        if self.episodes is not None:  # more episodes than rows may be on their way
+            for replica, parts in begun.items():
+                sums = np.cumsum([len(part.rows) for part in parts])
+                count = max(1, int((sums <= self.rows).sum()))
+                self.paused += parts[count:]
+                begun[replica] = parts[:count]
         rows = {replica: sum(len(part.rows) for part in begun[replica]) for replica in idle}
         new = {replica: list[PromptGroup]() for replica in idle}
-        while joins and idle and self.queue.can_start:
+        while joins and idle and self.queue.can_start and self.episodes is None:
             # One after the other, so that replicas which are idle together share the groups.
             replica = min(idle, key=lambda replica: rows[replica])
             count = len(self.queue.waiting[0].prompts)
@@ -200,6 +214,16 @@ class SlicedGeneration:
         for replica in idle:
             if rows[replica]:
                 self._call(replica, begun[replica], new[replica])
+
+    def _begin_episodes(self) -> None:
+        """Begin the episodes of groups that wait."""
+        episodes = self.episodes
+        while episodes is not None and self.queue.can_start:
+            if not episodes.has_room(len(self.queue.waiting[0].prompts)):
+                return
+            group = self.queue.start(self.queue.waiting[0])
+            group.home = min(self.replicas.working, key=episodes.rows_of)
+            episodes.begin(group)
 
     def _call(self, replica: Replica, begun: list[Paused], new: Sequence[PromptGroup]) -> None:
         """Start a call of rows that go on, and of groups that begin."""
@@ -245,8 +269,7 @@ class SlicedGeneration:
 
     def forget(self, numbers: Sequence[int]) -> None:
         """Let groups begin again that have in another run."""
-        self._pop(numbers)
-        self.queue.restart([self.queue.groups[number] for number in numbers])
+        self._restart([self.queue.groups[number] for number in numbers])
 
     def forget_caches(self) -> None:
         """Free the caches of paused rows. The next call computes their tokens again."""
@@ -268,13 +291,30 @@ class SlicedGeneration:
         return DataProto.from_dict({**tensors, fields.ROLLOUT_LOG_PROBS: none.float()})
 
     def wait(self) -> DataProtoFuture | None:
-        """Wait for the end of a call, and return its future; None: none is in flight."""
-        return next(as_completed(list(self._calls)), None)
+        """Wait for the end of a call, and return its future; None: none is in flight, or an
+        environment has answered before, or none has for a moment."""
+        if self.episodes is None or not self.acting:
+            return next(as_completed(list(self._calls)), None)
+        while self._calls:
+            with suppress(CallTimeoutError):
+                return next(as_completed(list(self._calls), _LOOK_S))
+            if self.episodes.wait(0.0):
+                return None
+        self.episodes.wait(_WAIT_S)
+        return None
 
-    def keep(self, ended: DataProtoFuture) -> list[PromptGroup]:
-        """Keep the results of a call that has ended. Return the groups that it has completed."""
+    def keep(self, ended: DataProtoFuture | None) -> list[PromptGroup]:
+        """Keep the results of a call that has ended, and the answers of environments. Return the
+        groups that are complete now."""
         self.reclaim()
-        call = self._calls[ended]
+        complete = [] if ended is None else self._kept(self._calls[ended], ended)
+        if self.episodes is not None:
+            self.paused += self.episodes.collect()
+            complete += self.episodes.complete()
+        self.reclaim()
+        return complete
+
+    def _kept(self, call: _Call, ended: DataProtoFuture) -> list[PromptGroup]:
         try:
             answers = None if call.is_lost else unpad_dataproto(ended.get(), call.padding)
         except QuadrigaError as error:
@@ -287,9 +327,7 @@ class SlicedGeneration:
         about = {"replica": call.replica.number, "synced": call.synced}
         seconds = time.perf_counter() - call.began
         self.note("call", rows, call.ended, seconds=seconds, **about)
-        complete = list(self._divided(call, answers))
-        self.reclaim()
-        return complete
+        return list(self._divided(call, answers))
 
     def _divided(self, call: _Call, answers: DataProto) -> Iterator[PromptGroup]:
         """Divide the rows of a call: some have ended, the others go on."""
@@ -302,8 +340,11 @@ class SlicedGeneration:
         for group, rows in call.members:
             own = np.arange(len(rows)) + first
             paused = paused_B[own]
+            if self.episodes is not None:
+                paused &= ~self.episodes.turn_ended(tokens.select_idxs(own))
             if not paused.all():
-                group.end(rows[~paused], results.select_idxs(own[~paused]))
+                ends = group.end if self.episodes is None else partial(self.episodes.act, group)
+                ends(rows[~paused], results.select_idxs(own[~paused]))
             if paused.any():
                 self.paused.append(Paused(group, rows[paused], tokens, own[paused]))
             if group.batch is not None:

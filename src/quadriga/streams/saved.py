@@ -1,8 +1,9 @@
 """The prompt groups on their way in a folder of a checkpoint, with their responses so far.
 
-    prompts.batch        the rows of all groups       ended.batch   responses that have ended
-    images.safetensors   the images of each group     begun.batch   responses that are paused
-                                                      ready.batch   groups that have their scores
+    prompts.batch        the rows of all groups       ended.batch    responses that have ended
+    images.safetensors   the images of each group     begun.batch    responses that are paused
+                                                      acting.batch   those that an environment has
+                                                      ready.batch    groups that have their scores
 
 `meta_info` of a file has what the caller says of the run, and "rows": the number of a group, the
 steps that had ended at its start, the numbers of its rows, and the number of their replica.
@@ -20,11 +21,12 @@ from safetensors.torch import load_file
 from quadriga.checkpoint.files import SavedFile, digest_file, write_tensors
 from quadriga.protocol import DataProto, fields
 from quadriga.protocol.values import object_array
-from quadriga.streams.generation import Paused, SlicedGeneration
+from quadriga.streams.episodes import Paused
+from quadriga.streams.generation import SlicedGeneration
 from quadriga.streams.queue import PromptGroup, PromptQueue
 
-_NAMES = _PROMPTS, _READY, _ENDED, _BEGUN = (
-    "prompts.batch", "ready.batch", "ended.batch", "begun.batch",
+_NAMES = _PROMPTS, _READY, _ENDED, _BEGUN, _ACTING = (
+    "prompts.batch", "ready.batch", "ended.batch", "begun.batch", "acting.batch",
 )  # fmt: skip
 _IMAGES, _PIXELS = "images.safetensors", fields.MULTI_MODAL_INPUTS
 
@@ -40,7 +42,9 @@ def save_groups(
 ) -> list[SavedFile]:
     """Write the groups of a queue whose generation is paused. `about`: the counts of the run, among
     them "drawn", the batches of prompts that it has drawn."""
-    groups, ready = list(queue.groups.values()), queue.complete
+    groups, ready, episodes = list(queue.groups.values()), queue.complete, generation.episodes
+    if episodes is not None:
+        generation.paused += episodes.settle()
     parts: dict[str, Sequence[tuple[PromptGroup, Iterable[int], DataProto]]] = {
         _PROMPTS: [(g, range(len(g.prompts)), without_images(g.prompts)) for g in groups],
         _READY: [
@@ -48,6 +52,7 @@ def save_groups(
         ],
         _ENDED: [(g, *answer) for g in groups if g not in ready for answer in g.answers],
         _BEGUN: [(part.group, part.rows, part.tokens) for part in generation.paused],
+        _ACTING: [] if episodes is None else episodes.waiting(),
     }
     files = []
     for name, own in parts.items():
@@ -99,6 +104,9 @@ def load_groups(folder: Path, queue: PromptQueue, generation: SlicedGeneration) 
             else:  # the same replica goes on with them, if there is one of this number
                 working = generation.replicas.working
                 group.home = next((one for one in working if one.number == home), None)
+                if name == _ACTING and generation.episodes is not None:
+                    generation.episodes.act(group, np.array(rows), own)
+                    continue
                 paused.append(Paused(group, np.array(rows), own, np.arange(len(own))))
     generation.go_on(paused)
     return about

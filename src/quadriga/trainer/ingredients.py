@@ -69,10 +69,17 @@ def load_ingredients(config: TrainConfig, reward: BatchReward | None = None) -> 
     # Dynamic sampling and a stream of prompt groups concatenate the batches of several draws.
     draws_again = config.algorithm.filter_groups.enable
     train.same_width = draws_again or config.trainer.max_staleness > 0
+    train.keeps_columns = agent = config.agent.path is not None  # environments read all columns
+    if agent:  # `reset` may add to a prompt
+        train.same_width = True
+        train.longest += config.agent.reset_tokens
     datasets, val_loader, sampler = [train], None, None
     if data.val_files:
         val = load_prompts(data.val_files, data, tokenizer, images)
         datasets.append(val)
+        if agent:
+            val.keeps_columns = val.same_width = True
+            val.longest += config.agent.reset_tokens
         val_loader = ordered_loader(val, data.val_batch_size)
     if data.sampler.path is not None:
         sampler = user_sampler(data.sampler.path, data.sampler, train, seed)

@@ -41,6 +41,7 @@ from quadriga.trainer import stages
 from quadriga.trainer.checkpoints import Checkpointing
 from quadriga.trainer.checks.settings import refuse, run_length_problems
 from quadriga.trainer.dataflow import StepPlan, balance_of
+from quadriga.trainer.episodes import EpisodeGenerator, EpisodeReward, make_episodes
 from quadriga.trainer.ingredients import Ingredients, check_ingredients, load_ingredients
 from quadriga.trainer.preflight import check_sizes, check_train_config, profile_problems
 from quadriga.trainer.record import RunRecord
@@ -57,6 +58,7 @@ from quadriga.trainer.stages import (
 from quadriga.trainer.streaming import Pause, StreamedSampler
 from quadriga.trainer.validation import Validator
 from quadriga.trainer.worker_groups import PPOGroups, gather, open_backend, start_groups
+from quadriga.workers.roles import GeneratingGroup
 from quadriga.workers.updates import MISMATCH
 
 if TYPE_CHECKING:
@@ -110,6 +112,8 @@ class RayPPOTrainer:
             check_ingredients(config, ingredients)
         components = config.algorithm.reward_components
         reward = None if reward_fn is None else batch_reward(reward_fn, components)
+        if config.agent.path is not None:
+            reward = EpisodeReward(config.agent)
         self.ingredients = ingredients or load_ingredients(config, reward)
         self.role_worker_mapping = mapping
         self.resource_pool_manager = resource_pool_manager
@@ -123,6 +127,7 @@ class RayPPOTrainer:
         self.kl_controller = make_kl_controller(
             kl.type, kl_coef=kl.kl_coef, horizon=kl.horizon, target_kl=kl.target_kl
         )
+        self.episodes = make_episodes(config, self.ingredients.tokenizer)
         self.mismatch_watch = MismatchWatch(config)
         # One iterator for the whole run. Refilling draws from it too, so that no prompt is used
         # twice in an epoch, and the state of the loader counts every batch that was drawn.
@@ -321,7 +326,7 @@ class RayPPOTrainer:
         return Validator(
             self.config.trainer.seed,
             loader,
-            groups.generator,
+            self._generator(groups),
             self.val_reward_fn,
             record,
             n=self.config.actor_rollout_ref.rollout.val_n,
@@ -336,18 +341,26 @@ class RayPPOTrainer:
         given = self.training_reward(), self.stream, runner
         trainer = self.config.trainer
         if not trainer.max_staleness:
-            return Sampler(self.config, groups.generator, *given)
+            return Sampler(self.config, self._generator(groups), *given)
         apart = has_replicas(self.placed)
         if self._streamed is not None:
             self._streamed.close()  # that of a `fit` that has failed
         self._streamed = StreamedSampler(
             self.config, groups.replicas, *given, self.total_steps,
             apart, beside=apart and not (trainer.backend == "local" or trainer.replay_order),
+            episodes=make_episodes(self.config, self.ingredients.tokenizer),
         )  # fmt: skip
         if resumed is not None:
             folder = None if resumed.data_changed else resumed.folder
             self._streamed.load(folder, resumed.state.step)
         return self._streamed
+
+    def _generator(self, groups: PPOGroups) -> GeneratingGroup | EpisodeGenerator:
+        """Return what generates whole batches: the rollout, or what plays episodes with it."""
+        if self.episodes is None:
+            return groups.generator
+        apart = has_replicas(self.placed)
+        return EpisodeGenerator(self.config, groups.replicas, self.episodes, apart)
 
     def training_reward(self) -> BatchReward:
         """Return the reward of a training step: the rules, with the reward model if enabled."""
@@ -422,6 +435,8 @@ class RayPPOTrainer:
         from quadriga.rewards import RewardManager
 
         with closing(self.ingredients), ExitStack() as stack:
+            if self.episodes is not None:
+                stack.callback(self.episodes.close)
             if self._session is not None:
                 stack.callback(self._session.shutdown)
             if self._streamed is not None:

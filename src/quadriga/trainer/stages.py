@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, Protocol
 
 import numpy as np
@@ -63,6 +64,7 @@ from quadriga.protocol import (
 from quadriga.protocol.contents import shape_and_dtype
 from quadriga.rewards.functions import FAILURES
 from quadriga.trainer.dataflow import ESTIMATOR_FIELDS, PASSES
+from quadriga.trainer.episodes import EpisodeGenerator
 from quadriga.trainer.record import Metrics, RunRecord, StageResult, named_mismatch
 from quadriga.trainer.roles.registry import PlacedStage
 from quadriga.workers.method_fields import COMPUTE_RM_SCORE, GENERATE_SEQUENCES
@@ -175,11 +177,16 @@ def generation_inputs(rows: DataProto, mode: SamplingMode = "train") -> DataProt
     return inputs
 
 
-def generate(rows: DataProto, rollout: GeneratingGroup, mode: SamplingMode) -> StageResult:
+def generate(
+    rows: DataProto, rollout: GeneratingGroup | EpisodeGenerator, mode: SamplingMode
+) -> StageResult:
     """Generate one response per row, for any number of rows.
 
-    The prompts' tensors are replaced by those of the sequences; other fields stay.
+    The prompts' tensors are replaced by those of the sequences; other fields stay. With an
+    environment, a response is a whole episode.
     """
+    if isinstance(rollout, EpisodeGenerator):
+        return StageResult(rollout.play(rows, partial(generation_inputs, mode=mode)), {})
     # The rollout's ranks take equal parts, so rows are added up to a multiple of their number and
     # the responses to them are dropped.
     inputs, extra = pad_dataproto_to_divisor(generation_inputs(rows, mode), rollout.world_size)
@@ -642,7 +649,7 @@ class Sampler:
     """
 
     config: TrainConfig
-    rollout: GeneratingGroup
+    rollout: GeneratingGroup | EpisodeGenerator
     reward: BatchReward
     stream: Iterator[DataProto]
     runner: StageRunner = field(default_factory=StageRunner)

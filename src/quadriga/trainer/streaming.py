@@ -33,6 +33,7 @@ from quadriga.errors import ConfigError, FieldError
 from quadriga.observability.jsonl import JsonlFile, keep_rows
 from quadriga.observability.run_folder import STREAM
 from quadriga.protocol import DataProto
+from quadriga.streams.episodes import Episodes
 from quadriga.streams.generation import SlicedGeneration
 from quadriga.streams.queue import PromptGroup, PromptQueue
 from quadriga.streams.replicas import Applying, Replicas
@@ -63,6 +64,7 @@ class StreamedSampler:
         total_steps: of the run; its last steps begin no more prompts.
         apart: the replicas have ranks of their own, and one may be lost.
         beside: they generate in a thread, while the actor is trained.
+        episodes: of the environment; None: responses are one turn.
     """
 
     config: TrainConfig
@@ -73,6 +75,7 @@ class StreamedSampler:
     total_steps: int
     apart: bool
     beside: bool
+    episodes: Episodes | None = None
     queue: PromptQueue = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,6 +95,7 @@ class StreamedSampler:
             rows=min(rollout.micro_batch_size, share) if self.apart else share,
             # A run that is repeated has kept the rows of all its replicas.
             kept_rows=share if self.config.trainer.replay_order else rollout.micro_batch_size,
+            episodes=self.episodes,
             loses=self.apart,
             note=self._note,
         )
@@ -195,11 +199,11 @@ class StreamedSampler:
         while (taken := self.queue.take()) is None:
             self._fill()
             self.generation.submit()
-            assert self.generation.busy, "a group that must be trained is on its way"
+            assert self.generation.at_work, "a group that must be trained is on its way"
             self._end_call()
         # Now: after the update, an engine that shares the weights of the actor cannot generate.
         drains = self.config.actor_rollout_ref.rollout.update == "drain"
-        while self.generation.busy or (drains and self.generation.paused):
+        while self.generation.busy or (drains and self.generation.open):
             if drains:
                 self.generation.submit(joins=False)
             self._end_call()
@@ -208,8 +212,7 @@ class StreamedSampler:
         return taken
 
     def _end_call(self) -> None:
-        if (ended := self.generation.wait()) is not None:
-            self._score(_batches(self.generation.keep(ended)))
+        self._score(_batches(self.generation.keep(self.generation.wait())))
 
     def _score(self, complete: Mapping[PromptGroup, DataProto]) -> None:
         """Score complete groups in one call of the reward function."""
@@ -273,12 +276,12 @@ class StreamedSampler:
 
         while not self._closed:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self.generation.busy or calls())
+                self._changed.wait_for(lambda: self._closed or self.generation.at_work or calls())
                 if calls() and not self._closed:
                     self.generation.submit(joins=not self._pauses)
             ended = self.generation.wait()
             with self._changed:
-                if ended is not None and not self._closed:
+                if not self._closed:
                     self._scoring |= _batches(self.generation.keep(ended))
                 self._changed.notify_all()
 
@@ -307,7 +310,7 @@ class StreamedSampler:
             return
 
         def at_work() -> bool:
-            paused = self._drains and bool(self.generation.paused)
+            paused = self._drains and self.generation.open
             generates = self.generation.busy or paused
             return generates or (why == "validate" and bool(self._scoring))
 
@@ -382,6 +385,8 @@ class StreamedSampler:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        if self.episodes is not None:
+            self.episodes.close()
         if self._calls is not None:
             self._calls.close()
 

@@ -16,6 +16,7 @@ from quadriga.errors import DataError
 from quadriga.protocol import DataProto, fields
 from quadriga.rewards.manager import RewardManager
 from quadriga.trainer import stages
+from quadriga.trainer.episodes import EpisodeGenerator
 from quadriga.trainer.record import Metrics
 from quadriga.trainer.stages import BatchReward, StageRunner
 
@@ -47,7 +48,7 @@ class Validator:
 
     seed: int
     loader: PromptLoader | None
-    rollout: GeneratingGroup
+    rollout: GeneratingGroup | EpisodeGenerator
     reward: BatchReward
     record: RunRecord
     _: KW_ONLY

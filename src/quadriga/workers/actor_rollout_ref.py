@@ -27,6 +27,7 @@ from quadriga.workers.method_fields import (
     COMPUTE_REF_LOG_PROB,
     COMPUTE_SFT_LOG_PROB,
     MODEL_INPUTS,
+    OBSERVED,
     UPDATE_ACTOR,
     UPDATE_SFT,
 )
@@ -431,14 +432,16 @@ def generate_batch(
     if at_most is None:
         request = prompt_ids, prompt_mask, sampling, prompts.batch[fields.SAMPLE_SEED]
         out = engine.generate(*request, images)
+        known = out.response_mask
     else:
         out, versions = _continued(engine, prompts, sampling, images, at_most, keep)
+        known = known_tokens(out.response_mask, versions)
         paused = [reason == "paused" for reason in out.finish_reason]
         more[fields.TOKEN_VERSIONS] = versions
         more[fields.PAUSED] = torch.tensor(paused, dtype=torch.int64)
-    attention_mask = torch.cat([prompt_mask, out.response_mask], dim=1)
+    attention_mask = torch.cat([prompt_mask, known], dim=1)
     if images is not None:
-        more[fields.POSITION_IDS] = images.followed_by(out.response_mask)
+        more[fields.POSITION_IDS] = images.followed_by(known)
     finished = [reason == "stop" for reason in out.finish_reason]
     return DataProto.from_dict(
         tensors={
@@ -479,7 +482,7 @@ def _continued(
     from quadriga.rollout.base import Continued, RolloutOutput
 
     begun, limit = _begun_responses(prompts, sampling), sampling.max_new_tokens
-    mask = begun[fields.RESPONSE_MASK]
+    mask = known_tokens(begun[fields.RESPONSE_MASK], begun[fields.TOKEN_VERSIONS])
     sampled = mask.sum(-1)
     ids = torch.cat([prompts.batch[fields.INPUT_IDS], begun[fields.RESPONSES]], dim=1)
     whole_mask = torch.cat([prompts.batch[fields.ATTENTION_MASK], mask], dim=1)
@@ -524,8 +527,16 @@ def _begun_responses(prompts: DataProto, sampling: SamplingParams) -> dict[str, 
                 f"[B, R] = {list(shape)}; {name!r} {form}, and must be {tensor.dtype}",
                 field=name,
             )
-    known = found.get(fields.RESPONSE_MASK, none).bool()
+    known = none.bool()
+    if found:
+        known = known_tokens(found[fields.RESPONSE_MASK], found[fields.TOKEN_VERSIONS]).bool()
     return {name: torch.where(known, found.get(name, t), t) for name, t in blank.items()}
+
+
+def known_tokens(response_mask: Tensor, token_versions: Tensor) -> Tensor:
+    """Return [B, R] int64, 1 at the tokens of responses: those of the policy, and those that an
+    environment has answered."""
+    return response_mask | (token_versions == OBSERVED).long()
 
 
 def sampling_params(

@@ -34,6 +34,9 @@ BEGUN_RESPONSES = (
     fields.RESPONSES, fields.RESPONSE_MASK, fields.ROLLOUT_LOG_PROBS, fields.TOKEN_VERSIONS,
 )  # fmt: skip
 """The responses of an earlier call so far."""
+OBSERVED = -2
+"""In place of the version of a token that no weights have sampled: an environment has answered it.
+Its mask is 0."""
 
 CONTINUE_SEQUENCES = replace(
     GENERATE_SEQUENCES,

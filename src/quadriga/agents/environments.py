@@ -1,0 +1,185 @@
+"""What an environment is: a class in a Python file of the user, with one object for each episode.
+
+    class Environment:
+        def reset(self, row):                # the columns of the data row, by their names
+            self.number = row["number"]
+
+        def step(self, action):              # what the policy has written in its turn
+            if str(self.number) in action.text:
+                return Done(reward=1.0)
+            return Observation("Wrong. Guess again.")
+
+An episode begins with the prompt of its data row. The policy writes a turn; `step` returns what it
+sees before its next turn, or that the episode has ended. Both methods may be coroutines. They run
+in processes of their own, where a method that is no coroutine has a thread.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from quadriga.containment import code_runs, import_file
+from quadriga.errors import ConfigError, InputError
+
+Message = dict[str, Any]
+"""A message of a chat: `role` and `content`, of a tool also its `name`."""
+MAX_CHARACTERS = 1 << 20
+"""Of the messages of an observation."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """A turn of the policy.
+
+    Attributes:
+        text: with special tokens, without the token that ends the turn.
+        turn: its number, from 1.
+    """
+
+    text: str
+    turn: int
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the policy sees before its next turn.
+
+    Attributes:
+        messages: of a chat; a text is one message of the user.
+        reward: of the turn before.
+        metrics: numbers to log; the mean over episodes of their sums is shown.
+    """
+
+    messages: str | Sequence[Message]
+    reward: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Done:
+    """The episode has ended, with the reward of its last turn."""
+
+    reward: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """One episode. Methods may be coroutines."""
+
+    def reset(self, row: Mapping[str, object]) -> Observation | None:
+        """Begin the episode of a data row. What it returns is added to the prompt."""
+        ...
+
+    def step(self, action: Action) -> Observation | Done:
+        """Answer a turn."""
+        ...
+
+
+@dataclass(frozen=True)
+class EnvironmentRef:
+    """A class in a file of the user, which any process can load.
+
+    `content` is what the file had when the run loaded it.
+    """
+
+    path: str
+    name: str
+    options: Mapping[str, object] = field(default_factory=dict)
+    content: bytes | None = field(default=None, repr=False)
+
+    def loaded(self) -> EnvironmentRef:
+        """Load the class once, so that its errors appear before a run starts. Raises as `load`."""
+        if not code_runs():
+            return self
+        ref = replace(self, content=Path(self.path).read_bytes())
+        ref.load()
+        return ref
+
+    def load(self) -> type[Environment]:
+        """Return the class.
+
+        Raises:
+            DataError: there is no such file.
+            InputError: it cannot be imported.
+            ConfigError: it has no such class, or the class lacks a method or does not take the
+                options.
+        """
+        module = import_file(Path(self.path), "environment file", content=self.content)
+        found = getattr(module, self.name, None)
+        where = f"agent.name={self.name} of agent.path={self.path}"
+        if not inspect.isclass(found):
+            own = [n for n, v in vars(module).items() if inspect.isclass(v) and hasattr(v, "step")]
+            what = "is no class" if found is not None else "does not exist"
+            raise ConfigError(
+                f"{where} {what}; classes with a method step: {', '.join(own) or 'none'}",
+                key="agent.name",
+            )
+        for method, given in {"reset": "row", "step": "action"}.items():
+            function = getattr(found, method, None)
+            if not callable(function):
+                raise ConfigError(
+                    f"{where} has no method {method}(self, {given})", key="agent.path"
+                )
+            try:
+                inspect.signature(function).bind(None, None)
+            except TypeError as error:
+                text = f"{where}: {method} must take (self, {given}): {error}"
+                raise ConfigError(text, key="agent.path") from error
+        try:
+            inspect.signature(found).bind(**self.options)
+        except TypeError as error:
+            text = f"{where} does not take agent.options={dict(self.options)}: {error}"
+            raise ConfigError(text, key="agent.options") from error
+        return cast("type[Environment]", found)
+
+
+def checked(returned: object, ends: bool) -> Observation | Done | None:
+    """Return what a method has returned, in one form: a text is an `Observation`.
+
+    Args:
+        ends: it is of `step`, which may return `Done` and must not return None.
+
+    Raises:
+        InputError: it is of another type, has a reward that is no finite number, or messages that
+            cannot be used.
+    """
+    if returned is None and not ends:
+        return None
+    found = Observation(returned) if isinstance(returned, str) else returned
+    if not isinstance(found, Observation | Done) or (isinstance(found, Done) and not ends):
+        wanted = (
+            "step must return an Observation or Done"
+            if ends
+            else ("reset must return an Observation or None")
+        )
+        raise InputError(f"{wanted}, got {type(returned).__name__}: {returned!r:.80}")
+    numbers = {"reward": found.reward, **found.metrics}
+    for name, value in numbers.items():
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
+            raise InputError(f"{name} must be a finite number, got {value!r:.80}")
+    if isinstance(found, Done):
+        return found
+    messages = found.messages
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    texts = [m.get("content") if isinstance(m, dict) else None for m in messages]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise InputError(
+            "an observation must be a text, or messages with a text as content each, got "
+            f"{found.messages!r:.80}"
+        )
+    if any(m.get("role") in (None, "assistant") for m in messages):
+        raise InputError("a message of an observation needs a role, and not that of the assistant")
+    size = sum(len(str(text)) for text in texts)
+    if size > MAX_CHARACTERS:
+        raise InputError(f"an observation has {size} characters, at most {MAX_CHARACTERS} may be")
+    return replace(found, messages=messages)

@@ -1,0 +1,147 @@
+"""The program of a process that hosts episodes (`EpisodePool`).
+
+Each call of an environment is a task of one event loop. Methods that are no coroutines run in
+threads, so an environment that sleeps or hangs holds its own episode alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+from quadriga.agents.environments import (
+    Action,
+    Done,
+    Environment,
+    EnvironmentRef,
+    Message,
+    Observation,
+    checked,
+)
+from quadriga.agents.pool import Answer, End, Play, digest
+from quadriga.containment import describe
+from quadriga.errors import InputError
+from quadriga.rewards.pool import Report
+from quadriga.rewards.pool_worker import run_program
+
+_THREADS = 1024  # calls of methods that are no coroutines, at once
+
+
+class Host:
+    """The environments of this process by the numbers of their episodes."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._found: dict[int, Environment] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._ended = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Answer the messages of the pool until it closes its end."""
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(_THREADS))
+        loop.add_reader(self._connection.fileno(), self._receive)
+        await self._ended.wait()
+
+    def _receive(self) -> None:
+        try:
+            message = self._connection.recv()
+        except (EOFError, OSError):
+            self._ended.set()
+            return
+        if isinstance(message, End):
+            self._found.pop(message.episode, None)
+            if (task := self._tasks.pop(message.episode, None)) is not None:
+                task.cancel()
+        else:
+            self._tasks[message.episode] = asyncio.create_task(self._play(message))
+
+    async def _play(self, play: Play) -> None:
+        """Call the environment, and send its answer."""
+        try:
+            async with asyncio.timeout(play.timeout_s) as limit:
+                answer = await self._answered(play)
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            raise
+        except BaseException as error:  # code of the user may raise anything
+            answer = Answer(play.episode, "raised", detail=describe(error))
+            if limit.expired():
+                late = f"exceeded its deadline of {play.timeout_s:g} s"
+                answer = Answer(play.episode, "timed_out", detail=late)
+        self._connection.send_bytes(json.dumps(asdict(answer)).encode())
+
+    async def _answered(self, play: Play) -> Answer:
+        """Begin the episode, if this process does not have it, play its turns, and return the
+        answer to the last one."""
+        environment = self._found.get(play.episode)
+        turns, rewards, metrics = play.turns[-1:], list[float](), defaultdict[str, float](float)
+        found: Observation | Done | None = None
+        if environment is None:
+            turns, ref = play.turns, play.environment
+            environment = self._found[play.episode] = _load(ref)(**ref.options)
+            found = checked(await _call(environment.reset, dict(play.row)), ends=False)
+            _compare(found, play, 0)
+        for turn, text in enumerate(turns, len(play.turns) - len(turns) + 1):
+            found = checked(await _call(environment.step, Action(text, turn)), ends=True)
+            _compare(found, play, turn)
+            assert found is not None
+            rewards.append(found.reward)
+            for name, value in found.metrics.items():
+                metrics[name] += value
+        if isinstance(found, Done):
+            return Answer(play.episode, "done", [], rewards, dict(metrics))
+        return Answer(play.episode, "observed", _messages(found), rewards, dict(metrics))
+
+
+def _messages(found: Observation | Done | None) -> list[Message]:
+    if not isinstance(found, Observation) or isinstance(found.messages, str):
+        return []
+    return [dict(message) for message in found.messages]
+
+
+def _compare(found: Observation | Done | None, play: Play, turn: int) -> None:
+    """Raise `InputError` if a turn that is played again has another answer than before."""
+    ended = isinstance(found, Done) and turn < len(play.turns)
+    known = play.seen[turn] if turn < len(play.seen) else None
+    if ended or (known is not None and known != digest(_messages(found))):
+        raise InputError(
+            f"the episode was begun again, and turn {turn} has another answer than before; draw "
+            "random numbers of an environment with a seed of its row"
+        )
+
+
+async def _call(method: Callable[[Any], object], argument: object) -> object:
+    if inspect.iscoroutinefunction(method):
+        return await method(argument)
+    found = await asyncio.to_thread(method, argument)
+    return await found if inspect.isawaitable(found) else found
+
+
+@functools.cache
+def _loaded(path: str, name: str, content: bytes | None) -> type[Environment]:
+    return EnvironmentRef(path, name, content=content).load()
+
+
+def _load(ref: EnvironmentRef) -> type[Environment]:
+    return _loaded(ref.path, ref.name, ref.content)
+
+
+def serve(connection: Connection) -> NoReturn:
+    """Host episodes until the pool closes its end."""
+    os.register_at_fork(after_in_child=connection.close)
+    connection.send_bytes(Report(-1, os.getpid()).encode())
+    asyncio.run(Host(connection).serve())
+    os._exit(0)  # threads that hang do not hold the process
+
+
+if __name__ == "__main__":
+    run_program(serve)

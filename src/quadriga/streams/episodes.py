@@ -1,0 +1,344 @@
+"""The rows of prompt groups that wait for their environments.
+
+    row of a call, its turn has ended ──► text ──► environment ──► observation ──► tokens behind the
+                                                       │           turn, mask 0 ──► next call
+                                                       └──► done ──► the row has ended
+
+    prompt   turn 1     observation   turn 2     tokens of a row
+             1 1 1 1    0 0 0 0       1 1 1      response_mask
+             5 5 5 5   -2-2-2-2       6 6 6      token_versions: weights were updated between
+             0 0 0 .2   0 0 0 0       0 0 1      turn_rewards
+
+Sampled tokens are never tokenised again: the tokens of an observation are appended to them. An
+environment has no state of its own in a checkpoint: it is begun again, and the turns in the tokens
+of its row are played again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quadriga.agents.environments import Message
+from quadriga.agents.pool import FAILURES, Answer, EpisodePool
+from quadriga.errors import InputError, QuadrigaError
+from quadriga.protocol import DataProto, fields
+from quadriga.protocol.values import object_array
+from quadriga.streams.queue import PromptGroup
+from quadriga.workers.actor_rollout_ref import known_tokens
+from quadriga.workers.method_fields import BEGUN_RESPONSES, OBSERVED
+
+Rows = npt.NDArray[np.int64]
+
+
+class TurnTokens(Protocol):
+    """How messages become tokens, and turns become texts."""
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of a prompt."""
+        ...
+
+    def following_ids(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """Return the tokens between a turn of the policy and its next turn."""
+        ...
+
+    def text(self, sampled_ids: Sequence[int]) -> str:
+        """Return the text of a turn, without the token that ends it."""
+        ...
+
+
+class Paused(NamedTuple):
+    """Rows of a group between two calls. The group has no `home` while they wait for another one.
+
+    Attributes:
+        answers: what the rows have so far (`BEGUN_RESPONSES`), among the rows of their last call.
+        places: of the rows in `answers`.
+    """
+
+    group: PromptGroup
+    rows: Rows
+    answers: DataProto
+    places: Rows
+
+    @property
+    def tokens(self) -> DataProto:
+        """What the rows have so far."""
+        return self.answers.select_idxs(self.places)
+
+
+@dataclass(eq=False)
+class _Episode:
+    """A row.
+
+    Attributes:
+        results: the fields of the row after its last call; None: `reset` has not answered.
+        waits: for its environment.
+        failure: why the environment answers no more.
+    """
+
+    group: PromptGroup
+    row: int
+    results: DataProto | None = None
+    waits: bool = True
+    rewards: list[float] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    failure: Answer | None = None
+
+
+@dataclass(eq=False)
+class Episodes:
+    """The episodes on their way, one for each row.
+
+    Args:
+        turns: of the model that generates.
+        response_tokens: R, the columns of a response: turns and observations.
+        max_turns: after so many turns, an episode ends.
+        max_turn_tokens: a turn with so many tokens has ended; None: only R bounds it.
+        concurrency: the most rows at once.
+    """
+
+    pool: EpisodePool
+    turns: TurnTokens
+    response_tokens: int
+    max_turns: int
+    max_turn_tokens: int | None
+    concurrency: int
+    _rows: dict[int, _Episode] = field(default_factory=dict, init=False)
+    _numbers: dict[tuple[PromptGroup, int], int] = field(default_factory=dict, init=False)
+    _begun: int = field(default=0, init=False)
+    _complete: list[PromptGroup] = field(default_factory=list, init=False)
+
+    @property
+    def acting(self) -> bool:
+        """Whether a row waits for its environment."""
+        return any(episode.waits for episode in self._rows.values())
+
+    def has_room(self, rows: int) -> bool:
+        """Whether so many rows may begin."""
+        return not self._rows or len(self._rows) + rows <= self.concurrency
+
+    def rows_of(self, home: object) -> int:
+        """Return how many rows a replica has."""
+        return sum(episode.group.home is home for episode in self._rows.values())
+
+    def begin(self, group: PromptGroup) -> None:
+        """Begin the episodes of a group."""
+        for row in range(len(group.prompts)):
+            number, _ = self._open(group, row)
+            self.pool.play(number, _columns(group, row), [])
+
+    def act(self, group: PromptGroup, rows: Rows, results: DataProto) -> None:
+        """Give the turns that rows have written to their environments. `results`: the fields of
+        these rows after their call."""
+        for place, row in enumerate(rows.tolist()):
+            number, episode = self._open(group, row)
+            episode.results, episode.waits = results.select_idxs([place]), True
+            if not self._ends_alone(episode):
+                texts = [self.turns.text(ids) for ids in _turns(episode.results)]
+                self.pool.play(number, _columns(group, row), texts)
+
+    def turn_ended(self, tokens: DataProto) -> npt.NDArray[np.bool_]:
+        """Return which rows have a turn that is as long as it may be, [B] bool."""
+        if self.max_turn_tokens is None:
+            return np.zeros(len(tokens), dtype=np.bool_)
+        lengths = np.array([len(_turns(tokens, i)[-1]) for i in range(len(tokens))])
+        found: npt.NDArray[np.bool_] = lengths >= self.max_turn_tokens
+        return found
+
+    def wait(self, timeout: float) -> bool:
+        """Wait for an answer, at most `timeout` seconds; return whether `collect` finds one."""
+        return any(self._ends_alone(e) for e in self._rows.values()) or self.pool.wait(timeout)
+
+    def collect(self) -> Iterator[Paused]:
+        """Take the answers that have come: yield the rows that go on, and end the others."""
+        for answer in self.pool.answers():
+            if (episode := self._rows.get(answer.episode)) is not None:
+                yield from self._answered(answer, episode)
+        for episode in [e for e in self._rows.values() if self._ends_alone(e)]:
+            self._end(episode, "length" if episode.failure is None else episode.failure.status)
+
+    def complete(self) -> list[PromptGroup]:
+        """Return the groups whose last row has ended since the last call."""
+        found, self._complete = self._complete, []
+        return [group for group in found if group.batch is not None]
+
+    def held(self, group: PromptGroup) -> list[DataProto]:
+        """Return what the rows of a group that wait for their environments have."""
+        own = [e.results for e in self._rows.values() if e.group is group and e.waits]
+        return [results for results in own if results is not None]
+
+    def waiting(self) -> list[tuple[PromptGroup, Rows, DataProto]]:
+        """Return the rows that wait for their environments, with their fields, for a checkpoint."""
+        return [
+            (e.group, np.array([e.row]), e.results)
+            for e in self._rows.values()
+            if e.waits and e.results is not None
+        ]
+
+    def settle(self) -> list[Paused]:
+        """Wait for all environments that begin; return the rows that go on."""
+        parts = list[Paused]()
+        while any(e.results is None and e.waits for e in self._rows.values()):
+            self.wait(1.0)
+            parts += self.collect()
+        return parts
+
+    def forget(self, groups: Sequence[PromptGroup]) -> None:
+        """Drop the episodes of groups that begin again."""
+        for group, row in [key for key in self._numbers if key[0] in groups]:
+            self._drop(group, row)
+
+    def close(self) -> None:
+        """End the environments."""
+        self.pool.close()
+        self._rows.clear()
+        self._numbers.clear()
+
+    def _open(self, group: PromptGroup, row: int) -> tuple[int, _Episode]:
+        """Return an episode, a new one for a row that a checkpoint had begun."""
+        if (group, row) not in self._numbers:
+            self._begun += 1
+            self._numbers[group, row] = self._begun
+            self._rows[self._begun] = _Episode(group, row)
+        number = self._numbers[group, row]
+        return number, self._rows[number]
+
+    def _drop(self, group: PromptGroup, row: int) -> None:
+        number = self._numbers.pop((group, row))
+        del self._rows[number]
+        self.pool.end(number)
+
+    def _ends_alone(self, episode: _Episode) -> bool:
+        """Return whether an episode ends without an answer: its environment has failed before, or
+        its response has no room left."""
+        if not episode.waits or episode.results is None:
+            return False
+        cut = not int(episode.results.batch[fields.FINISHED])
+        full = cut and int(_known(episode.results).sum()) >= self.response_tokens
+        return episode.failure is not None or full
+
+    def _answered(self, answer: Answer, episode: _Episode) -> Iterator[Paused]:
+        results = episode.results
+        turns = [] if results is None else _turns(results)
+        again = len(answer.rewards) == len(turns)  # all turns were played
+        episode.rewards = [*([] if again else episode.rewards), *answer.rewards]
+        for name, value in answer.metrics.items():
+            episode.metrics[name] = value + (0.0 if again else episode.metrics.get(name, 0.0))
+        if answer.status in FAILURES:
+            episode.failure = answer
+        try:
+            if results is None:
+                self._begin_prompt(episode, answer.messages)
+            elif answer.status == "observed" and len(turns) < self.max_turns:
+                more = self.turns.following_ids(turns[-1], answer.messages)
+        except QuadrigaError as error:  # what the template cannot write
+            episode.failure = Answer(answer.episode, "raised", detail=str(error))
+        if results is None:  # after a failure its first turn is written, and then it ends
+            none = torch.zeros(1, self.response_tokens, dtype=torch.int64)
+            own = {**dict.fromkeys(BEGUN_RESPONSES, none), fields.ROLLOUT_LOG_PROBS: none.float()}
+        elif episode.failure is not None:
+            return self._end(episode, episode.failure.status)
+        elif answer.status == "done" or len(turns) >= self.max_turns:
+            return self._end(episode, "done" if answer.status == "done" else "turns")
+        elif (first := int(_known(results).sum())) + len(more) >= self.response_tokens:
+            return self._end(episode, "length")
+        else:
+            own = {name: results.batch[name].clone() for name in BEGUN_RESPONSES}
+            place = slice(first, first + len(more))
+            own[fields.RESPONSES][0, place] = torch.tensor(more)
+            own[fields.TOKEN_VERSIONS][0, place] = OBSERVED
+        episode.waits = False
+        first_row = np.zeros(1, dtype=np.int64)
+        yield Paused(episode.group, first_row + episode.row, DataProto.from_dict(own), first_row)
+
+    def _begin_prompt(self, episode: _Episode, messages: Sequence[Message]) -> None:
+        """Add what `reset` has returned to the prompt of a row.
+
+        Raises:
+            InputError: it has more tokens than `agent.reset_tokens`.
+        """
+        if not messages:
+            return
+        prompts, row = episode.group.prompts, episode.row
+        chat = [*prompts.non_tensor_batch[fields.RAW_PROMPT][row], *messages]
+        ids, width = self.turns.prompt_ids(chat), prompts.batch[fields.INPUT_IDS].shape[1]
+        if len(ids) > width:
+            raise InputError(
+                f"the prompt has {len(ids)} tokens with what reset has returned, and space for "
+                f"{width}; raise agent.reset_tokens by {len(ids) - width}"
+            )
+        changed = {
+            fields.INPUT_IDS: torch.tensor([0] * (width - len(ids)) + ids),
+            fields.ATTENTION_MASK: torch.tensor([0] * (width - len(ids)) + [1] * len(ids)),
+            fields.PROMPT_LENGTH: torch.tensor(len(ids)),
+        }
+        for name, value in changed.items():
+            prompts.batch[name] = torch.where(
+                (torch.arange(len(prompts)) == row).view(-1, *[1] * value.dim()),
+                value,
+                prompts.batch[name],
+            )
+        prompts.non_tensor_batch[fields.RAW_PROMPT][row] = chat
+
+    def _end(self, episode: _Episode, status: str) -> None:
+        """End a row with the rewards of its turns."""
+        group, row, results = episode.group, episode.row, episode.results
+        assert results is not None
+        rewards = torch.zeros(1, self.response_tokens)
+        spans = turn_spans(results.batch[fields.RESPONSE_MASK][0])
+        for (_, last), reward in zip(spans, episode.rewards, strict=False):
+            rewards[0, last - 1] = reward if episode.failure is None else 0.0
+        about = {
+            "status": status,
+            "turns": len(spans),
+            "metrics": episode.metrics,
+            "detail": "" if episode.failure is None else episode.failure.detail,
+        }
+        kept = [str(k) for k in results.batch.keys() if k != fields.FINISHED]  # noqa: SIM118
+        ended = results.select(kept).union(
+            DataProto.from_dict(
+                {
+                    fields.FINISHED: torch.tensor([int(status != "length")]),
+                    fields.TURN_REWARDS: rewards,
+                },
+                non_tensors={fields.EPISODE: object_array([about])},
+            )
+        )
+        self._drop(group, row)
+        group.end(np.array([row]), ended)
+        if group.batch is not None:
+            self._complete.append(group)
+
+
+def _columns(group: PromptGroup, row: int) -> Mapping[str, object]:
+    """Return the data row of a row of a group."""
+    arrays = group.prompts.non_tensor_batch
+    columns: Mapping[str, object] = arrays[fields.COLUMNS][row]
+    return columns
+
+
+def _known(rows: DataProto) -> torch.Tensor:
+    """Return 1 at the response tokens of rows so far, [B, R]."""
+    return known_tokens(rows.batch[fields.RESPONSE_MASK], rows.batch[fields.TOKEN_VERSIONS])
+
+
+def turn_spans(response_mask: torch.Tensor) -> list[tuple[int, int]]:
+    """Return (first, behind the last) of each turn of a row. `response_mask` is [R]."""
+    spans, first = list[tuple[int, int]](), 0
+    for sampled, same in groupby(response_mask.tolist()):
+        last = first + len(list(same))
+        spans += [(first, last)] if sampled else []
+        first = last
+    return spans
+
+
+def _turns(rows: DataProto, place: int = 0) -> list[list[int]]:
+    """Return the tokens of each turn of a row."""
+    ids = rows.batch[fields.RESPONSES][place].tolist()
+    return [ids[first:last] for first, last in turn_spans(rows.batch[fields.RESPONSE_MASK][place])]

@@ -1,0 +1,170 @@
+"""Episodes of a run: what plays them, and their rewards as the scores of a batch.
+
+With `trainer.max_staleness=0`, and in validations, `EpisodeGenerator` is the rollout of the run: it
+plays all episodes of a batch to their ends. Otherwise they are rows of the stream
+(`trainer.streaming`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from quadriga.agents.environments import EnvironmentRef
+from quadriga.agents.pool import FAILURES, EpisodePool
+from quadriga.agents.turns import Turns
+from quadriga.config.schema import AgentConfig, TrainConfig
+from quadriga.errors import RewardError
+from quadriga.protocol import DataProto, fields
+from quadriga.streams.episodes import Episodes, turn_spans
+from quadriga.streams.generation import SlicedGeneration
+from quadriga.streams.queue import PromptGroup, PromptQueue
+from quadriga.streams.replicas import Replicas
+from quadriga.streams.staleness import StalenessBound
+from quadriga.trainer.record import Metrics
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger("quadriga")
+
+
+class ModelTurns(Turns):
+    """The turns of the model of a run."""
+
+    def text(self, sampled_ids: Sequence[int]) -> str:
+        """Return the text of a turn with its special tokens, without the token that ends it."""
+        ids = list(sampled_ids)
+        while ids and ids[-1] in self.end_ids:
+            ids.pop()
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def make_episodes(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Episodes | None:
+    """Return the episodes of a run; None: its responses are one turn.
+
+    Raises:
+        InputError: the class of the environment cannot be loaded; see `EnvironmentRef.load`.
+        ModelError: the chat template cannot write several turns.
+    """
+    agent, data = config.agent, config.data
+    if agent.path is None:
+        return None
+    ref = EnvironmentRef(agent.path, agent.name, agent.options).loaded()
+    pool = EpisodePool(ref, agent.num_processes, agent.timeout_s, agent.memory_gb)
+    turns = ModelTurns(tokenizer, data.chat_template_kwargs)
+    return Episodes(
+        pool, turns, data.max_response_length, agent.max_turns, agent.max_turn_tokens,
+        agent.concurrency,
+    )  # fmt: skip
+
+
+@dataclass(eq=False)
+class EpisodeGenerator:
+    """Plays the episodes of batches.
+
+    Args:
+        replicas: of the rollout.
+        apart: they have ranks of their own.
+    """
+
+    config: TrainConfig
+    replicas: Replicas
+    episodes: Episodes
+    apart: bool
+
+    def play(self, rows: DataProto, inputs: Callable[[DataProto], DataProto]) -> DataProto:
+        """Return the rows with the whole episodes as responses, in their order. `inputs` returns
+        what generation reads."""
+        if not len(rows):
+            return rows
+        queue = PromptQueue(StalenessBound(len(rows), 0), len(rows))
+        queue.add([PromptGroup(i, rows.select_idxs([i])) for i in range(len(rows))])
+        rollout = self.config.actor_rollout_ref.rollout
+        share = -(-len(rows) // self.replicas.count)
+        generation = SlicedGeneration(
+            self.replicas, queue, inputs,
+            slice_tokens=rollout.slice_tokens,
+            response_tokens=self.config.data.max_response_length,
+            rows=min(rollout.micro_batch_size, share) if self.apart else share,
+            kept_rows=rollout.micro_batch_size,
+            episodes=self.episodes,
+            loses=self.apart,
+            note=lambda *_, **__: None,
+        )  # fmt: skip
+        complete = dict[int, DataProto]()
+        while len(complete) < len(rows):
+            generation.submit()
+            for group in generation.keep(generation.wait()):
+                if group.batch is not None:
+                    complete[group.number] = group.batch
+        generation.forget_caches()
+        return DataProto.concat([complete[i] for i in range(len(rows))])
+
+
+@dataclass(eq=False)
+class EpisodeReward:
+    """Scores batches with the rewards of their environments.
+
+    Attributes:
+        metrics: of the last batch: turns, rewards by turn, failures, and what the environments say.
+        masked_rows: rows of the last batch that take no part in the update.
+    """
+
+    config: AgentConfig
+    metrics: Metrics = field(default_factory=dict, init=False)
+    masked_rows: list[int] = field(default_factory=list, init=False)
+
+    def __call__(self, data: DataProto, /) -> DataProto:
+        """Return the scores of every row.
+
+        Raises:
+            RewardError: an environment has failed and `agent.on_failure` is "fail", or all have.
+        """
+        episodes = data.non_tensor_batch[fields.EPISODE].tolist()
+        rewards_BR = data.batch[fields.TURN_REWARDS]
+        counts = Counter(episode["status"] for episode in episodes)
+        failed = [i for i, episode in enumerate(episodes) if episode["status"] in FAILURES]
+        own, sums = defaultdict[str, float](float), self._by_turn(data)
+        for episode in episodes:
+            for name, value in episode["metrics"].items():
+                own[f"agent/{name}"] += value / len(episodes)
+        turns = [episode["turns"] for episode in episodes]
+        self.masked_rows = failed if self.config.on_failure == "mask" else []
+        self.metrics = {
+            **own,
+            **sums,
+            "agent/turns/mean": sum(turns) / max(1, len(turns)),
+            "agent/turns/max": float(max(turns, default=0)),
+            **{f"agent/ended/{name}": float(counts[name]) for name in ("done", "turns", "length")},
+            **{f"agent/{name}": float(counts[name]) for name in FAILURES},
+        }
+        if failed:
+            self._tell(episodes, failed)
+        return DataProto.from_dict({fields.TOKEN_LEVEL_SCORES: rewards_BR.clone()})
+
+    def _by_turn(self, data: DataProto) -> Metrics:
+        """Return the mean reward of turn 1, 2, … over the episodes that have so many turns."""
+        rewards_BR, mask_BR = data.batch[fields.TURN_REWARDS], data.batch[fields.RESPONSE_MASK]
+        found = defaultdict[int, list[float]](list)
+        for rewards, mask in zip(rewards_BR, mask_BR, strict=True):
+            for turn, (_, last) in enumerate(turn_spans(mask), 1):
+                found[turn].append(float(rewards[last - 1]))
+        return {f"agent/reward/turn_{turn}": sum(own) / len(own) for turn, own in found.items()}
+
+    def _tell(self, episodes: Sequence[dict[str, object]], failed: Sequence[int]) -> None:
+        first = episodes[failed[0]]
+        text = (
+            f"the environments of {len(failed)} of {len(episodes)} episodes have failed; the first "
+            f"is row {failed[0]}, {first['status']} in turn {first['turns']}: {first['detail']}"
+        )
+        if self.config.on_failure == "fail" or (len(failed) == len(episodes) > 1):
+            hint = (
+                "" if len(failed) == len(episodes) else ", or set agent.on_failure to zero or mask"
+            )
+            raise RewardError(f"{text}. Correct the environment{hint}", status=str(first["status"]))
+        consequence = "are left out of the update" if self.masked_rows else "count as 0"
+        _log.warning("%s. They %s", text, consequence)
